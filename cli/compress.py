@@ -1,0 +1,181 @@
+"""`collab-compress`: convert a pretrained model's attention into collaborative form."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import torch
+import transformers
+import tyro
+from collab_compress_cli.source import Source, load_source
+from collab_compress_cli.table import report_lines
+from tqdm import tqdm
+
+from collab_compress import CollabCompressError, Compression, Report, compress, make_standalone_
+from collab_compress.checkpoint.directory import refuse_existing, whole_directory
+
+WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".index.json")
+REPLACED = ("config.json", "generation_config.json", "README.md")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Convert a pretrained model's attention into collaborative form, without retraining.
+
+    Examples:
+      collab-compress minilm --dk 128
+      collab-compress bert-base --dk 384 --output bert-base-384
+      collab-compress ./my-classifier --dk 256 --calibration sentences.txt --json report.json
+    """
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """minilm (embedded), a model directory, or a name on the hub (bert-base, distilbert, albert-base, org/name)."""
+
+    compression: tyro.conf.OmitArgPrefixes[Compression]
+
+    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Where to save; MODEL-dkN in the current directory if not given."""
+
+    calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|none|FILE")] = "synthetic"
+    """Data that says which input directions matter: random tokens, none, or a file with one text a line."""
+
+    standalone: bool = False
+    """Ship the modelling code too: people without this package load it with trust_remote_code=True."""
+
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the report as JSON as well."""
+
+
+def main() -> None:
+    """Run the command; errors are one line on standard error and exit code 2."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        run(tyro.cli(Arguments, prog="collab-compress"))
+    except CollabCompressError as error:
+        print(f"collab-compress: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("collab-compress: interrupted, nothing was written", file=sys.stderr)
+        sys.exit(130)
+
+
+def run(arguments: Arguments) -> Report:
+    """Load, convert, save and print; returns the report."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    if arguments.output is not None:
+        refuse_existing(arguments.output)
+    source = load_source(arguments.model)
+    output = arguments.output or Path(f"{source.name}-dk{arguments.compression.rank}")
+    refuse_existing(output)
+    if arguments.compression.device is not None:
+        _check_device(arguments.compression.device)
+    report = _convert(source, arguments)
+    with whole_directory(output) as directory:
+        _save(source, directory, arguments, report)
+        if arguments.json is not None:
+            write_json(arguments.json, _record(source, arguments, report))
+    for line in report_lines(report, arguments.calibration):
+        print(line)
+    print(f"\nSaved to {output}. To use it:\n")
+    for line in loading_lines(source, output):
+        print(f"    {line}")
+    return report
+
+
+def _convert(source: Source, arguments: Arguments) -> Report:
+    with tqdm(desc="calibrating", unit="module", disable=None, leave=False) as bar:
+
+        def progress(name: str, done: int, total: int) -> None:
+            bar.total, bar.n = total, done
+            bar.set_description_str(name or "done")
+
+        return compress(
+            source.model, arguments.compression, arguments.calibration, tokenizer=source.tokenizer, progress=progress
+        )
+
+
+def _save(source: Source, directory: Path, arguments: Arguments, report: Report) -> None:
+    """Save the model, what travels along with it, and how it was made."""
+    if arguments.standalone:
+        make_standalone_(source.model)
+    _copy_companions(source.directory, directory)
+    source.model.save_pretrained(directory)
+    write_json(directory / "collab_compress.json", _record(source, arguments, report))
+
+
+def _copy_companions(source: Path, directory: Path) -> None:
+    """Copy tokenizer, processor and sentence-transformers files; leave weights, code, and what is written anew."""
+    for path in source.iterdir():
+        if path.is_file() and not (
+            path.name in REPLACED or path.name.startswith(".") or path.name.endswith((*WEIGHTS, ".py"))
+        ):
+            shutil.copyfile(path, directory / path.name)
+    modules = source / "modules.json"
+    if modules.is_file():
+        for module in json.loads(modules.read_text(encoding="utf-8")):
+            if module["path"] and (source / module["path"]).is_dir():
+                shutil.copytree(source / module["path"], directory / module["path"], copy_function=shutil.copyfile)
+
+
+def _record(source: Source, arguments: Arguments, report: Report) -> dict[str, Any]:
+    return {
+        "model": arguments.model,
+        "class": type(source.model).__name__,
+        "compression": asdict(arguments.compression),
+        "calibration": arguments.calibration,
+        "report": report.to_dict(),
+        "versions": {
+            "collab-compress": version("collab-compress"),
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+        },
+    }
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Write JSON beside `path` and rename it when it is whole."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            json.dump(data, file, indent=2)
+            file.write("\n")
+        os.chmod(file.name, 0o644)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise CollabCompressError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def loading_lines(source: Source, output: Path) -> list[str]:
+    """Say how to load the result, in three lines."""
+    name = type(source.model).__name__
+    return [
+        "import collab_compress  # lets Transformers rebuild the shared attention",
+        f"from transformers import {name}",
+        f'model = {name}.from_pretrained("{output}")',
+    ]
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(1, device=device, dtype=torch.float64)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise CollabCompressError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+
+
+def _terminate(_: int, __: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()

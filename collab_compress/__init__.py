@@ -1,0 +1,56 @@
+"""Collaborative attention for pretrained Transformers models.
+
+Importing the package lets stock `from_pretrained` rebuild converted checkpoints.
+"""
+
+from collab_compress.attention import register_attention
+from collab_compress.attention.edit import CollaborativeEdit
+from collab_compress.checkpoint import (
+    AFTER_LOADING,
+    EDITS,
+    keep_standalone_,
+    make_standalone_,
+    register_checkpoint,
+)
+from collab_compress.conversion.compress import compress
+from collab_compress.conversion.expand import Expansion, expand
+from collab_compress.conversion.factors import read_factors
+from collab_compress.conversion.fresh import FromScratch, from_config
+from collab_compress.conversion.options import Compression
+from collab_compress.conversion.report import Drift, ModuleReport, Report
+from collab_compress.errors import (
+    CalibrationError,
+    CheckpointError,
+    CollabCompressError,
+    CompressionError,
+    UnsupportedModelError,
+)
+from collab_compress.factorization import Factors
+
+# What makes stock `from_pretrained` rebuild converted models.
+EDITS[CollaborativeEdit.kind] = CollaborativeEdit
+AFTER_LOADING.append(keep_standalone_)
+register_attention()
+register_checkpoint()
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CalibrationError",
+    "CheckpointError",
+    "CollabCompressError",
+    "Compression",
+    "CompressionError",
+    "Drift",
+    "Expansion",
+    "Factors",
+    "FromScratch",
+    "ModuleReport",
+    "Report",
+    "UnsupportedModelError",
+    "compress",
+    "expand",
+    "from_config",
+    "make_standalone_",
+    "read_factors",
+]

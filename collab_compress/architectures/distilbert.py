@@ -1,0 +1,13 @@
+"""DistilBERT (Sanh et al., 2019)."""
+
+from collab_compress.architectures.family import AttentionFamily
+
+DISTILBERT = AttentionFamily(
+    name="DistilBERT",
+    model_types=("distilbert",),
+    attention_class="DistilBertSelfAttention",
+    query="q_lin",
+    key="k_lin",
+    heads="n_heads",
+    head_width="attention_head_size",
+)

@@ -1,0 +1,128 @@
+"""Put collaborative attention into an attention module, and read it back."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from collab_compress.attention.projections import SharedKey, SharedQuery
+
+
+@dataclass(frozen=True)
+class CollaborativeSpec:
+    """All that is needed to rebuild one collaborative attention module, weights aside.
+
+    Args:
+        query: attribute path of the query projection in the attention module.
+        key: attribute path of the key projection.
+        heads: number of heads H.
+        head_width: width d of one head's keys in the dense model.
+        rank: shared width R.
+        content_bias: whether the module has content biases v.
+        scale: what scores are multiplied by; None keeps the model's own scale.
+        train_mixing: whether the mixing matrix is trained.
+    """
+
+    query: str
+    key: str
+    heads: int
+    head_width: int
+    rank: int
+    content_bias: bool
+    scale: float | None = None
+    train_mixing: bool = True
+
+
+@dataclass(frozen=True)
+class CollaborativeParts:
+    """The parameters of a collaborative attention module, ready to be installed."""
+
+    query: SharedQuery
+    key: SharedKey
+    mixing: nn.Parameter
+
+
+class AttentionConfig:
+    """A view of the model's config in which `eager` and `sdpa` attention mean their collaborative forms.
+
+    Only converted modules hold one, so masks, stock modules and `set_attn_implementation` keep their meaning.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.__dict__["stock"] = config
+
+    @property
+    def _attn_implementation(self) -> str:
+        implementation = self.stock._attn_implementation
+        if implementation not in ("eager", "sdpa"):
+            raise ValueError(
+                f"collaborative attention runs with attn_implementation 'eager' or 'sdpa', got "
+                f"{implementation!r}; call model.set_attn_implementation('sdpa')"
+            )
+        return f"collab_{implementation}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "stock":  # not yet there while being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.stock, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.stock, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def is_collaborative(module: nn.Module) -> bool:
+    """Whether this attention module has been converted."""
+    return isinstance(getattr(module, "collaborative", None), CollaborativeSpec)
+
+
+def build_parts(module: nn.Module, spec: CollaborativeSpec) -> CollaborativeParts:
+    """Make uninitialised parameters for `module`, on the device and in the dtype of what they replace."""
+    dense_query, dense_key = module.get_submodule(spec.query), module.get_submodule(spec.key)
+    like: dict[str, Any] = {"device": dense_query.weight.device, "dtype": dense_query.weight.dtype}
+    return CollaborativeParts(
+        SharedQuery(dense_query.in_features, spec.rank, spec.head_width, **like),  # type: ignore[arg-type]
+        SharedKey(
+            dense_key.in_features, spec.rank, spec.heads, spec.head_width, spec.content_bias, **like  # type: ignore[arg-type]
+        ),
+        nn.Parameter(torch.empty(spec.heads, spec.rank, **like), requires_grad=spec.train_mixing),
+    )  # fmt: skip
+
+
+def install_(module: nn.Module, spec: CollaborativeSpec, parts: CollaborativeParts) -> None:
+    """Replace the query and key projections of `module` by `parts`, in place."""
+    module.mixing = parts.mixing
+    module.collaborative = spec  # type: ignore[assignment]
+    module.set_submodule(spec.query, parts.query.train(module.training))
+    module.set_submodule(spec.key, parts.key.train(module.training))
+    module.config = AttentionConfig(module.config)  # type: ignore[assignment]
+    if spec.scale is not None:
+        module.stock_scaling, module.scaling = module.scaling, spec.scale  # type: ignore[assignment]
+
+
+def uninstall_(module: nn.Module, query: nn.Module, key: nn.Module) -> None:
+    """Put dense projections back into a module that `install_` changed, also half-way, in place."""
+    spec = module.__dict__.pop("collaborative", None)
+    if spec is None:
+        return
+    module.set_submodule(spec.query, query)
+    module.set_submodule(spec.key, key)
+    del module.mixing
+    if isinstance(module.config, AttentionConfig):
+        module.config = module.config.stock
+    if "stock_scaling" in module.__dict__:
+        module.scaling = module.__dict__.pop("stock_scaling")
+
+
+def read_parts(module: nn.Module) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Read W̃q (D, R), M (H, R), W̃k (D, R) and v (H, D) or None from a collaborative module."""
+    spec: CollaborativeSpec = module.collaborative  # type: ignore[assignment]
+    query, key = module.get_submodule(spec.query), module.get_submodule(spec.key)
+    content = key.content.weight.detach() if spec.content_bias else None  # type: ignore[union-attr]
+    return query.proj.weight.detach().T, module.mixing.detach(), key.proj.weight.detach().T, content  # type: ignore[union-attr,return-value,operator]

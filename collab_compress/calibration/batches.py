@@ -1,0 +1,135 @@
+"""What the model is run on to learn which directions of its inputs matter: random tokens, texts, or batches."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from collab_compress.errors import CalibrationError
+
+Batch: TypeAlias = dict[str, Tensor]
+Text: TypeAlias = str | tuple[str, str]
+Calibration: TypeAlias = str | Path | Sequence[Text] | Iterable[Mapping[str, Tensor]] | None
+
+SEQUENCES = 128
+LENGTH = 64
+BATCH_SIZE = 16
+
+
+def calibration_batches(
+    calibration: Calibration,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    sequences: int = SEQUENCES,
+    length: int = LENGTH,
+    seed: int = 0,
+) -> list[Batch]:
+    """Turn any accepted form of calibration data into batches for `model`.
+
+    Args:
+        calibration: "synthetic" (random tokens), "none" or None, the path of a text file with one text a line, a
+            sequence of texts or text pairs (a column of a `datasets` data set is one), or ready batches.
+        model: the model they are for; bounds the vocabulary and the length.
+        tokenizer: needed for everything but ready batches and none.
+        sequences: number of random sequences; at most this many texts are used.
+        length: tokens in a random sequence; texts are cut there.
+        seed: seed of the random tokens.
+
+    Returns:
+        Batches of keyword arguments for the model; empty for none.
+
+    Raises:
+        CalibrationError: no tokenizer, no data, a file that cannot be read, or something that is no data.
+    """
+    if calibration is None or calibration == "none":
+        return []
+    if hasattr(calibration, "column_names"):
+        raise CalibrationError(
+            f"got a data set with columns {calibration.column_names}; pass the one with the texts, as in "
+            "calibration=data['text']"
+        )
+    ready = not isinstance(calibration, str | Path) and _holds_batches(calibration)
+    if tokenizer is None and not ready:
+        raise CalibrationError(
+            "calibration from random tokens or texts needs the model's tokenizer: pass tokenizer=…, ready "
+            "batches, or calibration=None to weigh all directions of the input alike"
+        )
+    length = min(length, _longest(model, tokenizer))
+    if ready:
+        batches: list[Batch] = [dict(batch) for batch in calibration]  # type: ignore[union-attr,arg-type]
+    elif calibration == "synthetic":
+        batches = synthetic_batches(model, tokenizer, sequences, length, seed)  # type: ignore[arg-type]
+    else:
+        texts = read_texts(Path(calibration)) if isinstance(calibration, str | Path) else list(calibration)  # type: ignore[arg-type]
+        batches = text_batches(tokenizer, texts[:sequences], length)  # type: ignore[arg-type]
+    if not batches:
+        raise CalibrationError("calibration data is empty; pass at least one batch or text, or None")
+    return batches
+
+
+def synthetic_batches(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sequences: int, length: int, seed: int
+) -> list[Batch]:
+    """Draw token ids uniformly from the non-special vocabulary, with the tokenizer's special tokens at the ends."""
+    size = min(len(tokenizer), getattr(model.config, "vocab_size", len(tokenizer)))
+    special = set(tokenizer.all_special_ids)
+    ordinary = torch.tensor([token for token in range(size) if token not in special])
+    ends: list[int] = tokenizer("")["input_ids"]
+    first = ends[:1] if ends and ends[0] in (tokenizer.cls_token_id, tokenizer.bos_token_id) else []
+    last = ends[len(first) :]
+    drawn = length - len(first) - len(last)
+    if drawn < 1 or not len(ordinary):
+        raise CalibrationError(f"no room for random tokens in sequences of {length}, vocabulary of {size}")
+    generator = torch.Generator().manual_seed(seed)
+    middle = ordinary[torch.randint(len(ordinary), (sequences, drawn), generator=generator)]
+    ids = torch.cat([torch.tensor([first] * sequences).long(), middle, torch.tensor([last] * sequences).long()], 1)
+    return [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids.split(BATCH_SIZE)]
+
+
+def text_batches(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], length: int) -> list[Batch]:
+    """Tokenize texts or text pairs, similar lengths together, padded within each batch."""
+    texts = sorted(texts, key=lambda text: len(text) if isinstance(text, str) else len(text[0]) + len(text[1]))
+    batches = []
+    for start in range(0, len(texts), BATCH_SIZE):
+        part = list(texts[start : start + BATCH_SIZE])
+        encoded = tokenizer(part, truncation=True, max_length=length, padding=True, return_tensors="pt")
+        batches.append(dict(encoded))
+    return batches
+
+
+def read_texts(path: Path) -> list[Text]:
+    """Read one text a line; blank lines are left out.
+
+    Raises:
+        CalibrationError: the file is missing, not UTF-8, or has no text.
+    """
+    try:
+        texts: list[Text] = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise CalibrationError(f"cannot read calibration texts from {path}: {error}") from error
+    if not texts:
+        raise CalibrationError(f"{path} has no text; expected one text a line")
+    return texts
+
+
+def _holds_batches(calibration: Any) -> bool:
+    if isinstance(calibration, Sequence):
+        kinds = {isinstance(item, Mapping) for item in calibration}
+        if len(kinds) == 2:
+            raise CalibrationError("calibration mixes batches and texts; pass one or the other")
+        return kinds == {True}
+    if not isinstance(calibration, Iterable):
+        raise CalibrationError(
+            f"calibration is a {type(calibration).__name__}; expected 'synthetic', 'none', a file of texts, texts, "
+            "or batches"
+        )
+    return True
+
+
+def _longest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
+    positions = getattr(model.config, "max_position_embeddings", None) or LENGTH
+    return min(positions, tokenizer.model_max_length if tokenizer is not None else positions)

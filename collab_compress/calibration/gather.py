@@ -1,0 +1,120 @@
+"""Gather the moments of every attention module's inputs while the model runs, keeping no tokens."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from collab_compress.architectures import AttentionSite
+from collab_compress.calibration.batches import Batch
+from collab_compress.errors import CalibrationError
+from collab_compress.factorization import Moments
+
+
+class _Accumulator:
+    """Sums over tokens of 1, x and x xᵀ, in float64."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total: Tensor | None = None
+        self.outer: Tensor | None = None
+
+    def add(self, tokens: Tensor) -> None:
+        """Add tokens (N, D)."""
+        tokens = tokens.double()
+        total, outer = tokens.sum(0), tokens.T @ tokens
+        self.count += len(tokens)
+        self.total = total if self.total is None else self.total + total
+        self.outer = outer if self.outer is None else self.outer + outer
+
+    def moments(self, name: str) -> Moments:
+        """Return mean and second moment per token."""
+        if self.total is None or self.outer is None or not self.count:
+            raise CalibrationError(f"{name} saw no token during calibration; are all positions padding?")
+        if not bool(torch.isfinite(self.outer).all()):
+            raise CalibrationError(f"{name}: its inputs are not finite on the calibration data")
+        return Moments(self.total / self.count, self.outer / self.count, float(self.count))
+
+
+def gather_moments(
+    model: PreTrainedModel,
+    sites: Sequence[AttentionSite],
+    batches: Iterable[Batch],
+    on_batch: Callable[[], None] | None = None,
+) -> dict[str, tuple[Moments, Moments]]:
+    """Run the model on `batches` and gather first and second moments of each site's query and key inputs.
+
+    Padding is left out. A module that serves several layers (ALBERT) pools them. Where queries and keys read the
+    same tensor, as in self-attention, it is summed once.
+
+    Args:
+        model: the dense model; left in the mode it was in.
+        sites: attention modules of `model`.
+        batches: keyword arguments for the model; `attention_mask` (B, T) says what is padding.
+        on_batch: called after each batch.
+
+    Returns:
+        Site name → moments of query inputs, moments of key inputs.
+
+    Raises:
+        CalibrationError: a module saw no token, or an input was not finite.
+    """
+    sums = {site.name: (_Accumulator(), _Accumulator()) for site in sites}
+    latest: dict[str, Tensor] = {}
+    mask: Tensor | None = None
+    handles: list[RemovableHandle] = []
+
+    def watch(site: AttentionSite) -> None:
+        query_sum, key_sum = sums[site.name]
+
+        def on_query(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            latest[site.name] = args[0]
+            query_sum.add(_real_tokens(args[0], mask))
+
+        def on_key(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if args[0] is not latest.pop(site.name, None):
+                key_sum.add(_real_tokens(args[0], mask))
+
+        handles.append(site.query.register_forward_pre_hook(on_query))
+        handles.append(site.key.register_forward_pre_hook(on_key))
+
+    with running(model):
+        try:
+            for site in sites:
+                watch(site)
+            for batch in batches:
+                batch = {name: value.to(model.device) for name, value in batch.items()}
+                mask = batch.get("attention_mask")
+                model(**batch)
+                if on_batch is not None:
+                    on_batch()
+        finally:
+            for handle in handles:
+                handle.remove()
+    return {
+        name: (query.moments(name), (key if key.count else query).moments(name))
+        for name, (query, key) in sums.items()
+    }
+
+
+@contextmanager
+def running(model: nn.Module) -> Iterator[None]:
+    """Run `model` without gradients and without dropout, then put it back into the mode it was in."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+
+
+def _real_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Pick the tokens that are not padding from x (B, T, D), as (N, D)."""
+    if mask is None or mask.shape != x.shape[:-1]:
+        return x.reshape(-1, x.shape[-1])
+    return x[mask.bool()]

@@ -1,0 +1,18 @@
+"""Save edited models so that stock `from_pretrained` rebuilds them."""
+
+from collab_compress.checkpoint.edits import EDITS, EditConfig, ModelEdit, edits_of
+from collab_compress.checkpoint.quantizer import AFTER_LOADING, forget_edits_, record_edit_, register_checkpoint
+from collab_compress.checkpoint.standalone import keep_standalone_, make_standalone_
+
+__all__ = [
+    "AFTER_LOADING",
+    "EDITS",
+    "EditConfig",
+    "ModelEdit",
+    "edits_of",
+    "forget_edits_",
+    "keep_standalone_",
+    "make_standalone_",
+    "record_edit_",
+    "register_checkpoint",
+]

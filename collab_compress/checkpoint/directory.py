@@ -1,0 +1,67 @@
+"""Write a directory beside its final place, and rename it when it is whole."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from collab_compress.errors import CheckpointError
+
+
+@contextmanager
+def whole_directory(path: Path) -> Iterator[Path]:
+    """Yield an empty directory that becomes `path` if the block succeeds, and is removed if it does not.
+
+    A process killed outright can leave its working directory `.<name>.partial-<pid>`, never `path`; the next write
+    to the same path clears those whose process is gone.
+
+    Args:
+        path: where the result is wanted; must not exist.
+
+    Raises:
+        CheckpointError: `path` exists, or nothing can be written there.
+    """
+    refuse_existing(path)
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _clear_abandoned(path)
+        partial.mkdir()
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+    try:
+        yield partial
+        refuse_existing(path)
+        partial.rename(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def refuse_existing(path: Path) -> None:
+    """Refuse to overwrite.
+
+    Raises:
+        CheckpointError: something is at `path`.
+    """
+    if path.exists() or path.is_symlink():
+        raise CheckpointError(f"{path} exists; choose another output or remove it")
+
+
+def _clear_abandoned(path: Path) -> None:
+    for left in path.parent.glob(f".{path.name}.partial-*"):
+        pid = left.name.rpartition("-")[2]
+        if pid.isdigit() and not _alive(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

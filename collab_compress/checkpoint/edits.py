@@ -1,0 +1,81 @@
+"""A checkpoint as a versioned list of model edits, stored in `config.json` and replayed before weights load.
+
+Transformers gives one place where third parties may change a model between its construction and the loading of
+its weights: the quantization plug-in. `EditConfig` is the configuration of that plug-in. Each edit kind is a class
+with `kind`, `to_dict`, `from_dict` and `apply_`; `EDITS` maps kinds to classes and is filled, explicitly, where
+the package is imported.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
+
+from transformers import PreTrainedModel
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+METHOD = "collab_compress"
+VERSION = 1
+
+
+class ModelEdit(Protocol):
+    """One change to a stock model's structure that can be replayed on a freshly built one."""
+
+    kind: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Describe the edit in JSON types."""
+        ...
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "ModelEdit":
+        """Rebuild the edit from what `to_dict` gave."""
+        ...
+
+    def apply_(self, model: PreTrainedModel) -> None:
+        """Change the structure of `model` in place; what is changed already is left as it is."""
+        ...
+
+
+EDITS: dict[str, type[ModelEdit]] = {}
+
+
+class EditConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """The `quantization_config` of an edited model.
+
+    Args:
+        edits: the edits in the order they were made, as objects or as their dictionaries.
+        version: version of the stored form.
+
+    Raises:
+        ValueError: the checkpoint was written by a newer version, or holds an edit that is not known.
+    """
+
+    def __init__(self, edits: list[Any] | None = None, version: int = VERSION, **_: Any) -> None:
+        if version > VERSION:
+            raise ValueError(
+                f"the checkpoint has version {version} of the collab_compress format, this package reads up to "
+                f"{VERSION}; upgrade collab-compress"
+            )
+        self.quant_method = METHOD
+        self.version = version
+        self.edits = [edit if not isinstance(edit, Mapping) else _decode(edit) for edit in edits or []]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Describe the edits in JSON types."""
+        edits = [{"kind": edit.kind, **edit.to_dict()} for edit in self.edits]
+        return {"quant_method": self.quant_method, "version": self.version, "edits": edits}
+
+
+def _decode(data: Mapping[str, Any]) -> ModelEdit:
+    kind = data.get("kind")
+    if kind not in EDITS:
+        raise ValueError(
+            f"the checkpoint holds an edit of kind {kind!r}; this package knows {', '.join(sorted(EDITS))}; "
+            "upgrade collab-compress"
+        )
+    return EDITS[kind].from_dict({name: value for name, value in data.items() if name != "kind"})
+
+
+def edits_of(model: PreTrainedModel) -> list[ModelEdit]:
+    """Return the edits that made `model` what it is; empty for a stock model."""
+    config = getattr(model.config, "quantization_config", None)
+    return list(config.edits) if isinstance(config, EditConfig) else []

@@ -1,0 +1,73 @@
+"""The plug-in through which stock `from_pretrained` rebuilds edited models."""
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+)
+from transformers.quantizers.base import HfQuantizer
+
+from collab_compress.checkpoint.edits import METHOD, EditConfig, ModelEdit, edits_of
+
+# What else is done to an edited model once its weights are loaded; filled where the package is imported.
+AFTER_LOADING: list[Callable[[PreTrainedModel], None]] = []
+
+
+class EditQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Replays the edits of a checkpoint on the empty model; nothing is quantized."""
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        for edit in self.quantization_config.edits:
+            edit.apply_(model)
+        return model
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        _mark_as_ordinary_(model)
+        for finish in AFTER_LOADING:
+            finish(model)
+        return model
+
+    def is_serializable(self) -> bool:
+        """Say that `save_pretrained` works."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Say that training works."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Say that `torch.compile` works."""
+        return True
+
+
+def record_edit_(model: PreTrainedModel, edit: ModelEdit) -> None:
+    """Note on a live model, in place, that `edit` was applied, so that `save_pretrained` stores it."""
+    model.config.quantization_config = EditConfig([*edits_of(model), edit])
+    model.hf_quantizer = EditQuantizer(model.config.quantization_config)
+    _mark_as_ordinary_(model)
+
+
+def forget_edits_(model: PreTrainedModel) -> None:
+    """Make a model whose edits were all undone a stock one again, in place."""
+    del model.config.quantization_config
+    del model.hf_quantizer
+    model.is_quantized = False
+
+
+def _mark_as_ordinary_(model: PreTrainedModel) -> None:
+    """Tell Transformers that weights are ordinary floats: `.half()`, Trainer and compilation stay allowed."""
+    model.is_quantized = False
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config._is_quantized = False
+
+
+def register_checkpoint() -> None:
+    """Make the plug-in known to Transformers."""
+    AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = EditConfig
+    AUTO_QUANTIZER_MAPPING[METHOD] = EditQuantizer

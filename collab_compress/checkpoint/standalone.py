@@ -1,0 +1,140 @@
+"""Ship the modelling code with a checkpoint, for people who do not have this package.
+
+The file is this package's own run-time source, joined into one module. A checkpoint that carries it loads with
+`trust_remote_code=True`; with the package imported it loads without running the file.
+"""
+
+import ast
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from transformers import PreTrainedModel
+
+MODULE = "modeling_collab_compress"
+
+# What a checkpoint needs at run time, in the order in which the parts build on each other.
+RUNTIME = (
+    "collab_compress.attention.kernels",
+    "collab_compress.attention.functions",
+    "collab_compress.attention.projections",
+    "collab_compress.attention.collaborative",
+    "collab_compress.attention.edit",
+    "collab_compress.checkpoint.edits",
+    "collab_compress.checkpoint.quantizer",
+)
+
+_HEAD = '''"""Modelling code of a checkpoint made with collab-compress, for loading without that package.
+
+    model = AutoModel.from_pretrained(PATH, trust_remote_code=True)
+"""
+
+'''
+
+_TAIL = '''
+EDITS[CollaborativeEdit.kind] = CollaborativeEdit
+if METHOD not in AUTO_QUANTIZER_MAPPING:  # else the package is there, and does all this
+    register_attention()
+    register_checkpoint()
+
+
+def __getattr__(name):
+    """Give the stock model class of that name as a class of this file, so that saving copies the file too."""
+    import transformers
+
+    stock = getattr(transformers, name, None) if not name.startswith("_") else None
+    if not (isinstance(stock, type) and issubclass(stock, PreTrainedModel)):
+        raise AttributeError(name)
+    globals()[name] = type(name, (stock,), {"__module__": __name__})
+    return globals()[name]
+'''
+
+
+def make_standalone_(model: PreTrainedModel) -> None:
+    """Make `model` save its modelling code beside its weights from now on, in place.
+
+    Args:
+        model: a converted model.
+    """
+    model.__class__ = standalone_class(type(model))
+    auto_map = dict(getattr(model.config, "auto_map", None) or {})
+    for auto_class in _auto_classes(type(model).__name__):
+        auto_map[auto_class] = f"{MODULE}.{type(model).__name__}"
+    model.config.auto_map = auto_map
+
+
+def keep_standalone_(model: PreTrainedModel) -> None:
+    """Let a model that was loaded from a checkpoint with modelling code save it again, in place."""
+    auto_map = getattr(model.config, "auto_map", None) or {}
+    shipped = any(isinstance(value, str) and value.startswith(f"{MODULE}.") for value in auto_map.values())
+    if shipped and not type(model).is_remote_code():
+        make_standalone_(model)
+
+
+def standalone_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Give a subclass of a stock model class, of the same name, that saves its modelling code."""
+    if issubclass(stock, _SavesModellingCode):
+        return stock
+    module = sys.modules[__name__]
+    if stock.__name__ not in module.__dict__:
+        setattr(module, stock.__name__, type(stock.__name__, (_SavesModellingCode, stock), {"__module__": __name__}))
+    made: type[PreTrainedModel] = getattr(module, stock.__name__)
+    return made
+
+
+class _SavesModellingCode:
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("is_main_process", True):
+            (Path(save_directory) / f"{MODULE}.py").write_text(modelling_code(), encoding="utf-8")
+
+
+def __getattr__(name: str) -> Any:
+    """Find the standalone class of a stock model class by name, as unpickling does."""
+    import transformers
+
+    stock = getattr(transformers, name, None) if not name.startswith("_") else None
+    if not (isinstance(stock, type) and issubclass(stock, PreTrainedModel)):
+        raise AttributeError(name)
+    return standalone_class(stock)
+
+
+def modelling_code() -> str:
+    """Join the run-time modules into the source of one."""
+    parts = [_without_own_imports(_source(sys.modules[name])) for name in RUNTIME]
+    return _HEAD + "\n\n".join(parts) + _TAIL
+
+
+def _source(module: ModuleType) -> str:
+    assert module.__file__ is not None
+    return Path(module.__file__).read_text(encoding="utf-8")
+
+
+def _without_own_imports(source: str) -> str:
+    """Drop the module docstring and the imports of this package: all that is imported stands above in the file."""
+    lines = source.splitlines()
+    for node in ast.parse(source).body:
+        own = isinstance(node, ast.ImportFrom) and (node.module or "").startswith("collab_compress")
+        docstring = isinstance(node, ast.Expr) and node.lineno == 1
+        if own or docstring:
+            lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or 0) - node.lineno + 1)
+    return "\n".join(lines).strip() + "\n"
+
+
+def _auto_classes(class_name: str) -> list[str]:
+    """Name the Auto classes under which Transformers lists a stock model class."""
+    from transformers.models.auto import modeling_auto
+
+    found = []
+    for name, auto_class in vars(modeling_auto).items():
+        mapping = getattr(auto_class, "_model_mapping", None)
+        if isinstance(auto_class, type) and name.startswith("AutoModel") and mapping is not None:
+            classes = {entry for value in mapping._model_mapping.values() for entry in _as_tuple(value)}
+            if class_name in classes:
+                found.append(name)
+    return found or ["AutoModel"]
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)

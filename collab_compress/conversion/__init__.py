@@ -1,0 +1,1 @@
+"""From dense to collaborative, and back."""

@@ -1,0 +1,189 @@
+"""Convert the attention of a pretrained model into collaborative form."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from collab_compress.architectures import FAMILIES, AttentionSite, find_attention
+from collab_compress.attention import CollaborativeParts, CollaborativeSpec, build_parts, install_, uninstall_
+from collab_compress.attention.edit import CollaborativeEdit
+from collab_compress.calibration import Calibration, calibration_batches, gather_moments
+from collab_compress.checkpoint import edits_of, record_edit_
+from collab_compress.conversion.costs import (
+    break_even_length,
+    collaborative_macs,
+    collaborative_parameters,
+    dense_macs,
+    dense_parameters,
+)
+from collab_compress.conversion.drift import compare, outputs, split_held_back
+from collab_compress.conversion.options import Compression
+from collab_compress.conversion.report import ModuleReport, Report
+from collab_compress.errors import CompressionError
+from collab_compress.factorization import Factorization, Factors, Moments, factorize
+
+Progress = Callable[[str, int, int], None]
+REPORT_LENGTH = 128
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A module whose replacement is ready."""
+
+    site: AttentionSite
+    spec: CollaborativeSpec
+    parts: CollaborativeParts
+    report: ModuleReport
+
+
+def compress(
+    model: PreTrainedModel,
+    compression: Compression,
+    calibration: Calibration = "synthetic",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Convert the attention modules of `model` into collaborative form, in place and all or nothing.
+
+    Every module is decomposed before any is replaced, so an error or an interrupt leaves the model as it was.
+    The query and key projections of each module give way to shared ones of width R, a mixing matrix and, where
+    queries have a bias, content biases ("Multi-Head Attention: Collaborate Instead of Concatenate", eqs. 7–13).
+    Values, output projection and the scale of the scores stay the model's own.
+
+    Args:
+        model: a dense Transformers model; its dtype and device are kept.
+        compression: rank, solver and the rest.
+        calibration: data that says which input directions matter: "synthetic" (random tokens), None, a file of
+            texts, texts or text pairs, or batches. An eighth of it is held back to measure drift.
+        tokenizer: of the model; needed unless `calibration` is None or batches.
+        progress: called with a module's name, how many are done, and how many there are.
+
+    Returns:
+        Errors, costs and drift.
+
+    Raises:
+        UnsupportedModelError: the model, or a module of it, cannot be converted.
+        CompressionError: rank beyond H·d, weights that are not finite, an already converted or quantized model.
+        CalibrationError: calibration data is missing or unusable.
+    """
+    started = perf_counter()
+    sites = _validated(model, compression)
+    batches = calibration_batches(calibration, model, tokenizer, seed=compression.seed)
+    used, held_back = split_held_back(batches)
+    exact = all(compression.rank == site.width for site in sites)
+    moments = {} if exact else gather_moments(model, sites, used) if used else {}
+    planned = []
+    for done, site in enumerate(sites):
+        if progress is not None:
+            progress(site.name, done, len(sites))
+        planned.append(_plan(site, compression, moments.get(site.name)))
+    before = outputs(model, held_back)
+    parameters_before = model.num_parameters()
+    _swap_all_(planned)
+    try:
+        drift = compare(before, outputs(model, held_back), held_back)
+    except BaseException:
+        for plan in planned:
+            uninstall_(plan.site.module, plan.site.query, plan.site.key)
+        raise
+    record_edit_(model, CollaborativeEdit({path_in_base(model, plan.site.module): plan.spec for plan in planned}))
+    if progress is not None:
+        progress("", len(sites), len(sites))
+    return Report(
+        tuple(plan.report for plan in planned), parameters_before, model.num_parameters(), REPORT_LENGTH, drift,
+        perf_counter() - started,
+    )  # fmt: skip
+
+
+def _validated(model: PreTrainedModel, compression: Compression) -> list[AttentionSite]:
+    """Find the modules to convert and check that every one can be."""
+    if edits_of(model):
+        raise CompressionError(
+            f"{type(model).__name__} is already converted; expand it first, or start from the dense checkpoint"
+        )
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise CompressionError(f"{type(model).__name__} is quantized; convert the unquantized checkpoint instead")
+    sites = find_attention(model, FAMILIES, compression.modules)
+    for site in sites:
+        if compression.rank > site.width:
+            raise CompressionError(
+                f"{site.name}: dk is {compression.rank}, but {site.heads} heads × {site.head_width} = {site.width} "
+                f"is exact already; pass dk between 1 and {site.width}"
+            )
+        for path, projection in ((site.family.query, site.query), (site.family.key, site.key)):
+            for name, parameter in projection.named_parameters():
+                if not bool(torch.isfinite(parameter).all()):
+                    raise CompressionError(
+                        f"{site.name}.{path}.{name} holds NaN or infinite values; the checkpoint is damaged"
+                    )
+    return sites
+
+
+def _plan(site: AttentionSite, compression: Compression, moments: tuple[Moments, Moments] | None) -> _Planned:
+    """Decompose one module and build what will replace its projections."""
+    query_moments, key_moments = moments or (None, None)
+    started = perf_counter()
+    try:
+        result = factorize(
+            site.query_heads(), site.key_heads(), compression.rank, query_bias=site.query_bias(),
+            query_moments=query_moments, key_moments=key_moments, solver=compression.solver,
+            seed=compression.seed, sweeps=compression.sweeps, tolerance=compression.tolerance,
+            damping=compression.damping, centre=compression.centre, device=compression.device,
+        )  # fmt: skip
+    except ValueError as error:
+        raise CompressionError(f"{site.name}: {error}") from error
+    spec = CollaborativeSpec(
+        query=site.family.query, key=site.family.key, heads=site.heads, head_width=site.head_width,
+        rank=compression.rank, content_bias=result.factors.content_bias is not None,
+    )  # fmt: skip
+    parts = build_parts(site.module, spec)
+    load_factors_(parts, result.factors)
+    return _Planned(site, spec, parts, _report(site, spec, result, perf_counter() - started))
+
+
+def load_factors_(parts: CollaborativeParts, factors: Factors) -> None:
+    """Copy factors into the parameters of a collaborative module, in place, in their dtype."""
+    with torch.no_grad():
+        parts.query.proj.weight.copy_(factors.query.T)
+        parts.key.proj.weight.copy_(factors.key.T)
+        parts.mixing.copy_(factors.mixing)
+        if parts.key.content is not None and factors.content_bias is not None:
+            parts.key.content.weight.copy_(factors.content_bias)
+
+
+def _swap_all_(planned: list[_Planned]) -> None:
+    done: list[_Planned] = []
+    try:
+        for plan in planned:
+            done.append(plan)
+            install_(plan.site.module, plan.spec, plan.parts)
+    except BaseException:
+        for plan in done:
+            uninstall_(plan.site.module, plan.site.query, plan.site.key)
+        raise
+
+
+def _report(site: AttentionSite, spec: CollaborativeSpec, result: Factorization, seconds: float) -> ModuleReport:
+    width, heads, content = site.key.in_features, site.heads, spec.content_bias
+    return ModuleReport(
+        name=site.name,
+        rank=spec.rank,
+        weight_error=result.weight_error,
+        data_error=result.data_error,
+        parameters_before=dense_parameters(width, heads, site.head_width, site.query.bias is not None),
+        parameters_after=collaborative_parameters(width, heads, spec.rank, content),
+        macs_before=dense_macs(width, heads, site.head_width, REPORT_LENGTH),
+        macs_after=collaborative_macs(width, heads, spec.rank, REPORT_LENGTH, content),
+        break_even_length=break_even_length(width, heads, site.head_width, spec.rank, content),
+        sweeps=result.sweeps,
+        seconds=seconds,
+    )
+
+
+def path_in_base(model: PreTrainedModel, module: nn.Module) -> str:
+    """Path of `module` inside the base model, which is the same with and without a head."""
+    return next(name for name, candidate in model.base_model.named_modules() if candidate is module)

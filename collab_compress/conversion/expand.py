@@ -1,0 +1,116 @@
+"""Turn a converted model back into a dense stock model."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from collab_compress.attention import CollaborativeSpec, is_collaborative, read_parts, uninstall_
+from collab_compress.attention.edit import CollaborativeEdit
+from collab_compress.checkpoint import edits_of, forget_edits_
+from collab_compress.errors import CompressionError
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """What `expand` did.
+
+    Args:
+        errors: module path → relative error of the dense form, ‖[T̂_i; v_iᵀ] − [Wq_i; bq_iᵀ]·Wk_iᵀ‖/‖[T̂_i; v_iᵀ]‖
+            over all heads; about 1e-7 where every head's rank is at most d.
+    """
+
+    errors: dict[str, float]
+
+    @property
+    def exact(self) -> bool:
+        """Whether the dense model computes the same, up to rounding."""
+        return max(self.errors.values()) < 1e-5
+
+
+def expand(model: PreTrainedModel) -> Expansion:
+    """Turn collaborative attention back into dense per-head attention, in place and all or nothing.
+
+    The content bias is part of the scores, so each head's context and content are factored together: the
+    (D+1)×D matrix [T̂_i; v_iᵀ] at width d, by truncated singular value decomposition. That is exact where its
+    rank is at most d (always after a conversion at rank H·d), else the best possible; the error says which.
+
+    Args:
+        model: a converted model.
+
+    Returns:
+        The error of each module. The model is a stock one afterwards and saves as such.
+
+    Raises:
+        CompressionError: the model holds no collaborative attention, or other edits that were made after it.
+    """
+    others = [edit.kind for edit in edits_of(model) if not isinstance(edit, CollaborativeEdit)]
+    sites = [(name, module) for name, module in model.named_modules() if is_collaborative(module)]
+    if not sites:
+        raise CompressionError(f"{type(model).__name__} has no collaborative attention to expand")
+    if others:
+        raise CompressionError(f"undo the edits {', '.join(others)} before expanding to a dense model")
+    planned, errors = [], {}
+    for name, module in sites:
+        query, key, errors[name] = _dense_projections(module)
+        planned.append((module, query, key))
+    for module, query, key in planned:
+        uninstall_(module, query, key)
+    forget_edits_(model)
+    return Expansion(errors)
+
+
+def _dense_projections(module: nn.Module) -> tuple[nn.Linear, nn.Linear, float]:
+    """Build dense query and key projections for a collaborative module, and their relative error."""
+    spec: CollaborativeSpec = module.collaborative  # type: ignore[assignment]
+    query, mixing, key = (part.double() for part in read_parts(module)[:3])
+    content = None if spec.content_bias is False else read_parts(module)[3].double()  # type: ignore[union-attr]
+    if spec.scale is not None:
+        mixing = mixing * (spec.scale / module.stock_scaling)  # type: ignore[operator]
+        content = None if content is None else content * (spec.scale / module.stock_scaling)  # type: ignore[operator]
+    wq, bq, wk = [], [], []
+    lost = total = 0.0
+    for head in range(spec.heads):
+        left, right = _joined(query * mixing[head], key, None if content is None else content[head])
+        u, s, v = _truncated(left, right)
+        width = min(spec.head_width, len(s))
+        lost, total = lost + float(s[width:].square().sum()), total + float(s.square().sum())
+        root = s[:width].sqrt()
+        pad = (0, spec.head_width - width)
+        tall = nn.functional.pad(u[:, :width] * root, pad)  # (D+1, d)
+        wk.append(nn.functional.pad(v[:, :width] * root, pad))  # (D, d)
+        wq.append(tall[: len(query)])
+        bq.append(tall[len(query)] if content is not None else tall.new_zeros(spec.head_width))
+    like = module.get_submodule(spec.query).proj.weight  # type: ignore[union-attr]
+    dense_query = _linear(torch.cat(wq, 1), torch.cat(bq) if content is not None else None, like)  # type: ignore[arg-type]
+    zero = torch.zeros(spec.heads * spec.head_width) if content is not None else None
+    dense_key = _linear(torch.cat(wk, 1), zero, like)  # type: ignore[arg-type]
+    return dense_query, dense_key, (lost / total) ** 0.5 if total else 0.0
+
+
+def _joined(context: Tensor, key: Tensor, content: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Write [T̂_i; v_iᵀ] as a product: left (D+1, R+1) times right (D, R+1) transposed."""
+    if content is None:
+        return context, key
+    left = nn.functional.pad(context, (0, 1, 0, 1))
+    left[-1, -1] = 1.0
+    return left, torch.cat([key, content[:, None]], 1)
+
+
+def _truncated(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Singular value decomposition of left · rightᵀ without forming it."""
+    left_basis, left_core = torch.linalg.qr(left)
+    right_basis, right_core = torch.linalg.qr(right)
+    u, s, vh = torch.linalg.svd(left_core @ right_core.T)
+    return left_basis @ u[:, : len(s)], s, right_basis @ vh[: len(s)].T
+
+
+def _linear(weight: Tensor, bias: Tensor | None, like: Tensor) -> nn.Linear:
+    """Make an `nn.Linear` of mathematical weight (D, H·d), on the device and in the dtype of `like`."""
+    linear = nn.Linear(weight.shape[0], weight.shape[1], bias is not None, device=like.device, dtype=like.dtype)
+    with torch.no_grad():
+        linear.weight.copy_(weight.T)
+        if bias is not None:
+            linear.bias.copy_(bias)
+    return linear

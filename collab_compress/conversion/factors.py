@@ -1,0 +1,24 @@
+"""Read the factors of a converted model."""
+
+from transformers import PreTrainedModel
+
+from collab_compress.attention import is_collaborative, read_parts
+from collab_compress.factorization import Factors
+
+
+def read_factors(model: PreTrainedModel) -> dict[str, Factors]:
+    """Read the factors of every collaborative attention module.
+
+    Args:
+        model: a converted model.
+
+    Returns:
+        Module path → factors: query (D, R), mixing (H, R), key (D, R), content_bias (H, D) or None. The tensors
+        share memory with the parameters; empty for a stock model.
+    """
+    factors = {}
+    for name, module in model.named_modules():
+        if is_collaborative(module):
+            query, mixing, key, content = read_parts(module)
+            factors[name] = Factors(query=query, mixing=mixing, key=key, content_bias=content)
+    return factors

@@ -1,0 +1,98 @@
+"""Collaborative attention from scratch: fresh models whose heads share queries and keys from the first step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import sqrt
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.attention import CollaborativeSpec, build_parts, install_
+from collab_compress.attention.edit import CollaborativeEdit
+from collab_compress.checkpoint import record_edit_
+from collab_compress.conversion.compress import path_in_base
+from collab_compress.errors import CompressionError
+
+MixingStart = Literal["concatenation", "ones", "uniform"]
+
+
+@dataclass(frozen=True)
+class FromScratch:
+    """Untrained collaborative attention for a fresh model.
+
+    Args:
+        rank: shared width R, at least 1; it may exceed H·d.
+        mixing: how the mixing matrix starts: "concatenation" gives each head its own R/H channels (remaining
+            channels go to the first heads), "ones" gives all heads all channels, "uniform" draws from [0, 1).
+        train_mixing: whether it is trained. Frozen concatenation is the paper's narrow-head baseline.
+        scale: "model" keeps the scale of the scores (1/√d); "narrow" is √(H/R), right only for frozen
+            concatenation, whose heads are R/H wide.
+    """
+
+    rank: int
+    mixing: MixingStart = "concatenation"
+    train_mixing: bool = True
+    scale: Literal["model", "narrow"] = "model"
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise CompressionError(f"rank is {self.rank}; expected at least 1")
+        if self.mixing not in MIXING_STARTS:
+            raise CompressionError(f"mixing is {self.mixing!r}; expected one of {', '.join(MIXING_STARTS)}")
+        if self.scale == "narrow" and (self.mixing != "concatenation" or self.train_mixing):
+            raise CompressionError(
+                "the narrow scale √(H/R) is for mixing='concatenation' with train_mixing=False; "
+                "elsewhere it sharpens every attention: use scale='model'"
+            )
+
+
+def from_config(
+    config: PretrainedConfig, attention: FromScratch, model_class: type[PreTrainedModel]
+) -> PreTrainedModel:
+    """Build a freshly initialised model with collaborative attention everywhere.
+
+    Args:
+        config: of a stock model.
+        attention: rank and start of the shared attention.
+        model_class: the class to build, such as `BertForMaskedLM`.
+
+    Returns:
+        A model that trains, saves and reloads like a converted one. Projections start as the model initialises its
+        linear layers, content biases at zero. Draws from torch's global generator.
+    """
+    model = model_class(config)
+    modules = {}
+    for site in find_attention(model, FAMILIES):
+        scale = sqrt(site.heads / attention.rank) if attention.scale == "narrow" else None
+        spec = CollaborativeSpec(
+            query=site.family.query, key=site.family.key, heads=site.heads, head_width=site.head_width,
+            rank=attention.rank, content_bias=site.query.bias is not None, scale=scale,
+            train_mixing=attention.train_mixing,
+        )  # fmt: skip
+        parts = build_parts(site.module, spec)
+        with torch.no_grad():
+            for projection in (parts.query.proj, parts.key.proj):
+                model._init_weights(projection)
+            if parts.key.content is not None:
+                parts.key.content.weight.zero_()
+            parts.mixing.copy_(MIXING_STARTS[attention.mixing](site.heads, attention.rank))
+        install_(site.module, spec, parts)
+        modules[path_in_base(model, site.module)] = spec
+    record_edit_(model, CollaborativeEdit(modules))
+    return model
+
+
+def _concatenation(heads: int, rank: int) -> Tensor:
+    """Blocks of ones, (H, R): channel r belongs to one head; blocks differ in width by at most one."""
+    owner = torch.arange(rank) * heads // rank if rank >= heads else torch.arange(rank)
+    return torch.nn.functional.one_hot(owner, heads).T.float()
+
+
+MIXING_STARTS: dict[str, Callable[[int, int], Tensor]] = {
+    "concatenation": _concatenation,
+    "ones": torch.ones,
+    "uniform": torch.rand,
+}

@@ -1,0 +1,48 @@
+"""What to convert and how: the same dataclass in the Python API and on the command line."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from collab_compress.errors import CompressionError
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How to turn dense attention into its collaborative form."""
+
+    rank: Annotated[int, tyro.conf.arg(name="dk", metavar="N")]
+    """Shared query/key width R, from 1 to heads × head width; at the upper end the conversion is exact."""
+
+    solver: str = "als"
+    """How to decompose: als (ours) or parafac (the papers' recipe, through tensorly)."""
+
+    sweeps: int | None = None
+    """Most passes over the factors; the solver's own default if not given."""
+
+    tolerance: float | None = None
+    """Stop once a sweep lowers the relative error by less; the solver's own default if not given."""
+
+    damping: float = 1e-3
+    """Share of the mean input variance added to every direction, so that unseen ones keep some weight."""
+
+    centre: bool = True
+    """Weigh by covariances, and fold what the mean query loses into the content bias."""
+
+    modules: Annotated[str, tyro.conf.arg(metavar="GLOB")] = "*"
+    """Convert only attention modules whose path matches."""
+
+    seed: int = 0
+    """Seed of random tokens and random starts."""
+
+    device: str | None = None
+    """Where to decompose, as torch names it (cpu, cuda:0); where the model is if not given."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise CompressionError(f"dk is {self.rank}; expected at least 1")
+        if self.sweeps is not None and self.sweeps < 1:
+            raise CompressionError(f"sweeps is {self.sweeps}; expected at least 1")
+        if self.damping < 0:
+            raise CompressionError(f"damping is {self.damping}; expected 0 or more")

@@ -1,0 +1,21 @@
+"""What can go wrong, as one small family: every message says what happened, where, and what to do."""
+
+
+class CollabCompressError(ValueError):
+    """Base of all errors raised on purpose by this package."""
+
+
+class UnsupportedModelError(CollabCompressError):
+    """The model has no attention that can be converted, or one that breaks the algebra."""
+
+
+class CompressionError(CollabCompressError):
+    """A conversion was asked for that cannot be done, or its weights are unusable."""
+
+
+class CalibrationError(CollabCompressError):
+    """Calibration data is missing, empty or malformed."""
+
+
+class CheckpointError(CollabCompressError):
+    """A model directory cannot be read or written."""

@@ -1,0 +1,193 @@
+"""From the heads of an attention layer to the factors of its collaborative form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .als import als
+from .factors import Factors
+from .head_tensor import HeadTensor
+from .moments import Moments
+from .parafac import parafac
+from .solution import Progress, Solution, SolverOptions
+from .start import concatenation
+from .weighting import Weighting
+
+Solver = Callable[[HeadTensor, int, SolverOptions], Solution]
+
+SOLVERS: dict[str, Solver] = {
+    "als": als,
+    "parafac": parafac,
+}
+
+
+@dataclass(frozen=True)
+class Factorization:
+    r"""The factors of a layer's heads and how well they fit.
+
+    Args:
+        factors: $\tilde W_Q$, M, $\tilde W_K$ and the content bias, in float64.
+        errors: relative error $\|T - \hat T\|_F / \|T\|_F$ of the minimised problem after every sweep,
+            weighted where moments were given; empty if exact.
+        weight_error: relative error of the weights, unweighted.
+        data_error: relative error under the weighting, or None without moments.
+        exact: whether the factors are the heads themselves (rank H·d).
+        sweeps: passes over the three factors that were made.
+        converged: whether progress, rather than the number of sweeps, ended the run.
+    """
+
+    factors: Factors
+    errors: tuple[float, ...]
+    weight_error: float
+    data_error: float | None
+    exact: bool
+    sweeps: int
+    converged: bool
+
+
+def factorize(
+    query: Tensor,
+    key: Tensor,
+    rank: int,
+    *,
+    query_bias: Tensor | None = None,
+    query_moments: Moments | None = None,
+    key_moments: Moments | None = None,
+    solver: str = "als",
+    seed: int = 0,
+    sweeps: int | None = None,
+    tolerance: float | None = None,
+    damping: float = 1e-3,
+    centre: bool = True,
+    device: torch.device | str | None = None,
+    progress: Progress | None = None,
+) -> Factorization:
+    r"""Factor the heads' query-key products into shared projections and a mixing matrix.
+
+    $$T_i = Q_i K_i^\top \approx \tilde W_Q \,\mathrm{diag}(m_i)\, \tilde W_K^\top$$
+
+    as in section 3.3 of "Multi-Head Attention: Collaborate Instead of Concatenate", equations 9 to 11. With
+    moments the error of the scores on such inputs is minimised instead of the error of the weights (see
+    `Weighting`). The content bias $v_i = K_i b_i$ is kept exactly; with centred query moments it also
+    takes the residual's part at the mean query, $(T_i - \hat T_i)^\top \mu_Q$.
+
+    Args:
+        query: $Q_i$, (H, Dq, d), any floating dtype.
+        key: $K_i$, (H, Dk, d).
+        rank: R, from 1 to H·d; at H·d the factors are the heads side by side.
+        query_bias: $b_i$, (H, d), or None.
+        query_moments: moments of the query projection's inputs, width Dq, or None for no weighting there.
+        key_moments: moments of the key projection's inputs, width Dk, or None for no weighting there.
+        solver: a name in `SOLVERS`.
+        seed: seed of random starts.
+        sweeps: most passes over the three factors; None for the solver's default.
+        tolerance: stop once a sweep lowers the relative error by less; None for the solver's default.
+        damping: multiple of the moments' mean diagonal added to their diagonal.
+        centre: weigh by covariances rather than by second moments.
+        device: where to work and to leave the result, or None for where `query` is. Float64 must exist there.
+        progress: called with the sweep's number and the relative error so far.
+
+    Returns:
+        The factors, in float64, with their errors.
+
+    Raises:
+        ValueError: a shape does not fit, a value is not finite, the rank is out of range, the solver is unknown
+            or the moments are singular.
+    """
+    if solver not in SOLVERS:
+        raise ValueError(f"unknown solver: got {solver!r}, expected one of {', '.join(sorted(SOLVERS))}")
+    device = query.device if device is None else torch.device(device)
+    tensor = HeadTensor(_checked("query", query, device), _checked("key", key, device))
+    bias = None if query_bias is None else _checked("query_bias", query_bias, device)
+    _check_sizes(tensor, rank, bias, query_moments, key_moments, damping, sweeps)
+    own = None if bias is None else torch.einsum("hkd,hd->hk", tensor.key, bias)
+    if rank == tensor.full_rank:
+        weighed = query_moments is not None or key_moments is not None
+        return Factorization(
+            replace(concatenation(tensor), content_bias=own), (), 0.0, 0.0 if weighed else None, True, 0, True
+        )
+    if query_moments is not None:
+        query_moments = query_moments.to(device, torch.float64)
+    if key_moments is not None:
+        key_moments = key_moments.to(device, torch.float64)
+    weighting = Weighting.of(query_moments, key_moments, damping=damping, centre=centre)
+    options = SolverOptions(sweeps, tolerance, seed, progress)
+    weighted = weighting.apply(tensor)
+    solution = _compressed(SOLVERS[solver], weighted, rank, options)
+    factors = weighting.undo(solution.factors)
+    if centre and query_moments is not None:
+        folded = tensor.residual_transpose_times(factors, query_moments.mean)
+        own = folded if own is None else own + folded
+    return Factorization(
+        factors=replace(factors, content_bias=own),
+        errors=solution.errors,
+        weight_error=tensor.relative_error(factors),
+        data_error=None if weighting.identity else weighted.relative_error(solution.factors),
+        exact=False,
+        sweeps=len(solution.errors),
+        converged=solution.converged,
+    )
+
+
+def _compressed(solver: Solver, tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
+    """Solve in the span of the heads: where H·d < D its coordinates are fewer and the error is the same."""
+    query_basis, query = _in_span(tensor.query)
+    key_basis, key = _in_span(tensor.key)
+    solution = solver(HeadTensor(query, key), rank, options)
+    factors = solution.factors
+    query_factor = factors.query if query_basis is None else query_basis @ factors.query
+    key_factor = factors.key if key_basis is None else key_basis @ factors.key
+    return replace(solution, factors=Factors(query_factor, factors.mixing, key_factor))
+
+
+def _in_span(heads: Tensor) -> tuple[Tensor | None, Tensor]:
+    count, width, head_width = heads.shape
+    if count * head_width >= width:
+        return None, heads
+    basis, core = torch.linalg.qr(heads.transpose(0, 1).reshape(width, -1))
+    return basis, core.view(-1, count, head_width).transpose(0, 1).contiguous()
+
+
+def _checked(name: str, values: Tensor, device: torch.device) -> Tensor:
+    if not values.is_floating_point():
+        raise ValueError(f"{name} is not floating point: got {values.dtype}, expected a floating dtype")
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError(f"{name} is not finite: got nan or inf, expected finite weights")
+    return values.detach().to(device=device, dtype=torch.float64)
+
+
+def _check_sizes(
+    tensor: HeadTensor,
+    rank: int,
+    bias: Tensor | None,
+    query_moments: Moments | None,
+    key_moments: Moments | None,
+    damping: float,
+    sweeps: int | None,
+) -> None:
+    if not 1 <= rank <= tensor.full_rank:
+        raise ValueError(
+            f"rank is out of range: got {rank}, expected 1 to H·d = "
+            f"{tensor.heads}·{tensor.head_width} = {tensor.full_rank}"
+        )
+    if bias is not None and tuple(bias.shape) != (tensor.heads, tensor.head_width):
+        raise ValueError(
+            f"query_bias does not fit the heads: got {tuple(bias.shape)}, "
+            f"expected (H, d) = {(tensor.heads, tensor.head_width)}"
+        )
+    for side, heads, moments in (
+        ("query", tensor.query, query_moments),
+        ("key", tensor.key, key_moments),
+    ):
+        if moments is not None and moments.width != heads.shape[1]:
+            raise ValueError(
+                f"{side}_moments do not fit the heads: got width {moments.width}, expected {heads.shape[1]}"
+            )
+    if not damping >= 0:
+        raise ValueError(f"damping is out of range: got {damping}, expected 0 or more")
+    if sweeps is not None and sweeps < 1:
+        raise ValueError(f"sweeps is out of range: got {sweeps}, expected 1 or more")

@@ -1,0 +1,83 @@
+"""The factors of the collaborative form: shared projections and a mixing vector per head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Factors:
+    r"""Shared query and key projections with one mixing vector per head.
+
+    $$\hat T_i = \tilde W_Q \,\mathrm{diag}(m_i)\, \tilde W_K^\top$$
+
+    where $m_i$ is row `i` of `mixing`; equation 11 of "Multi-Head Attention: Collaborate Instead of
+    Concatenate" with the heads as the first mode.
+
+    Args:
+        query: $\tilde W_Q$, (Dq, R).
+        mixing: M, (H, R).
+        key: $\tilde W_K$, (Dk, R).
+        content_bias: rows $v_i$ added to the scores as $v_i \cdot y$, (H, Dk), or None for no bias.
+
+    Raises:
+        ValueError: the shapes do not fit together.
+    """
+
+    query: Tensor
+    mixing: Tensor
+    key: Tensor
+    content_bias: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        ranks = {factor.shape[-1] for factor in (self.query, self.mixing, self.key)}
+        dims = {factor.ndim for factor in (self.query, self.mixing, self.key)}
+        if dims != {2} or len(ranks) != 1:
+            raise ValueError(
+                "factors do not fit together: got "
+                f"query {tuple(self.query.shape)}, mixing {tuple(self.mixing.shape)}, "
+                f"key {tuple(self.key.shape)}; expected (Dq, R), (H, R), (Dk, R) with one R"
+            )
+        expected = (self.mixing.shape[0], self.key.shape[0])
+        if self.content_bias is not None and tuple(self.content_bias.shape) != expected:
+            raise ValueError(
+                f"content bias does not fit the factors: got {tuple(self.content_bias.shape)}, "
+                f"expected (H, Dk) = {expected}"
+            )
+
+    @property
+    def rank(self) -> int:
+        """Width R of the shared query and key space."""
+        return self.mixing.shape[1]
+
+    @property
+    def heads(self) -> int:
+        """Number of heads H."""
+        return self.mixing.shape[0]
+
+    def slice(self, head: int) -> Tensor:
+        """Return the approximated query-key product of one head, (Dq, Dk)."""
+        return (self.query * self.mixing[head]) @ self.key.mT
+
+    def squared_norm(self) -> Tensor:
+        r"""Return $\sum_i \|\hat T_i\|_F^2$ from the three R×R Gram matrices, a scalar."""
+        grams = [factor.mT @ factor for factor in (self.query, self.mixing, self.key)]
+        return (grams[0] * grams[1] * grams[2]).sum()
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Factors:
+        """Return the factors on another device or in another dtype.
+
+        Args:
+            device: where to put them; None leaves them where they are.
+            dtype: their new dtype; None leaves it as it is.
+        """
+        bias = self.content_bias
+        return Factors(
+            self.query.to(device=device, dtype=dtype),
+            self.mixing.to(device=device, dtype=dtype),
+            self.key.to(device=device, dtype=dtype),
+            None if bias is None else bias.to(device=device, dtype=dtype),
+        )

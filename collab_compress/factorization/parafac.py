@@ -1,0 +1,68 @@
+"""The papers' recipe: parafac of tensorly on the dense tensor, from a random start."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from .factors import Factors
+from .head_tensor import HeadTensor
+from .solution import Solution, SolverOptions
+
+SWEEPS = 100
+TOLERANCE = 1e-6
+
+
+def parafac(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
+    """Decompose the dense tensor as "Multi-Head Attention: Collaborate Instead of Concatenate" does.
+
+    The yardstick: alternating least squares from a random start, stopped at tolerance 1e-6 or after 100
+    sweeps. It forms the H×Dq×Dk tensor and three Khatri-Rao products of H·D rows.
+
+    Args:
+        tensor: the heads.
+        rank: R.
+        options: its seed seeds the random start.
+
+    Returns:
+        The factors, mixing as the first mode's, and the relative error of every sweep.
+
+    Raises:
+        ImportError: tensorly is not installed.
+    """
+    tl, decompose = _tensorly()
+    errors: list[float] = []
+
+    def record(_: Any, error: Any) -> None:
+        errors.append(float(error))
+        if options.progress is not None and len(errors) > 1:
+            options.progress(len(errors) - 1, errors[-1])
+
+    sweeps = SWEEPS if options.sweeps is None else options.sweeps
+    # At tolerance 0 tensorly computes no error for the callback to report.
+    tolerance = TOLERANCE if options.tolerance is None else max(options.tolerance, sys.float_info.min)
+    with tl.backend_context("pytorch"):
+        weights, (mixing, query, key) = decompose(
+            tensor.dense(),
+            rank,
+            n_iter_max=sweeps,
+            init="random",
+            tol=tolerance,
+            random_state=options.seed,
+            callback=record,
+        )
+    # The first call of the callback is the random start, before any sweep.
+    swept = tuple(errors[1:])
+    return Solution(Factors(query, mixing * weights, key), swept, converged=len(swept) < sweeps)
+
+
+def _tensorly() -> tuple[Any, Any]:
+    try:
+        import tensorly
+        from tensorly.decomposition import parafac as decompose
+    except ImportError as error:
+        raise ImportError(
+            "the parafac solver needs tensorly, which is not installed; expected `pip install tensorly`, "
+            'or solver="als", which needs nothing more'
+        ) from error
+    return tensorly, decompose

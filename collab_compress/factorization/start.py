@@ -1,0 +1,59 @@
+"""Closed-form factors: exact concatenation, and the best per-head truncation to start from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .factors import Factors
+from .head_tensor import HeadTensor
+
+
+def concatenation(tensor: HeadTensor) -> Factors:
+    """Return exact factors of rank H·d: the heads side by side, M blocks of ones.
+
+    Section 3.1 of "Multi-Head Attention: Collaborate Instead of Concatenate": ordinary multi-head attention
+    is the collaborative form with this mixing matrix.
+
+    Args:
+        tensor: the heads.
+
+    Returns:
+        Factors with query (Dq, H·d), mixing (H, H·d) and key (Dk, H·d).
+    """
+    eye = torch.eye(tensor.heads, dtype=tensor.query.dtype, device=tensor.query.device)
+    mixing = eye.repeat_interleave(tensor.head_width, dim=1)
+    return Factors(tensor.flat_query.clone(), mixing, tensor.flat_key.clone())
+
+
+def truncation(tensor: HeadTensor, rank: int) -> Factors:
+    """Return the R largest singular triplets over all heads, every component serving one head.
+
+    The best approximation whose mixing matrix is one-hot: per-head truncated SVDs that share out the rank.
+    Columns are balanced: query and key factor take the root of the singular value each.
+
+    Args:
+        tensor: the heads.
+        rank: R, at most H·min(Dq, Dk, d) triplets exist; further columns are zero.
+
+    Returns:
+        Factors with query (Dq, R), mixing (H, R), key (Dk, R).
+    """
+    left, values, right = _slice_svd(tensor)
+    kept = min(rank, values.numel())
+    order = values.flatten().argsort(descending=True, stable=True)[:kept]
+    head = order.div(values.shape[1], rounding_mode="floor")
+    root = values.flatten()[order].sqrt()
+    factors = [tensor.query.new_zeros(rows, rank) for rows in (left.shape[1], tensor.heads, right.shape[1])]
+    factors[0][:, :kept] = left.transpose(1, 2).flatten(0, 1)[order].mT * root
+    factors[1][head, torch.arange(kept, device=head.device)] = 1.0
+    factors[2][:, :kept] = right.transpose(1, 2).flatten(0, 1)[order].mT * root
+    return Factors(factors[0], factors[1], factors[2])
+
+
+def _slice_svd(tensor: HeadTensor) -> tuple[Tensor, Tensor, Tensor]:
+    """SVD of every T_i from QR of both sides and a d×d core: (H, Dq, r), (H, r), (H, Dk, r)."""
+    query_basis, query_core = torch.linalg.qr(tensor.query)
+    key_basis, key_core = torch.linalg.qr(tensor.key)
+    left, values, right = torch.linalg.svd(query_core @ key_core.mT, full_matrices=False)
+    return query_basis @ left, values, key_basis @ right.mT
