@@ -16,12 +16,13 @@ from typing import Annotated, Any
 import torch
 import transformers
 import tyro
-from collab_compress_cli.source import Source, load_source
-from collab_compress_cli.table import report_lines
 from tqdm import tqdm
 
 from collab_compress import CollabCompressError, Compression, Report, compress, make_standalone_
 from collab_compress.checkpoint.directory import refuse_existing, whole_directory
+
+from .source import Source, load_source
+from .table import report_lines
 
 WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".index.json")
 REPLACED = ("config.json", "generation_config.json", "README.md")

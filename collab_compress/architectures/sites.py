@@ -58,7 +58,7 @@ class AttentionSite:
 
 def split_heads(weight: Tensor, heads: int) -> Tensor:
     """Turn an `nn.Linear` weight (H·d, D) into per-head matrices (H, D, d)."""
-    return weight.detach().unflatten(0, (heads, -1)).transpose(1, 2)
+    return weight.detach().view(heads, -1, weight.shape[1]).transpose(1, 2)
 
 
 def find_attention(model: nn.Module, families: dict[str, AttentionFamily], modules: str = "*") -> list[AttentionSite]:

@@ -77,36 +77,36 @@ class AttentionConfig:
         self.__dict__.update(state)
 
 
-def is_collaborative(module: nn.Module) -> bool:
+def is_collaborative(module: Any) -> bool:
     """Whether this attention module has been converted."""
     return isinstance(getattr(module, "collaborative", None), CollaborativeSpec)
 
 
-def build_parts(module: nn.Module, spec: CollaborativeSpec) -> CollaborativeParts:
+def build_parts(module: Any, spec: CollaborativeSpec) -> CollaborativeParts:
     """Make uninitialised parameters for `module`, on the device and in the dtype of what they replace."""
     dense_query, dense_key = module.get_submodule(spec.query), module.get_submodule(spec.key)
     like: dict[str, Any] = {"device": dense_query.weight.device, "dtype": dense_query.weight.dtype}
     return CollaborativeParts(
-        SharedQuery(dense_query.in_features, spec.rank, spec.head_width, **like),  # type: ignore[arg-type]
+        SharedQuery(dense_query.in_features, spec.rank, spec.head_width, **like),
         SharedKey(
-            dense_key.in_features, spec.rank, spec.heads, spec.head_width, spec.content_bias, **like  # type: ignore[arg-type]
+            dense_key.in_features, spec.rank, spec.heads, spec.head_width, spec.content_bias, **like
         ),
         nn.Parameter(torch.empty(spec.heads, spec.rank, **like), requires_grad=spec.train_mixing),
     )  # fmt: skip
 
 
-def install_(module: nn.Module, spec: CollaborativeSpec, parts: CollaborativeParts) -> None:
+def install_(module: Any, spec: CollaborativeSpec, parts: CollaborativeParts) -> None:
     """Replace the query and key projections of `module` by `parts`, in place."""
     module.mixing = parts.mixing
-    module.collaborative = spec  # type: ignore[assignment]
+    module.collaborative = spec
     module.set_submodule(spec.query, parts.query.train(module.training))
     module.set_submodule(spec.key, parts.key.train(module.training))
-    module.config = AttentionConfig(module.config)  # type: ignore[assignment]
+    module.config = AttentionConfig(module.config)
     if spec.scale is not None:
-        module.stock_scaling, module.scaling = module.scaling, spec.scale  # type: ignore[assignment]
+        module.stock_scaling, module.scaling = module.scaling, spec.scale
 
 
-def uninstall_(module: nn.Module, query: nn.Module, key: nn.Module) -> None:
+def uninstall_(module: Any, query: nn.Module, key: nn.Module) -> None:
     """Put dense projections back into a module that `install_` changed, also half-way, in place."""
     spec = module.__dict__.pop("collaborative", None)
     if spec is None:
@@ -120,9 +120,9 @@ def uninstall_(module: nn.Module, query: nn.Module, key: nn.Module) -> None:
         module.scaling = module.__dict__.pop("stock_scaling")
 
 
-def read_parts(module: nn.Module) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def read_parts(module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Read W̃q (D, R), M (H, R), W̃k (D, R) and v (H, D) or None from a collaborative module."""
-    spec: CollaborativeSpec = module.collaborative  # type: ignore[assignment]
+    spec: CollaborativeSpec = module.collaborative
     query, key = module.get_submodule(spec.query), module.get_submodule(spec.key)
-    content = key.content.weight.detach() if spec.content_bias else None  # type: ignore[union-attr]
-    return query.proj.weight.detach().T, module.mixing.detach(), key.proj.weight.detach().T, content  # type: ignore[union-attr,return-value,operator]
+    content = key.content.weight.detach() if spec.content_bias else None
+    return query.proj.weight.detach().T, module.mixing.detach(), key.proj.weight.detach().T, content

@@ -10,7 +10,7 @@ from collab_compress.attention.kernels import attend, attention_probabilities
 
 
 def collab_sdpa(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -35,7 +35,7 @@ def collab_sdpa(
     shared_query, shared_key, content = unpack(module, query, key)
     mask = _with_position_bias(attention_mask, kwargs.get("position_bias"))
     output = attend(
-        shared_query, shared_key, content, module.mixing, value, mask,  # type: ignore[arg-type]
+        shared_query, shared_key, content, module.mixing, value, mask,
         scaling=_scaling(module, scaling), dropout=dropout,
         causal=_causal(module, is_causal, mask, query.shape[2]),
     )  # fmt: skip
@@ -43,7 +43,7 @@ def collab_sdpa(
 
 
 def collab_eager(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -61,27 +61,27 @@ def collab_eager(
     shared_query, shared_key, content = unpack(module, query, key)
     mask = _with_position_bias(attention_mask, kwargs.get("position_bias"))
     probabilities = attention_probabilities(
-        shared_query, shared_key, content, module.mixing, mask,  # type: ignore[arg-type]
+        shared_query, shared_key, content, module.mixing, mask,
         scaling=_scaling(module, scaling), causal=_causal(module, is_causal, mask, query.shape[2]),
     )  # fmt: skip
     probabilities = nn.functional.dropout(probabilities, p=dropout, training=module.training)
     return (probabilities @ value).transpose(1, 2).contiguous(), probabilities
 
 
-def unpack(module: nn.Module, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def unpack(module: Any, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Undo the split into heads: shared query (B, T, R), shared key (B, S, R), content bias (B, S, H) or None."""
-    heads, rank = module.mixing.shape  # type: ignore[misc]
+    heads, rank = module.mixing.shape
     joined_query = query.transpose(1, 2).flatten(2)  # (B, T, R + padding)
     joined_key = key.transpose(1, 2).flatten(2)  # (B, S, R + H + padding)
-    content = joined_key[..., rank : rank + heads] if module.collaborative.content_bias else None  # type: ignore[union-attr]
+    content = joined_key[..., rank : rank + heads] if module.collaborative.content_bias else None
     return joined_query[..., :rank], joined_key[..., :rank], content
 
 
-def _scaling(module: nn.Module, scaling: float | None) -> float:
-    return float(module.scaling if scaling is None else scaling)  # type: ignore[arg-type]
+def _scaling(module: Any, scaling: float | None) -> float:
+    return float(module.scaling if scaling is None else scaling)
 
 
-def _causal(module: nn.Module, is_causal: bool | None, mask: Tensor | None, queries: int) -> bool:
+def _causal(module: Any, is_causal: bool | None, mask: Tensor | None, queries: int) -> bool:
     """Say whether the kernel must mask the future itself; a mask that is given already does."""
     wanted = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     return wanted and mask is None and queries > 1

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -52,20 +52,22 @@ def calibration_batches(
             f"got a data set with columns {calibration.column_names}; pass the one with the texts, as in "
             "calibration=data['text']"
         )
-    ready = not isinstance(calibration, str | Path) and _holds_batches(calibration)
-    if tokenizer is None and not ready:
+    if not isinstance(calibration, str | Path) and _holds_batches(calibration):
+        batches = [dict(batch) for batch in cast("Iterable[Mapping[str, Tensor]]", calibration)]
+    elif tokenizer is None:
         raise CalibrationError(
             "calibration from random tokens or texts needs the model's tokenizer: pass tokenizer=…, ready "
             "batches, or calibration=None to weigh all directions of the input alike"
         )
-    length = min(length, _longest(model, tokenizer))
-    if ready:
-        batches: list[Batch] = [dict(batch) for batch in calibration]  # type: ignore[union-attr,arg-type]
     elif calibration == "synthetic":
-        batches = synthetic_batches(model, tokenizer, sequences, length, seed)  # type: ignore[arg-type]
+        batches = synthetic_batches(model, tokenizer, sequences, _fitting(length, model, tokenizer), seed)
     else:
-        texts = read_texts(Path(calibration)) if isinstance(calibration, str | Path) else list(calibration)  # type: ignore[arg-type]
-        batches = text_batches(tokenizer, texts[:sequences], length)  # type: ignore[arg-type]
+        texts = (
+            read_texts(Path(calibration))
+            if isinstance(calibration, str | Path)
+            else list(cast("Sequence[Text]", calibration))
+        )
+        batches = text_batches(tokenizer, texts[:sequences], _fitting(length, model, tokenizer))
     if not batches:
         raise CalibrationError("calibration data is empty; pass at least one batch or text, or None")
     return batches
@@ -130,6 +132,7 @@ def _holds_batches(calibration: Any) -> bool:
     return True
 
 
-def _longest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
-    positions = getattr(model.config, "max_position_embeddings", None) or LENGTH
-    return min(positions, tokenizer.model_max_length if tokenizer is not None else positions)
+def _fitting(length: int, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Shorten sequences to what model and tokenizer can take."""
+    positions = getattr(model.config, "max_position_embeddings", None) or length
+    return min(length, int(positions), int(tokenizer.model_max_length))

@@ -186,4 +186,5 @@ def _report(site: AttentionSite, spec: CollaborativeSpec, result: Factorization,
 
 def path_in_base(model: PreTrainedModel, module: nn.Module) -> str:
     """Path of `module` inside the base model, which is the same with and without a head."""
-    return next(name for name, candidate in model.base_model.named_modules() if candidate is module)
+    path: str = next(name for name, candidate in model.base_model.named_modules() if candidate is module)
+    return path

@@ -1,6 +1,7 @@
 """Turn a converted model back into a dense stock model."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,14 +62,15 @@ def expand(model: PreTrainedModel) -> Expansion:
     return Expansion(errors)
 
 
-def _dense_projections(module: nn.Module) -> tuple[nn.Linear, nn.Linear, float]:
+def _dense_projections(module: Any) -> tuple[nn.Linear, nn.Linear, float]:
     """Build dense query and key projections for a collaborative module, and their relative error."""
-    spec: CollaborativeSpec = module.collaborative  # type: ignore[assignment]
+    spec: CollaborativeSpec = module.collaborative
     query, mixing, key = (part.double() for part in read_parts(module)[:3])
-    content = None if spec.content_bias is False else read_parts(module)[3].double()  # type: ignore[union-attr]
+    bias = read_parts(module)[3]
+    content = None if bias is None else bias.double()
     if spec.scale is not None:
-        mixing = mixing * (spec.scale / module.stock_scaling)  # type: ignore[operator]
-        content = None if content is None else content * (spec.scale / module.stock_scaling)  # type: ignore[operator]
+        mixing = mixing * (spec.scale / module.stock_scaling)
+        content = None if content is None else content * (spec.scale / module.stock_scaling)
     wq, bq, wk = [], [], []
     lost = total = 0.0
     for head in range(spec.heads):
@@ -82,10 +84,10 @@ def _dense_projections(module: nn.Module) -> tuple[nn.Linear, nn.Linear, float]:
         wk.append(nn.functional.pad(v[:, :width] * root, pad))  # (D, d)
         wq.append(tall[: len(query)])
         bq.append(tall[len(query)] if content is not None else tall.new_zeros(spec.head_width))
-    like = module.get_submodule(spec.query).proj.weight  # type: ignore[union-attr]
-    dense_query = _linear(torch.cat(wq, 1), torch.cat(bq) if content is not None else None, like)  # type: ignore[arg-type]
+    like = module.get_submodule(spec.query).proj.weight
+    dense_query = _linear(torch.cat(wq, 1), torch.cat(bq) if content is not None else None, like)
     zero = torch.zeros(spec.heads * spec.head_width) if content is not None else None
-    dense_key = _linear(torch.cat(wk, 1), zero, like)  # type: ignore[arg-type]
+    dense_key = _linear(torch.cat(wk, 1), zero, like)
     return dense_query, dense_key, (lost / total) ** 0.5 if total else 0.0
 
 

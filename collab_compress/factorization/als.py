@@ -1,68 +1,138 @@
-"""Alternating least squares on the factored tensor, extrapolated between sweeps."""
+"""Alternating least squares on the factored tensor, accelerated and kept out of swamps."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
 
 from .factors import Factors
-from .head_tensor import HeadTensor, relative
+from .head_tensor import HeadTensor
+from .iterate import Direction, Iterate
+from .line_search import Line
 from .solution import Solution, SolverOptions
 from .start import truncation
 
+SWEEPS = 300
+TOLERANCE = 1e-6
+# Below this the error is rounding: the squares it is the difference of cancel.
+EXACT = 1e-7
+# Sweeps over which progress is averaged before it counts as stalled.
+WINDOW = 10
 
-def als(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
-    """Fit factors by extrapolated alternating least squares from the best per-head truncation.
+
+@dataclass(frozen=True)
+class Continuation:
+    r"""A ridge on the factors that fades while the solver runs.
+
+    Plain least squares drifts into swamps: components that nearly cancel, whose rank is wasted and which take
+    thousands of sweeps to part. A ridge makes cancelling expensive; faded out, it leaves the solver
+    in a better basin. On the weighted layers of MiniLM 300 sweeps with it end lower than 3000 without.
 
     Args:
-        tensor: the heads, in float64.
+        start: the first ridge, in units of $\lambda^{4/3}$ with $\lambda$ the smallest singular value kept by the
+            start. From about 0.3 a ridge kills components for good.
+        end: ratio of the last ridge to the first.
+        share: part of the sweeps that have a ridge.
+    """
+
+    start: float = 0.1
+    end: float = 1e-2
+    share: float = 0.75
+
+    def ridge(self, sweep: int, sweeps: int) -> float:
+        """Return the ridge of one sweep, counted from 0, in the same units."""
+        fading = self.share * sweeps
+        return self.start * self.end ** (sweep / fading) if sweep + 1 < fading else 0.0
+
+
+def als(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
+    r"""Fit factors by alternating least squares from the best per-head truncation.
+
+    A sweep's step, $p = \mathrm{ALS}(x) - x$, serves as the preconditioned gradient of a nonlinear conjugate
+    gradient method (Polak-Ribière, restarted when it turns negative), and the length of each step is
+    the exact minimiser of the squared error on the line. Deterministic; never worse than its start.
+
+    Args:
+        tensor: the heads, in float64: the error is a difference of squares that cancel.
         rank: R, below H·d.
-        options: sweeps, tolerance and progress; the start is deterministic.
+        options: sweeps (300 unless said) and the tolerance, by default 1e-6, that the relative error must fall by
+            per sweep, averaged over ten.
 
     Returns:
-        The best factors met and a non-increasing error history.
+        The best factors met, and the lowest error so far after every sweep.
     """
-    point = truncation(tensor, rank)
     norm = tensor.squared_norm().item()
-    best = tensor.relative_error(point)
-    previous, errors, step = point, [], 0.5
-    start = point
-    for sweep in range(1, (options.sweeps or 300) + 1):
-        swept, error = _sweep(tensor, start, norm)
-        if error < best:
-            previous, point, best = point, swept, error
-            step = min(step * 1.05, 4.0)
-        else:
-            step, previous = step / 2, point
-        start = Factors(*(new + step * (new - old) for new, old in zip(_parts(point), _parts(previous), strict=True)))
-        errors.append(best)
-        if options.progress is not None:
-            options.progress(sweep, best)
-    return Solution(point, tuple(errors), converged=False)
+    if norm == 0.0:
+        return Solution(truncation(tensor, rank), (), converged=True)
+    scaled = HeadTensor(tensor.query / norm**0.25, tensor.key / norm**0.25)
+    run = _Run(scaled, rank, options)
+    run.descend()
+    best = run.best
+    factors = Factors(best.query * norm**0.25, best.mixing, best.key * norm**0.25)
+    return Solution(factors, tuple(run.errors), run.converged)
 
 
-def _parts(factors: Factors) -> tuple[Tensor, Tensor, Tensor]:
-    return factors.query, factors.mixing, factors.key
+class _Run:
+    """One descent on a tensor of norm 1."""
 
+    def __init__(self, tensor: HeadTensor, rank: int, options: SolverOptions) -> None:
+        self.tensor = tensor
+        self.norm = tensor.squared_norm().item()
+        self.sweeps = SWEEPS if options.sweeps is None else options.sweeps
+        self.tolerance = TOLERANCE if options.tolerance is None else options.tolerance
+        self.progress = options.progress
+        start = truncation(tensor, rank)
+        # Columns of the start carry the root of their singular value.
+        self.unit = float(start.query.norm(dim=0).min()) ** (8 / 3)
+        self.point = Iterate.of(tensor, start)
+        self.best: Direction = self.point
+        self.lowest = self.point.relative_error(tensor, self.norm)
+        self.errors: list[float] = []
+        self.converged = self.lowest < EXACT
 
-def _sweep(tensor: HeadTensor, start: Factors, norm: float) -> tuple[Factors, float]:
-    mixing, key = start.mixing, start.key
-    projected_key = tensor.project_key(key)
-    query = _solve((mixing.mT @ mixing) * (key.mT @ key), tensor.query_mttkrp(mixing, projected_key))
-    projected_query = tensor.project_query(query)
-    query_gram = query.mT @ query
-    key = _solve((mixing.mT @ mixing) * query_gram, tensor.key_mttkrp(mixing, projected_query))
-    scale = key.norm(dim=0).clamp_min(1e-300)
-    key = key / scale
-    projected_key = tensor.project_key(key)
-    gram = query_gram * (key.mT @ key)
-    products = tensor.mixing_mttkrp(projected_query, projected_key)
-    mixing = _solve(gram, products)
-    residual = norm - 2 * (products * mixing).sum() + (gram * (mixing.mT @ mixing)).sum()
-    return Factors(query, mixing, key), relative(residual.item(), norm)
+    def descend(self) -> None:
+        """Sweep until the error is rounding, progress stalls without a ridge, or the sweeps are spent."""
+        step: Direction | None = None
+        direction: Direction | None = None
+        recent: list[float] = []
+        fading = Continuation()
+        faded = False
+        for sweep in range(self.sweeps):
+            if self.converged:
+                break
+            ridge = 0.0 if faded else self.unit * fading.ridge(sweep, self.sweeps)
+            step, direction = self._advance(ridge, step, direction)
+            recent.append(self._record())
+            stalled = len(recent) > WINDOW and recent[-1 - WINDOW] - recent[-1] < WINDOW * self.tolerance
+            if stalled and ridge == 0.0:
+                self.converged = True
+            elif stalled and abs(recent[-1 - WINDOW] - recent[-1]) < WINDOW * self.tolerance:
+                faded, recent = True, []
+            self.converged = self.converged or self.lowest < EXACT
 
+    def _advance(
+        self, ridge: float, last_step: Direction | None, last_direction: Direction | None
+    ) -> tuple[Direction, Direction | None]:
+        """Move the point along the conjugate direction; return the sweep's step and that direction."""
+        swept = self.point.swept(self.tensor, ridge)
+        step = swept.plus(self.point, -1.0)
+        direction = step
+        if last_step is not None and last_direction is not None:
+            turn = step.dot(step) - step.dot(last_step)
+            beta = (turn / last_step.dot(last_step)).item()
+            direction = step.plus(last_direction, beta) if 0.0 < beta < float("inf") else step
+        line = Line.of(self.tensor, self.point, direction, ridge)
+        length = line.minimiser()
+        if length == 0.0:
+            self.point = swept
+            return step, None
+        self.point = line.at(length)
+        return step, direction
 
-def _solve(gram: Tensor, right: Tensor) -> Tensor:
-    ridge = 1e-12 * gram.diagonal().mean() + 1e-300
-    root = torch.linalg.cholesky(gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
-    return torch.cholesky_solve(right.mT, root).mT
+    def _record(self) -> float:
+        error = self.point.relative_error(self.tensor, self.norm)
+        if error < self.lowest:
+            self.best, self.lowest = self.point, error
+        self.errors.append(self.lowest)
+        if self.progress is not None:
+            self.progress(len(self.errors), self.lowest)
+        return error

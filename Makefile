@@ -1,0 +1,46 @@
+# make demo    install, convert a real model, reload it in a new process
+# make test    install what is missing, run the tests
+# make check   ruff and mypy
+# make bench   factorization and latency against their references
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMP := $(VENV)/.installed
+
+# Real GLUE tasks, where they are at hand; tests that need them say so when they skip.
+COLLAB_COMPRESS_DATA ?= $(wildcard $(abspath ../shared/data))
+export COLLAB_COMPRESS_DATA
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test check bench clean
+
+demo: $(STAMP)
+	rm -rf demo-output
+	$(BIN)/collab-compress minilm --dk 128 --output demo-output
+	@echo
+	$(BIN)/python -m collab_compress_cli.demo demo-output
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/factorization.py
+	$(BIN)/python benchmarks/latency.py
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet "setuptools>=77" --constraint constraints.txt
+	$(PIP) install --quiet torch --constraint constraints.txt
+	$(PIP) install --quiet --editable ".[dev]" --constraint constraints.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

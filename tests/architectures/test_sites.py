@@ -1,0 +1,94 @@
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model
+
+from collab_compress.architectures import FAMILIES, find_attention, split_heads
+from collab_compress.errors import UnsupportedModelError
+
+LAYERS = {"bert": 2, "albert": 1, "distilbert": 2}  # ALBERT shares one module between its layers
+
+
+def test_finds_every_module_once(family, make_tiny):
+    sites = find_attention(make_tiny(family), FAMILIES)
+    assert len(sites) == LAYERS[family]
+    assert len({id(site.module) for site in sites}) == len(sites)
+    for site in sites:
+        assert (site.heads, site.head_width, site.width) == (3, 8, 24)
+        assert site.scaling == pytest.approx(8**-0.5)
+
+
+def test_heads_are_those_the_model_uses(family, make_tiny):
+    site = find_attention(make_tiny(family), FAMILIES)[0]
+    x = torch.randn(5, site.query.in_features)
+    stock = (site.query(x)).view(5, site.heads, site.head_width)
+    for head in range(site.heads):
+        torch.testing.assert_close(x @ site.query_heads()[head] + site.query_bias()[head], stock[:, head])
+
+
+def test_split_heads_layout():
+    weight = torch.arange(24.0).view(6, 4)  # 2 heads × 3 wide, D = 4
+    assert torch.equal(split_heads(weight, 2)[1], weight[3:].T)
+
+
+def test_glob_selects_modules(make_tiny):
+    assert [site.name for site in find_attention(make_tiny("bert"), FAMILIES, "*layer.1.*")] == [
+        "encoder.layer.1.attention.self"
+    ]
+
+
+def test_glob_without_match_names_what_there_is(make_tiny):
+    with pytest.raises(UnsupportedModelError, match=r"no BertSelfAttention .* matches 'nowhere'.*encoder\.layer\.0"):
+        find_attention(make_tiny("bert"), FAMILIES, "nowhere")
+
+
+def test_refuses_unknown_family_and_names_those_it_knows():
+    model = GPT2Model(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11))
+    with pytest.raises(UnsupportedModelError, match=r"'gpt2' .*h\.0\.attn \(GPT2Attention\).*ALBERT, BERT, DistilBERT"):
+        find_attention(model, FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            lambda: LlamaModel(LlamaConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=11,
+                                           intermediate_size=8)),
+            r"rotary_emb \(LlamaRotaryEmbedding\): a rotary position embedding",
+        ),
+        (
+            lambda: Qwen3Model(Qwen3Config(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=11,
+                                           intermediate_size=8, num_key_value_heads=2, head_dim=4)),
+            r"layers\.0\.self_attn\.q_norm .*QK-norm",
+        ),
+    ],
+)  # fmt: skip
+def test_refuses_what_stands_between_projection_and_product(model, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        find_attention(model(), FAMILIES)
+
+
+def test_says_which_attribute_is_missing_where(make_tiny):
+    model = make_tiny("bert")
+    del model.encoder.layer[1].attention.self.key
+    with pytest.raises(UnsupportedModelError, match=r"encoder\.layer\.1\.attention\.self .* no attribute 'key'"):
+        find_attention(model, FAMILIES)
+
+
+def test_says_which_attribute_has_the_wrong_type(make_tiny):
+    model = make_tiny("bert")
+    model.encoder.layer[0].attention.self.query = nn.Identity()
+    with pytest.raises(UnsupportedModelError, match=r"self\.query: got Identity, expected Linear"):
+        find_attention(model, FAMILIES)
+
+
+def test_says_which_width_does_not_fit(make_tiny):
+    model = make_tiny("bert")
+    model.encoder.layer[0].attention.self.query = nn.Linear(24, 23)
+    with pytest.raises(UnsupportedModelError, match=r"got 23 output channels; expected 3 heads × 8 = 24"):
+        find_attention(model, FAMILIES)
+
+
+def test_a_plain_module_is_refused():
+    with pytest.raises(UnsupportedModelError, match="model type None has no description"):
+        find_attention(nn.Linear(2, 2), FAMILIES)

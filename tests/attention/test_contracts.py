@@ -1,0 +1,203 @@
+"""What every family must keep after conversion, on tiny models with padded batches."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from transformers import BertForMaskedLM, BertLMHeadModel
+
+from collab_compress import Compression, compress, read_factors
+from collab_compress.architectures import FAMILIES, find_attention
+
+FULL = 24
+
+
+def hidden(model, batch):
+    with torch.no_grad():
+        return model(**batch).last_hidden_state[batch["attention_mask"].bool()]
+
+
+def oracle_scores(x, y, factors, head, scaling):
+    """score_i(x, y) by the paper's formula, one position pair at a time, in float64."""
+    q, k, m, v = (t.double() for t in (factors.query, factors.key, factors.mixing, factors.content_bias))
+    scores = torch.empty(len(x), len(y), dtype=torch.float64)
+    for a, xa in enumerate(x.double()):
+        for b, yb in enumerate(y.double()):
+            scores[a, b] = scaling * (((xa @ q) * m[head]) @ (yb @ k) + v[head] @ yb)
+    return scores
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_full_rank_equals_dense(family, implementation, make_tiny, batch):
+    dense = make_tiny(family)
+    dense.set_attn_implementation(implementation)
+    converted = copy.deepcopy(dense)
+    report = compress(converted, Compression(rank=FULL), calibration=None)
+    torch.testing.assert_close(hidden(converted, batch), hidden(dense, batch), atol=2e-5, rtol=1e-4)
+    assert all(module.weight_error == 0 for module in report.modules)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("rank", [5, 8, 13])
+def test_low_rank_follows_the_formula_at_the_models_own_scale(family, rank, implementation, make_tiny, batch):
+    model = make_tiny(family)
+    compress(model, Compression(rank=rank), calibration=None)
+    model.double().set_attn_implementation(implementation)
+    name, factors = next(iter(read_factors(model).items()))
+    module = model.get_submodule(name)
+    x = torch.randn(2, 6, 24, dtype=torch.float64)
+    output = module(x)[0]
+    value = getattr(module, "value", None) or module.v_lin
+    projection = {"albert": getattr(module, "dense", None), "distilbert": getattr(module, "out_lin", None)}
+    for sample in range(2):
+        heads = []
+        for head in range(3):
+            scores = oracle_scores(x[sample], x[sample], factors, head, 1 / math.sqrt(8))
+            values = value(x[sample]).view(6, 3, 8)[:, head]
+            heads.append(scores.softmax(-1) @ values)
+        expected = torch.cat(heads, -1)
+        if family == "distilbert":
+            expected = projection["distilbert"](expected)
+        if family == "albert":
+            expected = module.LayerNorm(x[sample] + projection["albert"](expected))
+        torch.testing.assert_close(output[sample], expected)
+
+
+def test_scale_is_not_that_of_the_shared_width(family, make_tiny):
+    """The authors' code scales by √(R/H); at R = 6 of 24 that would double every score."""
+    dense = make_tiny(family)
+    scaling = find_attention(dense, FAMILIES)[0].scaling
+    compress(dense, Compression(rank=6), calibration=None)
+    name = next(iter(read_factors(dense)))
+    assert dense.get_submodule(name).scaling == scaling == pytest.approx(1 / math.sqrt(8))
+
+
+def test_output_attentions(family, make_tiny, batch):
+    dense = make_tiny(family)
+    converted = copy.deepcopy(dense)
+    compress(converted, Compression(rank=FULL), calibration=None)
+    for model in (dense, converted):
+        model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = dense(**batch, output_attentions=True).attentions
+        found = converted(**batch, output_attentions=True).attentions
+    real = batch["attention_mask"].bool()[:, None, :, None]
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one * real, other * real, atol=1e-5, rtol=1e-4)
+
+
+def test_other_attention_implementations_are_refused(family, make_tiny, batch):
+    model = make_tiny(family)
+    compress(model, Compression(rank=8), calibration=None)
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(ValueError, match="'eager' or 'sdpa', got 'flex_attention'"):
+        model(**batch)
+
+
+def test_training_reaches_every_factor(family, make_tiny, batch):
+    model = make_tiny(family)
+    compress(model, Compression(rank=8), calibration=None)
+    model.train()
+    model(**batch).last_hidden_state.square().sum().backward()
+    for name in read_factors(model):
+        for parameter_name, parameter in model.get_submodule(name).named_parameters():
+            if "mixing" in parameter_name or "proj" in parameter_name or "content" in parameter_name:
+                assert parameter.grad is not None, parameter_name
+                assert parameter.grad.abs().sum() > 0, parameter_name
+
+
+def test_attention_dropout_acts_in_training_only(make_tiny, batch):
+    model = make_tiny("bert")
+    compress(model, Compression(rank=8), calibration=None)
+    attention = model.encoder.layer[0].attention.self.train()
+    x = torch.randn(2, 5, 24)
+    torch.manual_seed(0)
+    first, second = attention(x)[0], attention(x)[0]
+    assert not torch.equal(first, second)
+    attention.eval()
+    assert torch.equal(attention(x)[0], attention(x)[0])
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(family, make_tiny, batch):
+    plain = make_tiny(family)
+    compress(plain, Compression(rank=8), calibration=None)
+    saving = copy.deepcopy(plain)
+    saving.gradient_checkpointing_enable()
+    for model in (plain, saving):
+        model.train()
+        torch.manual_seed(3)
+        model(**batch).last_hidden_state.square().sum().backward()
+    for (name, one), (_, other) in zip(plain.named_parameters(), saving.named_parameters(), strict=True):
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, msg=name)
+
+
+def test_copies_and_pickles_are_independent_and_equal(family, make_tiny, batch):
+    model = make_tiny(family)
+    compress(model, Compression(rank=8), calibration=None)
+    expected = hidden(model, batch)
+    copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    copied.set_attn_implementation("eager")
+    assert model.config._attn_implementation == "sdpa"
+    torch.testing.assert_close(hidden(copied, batch), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(hidden(pickled, batch), expected)
+
+
+def test_half_precision_stays_close(family, make_tiny, batch):
+    model = make_tiny(family)
+    compress(model, Compression(rank=FULL), calibration=None)
+    expected = hidden(model, batch)
+    found = hidden(model.to(torch.bfloat16), batch)
+    assert found.dtype == torch.bfloat16
+    assert (found.float() - expected).norm() / expected.norm() < 0.05
+
+
+def test_a_model_converted_in_part_runs(make_tiny, batch):
+    dense = make_tiny("bert")
+    model = copy.deepcopy(dense)
+    compress(model, Compression(rank=FULL, modules="*layer.1*"), calibration=None)
+    assert list(read_factors(model)) == ["encoder.layer.1.attention.self"]
+    torch.testing.assert_close(hidden(model, batch), hidden(dense, batch), atol=2e-5, rtol=1e-4)
+
+
+def test_a_causal_decoder_stays_causal(make_tiny, batch):
+    model = make_tiny("bert", BertLMHeadModel)
+    model.config.is_decoder = True
+    decoder = BertLMHeadModel(model.config).eval()
+    decoder.load_state_dict(model.state_dict())
+    dense = copy.deepcopy(decoder)
+    compress(decoder, Compression(rank=FULL), calibration=None)
+    for arguments in (batch, {"input_ids": batch["input_ids"]}):
+        with torch.no_grad():
+            one, other = decoder(**arguments, use_cache=False).logits, dense(**arguments, use_cache=False).logits
+        torch.testing.assert_close(one[0], other[0], atol=5e-5, rtol=1e-4)
+
+
+def test_generation_with_a_cache_equals_dense(make_tiny):
+    model = make_tiny("bert", BertLMHeadModel)
+    model.config.is_decoder = True
+    decoder = BertLMHeadModel(model.config).eval()
+    dense = copy.deepcopy(decoder)
+    compress(decoder, Compression(rank=FULL), calibration=None)
+    prompt = torch.tensor([[7, 8, 9]])
+    arguments = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}
+    assert torch.equal(decoder.generate(prompt, **arguments), dense.generate(prompt, **arguments))
+
+
+def test_compiles_without_graph_breaks(family, make_tiny, batch):
+    model = make_tiny(family)
+    compress(model, Compression(rank=8), calibration=None)
+    expected = hidden(model, batch)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(hidden(compiled, batch), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_head_on_top_keeps_its_loss(make_tiny, batch):
+    dense = make_tiny("bert", BertForMaskedLM)
+    converted = copy.deepcopy(dense)
+    compress(converted, Compression(rank=FULL), calibration=None)
+    one, other = (model(**batch, labels=batch["input_ids"]).loss for model in (dense, converted))
+    torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)

