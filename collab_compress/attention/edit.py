@@ -42,3 +42,8 @@ class CollaborativeEdit:
             module = base.get_submodule(name)
             if not is_collaborative(module):
                 install_(module, spec, build_parts(module, spec))
+
+    def finish_(self, model: PreTrainedModel) -> None:
+        """Freeze again, in place, the mixing matrices that are not trained."""
+        for name, spec in self.modules.items():
+            model.base_model.get_submodule(name).mixing.requires_grad_(spec.train_mixing)

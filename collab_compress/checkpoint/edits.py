@@ -2,7 +2,7 @@
 
 Transformers gives one place where third parties may change a model between its construction and the loading of
 its weights: the quantization plug-in. `EditConfig` is the configuration of that plug-in. Each edit kind is a class
-with `kind`, `to_dict`, `from_dict` and `apply_`; `EDITS` maps kinds to classes and is filled, explicitly, where
+with `kind`, `to_dict`, `from_dict`, `apply_` and `finish_`; `EDITS` maps kinds to classes and is filled, explicitly, where
 the package is imported.
 """
 
@@ -32,6 +32,10 @@ class ModelEdit(Protocol):
 
     def apply_(self, model: PreTrainedModel) -> None:
         """Change the structure of `model` in place; what is changed already is left as it is."""
+        ...
+
+    def finish_(self, model: PreTrainedModel) -> None:
+        """Restore, in place, what loading weights does not: which parameters are frozen, say."""
         ...
 
 

@@ -26,6 +26,8 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         _mark_as_ordinary_(model)
+        for edit in self.quantization_config.edits:
+            edit.finish_(model)
         for finish in AFTER_LOADING:
             finish(model)
         return model

@@ -118,7 +118,7 @@ def factorize(
     options = SolverOptions(sweeps, tolerance, seed, progress)
     weighted = weighting.apply(tensor)
     solution = _compressed(SOLVERS[solver], weighted, rank, options)
-    factors = weighting.undo(solution.factors)
+    factors = weighting.undo(solution.factors).normalised()
     if centre and query_moments is not None:
         folded = tensor.residual_transpose_times(factors, query_moments.mean)
         own = folded if own is None else own + folded

@@ -67,6 +67,18 @@ class Factors:
         grams = [factor.mT @ factor for factor in (self.query, self.mixing, self.key)]
         return (grams[0] * grams[1] * grams[2]).sum()
 
+    def normalised(self) -> Factors:
+        """Return the same products with mixing columns of length 1 and query and key columns of equal length."""
+        tiny = torch.finfo(self.mixing.dtype).tiny
+        query, mixing, key = (factor.norm(dim=0) for factor in (self.query, self.mixing, self.key))
+        common = (query * mixing * key).sqrt()
+        return Factors(
+            self.query * (common / query.clamp_min(tiny)),
+            self.mixing / mixing.clamp_min(tiny),
+            self.key * (common / key.clamp_min(tiny)),
+            self.content_bias,
+        )
+
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Factors:
         """Return the factors on another device or in another dtype.
 

@@ -43,11 +43,7 @@ class Direction:
 
     def dot(self, other: Direction) -> Tensor:
         """Return the sum of the three factors' inner products, a scalar."""
-        return (
-            (self.query * other.query).sum()
-            + (self.mixing * other.mixing).sum()
-            + (self.key * other.key).sum()
-        )
+        return (self.query * other.query).sum() + (self.mixing * other.mixing).sum() + (self.key * other.key).sum()
 
 
 @dataclass(frozen=True)

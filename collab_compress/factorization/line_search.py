@@ -24,13 +24,13 @@ class Line:
     Args:
         point: x.
         direction: p.
-        grams: per factor the matrices of $1, \alpha, \alpha^2$ in its Gram matrix along the line.
+        grams: per factor the matrices of $1, \alpha, \alpha^2$ in its Gram matrix along the line, (3, R, R).
         coefficients: of $\alpha$ to $\alpha^6$, (6,).
     """
 
     point: Iterate
     direction: Direction
-    grams: tuple[list[Tensor], list[Tensor], list[Tensor]]
+    grams: tuple[Tensor, Tensor, Tensor]
     coefficients: Tensor
 
     @classmethod
@@ -41,26 +41,19 @@ class Line:
             _grams(point.mixing_gram, point.mixing, direction.mixing),
             _grams(point.key_gram, point.key, direction.key),
         )
-        terms: list[list[Tensor]] = [[] for _ in range(7)]
-        pairs = _products(grams[0], grams[1])
-        for i, pair in enumerate(pairs):
-            for j, gram in enumerate(grams[2]):
-                terms[i + j].append((pair * gram).sum())
-        for i, products in enumerate(_projected(tensor, point, direction)):
-            for j, mixing in enumerate((point.mixing, direction.mixing)):
-                terms[i + j].append(-2 * (products * mixing).sum())
-        for i in range(3):
-            terms[i].extend(ridge * factor[i].trace() for factor in grams)
-        coefficients = torch.stack([torch.stack(parts).sum() for parts in terms[1:]]).cpu()
+        values = _diagonal_sums(_products(grams[0], grams[1]).flatten(1) @ grams[2].flatten(1).mT)
+        mixing = torch.stack([point.mixing, direction.mixing])
+        inner = _projected(tensor, point, direction).flatten(1) @ mixing.flatten(1).mT
+        values[:4] -= 2 * _diagonal_sums(inner)
+        values[:3] += ridge * sum(gram.diagonal(dim1=1, dim2=2).sum(1) for gram in grams)
+        coefficients = values[1:].cpu()
         return cls(point, direction, grams, coefficients)
 
     def at(self, step: float) -> Iterate:
         """Return the point at one step length, its Gram matrices taken from the expansion."""
         moved = self.point.plus(self.direction, step)
         grams = [torch.add(torch.add(g[0], g[1], alpha=step), g[2], alpha=step**2) for g in self.grams]
-        return Iterate(
-            moved.query, moved.mixing, moved.key, moved.projected_query, moved.projected_key, *grams
-        )
+        return Iterate(moved.query, moved.mixing, moved.key, moved.projected_query, moved.projected_key, *grams)
 
     def minimiser(self) -> float:
         """Return the best step length, at most 100, or 0 where no step forward lowers the value."""
@@ -90,24 +83,33 @@ def positive_minimiser(coefficients: Tensor) -> float:
     return float(steps[values.argmin()]) if bool(values.min() < 0) else 0.0
 
 
-def _grams(gram: Tensor, point: Tensor, direction: Tensor) -> list[Tensor]:
+def _grams(gram: Tensor, point: Tensor, direction: Tensor) -> Tensor:
     cross = point.mT @ direction
-    return [gram, cross + cross.mT, direction.mT @ direction]
+    return torch.stack([gram, cross + cross.mT, direction.mT @ direction])
 
 
-def _products(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
-    """Coefficients of the Hadamard product of two matrix polynomials of degree two."""
-    return [
-        torch.stack([first[i] * second[n - i] for i in range(3) if 0 <= n - i < 3]).sum(0)
-        for n in range(5)
-    ]
+def _products(first: Tensor, second: Tensor) -> Tensor:
+    """Coefficients of the Hadamard product of two matrix polynomials of degree two, (5, R, R)."""
+    products = first.new_zeros(5, *first.shape[1:])
+    for i in range(3):
+        products[i : i + 3].addcmul_(first[i], second)
+    return products
 
 
-def _projected(tensor: HeadTensor, point: Iterate, direction: Direction) -> list[Tensor]:
-    """Coefficients of the head mode's MTTKRP along the line, three of (H, R)."""
-    return [
+def _projected(tensor: HeadTensor, point: Iterate, direction: Direction) -> Tensor:
+    """Coefficients of the head mode's MTTKRP along the line, (3, H, R)."""
+    cross = tensor.mixing_mttkrp(point.projected_query, direction.projected_key)
+    return torch.stack([
         tensor.mixing_mttkrp(point.projected_query, point.projected_key),
-        tensor.mixing_mttkrp(point.projected_query, direction.projected_key)
-        + tensor.mixing_mttkrp(direction.projected_query, point.projected_key),
+        cross + tensor.mixing_mttkrp(direction.projected_query, point.projected_key),
         tensor.mixing_mttkrp(direction.projected_query, direction.projected_key),
-    ]
+    ])  # fmt: skip
+
+
+def _diagonal_sums(table: Tensor) -> Tensor:
+    """Sum a table of coefficients over i + j = n: the product of two polynomials, (rows + columns - 1,)."""
+    rows, columns = table.shape
+    sums = table.new_zeros(rows + columns - 1)
+    for j in range(columns):
+        sums[j : j + rows] += table[:, j]
+    return sums

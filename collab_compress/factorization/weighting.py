@@ -76,6 +76,7 @@ def _root(side: str, moments: Moments, damping: float, centre: bool) -> Tensor:
     matrix = moments.covariance() if centre else (moments.second + moments.second.mT) / 2
     damped = matrix.clone()
     damped.diagonal().add_(damping * matrix.diagonal().mean())
+    root: Tensor
     root, info = torch.linalg.cholesky_ex(damped, upper=True)
     if info.item() != 0:
         kind = "covariance" if centre else "second moment"

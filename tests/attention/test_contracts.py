@@ -89,12 +89,13 @@ def test_output_attentions(family, make_tiny, batch):
         torch.testing.assert_close(one * real, other * real, atol=1e-5, rtol=1e-4)
 
 
-def test_other_attention_implementations_are_refused(family, make_tiny, batch):
+def test_other_attention_implementations_are_refused(family, make_tiny):
     model = make_tiny(family)
     compress(model, Compression(rank=8), calibration=None)
     model.config._attn_implementation = "flex_attention"
+    module = model.get_submodule(next(iter(read_factors(model))))
     with pytest.raises(ValueError, match="'eager' or 'sdpa', got 'flex_attention'"):
-        model(**batch)
+        module(torch.randn(1, 4, 24))
 
 
 def test_training_reaches_every_factor(family, make_tiny, batch):
@@ -125,7 +126,10 @@ def test_gradient_checkpointing_gives_the_same_gradients(family, make_tiny, batc
     plain = make_tiny(family)
     compress(plain, Compression(rank=8), calibration=None)
     saving = copy.deepcopy(plain)
-    saving.gradient_checkpointing_enable()
+    if not saving.supports_gradient_checkpointing:
+        pytest.skip(f"stock {type(saving).__name__} does not support it")
+    newer = hasattr(saving, "activation_checkpointing_enable")
+    (saving.activation_checkpointing_enable if newer else saving.gradient_checkpointing_enable)()
     for model in (plain, saving):
         model.train()
         torch.manual_seed(3)

@@ -1,0 +1,180 @@
+"""A converted model saved and loaded by stock means, with the package and without."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from collab_compress import Compression, compress, read_factors
+from collab_compress.checkpoint import EditConfig
+
+AUTO = {
+    "base": AutoModel,
+    "mlm": AutoModelForMaskedLM,
+    "classifier": AutoModelForSequenceClassification,
+    "tagger": AutoModelForTokenClassification,
+    "qa": AutoModelForQuestionAnswering,
+}
+
+
+def outputs(model, batch):
+    with torch.no_grad():
+        return model(**batch)[0]
+
+
+def load_cleanly(auto_class, path, **options):
+    model, found = auto_class.from_pretrained(path, output_loading_info=True, **options)
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), found
+    return model
+
+
+@pytest.mark.parametrize("head", sorted(AUTO))
+@pytest.mark.parametrize("rank", [5, 24])  # 24 = D = H·d: the shapes of dense and shared projections agree
+def test_every_auto_class(family, head, rank, make_tiny, batch, tmp_path, capfd):
+    torch.manual_seed(0)
+    model = AUTO[head].from_config(make_tiny(family).config).eval()
+    compress(model, Compression(rank=rank), calibration=None)
+    model.save_pretrained(tmp_path)
+    loaded = load_cleanly(AUTO[head], tmp_path)
+    assert torch.equal(outputs(loaded, batch), outputs(model, batch))
+    assert not loaded.is_quantized
+    assert "collab" not in capfd.readouterr().err.lower()  # no warning either
+
+
+def test_saving_twice_changes_nothing(family, make_tiny, tmp_path):
+    model = make_tiny(family)
+    compress(model, Compression(rank=5), calibration=None)
+    model.save_pretrained(tmp_path / "one")
+    AutoModel.from_pretrained(tmp_path / "one").save_pretrained(tmp_path / "two")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_body_and_head_exchange_checkpoints(make_tiny, batch, tmp_path):
+    """A classifier's checkpoint loads as a bare model, and a bare one under a classifier."""
+    torch.manual_seed(0)
+    classifier = AutoModelForSequenceClassification.from_config(make_tiny("bert").config).eval()
+    compress(classifier, Compression(rank=5), calibration=None)
+    classifier.save_pretrained(tmp_path / "classifier")
+    body = AutoModel.from_pretrained(tmp_path / "classifier")
+    assert torch.equal(outputs(body, batch), outputs(classifier.bert, batch))
+    body.save_pretrained(tmp_path / "body")
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "body")
+    for name, factors in read_factors(again).items():
+        assert torch.equal(factors.query, read_factors(classifier)[name].query)
+
+
+def test_size_on_disk_is_that_of_the_factors(family, make_tiny, tmp_path):
+    model = make_tiny(family)
+    model.save_pretrained(tmp_path / "dense")
+    compress(model, Compression(rank=4), calibration=None)
+    model.save_pretrained(tmp_path / "converted")
+    sizes = [(tmp_path / kind / "model.safetensors").stat().st_size for kind in ("dense", "converted")]
+    assert sizes[1] < sizes[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(family, dtype, make_tiny, batch, tmp_path):
+    model = make_tiny(family).to(dtype)
+    compress(model, Compression(rank=5), calibration=None)
+    model.save_pretrained(tmp_path)
+    loaded = load_cleanly(AutoModel, tmp_path, dtype="auto")
+    assert loaded.dtype == dtype
+    assert torch.equal(outputs(loaded, batch), outputs(model, batch))
+    assert load_cleanly(AutoModel, tmp_path, dtype=torch.float32).half().dtype == torch.float16
+
+
+def test_shards_and_device_map(make_tiny, batch, tmp_path):
+    model = make_tiny("bert")
+    compress(model, Compression(rank=5), calibration=None)
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    assert torch.equal(outputs(load_cleanly(AutoModel, tmp_path, device_map="cpu"), batch), outputs(model, batch))
+    automatic = load_cleanly(AutoModel, tmp_path, device_map="auto")
+    assert torch.equal(outputs(automatic, batch).cpu(), outputs(model, batch))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_attention_implementation_can_be_chosen_at_loading(implementation, make_tiny, batch, tmp_path):
+    model = make_tiny("bert")
+    compress(model, Compression(rank=5), calibration=None)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path, attn_implementation=implementation)
+    assert loaded.config._attn_implementation == implementation
+    torch.testing.assert_close(outputs(loaded, batch), outputs(model, batch), atol=1e-5, rtol=1e-4)
+
+
+def test_tied_embeddings_stay_tied(make_tiny, tmp_path):
+    model = AutoModelForMaskedLM.from_config(make_tiny("bert").config)
+    compress(model, Compression(rank=5), calibration=None)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+
+
+def stock_python(code, *arguments):
+    """Run code in a process that never imports this package."""
+    guard = "import sys; sys.modules['collab_compress'] = None\n"
+    return subprocess.run(
+        [sys.executable, "-c", guard + code, *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("rank", [5, 8, 24])
+def test_without_the_package_loading_fails_and_never_gives_random_weights(family, rank, make_tiny, tmp_path):
+    model = make_tiny(family)
+    compress(model, Compression(rank=rank), calibration=None)
+    model.save_pretrained(tmp_path)
+    done = stock_python(
+        "from transformers import AutoModel; AutoModel.from_pretrained(sys.argv[1]); print('LOADED')", tmp_path
+    )
+    assert "LOADED" not in done.stdout
+    assert done.returncode != 0
+    assert "size mismatch" in done.stderr.lower() or "mismatch" in done.stderr.lower()
+
+
+def test_a_newer_format_is_refused(make_tiny, tmp_path):
+    model = make_tiny("bert")
+    compress(model, Compression(rank=5), calibration=None)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"]["version"] = 99
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ValueError, match="version 99 .* upgrade collab-compress"):
+        AutoModel.from_pretrained(tmp_path)
+
+
+def test_an_unknown_edit_is_refused():
+    with pytest.raises(ValueError, match="edit of kind 'telepathy'; this package knows collaborative"):
+        EditConfig([{"kind": "telepathy"}])
+
+
+def test_config_describes_the_edits(make_tiny, tmp_path):
+    model = make_tiny("albert")
+    compress(model, Compression(rank=5), calibration=None)
+    model.save_pretrained(tmp_path)
+    stored = AutoConfig.from_pretrained(tmp_path).quantization_config
+    assert stored["quant_method"] == "collab_compress"
+    assert stored["version"] == 1
+    (edit,) = stored["edits"]
+    assert edit["kind"] == "collaborative"
+    assert [spec["rank"] for spec in edit["modules"].values()] == [5]
+    assert EditConfig(stored["edits"]).to_dict() == stored
+
+
+def test_a_copy_saves_like_the_original(make_tiny, batch, tmp_path):
+    model = make_tiny("distilbert")
+    compress(model, Compression(rank=5), calibration=None)
+    copy.deepcopy(model).save_pretrained(tmp_path)
+    assert torch.equal(outputs(AutoModel.from_pretrained(tmp_path), batch), outputs(model, batch))

@@ -1,0 +1,84 @@
+"""A checkpoint that ships its modelling code."""
+
+import ast
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForSequenceClassification, BertModel
+
+from collab_compress import Compression, compress, make_standalone_
+from collab_compress.checkpoint.standalone import MODULE, modelling_code
+
+WITHOUT_PACKAGE = """
+import sys, warnings
+sys.modules["collab_compress"] = None
+import torch
+from transformers import AutoModel, AutoModelForSequenceClassification
+auto = {"base": AutoModel, "classifier": AutoModelForSequenceClassification}[sys.argv[3]]
+source, target = sys.argv[1:3]
+batch = torch.load(source + "/batch.pt", weights_only=True)
+model, found = auto.from_pretrained(source, trust_remote_code=True, output_loading_info=True)
+assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
+with torch.no_grad():
+    first = model(**batch)[0]
+    model.save_pretrained(target)
+    again = auto.from_pretrained(target, trust_remote_code=True)
+    assert torch.equal(again(**batch)[0], first)
+torch.save(first, target + "/output.pt")
+"""
+
+
+def saved(model, directory, batch):
+    compress(model, Compression(rank=5), calibration=None)
+    make_standalone_(model)
+    model.save_pretrained(directory)
+    torch.save(batch, directory / "batch.pt")
+    with torch.no_grad():
+        return model(**batch)[0]
+
+
+@pytest.mark.parametrize("head", ["base", "classifier"])
+def test_loads_and_saves_without_the_package(family, head, make_tiny, batch, tmp_path):
+    model = make_tiny(family)
+    if head == "classifier":
+        model = AutoModelForSequenceClassification.from_config(model.config).eval()
+    expected = saved(model, tmp_path / "one", batch)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PACKAGE, tmp_path / "one", tmp_path / "two", head],
+        capture_output=True, text=True, check=False, env={"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(torch.load(tmp_path / "two" / "output.pt", weights_only=True), expected)
+
+
+def test_the_package_loads_it_without_running_its_code(family, make_tiny, batch, tmp_path):
+    expected = saved(make_tiny(family), tmp_path / "one", batch)
+    (tmp_path / "one" / f"{MODULE}.py").write_text("raise SystemExit('this code must not run')", encoding="utf-8")
+    loaded = AutoModel.from_pretrained(tmp_path / "one", trust_remote_code=False)
+    with torch.no_grad():
+        assert torch.equal(loaded(**batch)[0], expected)
+    loaded.save_pretrained(tmp_path / "two")  # and brings the real code along again
+    assert (tmp_path / "two" / f"{MODULE}.py").read_text(encoding="utf-8") == modelling_code()
+    assert (tmp_path / "two" / "config.json").read_bytes() == (tmp_path / "one" / "config.json").read_bytes()
+
+
+def test_the_class_keeps_its_name_and_can_be_copied(make_tiny, batch, tmp_path):
+    model = make_tiny("bert")
+    expected = saved(model, tmp_path, batch)
+    assert isinstance(model, BertModel)
+    assert type(model).__name__ == "BertModel"
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            assert torch.equal(other(**batch)[0], expected)
+
+
+def test_the_code_stands_alone():
+    tree = ast.parse(modelling_code())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            assert not any(name.startswith("collab_compress") for name in names)

@@ -1,0 +1,198 @@
+import copy
+import json
+
+import pytest
+import torch
+from transformers import BertForSequenceClassification
+
+from collab_compress import (
+    CollabCompressError,
+    Compression,
+    CompressionError,
+    UnsupportedModelError,
+    compress,
+    read_factors,
+)
+from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.checkpoint import edits_of
+from collab_compress.factorization import factorize
+
+
+def state(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_factors_are_those_of_the_decomposition(family, make_tiny):
+    model = make_tiny(family)
+    site = find_attention(model, FAMILIES)[0]
+    expected = factorize(site.query_heads(), site.key_heads(), 7, query_bias=site.query_bias()).factors
+    compress(model, Compression(rank=7), calibration=None)
+    found = read_factors(model)[site.name]
+    assert found.query.shape == (24, 7)
+    assert found.key.shape == (24, 7)
+    assert found.mixing.shape == (3, 7)
+    assert found.content_bias.shape == (3, 24)
+    for name in ("query", "mixing", "key", "content_bias"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name).float())
+
+
+def test_calibrated_scores_beat_uncalibrated_ones_on_the_data(family, make_tiny, calibration):
+    """The error that calibration minimises is lower, on its data, than that of a conversion without."""
+    dense = make_tiny(family)
+    drifts = []
+    for data in (None, calibration):
+        model = copy.deepcopy(dense)
+        compress(model, Compression(rank=8), calibration=data)
+        before, after = [], []
+        for batch in calibration:
+            with torch.no_grad():
+                before.append(dense(**batch).last_hidden_state)
+                after.append(model(**batch).last_hidden_state)
+        drifts.append(float((torch.cat(after) - torch.cat(before)).norm() / torch.cat(before).norm()))
+    assert drifts[1] < drifts[0]
+
+
+def test_report(family, make_tiny, calibration):
+    model = make_tiny(family)
+    before = model.num_parameters()
+    report = compress(model, Compression(rank=8), calibration)
+    assert report.parameters_before == before
+    assert report.parameters_after == model.num_parameters()
+    saved = sum(module.parameters_before - module.parameters_after for module in report.modules)
+    assert before - report.parameters_after == saved
+    for module in report.modules:
+        assert 0 < module.data_error < 1
+        assert 0 < module.weight_error
+        assert module.macs_after != module.macs_before
+    assert report.drift.output == "last_hidden_state"
+    assert report.drift.sequences == 4  # one batch of eight is held back
+    assert json.loads(json.dumps(report.to_dict()))["modules"][0]["break_even_length"] is None  # R = d: any length
+
+
+def test_drift_is_measured_on_what_was_held_back(make_tiny, calibration):
+    dense = make_tiny("bert")
+    model = copy.deepcopy(dense)
+    report = compress(model, Compression(rank=8), calibration)
+    mask = calibration[-1]["attention_mask"].bool()
+    with torch.no_grad():
+        one, other = (net(**calibration[-1]).last_hidden_state[mask] for net in (dense, model))
+    assert report.drift.relative_error == pytest.approx(float((other - one).norm() / one.norm()), rel=1e-4)
+
+
+def test_no_calibration_no_drift(make_tiny):
+    report = compress(make_tiny("bert"), Compression(rank=8), calibration=None)
+    assert report.drift is None
+    assert report.modules[0].data_error is None
+
+
+def test_same_seed_same_bits(family, make_tiny, calibration):
+    models = [make_tiny(family) for _ in range(2)]
+    for model in models:
+        compress(model, Compression(rank=8), calibration)
+    assert equal(state(models[0]), state(models[1]))
+
+
+def test_progress_names_every_module(make_tiny):
+    seen = []
+    compress(make_tiny("bert"), Compression(rank=8), calibration=None, progress=lambda *step: seen.append(step))
+    assert seen == [("encoder.layer.0.attention.self", 0, 2), ("encoder.layer.1.attention.self", 1, 2), ("", 2, 2)]
+
+
+def test_dtype_and_mode_are_kept(make_tiny):
+    model = make_tiny("bert").to(torch.bfloat16).train()
+    compress(model, Compression(rank=8), calibration=None)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert all(module.training for module in model.modules())
+
+
+def test_a_classifier_keeps_its_head(make_tiny, batch, calibration):
+    dense = make_tiny("bert", BertForSequenceClassification)
+    model = copy.deepcopy(dense)
+    report = compress(model, Compression(rank=24), calibration)
+    assert report.drift.output == "logits"
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).logits, dense(**batch).logits, atol=2e-5, rtol=1e-4)
+
+
+def test_nothing_changes_when_a_module_cannot_be_decomposed(family, make_tiny, monkeypatch):
+    model = make_tiny(family)
+    before, calls = state(model), []
+
+    def fails_at_the_last(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == len(find_attention(model, FAMILIES)):
+            raise ValueError("no")
+        return factorize(*args, **kwargs)
+
+    monkeypatch.setattr("collab_compress.conversion.compress.factorize", fails_at_the_last)
+    with pytest.raises(CompressionError, match=r"attention.*: no"):
+        compress(model, Compression(rank=8), calibration=None)
+    assert equal(before, state(model))
+    assert edits_of(model) == []
+
+
+def test_nothing_changes_when_interrupted_after_the_swap(family, make_tiny, batch, calibration, monkeypatch):
+    model = make_tiny(family)
+    before = state(model)
+    with torch.no_grad():
+        expected = model(**batch).last_hidden_state
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("collab_compress.conversion.compress.compare", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        compress(model, Compression(rank=8), calibration)
+    assert equal(before, state(model))
+    with torch.no_grad():
+        assert torch.equal(model(**batch).last_hidden_state, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "dk is 0; expected at least 1"),
+        ({"rank": -3}, "dk is -3; expected at least 1"),
+        ({"rank": 25}, r"dk is 25, but 3 heads × 8 = 24 is exact already; pass dk between 1 and 24"),
+        ({"rank": 8, "solver": "magic"}, "unknown solver: got 'magic', expected one of als"),
+        ({"rank": 8, "sweeps": 0}, "sweeps is 0; expected at least 1"),
+        ({"rank": 8, "damping": -1.0}, r"damping is -1\.0; expected 0 or more"),
+    ],
+)
+def test_bad_options_say_what_to_do(make_tiny, options, message):
+    with pytest.raises(CompressionError, match=message):
+        compress(make_tiny("bert"), Compression(**options), calibration=None)
+
+
+def test_converting_twice_is_refused(make_tiny):
+    model = make_tiny("bert")
+    compress(model, Compression(rank=8), calibration=None)
+    with pytest.raises(CompressionError, match="already converted; expand it first"):
+        compress(model, Compression(rank=8), calibration=None)
+
+
+def test_a_quantized_model_is_refused(make_tiny):
+    model = make_tiny("bert")
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    with pytest.raises(CompressionError, match="is quantized; convert the unquantized checkpoint"):
+        compress(model, Compression(rank=8), calibration=None)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(make_tiny, value):
+    model = make_tiny("bert")
+    with torch.no_grad():
+        model.encoder.layer[1].attention.self.key.weight[3, 4] = value
+    with pytest.raises(CompressionError, match=r"layer\.1\.attention\.self\.key\.weight holds NaN or infinite"):
+        compress(model, Compression(rank=8), calibration=None)
+
+
+def test_every_error_is_of_the_family(make_tiny):
+    assert issubclass(CompressionError, CollabCompressError)
+    assert issubclass(UnsupportedModelError, CollabCompressError)
+    with pytest.raises(CollabCompressError):
+        compress(make_tiny("bert"), Compression(rank=8, modules="nothing*"), calibration=None)

@@ -1,0 +1,68 @@
+import copy
+
+import pytest
+import torch
+from transformers import AutoModel
+
+from collab_compress import Compression, CompressionError, FromScratch, compress, expand, from_config, read_factors
+
+
+def hidden(model, batch):
+    with torch.no_grad():
+        return model(**batch).last_hidden_state[batch["attention_mask"].bool()]
+
+
+def test_full_rank_comes_back_exactly(family, make_tiny, batch, tmp_path):
+    dense = make_tiny(family)
+    model = copy.deepcopy(dense)
+    compress(model, Compression(rank=24), calibration=None)
+    expansion = expand(model)
+    assert expansion.exact
+    torch.testing.assert_close(hidden(model, batch), hidden(dense, batch), atol=3e-5, rtol=1e-4)
+    assert read_factors(model) == {}
+    assert {name: tensor.shape for name, tensor in model.state_dict().items()} == {
+        name: tensor.shape for name, tensor in dense.state_dict().items()
+    }
+    model.save_pretrained(tmp_path / "dense")
+    assert "collab" not in (tmp_path / "dense" / "config.json").read_text(encoding="utf-8")
+    torch.testing.assert_close(hidden(AutoModel.from_pretrained(tmp_path / "dense"), batch), hidden(model, batch))
+
+
+def test_one_head_of_full_mixing_is_exact_with_its_content_bias(family, make_tiny, batch, calibration):
+    """Rank 5 shared by heads 8 wide: each head's context has rank 5, its content one more; both fit."""
+    model = make_tiny(family)
+    compress(model, Compression(rank=5), calibration)
+    converted = copy.deepcopy(model)
+    assert expand(model).exact
+    torch.testing.assert_close(hidden(model, batch), hidden(converted, batch), atol=5e-5, rtol=1e-3)
+
+
+def test_error_is_that_of_the_best_dense_heads(make_tiny, calibration):
+    """Against explicit truncated singular value decompositions of each head's (D+1)×D matrix."""
+    model = make_tiny("bert")
+    compress(model, Compression(rank=16), calibration)
+    factors = {name: copy.deepcopy(f) for name, f in read_factors(model).items()}
+    expansion = expand(model)
+    assert not expansion.exact
+    for name, f in factors.items():
+        lost = total = 0.0
+        for head in range(3):
+            context = f.query.double() @ torch.diag(f.mixing[head].double()) @ f.key.double().T
+            s = torch.linalg.svdvals(torch.cat([context, f.content_bias[head].double()[None]]))
+            lost, total = lost + float(s[8:].square().sum()), total + float(s.square().sum())
+        assert expansion.errors[name] == pytest.approx((lost / total) ** 0.5, rel=1e-6)
+
+
+def test_a_scale_of_its_own_goes_into_the_weights(make_tiny, batch):
+    torch.manual_seed(0)
+    start = FromScratch(rank=12, train_mixing=False, scale="narrow")
+    model = from_config(make_tiny("bert").config, start, AutoModel._model_mapping[type(make_tiny("bert").config)]).eval()
+    before = hidden(model, batch)
+    assert expand(model).exact
+    assert model.encoder.layer[0].attention.self.scaling == pytest.approx(8**-0.5)
+    torch.testing.assert_close(hidden(model, batch), before, atol=5e-5, rtol=1e-3)
+
+
+def test_a_stock_model_cannot_be_expanded(make_tiny):
+    with pytest.raises(CompressionError, match="no collaborative attention to expand"):
+        expand(make_tiny("bert"))

@@ -1,0 +1,88 @@
+import pytest
+import torch
+from transformers import AutoModel, BertForMaskedLM
+
+from collab_compress import CompressionError, FromScratch, from_config, read_factors
+
+
+def fresh(make_tiny, **options):
+    torch.manual_seed(0)
+    return from_config(make_tiny("bert").config, FromScratch(**options), BertForMaskedLM)
+
+
+@pytest.mark.parametrize("rank", [2, 7, 24, 30])
+def test_concatenation_gives_every_channel_to_one_head(make_tiny, rank):
+    mixing = next(iter(read_factors(fresh(make_tiny, rank=rank)).values())).mixing
+    assert (mixing.sum(0) == 1).all()
+    assert set(mixing.unique().tolist()) <= {0.0, 1.0}
+    widths = mixing.sum(1)
+    assert widths.max() - widths.min() <= 1
+    assert (mixing.argmax(0).diff() >= 0).all()  # blocks
+
+
+def test_ones_and_uniform(make_tiny):
+    assert (next(iter(read_factors(fresh(make_tiny, rank=5, mixing="ones")).values())).mixing == 1).all()
+    mixing = next(iter(read_factors(fresh(make_tiny, rank=5, mixing="uniform")).values())).mixing
+    assert 0 <= mixing.min() < mixing.max() < 1
+
+
+def test_projections_start_like_the_models_own(make_tiny):
+    factors = list(read_factors(fresh(make_tiny, rank=24)).values())
+    std = torch.cat([torch.cat([f.query, f.key]) for f in factors]).std()
+    assert float(std) == pytest.approx(0.4, rel=0.05)
+    assert all((f.content_bias == 0).all() for f in factors)
+
+
+def test_it_trains_and_comes_back(make_tiny, batch, tmp_path):
+    model = fresh(make_tiny, rank=6)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    before = next(iter(read_factors(model).values())).mixing.clone()
+    losses = []
+    for _ in range(15):
+        loss = model(**batch, labels=batch["input_ids"]).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    assert not torch.equal(before, next(iter(read_factors(model).values())).mixing)
+    model.eval().save_pretrained(tmp_path)
+    loaded, found = BertForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
+    with torch.no_grad():
+        assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+
+
+def test_the_narrow_baseline_is_narrow_concatenated_attention(make_tiny):
+    """Frozen blocks at R = 12 of 3 heads: plain attention with heads 4 wide, scaled by 1/√4."""
+    model = fresh(make_tiny, rank=12, train_mixing=False, scale="narrow").eval()
+    attention = model.bert.encoder.layer[0].attention.self
+    assert attention.scaling == pytest.approx(4**-0.5)
+    assert not attention.mixing.requires_grad
+    x = torch.randn(2, 5, 24)
+    q = attention.query.proj(x).view(2, 5, 3, 4).transpose(1, 2)
+    k = attention.key.proj(x).view(2, 5, 3, 4).transpose(1, 2)
+    v = attention.value(x).view(2, 5, 3, 8).transpose(1, 2)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(attention(x)[0], expected)
+
+
+def test_frozen_mixing_and_scale_survive_saving(make_tiny, tmp_path):
+    fresh(make_tiny, rank=12, train_mixing=False, scale="narrow").save_pretrained(tmp_path)
+    attention = AutoModel.from_pretrained(tmp_path).encoder.layer[0].attention.self
+    assert attention.scaling == pytest.approx(0.5)
+    assert not attention.mixing.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "rank is 0; expected at least 1"),
+        ({"rank": 4, "mixing": "zeros"}, "expected one of concatenation, ones, uniform"),
+        ({"rank": 4, "scale": "narrow"}, "narrow scale .* train_mixing=False"),
+    ],
+)
+def test_bad_options_say_what_to_do(options, message):
+    with pytest.raises(CompressionError, match=message):
+        FromScratch(**options)

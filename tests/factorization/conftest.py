@@ -1,0 +1,44 @@
+"""Seeded heads and dense oracles for the factorization tests."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from collab_compress.factorization import Factors, HeadTensor
+
+
+@pytest.fixture(scope="session")
+def make_heads() -> Callable[..., HeadTensor]:
+    def make(heads: int, query_width: int, key_width: int, head_width: int, seed: int = 0) -> HeadTensor:
+        generator = torch.Generator().manual_seed(seed)
+        query = torch.randn(heads, query_width, head_width, generator=generator, dtype=torch.float64)
+        key = torch.randn(heads, key_width, head_width, generator=generator, dtype=torch.float64)
+        return HeadTensor(query, key)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_factors() -> Callable[..., Factors]:
+    def make(tensor: HeadTensor, rank: int, seed: int = 1) -> Factors:
+        generator = torch.Generator().manual_seed(seed)
+        rows = (tensor.query.shape[1], tensor.heads, tensor.key.shape[1])
+        return Factors(*(torch.randn(n, rank, generator=generator, dtype=torch.float64) for n in rows))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def dense_of() -> Callable[[Factors], torch.Tensor]:
+    def dense(factors: Factors) -> torch.Tensor:
+        """Sum of R outer products, one at a time."""
+        total = torch.zeros(factors.mixing.shape[0], factors.query.shape[0], factors.key.shape[0])
+        total = total.double()
+        for r in range(factors.mixing.shape[1]):
+            outer = torch.outer(factors.query[:, r], factors.key[:, r])
+            for head in range(factors.mixing.shape[0]):
+                total[head] += factors.mixing[head, r] * outer
+        return total
+
+    return dense

@@ -1,0 +1,105 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collab_compress.factorization import HeadTensor, SolverOptions
+from collab_compress.factorization.als import Continuation, als
+from collab_compress.factorization.start import truncation
+
+SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
+
+
+@settings(max_examples=40, deadline=None)
+@given(SHAPES, st.integers(1, 15), st.integers(0, 99), st.integers(1, 25))
+def test_errors_fall_and_end_no_higher_than_the_truncation(make_heads, dense_of, shape, rank, seed, sweeps):
+    tensor = make_heads(*shape, seed=seed)
+    rank = min(rank, tensor.full_rank)
+    solution = als(tensor, rank, SolverOptions(sweeps=sweeps))
+    start = (tensor.dense() - dense_of(truncation(tensor, rank))).norm() / tensor.dense().norm()
+    final = (tensor.dense() - dense_of(solution.factors)).norm() / tensor.dense().norm()
+    errors = [start.item(), *solution.errors]
+    assert all(later <= earlier + 1e-7 for earlier, later in zip(errors, errors[1:], strict=False))
+    assert final.item() == pytest.approx(errors[-1], abs=1e-7)
+    assert len(solution.errors) <= sweeps
+
+
+@pytest.mark.parametrize("case", ["zero head", "twin heads", "one head", "width one", "huge", "tiny", "dead inputs"])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_degenerate_heads_are_survived(make_heads, case, rank):
+    shape = {"one head": (1, 8, 7, 4), "width one": (4, 8, 7, 1)}.get(case, (3, 8, 7, 2))
+    heads = make_heads(*shape)
+    query, key = heads.query.clone(), heads.key.clone()
+    if case == "zero head":
+        query[0] = 0
+    elif case == "twin heads":
+        query[1], key[1] = query[0], key[0]
+    elif case == "huge":
+        query, key = query * 1e60, key * 1e60
+    elif case == "tiny":
+        query, key = query * 1e-60, key * 1e-60
+    elif case == "dead inputs":
+        query[:, 2:] = 0
+    tensor = HeadTensor(query, key)
+    solution = als(tensor, rank, SolverOptions(sweeps=60))
+    factors = solution.factors
+    assert all(torch.isfinite(part).all() for part in (factors.query, factors.mixing, factors.key))
+    assert solution.errors == () or solution.errors[-1] <= tensor.relative_error(truncation(tensor, rank)) + 1e-7
+
+
+def test_exact_low_rank_is_found(make_factors, make_heads):
+    """A tensor that is a sum of three components over four heads, not aligned with any head."""
+    hidden = make_factors(make_heads(4, 9, 8, 3), 3, seed=5)
+    tensor = HeadTensor(hidden.query * hidden.mixing[:, None], hidden.key.expand(4, -1, -1))
+    solution = als(tensor, 3, SolverOptions(sweeps=300, tolerance=0.0))
+    assert solution.errors[-1] < 1e-6
+    assert solution.converged
+
+
+def test_sharing_beats_the_truncation_where_heads_agree(make_heads):
+    tensor = make_heads(4, 10, 9, 3)
+    shared = HeadTensor(tensor.query[:1] + 0.1 * tensor.query, tensor.key[:1] + 0.1 * tensor.key)
+    solution = als(shared, 4, SolverOptions())
+    assert solution.errors[-1] < 0.5 * shared.relative_error(truncation(shared, 4))
+
+
+def test_zero_tensor_needs_no_sweep():
+    tensor = HeadTensor(torch.zeros(2, 4, 2).double(), torch.zeros(2, 4, 2).double())
+    solution = als(tensor, 2, SolverOptions())
+    assert solution.errors == () and solution.converged
+    assert solution.factors.squared_norm().item() == 0.0
+
+
+def test_a_truncation_that_is_exact_needs_no_sweep(make_heads):
+    tensor = make_heads(2, 5, 5, 3)
+    low = HeadTensor(tensor.query[..., :1].repeat(1, 1, 3), tensor.key)
+    solution = als(low, 4, SolverOptions())
+    assert solution.errors == () and solution.converged
+
+
+def test_runs_are_bitwise_repeatable_and_the_seed_is_ignored(make_heads):
+    tensor = make_heads(3, 12, 11, 4)
+    one, two = (als(tensor, 5, SolverOptions(sweeps=30, seed=seed)) for seed in (0, 1))
+    assert torch.equal(one.factors.query, two.factors.query)
+    assert torch.equal(one.factors.mixing, two.factors.mixing)
+    assert torch.equal(one.factors.key, two.factors.key)
+    assert one.errors == two.errors
+
+
+def test_tolerance_ends_the_run_and_progress_is_told(make_heads):
+    tensor = make_heads(3, 12, 11, 4)
+    told = []
+    solution = als(tensor, 5, SolverOptions(sweeps=500, tolerance=1e-3, progress=lambda *report: told.append(report)))
+    assert solution.converged and len(solution.errors) < 500
+    assert told == list(enumerate(solution.errors, start=1))
+    assert not als(tensor, 5, SolverOptions(sweeps=5)).converged
+
+
+def test_ridge_fades_and_ends():
+    ridge = Continuation(start=0.1, end=0.01, share=0.8)
+    values = [ridge.ridge(sweep, 100) for sweep in range(100)]
+    assert values[0] == 0.1
+    assert values[40] == pytest.approx(0.01)
+    assert all(later <= earlier for earlier, later in zip(values, values[1:], strict=False))
+    assert not any(values[80:])
+    assert Continuation().ridge(0, 1) == 0.0

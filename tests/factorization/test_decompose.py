@@ -1,0 +1,181 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collab_compress.factorization import SOLVERS, HeadTensor, Moments, factorize
+from collab_compress.factorization.weighting import Weighting
+
+SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
+
+
+def sample(count, width, seed):
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(width, width, generator=generator, dtype=torch.float64)
+    return torch.randn(count, width, generator=generator, dtype=torch.float64) @ mix + 2
+
+
+def bias_of(tensor, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tensor.heads, tensor.head_width, generator=generator, dtype=torch.float64)
+
+
+@settings(max_examples=30, deadline=None)
+@given(SHAPES, st.booleans(), st.booleans())
+def test_full_rank_is_exact(make_heads, dense_of, shape, weighted, biased):
+    tensor = make_heads(*shape)
+    bias = bias_of(tensor) if biased else None
+    moments = (Moments.of(sample(30, shape[1], 1)), Moments.of(sample(30, shape[2], 2)))
+    result = factorize(
+        tensor.query, tensor.key, tensor.full_rank, query_bias=bias,
+        query_moments=moments[0] if weighted else None, key_moments=moments[1] if weighted else None,
+    )  # fmt: skip
+    torch.testing.assert_close(dense_of(result.factors), tensor.dense())
+    assert result.exact and result.converged and result.errors == () and result.sweeps == 0
+    assert result.weight_error == 0.0 and result.data_error == (0.0 if weighted else None)
+    if bias is None:
+        assert result.factors.content_bias is None
+    else:
+        expected = torch.stack([k @ b for k, b in zip(tensor.key, bias, strict=True)])
+        torch.testing.assert_close(result.factors.content_bias, expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(SHAPES, st.integers(1, 15), st.booleans())
+def test_reported_errors_are_the_dense_ones(make_heads, dense_of, shape, rank, centre):
+    tensor = make_heads(*shape)
+    rank = min(rank, tensor.full_rank - 1)
+    if rank < 1:
+        return
+    query_moments, key_moments = Moments.of(sample(30, shape[1], 1)), Moments.of(sample(30, shape[2], 2))
+    result = factorize(
+        tensor.query, tensor.key, rank, query_moments=query_moments, key_moments=key_moments,
+        centre=centre, sweeps=15,
+    )  # fmt: skip
+    residual = tensor.dense() - dense_of(result.factors)
+    assert result.weight_error == pytest.approx((residual.norm() / tensor.dense().norm()).item(), abs=1e-6)
+    roots = Weighting.of(query_moments, key_moments, damping=1e-3, centre=centre)
+    weighted = (roots.query @ residual @ roots.key.T).norm() / (roots.query @ tensor.dense() @ roots.key.T).norm()
+    assert result.data_error == pytest.approx(weighted.item(), abs=1e-6)
+    assert result.sweeps == len(result.errors)
+    assert not result.errors or result.errors[-1] == pytest.approx(result.data_error, abs=1e-6)
+    assert (result.factors.content_bias is not None) == centre
+
+
+def test_centred_error_is_the_score_error_up_to_a_constant_per_row(make_heads):
+    """Scores of sampled tokens, pair by pair, each row's mean over the keys taken out."""
+    tensor = make_heads(3, 7, 6, 2)
+    bias, queries, keys = bias_of(tensor), sample(25, 7, 1), sample(30, 6, 2)
+    result = factorize(
+        tensor.query, tensor.key, 3, query_bias=bias, query_moments=Moments.of(queries),
+        key_moments=Moments.of(keys), damping=0.0,
+    )  # fmt: skip
+    factors, error, centred = result.factors, 0.0, 0.0
+    for head in range(3):
+        true = (queries @ tensor.query[head] + bias[head]) @ (keys @ tensor.key[head]).T
+        ours = (queries @ factors.query * factors.mixing[head]) @ (keys @ factors.key).T
+        ours = ours + keys @ factors.content_bias[head]
+        difference = true - ours
+        error += (difference - difference.mean(1, keepdim=True)).square().mean().item()
+        scores = (queries - queries.mean(0)) @ tensor.query[head] @ tensor.key[head].T @ (keys - keys.mean(0)).T
+        centred += scores.square().mean().item()
+    assert (error / centred) ** 0.5 == pytest.approx(result.data_error, rel=1e-6)
+
+
+def test_folded_bias_is_the_optimal_one(make_heads, dense_of):
+    """No other content bias lowers the row-centred score error: least squares over the samples agrees."""
+    tensor = make_heads(2, 6, 5, 2)
+    bias, queries, keys = bias_of(tensor), sample(40, 6, 1), sample(40, 5, 2)
+    result = factorize(
+        tensor.query, tensor.key, 2, query_bias=bias, query_moments=Moments.of(queries),
+        key_moments=Moments.of(keys),
+    )  # fmt: skip
+    centred_keys = keys - keys.mean(0)
+    for head in range(2):
+        target = (queries @ tensor.query[head] + bias[head]) @ (centred_keys @ tensor.key[head]).T
+        target = target - (queries @ result.factors.slice(head)) @ centred_keys.T
+        best = torch.linalg.lstsq(centred_keys, target.mean(0)[:, None]).solution[:, 0]
+        torch.testing.assert_close(result.factors.content_bias[head], best, rtol=1e-6, atol=1e-8)
+
+
+def test_weighting_lowers_the_weighted_error_and_costs_the_unweighted(make_heads):
+    tensor = make_heads(3, 8, 8, 3)
+    moments = Moments.of(sample(50, 8, 3))
+    plain = factorize(tensor.query, tensor.key, 4)
+    aware = factorize(tensor.query, tensor.key, 4, query_moments=moments, key_moments=moments)
+    roots = Weighting.of(moments, moments, damping=1e-3, centre=True)
+    weighted = roots.apply(tensor).relative_error(
+        type(plain.factors)(roots.query @ plain.factors.query, plain.factors.mixing, roots.key @ plain.factors.key)
+    )
+    assert aware.data_error < weighted
+    assert plain.weight_error < aware.weight_error
+    assert plain.data_error is None and plain.factors.content_bias is None
+
+
+def test_narrow_heads_give_the_same_error_in_their_span(make_heads):
+    tensor = make_heads(2, 40, 30, 3)
+    widened = HeadTensor(
+        torch.cat([tensor.query, torch.zeros(2, 7, 3).double()], 1),
+        torch.cat([tensor.key, torch.zeros(2, 9, 3).double()], 1),
+    )
+    small = factorize(tensor.query, tensor.key, 4)
+    large = factorize(widened.query, widened.key, 4)
+    assert large.weight_error == pytest.approx(small.weight_error, abs=1e-6)
+    assert large.factors.query.shape == (47, 4) and large.factors.key.shape == (39, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_any_float_dtype_gives_float64(make_heads, dtype):
+    tensor = make_heads(2, 5, 6, 2)
+    query = tensor.query.to(dtype).requires_grad_()
+    result = factorize(query, tensor.key.to(dtype), 2, query_bias=bias_of(tensor).to(dtype), device="cpu")
+    factors = result.factors
+    parts = (factors.query, factors.mixing, factors.key, factors.content_bias)
+    assert {part.dtype for part in parts} == {torch.float64}
+    assert not any(part.requires_grad for part in parts)
+
+
+@pytest.mark.parametrize("solver", sorted(SOLVERS))
+def test_solvers_share_the_contract_and_repeat_bitwise(make_heads, dense_of, solver):
+    if solver == "parafac":
+        pytest.importorskip("tensorly")
+    tensor = make_heads(3, 9, 8, 2)
+    moments = Moments.of(sample(30, 9, 1))
+    told = []
+    runs = [
+        factorize(
+            tensor.query, tensor.key, 4, solver=solver, seed=3, sweeps=12, query_moments=moments,
+            progress=lambda *report: told.append(report),
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    assert torch.equal(runs[0].factors.query, runs[1].factors.query)
+    assert runs[0].errors == runs[1].errors
+    assert told == 2 * list(enumerate(runs[0].errors, start=1))
+    residual = tensor.dense() - dense_of(runs[0].factors)
+    assert runs[0].weight_error == pytest.approx((residual.norm() / tensor.dense().norm()).item(), rel=1e-6)
+
+
+def refused(make_heads, message, **changes):
+    tensor = make_heads(2, 5, 6, 2)
+    arguments = {"query": tensor.query, "key": tensor.key, "rank": 2, **changes}
+    with pytest.raises(ValueError, match=message):
+        factorize(arguments.pop("query"), arguments.pop("key"), arguments.pop("rank"), **arguments)
+
+
+def test_bad_arguments_are_refused(make_heads):
+    out = "rank is out of range: got {}, expected 1 to H·d = 2·2 = 4"
+    refused(make_heads, out.format(0), rank=0)
+    refused(make_heads, out.format(5), rank=5)
+    refused(make_heads, "unknown solver: got 'newton', expected one of als, parafac", solver="newton")
+    refused(make_heads, "key is not finite: got nan or inf", key=torch.full((2, 6, 2), torch.nan))
+    refused(make_heads, "query is not finite: got nan or inf", query=torch.full((2, 5, 2), torch.inf))
+    refused(make_heads, "query is not floating point: got torch.int64", query=torch.ones(2, 5, 2).long())
+    refused(make_heads, "query and key heads do not fit together: got query", key=torch.ones(3, 6, 2))
+    refused(make_heads, r"query_bias does not fit the heads: got \(2, 3\), expected", query_bias=torch.ones(2, 3))
+    refused(make_heads, "query_bias is not finite", query_bias=torch.full((2, 2), torch.nan))
+    narrow = Moments.of(sample(9, 4, 0))
+    refused(make_heads, "query_moments do not fit the heads: got width 4, expected 5", query_moments=narrow)
+    refused(make_heads, "key_moments do not fit the heads: got width 4, expected 6", key_moments=narrow)
+    refused(make_heads, "damping is out of range: got -1, expected 0 or more", damping=-1)
+    refused(make_heads, "sweeps is out of range: got 0, expected 1 or more", sweeps=0)

@@ -1,0 +1,74 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collab_compress.factorization import Factors, HeadTensor
+from collab_compress.factorization.start import concatenation
+
+SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
+
+
+@given(SHAPES, st.integers(1, 9), st.integers(0, 99))
+def test_mttkrps_match_sums_over_the_dense_tensor(make_heads, make_factors, shape, rank, seed):
+    tensor = make_heads(*shape, seed=seed)
+    factors = make_factors(tensor, rank, seed=seed + 1)
+    dense = torch.stack([q @ k.T for q, k in zip(tensor.query, tensor.key, strict=True)])
+    torch.testing.assert_close(tensor.dense(), dense)
+    query, mixing, key = factors.query, factors.mixing, factors.key
+    projected_query, projected_key = tensor.project_query(query), tensor.project_key(key)
+    for head in range(tensor.heads):
+        torch.testing.assert_close(projected_query[head], tensor.query[head].T @ query)
+        torch.testing.assert_close(projected_key[head], tensor.key[head].T @ key)
+    torch.testing.assert_close(
+        tensor.query_mttkrp(mixing, projected_key), torch.einsum("hqk,hr,kr->qr", dense, mixing, key)
+    )
+    torch.testing.assert_close(
+        tensor.key_mttkrp(mixing, projected_query), torch.einsum("hqk,hr,qr->kr", dense, mixing, query)
+    )
+    torch.testing.assert_close(
+        tensor.mixing_mttkrp(projected_query, projected_key), torch.einsum("hqk,qr,kr->hr", dense, query, key)
+    )
+
+
+@given(SHAPES, st.integers(1, 9), st.integers(0, 99))
+def test_norm_inner_product_and_error_match_the_dense_tensor(make_heads, make_factors, dense_of, shape, rank, seed):
+    tensor = make_heads(*shape, seed=seed)
+    factors = make_factors(tensor, rank, seed=seed + 1)
+    dense, approximation = tensor.dense(), dense_of(factors)
+    torch.testing.assert_close(tensor.squared_norm(), dense.square().sum())
+    torch.testing.assert_close(tensor.inner(factors), (dense * approximation).sum())
+    expected = ((dense - approximation).norm() / dense.norm()).item()
+    assert tensor.relative_error(factors) == pytest.approx(expected, rel=1e-7)
+    vector = torch.arange(shape[1]).double()
+    torch.testing.assert_close(
+        tensor.residual_transpose_times(factors, vector),
+        torch.stack([residual.T @ vector for residual in dense - approximation]),
+    )
+
+
+def test_error_of_exact_factors_reads_as_rounding(make_heads):
+    tensor = make_heads(3, 8, 7, 2)
+    assert tensor.relative_error(concatenation(tensor)) < 1e-7
+
+
+def test_error_of_a_zero_tensor():
+    tensor = HeadTensor(torch.zeros(2, 3, 1), torch.zeros(2, 3, 1))
+    zero = Factors(torch.zeros(3, 1), torch.zeros(2, 1), torch.zeros(3, 1))
+    assert tensor.relative_error(zero) == 0.0
+    assert tensor.relative_error(Factors(torch.ones(3, 1), torch.ones(2, 1), torch.ones(3, 1))) == float("inf")
+
+
+def test_sizes_are_read_from_the_heads(make_heads):
+    tensor = make_heads(3, 8, 7, 2)
+    assert (tensor.heads, tensor.head_width, tensor.full_rank) == (3, 2, 6)
+    torch.testing.assert_close(tensor.flat_query, torch.cat(list(tensor.query), 1))
+    torch.testing.assert_close(tensor.flat_key, torch.cat(list(tensor.key), 1))
+
+
+@pytest.mark.parametrize(
+    ("query", "key"), [((2, 5, 3), (2, 5, 2)), ((2, 5, 3), (3, 5, 3)), ((5, 3), (5, 3)), ((2, 5, 3), (5, 3))]
+)
+def test_mismatched_heads_are_refused(query, key):
+    with pytest.raises(ValueError, match="query and key heads do not fit together: got query"):
+        HeadTensor(torch.ones(query), torch.ones(key))

@@ -1,0 +1,54 @@
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from collab_compress.factorization import SOLVERS, SolverOptions
+from collab_compress.factorization.parafac import parafac
+
+tensorly = pytest.importorskip("tensorly")
+
+
+def test_equals_tensorly_called_directly(make_heads):
+    from tensorly.decomposition import parafac as direct
+
+    tensor = make_heads(3, 8, 7, 2)
+    before = tensorly.get_backend()
+    ours = parafac(tensor, 4, SolverOptions(seed=7))
+    assert tensorly.get_backend() == before
+    with tensorly.backend_context("pytorch"):
+        _, (mixing, query, key) = direct(tensor.dense(), 4, n_iter_max=100, init="random", tol=1e-6, random_state=7)
+    assert torch.equal(ours.factors.query, query)
+    assert torch.equal(ours.factors.mixing, mixing)
+    assert torch.equal(ours.factors.key, key)
+    assert ours.errors[-1] == pytest.approx(tensor.relative_error(ours.factors), rel=1e-6)
+    assert SOLVERS["parafac"] is parafac
+
+
+def test_seed_sweeps_tolerance_and_progress_are_heeded(make_heads):
+    tensor = make_heads(3, 8, 7, 2)
+    told = []
+    options = SolverOptions(sweeps=5, tolerance=0.0, seed=1, progress=lambda *report: told.append(report))
+    solution = parafac(tensor, 4, options)
+    assert len(solution.errors) == 5 and not solution.converged
+    assert told == list(enumerate(solution.errors, start=1))
+    assert torch.equal(solution.factors.query, parafac(tensor, 4, options).factors.query)
+    other = parafac(tensor, 4, SolverOptions(sweeps=5, tolerance=0.0, seed=2))
+    assert not torch.equal(solution.factors.query, other.factors.query)
+    assert parafac(tensor, 4, SolverOptions(tolerance=0.5)).converged
+
+
+def test_missing_tensorly_is_named(make_heads, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorly", None)
+    with pytest.raises(ImportError, match="the parafac solver needs tensorly, which is not installed"):
+        parafac(make_heads(2, 4, 4, 1), 1, SolverOptions())
+
+
+def test_global_random_state_is_untouched(make_heads):
+    np.random.seed(0)
+    before = np.random.get_state()[1].copy()
+    torch_before = torch.get_rng_state()
+    parafac(make_heads(2, 4, 4, 1), 1, SolverOptions(sweeps=2))
+    assert (np.random.get_state()[1] == before).all()
+    assert torch.equal(torch.get_rng_state(), torch_before)

@@ -1,0 +1,47 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collab_compress.factorization import HeadTensor
+from collab_compress.factorization.start import concatenation, truncation
+
+SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
+
+
+@given(SHAPES)
+def test_concatenation_is_exact_with_blocks_of_ones(make_heads, dense_of, shape):
+    tensor = make_heads(*shape)
+    factors = concatenation(tensor)
+    assert factors.rank == shape[0] * shape[3]
+    torch.testing.assert_close(dense_of(factors), tensor.dense())
+    for head in range(shape[0]):
+        row = [1.0 if r // shape[3] == head else 0.0 for r in range(factors.rank)]
+        assert factors.mixing[head].tolist() == row
+
+
+@given(SHAPES, st.integers(1, 16), st.integers(0, 99))
+def test_truncation_keeps_the_largest_triplets_of_all_heads(make_heads, dense_of, shape, rank, seed):
+    tensor = make_heads(*shape, seed=seed)
+    rank = min(rank, tensor.full_rank)
+    factors = truncation(tensor, rank)
+    values = torch.cat([torch.linalg.svdvals(matrix) for matrix in tensor.dense()]).sort(descending=True)[0]
+    missed = values[rank:].square().sum()
+    torch.testing.assert_close((tensor.dense() - dense_of(factors)).square().sum(), missed, atol=1e-9, rtol=1e-7)
+    assert factors.mixing.count_nonzero(dim=0).max() == 1
+    torch.testing.assert_close(factors.query.norm(dim=0), factors.key.norm(dim=0))
+
+
+def test_columns_past_the_triplets_are_zero(dense_of):
+    generator = torch.Generator().manual_seed(0)
+    tensor = HeadTensor(
+        torch.randn(2, 2, 3, generator=generator).double(), torch.randn(2, 5, 3, generator=generator).double()
+    )
+    factors = truncation(tensor, 5)
+    assert not factors.query[:, 4].any() and not factors.mixing[:, 4].any()
+    torch.testing.assert_close(dense_of(factors), tensor.dense())
+
+
+def test_zero_heads_give_finite_factors():
+    factors = truncation(HeadTensor(torch.zeros(2, 3, 2), torch.zeros(2, 3, 2)), 3)
+    assert factors.squared_norm().item() == pytest.approx(0.0)
