@@ -1,7 +1,7 @@
 """What can go wrong, as one small family: every message says what happened, where, and what to do."""
 
 
-class CollabCompressError(ValueError):
+class CollabCompressError(Exception):
     """Base of all errors raised on purpose by this package."""
 
 

@@ -1,16 +1,50 @@
-"""Ways to compute collaborative attention, and the choice among them by shape.
+"""Ways to compute collaborative attention, and the choice among them by device, mode and shape.
 
     score_i(x, y) = s · [ ((x W̃q) ⊙ m_i) · (y W̃k) + v_i · y ]
 
 where s is the model's own scale, m_i row i of the mixing matrix, v_i the content bias of head i
 ("Multi-Head Attention: Collaborate Instead of Concatenate", eqs. 7 and 13).
-Shapes: query (B, T, R), key (B, S, R), content (B, S, H) or None, mixing (H, R), value (B, H, S, dv).
+Shapes: query (B, T, R), key (B, S, R), content (B, S, H) or None, mixing (H, R), value (B, H, S, dv), mask
+boolean (True = attend) or additive, broadcastable to (B, H, T, S), or None. `causal` hides key y from query x < y.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
+
+CACHE_BYTES = 1 << 20  # scores of one block for each thread: one core's L2; half and double are as fast
+
+
+def attend(
+    query: Tensor, key: Tensor, content: Tensor | None, mixing: Tensor, value: Tensor, mask: Tensor | None,
+    scaling: float, dropout: float, causal: bool,
+) -> Tensor:  # fmt: skip
+    """Compute head outputs (B, H, T, dv) by the kernel that suits device and mode."""
+    if query.device.type != "cpu":  # kernels there never write scores to memory, whatever the key width
+        return fused(query, key, content, mixing, value, mask, scaling, dropout, causal)
+    if dropout == 0 and _can_overwrite(query, key, content, mixing, value, mask):
+        return blocked(query, key, content, mixing, value, mask, scaling, causal)
+    return folded(query, key, content, mixing, value, mask, scaling, dropout, causal)
+
+
+def folded(
+    query: Tensor, key: Tensor, content: Tensor | None, mixing: Tensor, value: Tensor, mask: Tensor | None,
+    scaling: float, dropout: float, causal: bool,
+) -> Tensor:  # fmt: skip
+    """Attend with all scores in memory, (B, H, T, dv): differentiable, compilable, any dtype and device."""
+    probabilities = attention_probabilities(query, key, content, mixing, mask, scaling, causal)
+    return drop(probabilities, p=dropout) @ value
+
+
+def attention_probabilities(
+    query: Tensor, key: Tensor, content: Tensor | None, mixing: Tensor, mask: Tensor | None, scaling: float,
+    causal: bool,
+) -> Tensor:  # fmt: skip
+    """Softmax of the scores over keys, (B, H, T, S)."""
+    return attention_scores(query, key, content, mixing, mask, scaling, causal).softmax(-1)
 
 
 def attention_scores(
@@ -23,7 +57,7 @@ def attention_scores(
     scores = torch.bmm(mixed.view(batch, -1, rank), key.transpose(1, 2))  # (B, H·T, S)
     scores = scores.view(batch, mixing.shape[0], length, -1)  # (B, H, T, S)
     if content is not None:
-        scores = scores + (content * scaling).transpose(1, 2).unsqueeze(2)
+        scores = scores + _content_scores(content, scaling)
     if causal:
         future = torch.ones(length, key.shape[1], dtype=torch.bool, device=key.device).triu(1)
         scores = scores.masked_fill(future, torch.finfo(scores.dtype).min)
@@ -34,30 +68,46 @@ def attention_scores(
     return scores + mask
 
 
-def attention_probabilities(
-    query: Tensor, key: Tensor, content: Tensor | None, mixing: Tensor, mask: Tensor | None, scaling: float,
-    causal: bool,
-) -> Tensor:  # fmt: skip
-    """Softmax of the scores over keys, (B, H, T, S)."""
-    return attention_scores(query, key, content, mixing, mask, scaling, causal).softmax(-1)
-
-
-def attend(
+def blocked(
     query: Tensor, key: Tensor, content: Tensor | None, mixing: Tensor, value: Tensor, mask: Tensor | None,
-    scaling: float, dropout: float, causal: bool,
+    scaling: float, causal: bool,
 ) -> Tensor:  # fmt: skip
-    """Compute head outputs (B, H, T, dv) by the kernel that suits device and shapes."""
-    if query.device.type != "cpu":
-        return fused(query, key, content, mixing, value, mask, scaling, dropout, causal)
-    probabilities = attention_probabilities(query, key, content, mixing, mask, scaling, causal)
-    return drop(probabilities, p=dropout) @ value
+    """Attend block by block through one buffer of scores that stays in cache; inference only.
+
+    The result (B, H, T, dv) is a view of a contiguous (B, T, H, dv) tensor, so undoing the transpose is free.
+    """
+    (batch, length, rank), keys = query.shape, key.shape[1]
+    heads, width = mixing.shape[0], value.shape[-1]
+    block = _block_shape(batch, heads, length, keys, query.element_size())
+    rows = block[0] * block[1] * block[2]
+    mixed_buffer, score_buffer = query.new_empty(rows * rank), query.new_empty(rows * keys)
+    scaled_mixing, shared_key = (mixing * scaling).unsqueeze(1), key.transpose(1, 2)
+    row_bias, bias = _biases(content, mask, scaling, (batch, heads, length, keys), query.dtype)
+    corner = query.new_full((block[2], block[2]), torch.finfo(query.dtype).min).triu_(1) if causal else None
+    output = value.new_empty(batch, length, heads, width)
+    for b, h, t in _blocks((batch, heads, length), block):
+        samples, group, count = b.stop - b.start, h.stop - h.start, t.stop - t.start
+        seen = min(t.stop, keys) if causal else keys  # keys beyond are in every query's future
+        mixed = mixed_buffer[: samples * group * count * rank].view(samples, group, count, rank)
+        torch.mul(query[b, t].unsqueeze(1), scaled_mixing[h], out=mixed)
+        scores = score_buffer[: samples * group * count * seen].view(samples, group, count, seen)
+        torch.bmm(mixed.flatten(1, 2), shared_key[b, :, :seen], out=scores.view(samples, -1, seen))
+        if row_bias is not None:
+            scores.add_(row_bias[b, h, :, :seen])
+        if bias is not None:
+            scores.add_(bias[b, h, t, :seen])
+        if corner is not None and seen > t.start:
+            scores[..., t.start :].add_(corner[:count, : seen - t.start])
+        torch.softmax(scores, -1, out=scores)
+        output[b, t, h].copy_((scores @ value[b, h, :seen]).transpose(1, 2))
+    return output.transpose(1, 2)
 
 
 def fused(
     query: Tensor, key: Tensor, content: Tensor | None, mixing: Tensor, value: Tensor, mask: Tensor | None,
     scaling: float, dropout: float, causal: bool,
 ) -> Tensor:  # fmt: skip
-    """Attend through `scaled_dot_product_attention`.
+    """Attend through `scaled_dot_product_attention`, (B, H, T, dv).
 
     The content bias becomes H more channels, which head i reads through a one-hot query; so masks and
     `is_causal` stay what they are. Channels are padded to a multiple of 8, which fused kernels want.
@@ -74,3 +124,55 @@ def fused(
     return scaled_dot_product_attention(
         mixed, shared, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scaling
     )
+
+
+def _can_overwrite(query: Tensor, *others: Tensor | None) -> bool:
+    """Whether nothing records these operations, and all tensors share a dtype that `blocked` is exact in."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    tensors = [query, *(tensor for tensor in others if tensor is not None)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return False
+    # not float16: a content bias added to the lowest float16 of a hidden key would overflow
+    return query.dtype in (torch.float32, torch.float64, torch.bfloat16) and all(
+        tensor.dtype in (query.dtype, torch.bool) for tensor in tensors
+    )
+
+
+def _content_scores(content: Tensor, scaling: float) -> Tensor:
+    """Scores of the content biases, (B, H, 1, S), laid out for adding to rows of scores."""
+    return (content.transpose(1, 2).contiguous() * scaling).unsqueeze(2)
+
+
+def _biases(
+    content: Tensor | None, mask: Tensor | None, scaling: float, shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Gather what is added to scores: the same for all queries (B, H, 1, S), and the rest (B, H, T, S)."""
+    row_bias = None if content is None else _content_scores(content, scaling)
+    if mask is None:
+        return row_bias, None
+    if mask.dtype == torch.bool:  # adding is ten times faster than filling
+        mask = mask.logical_not().to(dtype).mul_(torch.finfo(dtype).min)
+    mask = mask.expand(shape)
+    if mask.stride(2) != 0 and shape[2] > 1:
+        return row_bias, mask
+    mask = mask[:, :, :1]
+    return mask if row_bias is None else row_bias + mask, None
+
+
+def _block_shape(batch: int, heads: int, length: int, keys: int, item_bytes: int) -> tuple[int, int, int]:
+    """Choose how many samples, heads and queries make up a block: queries first, so that products stay tall."""
+    rows = max(torch.get_num_threads() * CACHE_BYTES // (item_bytes * max(keys, 1)), 1)
+    queries = min(rows, length)
+    group = min(rows // max(queries, 1), heads)
+    samples = min(rows // max(queries * group, 1), batch) if group == heads else 1
+    return max(samples, 1), group, queries
+
+
+def _blocks(sizes: tuple[int, int, int], block: tuple[int, int, int]) -> Iterator[tuple[slice, slice, slice]]:
+    """Cut samples, heads and queries into blocks of at most this shape."""
+    cuts = [
+        [slice(start, min(start + step, size)) for start in range(0, size, max(step, 1))]
+        for size, step in zip(sizes, block, strict=True)
+    ]
+    return ((b, h, t) for b in cuts[0] for h in cuts[1] for t in cuts[2])

@@ -68,6 +68,13 @@ def calibration_batches(
             else list(cast("Sequence[Text]", calibration))
         )
         batches = text_batches(tokenizer, texts[:sequences], _fitting(length, model, tokenizer))
+    size = getattr(model.config, "vocab_size", None)
+    largest = max((int(batch["input_ids"].max()) for batch in batches if "input_ids" in batch), default=0)
+    if size is not None and largest >= size:
+        raise CalibrationError(
+            f"the calibration data holds token {largest}, but the model's vocabulary ends at {size - 1}; "
+            "the tokenizer is not this model's"
+        )
     if not batches:
         raise CalibrationError("calibration data is empty; pass at least one batch or text, or None")
     return batches

@@ -6,6 +6,7 @@ from typing import Annotated
 import tyro
 
 from collab_compress.errors import CompressionError
+from collab_compress.factorization import SOLVERS
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Compression:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise CompressionError(f"dk is {self.rank}; expected at least 1")
+        if self.solver not in SOLVERS:
+            raise CompressionError(f"unknown solver {self.solver!r}; expected one of {', '.join(sorted(SOLVERS))}")
         if self.sweeps is not None and self.sweeps < 1:
             raise CompressionError(f"sweeps is {self.sweeps}; expected at least 1")
         if self.damping < 0:

@@ -17,6 +17,11 @@ TOLERANCE = 1e-6
 EXACT = 1e-7
 # Sweeps over which progress is averaged before it counts as stalled.
 WINDOW = 10
+# A sweep that moves the point by less, relative to its length, has reached a fixed point: the difference of
+# two points is mostly rounding from here on, and directions built on it would amplify that.
+FIXED = 1e-10
+# Most weight of the last direction in the next one, against the same amplification.
+LARGEST_TURN = 2.0
 
 
 @dataclass(frozen=True)
@@ -102,29 +107,31 @@ class _Run:
             ridge = 0.0 if faded else self.unit * fading.ridge(sweep, self.sweeps)
             step, direction = self._advance(ridge, step, direction)
             recent.append(self._record())
-            stalled = len(recent) > WINDOW and abs(recent[-1 - WINDOW] - recent[-1]) < WINDOW * self.tolerance
+            stalled = direction is None or (
+                len(recent) > WINDOW and abs(recent[-1 - WINDOW] - recent[-1]) < WINDOW * self.tolerance
+            )
             self.converged = self.lowest < EXACT or (stalled and ridge == 0.0)
             if stalled and not faded:
-                faded, recent = True, []
+                faded, recent, step = True, [], None
 
     def _advance(
         self, ridge: float, last_step: Direction | None, last_direction: Direction | None
     ) -> tuple[Direction, Direction | None]:
-        """Move the point along the conjugate direction; return the sweep's step and that direction."""
+        """Move the point; return the sweep's step and the direction taken, None at a fixed point."""
         swept = self.point.swept(self.tensor, ridge)
         step = swept.plus(self.point, -1.0)
+        if not step.dot(step).item() > FIXED**2 * swept.dot(swept).item():
+            self.point = swept
+            return step, None
         direction = step
         if last_step is not None and last_direction is not None:
             turn = step.dot(step) - step.dot(last_step)
             beta = (turn / last_step.dot(last_step)).item()
-            direction = step.plus(last_direction, beta) if 0.0 < beta < float("inf") else step
+            direction = step.plus(last_direction, min(beta, LARGEST_TURN)) if beta > 0.0 else step
         line = Line.of(self.tensor, self.point, direction, ridge)
         length = line.minimiser()
-        if length == 0.0:
-            self.point = swept
-            return step, None
-        self.point = line.at(length)
-        return step, direction
+        self.point = swept if length == 0.0 else line.at(length)
+        return step, step if length == 0.0 else direction
 
     def _record(self) -> float:
         error = self.point.relative_error(self.tensor, self.norm)

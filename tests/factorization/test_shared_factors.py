@@ -24,7 +24,8 @@ def test_slices_norm_and_gauge_match_the_dense_sum(make_heads, make_factors, den
 
 def test_zero_components_stay_zero_and_finite():
     factors = Factors(torch.zeros(3, 2), torch.eye(2), torch.ones(4, 2)).normalised()
-    assert not factors.query.any() and not factors.key.any()
+    assert not factors.query.any()
+    assert not factors.key.any()
     assert torch.isfinite(factors.mixing).all()
 
 
@@ -32,7 +33,8 @@ def test_to_moves_every_part():
     factors = Factors(torch.ones(3, 2), torch.ones(1, 2), torch.ones(4, 2), torch.ones(1, 4))
     moved = factors.to(dtype=torch.float16)
     assert {part.dtype for part in (moved.query, moved.mixing, moved.key)} == {torch.float16}
-    assert moved.content_bias is not None and moved.content_bias.dtype == torch.float16
+    assert moved.content_bias is not None
+    assert moved.content_bias.dtype == torch.float16
     assert factors.normalised().to("cpu").content_bias is not None
 
 

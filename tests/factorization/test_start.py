@@ -38,7 +38,8 @@ def test_columns_past_the_triplets_are_zero(dense_of):
         torch.randn(2, 2, 3, generator=generator).double(), torch.randn(2, 5, 3, generator=generator).double()
     )
     factors = truncation(tensor, 5)
-    assert not factors.query[:, 4].any() and not factors.mixing[:, 4].any()
+    assert not factors.query[:, 4].any()
+    assert not factors.mixing[:, 4].any()
     torch.testing.assert_close(dense_of(factors), tensor.dense())
 
 

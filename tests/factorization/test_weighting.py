@@ -60,5 +60,5 @@ def test_singular_moments_are_refused():
     message = "the covariance of the key inputs is singular: got damping 0.001 over 5 inputs; expected"
     with pytest.raises(ValueError, match=message):
         Weighting.of(None, constant, damping=1e-3, centre=True)
-    with pytest.raises(ValueError, match="the second moment of the query inputs is singular: got damping 0.0"):
+    with pytest.raises(ValueError, match="the second moment of the query inputs is singular: got damping 0"):
         Weighting.of(constant, None, damping=0.0, centre=False)
