@@ -128,7 +128,7 @@ def fused(
 
 def _can_overwrite(query: Tensor, *others: Tensor | None) -> bool:
     """Whether nothing records these operations, and all tensors share a dtype that `blocked` is exact in."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
         return False
     tensors = [query, *(tensor for tensor in others if tensor is not None)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):

