@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from collab_compress_cli.compress import Arguments, run
 from sentence_transformers import SentenceTransformer
 from transformers import (
     AutoModelForSequenceClassification,
@@ -15,7 +16,6 @@ from transformers import (
 )
 
 from collab_compress import Compression, compress, read_factors
-from collab_compress_cli.compress import Arguments, run
 
 TEXTS = ["A man is playing a guitar.", "Someone makes music.", "The market fell."]
 

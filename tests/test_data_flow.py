@@ -20,7 +20,11 @@ ALLOWED = {
 def own_imports(path):
     """Layers of this package that a file imports."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").startswith("collab_compress."):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.level == 0
+            and (node.module or "").startswith("collab_compress.")
+        ):
             yield node.module.split(".")[1]
         if isinstance(node, ast.Import):
             assert not any(alias.name.startswith("collab_compress") for alias in node.names), path

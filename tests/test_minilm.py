@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from collab_compress import Compression, compress, expand
-from collab_compress.architectures import FAMILIES, find_attention
 
 TEXTS = ["A man is playing a guitar.", "The quick brown fox jumps over the lazy dog, twice, and then it rests."]
 

@@ -1,10 +1,10 @@
 """Decompose the query-key products of attention heads into shared projections and a mixing matrix."""
 
-from .decompose import SOLVERS, Factorization, factorize
-from .factors import Factors
-from .head_tensor import HeadTensor
-from .moments import Moments
-from .solution import Solution, SolverOptions
+from collab_compress.factorization.decompose import SOLVERS, Factorization, factorize
+from collab_compress.factorization.factors import Factors
+from collab_compress.factorization.head_tensor import HeadTensor
+from collab_compress.factorization.moments import Moments
+from collab_compress.factorization.solution import Solution, SolverOptions
 
 __all__ = [
     "SOLVERS",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .factors import Factors
-from .head_tensor import HeadTensor
-from .iterate import Direction, Iterate
-from .line_search import Line
-from .solution import Solution, SolverOptions
-from .start import truncation
+from collab_compress.factorization.factors import Factors
+from collab_compress.factorization.head_tensor import HeadTensor
+from collab_compress.factorization.iterate import Direction, Iterate
+from collab_compress.factorization.line_search import Line
+from collab_compress.factorization.solution import Solution, SolverOptions
+from collab_compress.factorization.start import truncation
 
 SWEEPS = 200
 TOLERANCE = 1e-6

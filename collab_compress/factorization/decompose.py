@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .als import als
-from .factors import Factors
-from .head_tensor import HeadTensor
-from .moments import Moments
-from .parafac import parafac
-from .solution import Progress, Solution, SolverOptions
-from .start import concatenation
-from .weighting import Weighting
+from collab_compress.factorization.als import als
+from collab_compress.factorization.factors import Factors
+from collab_compress.factorization.head_tensor import HeadTensor
+from collab_compress.factorization.moments import Moments
+from collab_compress.factorization.parafac import parafac
+from collab_compress.factorization.solution import Progress, Solution, SolverOptions
+from collab_compress.factorization.start import concatenation
+from collab_compress.factorization.weighting import Weighting
 
 Solver = Callable[[HeadTensor, int, SolverOptions], Solution]
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .factors import Factors
+from collab_compress.factorization.factors import Factors
 
 
 @dataclass(frozen=True)

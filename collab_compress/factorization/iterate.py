@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .factors import Factors
-from .head_tensor import HeadTensor, relative
+from collab_compress.factorization.factors import Factors
+from collab_compress.factorization.head_tensor import HeadTensor, relative
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .head_tensor import HeadTensor
-from .iterate import Direction, Iterate
+from collab_compress.factorization.head_tensor import HeadTensor
+from collab_compress.factorization.iterate import Direction, Iterate
 
 LONGEST_STEP = 100.0
 

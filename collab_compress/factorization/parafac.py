@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from .factors import Factors
-from .head_tensor import HeadTensor
-from .solution import Solution, SolverOptions
+from collab_compress.factorization.factors import Factors
+from collab_compress.factorization.head_tensor import HeadTensor
+from collab_compress.factorization.solution import Solution, SolverOptions
 
 SWEEPS = 100
 TOLERANCE = 1e-6

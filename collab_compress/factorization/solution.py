@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .factors import Factors
+from collab_compress.factorization.factors import Factors
 
 Progress = Callable[[int, float], None]
 

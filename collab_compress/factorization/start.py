@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .factors import Factors
-from .head_tensor import HeadTensor
+from collab_compress.factorization.factors import Factors
+from collab_compress.factorization.head_tensor import HeadTensor
 
 
 def concatenation(tensor: HeadTensor) -> Factors:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .factors import Factors
-from .head_tensor import HeadTensor
-from .moments import Moments
+from collab_compress.factorization.factors import Factors
+from collab_compress.factorization.head_tensor import HeadTensor
+from collab_compress.factorization.moments import Moments
 
 
 @dataclass(frozen=True)

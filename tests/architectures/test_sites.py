@@ -44,7 +44,9 @@ def test_glob_without_match_names_what_there_is(make_tiny):
 
 def test_refuses_unknown_family_and_names_those_it_knows():
     model = GPT2Model(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11))
-    with pytest.raises(UnsupportedModelError, match=r"'gpt2' .*h\.0\.attn \(GPT2Attention\).*ALBERT, BERT, DistilBERT"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"'gpt2' .*h\.0\.attn \(GPT2Attention\).*ALBERT, BERT, DistilBERT"
+    ):
         find_attention(model, FAMILIES)
 
 

@@ -187,7 +187,12 @@ def test_generation_with_a_cache_equals_dense(make_tiny):
     dense = copy.deepcopy(decoder)
     compress(decoder, Compression(rank=FULL), calibration=None)
     prompt = torch.tensor([[7, 8, 9]])
-    arguments = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}
+    arguments = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(prompt),
+    }
     assert torch.equal(decoder.generate(prompt, **arguments), dense.generate(prompt, **arguments))
 
 

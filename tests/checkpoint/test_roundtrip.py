@@ -35,7 +35,9 @@ def outputs(model, batch):
 
 def load_cleanly(auto_class, path, **options):
     model, found = auto_class.from_pretrained(path, output_loading_info=True, **options)
-    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), found
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), (
+        found
+    )
     return model
 
 

@@ -10,12 +10,12 @@ import time
 
 import pytest
 import torch
+from collab_compress_cli import compress as command
+from collab_compress_cli.source import SHORT_NAMES, find_directory
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, BertForSequenceClassification
 
 from collab_compress import Compression, compress, read_factors
-from collab_compress_cli import compress as command
-from collab_compress_cli.source import SHORT_NAMES, find_directory
 
 
 @pytest.fixture
@@ -55,9 +55,7 @@ def fails(monkeypatch, capsys, tmp_path, *arguments):
 def test_converts_a_classifier_and_says_how_to_load_it(monkeypatch, capsys, model_dir, tmp_path):
     output = tmp_path / "out"
     report_file = tmp_path / "report.json"
-    code, printed, error = run(
-        monkeypatch, capsys, model_dir, "--dk", 8, "--output", output, "--json", report_file
-    )
+    code, printed, error = run(monkeypatch, capsys, model_dir, "--dk", 8, "--output", output, "--json", report_file)
     assert code == 0, error
     for part in ("bert.encoder.layer.1.attention.self", "T*", "Drift of logits", "import collab_compress"):
         assert part in printed
@@ -226,9 +224,7 @@ def test_a_model_without_a_class_in_its_config_is_loaded_bare(monkeypatch, capsy
 
 
 def test_sentence_transformers_files_travel_along(monkeypatch, capsys, tmp_path, minilm_path):
-    code, *_ = run(
-        monkeypatch, capsys, "minilm", "--dk", 384, "--output", tmp_path / "out", "--calibration", "none"
-    )
+    code, *_ = run(monkeypatch, capsys, "minilm", "--dk", 384, "--output", tmp_path / "out", "--calibration", "none")
     assert code == 0
     for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "tokenizer.json"):
         assert (tmp_path / "out" / name).read_bytes() == (minilm_path / name).read_bytes()

@@ -53,7 +53,9 @@ def test_break_even_of_bert_base(rank, length):
 def test_break_even_is_where_the_costs_cross(rank, content):
     length = break_even_length(96, 6, 16, rank, content)
     before, after = int(length), int(length) + 1
-    cost = [collaborative_macs(96, 6, rank, tokens, content) - dense_macs(96, 6, 16, tokens) for tokens in (before, after)]
+    cost = [
+        collaborative_macs(96, 6, rank, tokens, content) - dense_macs(96, 6, 16, tokens) for tokens in (before, after)
+    ]
     assert cost[0] <= 0 < cost[1]
 
 

@@ -56,7 +56,9 @@ def test_error_is_that_of_the_best_dense_heads(make_tiny, calibration):
 def test_a_scale_of_its_own_goes_into_the_weights(make_tiny, batch):
     torch.manual_seed(0)
     start = FromScratch(rank=12, train_mixing=False, scale="narrow")
-    model = from_config(make_tiny("bert").config, start, AutoModel._model_mapping[type(make_tiny("bert").config)]).eval()
+    model = from_config(
+        make_tiny("bert").config, start, AutoModel._model_mapping[type(make_tiny("bert").config)]
+    ).eval()
     before = hidden(model, batch)
     assert expand(model).exact
     assert model.encoder.layer[0].attention.self.scaling == pytest.approx(8**-0.5)
