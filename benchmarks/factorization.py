@@ -1,10 +1,10 @@
 """Our solver against `tensorly.decomposition.parafac`, the recipe of the collaborative-attention paper.
 
 Both decompose the same unweighted heads in one process with the same threads: parafac from a random start at
-tolerance 1e-6 for at most 100 sweeps in the weights' own float32, ours with its defaults (which work in float64). Memory is measured apart: a fresh process per
-solver loads the same heads, resets its peak resident size (Linux: /proc/self/clear_refs) and makes two sweeps; the
-peak (VmHWM) less the size before is reported. Both solvers reach their peak in the first sweep. ru_maxrss
-would not do: a child process inherits its parent's.
+tolerance 1e-6 for at most 100 sweeps in the weights' own float32, ours with its defaults, in float64. Memory is
+measured apart: a fresh process per solver loads the same heads, resets its peak resident size (Linux:
+/proc/self/clear_refs) and makes two sweeps; the peak (VmHWM) less the size before is reported. Both solvers reach
+their peak in the first sweep. ru_maxrss would not do: a child process inherits its parent's.
 
     python benchmarks/factorization.py --quick
     python benchmarks/factorization.py --json factorization.json
@@ -184,7 +184,7 @@ def main() -> None:
         "--theirs",
         choices=["float32", "float64"],
         default="float32",
-        help="parafac's dtype; float32, that of the weights, is its faster one",
+        help="parafac's dtype; float32 is faster",
     )
     parser.add_argument("--threads", type=int, help="torch threads of both solvers")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)

@@ -64,9 +64,8 @@ def mrpc(model, tokenizer, data: Path) -> float:
 
 
 def sweep(name: str, dense, tokenizer, score: Callable[..., float], args) -> list[dict]:
-    results = [
-        {"task": name, "dk": None, "calibration": None, "seed": None, "score": score(dense, tokenizer, args.data_dir)}
-    ]
+    plain = {"task": name, "dk": None, "calibration": None, "seed": None}
+    results = [{**plain, "score": score(dense, tokenizer, args.data_dir)}]
     print(f"{name:<6} dense                          {results[0]['score']:6.2f}", flush=True)
     for rank in args.dk:
         for calibration in args.calibration:
@@ -81,10 +80,8 @@ def sweep(name: str, dense, tokenizer, score: Callable[..., float], args) -> lis
                 )
             spread = f" ± {stdev(scores):.2f}" if len(scores) > 1 else ""
             each = ", ".join(f"{value:.2f}" for value in scores)
-            print(
-                f"{name:<6} dk={rank:<4} {calibration:<10} mean of {len(scores)}: {mean(scores):6.2f}{spread}  ({each})",
-                flush=True,
-            )
+            summary = f"mean of {len(scores)}: {mean(scores):6.2f}{spread}"
+            print(f"{name:<6} dk={rank:<4} {calibration:<10} {summary}  ({each})", flush=True)
     return results
 
 

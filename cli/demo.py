@@ -1,4 +1,4 @@
-"""What `make demo` runs after the conversion: reload the result in a new process and use it next to the dense model."""
+"""What `make demo` runs after converting: reload the result in a new process, use it next to the dense model."""
 
 import sys
 from pathlib import Path

@@ -6,6 +6,7 @@ from collab_compress.attention.collaborative import (
     build_parts,
     install_,
     is_collaborative,
+    load_parts_,
     read_parts,
     uninstall_,
 )
@@ -17,6 +18,7 @@ __all__ = [
     "build_parts",
     "install_",
     "is_collaborative",
+    "load_parts_",
     "read_parts",
     "register_attention",
     "uninstall_",

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from collab_compress.attention.projections import SharedKey, SharedQuery
+from collab_compress.attention.projections import SharedProjection
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,18 @@ class CollaborativeSpec:
     scale: float | None = None
     train_mixing: bool = True
 
+    @property
+    def content_channels(self) -> int:
+        """How many channels behind the shared key hold content biases: H or none."""
+        return self.heads if self.content_bias else 0
+
 
 @dataclass(frozen=True)
 class CollaborativeParts:
     """The parameters of a collaborative attention module, ready to be installed."""
 
-    query: SharedQuery
-    key: SharedKey
+    query: SharedProjection
+    key: SharedProjection
     mixing: nn.Parameter
 
 
@@ -87,12 +92,20 @@ def build_parts(module: Any, spec: CollaborativeSpec) -> CollaborativeParts:
     dense_query, dense_key = module.get_submodule(spec.query), module.get_submodule(spec.key)
     like: dict[str, Any] = {"device": dense_query.weight.device, "dtype": dense_query.weight.dtype}
     return CollaborativeParts(
-        SharedQuery(dense_query.in_features, spec.rank, spec.head_width, **like),
-        SharedKey(
-            dense_key.in_features, spec.rank, spec.heads, spec.head_width, spec.content_bias, **like
-        ),
+        SharedProjection(dense_query.in_features, spec.rank, spec.head_width, **like),
+        SharedProjection(dense_key.in_features, spec.rank + spec.content_channels, spec.head_width, **like),
         nn.Parameter(torch.empty(spec.heads, spec.rank, **like), requires_grad=spec.train_mixing),
-    )  # fmt: skip
+    )
+
+
+def load_parts_(
+    parts: CollaborativeParts, query: Tensor, mixing: Tensor, key: Tensor, content: Tensor | None
+) -> None:
+    """Copy W̃q (D, R), M (H, R), W̃k (D, R) and v (H, D) or None into `parts`, in place, in their dtype."""
+    with torch.no_grad():
+        parts.query.proj.weight.copy_(query.T)
+        parts.mixing.copy_(mixing)
+        parts.key.proj.weight.copy_(key.T if content is None else torch.cat([key.T, content]))
 
 
 def install_(module: Any, spec: CollaborativeSpec, parts: CollaborativeParts) -> None:
@@ -123,6 +136,7 @@ def uninstall_(module: Any, query: nn.Module, key: nn.Module) -> None:
 def read_parts(module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Read W̃q (D, R), M (H, R), W̃k (D, R) and v (H, D) or None from a collaborative module."""
     spec: CollaborativeSpec = module.collaborative
-    query, key = module.get_submodule(spec.query), module.get_submodule(spec.key)
-    content = key.content.weight.detach() if spec.content_bias else None
-    return query.proj.weight.detach().T, module.mixing.detach(), key.proj.weight.detach().T, content
+    query = module.get_submodule(spec.query).proj.weight.detach()
+    key = module.get_submodule(spec.key).proj.weight.detach()
+    content = key[spec.rank :] if spec.content_bias else None
+    return query.T, module.mixing.detach(), key[: spec.rank].T, content

@@ -72,35 +72,55 @@ def blocked(
     query: Tensor, key: Tensor, content: Tensor | None, mixing: Tensor, value: Tensor, mask: Tensor | None,
     scaling: float, causal: bool,
 ) -> Tensor:  # fmt: skip
-    """Attend block by block through one buffer of scores that stays in cache; inference only.
+    """Attend block by block through one buffer of scores that stays in cache, (B, H, T, dv); inference only.
 
-    The result (B, H, T, dv) is a view of a contiguous (B, T, H, dv) tensor, so undoing the transpose is free.
+    More than one block: the result is a view of a contiguous (B, T, H, dv) tensor, so undoing the transpose is free.
     """
-    (batch, length, rank), keys = query.shape, key.shape[1]
-    heads, width = mixing.shape[0], value.shape[-1]
-    block = _block_shape(batch, heads, length, keys, query.element_size())
-    rows = block[0] * block[1] * block[2]
-    mixed_buffer, score_buffer = query.new_empty(rows * rank), query.new_empty(rows * keys)
-    scaled_mixing, shared_key = (mixing * scaling).unsqueeze(1), key.transpose(1, 2)
+    (batch, length, _), keys, heads = query.shape, key.shape[1], mixing.shape[0]
+    scaled_mixing = (mixing * scaling).unsqueeze(1)  # (H, 1, R)
     row_bias, bias = _biases(content, mask, scaling, (batch, heads, length, keys), query.dtype)
+    block = _block_shape(batch, heads, length, keys, query.element_size())
     corner = query.new_full((block[2], block[2]), torch.finfo(query.dtype).min).triu_(1) if causal else None
-    output = value.new_empty(batch, length, heads, width)
+    if block == (batch, heads, length) and (corner is None or length == keys):  # slicing costs more than it saves
+        return _attend_block(query, key, scaled_mixing, value, (row_bias, bias, corner))
+    buffer = query.new_empty(block[0] * block[1] * block[2] * keys)
+    output = value.new_empty(batch, length, heads, value.shape[-1])
     for b, h, t in _blocks((batch, heads, length), block):
-        samples, group, count = b.stop - b.start, h.stop - h.start, t.stop - t.start
         seen = min(t.stop, keys) if causal else keys  # keys beyond are in every query's future
-        mixed = mixed_buffer[: samples * group * count * rank].view(samples, group, count, rank)
-        torch.mul(query[b, t].unsqueeze(1), scaled_mixing[h], out=mixed)
-        scores = score_buffer[: samples * group * count * seen].view(samples, group, count, seen)
-        torch.bmm(mixed.flatten(1, 2), shared_key[b, :, :seen], out=scores.view(samples, -1, seen))
-        if row_bias is not None:
-            scores.add_(row_bias[b, h, :, :seen])
-        if bias is not None:
-            scores.add_(bias[b, h, t, :seen])
-        if corner is not None and seen > t.start:
-            scores[..., t.start :].add_(corner[:count, : seen - t.start])
-        torch.softmax(scores, -1, out=scores)
-        output[b, t, h].copy_((scores @ value[b, h, :seen]).transpose(1, 2))
+        biases = (
+            None if row_bias is None else row_bias[b, h, :, :seen],
+            None if bias is None else bias[b, h, t, :seen],
+            None if corner is None else corner[: t.stop - t.start, : max(seen - t.start, 0)],
+        )
+        result = _attend_block(query[b, t], key[b, :seen], scaled_mixing[h], value[b, h, :seen], biases, buffer)
+        output[b, t, h].copy_(result.transpose(1, 2))
     return output.transpose(1, 2)
+
+
+def _attend_block(
+    query: Tensor, key: Tensor, scaled_mixing: Tensor, value: Tensor,
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None], buffer: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attend within one block (b, h, t, dv), overwriting its scores in place.
+
+    Args:
+        biases: added to scores (b, h, t, S): one for all queries (b, h, 1, S), one for each (b, h, t, S), and
+            one for the last few keys only (t, S') or None each.
+        buffer: at least b·h·t·S numbers, for the scores.
+    """
+    (samples, count, rank), keys, heads = query.shape, key.shape[1], scaled_mixing.shape[0]
+    mixed = (query.unsqueeze(1) * scaled_mixing).view(samples, heads * count, rank)
+    if buffer is not None:
+        buffer = buffer[: samples * heads * count * keys].view(samples, heads * count, keys)
+    scores = torch.bmm(mixed, key.transpose(1, 2), out=buffer).view(samples, heads, count, keys)
+    row_bias, bias, corner = biases
+    if row_bias is not None:
+        scores.add_(row_bias)
+    if bias is not None:
+        scores.add_(bias)
+    if corner is not None:
+        scores[..., keys - corner.shape[1] :].add_(corner)
+    return torch.softmax(scores, -1, out=scores) @ value
 
 
 def fused(

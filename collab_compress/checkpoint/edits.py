@@ -2,8 +2,7 @@
 
 Transformers gives one place where third parties may change a model between its construction and the loading of
 its weights: the quantization plug-in. `EditConfig` is the configuration of that plug-in. Each edit kind is a class
-with `kind`, `to_dict`, `from_dict`, `apply_` and `finish_`; `EDITS` maps kinds to classes and is filled, explicitly, where
-the package is imported.
+that follows `ModelEdit`; `EDITS` maps kinds to classes and is filled, explicitly, where the package is imported.
 """
 
 from collections.abc import Mapping

@@ -9,7 +9,14 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import FAMILIES, AttentionSite, find_attention
-from collab_compress.attention import CollaborativeParts, CollaborativeSpec, build_parts, install_, uninstall_
+from collab_compress.attention import (
+    CollaborativeParts,
+    CollaborativeSpec,
+    build_parts,
+    install_,
+    load_parts_,
+    uninstall_,
+)
 from collab_compress.attention.edit import CollaborativeEdit
 from collab_compress.calibration import Calibration, calibration_batches, gather_moments
 from collab_compress.checkpoint import edits_of, record_edit_
@@ -24,7 +31,7 @@ from collab_compress.conversion.drift import compare, outputs, split_held_back
 from collab_compress.conversion.options import Compression
 from collab_compress.conversion.report import ModuleReport, Report
 from collab_compress.errors import CompressionError
-from collab_compress.factorization import Factorization, Factors, Moments, factorize
+from collab_compress.factorization import Factorization, Moments, factorize
 
 Progress = Callable[[str, int, int], None]
 REPORT_LENGTH = 128
@@ -141,18 +148,9 @@ def _plan(site: AttentionSite, compression: Compression, moments: tuple[Moments,
         rank=compression.rank, content_bias=result.factors.content_bias is not None,
     )  # fmt: skip
     parts = build_parts(site.module, spec)
-    load_factors_(parts, result.factors)
+    found = result.factors
+    load_parts_(parts, found.query, found.mixing, found.key, found.content_bias)
     return _Planned(site, spec, parts, _report(site, spec, result, perf_counter() - started))
-
-
-def load_factors_(parts: CollaborativeParts, factors: Factors) -> None:
-    """Copy factors into the parameters of a collaborative module, in place, in their dtype."""
-    with torch.no_grad():
-        parts.query.proj.weight.copy_(factors.query.T)
-        parts.key.proj.weight.copy_(factors.key.T)
-        parts.mixing.copy_(factors.mixing)
-        if parts.key.content is not None and factors.content_bias is not None:
-            parts.key.content.weight.copy_(factors.content_bias)
 
 
 def _swap_all_(planned: list[_Planned]) -> None:

