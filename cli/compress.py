@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,11 +20,12 @@ from tqdm import tqdm
 from collab_compress import CollabCompressError, Compression, Report, compress, make_standalone_
 from collab_compress.checkpoint.directory import refuse_existing, whole_directory
 
-from .source import Source, load_source
+from .source import Source, load_source, sentence_transformers_folders
 from .table import report_lines
 
 WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".index.json")
-REPLACED = ("config.json", "generation_config.json", "README.md")
+RECORD = "collab_compress.json"
+REPLACED = ("config.json", "README.md")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def main() -> None:
         print(f"collab-compress: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("collab-compress: interrupted, nothing was written", file=sys.stderr)
+        print("collab-compress: interrupted; nothing half-written is left", file=sys.stderr)
         sys.exit(130)
 
 
@@ -77,10 +77,11 @@ def run(arguments: Arguments) -> Report:
     if arguments.output is not None:
         refuse_existing(arguments.output)
     source = load_source(arguments.model)
+    sentence_transformers_folders(source.directory)
     output = arguments.output or Path(f"{source.name}-dk{arguments.compression.rank}")
     refuse_existing(output)
-    if arguments.compression.device is not None:
-        _check_device(arguments.compression.device)
+    if arguments.json is not None:
+        _check_json(arguments.json, output)
     report = _convert(source, arguments)
     with whole_directory(output) as directory:
         _save(source, directory, arguments, report)
@@ -112,7 +113,7 @@ def _save(source: Source, directory: Path, arguments: Arguments, report: Report)
         make_standalone_(source.model)
     _copy_companions(source.directory, directory)
     source.model.save_pretrained(directory)
-    write_json(directory / "collab_compress.json", _record(source, arguments, report))
+    write_json(directory / RECORD, _record(source, arguments, report))
 
 
 def _copy_companions(source: Path, directory: Path) -> None:
@@ -122,11 +123,8 @@ def _copy_companions(source: Path, directory: Path) -> None:
             path.name in REPLACED or path.name.startswith(".") or path.name.endswith((*WEIGHTS, ".py"))
         ):
             shutil.copyfile(path, directory / path.name)
-    modules = source / "modules.json"
-    if modules.is_file():
-        for module in json.loads(modules.read_text(encoding="utf-8")):
-            if module["path"] and (source / module["path"]).is_dir():
-                shutil.copytree(source / module["path"], directory / module["path"], copy_function=shutil.copyfile)
+    for folder in sentence_transformers_folders(source):
+        shutil.copytree(source / folder, directory / folder, copy_function=shutil.copyfile)
 
 
 def _record(source: Source, arguments: Arguments, report: Report) -> dict[str, Any]:
@@ -144,17 +142,24 @@ def _record(source: Source, arguments: Arguments, report: Report) -> dict[str, A
     }
 
 
+def _check_json(path: Path, output: Path) -> None:
+    """Find out before the work, not after it, that the report has no place."""
+    if path.is_dir() or not path.resolve().parent.is_dir():
+        raise CollabCompressError(f"--json {path}: expected a file in a directory that exists")
+    if path.resolve().is_relative_to(output.resolve()):
+        raise CollabCompressError(f"--json {path}: lies in the output, which has the report as {RECORD} anyway")
+
+
 def write_json(path: Path, data: dict[str, Any]) -> None:
     """Write JSON beside `path` and rename it when it is whole."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump(data, file, indent=2)
-            file.write("\n")
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
+        partial.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
     except OSError as error:
         raise CollabCompressError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def loading_lines(source: Source, output: Path) -> list[str]:
@@ -165,13 +170,6 @@ def loading_lines(source: Source, output: Path) -> list[str]:
         f"from transformers import {name}",
         f'model = {name}.from_pretrained("{output}")',
     ]
-
-
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(1, device=device, dtype=torch.float64)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise CollabCompressError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
 
 
 def _terminate(_: int, __: FrameType | None) -> None:

@@ -1,5 +1,6 @@
 """Turn what a person types for MODEL into a loaded model."""
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,14 @@ SHORT_NAMES = {
     "albert-large": "albert/albert-large-v2",
 }
 EMBEDDED = "minilm"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.txt",
+    "vocab.json",
+    "spiece.model",
+    "tokenizer.model",
+)
 
 
 @dataclass(frozen=True)
@@ -116,13 +125,32 @@ def load_model(directory: Path) -> PreTrainedModel:
 
 def load_tokenizer(directory: Path) -> Any:
     """Load the tokenizer, or what holds one; None where the model has none."""
-    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt")):
+    if not any((directory / name).exists() for name in TOKENIZER_FILES):
         return None
     try:
         processor = AutoProcessor.from_pretrained(directory)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise CheckpointError(f"cannot load the tokenizer in {directory}: {_first_line(error)}") from error
     return getattr(processor, "tokenizer", processor)
+
+
+def sentence_transformers_folders(directory: Path) -> list[str]:
+    """List the folders of a sentence-transformers model's further modules; empty for other models.
+
+    Raises:
+        CheckpointError: `modules.json` cannot be read, or names a folder outside the model.
+    """
+    listing = directory / "modules.json"
+    if not listing.is_file():
+        return []
+    try:
+        folders = [module["path"] for module in json.loads(listing.read_text(encoding="utf-8")) if module["path"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"cannot read {listing}: {type(error).__name__}: {_first_line(error)}") from error
+    for folder in folders:
+        if not (directory / folder).resolve().is_relative_to(directory.resolve()):
+            raise CheckpointError(f"{listing} names {folder!r}, which lies outside the model")
+    return [folder for folder in folders if (directory / folder).is_dir()]
 
 
 def _embedded_directory() -> Path:

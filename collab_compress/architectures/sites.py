@@ -5,7 +5,6 @@ from fnmatch import fnmatch
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from collab_compress.architectures.family import AttentionFamily
@@ -116,8 +115,9 @@ def _read(name: str, module: nn.Module, family: AttentionFamily, path: str, kind
             f"{name} ({type(module).__name__}) has no attribute {path!r}, which the {family.name} description "
             "promises; this version of Transformers may have renamed it"
         ) from None
-    if not isinstance(value, kind) or isinstance(value, torch.nn.modules.lazy.LazyModuleMixin):
-        expected = kind.__name__ if isinstance(kind, type) else "a number"
+    own_forward = isinstance(value, nn.Linear) and type(value).forward is not nn.Linear.forward
+    if not isinstance(value, kind) or own_forward:
+        expected = f"a plain {kind.__name__}" if isinstance(kind, type) else "a number"
         raise UnsupportedModelError(
             f"{name}.{path}: got {type(value).__name__}, expected {expected}; "
             "adapters must be merged and quantization undone before converting"

@@ -88,14 +88,14 @@ def is_collaborative(module: Any) -> bool:
 
 
 def build_parts(module: Any, spec: CollaborativeSpec) -> CollaborativeParts:
-    """Make uninitialised parameters for `module`, on the device and in the dtype of what they replace."""
+    """Make uninitialised parameters for `module`: device, dtype and frozenness are those of what they replace."""
     dense_query, dense_key = module.get_submodule(spec.query), module.get_submodule(spec.key)
     like: dict[str, Any] = {"device": dense_query.weight.device, "dtype": dense_query.weight.dtype}
-    return CollaborativeParts(
-        SharedProjection(dense_query.in_features, spec.rank, spec.head_width, **like),
-        SharedProjection(dense_key.in_features, spec.rank + spec.content_channels, spec.head_width, **like),
-        nn.Parameter(torch.empty(spec.heads, spec.rank, **like), requires_grad=spec.train_mixing),
-    )
+    trained = (dense_query.weight.requires_grad, dense_key.weight.requires_grad)
+    query = SharedProjection(dense_query.in_features, spec.rank, spec.head_width, **like)
+    key = SharedProjection(dense_key.in_features, spec.rank + spec.content_channels, spec.head_width, **like)
+    mixing = nn.Parameter(torch.empty(spec.heads, spec.rank, **like), spec.train_mixing and any(trained))
+    return CollaborativeParts(query.requires_grad_(trained[0]), key.requires_grad_(trained[1]), mixing)
 
 
 def load_parts_(
@@ -121,7 +121,7 @@ def install_(module: Any, spec: CollaborativeSpec, parts: CollaborativeParts) ->
 
 def uninstall_(module: Any, query: nn.Module, key: nn.Module) -> None:
     """Put dense projections back into a module that `install_` changed, also half-way, in place."""
-    spec = module.__dict__.pop("collaborative", None)
+    spec = module.__dict__.pop("collaborative", None)  # set by `install_` once `mixing` is there, before all else
     if spec is None:
         return
     module.set_submodule(spec.query, query)

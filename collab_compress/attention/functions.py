@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -33,11 +32,10 @@ def collab_sdpa(
         Head outputs (B, T, H, dv), and None in place of the probabilities.
     """
     shared_query, shared_key, content = unpack(module, query, key)
-    mask = _with_position_bias(attention_mask, kwargs.get("position_bias"))
     output = attend(
-        shared_query, shared_key, content, module.mixing, value, mask,
+        shared_query, shared_key, content, module.mixing, value, attention_mask,
         scaling=_scaling(module, scaling), dropout=dropout,
-        causal=_causal(module, is_causal, mask, query.shape[2]),
+        causal=_causal(module, is_causal, attention_mask, query.shape[2]),
     )  # fmt: skip
     return output.transpose(1, 2).contiguous(), None
 
@@ -59,10 +57,9 @@ def collab_eager(
         Head outputs (B, T, H, dv) and probabilities after dropout (B, H, T, S), as stock eager attention does.
     """
     shared_query, shared_key, content = unpack(module, query, key)
-    mask = _with_position_bias(attention_mask, kwargs.get("position_bias"))
     probabilities = attention_probabilities(
-        shared_query, shared_key, content, module.mixing, mask,
-        scaling=_scaling(module, scaling), causal=_causal(module, is_causal, mask, query.shape[2]),
+        shared_query, shared_key, content, module.mixing, attention_mask,
+        scaling=_scaling(module, scaling), causal=_causal(module, is_causal, attention_mask, query.shape[2]),
     )  # fmt: skip
     probabilities = nn.functional.dropout(probabilities, p=dropout, training=module.training)
     return (probabilities @ value).transpose(1, 2).contiguous(), probabilities
@@ -85,14 +82,6 @@ def _causal(module: Any, is_causal: bool | None, mask: Tensor | None, queries: i
     """Say whether the kernel must mask the future itself; a mask that is given already does."""
     wanted = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     return wanted and mask is None and queries > 1
-
-
-def _with_position_bias(mask: Tensor | None, position_bias: Tensor | None) -> Tensor | None:
-    if position_bias is None or mask is None:
-        return mask if position_bias is None else position_bias
-    if mask.dtype == torch.bool:
-        return position_bias.masked_fill(~mask, torch.finfo(position_bias.dtype).min)
-    return position_bias + mask
 
 
 def register_attention() -> None:

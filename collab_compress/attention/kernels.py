@@ -72,19 +72,21 @@ def blocked(
     query: Tensor, key: Tensor, content: Tensor | None, mixing: Tensor, value: Tensor, mask: Tensor | None,
     scaling: float, causal: bool,
 ) -> Tensor:  # fmt: skip
-    """Attend block by block through one buffer of scores that stays in cache, (B, H, T, dv); inference only.
+    """Attend block by block through buffers that stay in cache, (B, H, T, dv); inference only.
 
     More than one block: the result is a view of a contiguous (B, T, H, dv) tensor, so undoing the transpose is free.
     """
-    (batch, length, _), keys, heads = query.shape, key.shape[1], mixing.shape[0]
+    (batch, length, rank), keys, heads = query.shape, key.shape[1], mixing.shape[0]
     scaled_mixing = (mixing * scaling).unsqueeze(1)  # (H, 1, R)
     row_bias, bias = _biases(content, mask, scaling, (batch, heads, length, keys), query.dtype)
-    block = _block_shape(batch, heads, length, keys, query.element_size())
+    block = _block_shape(batch, heads, length, max(keys, rank) * query.element_size())
     corner = query.new_full((block[2], block[2]), torch.finfo(query.dtype).min).triu_(1) if causal else None
     if block == (batch, heads, length) and (corner is None or length == keys):  # slicing costs more than it saves
         return _attend_block(query, key, scaled_mixing, value, (row_bias, bias, corner))
-    buffer = query.new_empty(block[0] * block[1] * block[2] * keys)
     output = value.new_empty(batch, length, heads, value.shape[-1])
+    # Shared by all blocks: fresh memory costs more in page faults than the work done in it.
+    most = block[0] * block[1] * block[2]
+    buffers = (query.new_empty(most * rank), query.new_empty(most * keys))
     for b, h, t in _blocks((batch, heads, length), block):
         seen = min(t.stop, keys) if causal else keys  # keys beyond are in every query's future
         biases = (
@@ -92,27 +94,30 @@ def blocked(
             None if bias is None else bias[b, h, t, :seen],
             None if corner is None else corner[: t.stop - t.start, : max(seen - t.start, 0)],
         )
-        result = _attend_block(query[b, t], key[b, :seen], scaled_mixing[h], value[b, h, :seen], biases, buffer)
+        result = _attend_block(query[b, t], key[b, :seen], scaled_mixing[h], value[b, h, :seen], biases, buffers)
         output[b, t, h].copy_(result.transpose(1, 2))
     return output.transpose(1, 2)
 
 
 def _attend_block(
     query: Tensor, key: Tensor, scaled_mixing: Tensor, value: Tensor,
-    biases: tuple[Tensor | None, Tensor | None, Tensor | None], buffer: Tensor | None = None,
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None], buffers: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend within one block (b, h, t, dv), overwriting its scores in place.
 
     Args:
         biases: added to scores (b, h, t, S): one for all queries (b, h, 1, S), one for each (b, h, t, S), and
             one for the last few keys only (t, S') or None each.
-        buffer: at least b·h·t·S numbers, for the scores.
+        buffers: at least b·h·t·R numbers for the mixed queries, and b·h·t·S for the scores.
     """
     (samples, count, rank), keys, heads = query.shape, key.shape[1], scaled_mixing.shape[0]
-    mixed = (query.unsqueeze(1) * scaled_mixing).view(samples, heads * count, rank)
-    if buffer is not None:
-        buffer = buffer[: samples * heads * count * keys].view(samples, heads * count, keys)
-    scores = torch.bmm(mixed, key.transpose(1, 2), out=buffer).view(samples, heads, count, keys)
+    rows = samples * heads * count
+    mixed, scores = None, None
+    if buffers is not None:
+        mixed = buffers[0][: rows * rank].view(samples, heads, count, rank)
+        scores = buffers[1][: rows * keys].view(samples, heads * count, keys)
+    mixed = torch.mul(query.unsqueeze(1), scaled_mixing, out=mixed).flatten(1, 2)
+    scores = torch.bmm(mixed, key.transpose(1, 2), out=scores).view(samples, heads, count, keys)
     row_bias, bias, corner = biases
     if row_bias is not None:
         scores.add_(row_bias)
@@ -180,9 +185,9 @@ def _biases(
     return mask if row_bias is None else row_bias + mask, None
 
 
-def _block_shape(batch: int, heads: int, length: int, keys: int, item_bytes: int) -> tuple[int, int, int]:
+def _block_shape(batch: int, heads: int, length: int, row_bytes: int) -> tuple[int, int, int]:
     """Choose how many samples, heads and queries make up a block: queries first, so that products stay tall."""
-    rows = max(torch.get_num_threads() * CACHE_BYTES // (item_bytes * max(keys, 1)), 1)
+    rows = max(torch.get_num_threads() * CACHE_BYTES // max(row_bytes, 1), 1)
     queries = min(rows, length)
     group = min(rows // max(queries, 1), heads)
     samples = min(rows // max(queries * group, 1), batch) if group == heads else 1

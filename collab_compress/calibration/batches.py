@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from collab_compress.errors import CalibrationError
 Batch: TypeAlias = dict[str, Tensor]
 Text: TypeAlias = str | tuple[str, str]
 Calibration: TypeAlias = str | Path | Sequence[Text] | Iterable[Mapping[str, Tensor]] | None
+
+_Item = TypeVar("_Item")
 
 SEQUENCES = 128
 LENGTH = 64
@@ -35,9 +37,9 @@ def calibration_batches(
             sequence of texts or text pairs (a column of a `datasets` data set is one), or ready batches.
         model: the model they are for; bounds the vocabulary and the length.
         tokenizer: needed for everything but ready batches and none.
-        sequences: number of random sequences; at most this many texts are used.
+        sequences: number of random sequences; of more texts than that a random sample is used.
         length: tokens in a random sequence; texts are cut there.
-        seed: seed of the random tokens.
+        seed: seed of the random tokens, and of the sample and order of texts.
 
     Returns:
         Batches of keyword arguments for the model; empty for none.
@@ -56,8 +58,8 @@ def calibration_batches(
         batches = [dict(batch) for batch in cast("Iterable[Mapping[str, Tensor]]", calibration)]
     elif tokenizer is None:
         raise CalibrationError(
-            "calibration from random tokens or texts needs the model's tokenizer: pass tokenizer=…, ready "
-            "batches, or calibration=None to weigh all directions of the input alike"
+            "calibration from random tokens or texts needs the model's tokenizer, and there is none: pass "
+            "tokenizer=…, ready batches, or calibration 'none' to weigh all directions of the input alike"
         )
     elif calibration == "synthetic":
         batches = synthetic_batches(model, tokenizer, sequences, _fitting(length, model, tokenizer), seed)
@@ -67,7 +69,7 @@ def calibration_batches(
             if isinstance(calibration, str | Path)
             else list(cast("Sequence[Text]", calibration))
         )
-        batches = text_batches(tokenizer, texts[:sequences], _fitting(length, model, tokenizer))
+        batches = text_batches(tokenizer, _sample(texts, sequences, seed), _fitting(length, model, tokenizer), seed)
     size = getattr(model.config, "vocab_size", None)
     largest = max((int(batch["input_ids"].max()) for batch in batches if "input_ids" in batch), default=0)
     if size is not None and largest >= size:
@@ -99,15 +101,24 @@ def synthetic_batches(
     return [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids.split(BATCH_SIZE)]
 
 
-def text_batches(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], length: int) -> list[Batch]:
-    """Tokenize texts or text pairs, similar lengths together, padded within each batch."""
+def text_batches(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], length: int, seed: int) -> list[Batch]:
+    """Tokenize texts or text pairs, similar lengths together, padded within each batch; batches in random order."""
     texts = sorted(texts, key=lambda text: len(text) if isinstance(text, str) else len(text[0]) + len(text[1]))
     batches = []
     for start in range(0, len(texts), BATCH_SIZE):
         part = list(texts[start : start + BATCH_SIZE])
-        encoded = tokenizer(part, truncation=True, max_length=length, padding=True, return_tensors="pt")
+        try:
+            encoded = tokenizer(part, truncation=True, max_length=length, padding=True, return_tensors="pt")
+        except (ValueError, TypeError) as error:
+            raise CalibrationError(f"the tokenizer cannot batch the texts: {error}") from error
         batches.append(dict(encoded))
-    return batches
+    return _sample(batches, len(batches), seed)
+
+
+def _sample(items: Sequence[_Item], count: int, seed: int) -> list[_Item]:
+    """Draw at most `count` items in random order."""
+    order = torch.randperm(len(items), generator=torch.Generator().manual_seed(seed))
+    return [items[place] for place in order[:count].tolist()]
 
 
 def read_texts(path: Path) -> list[Text]:

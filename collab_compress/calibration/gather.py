@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,9 +87,9 @@ def gather_moments(
             for site in sites:
                 watch(site)
             for batch in batches:
-                batch = {name: value.to(model.device) for name, value in batch.items()}
                 mask = batch.get("attention_mask")
-                model(**batch)
+                mask = None if mask is None else mask.to(model.device)
+                run_batch(model, batch)
                 if on_batch is not None:
                     on_batch()
         finally:
@@ -98,6 +99,22 @@ def gather_moments(
         name: (query.moments(name), (key if key.count else query).moments(name))
         for name, (query, key) in sums.items()
     }
+
+
+def run_batch(model: PreTrainedModel, batch: Batch) -> Any:
+    """Run the model on one batch, moved to its device.
+
+    Raises:
+        CalibrationError: the model does not take such batches.
+    """
+    moved = {name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    try:
+        return model(**moved, return_dict=True)
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+        raise CalibrationError(
+            f"{type(model).__name__} cannot run on the calibration batches ({str(error).splitlines()[0]}); pass "
+            "batches made for it, or calibration 'none'"
+        ) from error
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from collab_compress.checkpoint.edits import EDITS, EditConfig, ModelEdit, edits_of
 from collab_compress.checkpoint.quantizer import AFTER_LOADING, forget_edits_, record_edit_, register_checkpoint
-from collab_compress.checkpoint.standalone import keep_standalone_, make_standalone_
+from collab_compress.checkpoint.standalone import forget_standalone_, keep_standalone_, make_standalone_
 
 __all__ = [
     "AFTER_LOADING",
@@ -11,6 +11,7 @@ __all__ = [
     "ModelEdit",
     "edits_of",
     "forget_edits_",
+    "forget_standalone_",
     "keep_standalone_",
     "make_standalone_",
     "record_edit_",

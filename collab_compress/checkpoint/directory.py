@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from collab_compress.errors import CheckpointError
@@ -24,6 +24,7 @@ def whole_directory(path: Path) -> Iterator[Path]:
     """
     refuse_existing(path)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    missing = [parent for parent in path.parents if not parent.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _clear_abandoned(path)
@@ -38,6 +39,10 @@ def whole_directory(path: Path) -> Iterator[Path]:
         raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        if not path.exists():
+            for parent in missing:
+                with suppress(OSError):
+                    parent.rmdir()
 
 
 def refuse_existing(path: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Protocol
 from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from collab_compress.errors import CheckpointError
+
 METHOD = "collab_compress"
 VERSION = 1
 
@@ -49,12 +51,12 @@ class EditConfig(QuantizationConfigMixin):  # type: ignore[misc]
         version: version of the stored form.
 
     Raises:
-        ValueError: the checkpoint was written by a newer version, or holds an edit that is not known.
+        CheckpointError: the checkpoint was written by a newer version, or holds an edit that is not known.
     """
 
     def __init__(self, edits: list[Any] | None = None, version: int = VERSION, **_: Any) -> None:
         if version > VERSION:
-            raise ValueError(
+            raise CheckpointError(
                 f"the checkpoint has version {version} of the collab_compress format, this package reads up to "
                 f"{VERSION}; upgrade collab-compress"
             )
@@ -71,7 +73,7 @@ class EditConfig(QuantizationConfigMixin):  # type: ignore[misc]
 def _decode(data: Mapping[str, Any]) -> ModelEdit:
     kind = data.get("kind")
     if kind not in EDITS:
-        raise ValueError(
+        raise CheckpointError(
             f"the checkpoint holds an edit of kind {kind!r}; this package knows {', '.join(sorted(EDITS))}; "
             "upgrade collab-compress"
         )
@@ -79,6 +81,16 @@ def _decode(data: Mapping[str, Any]) -> ModelEdit:
 
 
 def edits_of(model: PreTrainedModel) -> list[ModelEdit]:
-    """Return the edits that made `model` what it is; empty for a stock model."""
+    """Return the edits that made `model` what it is; empty for a stock model.
+
+    Raises:
+        CheckpointError: the model was rebuilt by the modelling code that its checkpoint ships.
+    """
     config = getattr(model.config, "quantization_config", None)
-    return list(config.edits) if isinstance(config, EditConfig) else []
+    if isinstance(config, EditConfig):
+        return list(config.edits)
+    if getattr(config, "quant_method", None) == METHOD:
+        raise CheckpointError(
+            f"{type(model).__name__} was loaded before collab_compress was imported; import it first, then load"
+        )
+    return []

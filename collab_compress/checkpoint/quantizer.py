@@ -56,9 +56,9 @@ def record_edit_(model: PreTrainedModel, edit: ModelEdit) -> None:
 
 def forget_edits_(model: PreTrainedModel) -> None:
     """Make a model whose edits were all undone a stock one again, in place."""
-    del model.config.quantization_config
-    del model.hf_quantizer
-    model.is_quantized = False
+    vars(model.config).pop("quantization_config", None)
+    vars(model).pop("hf_quantizer", None)
+    _mark_as_ordinary_(model)
 
 
 def _mark_as_ordinary_(model: PreTrainedModel) -> None:

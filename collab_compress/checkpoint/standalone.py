@@ -12,10 +12,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from collab_compress.checkpoint.edits import edits_of
+from collab_compress.errors import CheckpointError
+
 MODULE = "modeling_collab_compress"
 
 # What a checkpoint needs at run time, in the order in which the parts build on each other.
 RUNTIME = (
+    "collab_compress.errors",
     "collab_compress.attention.kernels",
     "collab_compress.attention.functions",
     "collab_compress.attention.projections",
@@ -56,7 +60,12 @@ def make_standalone_(model: PreTrainedModel) -> None:
 
     Args:
         model: a converted model.
+
+    Raises:
+        CheckpointError: the model is a stock one, which needs no code.
     """
+    if not edits_of(model):
+        raise CheckpointError(f"{type(model).__name__} is not converted, so it has no modelling code to ship")
     model.__class__ = standalone_class(type(model))
     auto_map = dict(getattr(model.config, "auto_map", None) or {})
     for auto_class in _auto_classes(type(model).__name__):
@@ -64,11 +73,20 @@ def make_standalone_(model: PreTrainedModel) -> None:
     model.config.auto_map = auto_map
 
 
+def forget_standalone_(model: PreTrainedModel) -> None:
+    """Undo `make_standalone_`, in place; does nothing to other models."""
+    if issubclass(type(model), _SavesModellingCode):
+        model.__class__ = type(model).__bases__[1]
+        auto_map = vars(model.config).pop("auto_map")
+        others = {name: value for name, value in auto_map.items() if not _is_ours(value)}
+        if others:
+            model.config.auto_map = others
+
+
 def keep_standalone_(model: PreTrainedModel) -> None:
     """Let a model that was loaded from a checkpoint with modelling code save it again, in place."""
     auto_map = getattr(model.config, "auto_map", None) or {}
-    shipped = any(isinstance(value, str) and value.startswith(f"{MODULE}.") for value in auto_map.values())
-    if shipped and not type(model).is_remote_code():
+    if any(map(_is_ours, auto_map.values())) and not type(model).is_remote_code():
         make_standalone_(model)
 
 
@@ -85,9 +103,10 @@ def standalone_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 class _SavesModellingCode:
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if kwargs.get("is_main_process", True):
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
             (Path(save_directory) / f"{MODULE}.py").write_text(modelling_code(), encoding="utf-8")
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
 
 def __getattr__(name: str) -> Any:
@@ -104,6 +123,10 @@ def modelling_code() -> str:
     """Join the run-time modules into the source of one."""
     parts = [_without_own_imports(_source(sys.modules[name])) for name in RUNTIME]
     return _HEAD + "\n\n".join(parts) + _TAIL
+
+
+def _is_ours(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(f"{MODULE}.")
 
 
 def _source(module: ModuleType) -> str:

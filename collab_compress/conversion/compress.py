@@ -30,7 +30,7 @@ from collab_compress.conversion.costs import (
 from collab_compress.conversion.drift import compare, outputs, split_held_back
 from collab_compress.conversion.options import Compression
 from collab_compress.conversion.report import ModuleReport, Report
-from collab_compress.errors import CompressionError
+from collab_compress.errors import CompressionError, UnsupportedModelError
 from collab_compress.factorization import Factorization, Moments, factorize
 
 Progress = Callable[[str, int, int], None]
@@ -45,6 +45,7 @@ class _Planned:
     spec: CollaborativeSpec
     parts: CollaborativeParts
     report: ModuleReport
+    path: str
 
 
 def compress(
@@ -79,6 +80,7 @@ def compress(
     """
     started = perf_counter()
     sites = _validated(model, compression)
+    paths = {site.name: path_in_base(model, site.module) for site in sites}
     batches = calibration_batches(calibration, model, tokenizer, seed=compression.seed)
     used, held_back = split_held_back(batches)
     exact = all(compression.rank == site.width for site in sites)
@@ -87,19 +89,20 @@ def compress(
     for done, site in enumerate(sites):
         if progress is not None:
             progress(site.name, done, len(sites))
-        planned.append(_plan(site, compression, moments.get(site.name)))
+        planned.append(_plan(site, compression, moments.get(site.name), paths[site.name]))
+    if progress is not None:
+        progress("", len(sites), len(sites))
     before = outputs(model, held_back)
     parameters_before = model.num_parameters()
-    _swap_all_(planned)
     try:
+        for plan in planned:
+            install_(plan.site.module, plan.spec, plan.parts)
         drift = compare(before, outputs(model, held_back), held_back)
     except BaseException:
         for plan in planned:
             uninstall_(plan.site.module, plan.site.query, plan.site.key)
         raise
-    record_edit_(model, CollaborativeEdit({path_in_base(model, plan.site.module): plan.spec for plan in planned}))
-    if progress is not None:
-        progress("", len(sites), len(sites))
+    record_edit_(model, CollaborativeEdit({plan.path: plan.spec for plan in planned}))
     return Report(
         tuple(plan.report for plan in planned), parameters_before, model.num_parameters(), REPORT_LENGTH, drift,
         perf_counter() - started,
@@ -114,6 +117,13 @@ def _validated(model: PreTrainedModel, compression: Compression) -> list[Attenti
         )
     if getattr(model.config, "quantization_config", None) is not None:
         raise CompressionError(f"{type(model).__name__} is quantized; convert the unquantized checkpoint instead")
+    implementation = model.config._attn_implementation
+    if implementation not in ("eager", "sdpa"):
+        raise CompressionError(
+            f"collaborative attention runs as 'eager' or 'sdpa', the model is set to {implementation!r}; "
+            "call model.set_attn_implementation('sdpa') first"
+        )
+    _check_device(compression.device)
     sites = find_attention(model, FAMILIES, compression.modules)
     for site in sites:
         if compression.rank > site.width:
@@ -123,6 +133,8 @@ def _validated(model: PreTrainedModel, compression: Compression) -> list[Attenti
             )
         for path, projection in ((site.family.query, site.query), (site.family.key, site.key)):
             for name, parameter in projection.named_parameters():
+                if parameter.is_meta:
+                    raise CompressionError(f"{site.name}.{path}.{name} is offloaded; load the model into memory")
                 if not bool(torch.isfinite(parameter).all()):
                     raise CompressionError(
                         f"{site.name}.{path}.{name} holds NaN or infinite values; the checkpoint is damaged"
@@ -130,7 +142,9 @@ def _validated(model: PreTrainedModel, compression: Compression) -> list[Attenti
     return sites
 
 
-def _plan(site: AttentionSite, compression: Compression, moments: tuple[Moments, Moments] | None) -> _Planned:
+def _plan(
+    site: AttentionSite, compression: Compression, moments: tuple[Moments, Moments] | None, path: str
+) -> _Planned:
     """Decompose one module and build what will replace its projections."""
     query_moments, key_moments = moments or (None, None)
     started = perf_counter()
@@ -141,7 +155,7 @@ def _plan(site: AttentionSite, compression: Compression, moments: tuple[Moments,
             seed=compression.seed, sweeps=compression.sweeps, tolerance=compression.tolerance,
             damping=compression.damping, centre=compression.centre, device=compression.device,
         )  # fmt: skip
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         raise CompressionError(f"{site.name}: {error}") from error
     spec = CollaborativeSpec(
         query=site.family.query, key=site.family.key, heads=site.heads, head_width=site.head_width,
@@ -150,19 +164,16 @@ def _plan(site: AttentionSite, compression: Compression, moments: tuple[Moments,
     parts = build_parts(site.module, spec)
     found = result.factors
     load_parts_(parts, found.query, found.mixing, found.key, found.content_bias)
-    return _Planned(site, spec, parts, _report(site, spec, result, perf_counter() - started))
+    return _Planned(site, spec, parts, _report(site, spec, result, perf_counter() - started), path)
 
 
-def _swap_all_(planned: list[_Planned]) -> None:
-    done: list[_Planned] = []
-    try:
-        for plan in planned:
-            done.append(plan)
-            install_(plan.site.module, plan.spec, plan.parts)
-    except BaseException:
-        for plan in done:
-            uninstall_(plan.site.module, plan.site.query, plan.site.key)
-        raise
+def _check_device(device: str | None) -> None:
+    """Refuse a device that does not exist, or cannot compute in float64."""
+    if device is not None:
+        try:
+            torch.zeros(1, device=device, dtype=torch.float64).item()
+        except (RuntimeError, AssertionError, TypeError) as error:
+            raise CompressionError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
 
 
 def _report(site: AttentionSite, spec: CollaborativeSpec, result: Factorization, seconds: float) -> ModuleReport:
@@ -178,11 +189,23 @@ def _report(site: AttentionSite, spec: CollaborativeSpec, result: Factorization,
         macs_after=collaborative_macs(width, heads, spec.rank, REPORT_LENGTH, content),
         break_even_length=break_even_length(width, heads, site.head_width, spec.rank, content),
         sweeps=result.sweeps,
+        converged=result.converged,
         seconds=seconds,
     )
 
 
 def path_in_base(model: PreTrainedModel, module: nn.Module) -> str:
-    """Path of `module` inside the base model, which is the same with and without a head."""
-    path: str = next(name for name, candidate in model.base_model.named_modules() if candidate is module)
-    return path
+    """Path of `module` inside the base model, which is the same with and without a head.
+
+    Raises:
+        UnsupportedModelError: it lies outside.
+    """
+    for name, candidate in model.base_model.named_modules():
+        if candidate is module:
+            return str(name)
+    outside = next(name for name, candidate in model.named_modules() if candidate is module)
+    prefix = model.base_model_prefix
+    raise UnsupportedModelError(
+        f"{outside} lies outside the base model {prefix!r}, where a checkpoint could not find it again; "
+        f"convert only what lies inside (modules='{prefix}.*')"
+    )

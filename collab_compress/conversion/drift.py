@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.calibration import Batch, running
+from collab_compress.calibration import Batch, run_batch, running
 from collab_compress.conversion.report import Drift
+from collab_compress.errors import CalibrationError
 
 HELD_BACK = 8  # one batch in this many
 
@@ -15,24 +16,39 @@ HELD_BACK = 8  # one batch in this many
 def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     """Split batches into those to calibrate on and those to measure drift on (the last one in eight).
 
-    A single batch serves both purposes.
+    A single batch is split by rows; a single sequence is not held back, and no drift is measured.
     """
+    if len(batches) == 1:
+        sizes = {len(value) for value in batches[0].values() if isinstance(value, Tensor)}
+        rows = max(sizes, default=1)
+        if len(sizes) != 1 or rows == 1:
+            return list(batches), []
+        kept = rows - max(1, rows // HELD_BACK)
+        return [_rows(batches[0], slice(kept))], [_rows(batches[0], slice(kept, None))]
     held_back = max(1, len(batches) // HELD_BACK) if batches else 0
-    used = list(batches[: len(batches) - held_back]) or list(batches)
-    return used, list(batches[len(batches) - held_back :])
+    return list(batches[: len(batches) - held_back]), list(batches[len(batches) - held_back :])
 
 
 def outputs(model: PreTrainedModel, batches: Sequence[Batch]) -> list[tuple[str, Tensor]]:
-    """Run the model and keep the main output of each batch: logits, or else the first floating output."""
+    """Run the model and keep the main output of each batch: logits, or else the first output but a loss.
+
+    Raises:
+        CalibrationError: the output is not finite.
+    """
     results = []
     with running(model):
         for batch in batches:
-            output = model(**{name: value.to(model.device) for name, value in batch.items()})
-            named = {name: value for name, value in output.items() if isinstance(value, Tensor)}
-            named.pop("loss", None)
+            output = run_batch(model, batch)
+            named = {name: value for name, value in output.items() if isinstance(value, Tensor) and name != "loss"}
             name = "logits" if "logits" in named else next(iter(named))
+            if not bool(torch.isfinite(named[name]).all()):
+                raise CalibrationError(f"{name} of {type(model).__name__} is not finite on the calibration data")
             results.append((name, named[name].float().cpu()))
     return results
+
+
+def _rows(batch: Batch, rows: slice) -> Batch:
+    return {name: value[rows] if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 def compare(
@@ -47,5 +63,5 @@ def compare(
         real = mask.bool() if mask.shape == old.shape[:2] and old.dim() == 3 else slice(None)
         difference += float((new[real] - old[real]).double().square().sum())
         norm += float(old[real].double().square().sum())
-    sequences = sum(len(next(iter(batch.values()))) for batch in batches)
+    sequences = sum(len(value) for _, value in before)
     return Drift(before[0][0], (difference / norm) ** 0.5 if norm else 0.0, sequences)

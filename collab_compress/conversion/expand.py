@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.attention import CollaborativeSpec, is_collaborative, read_parts, uninstall_
 from collab_compress.attention.edit import CollaborativeEdit
-from collab_compress.checkpoint import edits_of, forget_edits_
+from collab_compress.checkpoint import edits_of, forget_edits_, forget_standalone_
 from collab_compress.errors import CompressionError
 
 
@@ -19,7 +19,7 @@ class Expansion:
 
     Args:
         errors: module path → relative error of the dense form, ‖[T̂_i; v_iᵀ] − [Wq_i; bq_iᵀ]·Wk_iᵀ‖/‖[T̂_i; v_iᵀ]‖
-            over all heads; about 1e-7 where every head's rank is at most d.
+            over all heads; at the level of rounding where every head's rank is at most d.
     """
 
     errors: dict[str, float]
@@ -58,6 +58,7 @@ def expand(model: PreTrainedModel) -> Expansion:
         planned.append((module, query, key))
     for module, query, key in planned:
         uninstall_(module, query, key)
+    forget_standalone_(model)
     forget_edits_(model)
     return Expansion(errors)
 
@@ -111,6 +112,7 @@ def _truncated(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _linear(weight: Tensor, bias: Tensor | None, like: Tensor) -> nn.Linear:
     """Make an `nn.Linear` of mathematical weight (D, H·d), on the device and in the dtype of `like`."""
     linear = nn.Linear(weight.shape[0], weight.shape[1], bias is not None, device=like.device, dtype=like.dtype)
+    linear.requires_grad_(like.requires_grad)
     with torch.no_grad():
         linear.weight.copy_(weight.T)
         if bias is not None:

@@ -3,6 +3,7 @@
 from transformers import PreTrainedModel
 
 from collab_compress.attention import is_collaborative, read_parts
+from collab_compress.checkpoint import edits_of
 from collab_compress.factorization import Factors
 
 
@@ -16,6 +17,7 @@ def read_factors(model: PreTrainedModel) -> dict[str, Factors]:
         Module path → factors: query (D, R), mixing (H, R), key (D, R), content_bias (H, D) or None. The tensors
         share memory with the parameters; empty for a stock model.
     """
+    edits_of(model)  # refuses a model whose modules are not this package's
     factors = {}
     for name, module in model.named_modules():
         if is_collaborative(module):

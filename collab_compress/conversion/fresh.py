@@ -1,5 +1,6 @@
 """Collaborative attention from scratch: fresh models whose heads share queries and keys from the first step."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
@@ -62,8 +63,14 @@ def from_config(
     Returns:
         A model that trains, saves and reloads like a converted one. Projections start as the model initialises its
         linear layers, content biases at zero. Draws from torch's global generator.
+
+    Raises:
+        CompressionError: the config is not a stock model's.
+        UnsupportedModelError: the model, or a module of it, cannot have collaborative attention.
     """
-    model = model_class(config)
+    if getattr(config, "quantization_config", None) is not None:
+        raise CompressionError("the config describes a converted or quantized model; pass a stock model's config")
+    model = model_class(copy.deepcopy(config))  # the edit is recorded in the config, which may be used again
     modules = {}
     for site in find_attention(model, FAMILIES):
         scale = sqrt(site.heads / attention.rank) if attention.scale == "narrow" else None

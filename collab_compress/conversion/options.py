@@ -41,6 +41,8 @@ class Compression:
     """Where to decompose, as torch names it (cpu, cuda:0); where the model is if not given."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rank, int):
+            raise CompressionError(f"dk is {self.rank!r}; expected a whole number")
         if self.rank < 1:
             raise CompressionError(f"dk is {self.rank}; expected at least 1")
         if self.solver not in SOLVERS:

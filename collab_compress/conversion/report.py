@@ -20,6 +20,7 @@ class ModuleReport:
         macs_after: the same, converted.
         break_even_length: T*, the number of tokens beyond which the converted scores cost more.
         sweeps: passes of the solver; 0 if exact.
+        converged: whether the solver stopped because it made no more progress.
         seconds: time the decomposition took.
     """
 
@@ -33,6 +34,7 @@ class ModuleReport:
     macs_after: int
     break_even_length: float
     sweeps: int
+    converged: bool
     seconds: float
 
 

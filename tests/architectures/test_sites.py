@@ -80,7 +80,7 @@ def test_says_which_attribute_is_missing_where(make_tiny):
 def test_says_which_attribute_has_the_wrong_type(make_tiny):
     model = make_tiny("bert")
     model.encoder.layer[0].attention.self.query = nn.Identity()
-    with pytest.raises(UnsupportedModelError, match=r"self\.query: got Identity, expected Linear"):
+    with pytest.raises(UnsupportedModelError, match=r"self\.query: got Identity, expected a plain Linear"):
         find_attention(model, FAMILIES)
 
 

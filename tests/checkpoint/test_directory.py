@@ -20,7 +20,7 @@ def test_appears_whole(tmp_path):
 def test_nothing_is_left_after_an_error(tmp_path, error):
 
     def fails():
-        with whole_directory(tmp_path / "model") as directory:
+        with whole_directory(tmp_path / "deep" / "er" / "model") as directory:
             (directory / "file").write_text("x", encoding="utf-8")
             raise error
 

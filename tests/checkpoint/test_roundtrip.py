@@ -16,7 +16,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from collab_compress import Compression, compress, read_factors
+from collab_compress import CheckpointError, Compression, compress, read_factors
 from collab_compress.checkpoint import EditConfig
 
 AUTO = {
@@ -153,12 +153,12 @@ def test_a_newer_format_is_refused(make_tiny, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"]["version"] = 99
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"version 99 .* upgrade collab-compress"):
+    with pytest.raises(CheckpointError, match=r"version 99 .* upgrade collab-compress"):
         AutoModel.from_pretrained(tmp_path)
 
 
 def test_an_unknown_edit_is_refused():
-    with pytest.raises(ValueError, match=r"edit of kind 'telepathy'; this package knows collaborative"):
+    with pytest.raises(CheckpointError, match=r"edit of kind 'telepathy'; this package knows collaborative"):
         EditConfig([{"kind": "telepathy"}])
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForSequenceClassification, BertModel
 
-from collab_compress import Compression, compress, make_standalone_
+from collab_compress import CheckpointError, Compression, compress, expand, make_standalone_, read_factors
 from collab_compress.checkpoint.standalone import MODULE, modelling_code
 
 WITHOUT_PACKAGE = """
@@ -82,3 +82,16 @@ def test_the_code_stands_alone():
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
             assert not any(name.startswith("collab_compress") for name in names)
+
+
+def test_a_stock_model_has_no_code_to_ship(make_tiny):
+    with pytest.raises(CheckpointError, match="is not converted"):
+        make_standalone_(make_tiny("bert"))
+
+
+def test_a_model_rebuilt_by_the_shipped_code_is_told_from_ours(make_tiny):
+    model = make_tiny("bert")
+    model.config.quantization_config = type("Shipped", (), {"quant_method": "collab_compress", "edits": []})()
+    for use in (read_factors, expand, lambda model: compress(model, Compression(rank=8), calibration=None)):
+        with pytest.raises(CheckpointError, match="import it first, then load"):
+            use(model)

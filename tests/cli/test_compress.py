@@ -212,11 +212,11 @@ def test_interrupt_and_kill_leave_no_output(minilm_path, tmp_path, signum, code)
     assert not (tmp_path / "out").exists()
     if signum != signal.SIGKILL:
         assert os.listdir(tmp_path) == []
-        assert "nothing was written" in error
+        assert "nothing half-written is left" in error
         assert "Traceback" not in error
 
 
-def test_a_model_without_a_class_in_its_config_is_loaded_bare(monkeypatch, capsys, model_dir, tmp_path):
+def test_a_class_that_transformers_lacks_is_refused(monkeypatch, capsys, model_dir, tmp_path):
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     config["architectures"] = ["ClassOfSomeoneElse"]
     (model_dir / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -229,3 +229,45 @@ def test_sentence_transformers_files_travel_along(monkeypatch, capsys, tmp_path,
     for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "tokenizer.json"):
         assert (tmp_path / "out" / name).read_bytes() == (minilm_path / name).read_bytes()
     assert AutoModel.from_pretrained(tmp_path / "out").config.model_type == "bert"
+
+
+def test_a_report_without_a_place(monkeypatch, capsys, model_dir, tmp_path):
+    for place, message in (
+        (tmp_path, "expected a file"),
+        (tmp_path / "nowhere" / "report.json", "in a directory that exists"),
+        (tmp_path / "out" / "report.json", "in a directory that exists"),
+    ):
+        line = fails(
+            monkeypatch, capsys, tmp_path, model_dir, "--dk", 8, "--output", tmp_path / "out", "--json", place
+        )
+        assert message in line
+
+
+@pytest.mark.parametrize("listing", ['[{"idx": 0}]', "{", '[{"path": "../elsewhere"}]'])
+def test_a_damaged_list_of_sentence_transformers_modules(monkeypatch, capsys, model_dir, tmp_path, listing):
+    (model_dir / "modules.json").write_text(listing, encoding="utf-8")
+    assert "modules.json" in fails(monkeypatch, capsys, tmp_path, model_dir, "--dk", 8)
+
+
+def test_generation_config_travels_along(monkeypatch, capsys, model_dir, tmp_path):
+    (model_dir / "generation_config.json").write_text('{"max_length": 7}', encoding="utf-8")
+    assert (
+        run(monkeypatch, capsys, model_dir, "--dk", 8, "--calibration", "none", "--output", tmp_path / "out")[0] == 0
+    )
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text(encoding="utf-8"))["max_length"] == 7
+
+
+def test_a_model_without_tokenizer_needs_no_calibration(monkeypatch, capsys, make_tiny, tmp_path):
+    make_tiny("bert").save_pretrained(tmp_path / "tiny")
+    assert "calibration 'none'" in fails(monkeypatch, capsys, tmp_path, tmp_path / "tiny", "--dk", 8)
+
+
+def test_a_config_that_names_no_class_is_loaded_bare(monkeypatch, capsys, model_dir, tmp_path):
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    del config["architectures"]
+    (model_dir / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    code, printed, _ = run(
+        monkeypatch, capsys, model_dir, "--dk", 8, "--calibration", "none", "--output", tmp_path / "out"
+    )
+    assert code == 0
+    assert "BertModel.from_pretrained" in printed

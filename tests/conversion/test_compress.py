@@ -3,9 +3,16 @@ import json
 
 import pytest
 import torch
-from transformers import BertForSequenceClassification
+from torch import nn
+from transformers import (
+    BertForMultipleChoice,
+    BertForSequenceClassification,
+    BertModel,
+    BertPreTrainedModel,
+)
 
 from collab_compress import (
+    CalibrationError,
     CollabCompressError,
     Compression,
     CompressionError,
@@ -156,6 +163,9 @@ def test_nothing_changes_when_interrupted_after_the_swap(family, make_tiny, batc
     ("options", "message"),
     [
         ({"rank": 0}, "dk is 0; expected at least 1"),
+        ({"rank": 10.5}, r"dk is 10\.5; expected a whole number"),
+        ({"rank": 8, "device": "abacus"}, "device 'abacus' cannot be used"),
+        ({"rank": 8, "device": "meta"}, "device 'meta' cannot be used"),
         ({"rank": -3}, "dk is -3; expected at least 1"),
         ({"rank": 25}, r"dk is 25, but 3 heads × 8 = 24 is exact already; pass dk between 1 and 24"),
         ({"rank": 8, "solver": "magic"}, "unknown solver 'magic'; expected one of als"),
@@ -196,3 +206,87 @@ def test_every_error_is_of_the_family(make_tiny):
     assert issubclass(UnsupportedModelError, CollabCompressError)
     with pytest.raises(CollabCompressError):
         compress(make_tiny("bert"), Compression(rank=8, modules="nothing*"), calibration=None)
+
+
+class TwoBodies(BertPreTrainedModel):
+    """A model with attention outside its base model."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.bert, self.other = BertModel(config), BertModel(config)
+        self.post_init()
+
+
+def test_attention_outside_the_base_model_is_refused_before_anything_changes(make_tiny):
+    model = TwoBodies(make_tiny("bert").config)
+    before = state(model)
+    with pytest.raises(UnsupportedModelError, match=r"other\.encoder.* lies outside the base model 'bert'"):
+        compress(model, Compression(rank=8), calibration=None)
+    assert equal(before, state(model))
+    compress(model, Compression(rank=8, modules="bert.*"), calibration=None)
+    assert all(name.startswith("bert.") for name in read_factors(model))
+
+
+def test_a_linear_layer_that_does_more_is_refused(make_tiny):
+    class WithAdapter(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    model = make_tiny("bert")
+    model.encoder.layer[0].attention.self.query = WithAdapter(24, 24)
+    with pytest.raises(UnsupportedModelError, match="got WithAdapter, expected a plain Linear"):
+        compress(model, Compression(rank=8), calibration=None)
+
+
+def test_an_attention_implementation_that_cannot_follow_is_refused(make_tiny):
+    model = make_tiny("bert")
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(CompressionError, match="the model is set to 'flex_attention'"):
+        compress(model, Compression(rank=8), calibration=None)
+
+
+def test_batches_that_do_not_fit_the_model(make_tiny, calibration):
+    model = make_tiny("bert", BertForMultipleChoice)
+    with pytest.raises(CalibrationError, match="BertForMultipleChoice cannot run on the calibration batches"):
+        compress(model, Compression(rank=8), [{"input_ids": calibration[0]["input_ids"][0, 0]}])
+
+
+def test_outputs_that_are_not_finite_are_refused(make_tiny, calibration):
+    model = make_tiny("bert", BertForSequenceClassification)
+    with torch.no_grad():
+        model.classifier.bias[0] = float("nan")
+    before = state(model)
+    with pytest.raises(CalibrationError, match="logits of BertForSequenceClassification is not finite"):
+        compress(model, Compression(rank=8), calibration)
+    assert before.keys() == state(model).keys()
+
+
+def test_one_batch_is_split_to_measure_drift(make_tiny, calibration):
+    assert compress(make_tiny("bert"), Compression(rank=8), calibration[:1]).drift.sequences == 1
+    single = [{name: value[:1] for name, value in calibration[0].items()}]
+    assert compress(make_tiny("bert"), Compression(rank=8), single).drift is None
+
+
+def test_a_model_that_returns_tuples_has_its_drift_measured(make_tiny, calibration):
+    model = make_tiny("bert")
+    model.config.return_dict = False
+    assert compress(model, Compression(rank=8), calibration).drift.output == "last_hidden_state"
+
+
+def test_frozen_stays_frozen(make_tiny):
+    model = make_tiny("bert").requires_grad_(False)
+    compress(model, Compression(rank=8), calibration=None)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_parafac_without_tensorly_says_what_to_install(make_tiny, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "tensorly", None)
+    with pytest.raises(CompressionError, match="pip install tensorly"):
+        compress(make_tiny("bert"), Compression(rank=8, solver="parafac"), calibration=None)
+
+
+def test_the_papers_recipe_converts_too(make_tiny):
+    report = compress(make_tiny("bert"), Compression(rank=12, solver="parafac", sweeps=20), calibration=None)
+    ours = compress(make_tiny("bert"), Compression(rank=12), calibration=None)
+    for one, other in zip(report.modules, ours.modules, strict=True):
+        assert 0 < other.weight_error <= one.weight_error

@@ -2,9 +2,18 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, BertForSequenceClassification, BertModel
 
-from collab_compress import Compression, CompressionError, FromScratch, compress, expand, from_config, read_factors
+from collab_compress import (
+    Compression,
+    CompressionError,
+    FromScratch,
+    compress,
+    expand,
+    from_config,
+    make_standalone_,
+    read_factors,
+)
 
 
 def hidden(model, batch):
@@ -68,3 +77,35 @@ def test_a_scale_of_its_own_goes_into_the_weights(make_tiny, batch):
 def test_a_stock_model_cannot_be_expanded(make_tiny):
     with pytest.raises(CompressionError, match="no collaborative attention to expand"):
         expand(make_tiny("bert"))
+
+
+@pytest.mark.parametrize(("converted", "expanded"), [("whole", "body"), ("body", "whole")])
+def test_body_and_whole_model_are_one(make_tiny, batch, tmp_path, converted, expanded):
+    dense = make_tiny("bert", BertForSequenceClassification)
+    model = copy.deepcopy(dense)
+    parts = {"whole": model, "body": model.bert}
+    compress(parts[converted], Compression(rank=24), calibration=None)
+    assert expand(parts[expanded]).exact
+    model.save_pretrained(tmp_path)
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path)
+    assert read_factors(loaded) == {}
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**batch).logits, dense(**batch).logits, atol=3e-5, rtol=1e-4)
+
+
+def test_shipped_code_goes_too(make_tiny, tmp_path):
+    model = make_tiny("bert")
+    compress(model, Compression(rank=8), calibration=None)
+    make_standalone_(model)
+    expand(model)
+    assert type(model) is BertModel
+    model.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("*.py"))
+    assert "auto_map" not in (tmp_path / "config.json").read_text(encoding="utf-8")
+
+
+def test_frozen_stays_frozen(make_tiny):
+    model = make_tiny("bert").requires_grad_(False)
+    compress(model, Compression(rank=8), calibration=None)
+    expand(model)
+    assert not any(parameter.requires_grad for parameter in model.parameters())

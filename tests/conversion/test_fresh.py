@@ -86,3 +86,19 @@ def test_frozen_mixing_and_scale_survive_saving(make_tiny, tmp_path):
 def test_bad_options_say_what_to_do(options, message):
     with pytest.raises(CompressionError, match=message):
         FromScratch(**options)
+
+
+def test_a_config_can_be_used_again(make_tiny, tmp_path):
+    config = make_tiny("bert").config
+    for rank in (6, 9):
+        from_config(config, FromScratch(rank=rank), BertForMaskedLM).save_pretrained(tmp_path / str(rank))
+        loaded = BertForMaskedLM.from_pretrained(tmp_path / str(rank))
+        assert {factors.rank for factors in read_factors(loaded).values()} == {rank}
+    BertForMaskedLM(config).save_pretrained(tmp_path / "dense")
+    assert read_factors(BertForMaskedLM.from_pretrained(tmp_path / "dense")) == {}
+
+
+def test_a_converted_models_config_is_refused(make_tiny):
+    converted = fresh(make_tiny, rank=6)
+    with pytest.raises(CompressionError, match="pass a stock model's config"):
+        from_config(converted.config, FromScratch(rank=6), BertForMaskedLM)
