@@ -15,31 +15,6 @@ from collab_compress.errors import CalibrationError
 from collab_compress.factorization import Moments
 
 
-class _Accumulator:
-    """Sums over tokens of 1, x and x xᵀ, in float64."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.total: Tensor | None = None
-        self.outer: Tensor | None = None
-
-    def add(self, tokens: Tensor) -> None:
-        """Add tokens (N, D)."""
-        tokens = tokens.double()
-        total, outer = tokens.sum(0), tokens.T @ tokens
-        self.count += len(tokens)
-        self.total = total if self.total is None else self.total + total
-        self.outer = outer if self.outer is None else self.outer + outer
-
-    def moments(self, name: str) -> Moments:
-        """Return mean and second moment per token."""
-        if self.total is None or self.outer is None or not self.count:
-            raise CalibrationError(f"{name} saw no token during calibration; are all positions padding?")
-        if not bool(torch.isfinite(self.outer).all()):
-            raise CalibrationError(f"{name}: its inputs are not finite on the calibration data")
-        return Moments(self.total / self.count, self.outer / self.count, float(self.count))
-
-
 def gather_moments(
     model: PreTrainedModel,
     sites: Sequence[AttentionSite],
@@ -63,21 +38,22 @@ def gather_moments(
     Raises:
         CalibrationError: a module saw no token, or an input was not finite.
     """
-    sums = {site.name: (_Accumulator(), _Accumulator()) for site in sites}
+    queries: dict[str, Moments | None] = {site.name: None for site in sites}
+    keys: dict[str, Moments | None] = dict(queries)
     latest: dict[str, Tensor] = {}
     mask: Tensor | None = None
     handles: list[RemovableHandle] = []
 
     def watch(site: AttentionSite) -> None:
-        query_sum, key_sum = sums[site.name]
+        name = site.name
 
         def on_query(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            latest[site.name] = args[0]
-            query_sum.add(_real_tokens(args[0], mask))
+            latest[name] = args[0]
+            queries[name] = _pooled(name, queries[name], _real_tokens(args[0], mask))
 
         def on_key(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if args[0] is not latest.pop(site.name, None):
-                key_sum.add(_real_tokens(args[0], mask))
+            if args[0] is not latest.pop(name, None):
+                keys[name] = _pooled(name, keys[name], _real_tokens(args[0], mask))
 
         handles.append(site.query.register_forward_pre_hook(on_query))
         handles.append(site.key.register_forward_pre_hook(on_key))
@@ -95,10 +71,25 @@ def gather_moments(
         finally:
             for handle in handles:
                 handle.remove()
-    return {
-        name: (query.moments(name), (key if key.count else query).moments(name))
-        for name, (query, key) in sums.items()
-    }
+    return {name: _both(name, queries[name], keys[name]) for name in queries}
+
+
+def _pooled(name: str, so_far: Moments | None, tokens: Tensor) -> Moments | None:
+    """Add tokens (N, D) to the moments of those before."""
+    if not len(tokens):
+        return so_far
+    try:
+        moments = Moments.of(tokens)
+    except ValueError as error:
+        raise CalibrationError(f"{name}: its inputs are not finite on the calibration data") from error
+    return moments if so_far is None else Moments.pool([so_far, moments])
+
+
+def _both(name: str, query: Moments | None, key: Moments | None) -> tuple[Moments, Moments]:
+    """Give the moments of queries and of keys; keys that always read the queries' tensor have none of their own."""
+    if query is None:
+        raise CalibrationError(f"{name} saw no token during calibration; are all positions padding?")
+    return query, query if key is None else key
 
 
 def run_batch(model: PreTrainedModel, batch: Batch) -> Any:

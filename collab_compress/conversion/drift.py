@@ -19,7 +19,7 @@ def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]
     A single batch is split by rows; a single sequence is not held back, and no drift is measured.
     """
     if len(batches) == 1:
-        sizes = {len(value) for value in batches[0].values() if isinstance(value, Tensor)}
+        sizes = {len(value) for value in batches[0].values() if isinstance(value, Tensor) and value.dim()}
         rows = max(sizes, default=1)
         if len(sizes) != 1 or rows == 1:
             return list(batches), []

@@ -69,7 +69,7 @@ def test_none(minilm, nothing):
 @pytest.mark.parametrize(
     ("calibration", "tokenized", "message"),
     [
-        ("synthetic", False, r"needs the model's tokenizer: pass tokenizer="),
+        ("synthetic", False, r"needs the model's tokenizer, and there is none: pass tokenizer="),
         ("missing.txt", True, r"cannot read calibration texts from missing\.txt"),
         ([], True, "calibration data is empty"),
         (7, True, "calibration is a int; expected"),

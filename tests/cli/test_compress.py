@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -204,8 +205,12 @@ def test_interrupt_and_kill_leave_no_output(minilm_path, tmp_path, signum, code)
          "--sweeps", "100000", "--tolerance", "0"],
         cwd=tmp_path, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    time.sleep(12)
-    assert process.poll() is None
+    weights, deadline = str(minilm_path / "model.safetensors"), time.monotonic() + 60
+    while weights not in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8"):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(1)  # at work on the first module
     process.send_signal(signum)
     _, error = process.communicate(timeout=60)
     assert process.returncode == code
