@@ -1,5 +1,6 @@
 """`collab-compress`: convert a pretrained model's attention into collaborative form."""
 
+import inspect
 import json
 import logging
 import os
@@ -60,7 +61,7 @@ def main() -> None:
     """Run the command; errors are one line on standard error and exit code 2."""
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        run(tyro.cli(Arguments, prog="collab-compress"))
+        run(tyro.cli(Arguments, prog="collab-compress", description=inspect.cleandoc(Arguments.__doc__ or "")))
     except CollabCompressError as error:
         print(f"collab-compress: {error}", file=sys.stderr)
         sys.exit(2)
