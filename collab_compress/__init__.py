@@ -28,7 +28,7 @@ from collab_compress.errors import (
 from collab_compress.factorization import Factors
 
 # What makes stock `from_pretrained` rebuild converted models.
-EDITS[CollaborativeEdit.kind] = CollaborativeEdit
+EDITS.update({edit.kind: edit for edit in (CollaborativeEdit,)})
 AFTER_LOADING.append(keep_standalone_)
 register_attention()
 register_checkpoint()

@@ -17,5 +17,9 @@ class CalibrationError(CollabCompressError):
     """Calibration data is missing, empty or malformed."""
 
 
+class HeadError(CollabCompressError):
+    """Something was asked of attention heads that they cannot do."""
+
+
 class CheckpointError(CollabCompressError):
     """A model directory cannot be read or written."""

@@ -19,6 +19,8 @@ from transformers import (
     BertModel,
     DistilBertConfig,
     DistilBertModel,
+    MarianConfig,
+    MarianModel,
     PreTrainedModel,
 )
 from transformers.utils.logging import disable_progress_bar
@@ -41,8 +43,13 @@ CONFIGS = {
         vocab_size=VOCABULARY, dim=WIDTH, n_heads=HEADS, n_layers=2, hidden_dim=32,
         max_position_embeddings=40, initializer_range=0.4,
     ),
+    "marian": lambda: MarianConfig(
+        vocab_size=VOCABULARY, d_model=WIDTH, encoder_layers=2, decoder_layers=2, encoder_attention_heads=HEADS,
+        decoder_attention_heads=HEADS, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=40,
+        init_std=0.4, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=1,
+    ),
 }  # fmt: skip
-CLASSES = {"bert": BertModel, "albert": AlbertModel, "distilbert": DistilBertModel}
+CLASSES = {"bert": BertModel, "albert": AlbertModel, "distilbert": DistilBertModel, "marian": MarianModel}
 
 
 def tiny(family: str, model_class: type[PreTrainedModel] | None = None, seed: int = 0) -> PreTrainedModel:
@@ -51,7 +58,7 @@ def tiny(family: str, model_class: type[PreTrainedModel] | None = None, seed: in
     model = (model_class or CLASSES[family])(CONFIGS[family]())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("query.bias", "key.bias", "q_lin.bias", "k_lin.bias")):
+            if name.endswith(("query.bias", "key.bias", "q_lin.bias", "k_lin.bias", "q_proj.bias", "k_proj.bias")):
                 parameter.normal_(std=0.5)
     return model.eval()
 

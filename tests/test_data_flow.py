@@ -6,14 +6,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LAYERS = ["factorization", "architectures", "attention", "calibration", "checkpoint", "conversion"]
+LAYERS = ["factorization", "architectures", "attention", "calibration", "checkpoint", "conversion", "losses", "heads", "training"]
 ALLOWED = {
     "factorization": set(),
     "architectures": {"errors"},
     "attention": set(),
+    "losses": {"errors"},
     "calibration": {"errors", "architectures", "factorization"},
     "checkpoint": {"errors"},
     "conversion": {"errors", "factorization", "architectures", "attention", "calibration", "checkpoint"},
+    "heads": {"errors", "architectures", "attention", "calibration", "checkpoint"},
+    "training": {"errors", "architectures", "attention", "losses", "heads"},
 }
 
 

@@ -8,6 +8,8 @@ ALBERT = AttentionFamily(
     attention_class="AlbertAttention",
     query="query",
     key="key",
+    value="value",
+    output="dense",
     heads="num_attention_heads",
     head_width="attention_head_size",
 )

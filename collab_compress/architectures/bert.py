@@ -8,6 +8,8 @@ BERT = AttentionFamily(
     attention_class="BertSelfAttention",
     query="query",
     key="key",
+    value="value",
+    output="..output.dense",
     heads="num_attention_heads",
     head_width="attention_head_size",
 )

@@ -8,6 +8,8 @@ DISTILBERT = AttentionFamily(
     attention_class="DistilBertSelfAttention",
     query="q_lin",
     key="k_lin",
+    value="v_lin",
+    output="out_lin",
     heads="n_heads",
     head_width="attention_head_size",
 )

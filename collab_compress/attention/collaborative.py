@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from collab_compress.attention.projections import SharedProjection
+from collab_compress.attention.view import redirect_, restore_
 
 
 @dataclass(frozen=True)
@@ -48,40 +49,6 @@ class CollaborativeParts:
     mixing: nn.Parameter
 
 
-class AttentionConfig:
-    """A view of the model's config in which `eager` and `sdpa` attention mean their collaborative forms.
-
-    Only converted modules hold one, so masks, stock modules and `set_attn_implementation` keep their meaning.
-    """
-
-    def __init__(self, config: Any) -> None:
-        self.__dict__["stock"] = config
-
-    @property
-    def _attn_implementation(self) -> str:
-        implementation = self.stock._attn_implementation
-        if implementation not in ("eager", "sdpa"):
-            raise ValueError(
-                f"collaborative attention runs with attn_implementation 'eager' or 'sdpa', got "
-                f"{implementation!r}; call model.set_attn_implementation('sdpa')"
-            )
-        return f"collab_{implementation}"
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "stock":  # not yet there while being copied or unpickled
-            raise AttributeError(name)
-        return getattr(self.stock, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.stock, name, value)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
-
 def is_collaborative(module: Any) -> bool:
     """Whether this attention module has been converted."""
     return isinstance(getattr(module, "collaborative", None), CollaborativeSpec)
@@ -114,7 +81,7 @@ def install_(module: Any, spec: CollaborativeSpec, parts: CollaborativeParts) ->
     module.collaborative = spec
     module.set_submodule(spec.query, parts.query.train(module.training))
     module.set_submodule(spec.key, parts.key.train(module.training))
-    module.config = AttentionConfig(module.config)
+    redirect_(module)
     if spec.scale is not None:
         module.stock_scaling, module.scaling = module.scaling, spec.scale
 
@@ -127,8 +94,7 @@ def uninstall_(module: Any, query: nn.Module, key: nn.Module) -> None:
     module.set_submodule(spec.query, query)
     module.set_submodule(spec.key, key)
     del module.mixing
-    if isinstance(module.config, AttentionConfig):
-        module.config = module.config.stock
+    restore_(module)
     if "stock_scaling" in module.__dict__:
         module.scaling = module.__dict__.pop("stock_scaling")
 

@@ -1,11 +1,18 @@
-"""Collaborative attention as functions of Transformers' attention interface."""
+"""Attention of edited modules as functions of Transformers' attention interface.
 
+Each serves every module alike: collaborative or dense underneath, with or without something acting on its heads.
+"""
+
+import sys
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from collab_compress.attention.kernels import attend, attention_probabilities
+from collab_compress.attention.view import HeadCall, acts_of
 
 
 def collab_sdpa(
@@ -22,22 +29,33 @@ def collab_sdpa(
     """Attend without returning probabilities, by the fastest kernel for the shapes at hand.
 
     Args:
-        module: the attention module, with its mixing matrix (H, R) as `module.mixing`.
-        query: shared query in pieces, (B, ⌈R/d⌉, T, d).
-        key: shared key and content biases in pieces, (B, ⌈(R+H)/d⌉, S, d).
+        module: the attention module; a collaborative one holds its mixing matrix (H, R) as `module.mixing`.
+        query: per-head query (B, H, T, d), or shared query in pieces, (B, ⌈R/d⌉, T, d).
+        key: per-head key (B, H, S, d), or shared key and content biases in pieces, (B, ⌈(R+H)/d⌉, S, d).
         value: (B, H, S, dv).
         attention_mask: boolean (True = attend) or additive, broadcastable to (B, H, T, S), or None.
 
     Returns:
         Head outputs (B, T, H, dv), and None in place of the probabilities.
     """
-    shared_query, shared_key, content = unpack(module, query, key)
-    output = attend(
-        shared_query, shared_key, content, module.mixing, value, attention_mask,
-        scaling=_scaling(module, scaling), dropout=dropout,
-        causal=_causal(module, is_causal, attention_mask, query.shape[2]),
-    )  # fmt: skip
-    return output.transpose(1, 2).contiguous(), None
+    if any(act.wants_rows for act in acts_of(module)):
+        outputs, _ = collab_eager(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+        )
+        return outputs, None
+    if not hasattr(module, "collaborative"):
+        outputs, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
+            **kwargs,
+        )  # fmt: skip
+    else:
+        shared_query, shared_key, content = unpack(module, query, key)
+        outputs = attend(
+            shared_query, shared_key, content, module.mixing, value, attention_mask,
+            scaling=_scaling(module, scaling), dropout=dropout,
+            causal=_causal(module, is_causal, attention_mask, query.shape[2]),
+        ).transpose(1, 2).contiguous()  # fmt: skip
+    return _acted(outputs, HeadCall(module, query, key, value, None)), None
 
 
 def collab_eager(
@@ -56,13 +74,27 @@ def collab_eager(
     Returns:
         Head outputs (B, T, H, dv) and probabilities after dropout (B, H, T, S), as stock eager attention does.
     """
-    shared_query, shared_key, content = unpack(module, query, key)
-    probabilities = attention_probabilities(
-        shared_query, shared_key, content, module.mixing, attention_mask,
-        scaling=_scaling(module, scaling), causal=_causal(module, is_causal, attention_mask, query.shape[2]),
-    )  # fmt: skip
-    probabilities = nn.functional.dropout(probabilities, p=dropout, training=module.training)
-    return (probabilities @ value).transpose(1, 2).contiguous(), probabilities
+    causal = _causal(module, is_causal, attention_mask, query.shape[2])
+    wanted = any(act.wants_rows for act in acts_of(module))
+    if hasattr(module, "collaborative"):
+        shared_query, shared_key, content = unpack(module, query, key)
+        rows = attention_probabilities(
+            shared_query, shared_key, content, module.mixing, attention_mask,
+            scaling=_scaling(module, scaling), causal=causal,
+        )  # fmt: skip
+        outputs = None
+    else:
+        stock = sys.modules[type(module).__module__].eager_attention_forward
+        mask = _additive(attention_mask, query, key, causal)
+        # It would return rows after dropout; acts want them before.
+        outputs, rows = stock(
+            module, query, key, value, mask, scaling=scaling, dropout=0.0 if wanted else dropout, **kwargs
+        )
+    probabilities = rows
+    if outputs is None or (wanted and dropout > 0 and module.training):
+        probabilities = nn.functional.dropout(rows, p=dropout, training=module.training)
+        outputs = (probabilities @ value).transpose(1, 2).contiguous()
+    return _acted(outputs, HeadCall(module, query, key, value, rows)), probabilities
 
 
 def unpack(module: Any, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -74,6 +106,13 @@ def unpack(module: Any, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Ten
     return joined_query[..., :rank], joined_key[..., :rank], content
 
 
+def _acted(outputs: Tensor, call: HeadCall) -> Tensor:
+    """Let everything that acts on the module's heads see and change their outputs, (B, T, H, dv)."""
+    for act in acts_of(call.module):
+        outputs = act(outputs, call)
+    return outputs
+
+
 def _scaling(module: Any, scaling: float | None) -> float:
     return float(module.scaling if scaling is None else scaling)
 
@@ -82,6 +121,15 @@ def _causal(module: Any, is_causal: bool | None, mask: Tensor | None, queries: i
     """Say whether the kernel must mask the future itself; a mask that is given already does."""
     wanted = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     return wanted and mask is None and queries > 1
+
+
+def _additive(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
+    """Turn a mask made for SDPA into the additive one that eager attention takes."""
+    if causal:
+        mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
 
 
 def register_attention() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import AttentionSite
+from collab_compress.architectures import DenseSite
 from collab_compress.calibration.batches import Batch
 from collab_compress.errors import CalibrationError
 from collab_compress.factorization import Moments
@@ -17,7 +17,7 @@ from collab_compress.factorization import Moments
 
 def gather_moments(
     model: PreTrainedModel,
-    sites: Sequence[AttentionSite],
+    sites: Sequence[DenseSite],
     batches: Iterable[Batch],
     on_batch: Callable[[], None] | None = None,
 ) -> dict[str, tuple[Moments, Moments]]:
@@ -44,7 +44,7 @@ def gather_moments(
     mask: Tensor | None = None
     handles: list[RemovableHandle] = []
 
-    def watch(site: AttentionSite) -> None:
+    def watch(site: DenseSite) -> None:
         name = site.name
 
         def on_query(_: nn.Module, args: tuple[Tensor, ...]) -> None:

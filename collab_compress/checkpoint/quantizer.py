@@ -54,10 +54,14 @@ def record_edit_(model: PreTrainedModel, edit: ModelEdit) -> None:
     _mark_as_ordinary_(model)
 
 
-def forget_edits_(model: PreTrainedModel) -> None:
-    """Make a model whose edits were all undone a stock one again, in place."""
+def forget_edits_(model: PreTrainedModel, kind: str) -> None:
+    """Note on a live model, in place, that its edits of this kind were undone; with none left it is a stock one."""
+    left = [edit for edit in edits_of(model) if edit.kind != kind]
     vars(model.config).pop("quantization_config", None)
     vars(model).pop("hf_quantizer", None)
+    if left:
+        model.config.quantization_config = EditConfig(left)
+        model.hf_quantizer = EditQuantizer(model.config.quantization_config)
     _mark_as_ordinary_(model)
 
 

@@ -21,6 +21,7 @@ MODULE = "modeling_collab_compress"
 RUNTIME = (
     "collab_compress.errors",
     "collab_compress.attention.kernels",
+    "collab_compress.attention.view",
     "collab_compress.attention.functions",
     "collab_compress.attention.projections",
     "collab_compress.attention.collaborative",
@@ -37,7 +38,7 @@ _HEAD = '''"""Modelling code of a checkpoint made with collab-compress, for load
 '''
 
 _TAIL = '''
-EDITS[CollaborativeEdit.kind] = CollaborativeEdit
+EDITS.update({edit.kind: edit for edit in (CollaborativeEdit,)})
 if METHOD not in AUTO_QUANTIZER_MAPPING:  # else the package is there, and does all this
     register_attention()
     register_checkpoint()

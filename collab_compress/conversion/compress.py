@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from collab_compress.architectures import FAMILIES, AttentionSite, find_attention
+from collab_compress.architectures import FAMILIES, DenseSite, find_dense_attention
 from collab_compress.attention import (
     CollaborativeParts,
     CollaborativeSpec,
@@ -41,7 +41,7 @@ REPORT_LENGTH = 128
 class _Planned:
     """A module whose replacement is ready."""
 
-    site: AttentionSite
+    site: DenseSite
     spec: CollaborativeSpec
     parts: CollaborativeParts
     report: ModuleReport
@@ -109,13 +109,13 @@ def compress(
     )  # fmt: skip
 
 
-def _validated(model: PreTrainedModel, compression: Compression) -> list[AttentionSite]:
+def _validated(model: PreTrainedModel, compression: Compression) -> list[DenseSite]:
     """Find the modules to convert and check that every one can be."""
-    if edits_of(model):
+    if any(isinstance(edit, CollaborativeEdit) for edit in edits_of(model)):
         raise CompressionError(
             f"{type(model).__name__} is already converted; expand it first, or start from the dense checkpoint"
         )
-    if getattr(model.config, "quantization_config", None) is not None:
+    if getattr(model.config, "quantization_config", None) is not None and not edits_of(model):
         raise CompressionError(f"{type(model).__name__} is quantized; convert the unquantized checkpoint instead")
     implementation = model.config._attn_implementation
     if implementation not in ("eager", "sdpa"):
@@ -124,7 +124,7 @@ def _validated(model: PreTrainedModel, compression: Compression) -> list[Attenti
             "call model.set_attn_implementation('sdpa') first"
         )
     _check_device(compression.device)
-    sites = find_attention(model, FAMILIES, compression.modules)
+    sites = find_dense_attention(model, FAMILIES, compression.modules)
     for site in sites:
         if compression.rank > site.width:
             raise CompressionError(
@@ -143,7 +143,7 @@ def _validated(model: PreTrainedModel, compression: Compression) -> list[Attenti
 
 
 def _plan(
-    site: AttentionSite, compression: Compression, moments: tuple[Moments, Moments] | None, path: str
+    site: DenseSite, compression: Compression, moments: tuple[Moments, Moments] | None, path: str
 ) -> _Planned:
     """Decompose one module and build what will replace its projections."""
     query_moments, key_moments = moments or (None, None)
@@ -176,7 +176,7 @@ def _check_device(device: str | None) -> None:
             raise CompressionError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
 
 
-def _report(site: AttentionSite, spec: CollaborativeSpec, result: Factorization, seconds: float) -> ModuleReport:
+def _report(site: DenseSite, spec: CollaborativeSpec, result: Factorization, seconds: float) -> ModuleReport:
     width, heads, content = site.key.in_features, site.heads, spec.content_bias
     return ModuleReport(
         name=site.name,

@@ -41,25 +41,23 @@ def expand(model: PreTrainedModel) -> Expansion:
         model: a converted model.
 
     Returns:
-        The error of each module. The model is a stock one afterwards and saves as such.
+        The error of each module. Without other edits the model is a stock one afterwards and saves as such.
 
     Raises:
-        CompressionError: the model holds no collaborative attention, or other edits that were made after it.
+        CompressionError: the model holds no collaborative attention.
     """
-    others = [edit.kind for edit in edits_of(model) if not isinstance(edit, CollaborativeEdit)]
     sites = [(name, module) for name, module in model.named_modules() if is_collaborative(module)]
     if not sites:
         raise CompressionError(f"{type(model).__name__} has no collaborative attention to expand")
-    if others:
-        raise CompressionError(f"undo the edits {', '.join(others)} before expanding to a dense model")
     planned, errors = [], {}
     for name, module in sites:
         query, key, errors[name] = _dense_projections(module)
         planned.append((module, query, key))
     for module, query, key in planned:
         uninstall_(module, query, key)
-    forget_standalone_(model)
-    forget_edits_(model)
+    forget_edits_(model, CollaborativeEdit.kind)
+    if not edits_of(model):
+        forget_standalone_(model)
     return Expansion(errors)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import FAMILIES, find_dense_attention
 from collab_compress.attention import CollaborativeSpec, build_parts, install_
 from collab_compress.attention.edit import CollaborativeEdit
 from collab_compress.checkpoint import record_edit_
@@ -72,7 +72,7 @@ def from_config(
         raise CompressionError("the config describes a converted or quantized model; pass a stock model's config")
     model = model_class(copy.deepcopy(config))  # the edit is recorded in the config, which may be used again
     modules = {}
-    for site in find_attention(model, FAMILIES):
+    for site in find_dense_attention(model, FAMILIES):
         scale = sqrt(site.heads / attention.rank) if attention.scale == "narrow" else None
         spec = CollaborativeSpec(
             query=site.family.query, key=site.family.key, heads=site.heads, head_width=site.head_width,

@@ -3,14 +3,14 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model
 
-from collab_compress.architectures import FAMILIES, find_attention, split_heads
+from collab_compress.architectures import FAMILIES, find_dense_attention, split_heads
 from collab_compress.errors import UnsupportedModelError
 
 LAYERS = {"bert": 2, "albert": 1, "distilbert": 2}  # ALBERT shares one module between its layers
 
 
 def test_finds_every_module_once(family, make_tiny):
-    sites = find_attention(make_tiny(family), FAMILIES)
+    sites = find_dense_attention(make_tiny(family), FAMILIES)
     assert len(sites) == LAYERS[family]
     assert len({id(site.module) for site in sites}) == len(sites)
     for site in sites:
@@ -19,7 +19,7 @@ def test_finds_every_module_once(family, make_tiny):
 
 
 def test_heads_are_those_the_model_uses(family, make_tiny):
-    site = find_attention(make_tiny(family), FAMILIES)[0]
+    site = find_dense_attention(make_tiny(family), FAMILIES)[0]
     x = torch.randn(5, site.query.in_features)
     stock = (site.query(x)).view(5, site.heads, site.head_width)
     for head in range(site.heads):
@@ -32,14 +32,14 @@ def test_split_heads_layout():
 
 
 def test_glob_selects_modules(make_tiny):
-    assert [site.name for site in find_attention(make_tiny("bert"), FAMILIES, "*layer.1.*")] == [
+    assert [site.name for site in find_dense_attention(make_tiny("bert"), FAMILIES, "*layer.1.*")] == [
         "encoder.layer.1.attention.self"
     ]
 
 
 def test_glob_without_match_names_what_there_is(make_tiny):
     with pytest.raises(UnsupportedModelError, match=r"no BertSelfAttention .* matches 'nowhere'.*encoder\.layer\.0"):
-        find_attention(make_tiny("bert"), FAMILIES, "nowhere")
+        find_dense_attention(make_tiny("bert"), FAMILIES, "nowhere")
 
 
 def test_refuses_unknown_family_and_names_those_it_knows():
@@ -47,7 +47,7 @@ def test_refuses_unknown_family_and_names_those_it_knows():
     with pytest.raises(
         UnsupportedModelError, match=r"'gpt2' .*h\.0\.attn \(GPT2Attention\).*ALBERT, BERT, DistilBERT"
     ):
-        find_attention(model, FAMILIES)
+        find_dense_attention(model, FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -67,30 +67,30 @@ def test_refuses_unknown_family_and_names_those_it_knows():
 )  # fmt: skip
 def test_refuses_what_stands_between_projection_and_product(model, message):
     with pytest.raises(UnsupportedModelError, match=message):
-        find_attention(model(), FAMILIES)
+        find_dense_attention(model(), FAMILIES)
 
 
 def test_says_which_attribute_is_missing_where(make_tiny):
     model = make_tiny("bert")
     del model.encoder.layer[1].attention.self.key
     with pytest.raises(UnsupportedModelError, match=r"encoder\.layer\.1\.attention\.self .* no attribute 'key'"):
-        find_attention(model, FAMILIES)
+        find_dense_attention(model, FAMILIES)
 
 
 def test_says_which_attribute_has_the_wrong_type(make_tiny):
     model = make_tiny("bert")
     model.encoder.layer[0].attention.self.query = nn.Identity()
     with pytest.raises(UnsupportedModelError, match=r"self\.query: got Identity, expected a plain Linear"):
-        find_attention(model, FAMILIES)
+        find_dense_attention(model, FAMILIES)
 
 
 def test_says_which_width_does_not_fit(make_tiny):
     model = make_tiny("bert")
     model.encoder.layer[0].attention.self.query = nn.Linear(24, 23)
     with pytest.raises(UnsupportedModelError, match=r"got 23 output channels; expected 3 heads × 8 = 24"):
-        find_attention(model, FAMILIES)
+        find_dense_attention(model, FAMILIES)
 
 
 def test_a_plain_module_is_refused():
     with pytest.raises(UnsupportedModelError, match="model type None has no description"):
-        find_attention(nn.Linear(2, 2), FAMILIES)
+        find_dense_attention(nn.Linear(2, 2), FAMILIES)

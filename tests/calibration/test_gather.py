@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import FAMILIES, find_dense_attention
 from collab_compress.calibration import gather_moments
 from collab_compress.errors import CalibrationError
 
@@ -21,7 +21,7 @@ def recorded_inputs(model, site, batches):
 
 def test_moments_are_those_of_all_real_tokens(family, make_tiny, calibration):
     model = make_tiny(family)
-    sites = find_attention(model, FAMILIES)
+    sites = find_dense_attention(model, FAMILIES)
     moments = gather_moments(model, sites, calibration)
     for site in sites:
         tokens = recorded_inputs(model, site, calibration)
@@ -34,7 +34,7 @@ def test_moments_are_those_of_all_real_tokens(family, make_tiny, calibration):
 
 def test_albert_pools_its_layers(make_tiny, calibration):
     model = make_tiny("albert")
-    (site,) = find_attention(model, FAMILIES)
+    (site,) = find_dense_attention(model, FAMILIES)
     real = sum(int(batch["attention_mask"].sum()) for batch in calibration)
     assert gather_moments(model, [site], calibration)[site.name][0].count == 3 * real
 
@@ -43,14 +43,14 @@ def test_mode_and_hooks_are_left_as_they_were(make_tiny, calibration):
     model = make_tiny("bert").train()
     model.encoder.layer[0].eval()
     modes = [module.training for module in model.modules()]
-    gather_moments(model, find_attention(model, FAMILIES), calibration)
+    gather_moments(model, find_dense_attention(model, FAMILIES), calibration)
     assert [module.training for module in model.modules()] == modes
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_queries_and_keys_that_read_different_inputs_have_their_own_moments(make_tiny, calibration):
     model = make_tiny("bert")
-    (site,) = find_attention(model, FAMILIES, "*layer.0*")
+    (site,) = find_dense_attention(model, FAMILIES, "*layer.0*")
     handle = site.key.register_forward_pre_hook(lambda _, args: (2 * args[0],))
     query, key = gather_moments(model, [site], calibration)[site.name]
     handle.remove()
@@ -62,7 +62,7 @@ def test_only_padding_is_an_error(make_tiny, batch):
     model = make_tiny("bert")
     masked = {**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])}
     with pytest.raises(CalibrationError, match=r"layer\.0\.attention\.self saw no token"):
-        gather_moments(model, find_attention(model, FAMILIES), [masked])
+        gather_moments(model, find_dense_attention(model, FAMILIES), [masked])
 
 
 def test_inputs_that_are_not_finite_are_an_error(make_tiny, batch):
@@ -70,4 +70,4 @@ def test_inputs_that_are_not_finite_are_an_error(make_tiny, batch):
     with torch.no_grad():
         model.embeddings.LayerNorm.weight.fill_(float("inf"))
     with pytest.raises(CalibrationError, match="inputs are not finite"):
-        gather_moments(model, find_attention(model, FAMILIES), [batch])
+        gather_moments(model, find_dense_attention(model, FAMILIES), [batch])

@@ -20,7 +20,7 @@ from collab_compress import (
     compress,
     read_factors,
 )
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import FAMILIES, find_dense_attention
 from collab_compress.checkpoint import edits_of
 from collab_compress.factorization import factorize
 
@@ -35,7 +35,7 @@ def equal(one, other):
 
 def test_factors_are_those_of_the_decomposition(family, make_tiny):
     model = make_tiny(family)
-    site = find_attention(model, FAMILIES)[0]
+    site = find_dense_attention(model, FAMILIES)[0]
     expected = factorize(site.query_heads(), site.key_heads(), 7, query_bias=site.query_bias()).factors
     compress(model, Compression(rank=7), calibration=None)
     found = read_factors(model)[site.name]
@@ -131,7 +131,7 @@ def test_nothing_changes_when_a_module_cannot_be_decomposed(family, make_tiny, m
 
     def fails_at_the_last(*args, **kwargs):
         calls.append(1)
-        if len(calls) == len(find_attention(model, FAMILIES)):
+        if len(calls) == len(find_dense_attention(model, FAMILIES)):
             raise ValueError("no")
         return factorize(*args, **kwargs)
 

@@ -1,0 +1,82 @@
+"""Which tokens of a batch are real: read from what a model's forward is called with."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from collab_compress.architectures.sites import Kind
+from collab_compress.errors import CollabCompressError
+
+
+class RealTokens(NamedTuple):
+    """Masks (True = real) of one attention kind; None where all tokens are.
+
+    Args:
+        query: (B, T).
+        key: (B, S).
+    """
+
+    query: Tensor | None
+    key: Tensor | None
+
+
+def forward_arguments(model: nn.Module) -> list[str]:
+    """Names of the arguments of `model.forward`, in order."""
+    return list(inspect.signature(model.forward).parameters)
+
+
+def real_tokens(
+    model: Any, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[Kind, RealTokens]:
+    """Say for each kind of attention which queries and keys are real in one call of `model`.
+
+    Without a mask every token counts as real. A decoder of an encoder–decoder that has none takes `labels`, where
+    -100 marks padding, or else `decoder_input_ids`, where the pad token does (but for the first, which starts it).
+
+    Args:
+        model: a Transformers model.
+        names: `forward_arguments(model)`.
+        args: positional arguments of the call.
+        kwargs: named arguments of the call.
+
+    Raises:
+        CollabCompressError: a mask is not (B, T), so padding cannot be told from it.
+    """
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+
+    def mask(name: str) -> Tensor | None:
+        found: Tensor | None = given.get(name)
+        if found is not None and found.dim() != 2:
+            raise CollabCompressError(
+                f"{name} has shape {tuple(found.shape)}; padding can be told only from a mask (batch, tokens)"
+            )
+        return None if found is None else found != 0
+
+    own = mask("attention_mask")
+    if not model.config.is_encoder_decoder:
+        return {
+            "encoder": RealTokens(own, own),
+            "decoder": RealTokens(own, own),
+            "cross": RealTokens(own, mask("encoder_attention_mask")),
+        }
+    target = mask("decoder_attention_mask")
+    target = _from_targets(model, given) if target is None else target
+    return {
+        "encoder": RealTokens(own, own),
+        "decoder": RealTokens(target, target),
+        "cross": RealTokens(target, own),
+    }
+
+
+def _from_targets(model: Any, given: Mapping[str, Any]) -> Tensor | None:
+    labels, ids = given.get("labels"), given.get("decoder_input_ids")
+    if labels is not None and labels.dim() == 2:
+        real: Tensor = labels != -100  # the decoder reads labels shifted right: where it predicts none is padding
+        return real
+    if ids is None or model.config.pad_token_id is None:
+        return None
+    real = ids != model.config.pad_token_id
+    real[:, 0] = True
+    return real

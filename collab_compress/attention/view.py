@@ -1,0 +1,103 @@
+"""How a module's attention is redirected to this package's functions, and what acts on its heads there.
+
+Transformers looks up an attention function by `module.config._attn_implementation` and calls it with the module, its
+queries, keys and values. An edited module holds a view of its config in which that name is ours; masks, stock
+modules and `set_attn_implementation` go on reading the model's own config.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class HeadCall(NamedTuple):
+    """One call of an attention function.
+
+    Args:
+        module: the attention module.
+        query: (B, H, T, d); in collaborative modules the shared query in pieces.
+        key: (B, H, S, d); in collaborative modules the shared key and content biases in pieces.
+        value: (B, H, S, dv).
+        rows: attention probabilities before dropout (B, H, T, S), or None where no act wants them.
+    """
+
+    module: Any
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    rows: Tensor | None
+
+
+class HeadAct(Protocol):
+    """Something that sees, and may change, the head outputs of an attention module."""
+
+    wants_rows: bool
+
+    def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
+        """Return the head outputs (B, T, H, dv) to go on with."""
+        ...
+
+
+class AttentionConfig:
+    """A view of the model's config in which `eager` and `sdpa` attention mean this package's functions."""
+
+    def __init__(self, config: Any) -> None:
+        self.__dict__["stock"] = config
+
+    @property
+    def _attn_implementation(self) -> str:
+        implementation = self.stock._attn_implementation
+        if implementation not in ("eager", "sdpa"):
+            raise ValueError(
+                f"edited attention runs with attn_implementation 'eager' or 'sdpa', got {implementation!r}; "
+                "call model.set_attn_implementation('sdpa')"
+            )
+        return f"collab_{implementation}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "stock":  # not yet there while being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.stock, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.stock, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def redirect_(module: Any) -> None:
+    """Let `module` call this package's attention functions, in place."""
+    if not isinstance(module.config, AttentionConfig):
+        module.config = AttentionConfig(module.config)
+
+
+def restore_(module: Any) -> None:
+    """Let `module` call the stock functions again, in place, unless something else of ours is still in it."""
+    if isinstance(module.config, AttentionConfig) and not acts_of(module) and not hasattr(module, "collaborative"):
+        module.config = module.config.stock
+
+
+def acts_of(module: Any) -> tuple[HeadAct, ...]:
+    """Return what acts on the heads of `module`, in order."""
+    acts: tuple[HeadAct, ...] = module.__dict__.get("head_acts", ())
+    return acts
+
+
+def add_act_(module: Any, act: HeadAct, *, first: bool = False) -> None:
+    """Let `act` see the head outputs of `module` from now on, after what acts there already, or before, in place."""
+    module.head_acts = (act, *acts_of(module)) if first else (*acts_of(module), act)
+    redirect_(module)
+
+
+def remove_act_(module: Any, act: HeadAct) -> None:
+    """Undo `add_act_`, in place; a module with nothing left in it is a stock one again."""
+    left = tuple(other for other in acts_of(module) if other is not act)
+    if left:
+        module.head_acts = left
+    else:
+        module.__dict__.pop("head_acts", None)
+    restore_(module)

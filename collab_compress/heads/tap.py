@@ -1,0 +1,168 @@
+"""Reach the heads of every attention module while a model runs: their outputs, values, and attention rows."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from collab_compress.architectures import (
+    FAMILIES,
+    KINDS,
+    AttentionSite,
+    Kind,
+    RealTokens,
+    find_attention,
+    forward_arguments,
+    real_tokens,
+)
+from collab_compress.attention.view import HeadCall, add_act_, remove_act_
+from collab_compress.errors import HeadError
+
+Part = Literal["outputs", "values", "rows", "queries", "keys"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one call of one attention module showed; parts that the tap does not want are None.
+
+    Args:
+        site: the module. One that serves several layers (ALBERT) gives a reading for each.
+        outputs: head outputs before anything acts on them, (B, T, H, dv).
+        values: (B, S, H, dv).
+        rows: attention probabilities before dropout, (B, H, T, S).
+        queries: (B, T, H, d), or (B, T, H, R) in a collaborative module.
+        keys: (B, S, H, d).
+        real: which queries and keys are no padding.
+    """
+
+    site: AttentionSite
+    outputs: Tensor | None
+    values: Tensor | None
+    rows: Tensor | None
+    queries: Tensor | None
+    keys: Tensor | None
+    real: RealTokens
+
+
+class Tap:
+    """Read the heads of a model during its forward passes, with their gradients.
+
+    Each forward pass of `model` starts anew; `take` hands over what the last one showed and forgets it, so that
+    nothing outlives a training step. Passes through a part of the model only are not read, nor are the repeated ones
+    of gradient checkpointing. Works under `torch.compile`, under `DistributedDataParallel` and in a `Trainer`.
+
+    Args:
+        model: stock or edited; modules are read through its attention function (`eager` or `sdpa`).
+        parts: what is wanted. Rows make the module attend step by step, as `eager` does.
+        kinds: which kinds of attention.
+        training: read only while the model is in training mode.
+
+    Raises:
+        UnsupportedModelError: the model's family is not known.
+        HeadError: keys of a collaborative module are wanted, whose heads have none of their own.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        parts: Collection[Part] = ("outputs",),
+        kinds: Collection[Kind] = KINDS,
+        training: bool = False,
+    ) -> None:
+        unknown = set(parts) - set(PARTS)
+        if unknown:
+            raise HeadError(f"a tap cannot read {', '.join(sorted(unknown))}; it reads {', '.join(PARTS)}")
+        self.parts, self.training = frozenset(parts), training
+        self.sites = find_attention(model, FAMILIES, kinds=kinds)
+        for site in self.sites:
+            if "keys" in parts and hasattr(site.module, "collaborative"):
+                raise HeadError(f"{site.name} is collaborative: all heads share its keys, so there are none per head")
+        self._readings: list[Reading] = []
+        self._real: dict[Kind, RealTokens] | None = None  # None between forward passes
+        self._differentiable = False
+        self._names = forward_arguments(model)
+        self._acts = [(site.module, _Reader(self, site)) for site in self.sites]
+        for module, act in self._acts:
+            add_act_(module, act, first=True)
+        self._handles = [
+            model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            model.register_forward_hook(self._end),
+        ]
+
+    def take(self) -> list[Reading]:
+        """Hand over the readings of the last forward pass, in the order in which modules were called."""
+        readings, self._readings = self._readings, []
+        return readings
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for module, act in self._acts:
+            remove_act_(module, act)
+        for handle in self._handles:
+            handle.remove()
+        self._readings, self._acts, self._handles = [], [], []
+
+    def __enter__(self) -> "Tap":
+        """Return the tap itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the model as it was."""
+        self.remove()
+
+    def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._readings = []
+        if model.training or not self.training:
+            self._real = real_tokens(model, self._names, args, kwargs)
+            self._differentiable = torch.is_grad_enabled()
+
+    def _end(self, *_: object) -> None:
+        self._real = None
+
+    def read(self, site: AttentionSite, outputs: Tensor, call: HeadCall) -> None:
+        """Note one call of an attention module.
+
+        Raises:
+            HeadError: reentrant gradient checkpointing runs the module without gradients.
+        """
+        if self._real is None:
+            return
+        if self._differentiable and not torch.is_grad_enabled():
+            raise HeadError(
+                f"{site.name} runs without gradients inside a pass with gradients, as in reentrant gradient "
+                "checkpointing, which would lose the gradient of what is read here; pass "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
+        queries = None
+        if "queries" in self.parts:
+            queries = call.query.transpose(1, 2)  # (B, T, H, d)
+            if hasattr(site.module, "collaborative"):
+                mixing = call.module.mixing  # (H, R)
+                queries = queries.flatten(2)[..., None, : mixing.shape[1]] * mixing
+        self._readings.append(
+            Reading(
+                site,
+                outputs if "outputs" in self.parts else None,
+                call.value.transpose(1, 2) if "values" in self.parts else None,
+                call.rows if "rows" in self.parts else None,
+                queries,
+                call.key.transpose(1, 2) if "keys" in self.parts else None,
+                self._real[site.kind],
+            )
+        )
+
+
+class _Reader:
+    """The act that a tap puts into one module."""
+
+    def __init__(self, tap: Tap, site: AttentionSite) -> None:
+        self.tap, self.site = tap, site
+        self.wants_rows = "rows" in tap.parts
+
+    def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
+        self.tap.read(self.site, outputs, call)
+        return outputs
