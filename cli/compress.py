@@ -1,4 +1,4 @@
-"""`collab-compress`: convert a pretrained model's attention into collaborative form."""
+"""`collab-compress`: convert a pretrained model's attention into collaborative form, or let its heads mix."""
 
 import inspect
 import json
@@ -7,54 +7,37 @@ import os
 import shutil
 import signal
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import transformers
 import tyro
 from tqdm import tqdm
 
-from collab_compress import CollabCompressError, Compression, Report, compress, make_standalone_
+from collab_compress import (
+    CollabCompressError,
+    Compression,
+    Report,
+    alphas_of,
+    compress,
+    make_standalone_,
+    mix_heads_,
+)
+from collab_compress.checkpoint import edits_of
 from collab_compress.checkpoint.directory import refuse_existing, whole_directory
 
+from .arguments import Arguments
 from .source import Source, load_source, sentence_transformers_folders
-from .table import report_lines
+from .table import mixing_lines, report_lines
 
 WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".index.json")
 RECORD = "collab_compress.json"
+EDITED = {"collaborative": "shared attention", "alphas": "mixed heads"}
 REPLACED = ("config.json", "README.md")
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Convert a pretrained model's attention into collaborative form, without retraining.
-
-    Examples:
-      collab-compress minilm --dk 128
-      collab-compress bert-base --dk 384 --output bert-base-384
-      collab-compress ./my-classifier --dk 256 --calibration sentences.txt --json report.json
-    """
-
-    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """minilm (embedded), a model directory, or a name on the hub (bert-base, distilbert, albert-base, org/name)."""
-
-    compression: tyro.conf.OmitArgPrefixes[Compression]
-
-    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where to save; MODEL-dkN in the current directory if not given."""
-
-    calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|none|FILE")] = "synthetic"
-    """Data that says which input directions matter: random tokens, none, or a file with one text a line."""
-
-    standalone: bool = False
-    """Ship the modelling code too: people without this package load it with trust_remote_code=True."""
-
-    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the report as JSON as well."""
 
 
 def main() -> None:
@@ -70,8 +53,8 @@ def main() -> None:
         sys.exit(130)
 
 
-def run(arguments: Arguments) -> Report:
-    """Load, convert, save and print; returns the report."""
+def run(arguments: Arguments) -> Report | None:
+    """Load, convert or mix or both, save and print; returns the report of the conversion."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -79,16 +62,19 @@ def run(arguments: Arguments) -> Report:
         refuse_existing(arguments.output)
     source = load_source(arguments.model)
     sentence_transformers_folders(source.directory)
-    output = arguments.output or Path(f"{source.name}-dk{arguments.compression.rank}")
+    output = arguments.output or Path(source.name + arguments.suffix)
     refuse_existing(output)
     if arguments.json is not None:
         _check_json(arguments.json, output)
-    report = _convert(source, arguments)
+    report = None if arguments.compression.rank is None else _convert(source, arguments)
+    if arguments.mix:
+        mix_heads_(source.model)
     with whole_directory(output) as directory:
         _save(source, directory, arguments, report)
         if arguments.json is not None:
             write_json(arguments.json, _record(source, arguments, report))
-    for line in report_lines(report, arguments.calibration):
+    lines = [] if report is None else report_lines(report, arguments.calibration)
+    for line in lines + mixing_lines(_mixed(source)):
         print(line)
     print(f"\nSaved to {output}. To use it:\n")
     for line in loading_lines(source, output):
@@ -97,6 +83,7 @@ def run(arguments: Arguments) -> Report:
 
 
 def _convert(source: Source, arguments: Arguments) -> Report:
+    compression = Compression(**asdict(arguments.compression))
     with tqdm(desc="calibrating", unit="module", disable=None, leave=False) as bar:
 
         def progress(name: str, done: int, total: int) -> None:
@@ -104,11 +91,16 @@ def _convert(source: Source, arguments: Arguments) -> Report:
             bar.set_description_str(name or "done")
 
         return compress(
-            source.model, arguments.compression, arguments.calibration, tokenizer=source.tokenizer, progress=progress
+            source.model, compression, arguments.calibration, tokenizer=source.tokenizer, progress=progress
         )
 
 
-def _save(source: Source, directory: Path, arguments: Arguments, report: Report) -> None:
+def _mixed(source: Source) -> dict[str, int]:
+    """Attention modules whose heads mix → number of heads."""
+    return {name: len(alphas) for name, alphas in alphas_of(source.model).items()}
+
+
+def _save(source: Source, directory: Path, arguments: Arguments, report: Report | None) -> None:
     """Save the model, what travels along with it, and how it was made."""
     if arguments.standalone:
         make_standalone_(source.model)
@@ -128,13 +120,14 @@ def _copy_companions(source: Path, directory: Path) -> None:
         shutil.copytree(source / folder, directory / folder, copy_function=shutil.copyfile)
 
 
-def _record(source: Source, arguments: Arguments, report: Report) -> dict[str, Any]:
+def _record(source: Source, arguments: Arguments, report: Report | None) -> dict[str, Any]:
     return {
         "model": arguments.model,
         "class": type(source.model).__name__,
-        "compression": asdict(arguments.compression),
-        "calibration": arguments.calibration,
-        "report": report.to_dict(),
+        "compression": None if report is None else asdict(arguments.compression),
+        "calibration": None if report is None else arguments.calibration,
+        "report": None if report is None else report.to_dict(),
+        "mixed_heads": _mixed(source),
         "versions": {
             "collab-compress": version("collab-compress"),
             "transformers": transformers.__version__,
@@ -166,8 +159,10 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 def loading_lines(source: Source, output: Path) -> list[str]:
     """Say how to load the result, in three lines."""
     name = type(source.model).__name__
+    kinds = {edit.kind for edit in edits_of(source.model)}
+    edited = " and ".join(words for kind, words in EDITED.items() if kind in kinds)
     return [
-        "import collab_compress  # lets Transformers rebuild the shared attention",
+        f"import collab_compress  # lets Transformers rebuild the {edited}",
         f"from transformers import {name}",
         f'model = {name}.from_pretrained("{output}")',
     ]

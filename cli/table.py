@@ -23,6 +23,18 @@ def report_lines(report: Report, calibrated_on: str) -> list[str]:
     return [*lines, "", *_summary(report, calibrated_on)]
 
 
+def mixing_lines(heads: dict[str, int]) -> list[str]:
+    """Say what head mixing was added: module → number of heads; nothing for none."""
+    if not heads:
+        return []
+    shapes = " and ".join(f"{h}×{h}" for h in sorted(set(heads.values())))
+    return [
+        f"Heads mix in {len(heads)} attention module{'s' if len(heads) > 1 else ''}: alphas {shapes}, "
+        f"{sum(h * h for h in heads.values()):,} parameters more.",
+        "They are the identity until trained, so outputs are as without them; merge_alphas_(model) folds them in.",
+    ]
+
+
 def _summary(report: Report, calibrated_on: str) -> list[str]:
     shortest = min(module.break_even_length for module in report.modules)
     before = sum(module.parameters_before for module in report.modules)

@@ -26,9 +26,15 @@ from collab_compress.errors import (
     UnsupportedModelError,
 )
 from collab_compress.factorization import Factors
+from collab_compress.heads.alphas import alphas_of, merge_alphas_, mix_heads_
+from collab_compress.heads.gradient_importance import head_importance
+from collab_compress.heads.mask import HeadMask
+from collab_compress.heads.mixed_projection import AlphasEdit
+from collab_compress.heads.pruning import prune_heads_
+from collab_compress.heads.removal import PrunedEdit
 
 # What makes stock `from_pretrained` rebuild converted models.
-EDITS.update({edit.kind: edit for edit in (CollaborativeEdit,)})
+EDITS.update({edit.kind: edit for edit in (CollaborativeEdit, AlphasEdit, PrunedEdit)})
 AFTER_LOADING.append(keep_standalone_)
 register_attention()
 register_checkpoint()
@@ -45,12 +51,18 @@ __all__ = [
     "Expansion",
     "Factors",
     "FromScratch",
+    "HeadMask",
     "ModuleReport",
     "Report",
     "UnsupportedModelError",
+    "alphas_of",
     "compress",
     "expand",
     "from_config",
+    "head_importance",
     "make_standalone_",
+    "merge_alphas_",
+    "mix_heads_",
+    "prune_heads_",
     "read_factors",
 ]

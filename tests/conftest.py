@@ -63,14 +63,29 @@ def tiny(family: str, model_class: type[PreTrainedModel] | None = None, seed: in
     return model.eval()
 
 
-def padded_batch(seed: int = 0, batch: int = 3, length: int = 9) -> dict[str, torch.Tensor]:
-    """Random tokens whose rows have different lengths."""
+def padded_batch(
+    seed: int = 0, batch: int = 3, length: int = 9, family: str = "bert"
+) -> dict[str, torch.Tensor]:
+    """Random tokens whose rows have different lengths; with target tokens where the family takes them."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, VOCABULARY, (batch, length), generator=generator)
     mask = torch.ones_like(ids)
     for row in range(1, batch):
         mask[row, length - 2 * row :] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    if family != "marian":
+        return {"input_ids": ids, "attention_mask": mask}
+    target = padded_batch(seed + 100, batch, length - 2)
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "decoder_input_ids": target["input_ids"],
+        "decoder_attention_mask": target["attention_mask"],
+    }
+
+
+def family_of(request: pytest.FixtureRequest) -> str:
+    """The family a test runs for, if it runs for each."""
+    return request.getfixturevalue("family") if "family" in request.fixturenames else "bert"
 
 
 @pytest.fixture(params=sorted(CONFIGS))
@@ -84,13 +99,18 @@ def make_tiny() -> Callable[..., PreTrainedModel]:
 
 
 @pytest.fixture
-def batch() -> dict[str, torch.Tensor]:
-    return padded_batch()
+def make_batch() -> Callable[..., dict[str, torch.Tensor]]:
+    return lambda family, **shape: padded_batch(family=family, **shape)
 
 
 @pytest.fixture
-def calibration() -> list[dict[str, torch.Tensor]]:
-    return [padded_batch(seed, batch=4, length=12) for seed in range(1, 9)]
+def batch(request: pytest.FixtureRequest) -> dict[str, torch.Tensor]:
+    return padded_batch(family=family_of(request))
+
+
+@pytest.fixture
+def calibration(request: pytest.FixtureRequest) -> list[dict[str, torch.Tensor]]:
+    return [padded_batch(seed, batch=4, length=12, family=family_of(request)) for seed in range(1, 9)]
 
 
 @pytest.fixture(scope="session")

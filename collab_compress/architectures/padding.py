@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from collab_compress.architectures.sites import Kind
-from collab_compress.errors import CollabCompressError
+from collab_compress.errors import HeadError
 
 
 class RealTokens(NamedTuple):
@@ -42,14 +42,14 @@ def real_tokens(
         kwargs: named arguments of the call.
 
     Raises:
-        CollabCompressError: a mask is not (B, T), so padding cannot be told from it.
+        HeadError: a mask is not (B, T), so padding cannot be told from it.
     """
     given = {**dict(zip(names, args, strict=False)), **kwargs}
 
     def mask(name: str) -> Tensor | None:
         found: Tensor | None = given.get(name)
         if found is not None and found.dim() != 2:
-            raise CollabCompressError(
+            raise HeadError(
                 f"{name} has shape {tuple(found.shape)}; padding can be told only from a mask (batch, tokens)"
             )
         return None if found is None else found != 0

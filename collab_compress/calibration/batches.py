@@ -61,6 +61,11 @@ def calibration_batches(
             "calibration from random tokens or texts needs the model's tokenizer, and there is none: pass "
             "tokenizer=…, ready batches, or calibration 'none' to weigh all directions of the input alike"
         )
+    elif model.config.is_encoder_decoder and calibration != "synthetic":
+        raise CalibrationError(
+            f"{type(model).__name__} reads a source and a target, and texts are only one of them; pass batches with "
+            "input_ids and decoder_input_ids, or calibration 'synthetic'"
+        )
     elif calibration == "synthetic":
         batches = synthetic_batches(model, tokenizer, sequences, _fitting(length, model, tokenizer), seed)
     else:
@@ -98,7 +103,13 @@ def synthetic_batches(
     generator = torch.Generator().manual_seed(seed)
     middle = ordinary[torch.randint(len(ordinary), (sequences, drawn), generator=generator)]
     ids = torch.cat([torch.tensor([first] * sequences).long(), middle, torch.tensor([last] * sequences).long()], 1)
-    return [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids.split(BATCH_SIZE)]
+    batches = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids.split(BATCH_SIZE)]
+    if model.config.is_encoder_decoder:
+        targets = ordinary[torch.randint(len(ordinary), (sequences, length), generator=generator)]
+        targets[:, 0] = model.config.decoder_start_token_id
+        for batch, part in zip(batches, targets.split(BATCH_SIZE), strict=True):
+            batch["decoder_input_ids"], batch["decoder_attention_mask"] = part, torch.ones_like(part)
+    return batches
 
 
 def text_batches(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], length: int, seed: int) -> list[Batch]:

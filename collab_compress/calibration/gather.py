@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import DenseSite
+from collab_compress.architectures import DenseSite, Kind, RealTokens, real_tokens
 from collab_compress.calibration.batches import Batch
 from collab_compress.errors import CalibrationError
 from collab_compress.factorization import Moments
@@ -29,7 +29,7 @@ def gather_moments(
     Args:
         model: the dense model; left in the mode it was in.
         sites: attention modules of `model`.
-        batches: keyword arguments for the model; `attention_mask` (B, T) says what is padding.
+        batches: keyword arguments for the model; its masks say what is padding.
         on_batch: called after each batch.
 
     Returns:
@@ -41,7 +41,7 @@ def gather_moments(
     queries: dict[str, Moments | None] = {site.name: None for site in sites}
     keys: dict[str, Moments | None] = dict(queries)
     latest: dict[str, Tensor] = {}
-    mask: Tensor | None = None
+    real: dict[Kind, RealTokens] = {}
     handles: list[RemovableHandle] = []
 
     def watch(site: DenseSite) -> None:
@@ -49,11 +49,11 @@ def gather_moments(
 
         def on_query(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             latest[name] = args[0]
-            queries[name] = _pooled(name, queries[name], _real_tokens(args[0], mask))
+            queries[name] = _pooled(name, queries[name], _real_tokens(args[0], real[site.kind].query))
 
         def on_key(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             if args[0] is not latest.pop(name, None):
-                keys[name] = _pooled(name, keys[name], _real_tokens(args[0], mask))
+                keys[name] = _pooled(name, keys[name], _real_tokens(args[0], real[site.kind].key))
 
         handles.append(site.query.register_forward_pre_hook(on_query))
         handles.append(site.key.register_forward_pre_hook(on_key))
@@ -63,8 +63,7 @@ def gather_moments(
             for site in sites:
                 watch(site)
             for batch in batches:
-                mask = batch.get("attention_mask")
-                mask = None if mask is None else mask.to(model.device)
+                real = real_tokens(model, (), (), batch)
                 run_batch(model, batch)
                 if on_batch is not None:
                     on_batch()
@@ -125,4 +124,4 @@ def _real_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
     """Pick the tokens that are not padding from x (B, T, D), as (N, D)."""
     if mask is None or mask.shape != x.shape[:-1]:
         return x.reshape(-1, x.shape[-1])
-    return x[mask.bool()]
+    return x[mask.to(x.device)]

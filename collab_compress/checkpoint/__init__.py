@@ -1,6 +1,7 @@
 """Save edited models so that stock `from_pretrained` rebuilds them."""
 
 from collab_compress.checkpoint.edits import EDITS, EditConfig, ModelEdit, edits_of
+from collab_compress.checkpoint.paths import path_in_base
 from collab_compress.checkpoint.quantizer import AFTER_LOADING, forget_edits_, record_edit_, register_checkpoint
 from collab_compress.checkpoint.standalone import forget_standalone_, keep_standalone_, make_standalone_
 
@@ -14,6 +15,7 @@ __all__ = [
     "forget_standalone_",
     "keep_standalone_",
     "make_standalone_",
+    "path_in_base",
     "record_edit_",
     "register_checkpoint",
 ]

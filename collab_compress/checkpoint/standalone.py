@@ -26,6 +26,8 @@ RUNTIME = (
     "collab_compress.attention.projections",
     "collab_compress.attention.collaborative",
     "collab_compress.attention.edit",
+    "collab_compress.heads.mixed_projection",
+    "collab_compress.heads.removal",
     "collab_compress.checkpoint.edits",
     "collab_compress.checkpoint.quantizer",
 )
@@ -38,7 +40,7 @@ _HEAD = '''"""Modelling code of a checkpoint made with collab-compress, for load
 '''
 
 _TAIL = '''
-EDITS.update({edit.kind: edit for edit in (CollaborativeEdit,)})
+EDITS.update({edit.kind: edit for edit in (CollaborativeEdit, AlphasEdit, PrunedEdit)})
 if METHOD not in AUTO_QUANTIZER_MAPPING:  # else the package is there, and does all this
     register_attention()
     register_checkpoint()

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import FAMILIES, DenseSite, find_dense_attention
@@ -19,7 +18,7 @@ from collab_compress.attention import (
 )
 from collab_compress.attention.edit import CollaborativeEdit
 from collab_compress.calibration import Calibration, calibration_batches, gather_moments
-from collab_compress.checkpoint import edits_of, record_edit_
+from collab_compress.checkpoint import edits_of, path_in_base, record_edit_
 from collab_compress.conversion.costs import (
     break_even_length,
     collaborative_macs,
@@ -30,7 +29,7 @@ from collab_compress.conversion.costs import (
 from collab_compress.conversion.drift import compare, outputs, split_held_back
 from collab_compress.conversion.options import Compression
 from collab_compress.conversion.report import ModuleReport, Report
-from collab_compress.errors import CompressionError, UnsupportedModelError
+from collab_compress.errors import CompressionError
 from collab_compress.factorization import Factorization, Moments, factorize
 
 Progress = Callable[[str, int, int], None]
@@ -191,21 +190,4 @@ def _report(site: DenseSite, spec: CollaborativeSpec, result: Factorization, sec
         sweeps=result.sweeps,
         converged=result.converged,
         seconds=seconds,
-    )
-
-
-def path_in_base(model: PreTrainedModel, module: nn.Module) -> str:
-    """Path of `module` inside the base model, which is the same with and without a head.
-
-    Raises:
-        UnsupportedModelError: it lies outside.
-    """
-    for name, candidate in model.base_model.named_modules():
-        if candidate is module:
-            return str(name)
-    outside = next(name for name, candidate in model.named_modules() if candidate is module)
-    prefix = model.base_model_prefix
-    raise UnsupportedModelError(
-        f"{outside} lies outside the base model {prefix!r}, where a checkpoint could not find it again; "
-        f"convert only what lies inside (modules='{prefix}.*')"
     )

@@ -59,7 +59,7 @@ def compare(
         return None
     difference = norm = 0.0
     for (_, old), (_, new), batch in zip(before, after, batches, strict=True):
-        mask = batch.get("attention_mask", torch.ones(0)).cpu()
+        mask = batch.get("decoder_attention_mask", batch.get("attention_mask", torch.ones(0))).cpu()
         real = mask.bool() if mask.shape == old.shape[:2] and old.dim() == 3 else slice(None)
         difference += float((new[real] - old[real]).double().square().sum())
         norm += float(old[real].double().square().sum())

@@ -13,8 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from collab_compress.architectures import FAMILIES, find_dense_attention
 from collab_compress.attention import CollaborativeSpec, build_parts, install_
 from collab_compress.attention.edit import CollaborativeEdit
-from collab_compress.checkpoint import record_edit_
-from collab_compress.conversion.compress import path_in_base
+from collab_compress.checkpoint import path_in_base, record_edit_
 from collab_compress.errors import CompressionError
 
 MixingStart = Literal["concatenation", "ones", "uniform"]

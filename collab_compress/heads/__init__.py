@@ -1,5 +1,35 @@
 """Acting on attention heads: reading them, dropping, mixing, moving, masking and removing them."""
 
+from collab_compress.heads.alphas import alphas_of, merge_alphas_, mix_heads_
+from collab_compress.heads.choice import least_important
+from collab_compress.heads.drophead import DropHead
+from collab_compress.heads.gradient_importance import head_importance
+from collab_compress.heads.importance import average_distance, confidence
+from collab_compress.heads.mask import HeadMask, masks_without
+from collab_compress.heads.pruning import prune_heads_
+from collab_compress.heads.rotation import Rotation
+from collab_compress.heads.rotator import RotationEvent, Rotator
+from collab_compress.heads.swap import swap_heads_
 from collab_compress.heads.tap import PARTS, Part, Reading, Tap
 
-__all__ = ["PARTS", "Part", "Reading", "Tap"]
+__all__ = [
+    "PARTS",
+    "DropHead",
+    "HeadMask",
+    "Part",
+    "Reading",
+    "Rotation",
+    "RotationEvent",
+    "Rotator",
+    "Tap",
+    "alphas_of",
+    "average_distance",
+    "confidence",
+    "head_importance",
+    "least_important",
+    "masks_without",
+    "merge_alphas_",
+    "mix_heads_",
+    "prune_heads_",
+    "swap_heads_",
+]

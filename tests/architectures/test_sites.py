@@ -6,7 +6,7 @@ from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel, Qwen3Co
 from collab_compress.architectures import FAMILIES, find_dense_attention, split_heads
 from collab_compress.errors import UnsupportedModelError
 
-LAYERS = {"bert": 2, "albert": 1, "distilbert": 2}  # ALBERT shares one module between its layers
+LAYERS = {"bert": 2, "albert": 1, "distilbert": 2, "marian": 6}  # ALBERT shares one module between its layers
 
 
 def test_finds_every_module_once(family, make_tiny):

@@ -16,7 +16,8 @@ FULL = 24
 
 def hidden(model, batch):
     with torch.no_grad():
-        return model(**batch).last_hidden_state[batch["attention_mask"].bool()]
+        real = batch.get("decoder_attention_mask", batch["attention_mask"]).bool()
+        return model(**batch).last_hidden_state[real]
 
 
 def oracle_scores(x, y, factors, head, scaling):
@@ -49,8 +50,8 @@ def test_low_rank_follows_the_formula_at_the_models_own_scale(family, rank, impl
     module = model.get_submodule(name)
     x = torch.randn(2, 6, 24, dtype=torch.float64)
     output = module(x)[0]
-    value = getattr(module, "value", None) or module.v_lin
-    projection = {"albert": getattr(module, "dense", None), "distilbert": getattr(module, "out_lin", None)}
+    value = next(getattr(module, name) for name in ("value", "v_lin", "v_proj") if hasattr(module, name))
+    projection = {"distilbert": "out_lin", "marian": "out_proj"}
     for sample in range(2):
         heads = []
         for head in range(3):
@@ -58,10 +59,10 @@ def test_low_rank_follows_the_formula_at_the_models_own_scale(family, rank, impl
             values = value(x[sample]).view(6, 3, 8)[:, head]
             heads.append(scores.softmax(-1) @ values)
         expected = torch.cat(heads, -1)
-        if family == "distilbert":
-            expected = projection["distilbert"](expected)
+        if family in projection:
+            expected = getattr(module, projection[family])(expected)
         if family == "albert":
-            expected = module.LayerNorm(x[sample] + projection["albert"](expected))
+            expected = module.LayerNorm(x[sample] + module.dense(expected))
         torch.testing.assert_close(output[sample], expected)
 
 
@@ -81,9 +82,10 @@ def test_output_attentions(family, make_tiny, batch):
     for model in (dense, converted):
         model.set_attn_implementation("eager")
     with torch.no_grad():
-        expected = dense(**batch, output_attentions=True).attentions
-        found = converted(**batch, output_attentions=True).attentions
-    real = batch["attention_mask"].bool()[:, None, :, None]
+        name = "decoder_attentions" if family == "marian" else "attentions"
+        expected = dense(**batch, output_attentions=True)[name]
+        found = converted(**batch, output_attentions=True)[name]
+    real = batch.get("decoder_attention_mask", batch["attention_mask"]).bool()[:, None, :, None]
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one * real, other * real, atol=1e-5, rtol=1e-4)

@@ -6,12 +6,14 @@ from collab_compress.calibration import gather_moments
 from collab_compress.errors import CalibrationError
 
 
-def recorded_inputs(model, site, batches):
-    """Every real token the query projection sees, kept."""
+def recorded_inputs(model, site, side, batches):
+    """Every real token the query or key projection sees, kept."""
+    target = site.kind == "decoder" or (site.kind == "cross" and side == "query")
+    name = "decoder_attention_mask" if target else "attention_mask"
     seen = []
     for batch in batches:
-        handle = site.query.register_forward_pre_hook(
-            lambda _, args, mask=batch["attention_mask"]: seen.append(args[0][mask.bool()])
+        handle = getattr(site, side).register_forward_pre_hook(
+            lambda _, args, mask=batch[name]: seen.append(args[0][mask.bool()])
         )
         with torch.no_grad():
             model(**batch)
@@ -24,12 +26,11 @@ def test_moments_are_those_of_all_real_tokens(family, make_tiny, calibration):
     sites = find_dense_attention(model, FAMILIES)
     moments = gather_moments(model, sites, calibration)
     for site in sites:
-        tokens = recorded_inputs(model, site, calibration)
-        query, key = moments[site.name]
-        assert query.count == len(tokens)
-        torch.testing.assert_close(query.mean, tokens.mean(0))
-        torch.testing.assert_close(query.second, tokens.T @ tokens / len(tokens))
-        torch.testing.assert_close(key.second, query.second)
+        for found, side in zip(moments[site.name], ("query", "key"), strict=True):
+            tokens = recorded_inputs(model, site, side, calibration)
+            assert found.count == len(tokens)
+            torch.testing.assert_close(found.mean, tokens.mean(0))
+            torch.testing.assert_close(found.second, tokens.T @ tokens / len(tokens))
 
 
 def test_albert_pools_its_layers(make_tiny, calibration):

@@ -12,6 +12,7 @@ from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
@@ -25,6 +26,7 @@ AUTO = {
     "classifier": AutoModelForSequenceClassification,
     "tagger": AutoModelForTokenClassification,
     "qa": AutoModelForQuestionAnswering,
+    "seq2seq": AutoModelForSeq2SeqLM,
 }
 
 
@@ -45,7 +47,10 @@ def load_cleanly(auto_class, path, **options):
 @pytest.mark.parametrize("rank", [5, 24])  # 24 = D = H·d: the shapes of dense and shared projections agree
 def test_every_auto_class(family, head, rank, make_tiny, batch, tmp_path, capfd):
     torch.manual_seed(0)
-    model = AUTO[head].from_config(make_tiny(family).config).eval()
+    config = make_tiny(family).config
+    if type(config) not in AUTO[head]._model_mapping:
+        pytest.skip(f"Transformers has no {family} {head}")
+    model = AUTO[head].from_config(config).eval()
     compress(model, Compression(rank=rank), calibration=None)
     model.save_pretrained(tmp_path)
     loaded = load_cleanly(AUTO[head], tmp_path)

@@ -44,6 +44,8 @@ def saved(model, directory, batch):
 @pytest.mark.parametrize("head", ["base", "classifier"])
 def test_loads_and_saves_without_the_package(family, head, make_tiny, batch, tmp_path):
     model = make_tiny(family)
+    if head == "classifier" and family == "marian":
+        pytest.skip("Transformers has no Marian classifier")
     if head == "classifier":
         model = AutoModelForSequenceClassification.from_config(model.config).eval()
     expected = saved(model, tmp_path / "one", batch)

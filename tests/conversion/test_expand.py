@@ -18,7 +18,8 @@ from collab_compress import (
 
 def hidden(model, batch):
     with torch.no_grad():
-        return model(**batch).last_hidden_state[batch["attention_mask"].bool()]
+        real = batch.get("decoder_attention_mask", batch["attention_mask"]).bool()
+        return model(**batch).last_hidden_state[real]
 
 
 def test_full_rank_comes_back_exactly(family, make_tiny, batch, tmp_path):

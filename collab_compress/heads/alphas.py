@@ -1,0 +1,115 @@
+"""Let the heads of a model mix their outputs, and fold the mixture into its weights again."""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
+from collab_compress.checkpoint import edits_of, forget_edits_, forget_standalone_, path_in_base, record_edit_
+from collab_compress.errors import HeadError
+from collab_compress.heads.mixed_projection import AlphasEdit, MixedProjection, install_alphas_
+
+
+def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
+    """Let the heads of every attention module mix their outputs, in place and all or nothing.
+
+    Just before the output projection head i becomes Z'_i = Σ_j α_ij Z_j. α (H, H) starts as the identity, so the
+    model computes the same until α is trained. Implements Multi-Head Mixing of "Multi-Head Rotation – a Multi-Head
+    Attention Utilisation Using Parameters Rotation and Linear Mixing".
+
+    Args:
+        model: stock or collaborative. A module that serves several layers (ALBERT) has one α for all of them.
+        kinds: which kinds of attention.
+
+    Raises:
+        UnsupportedModelError: the model's family is not known, or a module lies outside the base model.
+        HeadError: heads are mixed already, the model is quantized or offloaded, or an output projection is no plain
+            `nn.Linear`.
+    """
+    if any(isinstance(module, MixedProjection) for module in model.modules()):
+        raise HeadError(
+            f"{type(model).__name__} mixes its heads already; merge_alphas_(model) first, or train the alphas it has"
+        )
+    if getattr(model.config, "quantization_config", None) is not None and not edits_of(model):
+        raise HeadError(f"{type(model).__name__} is quantized; mix the heads of the unquantized checkpoint instead")
+    sites = find_attention(model, FAMILIES, kinds=kinds)
+    planned = {path_in_base(model, _plain_output(site)): site.heads for site in sites}
+    for path, heads in planned.items():
+        install_alphas_(model.base_model, path, heads)
+    record_edit_(model, AlphasEdit(planned))
+
+
+def alphas_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Give the mixing coefficients of every attention module whose heads are mixed.
+
+    Args:
+        model: of a known family.
+
+    Returns:
+        Module path → α (H, H), the parameter itself: α[i, j] is the share of head j in what leaves as head i. Empty
+        where no heads are mixed.
+
+    Raises:
+        UnsupportedModelError: the model's family is not known.
+    """
+    return {site.name: mixed.alphas for site, mixed in _mixed(model)}
+
+
+def merge_alphas_(model: PreTrainedModel) -> None:
+    """Fold the mixing of heads into the output projections, in place and all or nothing.
+
+    Wo'_j = Σ_i α_ij Wo_i is exact, computed in float64 and rounded to the model's own dtype; biases stay. Without
+    other edits the model is a stock one afterwards and saves as such.
+
+    Args:
+        model: one whose heads are mixed.
+
+    Raises:
+        HeadError: no heads are mixed, or something wraps an output projection.
+    """
+    mixed = _mixed(model)
+    if not mixed:
+        raise HeadError(f"{type(model).__name__} has no alphas to merge; mix_heads_(model) adds them")
+    weights = [_folded(_plain(f"{site.path(site.family.output)}.proj", m.proj), m.alphas) for site, m in mixed]
+    for (site, module), weight in zip(mixed, weights, strict=True):
+        with torch.no_grad():
+            module.proj.weight.copy_(weight)
+        model.set_submodule(site.path(site.family.output), module.proj)
+    forget_edits_(model, AlphasEdit.kind)
+    if not edits_of(model):
+        forget_standalone_(model)
+
+
+def _mixed(model: PreTrainedModel) -> list[tuple[AttentionSite, MixedProjection]]:
+    """List the attention modules whose heads are mixed, with what mixes them."""
+    edits_of(model)  # refuses a model whose modules are not this package's
+    found = ((site, site.part(site.family.output)) for site in find_attention(model, FAMILIES))
+    return [(site, part) for site, part in found if isinstance(part, MixedProjection)]
+
+
+def _folded(projection: nn.Linear, alphas: Tensor) -> Tensor:
+    """Weight of an output projection that mixes heads by itself, (D, H·d), in float64."""
+    heads = projection.weight.detach().double().unflatten(1, (len(alphas), -1))  # (D, H, d)
+    return torch.einsum("ij,xic->xjc", alphas.detach().double(), heads).flatten(1)
+
+
+def _plain_output(site: AttentionSite) -> nn.Linear:
+    return _plain(site.path(site.family.output), site.part(site.family.output))
+
+
+def _plain(path: str, projection: nn.Module) -> nn.Linear:
+    """Check that an output projection can be mixed with, or folded into.
+
+    Raises:
+        HeadError: it cannot.
+    """
+    if type(projection) is not nn.Linear or not projection.weight.is_floating_point():
+        raise HeadError(
+            f"{path}: got {type(projection).__name__}, expected a plain Linear of floats; merge adapters and undo "
+            "quantization first"
+        )
+    if projection.weight.is_meta:
+        raise HeadError(f"{path} is offloaded; load the model into memory")
+    return projection

@@ -1,0 +1,72 @@
+"""DropHead: structured dropout of whole attention heads ("Scheduled DropHead", Zhou et al., 2020, §2)."""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
+from collab_compress.attention.view import HeadCall, add_act_, remove_act_
+from collab_compress.errors import HeadError
+
+
+class DropHead:
+    """Drop each head of each sample with probability p while the model trains, and scale the others up.
+
+    With ξ_h ∈ {0, 1} kept heads, head outputs become Z_h · ξ_h · H/Σξ. Where all heads of a sample would drop, one
+    chosen at random stays, so the expectation of every head's output is what it was. Evaluation is not touched.
+    Draws from torch's global generator of the model's device. The heads are those that attention computes: with
+    alphas mixing, what is dropped is what would be mixed.
+
+    Args:
+        model: stock or edited.
+        p: probability of dropping a head, in [0, 1); may be set anew between steps.
+        kinds: which kinds of attention.
+
+    Raises:
+        HeadError: p is no such probability.
+        UnsupportedModelError: the model's family is not known.
+    """
+
+    wants_rows = False
+
+    def __init__(self, model: PreTrainedModel, p: float = 0.0, kinds: Collection[Kind] = KINDS) -> None:
+        self._p = torch.zeros(())  # a tensor, so that a schedule does not make `torch.compile` start anew
+        self.p = p
+        self._modules = [site.module for site in find_attention(model, FAMILIES, kinds=kinds)]
+        for module in self._modules:
+            add_act_(module, self)
+
+    @property
+    def p(self) -> float:
+        """Probability of dropping a head."""
+        return float(self._p)
+
+    @p.setter
+    def p(self, p: float) -> None:
+        if not 0 <= p < 1:
+            raise HeadError(f"DropHead's p is {p}; expected a probability of dropping, from 0 to below 1")
+        self._p.fill_(p)
+
+    def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
+        """Drop heads of outputs (B, T, H, dv)."""
+        if not call.module.training:
+            return outputs
+        drawn = torch.rand(outputs.shape[0], outputs.shape[2], device=outputs.device)
+        return outputs * head_scales(drawn, self._p).to(outputs.dtype)[:, None, :, None]
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for module in self._modules:
+            remove_act_(module, self)
+        self._modules = []
+
+
+def head_scales(drawn: Tensor, p: Tensor) -> Tensor:
+    """Turn uniform draws (B, H) into what heads are multiplied by: 0 or H/kept.
+
+    The largest draw always stays. Where any head stays, that one does; where none would, it is a random one.
+    """
+    kept = (drawn >= p.to(drawn.device)) | (drawn == drawn.amax(1, keepdim=True))
+    return kept * (drawn.shape[1] / kept.sum(1, keepdim=True))

@@ -1,0 +1,163 @@
+"""How important attention heads are: their confidence, and how far each lies from the others of its layer."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from collab_compress.architectures import KINDS, Kind
+from collab_compress.calibration import run_batch, running
+from collab_compress.errors import HeadError
+from collab_compress.heads.tap import Part, Reading, Tap
+
+
+def confidence(
+    model: PreTrainedModel,
+    batches: Iterable[Mapping[str, Tensor]],
+    *,
+    exclude: Collection[int] | None = None,
+    kinds: Collection[Kind] = KINDS,
+) -> dict[str, Tensor]:
+    """Measure how much of its attention each head gives to a single token (Multi-Head Rotation, equation 5).
+
+    The mean over query positions of the row's largest attention weight. Padding does not count, nor do the tokens in
+    `exclude`. A module that serves several layers (ALBERT) pools them.
+
+    Args:
+        model: stock or edited; left in the mode it was in.
+        batches: keyword arguments for the model; held-out data, in the paper.
+        exclude: ids of tokens whose positions do not count, as queries; the end-of-sequence tokens of the model's
+            config if not given. Add what the tokenizer ends sequences with where the config does not say, as
+            `tokenizer.sep_token_id`.
+        kinds: which kinds of attention.
+
+    Returns:
+        Path of each module → (H,) in float64, between 0 and 1.
+
+    Raises:
+        HeadError: there are no batches, a module saw no token that counts, or its attention is not finite.
+        CalibrationError: the model does not take such batches.
+        UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
+    """
+    return _streamed(model, batches, "rows", _largest, exclude, kinds)
+
+
+def average_distance(
+    model: PreTrainedModel,
+    batches: Iterable[Mapping[str, Tensor]],
+    *,
+    of: Literal["outputs", "rows"] = "outputs",
+    exclude: Collection[int] | None = None,
+    kinds: Collection[Kind] = KINDS,
+) -> dict[str, Tensor]:
+    """Measure how far each head lies from the others of its layer, AVG_L2 (Multi-Head Rotation, equation 6).
+
+    The mean over query positions of Σ_{j≠i} ‖H_j − H_i‖₂ / (H − 1). What counts is as in `confidence`.
+
+    Args:
+        model: stock or edited; left in the mode it was in.
+        batches: keyword arguments for the model; held-out data, in the paper.
+        of: what H_i is: the head's output (dv numbers a position), or its attention row (S numbers).
+        exclude: as for `confidence`.
+        kinds: which kinds of attention.
+
+    Returns:
+        Path of each module → (H,) in float64, not negative.
+
+    Raises:
+        HeadError: as `confidence`; or a module has a single head, or `of` is neither.
+        CalibrationError: the model does not take such batches.
+        UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
+    """
+    if of not in ("outputs", "rows"):
+        raise HeadError(f"cannot measure distances between heads' {of!r}; expected 'outputs' or 'rows'")
+    return _streamed(model, batches, of, _distances, exclude, kinds)
+
+
+def _largest(reading: Reading) -> Tensor:
+    """Largest weight of each attention row, (B, T, H)."""
+    assert reading.rows is not None
+    return reading.rows.amax(-1).transpose(1, 2)
+
+
+def _distances(reading: Reading) -> Tensor:
+    """Mean distance of each head from the others at each position, (B, T, H)."""
+    heads = reading.site.heads
+    if heads < 2:
+        raise HeadError(f"{reading.site.name} has a single head, which has no distance to others; leave its kind out")
+    vectors = reading.outputs if reading.rows is None else reading.rows.transpose(1, 2)  # (B, T, H, dv or S)
+    assert vectors is not None
+    # by differences: through products, heads that nearly agree would lie apart by rounding alone
+    each = torch.cdist(vectors.float(), vectors.float(), compute_mode="donot_use_mm_for_euclid_dist")
+    return each.sum(-1) / (heads - 1)
+
+
+def _streamed(
+    model: PreTrainedModel,
+    batches: Iterable[Mapping[str, Tensor]],
+    part: Part,
+    measure: Callable[[Reading], Tensor],
+    exclude: Collection[int] | None,
+    kinds: Collection[Kind],
+) -> dict[str, Tensor]:
+    """Average `measure` (B, T, H) over all positions that count, keeping only sums."""
+    excluded = _end_tokens(model) if exclude is None else sorted(exclude)
+    given = False
+    with Tap(model, [part], kinds) as tap, running(model):
+        sums = {site.name: torch.zeros(site.heads, dtype=torch.float64) for site in tap.sites}
+        counts = dict.fromkeys(sums, 0)
+        for batch in batches:
+            given = True
+            run_batch(model, dict(batch))
+            ids = _token_ids(model, batch) if excluded else {}
+            for reading in tap.take():
+                values = measure(reading)  # (B, T, H)
+                values = values[_counting(reading, values, ids.get(reading.site.kind), excluded)]  # (N, H)
+                sums[reading.site.name] += values.double().sum(0).cpu()
+                counts[reading.site.name] += len(values)
+    if not given:
+        raise HeadError("no batches to measure the importance of heads on; pass some, of held-out data")
+    return {name: _mean(name, total, counts[name]) for name, total in sums.items()}
+
+
+def _mean(name: str, total: Tensor, count: int) -> Tensor:
+    if count == 0:
+        raise HeadError(
+            f"{name} saw no token that counts; are all positions padding or excluded, or does nothing call it? "
+            "pass batches with real tokens, or leave its kind out"
+        )
+    if not total.isfinite().all():
+        raise HeadError(f"{name}: the importance of its heads is not finite; look for NaN or infinity in its weights")
+    return total / count
+
+
+def _end_tokens(model: PreTrainedModel) -> list[int]:
+    end = getattr(model.config, "eos_token_id", None)
+    return [] if end is None else [end] if isinstance(end, int) else list(end)
+
+
+def _token_ids(model: Any, batch: Mapping[str, Tensor]) -> dict[Kind, Tensor | None]:
+    """Ids of the tokens that are queries of each kind of attention, (B, T), where the batch has them."""
+    own = batch.get("input_ids")
+    if not model.config.is_encoder_decoder:
+        return dict.fromkeys(KINDS, own)
+    target = batch.get("decoder_input_ids")
+    if target is None and "labels" in batch and hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        target = model.prepare_decoder_input_ids_from_labels(batch["labels"])
+    return {"encoder": own, "decoder": target, "cross": target}
+
+
+def _counting(reading: Reading, values: Tensor, ids: Tensor | None, excluded: list[int]) -> Tensor:
+    """Which of the positions of `values` (B, T, H) count, (B, T)."""
+    shape, device, real = values.shape[:2], values.device, reading.real.query
+    keep = torch.ones(shape, dtype=torch.bool, device=device) if real is None else real.to(device)
+    if ids is not None:
+        if ids.shape != shape:
+            raise HeadError(
+                f"{reading.site.name} has queries at {tuple(shape)} positions for token ids of shape "
+                f"{tuple(ids.shape)}, so what to exclude cannot be told; pass exclude=()"
+            )
+        keep = keep & ~torch.isin(ids.to(device), torch.tensor(excluded, device=device))
+    return keep

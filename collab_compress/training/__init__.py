@@ -1,0 +1,18 @@
+"""Training with everything that acts on heads: in a `Trainer` or in any loop."""
+
+from collab_compress.training.options import AlphasOptions, DropHeadOptions, HeadTraining, Penalty
+from collab_compress.training.penalties import LOSSES
+from collab_compress.training.schedules import SCHEDULES
+from collab_compress.training.session import HeadSession
+from collab_compress.training.trainer import join_trainer_
+
+__all__ = [
+    "LOSSES",
+    "SCHEDULES",
+    "AlphasOptions",
+    "DropHeadOptions",
+    "HeadSession",
+    "HeadTraining",
+    "Penalty",
+    "join_trainer_",
+]

@@ -1,0 +1,62 @@
+"""Train alphas: frozen at first, then pushed to spread ("Multi-Head Mixing", stepwise nuclear growth)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from collab_compress.losses import nuclear_growth, nuclear_norm
+from collab_compress.training.options import AlphasOptions
+
+
+class AlphasTraining:
+    """Keep alphas as they are for the first part of training, and give the nuclear growth loss after it.
+
+    Frozen alphas stay in the optimizer and in the graph, so that distributed training sees the same parameters
+    throughout; their gradient is zeroed as it arrives and taken away before the optimizer steps.
+
+    Args:
+        alphas: the matrices, (H, H) each.
+        options: when and how.
+        optimizer: the one that steps them.
+    """
+
+    def __init__(self, alphas: list[nn.Parameter], options: AlphasOptions, optimizer: Any) -> None:
+        self.alphas, self.options, self.frozen = alphas, options, options.frozen > 0
+        self.norms: list[float] | None = None  # at the start of the step, once alphas train
+        self.previous: list[float] | None = None  # a step before
+        self._handles: list[RemovableHandle] = [matrix.register_hook(self._zeroed) for matrix in alphas]
+        if optimizer is not None:
+            inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+            self._handles.append(inner.register_step_pre_hook(self._forget))
+
+    def step(self, progress: float) -> None:
+        """Begin an optimizer step."""
+        self.frozen = progress < self.options.frozen
+        if not self.frozen and self.options.growth_weight > 0:
+            with torch.no_grad():
+                norms = [float(nuclear_norm(matrix)) for matrix in self.alphas]
+            self.previous, self.norms = self.norms or norms, norms
+
+    def growth(self) -> Tensor | None:
+        """Give the nuclear growth loss, summed over all matrices, not weighted; None while alphas are frozen."""
+        if self.frozen or self.options.growth_weight == 0 or self.previous is None:
+            return None
+        form, growth = self.options.growth_form, self.options.growth
+        pairs = zip(self.alphas, self.previous, strict=True)
+        return torch.stack([nuclear_growth(matrix, norm, growth, form) for matrix, norm in pairs]).sum()
+
+    def remove(self) -> None:
+        """Leave the parameters as they were."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _zeroed(self, gradient: Tensor) -> Tensor:
+        return torch.zeros_like(gradient) if self.frozen else gradient
+
+    def _forget(self, *_: object) -> None:
+        if self.frozen:
+            for matrix in self.alphas:
+                matrix.grad = None

@@ -1,0 +1,108 @@
+"""What acts on heads while a model trains: the same dataclasses in Python, in a recipe and on a command line."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from collab_compress.architectures import KINDS, Kind
+from collab_compress.errors import HeadError
+from collab_compress.heads import Rotation
+from collab_compress.training.penalties import LOSSES
+from collab_compress.training.schedules import SCHEDULES
+
+
+@dataclass(frozen=True)
+class DropHeadOptions:
+    """Drop heads while training."""
+
+    p: float = 0.2
+    """Probability of dropping a head, from 0 to below 1; where the schedule ends, if it grows."""
+
+    schedule: str = "constant"
+    """How p changes: constant, curriculum, anti-curriculum or scheduled."""
+
+    start: float | None = None
+    """Where a falling schedule starts; p if not given."""
+
+    kinds: tuple[Kind, ...] = KINDS
+    """Which attention: encoder, decoder, cross."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("p", self.p), ("start", self.start)):
+            if value is not None and not 0 <= value < 1:
+                raise HeadError(f"DropHead's {name} is {value}; expected a probability, from 0 to below 1")
+        _known("schedule", self.schedule, SCHEDULES)
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """Add a loss over heads to the training loss."""
+
+    loss: str
+    """Which: hsic, orthogonality, disagreement, bhattacharyya, or a variant (`collab_compress.training.LOSSES`)."""
+
+    weight: float | None = None
+    """What it is multiplied by; the paper's weight if not given."""
+
+    schedule: str = "constant"
+    """How the weight changes: constant, curriculum, anti-curriculum or scheduled."""
+
+    kinds: tuple[Kind, ...] | None = None
+    """Which attention: encoder, decoder, cross; the paper's choice if not given."""
+
+    def __post_init__(self) -> None:
+        _known("loss", self.loss, LOSSES)
+        _known("schedule", self.schedule, SCHEDULES)
+        if self.weight is not None and not self.weight >= 0:
+            raise HeadError(f"the weight of {self.loss} is {self.weight}; expected 0 or more")
+
+
+@dataclass(frozen=True)
+class AlphasOptions:
+    """Mix head outputs by matrices that start as the identity, and train these ("alphas")."""
+
+    frozen: float = 0.31
+    """Share of training during which they stay the identity."""
+
+    growth_weight: float = 0.0
+    """What the nuclear growth loss is multiplied by, summed over all matrices, once they train; the paper has 40."""
+
+    growth: float = 1e-4
+    """Δr: by how much a matrix's nuclear norm should grow in a step."""
+
+    growth_form: Literal["hinge", "printed"] = "hinge"
+    """Against the norm a step ago and clipped at 0, or as the paper prints it."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.frozen <= 1:
+            raise HeadError(f"alphas are frozen for {self.frozen} of training; expected 0 to 1")
+        if self.growth_weight < 0:
+            raise HeadError(f"the weight of nuclear growth is {self.growth_weight}; expected 0 or more")
+        _known("growth form", self.growth_form, ("hinge", "printed"))
+
+
+@dataclass(frozen=True)
+class HeadTraining:
+    """All that acts on heads while a model trains; everything is off by default and may be combined."""
+
+    drophead: tuple[DropHeadOptions, ...] = ()
+    """DropHead, once for each kind of attention that has its own probability or schedule."""
+
+    penalties: tuple[Penalty, ...] = ()
+    """Losses over heads."""
+
+    alphas: AlphasOptions | None = None
+    """Alphas mixing."""
+
+    rotation: Rotation | None = None
+    """Head rotation."""
+
+    def __post_init__(self) -> None:
+        names = [penalty.loss for penalty in self.penalties]
+        if len(set(names)) < len(names):
+            raise HeadError(f"penalties {', '.join(names)}: each loss may be given once")
+
+
+def _known(what: str, name: str, table: object) -> None:
+    known: list[str] = sorted(table)  # type: ignore[call-overload]
+    if name not in known:
+        raise HeadError(f"unknown {what} {name!r}; expected one of {', '.join(known)}")

@@ -1,0 +1,87 @@
+"""Losses over heads by name, and their evaluation on what a tap reads.
+
+A new one is a function of (B, T, H, d) vectors or (B, H, T, S) rows and a mask (B, T), and a line in `LOSSES`.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from collab_compress.architectures import KINDS, Kind
+from collab_compress.heads import Part, Reading, Tap
+from collab_compress.losses import bhattacharyya, disagreement, disagreement_rows, hsic, orthogonality
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One loss over heads.
+
+    Args:
+        function: of one part of a reading and the mask of its real tokens.
+        part: the part.
+        reduction: over attention modules.
+        weight: the paper's.
+        kinds: the kinds of attention the paper uses it on.
+    """
+
+    function: Callable[[Tensor, Tensor | None], Tensor]
+    part: Part
+    reduction: Literal["mean", "sum"]
+    weight: float
+    kinds: tuple[Kind, ...] = KINDS
+
+
+LOSSES: dict[str, Loss] = {
+    "hsic": Loss(hsic, "outputs", "mean", 1e-7),
+    "hsic-rbf": Loss(partial(hsic, kernel="rbf"), "outputs", "mean", 1e-7),
+    "orthogonality": Loss(orthogonality, "values", "mean", 1.0),
+    "orthogonality-queries": Loss(orthogonality, "queries", "mean", 1.0),
+    "orthogonality-keys": Loss(orthogonality, "keys", "mean", 1.0),
+    "disagreement": Loss(disagreement, "outputs", "mean", 1.0),
+    "disagreement-values": Loss(disagreement, "values", "mean", 1.0),
+    "disagreement-rows": Loss(disagreement_rows, "rows", "mean", 1.0),
+    "bhattacharyya": Loss(bhattacharyya, "rows", "sum", 1.0, ("encoder",)),
+    "bhattacharyya-mean": Loss(bhattacharyya, "rows", "mean", 1.0, ("encoder",)),
+}
+
+
+class HeadLosses:
+    """Evaluate losses on each training step's heads.
+
+    Args:
+        model: stock or edited; read in training mode only.
+        kinds: name of each loss → kinds of attention it looks at.
+    """
+
+    def __init__(self, model: PreTrainedModel, kinds: dict[str, Collection[Kind]]) -> None:
+        self.kinds = kinds
+        read = {kind for chosen in kinds.values() for kind in chosen}
+        self.tap = Tap(model, {LOSSES[name].part for name in kinds}, read, training=True)
+        for name, chosen in kinds.items():
+            if not any(site.kind in chosen for site in self.tap.sites):
+                Tap(model, kinds=chosen)  # raises: the model has no such attention
+
+    def values(self) -> dict[str, Tensor]:
+        """Give each loss, not weighted, of the last forward pass; nothing where there was none."""
+        readings = self.tap.take()
+        return {name: self._value(name, readings) for name in self.kinds} if readings else {}
+
+    def _value(self, name: str, readings: list[Reading]) -> Tensor:
+        loss = LOSSES[name]
+        values = []
+        for reading in readings:
+            if reading.site.kind in self.kinds[name]:
+                part: Tensor = getattr(reading, loss.part)
+                real = reading.real.key if loss.part in ("values", "keys") else reading.real.query
+                values.append(loss.function(part, real))
+        together = torch.stack([value.to(values[0].device) for value in values])
+        return together.mean() if loss.reduction == "mean" else together.sum()
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        self.tap.remove()

@@ -1,0 +1,155 @@
+import pytest
+import torch
+from torch import nn
+
+from collab_compress import Compression, compress
+from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.errors import HeadError
+from collab_compress.heads import DropHead, Tap
+from collab_compress.heads.drophead import head_scales
+
+
+def drawn_scales(draws, heads, p, seed=0):
+    torch.manual_seed(seed)
+    return head_scales(torch.rand(draws, heads), torch.tensor(p))
+
+
+def test_the_expectation_is_the_undropped_output():
+    draws = 40_000
+    scales = drawn_scales(draws, 12, 0.3)
+    error = scales.std(0) / draws**0.5
+    assert ((scales.mean(0) - 1).abs() < 4 * error).all()
+
+
+def test_a_head_drops_with_probability_p():
+    dropped = (drawn_scales(40_000, 12, 0.3) == 0).float()
+    assert dropped.mean().item() == pytest.approx(0.3, abs=4 * (0.21 / dropped.numel()) ** 0.5)
+
+
+def test_one_head_is_kept_at_random_where_all_would_drop():
+    scales = drawn_scales(10_000, 2, 0.9)
+    assert torch.isfinite(scales).all()
+    kept = (scales > 0).sum(1)
+    assert kept.min() == 1  # 81 % of the draws would drop both
+    alone = scales[kept == 1] > 0
+    share = alone[:, 0].float().mean().item()
+    assert share == pytest.approx(0.5, abs=4 * 0.5 / len(alone) ** 0.5)
+    assert set(scales.unique().tolist()) == {0.0, 1.0, 2.0}
+
+
+def test_kept_heads_are_scaled_by_all_over_kept():
+    scales = drawn_scales(1000, 5, 0.5)
+    torch.testing.assert_close(scales.sum(1), torch.full((1000,), 5.0))
+    for row in scales:
+        assert len(row[row > 0].unique()) == 1
+
+
+@pytest.fixture(params=["dense", "collaborative"])
+def model(request, family, make_tiny):
+    made = make_tiny(family)
+    if request.param == "collaborative":
+        compress(made, Compression(rank=13), calibration=None)
+    for module in made.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+    return made
+
+
+def projected(model, batch):
+    """What each call of an output projection gets, (B, T, H, d)."""
+    seen, handles = [], []
+    for projection in dict.fromkeys(site.part(site.family.output) for site in find_attention(model, FAMILIES)):
+        handles.append(projection.register_forward_pre_hook(lambda _, args: seen.append(args[0].unflatten(-1, (3, 8)))))
+    with torch.no_grad():
+        output = model(**batch)[0]
+    for handle in handles:
+        handle.remove()
+    return output, seen
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_heads_are_dropped_just_before_the_output_projection(model, batch, implementation):
+    """Against the tap, which reads heads before anything acts on them."""
+    model.set_attn_implementation(implementation)
+    drophead, tap = DropHead(model.train(), 0.5), Tap(model)
+    _, dropped = projected(model, batch)
+    scales = set()
+    for found, reading in zip(dropped, tap.take(), strict=True):
+        ratio = (found * reading.outputs).sum((1, 3)) / reading.outputs.square().sum((1, 3))  # (B, H)
+        torch.testing.assert_close(found, ratio[:, None, :, None] * reading.outputs, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(ratio.sum(1), torch.full((3,), 3.0))
+        scales |= {tuple(round(value, 2) for value in row) for row in ratio.tolist()}
+    assert len(scales) > 1  # samples and layers draw on their own
+    drophead.remove()
+    tap.remove()
+
+
+def test_evaluation_is_not_touched(model, batch):
+    before = model(**batch)[0]
+    with_drophead = DropHead(model, 0.9)
+    assert torch.equal(model.eval()(**batch)[0], before)
+    assert not torch.allclose(model.train()(**batch)[0], before)
+    with_drophead.remove()
+    assert torch.equal(model.train()(**batch)[0], before)
+
+
+def test_a_seed_reproduces_it(model, batch):
+    DropHead(model.train(), 0.5)
+    outputs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outputs.append(model(**batch)[0])
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+
+
+def test_kinds(make_tiny, make_batch):
+    model = make_tiny("marian").train()
+    DropHead(model, 0.5, kinds=("cross",))
+    with Tap(model) as tap:
+        _, seen = projected(model, make_batch("marian"))
+        readings = tap.take()
+    for found, reading in zip(seen, readings, strict=True):
+        assert torch.equal(found, reading.outputs) == (reading.site.kind != "cross")
+
+
+def test_gradient_checkpointing_repeats_the_same_draw(make_tiny, batch):
+    model = make_tiny("bert").train()
+    gradients = []
+    DropHead(model, 0.5)
+    for on in (False, True):
+        if on:
+            newer = hasattr(model, "activation_checkpointing_enable")
+            (model.activation_checkpointing_enable if newer else model.gradient_checkpointing_enable)()
+        model.zero_grad()
+        torch.manual_seed(3)
+        model(**batch)[0].square().mean().backward()
+        gradients.append(model.embeddings.word_embeddings.weight.grad.clone())
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_compiles_once_for_a_whole_schedule(make_tiny, batch):
+    model = make_tiny("bert").train()
+    drophead = DropHead(model, 0.0)
+    compilations = []
+
+    def backend(graph, _):
+        compilations.append(1)
+        return graph.forward
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    outputs = []
+    for p in (0.0, 0.4, 0.8):
+        drophead.p = p
+        torch.manual_seed(0)
+        outputs.append(compiled(**batch)[0])
+    assert len(compilations) == 1
+    assert not torch.allclose(outputs[0], outputs[2])
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.0, float("nan")])
+def test_p_is_a_probability_below_one(make_tiny, p):
+    with pytest.raises(HeadError, match="expected a probability of dropping, from 0 to below 1"):
+        DropHead(make_tiny("bert"), p)

@@ -1,0 +1,220 @@
+"""Importance by gradients in head masks, against one sample at a time and finite differences."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    MarianMTModel,
+)
+
+from collab_compress import Compression, HeadMask, compress, head_importance
+from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.attention.view import acts_of
+from collab_compress.errors import HeadError
+from collab_compress.heads import least_important, masks_without
+
+
+def classifier(family, make_tiny):
+    torch.manual_seed(1)
+    config = make_tiny(family).config
+    config.num_labels = 3
+    return AutoModelForSequenceClassification.from_config(config).eval()
+
+
+def labelled(batches):
+    """Batches with a class a sample; the first is one sample smaller than the others."""
+    generator = torch.Generator().manual_seed(5)
+    rows = [batch["input_ids"].shape[0] for batch in batches]
+    labels = [torch.randint(3, (count,), generator=generator) for count in rows]
+    whole = [{**batch, "labels": label} for batch, label in zip(batches, labels, strict=True)]
+    return [{name: value[1:] for name, value in whole[0].items()}, *whole[1:]]
+
+
+def one_sample_at_a_time(model, batches, loss, step=None):
+    """Mean over samples of |∂L/∂ξ|, normalised; by central differences where there is a step."""
+    heads = {site.name: site.heads for site in find_attention(model, FAMILIES)}
+    sums, count = {name: torch.zeros(number, dtype=torch.float64) for name, number in heads.items()}, 0
+    for batch in batches:
+        for row in range(len(batch["input_ids"])):
+            sample = {name: value[row : row + 1] for name, value in batch.items()}
+            masks = {name: torch.ones(number, dtype=torch.float64) for name, number in heads.items()}
+            with HeadMask(model) as mask:
+                for name in heads:
+                    for head in range(heads[name]):
+                        sums[name][head] += abs(slope(model, mask, masks, (name, head), sample, loss, step))
+            count += 1
+    return {name: value / count / (value / count).norm() for name, value in sums.items()}
+
+
+def slope(model, mask, masks, place, sample, loss, step):
+    name, head = place
+
+    def at(change):
+        changed = masks[name].clone()
+        changed[head] += change
+        mask.set({**masks, name: changed})
+        with torch.no_grad():
+            return loss(model(**sample), sample)
+
+    if step is not None:
+        return float((at(step) - at(-step)) / (2 * step))
+    mask.set({**masks, name: (watched := masks[name].clone().requires_grad_())})
+    return float(torch.autograd.grad(loss(model(**sample), sample), watched)[0][head])
+
+
+@pytest.mark.parametrize("form", ["dense", "collaborative"])
+@pytest.mark.parametrize("step", [None, 1e-4])
+@pytest.mark.parametrize("family", ["bert", "albert", "distilbert"])  # Marian, which cannot classify, follows below
+def test_is_the_mean_gradient_of_single_samples(family, form, step, make_tiny, calibration):
+    model = classifier(family, make_tiny)
+    if form == "collaborative":
+        compress(model, Compression(rank=13), calibration=None)
+    model.double()
+    batches = labelled(calibration[:2])
+    found = head_importance(model, iter(batches))
+    expected = one_sample_at_a_time(model, batches, lambda outputs, _: outputs.loss, step)
+    assert list(found) == list(expected)
+    for name, values in found.items():
+        torch.testing.assert_close(values.double(), expected[name], atol=1e-4, rtol=1e-3)
+        assert values.norm() == pytest.approx(1, abs=1e-5)
+
+
+def test_sequence_to_sequence_with_a_loss_of_ones_own(make_tiny, calibration):
+    """Of all three kinds of attention, by one loss a sample."""
+    torch.manual_seed(0)
+    model = MarianMTModel(make_tiny("marian").config).double().eval()
+    given = calibration[0]
+    batches = [{"input_ids": given["input_ids"][:3], "attention_mask": given["attention_mask"][:3]}]
+    batches[0]["labels"] = given["input_ids"][:3, :5].contiguous()
+
+    def loss(outputs, batch):
+        chances = outputs.logits.log_softmax(-1)
+        return -chances.gather(-1, batch["labels"][..., None]).squeeze(-1).mean(1)
+
+    found = head_importance(model, batches, loss)
+    expected = one_sample_at_a_time(model, batches, loss)
+    assert len(found) == 6
+    for name, values in found.items():
+        torch.testing.assert_close(values.double(), expected[name], atol=1e-5, rtol=1e-4)
+    as_mean = head_importance(model, batches, lambda outputs, batch: loss(outputs, batch).mean())
+    own = head_importance(model, batches)
+    for name in found:
+        torch.testing.assert_close(as_mean[name], found[name])
+        torch.testing.assert_close(own[name], found[name])  # all targets have the same length here
+
+
+def test_the_model_is_left_as_it_was(make_tiny, calibration):
+    model = classifier("bert", make_tiny).requires_grad_(False)
+    model.bert.encoder.train()
+    modes = [module.training for module in model.modules()]
+    batches = labelled(calibration[:2])
+    with torch.no_grad():
+        frozen = head_importance(model, batches)
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(acts_of(site.module) for site in find_attention(model, FAMILIES))
+    assert not any(hasattr(site.module.config, "stock") for site in find_attention(model, FAMILIES))
+    trained = head_importance(model.requires_grad_(True), batches)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for name in frozen:
+        torch.testing.assert_close(frozen[name], trained[name])
+
+
+def test_heads_without_gradient_are_zero_and_not_nan(make_tiny, calibration):
+    model = classifier("bert", make_tiny)
+    first, second = (site.name for site in find_attention(model, FAMILIES))
+    with HeadMask(model, masks_without(model, {first: [1], second: [0, 1, 2]})):
+        found = head_importance(model, labelled(calibration[:1]))
+    assert found[first][1] == 0
+    assert found[first].norm() == pytest.approx(1)
+    assert torch.equal(found[second], torch.zeros(3))
+
+
+def test_works_in_half_precision(make_tiny, calibration):
+    model, batches = classifier("bert", make_tiny), labelled(calibration)
+    expected = head_importance(model, batches)
+    found = head_importance(model.to(torch.bfloat16), batches)
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name], atol=0.1, rtol=0.1)
+
+
+def test_refusals(make_tiny, calibration):
+    model, base, batches = classifier("bert", make_tiny), make_tiny("bert"), labelled(calibration[:1])
+    with pytest.raises(HeadError, match="at least one batch, got none"):
+        head_importance(model, [])
+    with pytest.raises(HeadError, match="BertModel returned no loss; put labels into the batches, or pass loss="):
+        head_importance(base, calibration[:1])
+    with pytest.raises(HeadError, match=r"shape \(3, 3\); expected a mean over samples \(\), or one loss .* \(3,\)"):
+        head_importance(model, batches, lambda outputs, _: outputs.logits)
+    with pytest.raises(HeadError, match="is of float; expected"):
+        head_importance(model, batches, lambda outputs, _: float(outputs.loss.detach()))
+    with pytest.raises(HeadError, match="no gradient in the heads; compute it from the outputs"):
+        head_importance(model, batches, lambda outputs, _: outputs.loss.detach())
+    with pytest.raises(HeadError, match=r"cannot tell how many samples .* sizes \[2, 3\]"):
+        head_importance(model, [{**batches[0], "labels": batches[0]["labels"][:2]}])
+    with pytest.raises(HeadError, match=r"attention\.self: the gradient of the loss in its heads is not finite"):
+        head_importance(model, batches, lambda outputs, _: outputs.loss * float("inf"))
+    assert not any(acts_of(site.module) for site in find_attention(model, FAMILIES))
+
+
+def test_important_heads_are_those_that_matter_when_they_go(make_tiny, calibration):
+    """A head whose values are nearly zero is the least important of all."""
+    model = BertForSequenceClassification(make_tiny("bert").config).eval()
+    name = "bert.encoder.layer.1.attention.self"
+    with torch.no_grad():
+        value = model.get_submodule(name).value
+        value.weight[8:16] *= 1e-3
+        value.bias[8:16] *= 1e-3
+    batches = [{**batch, "labels": batch["input_ids"][:, 0] % 2} for batch in calibration]
+    assert least_important(head_importance(model, batches), 1 / 6) == {name: [1]}
+
+
+def test_token_losses_weigh_samples_by_their_tokens(make_tiny, calibration):
+    """What the documentation says of losses that are means over tokens."""
+    torch.manual_seed(0)
+    model = BertForMaskedLM(make_tiny("bert").config).double().eval()
+    batch = calibration[0]
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    found = head_importance(model, [{**batch, "labels": labels}])
+    counts = batch["attention_mask"].sum(1)
+
+    def share(outputs, sample):
+        row = next(row for row, ids in enumerate(batch["input_ids"]) if torch.equal(ids, sample["input_ids"][0]))
+        return outputs.loss * counts[row]
+
+    expected = one_sample_at_a_time(model, [{**batch, "labels": labels}], share)
+    for name in found:
+        torch.testing.assert_close(found[name].double(), expected[name], atol=1e-5, rtol=1e-4)
+
+
+IMPORTANCE = {"a": torch.tensor([0.1, 0.9, 0.2]), "b": torch.tensor([0.3, 0.3, 0.8])}
+
+
+@pytest.mark.parametrize(
+    ("share", "keep_one", "expected"),
+    [
+        (0.0, False, {}),
+        (1 / 6, False, {"a": [0]}),
+        (0.5, False, {"a": [0, 2], "b": [0]}),  # the first of equals
+        (4 / 6, False, {"a": [0, 2], "b": [0, 1]}),
+        (5 / 6, False, {"a": [0, 2], "b": [0, 1, 2]}),
+        (5 / 6, True, {"a": [0, 2], "b": [0, 1]}),
+        (1.0, False, {"a": [0, 1, 2], "b": [0, 1, 2]}),
+        (1.0, True, {"a": [0, 2], "b": [0, 1]}),
+    ],
+)
+def test_least_important(share, keep_one, expected):
+    assert least_important(IMPORTANCE, share, keep_one=keep_one) == expected
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_a_share_beyond_all_is_refused(share):
+    with pytest.raises(HeadError, match="expected 0 to 1"):
+        least_important(IMPORTANCE, share)
+
+
+def test_importance_that_is_no_number_is_refused():
+    with pytest.raises(HeadError, match=r"importance of a: got .*expected one finite number a head"):
+        least_important({"a": torch.tensor([0.1, float("nan")])}, 0.5)

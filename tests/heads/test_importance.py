@@ -1,0 +1,252 @@
+"""Confidence and average distance of heads, against loops over positions of the stock model's own attentions."""
+
+import copy
+
+import pytest
+import torch
+from transformers import BertLMHeadModel, BertModel, MarianMTModel
+
+from collab_compress import Compression, UnsupportedModelError, compress
+from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.attention.view import acts_of
+from collab_compress.errors import CalibrationError, HeadError
+from collab_compress.heads import average_distance, confidence, swap_heads_
+
+END = 7  # a token that counts as the end of a sequence here
+
+
+def attentions_of(model, batch):
+    """Path of each module → attention probabilities (B, H, T, S) of each of its calls, by stock eager attention."""
+    model = copy.deepcopy(model)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        output = model(**batch, output_attentions=True)
+    if model.config.is_encoder_decoder:
+        rows = {
+            "encoder": output.encoder_attentions,
+            "decoder": output.decoder_attentions,
+            "cross": output.cross_attentions,
+        }
+    else:
+        rows = {"encoder": output.attentions}
+    sites = find_attention(model, FAMILIES)
+    shared = model.config.model_type == "albert"
+    return {site.name: rows[site.kind] if shared else rows[site.kind][site.layer : site.layer + 1] for site in sites}
+
+
+def outputs_of(model, batch):
+    """Path of each module → what its output projection reads, (B, T, H, dv), of each of its calls."""
+    seen, handles = {}, []
+    for site in find_attention(model, FAMILIES):
+
+        def keep(_, args, site=site):
+            seen.setdefault(site.name, []).append(args[0].unflatten(-1, (site.heads, -1)))
+
+        handles.append(site.part(site.family.output).register_forward_pre_hook(keep))
+    with torch.no_grad():
+        model(**batch)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def counting(batch, kind, exclude):
+    """Positions that count as queries, as (sample, position)."""
+    prefix = "" if kind == "encoder" or "decoder_input_ids" not in batch else "decoder_"
+    ids, mask = batch[f"{prefix}input_ids"], batch[f"{prefix}attention_mask"]
+    return [
+        (b, t) for b in range(len(ids)) for t in range(ids.shape[1]) if mask[b, t] and int(ids[b, t]) not in exclude
+    ]
+
+
+def oracle(model, batches, of, exclude=()):
+    """Confidence (of="confidence") or AVG_L2 of "outputs" or "rows", one head at one position at a time."""
+    values = {}
+    for batch in batches:
+        parts = outputs_of(model, batch) if of == "outputs" else attentions_of(model, batch)
+        for site in find_attention(model, FAMILIES):
+            for call in parts[site.name]:
+                for b, t in counting(batch, site.kind, exclude):
+                    heads = [call[b, t, h] if of == "outputs" else call[b, h, t] for h in range(site.heads)]
+                    if of == "confidence":
+                        measured = [float(row.max()) for row in heads]
+                    else:
+                        measured = [
+                            sum(float((other - head).norm()) for other in heads if other is not head)
+                            / (site.heads - 1)
+                            for head in heads
+                        ]
+                    values.setdefault(site.name, []).append(measured)
+    return {name: torch.tensor(rows, dtype=torch.float64).mean(0) for name, rows in values.items()}
+
+
+def assert_close(found, expected):
+    assert list(found) == list(expected)
+    for name in expected:
+        assert found[name].dtype == torch.float64
+        torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=1e-5, msg=name)
+
+
+def with_ends(batches):
+    """Put the end token in the middle of every text, where it is real."""
+    for batch in batches:
+        batch["input_ids"][:, 2] = END
+        if "decoder_input_ids" in batch:
+            batch["decoder_input_ids"][:, 1] = END
+    return batches
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("form", ["dense", "collaborative"])
+def test_confidence_is_the_mean_of_each_rows_largest_weight(family, form, implementation, make_tiny, calibration):
+    model = make_tiny(family)
+    if form == "collaborative":
+        compress(model, Compression(rank=9), calibration=None)
+    model.set_attn_implementation(implementation)
+    found = confidence(model, calibration[:2])
+    assert_close(found, oracle(model, calibration[:2], "confidence"))
+    assert all(((one > 0) & (one <= 1)).all() for one in found.values())
+
+
+@pytest.mark.parametrize("of", ["outputs", "rows"])
+def test_distance_is_that_of_the_paper(family, of, make_tiny, calibration):
+    model = make_tiny(family)
+    assert_close(average_distance(model, calibration[:2], of=of), oracle(model, calibration[:2], of))
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_ends_of_sequences_do_not_count(family, given, make_tiny, calibration):
+    model, batches = make_tiny(family), with_ends(calibration[:2])
+    model.config.eos_token_id = None if given else [END, 8]
+    arguments = {"exclude": {END, 8}} if given else {}
+    for found, of in [
+        (confidence(model, batches, **arguments), "confidence"),
+        (average_distance(model, batches, **arguments), "outputs"),
+    ]:
+        assert_close(found, oracle(model, batches, of, exclude=(END, 8)))
+        everywhere = oracle(model, batches, of)
+        assert not any(torch.allclose(found[name], everywhere[name], rtol=1e-4) for name in found)
+
+
+def test_an_empty_exclusion_overrides_the_config(make_tiny, calibration):
+    model, batches = make_tiny("bert"), with_ends(calibration[:1])
+    model.config.eos_token_id = END
+    assert_close(confidence(model, batches, exclude=()), oracle(model, batches, "confidence"))
+
+
+def test_targets_are_read_from_labels(make_tiny, calibration):
+    model = make_tiny("marian", MarianMTModel)
+    ids = calibration[0]["input_ids"]
+    labels = torch.full((4, 6), -100)
+    labels[:, :5] = ids[:, :5]
+    labels[:, 2] = END
+    shifted = {
+        "decoder_input_ids": torch.cat([torch.zeros(4, 1, dtype=torch.long), labels[:, :5]], 1),
+        "decoder_attention_mask": (labels != -100).long(),
+    }
+    source = {name: calibration[0][name] for name in ("input_ids", "attention_mask")}
+    assert_close(
+        confidence(model, [{**source, "labels": labels}], exclude=[END]),
+        oracle(model, [{**source, **shifted}], "confidence", exclude=[END]),
+    )
+
+
+def test_importance_follows_a_head_that_moves(make_tiny, calibration):
+    model = make_tiny("bert")
+    name = "encoder.layer.0.attention.self"
+    before = confidence(model, calibration)[name], average_distance(model, calibration)[name]
+    swap_heads_(model, [((name, 0), (name, 2))])
+    after = confidence(model, calibration)[name], average_distance(model, calibration)[name]
+    for one, other in zip(before, after, strict=True):
+        torch.testing.assert_close(other[[2, 1, 0]], one)
+
+
+def test_only_the_wanted_kinds_are_measured(make_tiny):
+    ids = torch.arange(5, 13).view(1, 8)
+    batch = {"input_ids": ids, "decoder_input_ids": ids}
+    found = confidence(make_tiny("marian"), [batch], kinds=("cross",))
+    assert list(found) == [f"decoder.layers.{layer}.encoder_attn" for layer in range(2)]
+    with pytest.raises(UnsupportedModelError, match="cross"):
+        confidence(make_tiny("bert"), [batch], kinds=("cross",))
+
+
+def test_the_model_is_left_as_it_was(make_tiny, calibration):
+    model = make_tiny("bert").train()
+    model.encoder.layer[0].eval()
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    confidence(model, iter(calibration))
+    with pytest.raises(CalibrationError, match="cannot run"):
+        average_distance(model, [{"nonsense": torch.ones(1)}])
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(acts_of(site.module) for site in find_attention(model, FAMILIES))
+
+
+def test_half_precision_sums_in_full(make_tiny, calibration):
+    model = make_tiny("bert")
+    expected = average_distance(model, calibration), confidence(model, calibration)
+    model.bfloat16()
+    for one, other in zip(
+        expected, (average_distance(model, calibration), confidence(model, calibration)), strict=True
+    ):
+        for name in one:
+            torch.testing.assert_close(other[name], one[name], rtol=0.1, atol=0.02)
+
+
+def test_heads_that_nearly_agree_are_near():
+    """By products instead of differences, float32 would put them apart by about 0.05."""
+    from collab_compress.heads.importance import _distances
+    from collab_compress.heads.tap import Reading
+
+    class Site:
+        name, heads = "site", 32
+
+    outputs = torch.full((1, 1, 32, 64), 100.0)
+    outputs[0, 0, 1, 0] += 1e-3
+    found = _distances(Reading(Site(), outputs, None, None, None, None, None))
+    torch.testing.assert_close(found[0, 0, 1], torch.tensor(1e-3), rtol=0.05, atol=0)
+    torch.testing.assert_close(found[0, 0, 0], torch.tensor(1e-3 / 31), rtol=0.05, atol=0)
+
+
+def test_a_causal_decoder_counts_its_own_tokens(make_tiny, calibration):
+    model = make_tiny("bert", BertLMHeadModel)
+    model.config.is_decoder = True
+    model = BertLMHeadModel(model.config).eval()
+    batch = {**with_ends(calibration[:1])[0], "use_cache": False}
+    (first, *_) = confidence(model, [batch], exclude=[END]).values()
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    with torch.no_grad():
+        rows = eager(**batch, output_attentions=True).attentions[0]
+    kept = [rows[b, :, t].amax(-1).double() for b, t in counting(batch, "decoder", [END])]
+    torch.testing.assert_close(first, torch.stack(kept).mean(0), atol=1e-6, rtol=1e-5)
+
+
+def test_nothing_to_measure_is_an_error(make_tiny, batch):
+    model = make_tiny("bert")
+    with pytest.raises(HeadError, match="no batches to measure the importance of heads on"):
+        confidence(model, [])
+    masked = {**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])}
+    with pytest.raises(HeadError, match=r"layer\.0\.attention\.self saw no token that counts"):
+        average_distance(model, [masked])
+    with pytest.raises(HeadError, match="saw no token that counts"):
+        confidence(model, [batch], exclude=range(61))
+    with pytest.raises(HeadError, match="expected 'outputs' or 'rows'"):
+        average_distance(model, [batch], of="values")
+
+
+def test_broken_weights_are_an_error(make_tiny, batch):
+    model = make_tiny("bert")
+    model.encoder.layer[1].attention.self.value.weight.data[0, 0] = float("nan")
+    with pytest.raises(HeadError, match=r"layer\.1\.attention\.self: the importance of its heads is not finite"):
+        average_distance(model, [batch])
+
+
+def test_a_single_head_has_no_distance(make_tiny, batch):
+    config = copy.deepcopy(make_tiny("bert").config)
+    config.num_attention_heads = 1
+    model = BertModel(config).eval()
+    with pytest.raises(HeadError, match=r"layer\.0\.attention\.self has a single head"):
+        average_distance(model, [batch])
+    assert confidence(model, [batch])["encoder.layer.0.attention.self"].shape == (1,)

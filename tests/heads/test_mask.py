@@ -1,0 +1,218 @@
+"""Masks on head outputs, against a hand-made output projection and against the stock model."""
+
+import copy
+
+import pytest
+import torch
+
+from collab_compress import Compression, HeadMask, UnsupportedModelError, compress
+from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.attention.view import acts_of
+from collab_compress.errors import HeadError
+from collab_compress.heads import Tap, masks_without
+
+FORMS = ["dense", "collaborative"]
+
+
+def hidden(model, batch):
+    return model(**batch).last_hidden_state
+
+
+def built(make_tiny, family, form, implementation="sdpa"):
+    model = make_tiny(family)
+    if form == "collaborative":
+        compress(model, Compression(rank=13), calibration=None)
+    model.set_attn_implementation(implementation)
+    return model
+
+
+def random_masks(model, batch_size=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shape = () if batch_size is None else (batch_size,)
+    return {
+        site.name: torch.rand(*shape, site.heads, generator=generator) for site in find_attention(model, FAMILIES)
+    }
+
+
+def scaled_by_hand(model, masks):
+    """Multiply what the output projection reads, one head of one sample at a time."""
+    handles = []
+    for site in find_attention(model, FAMILIES):
+
+        def scale(module, args, name=site.name, width=site.head_width):
+            x = args[0].clone()
+            for sample in range(len(x)):
+                for head in range(x.shape[-1] // width):
+                    mask = masks[name] if masks[name].dim() == 1 else masks[name][sample]
+                    x[sample, :, head * width : (head + 1) * width] *= mask[head]
+            return (x,)
+
+        handles.append(site.part(site.family.output).register_forward_pre_hook(scale))
+    return handles
+
+
+@pytest.mark.parametrize("samples", [None, 3])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("form", FORMS)
+def test_heads_are_scaled_before_the_output_projection(family, form, implementation, samples, make_tiny, batch):
+    model = built(make_tiny, family, form, implementation)
+    masks = random_masks(model, samples)
+    with torch.no_grad():
+        stock = hidden(model, batch)
+        with HeadMask(model, masks):
+            found = hidden(model, batch)
+        handles = scaled_by_hand(model, masks)
+        expected = hidden(model, batch)
+        for handle in handles:
+            handle.remove()
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+        assert not torch.allclose(found, stock, atol=1e-2)
+        assert torch.equal(hidden(model, batch), stock)
+    assert not any(acts_of(site.module) for site in find_attention(model, FAMILIES))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_of_masks_are_those_of_finite_differences(family, form, make_tiny, batch):
+    model = built(make_tiny, family, form).double()
+    masks = {name: mask.double().requires_grad_() for name, mask in random_masks(model, 3).items()}
+    name = list(masks)[-1]
+    with HeadMask(model, masks) as mask:
+
+        def loss(values):
+            mask.set({**masks, name: values})
+            return hidden(model, batch)[:, 0].square().sum()
+
+        found = torch.autograd.grad(loss(masks[name]), masks[name])[0]
+        for place in [(0, 0), (2, 1)]:
+            step = torch.zeros_like(masks[name])
+            step[place] = 1e-5
+            with torch.no_grad():
+                slope = (loss(masks[name] + step) - loss(masks[name] - step)) / 2e-5
+            torch.testing.assert_close(found[place], slope, atol=1e-6, rtol=1e-4)
+
+
+def test_setting_replaces_all_masks(make_tiny, batch):
+    model = make_tiny("bert")
+    masks = random_masks(model)
+    one, two = masks
+    with torch.no_grad(), HeadMask(model, {one: masks[one]}) as mask:
+        first = hidden(model, batch)
+        mask.set({two: masks[two]})
+        second = hidden(model, batch)
+        with HeadMask(copy.deepcopy(model), {one: masks[one], two: masks[two]}) as both:
+            assert not torch.equal(first, second)
+            both.set({})
+        mask.set({one: masks[one]})
+        assert torch.equal(hidden(model, batch), first)
+        mask.set({})
+        unmasked = hidden(model, batch)
+    assert torch.equal(unmasked, hidden(model, batch))
+    mask.remove()
+    with pytest.raises(HeadError, match="have been removed from the model; make a new HeadMask"):
+        mask.set({})
+
+
+def test_masks_multiply_and_leave_in_any_order(make_tiny, batch):
+    model = make_tiny("bert")
+    first, second = random_masks(model, seed=1), random_masks(model, seed=2)
+    with torch.no_grad(), HeadMask(model, {name: first[name] * second[name] for name in first}):
+        expected = hidden(model, batch)
+    one, two = HeadMask(model, first), HeadMask(model, second)
+    with torch.no_grad():
+        torch.testing.assert_close(hidden(model, batch), expected, atol=1e-5, rtol=1e-4)
+    one.remove()
+    two.remove()
+    assert not any(acts_of(site.module) for site in find_attention(model, FAMILIES))
+
+
+def test_a_tap_reads_heads_before_they_are_masked(make_tiny, batch):
+    model = make_tiny("bert")
+    with HeadMask(model, {name: mask * 0 for name, mask in random_masks(model).items()}), Tap(model) as tap:
+        hidden(model, batch)
+        assert all(reading.outputs.abs().sum() > 0 for reading in tap.take())
+
+
+def test_only_the_kinds_asked_for_can_be_masked(make_tiny):
+    model = make_tiny("marian")
+    with HeadMask(model, kinds=("cross",)) as mask:
+        assert list(mask.heads) == ["decoder.layers.0.encoder_attn", "decoder.layers.1.encoder_attn"]
+        with pytest.raises(HeadError, match=r"no attention module 'encoder\.layers\.0\.self_attn' to mask"):
+            mask.set({"encoder.layers.0.self_attn": torch.ones(3)})
+    with pytest.raises(UnsupportedModelError, match="with kind cross"):
+        HeadMask(make_tiny("bert"), kinds=("cross",))
+
+
+def test_training_reaches_masks_and_weights(family, make_tiny, batch):
+    model = make_tiny(family).train()
+    masks = {name: mask.requires_grad_() for name, mask in random_masks(model).items()}
+    with HeadMask(model, masks):
+        hidden(model, batch).square().sum().backward()
+    assert all(mask.grad.abs().sum() > 0 for mask in masks.values())
+    for site in find_attention(model, FAMILIES):
+        assert site.part(site.family.value).weight.grad.abs().sum() > 0
+
+
+def test_dtype_of_the_model_is_kept(family, make_tiny, batch):
+    model = make_tiny(family).to(torch.bfloat16)
+    masks = random_masks(model)
+    chosen = {name: mask > 0.5 for name, mask in masks.items()}  # masks may be boolean too
+    with torch.no_grad(), HeadMask(model, masks) as mask:
+        assert hidden(model, batch).dtype == torch.bfloat16
+        mask.set(chosen)
+        as_bool = hidden(model, batch)
+        mask.set({name: chosen[name].float() for name in chosen})
+        assert torch.equal(hidden(model, batch), as_bool)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_compiles_without_graph_breaks_and_follows_new_masks(family, form, make_tiny, batch):
+    model = built(make_tiny, family, form)
+    torch.compiler.reset()
+    with torch.no_grad(), HeadMask(model) as mask:
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(hidden(compiled, batch), hidden(model, batch), atol=1e-5, rtol=1e-4)
+        for seed, stance in ((1, "default"), (2, "fail_on_recompile")):
+            mask.set(random_masks(model, 3, seed=seed))
+            expected = hidden(model, batch)
+            with torch.compiler.set_stance(stance):
+                torch.testing.assert_close(hidden(compiled, batch), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_masks_without_heads(make_tiny):
+    model = make_tiny("bert")
+    name, other = random_masks(model)
+    masks = masks_without(model, {name: {2, 0}, other: []})
+    assert list(masks) == [name]
+    assert masks[name].tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(4), r"mask of encoder\.layer\.0\.attention\.self: got shape \(4,\); expected a tensor \(3,\)"),
+        (torch.ones(1, 2, 3), r"got shape \(1, 2, 3\)"),
+        ([1, 1, 1], "got list; expected a tensor"),
+    ],
+)
+def test_a_wrong_mask_is_refused_and_changes_nothing(mask, message, make_tiny, batch):
+    model = make_tiny("bert")
+    name, other = random_masks(model)
+    with torch.no_grad(), HeadMask(model, {other: torch.zeros(3)}) as masks:
+        before = hidden(model, batch)
+        with pytest.raises(HeadError, match=message):
+            masks.set({other: torch.ones(3), name: mask})
+        with pytest.raises(HeadError, match=r"no attention module 'nowhere' to mask; there are encoder\.layer\.0"):
+            masks.set({"nowhere": torch.ones(3)})
+        assert torch.equal(hidden(model, batch), before)
+    with pytest.raises(HeadError, match=message):
+        HeadMask(model, {name: mask})
+    assert not any(acts_of(site.module) for site in find_attention(model, FAMILIES))
+
+
+def test_masks_for_another_number_of_samples_are_refused(make_tiny, batch):
+    model = make_tiny("bert")
+    with (
+        HeadMask(model, random_masks(model, 2)),
+        pytest.raises(HeadError, match="got 2 rows for 3 samples; pass one"),
+    ):
+        hidden(model, batch)

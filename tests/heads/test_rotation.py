@@ -1,0 +1,364 @@
+"""Which heads rotate and when, and that a resumed training rotates the same."""
+
+import copy
+import dataclasses
+import json
+import multiprocessing
+from typing import get_args
+
+import pytest
+import torch
+from torch import distributed
+from transformers import BertConfig, BertModel
+
+from collab_compress import Compression, UnsupportedModelError, compress
+from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.errors import HeadError
+from collab_compress.heads import Rotation, Rotator, average_distance, confidence, swap_heads_
+from collab_compress.heads.pairing import PAIRINGS
+from collab_compress.heads.rotation import Strategy
+
+FIRST, SECOND = "encoder.layer.0.attention.self", "encoder.layer.1.attention.self"
+PAIR = ((FIRST, 0), (SECOND, 1))
+
+
+def bert(layers=6, heads=4, seed=0):
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=61, hidden_size=24, num_attention_heads=heads, num_hidden_layers=layers, intermediate_size=16,
+        initializer_range=0.4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return BertModel(config).eval()
+
+
+def layer(number):
+    """Path of a layer's attention, counted from 1 as in the paper."""
+    return f"encoder.layer.{number - 1}.attention.self"
+
+
+def ranked(scores):
+    """Heads from the least to the most important, by a plain selection sort."""
+    left = [(float(value), name, head) for name, values in scores.items() for head, value in enumerate(values)]
+    order = []
+    while left:
+        smallest = min(left, key=lambda entry: entry[0])
+        left.remove(smallest)
+        order.append(smallest[1:])
+    return order
+
+
+def first_pairs(model, rotation, batches):
+    (event,) = Rotator(model, rotation).epoch(rotation.epochs[0], batches=batches)
+    assert event.reason == "swap"
+    return list(event.pairs)
+
+
+def equal(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("importance", ["distance", "confidence"])
+@pytest.mark.parametrize("k", [1, 3, 12])
+def test_hard_swaps_the_least_with_the_most_important_of_all_layers(k, importance, calibration):
+    model = bert()
+    scores = {"distance": average_distance, "confidence": confidence}[importance](model, calibration)
+    order = ranked(scores)
+    expected = [(order[i], order[-1 - i]) for i in range(k)]
+    reference = copy.deepcopy(model)
+    swap_heads_(reference, expected)
+    rotation = Rotation("hard", epochs=(2,), k=k, importance=importance)
+    assert first_pairs(model, rotation, calibration) == expected
+    assert equal(model, reference)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_in_layer_stays_in_each_layer(k, calibration):
+    model = bert()
+    scores = average_distance(model, calibration)
+    orders = [ranked({name: values}) for name, values in scores.items()]
+    expected = [(order[i], order[-1 - i]) for order in orders for i in range(k)]
+    assert first_pairs(model, Rotation("in-layer", epochs=(0,), k=k), calibration) == expected
+
+
+@pytest.mark.parametrize("printed", [False, True])
+@pytest.mark.parametrize(("layers", "t_max"), [(6, 1), (6, 2), (5, 2), (7, 3), (6, 3)])
+def test_soft_swaps_the_least_important_of_lower_and_upper_layers(layers, t_max, printed, calibration):
+    model, k = bert(layers), 2
+    scores = average_distance(model, calibration)
+    expected = []
+    for i in range(1, t_max + 1):
+        upper = layers - i if printed else layers + 1 - i
+        least = [ranked({layer(n): scores[layer(n)]}) for n in (i, upper)]
+        expected += [(least[0][j], least[1][j]) for j in range(k)]
+    rotation = Rotation("soft", epochs=(0,), k=k, t_max=t_max, printed=printed)
+    if printed and t_max > (layers - 1) // 2:  # layer 3 of 6 would meet itself
+        with pytest.raises(
+            HeadError, match="t_max is 3 for 6 layers of encoder attention; expected at most 2, for pri"
+        ):
+            Rotator(model, rotation)
+    else:
+        assert first_pairs(model, rotation, calibration) == expected
+
+
+def test_printed_soft_can_be_the_papers_own_manual_swap(calibration):
+    """All heads of layers 1 and 5 of 6."""
+    pairs = first_pairs(bert(), Rotation("soft", epochs=(0,), k=4, printed=True), calibration)
+    assert sorted(one for one, _ in pairs) == [(layer(1), head) for head in range(4)]
+    assert sorted(other for _, other in pairs) == [(layer(5), head) for head in range(4)]
+
+
+def test_random_draws_k_pairs_of_different_heads_from_seed_and_epoch():
+    def drawn(seed, epoch):
+        pairs = first_pairs(bert(), Rotation("random", epochs=(epoch,), k=12, seed=seed), None)
+        assert len(pairs) == 12
+        assert len({head for pair in pairs for head in pair}) == 24
+        return pairs
+
+    assert drawn(0, 1) == drawn(0, 1)
+    assert drawn(0, 1) != drawn(0, 2)
+    assert drawn(0, 1) != drawn(1, 1)
+
+
+def test_every_kind_rotates_by_itself(make_tiny):
+    model = make_tiny("marian")
+    kinds = {site.name: site.kind for site in find_attention(model, FAMILIES)}
+    for strategy in ("hard", "random", "soft"):
+        ids = torch.arange(5, 21).view(2, 8)
+        batches = [{"input_ids": ids, "decoder_input_ids": ids + 20}]
+        pairs = first_pairs(make_tiny("marian"), Rotation(strategy, epochs=(0,), k=2), batches)
+        assert [kinds[one[0]] for one, _ in pairs] == [kind for kind in ("encoder", "decoder", "cross") for _ in "ab"]
+        assert all(kinds[one[0]] == kinds[other[0]] for one, other in pairs)
+    pairs = first_pairs(model, Rotation("random", epochs=(0,), kinds=("cross",)), None)
+    assert [kinds[one[0]] for one, _ in pairs] == ["cross"]
+
+
+def test_all_families_and_forms_rotate_inside_their_layers(family, make_tiny, calibration):
+    for form in ("dense", "collaborative"):
+        model = make_tiny(family)
+        if form == "collaborative":
+            compress(model, Compression(rank=8), calibration=None)
+        before, sites = copy.deepcopy(model), find_attention(model, FAMILIES)
+        rotator = Rotator(model, Rotation("in-layer", epochs=(0,), swap_back_after=1))
+        (event,) = rotator.epoch(0, batches=calibration)
+        assert len(event.pairs) == len(sites)
+        assert not equal(model, before)
+        rotator.epoch(1)
+        assert equal(model, before)
+
+
+def events_of(rotation, epochs):
+    rotator = Rotator(bert(2), rotation)
+    for epoch in epochs:
+        rotator.epoch(epoch)
+    return [(event.epoch, event.reason) for event in rotator.history]
+
+
+S, B = "swap", "swap-back"
+
+
+@pytest.mark.parametrize(
+    ("settings", "epochs", "expected"),
+    [
+        ({"epochs": (1, 3, 4)}, range(6), [(1, S), (3, S), (4, S)]),
+        ({"epochs": (1,), "swap_back_after": 2}, range(6), [(1, S), (3, B)]),
+        ({"epochs": (1,), "swap_back_after": 2}, range(3), [(1, S)]),
+        # the authors' cycle: swapped for n epochs, then r of rest
+        (
+            {"epochs": range(1, 10), "swap_back_after": 2, "rest": 1},
+            range(12),
+            [(1, S), (3, B), (4, S), (6, B), (7, S), (9, B)],
+        ),
+        ({"epochs": range(1, 6), "swap_back_after": 1, "rest": 2}, range(9), [(1, S), (2, B), (4, S), (5, B)]),
+        (
+            {"epochs": (0, 2, 4), "swap_back_after": 2, "rest": 0},
+            range(7),
+            [(0, S), (2, B), (2, S), (4, B), (4, S), (6, B)],
+        ),
+        ({"epochs": (0, 1, 2, 3), "swap_back_after": 2, "rest": 2}, range(7), [(0, S), (2, B)]),
+        # epochs that are not seen, and one that begins twice
+        ({"epochs": (1, 4), "swap_back_after": 1}, (0, 1, 1, 4, 6), [(1, S), (4, B)]),
+        ({"epochs": (1, 3)}, (1, 1, 2, 3, 3), [(1, S), (3, S)]),
+    ],
+)
+def test_schedules(settings, epochs, expected):
+    rotation = Rotation("manual", pairs=(PAIR,), **settings)
+    assert events_of(rotation, epochs) == expected
+
+
+def test_swapping_back_restores_weights_and_moments_and_goes_on_from_there(calibration):
+    model = bert(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step(model, optimizer, calibration[0])
+    before, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
+    rotator = Rotator(model, Rotation("manual", epochs=(0,), pairs=(PAIR,), swap_back_after=1))
+    rotator.epoch(0, optimizer)
+    assert not equal(model, before)
+    rotator.epoch(1, optimizer)
+    assert equal(model, before)
+    for number, moments in state["state"].items():
+        for name, tensor in moments.items():
+            assert torch.equal(optimizer.state_dict()["state"][number][name], tensor)
+
+
+def step(model, optimizer, batch):
+    optimizer.zero_grad()
+    model(**batch).last_hidden_state.sin().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", ["hard", "random", "soft", "in-layer"])
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
+def test_a_resumed_training_rotates_as_if_never_stopped(strategy, stop, calibration):
+    rotation = Rotation(strategy, epochs=(1, 2, 4, 5), k=2, swap_back_after=1, rest=1)
+
+    def run(model, optimizer, rotator, epochs):
+        for epoch in epochs:
+            rotator.epoch(epoch, optimizer, calibration)
+            step(model, optimizer, calibration[epoch])
+
+    straight = bert(4)
+    optimizer = torch.optim.AdamW(straight.parameters(), lr=1e-2)
+    rotator = Rotator(straight, rotation)
+    run(straight, optimizer, rotator, range(7))
+
+    part = bert(4)
+    saved = torch.optim.AdamW(part.parameters(), lr=1e-2)
+    stopped = Rotator(part, rotation)
+    run(part, saved, stopped, range(stop))
+    resumed = bert(4, seed=1)
+    resumed.load_state_dict(part.state_dict())
+    other = torch.optim.AdamW(resumed.parameters(), lr=1e-2)
+    other.load_state_dict(saved.state_dict())
+    again = Rotator(resumed, rotation)
+    again.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+    assert equal(resumed, part)
+    assert again.history == stopped.history
+    assert again.epoch(stop - 1, other, calibration) == ()  # resumed in the middle of an epoch
+    run(resumed, other, again, range(stop, 7))
+    assert again.history == rotator.history
+    assert {event.reason for event in again.history} == {S, B}
+    assert equal(resumed, straight)
+
+
+def test_settings_survive_json():
+    rotation = Rotation("manual", epochs=(1, 2), pairs=(PAIR,), kinds=("encoder",), exclude=(1,), swap_back_after=3)
+    assert Rotation(**json.loads(json.dumps(dataclasses.asdict(rotation)))) == rotation
+    assert hash(rotation) == hash(copy.deepcopy(rotation))
+
+
+def test_every_strategy_has_its_function():
+    assert set(PAIRINGS) == set(get_args(Strategy))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategy": "gentle"}, "strategy is 'gentle'; expected one of manual, hard, in-layer, soft, random"),
+        ({"importance": "size"}, "importance is 'size'"),
+        ({"epochs": ()}, "expected at least one, each once"),
+        ({"epochs": (1, 1)}, "each once"),
+        ({"epochs": (-1,)}, "counted from 0"),
+        ({"k": 0}, "k is 0; expected at least 1"),
+        ({"t_max": 0}, "t_max is 0"),
+        ({"rest": -1}, "rest is -1; expected at least 0"),
+        ({"swap_back_after": 0}, "swap_back_after is 0; expected at least 1"),
+        ({"kinds": ("self",)}, "kinds are self; expected some of encoder, decoder, cross"),
+        ({"kinds": ()}, "kinds are none"),
+        ({"strategy": "manual"}, "'manual' got 0 pairs"),
+        ({"pairs": (PAIR,)}, "'hard' got 1 pairs; the manual strategy swaps given pairs, and no other takes any"),
+        ({"strategy": "manual", "pairs": ((FIRST, 0),)}, "pairs are .* expected .*module, head"),
+        ({"strategy": "manual", "pairs": (((FIRST, "0"), (SECOND, 1)),)}, "pairs are "),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(HeadError, match=message):
+        Rotation(**{"strategy": "hard", "epochs": (0,), **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategy": "hard", "k": 13}, "k is 13 for 'hard' among 6 modules of encoder attention .* at most 12"),
+        ({"strategy": "random", "k": 13}, "k is 13 for 'random'"),
+        ({"strategy": "in-layer", "k": 3}, "k is 3 for 'in-layer' .* which has 4 heads; expected at most 2"),
+        ({"strategy": "soft", "k": 5}, "k is 5 for 'soft' .* expected at most 4"),
+        ({"strategy": "soft", "t_max": 4}, "t_max is 4 for 6 layers of encoder attention; expected at most 3"),
+        ({"strategy": "manual", "pairs": (PAIR, ((FIRST, 0), (FIRST, 2)))}, "head 0 of .* is named twice"),
+        ({"strategy": "manual", "pairs": (((FIRST, 9), (FIRST, 2)),)}, "has no head 9"),
+        ({"strategy": "manual", "pairs": ((("nowhere", 0), (FIRST, 2)),)}, "'nowhere' is no attention module"),
+    ],
+)
+def test_what_a_model_cannot_do_is_refused_before_training(settings, message):
+    with pytest.raises(HeadError, match=message):
+        Rotator(bert(), Rotation(**settings, epochs=(0,)))
+
+
+@pytest.mark.parametrize("strategy", ["hard", "soft", "random"])
+@pytest.mark.parametrize("modules", ["*", "*layer.1*"])
+def test_collaborative_modules_rotate_inside_layers_only(strategy, modules, make_tiny):
+    model = make_tiny("bert")
+    compress(model, Compression(rank=8, modules=modules), calibration=None)
+    with pytest.raises(HeadError, match="heads of a collaborative module share its queries and keys"):
+        Rotator(model, Rotation(strategy, epochs=(0,)))
+    Rotator(model, Rotation("in-layer", epochs=(0,)))
+
+
+def test_a_shared_layer_has_no_other_to_swap_with(make_tiny, calibration):
+    with pytest.raises(HeadError, match=r"t_max is 1 for 1 layers .* more modules than a single shared one"):
+        Rotator(make_tiny("albert"), Rotation("soft", epochs=(0,)))
+    pairs = first_pairs(make_tiny("albert"), Rotation("hard", epochs=(0,)), calibration)
+    assert len(pairs) == 1
+
+
+def test_kinds_that_a_model_lacks_are_refused():
+    with pytest.raises(UnsupportedModelError, match="cross"):
+        Rotator(bert(), Rotation("random", epochs=(0,), kinds=("cross",)))
+
+
+def test_importance_needs_data(calibration):
+    rotator = Rotator(bert(), Rotation("hard", epochs=(1,)))
+    rotator.epoch(0)
+    with pytest.raises(HeadError, match="'hard' swaps heads by importance at epoch 1 and got no batches"):
+        rotator.epoch(1)
+    assert rotator.history == []
+    assert len(rotator.epoch(1, batches=calibration)) == 1  # a failed call can be made good
+
+
+def test_epochs_do_not_run_backwards():
+    rotator = Rotator(bert(), Rotation("random", epochs=(1, 2)))
+    rotator.epoch(2)
+    with pytest.raises(HeadError, match="epoch 1 comes after epoch 2"):
+        rotator.epoch(1)
+
+
+def test_a_state_that_is_none_is_refused():
+    rotator = Rotator(bert(), Rotation("random", epochs=(1,), swap_back_after=1))
+    with pytest.raises(HeadError, match="cannot read the state of a Rotator .* pass what its"):
+        rotator.load_state_dict({"latest": 1})
+    rotator.epoch(1)
+    state = rotator.state_dict()
+    with pytest.raises(HeadError, match="is no attention module of this model"):
+        rotator.load_state_dict({**state, "swapped": [[["nowhere", 0], [FIRST, 1]]]})
+    assert rotator.state_dict() == state
+
+
+def _replica(rank, file, results):
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    model = bert(2)
+    ids = torch.arange(5, 21).view(2, 8) + 20 * rank  # each sees other data, so would choose other heads
+    Rotator(model, Rotation("hard", epochs=(0,), k=4)).epoch(0, batches=[{"input_ids": ids}])
+    results.put([parameter.detach().double().sum().item() for parameter in model.parameters()])
+    distributed.destroy_process_group()
+
+
+def test_replicas_stay_the_same(tmp_path):
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    processes = [context.Process(target=_replica, args=(rank, tmp_path / "meet", results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    one, other = (results.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join()
+    assert one == other

@@ -1,0 +1,303 @@
+"""Swapping heads: what moves, what stays, and that it can be undone to the bit."""
+
+import copy
+import re
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.nn.utils import parametrizations
+from transformers import BertConfig, BertModel
+
+from collab_compress import Compression, compress
+from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.errors import HeadError
+from collab_compress.heads import swap_heads_
+from collab_compress.heads.blocks import HeadBlock, head_blocks
+
+FORMS = ["dense", "collaborative"]
+FIRST, SECOND = "encoder.layer.0.attention.self", "encoder.layer.1.attention.self"
+WIDTH = 8  # of a head of the tiny models
+
+
+def built(make_tiny, family, form):
+    model = make_tiny(family)
+    if form == "collaborative":
+        compress(model, Compression(rank=13), calibration=None)
+    return model
+
+
+def hidden(model, batch):
+    with torch.no_grad():
+        return model(**batch).last_hidden_state[batch.get("decoder_attention_mask", batch["attention_mask"]).bool()]
+
+
+def loss_of(model, batch):
+    return (
+        model(**batch)
+        .last_hidden_state[batch.get("decoder_attention_mask", batch["attention_mask"]).bool()]
+        .sin()
+        .sum()
+    )
+
+
+def train(model, optimizer, batch, steps=3):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+
+def everything(model, optimizer):
+    """Every number of a training: weights, gradients, optimizer state."""
+    found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            found[f"{name} grad"] = parameter.grad.clone()
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if torch.is_tensor(value):
+                found[f"{name} {key}"] = value.clone()
+    return found
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def permute_output_(site, i, j, state=None):
+    """Exchange, by hand, the columns with which the output projection reads heads i and j."""
+    weight = site.part(site.family.output).weight
+    columns = list(range(weight.shape[1]))
+    columns[i * WIDTH : (i + 1) * WIDTH], columns[j * WIDTH : (j + 1) * WIDTH] = (
+        columns[j * WIDTH : (j + 1) * WIDTH],
+        columns[i * WIDTH : (i + 1) * WIDTH],
+    )
+    moments = [] if state is None else [t for t in state[weight].values() if t.dim()]
+    with torch.no_grad():
+        for tensor in [weight, *moments]:
+            tensor.copy_(tensor[:, columns].clone())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_swapping_heads_and_how_they_are_read_changes_nothing(family, form, make_tiny, batch):
+    model = built(make_tiny, family, form).double()
+    expected = hidden(model, batch)
+    for site in find_attention(model, FAMILIES):
+        swap_heads_(model, [((site.name, 0), (site.name, 2))])
+        assert (hidden(model, batch) - expected).abs().max() > 1e-3  # the output projection stays, so outputs change
+        permute_output_(site, 0, 2)
+        torch.testing.assert_close(hidden(model, batch), expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_training_goes_on_as_if_nothing_had_happened(family, form, make_tiny, batch):
+    """Weights and moments move together: a relabelled training stays the relabelled training."""
+    straight = built(make_tiny, family, form).double()
+    site = find_attention(straight, FAMILIES)[0]
+    optimizer = torch.optim.AdamW(straight.parameters(), lr=1e-2)
+    train(straight, optimizer, batch)
+    swapped = copy.deepcopy(straight)
+    other = torch.optim.AdamW(swapped.parameters(), lr=1e-2)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    swap_heads_(swapped, [((site.name, 0), (site.name, 1))], other)
+    permute_output_(find_attention(swapped, FAMILIES)[0], 0, 1, other.state)
+    train(straight, optimizer, batch)
+    train(swapped, other, batch)
+    torch.testing.assert_close(hidden(swapped, batch), hidden(straight, batch), atol=1e-9, rtol=1e-7)
+
+
+def test_weights_go_where_the_paper_says(make_tiny):
+    model = make_tiny("bert")
+    before = copy.deepcopy(model.state_dict())
+    swap_heads_(model, [((FIRST, 2), (SECOND, 1))])
+    expected = copy.deepcopy(before)
+    for part in ("query", "key", "value"):
+        for name in ("weight", "bias"):
+            for row in range(WIDTH):
+                one, other = f"{FIRST}.{part}.{name}", f"{SECOND}.{part}.{name}"
+                expected[one][2 * WIDTH + row] = before[other][WIDTH + row]
+                expected[other][WIDTH + row] = before[one][2 * WIDTH + row]
+    assert same(model.state_dict(), expected)
+    assert not same(expected, before)
+
+
+def test_a_collaborative_head_is_its_mixing_row_its_content_bias_and_its_values(make_tiny):
+    model = built(make_tiny, "bert", "collaborative")
+    before = copy.deepcopy(model.state_dict())
+    swap_heads_(model, [((FIRST, 0), (FIRST, 2))])
+    expected = copy.deepcopy(before)
+    rows = {"mixing": [(0, 2)], "key.proj.weight": [(13, 15)]}
+    rows |= {f"value.{name}": [(row, 16 + row) for row in range(WIDTH)] for name in ("weight", "bias")}
+    for name, pairs in rows.items():
+        for i, j in pairs:
+            expected[f"{FIRST}.{name}"][i] = before[f"{FIRST}.{name}"][j]
+            expected[f"{FIRST}.{name}"][j] = before[f"{FIRST}.{name}"][i]
+    assert same(model.state_dict(), expected)
+
+
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, amsgrad=True),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+    "accelerate": lambda parameters: Accelerator(cpu=True).prepare(torch.optim.AdamW(parameters)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
+def test_swapping_again_restores_every_bit(family, form, kind, make_tiny, batch):
+    model = built(make_tiny, family, form)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    train(model, optimizer, batch)
+    sites = find_attention(model, FAMILIES)
+    last = next(site for site in reversed(sites) if site.kind == sites[0].kind)
+    other = last if form == "dense" and last is not sites[0] else sites[0]
+    pairs = [((sites[0].name, 0), (other.name, 1)), ((sites[0].name, 2), (other.name, 0 if other is last else 1))]
+    pairs = pairs if other is not sites[0] else pairs[:1]
+    before = everything(model, optimizer)
+    swap_heads_(model, pairs, optimizer)
+    after = everything(model, optimizer)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    value = f"{sites[0].path(sites[0].family.value)}.weight"
+    moment = "momentum_buffer" if kind == "momentum" else "exp_avg_sq"
+    assert {value, f"{value} grad", f"{value} {moment}"} <= moved
+    output = sites[0].path(sites[0].family.output)
+    assert not any(name.startswith(output) for name in moved)
+    assert torch.equal(
+        after[f"{value} {moment}"][:WIDTH],
+        before[f"{other.path(other.family.value)}.weight {moment}"][WIDTH : 2 * WIDTH],
+    )
+    swap_heads_(model, pairs, optimizer)
+    assert same(everything(model, optimizer), before)
+
+
+def test_an_optimizer_that_has_made_no_step_yet_is_left_empty(make_tiny):
+    model = make_tiny("bert")
+    optimizer = torch.optim.AdamW(model.parameters())
+    swap_heads_(model, [((FIRST, 0), (SECOND, 0))], optimizer)
+    assert not optimizer.state
+
+
+def test_a_block_views_a_transposed_parameter_too():
+    block = HeadBlock(torch.nn.Parameter(torch.arange(12.0).view(2, 6)), 1, 2, 4)
+    assert block.of(block.parameter).tolist() == [[2, 3], [8, 9]]
+
+
+def test_blocks_of_all_heads_cover_what_heads_own_once(family, make_tiny):
+    model = make_tiny(family)
+    for site in find_attention(model, FAMILIES):
+        covered = {}
+        for head in range(site.heads):
+            for block in head_blocks(site, head):
+                count = covered.setdefault(block.parameter, torch.zeros(block.parameter.shape))
+                block.of(count).add_(1)
+        owned = {
+            p
+            for path in (site.family.query, site.family.key, site.family.value)
+            for p in site.part(path).parameters()
+        }
+        assert set(covered) == owned
+        assert all((count == 1).all() for count in covered.values())
+
+
+REFUSED = {
+    "no module": (
+        [(("encoder.layer.7", 0), (FIRST, 0))],
+        "'encoder.layer.7' is no attention module of this model; those are enc",
+    ),
+    "no head": ([((FIRST, 0), (SECOND, 3))], r"layer\.1\.attention\.self has no head 3; its 3 heads are 0 to 2"),
+    "negative": ([((FIRST, -1), (SECOND, 0))], "has no head -1"),
+    "itself": ([((FIRST, 1), (FIRST, 1))], "head 1 of .* is named twice; name each head in one pair only"),
+    "two pairs": ([((FIRST, 0), (FIRST, 1)), ((SECOND, 0), (FIRST, 1))], "head 1 of .* is named twice"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", sorted(REFUSED))
+def test_refusals_move_nothing(case, make_tiny):
+    pairs, message = REFUSED[case]
+    model = make_tiny("bert")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(HeadError, match=message):
+        swap_heads_(model, [((FIRST, 2), (SECOND, 2)), *pairs])
+    assert same(model.state_dict(), before)
+
+
+def test_kinds_never_mix(make_tiny):
+    model = make_tiny("marian")
+    names = {site.kind: site.name for site in find_attention(model, FAMILIES)}
+    for one, other in [("encoder", "decoder"), ("decoder", "cross"), ("encoder", "cross")]:
+        with pytest.raises(HeadError, match=f"one is {one} attention, the other {other}"):
+            swap_heads_(model, [((names[one], 0), (names[other], 0))])
+
+
+def test_collaborative_modules_keep_their_heads(make_tiny):
+    model = make_tiny("bert")
+    compress(model, Compression(rank=8, modules="*layer.1*"), calibration=None)
+    for pair in [((FIRST, 0), (SECOND, 1)), ((SECOND, 0), (FIRST, 1))]:
+        with pytest.raises(HeadError, match="heads of a collaborative module share its queries and keys"):
+            swap_heads_(model, [pair])
+    swap_heads_(model, [((FIRST, 0), (FIRST, 1)), ((SECOND, 0), (SECOND, 1))])
+
+
+def test_modules_of_different_shape_or_type_are_refused(make_tiny):
+    model = make_tiny("bert")
+    model.encoder.layer[1].attention.self.bfloat16()
+    with pytest.raises(HeadError, match=re.escape("differ, float32[8, 24], float32[8]") + ".* against bfloat16"):
+        swap_heads_(model, [((FIRST, 0), (SECOND, 0))])
+    model = make_tiny("bert")
+    model.encoder.layer[1].attention.self.value.bias = None
+    with pytest.raises(HeadError, match="pair heads of modules with the same widths, biases and types"):
+        swap_heads_(model, [((FIRST, 0), (SECOND, 0))])
+
+
+def test_weights_that_are_not_really_there_are_refused(make_tiny):
+    model = make_tiny("bert")
+    model.encoder.layer[0].attention.self.key.weight.data = torch.empty(0)
+    with pytest.raises(HeadError, match=r"weights of shape \(0,\) .* gather sharded parameters"):
+        swap_heads_(model, [((FIRST, 0), (FIRST, 1))])
+    model = make_tiny("bert")
+    parametrizations.spectral_norm(model.encoder.layer[0].attention.self.value)
+    with pytest.raises(HeadError, match="remove parametrizations first"):
+        swap_heads_(model, [((FIRST, 0), (FIRST, 1))])
+
+
+def test_one_sided_gradients_and_states_are_refused(make_tiny, batch):
+    model = make_tiny("bert")
+    model.encoder.layer[0].attention.self.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    train(model, optimizer, batch)
+    before = everything(model, optimizer)
+    with pytest.raises(HeadError, match="only one of two heads to swap has a gradient, optimizer state 'exp_avg'"):
+        swap_heads_(model, [((FIRST, 0), (FIRST, 1)), ((FIRST, 2), (SECOND, 2))], optimizer)
+    optimizer.zero_grad()
+    with pytest.raises(HeadError, match="train or freeze both modules alike"):
+        swap_heads_(model, [((FIRST, 2), (SECOND, 2))], optimizer)
+    swap_heads_(model, [((FIRST, 2), (SECOND, 2)), ((FIRST, 0), (FIRST, 1))])
+    swap_heads_(model, [((FIRST, 2), (SECOND, 2)), ((FIRST, 0), (FIRST, 1))])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in everything(model, optimizer).items())
+
+
+def test_state_that_mixes_heads_is_refused(make_tiny, batch):
+    model = make_tiny("bert")
+    optimizer = torch.optim.Adafactor(model.parameters())
+    train(model, optimizer, batch, steps=1)
+    with pytest.raises(HeadError, match=r"keeps 'row_var' of shape \(24, 1\) .* such as AdamW"):
+        swap_heads_(model, [((FIRST, 0), (FIRST, 1))], optimizer)
+    swap_heads_(model, [((FIRST, 0), (FIRST, 1))])
+
+
+def test_swaps_stay_out_of_the_graph(make_tiny, batch):
+    model = make_tiny("bert")
+    swap_heads_(model, [((FIRST, 0), (SECOND, 1))])
+    assert all(parameter.is_leaf and parameter.requires_grad for parameter in model.parameters())
+    loss_of(model, batch).backward()
+
+
+def test_wide_models_swap_by_their_own_widths():
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=20, hidden_size=40, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16
+    )
+    model = BertModel(config)
+    before = model.encoder.layer[0].attention.self.value.weight.clone()
+    swap_heads_(model, [((FIRST, 0), (FIRST, 1))])
+    assert torch.equal(model.encoder.layer[0].attention.self.value.weight, before.roll(20, 0))

@@ -1,0 +1,281 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from collab_compress import Compression, compress
+from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.attention.view import AttentionConfig
+from collab_compress.errors import HeadError, UnsupportedModelError
+from collab_compress.heads import Tap
+
+
+@pytest.fixture(params=["dense", "collaborative"])
+def model(request, family, make_tiny):
+    made = make_tiny(family)
+    if request.param == "collaborative":
+        compress(made, Compression(rank=13), calibration=None)
+    return made
+
+
+def projected_inputs(model, batch):
+    """What the output projections get, in the order of their calls."""
+    seen, handles = [], []
+    for projection in dict.fromkeys(site.part(site.family.output) for site in find_attention(model, FAMILIES)):
+        handles.append(projection.register_forward_pre_hook(lambda _, args: seen.append(args[0])))
+    model(**batch)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_outputs_are_what_the_output_projection_gets(model, batch, implementation):
+    model.set_attn_implementation(implementation)
+    expected = projected_inputs(model, batch)
+    for parts in (("outputs",), ("outputs", "rows")):
+        with Tap(model, parts) as tap:
+            model(**batch)
+            readings = tap.take()
+        assert len(readings) == len(expected)
+        for reading, inputs in zip(readings, expected, strict=True):
+            real = reading.real.query
+            torch.testing.assert_close(reading.outputs.flatten(2)[real], inputs[real], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_rows_and_values_make_the_outputs(model, batch, implementation):
+    model.set_attn_implementation(implementation)
+    with Tap(model, ("outputs", "rows", "values")) as tap:
+        model(**batch)
+        readings = tap.take()
+    for reading in readings:
+        assert not reading.rows[:, :, :, :][~_keys(reading)].any()  # padding gets no attention
+        outputs = torch.einsum("bhts,bshd->bthd", reading.rows, reading.values)
+        torch.testing.assert_close(outputs, reading.outputs, atol=1e-5, rtol=1e-4)
+
+
+def _keys(reading):
+    """Which entries of the rows (B, H, T, S) of real queries are of real keys."""
+    query, key = reading.real
+    entries = key[:, None, None, :] | ~query[:, None, :, None]
+    return entries.expand_as(reading.rows)
+
+
+def test_rows_are_those_the_model_returns(model, batch):
+    model.set_attn_implementation("eager")
+    with Tap(model, ("rows",)) as tap:
+        output = model(**batch, output_attentions=True)
+        readings = tap.take()
+    kinds = {"encoder": "encoder_attentions", "decoder": "decoder_attentions", "cross": "cross_attentions"}
+    for kind, name in kinds.items():
+        name = name if name in output else "attentions"
+        found = [reading.rows for reading in readings if reading.site.kind == kind]
+        if found:
+            for one, other in zip(found, output[name], strict=True):
+                assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_rows_are_from_before_dropout(model, batch, implementation):
+    model.set_attn_implementation(implementation)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.5
+    with Tap(model, ("rows", "outputs", "values")) as tap:
+        model.train()(**batch)
+        readings = tap.take()
+    for reading in readings:
+        torch.testing.assert_close(reading.rows.sum(-1), torch.ones_like(reading.rows[..., 0]))
+    kept = torch.einsum("bhts,bshd->bthd", readings[0].rows, readings[0].values)
+    assert not torch.allclose(kept, readings[0].outputs, atol=1e-3)
+
+
+def test_queries_and_keys_make_the_rows(family, make_tiny, batch):
+    model = make_tiny(family)
+    with Tap(model, ("queries", "keys", "rows")) as tap:
+        model(**batch)
+        readings = tap.take()
+    for reading in readings:
+        scores = torch.einsum("bthd,bshd->bhts", reading.queries, reading.keys) * reading.site.scaling
+        allowed = reading.rows > 0
+        rows = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+        torch.testing.assert_close(rows, reading.rows, atol=1e-5, rtol=1e-4)
+
+
+def test_queries_of_collaborative_heads_are_mixed(make_tiny, batch):
+    model = make_tiny("bert")
+    compress(model, Compression(rank=13), calibration=None)
+    module = model.encoder.layer[0].attention.self
+    with Tap(model, ("queries",)) as tap:
+        model(**batch)
+        queries = tap.take()[0].queries
+    shared = module.query.proj(model.embeddings(batch["input_ids"]))  # (B, T, R)
+    for head in range(3):
+        torch.testing.assert_close(queries[:, :, head], shared * module.mixing[head])
+
+
+def test_masks_are_those_of_the_kind(family, make_tiny, batch):
+    model = make_tiny(family)
+    with Tap(model) as tap:
+        model(**batch)
+        readings = tap.take()
+    source = batch["attention_mask"].bool()
+    target = batch.get("decoder_attention_mask", source).bool()
+    expected = {"encoder": (source, source), "decoder": (target, target), "cross": (target, source)}
+    for reading in readings:
+        for found, mask in zip(reading.real, expected[reading.site.kind], strict=True):
+            assert torch.equal(found, mask)
+
+
+def test_a_mask_given_by_position_is_found(make_tiny, batch):
+    with Tap(model := make_tiny("bert")) as tap:
+        model(batch["input_ids"], batch["attention_mask"])
+        assert torch.equal(tap.take()[0].real.query, batch["attention_mask"].bool())
+
+
+def test_without_a_mask_all_tokens_are_real(make_tiny, batch):
+    with Tap(model := make_tiny("bert")) as tap:
+        model(batch["input_ids"])
+        assert tap.take()[0].real == (None, None)
+
+
+def test_a_mask_that_hides_padding_is_refused(make_tiny, batch):
+    mask = batch["attention_mask"][:, None, None, :].expand(-1, 1, 9, -1)
+    with Tap(model := make_tiny("bert")), pytest.raises(HeadError, match=r"attention_mask has shape \(3, 1, 9, 9\)"):
+        model(batch["input_ids"], attention_mask=mask)
+
+
+def test_labels_tell_a_decoders_padding(make_tiny, batch):
+    from transformers import MarianMTModel
+
+    model = make_tiny("marian", MarianMTModel)
+    labels = torch.tensor([[7, 8, 9, 1], [7, 1, -100, -100], [8, 9, 1, -100]])
+    given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    with Tap(model, kinds=("decoder",)) as tap:
+        model(**given, labels=labels)
+        assert torch.equal(tap.take()[0].real.query, labels != -100)
+        shifted = torch.tensor([[0, 7, 8, 9], [0, 7, 1, 0], [0, 8, 9, 0]])
+        model(**given, decoder_input_ids=shifted)
+        expected = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 0]]).bool()
+        assert torch.equal(tap.take()[0].real.query, expected)
+
+
+def test_nothing_is_kept(model, batch):
+    with Tap(model) as tap:
+        model(**batch)
+        first = len(tap.take())
+        assert tap.take() == []
+        model(**batch)
+        model(**batch)
+        assert len(tap.take()) == first
+    assert tap.take() == []
+
+
+def test_the_model_is_left_as_it_was(family, make_tiny, batch):
+    model = make_tiny(family)
+    stock = copy.deepcopy(model)
+    before = model(**batch)[0]
+    with Tap(model, ("rows",)):
+        pass
+    for module, other in zip(model.modules(), stock.modules(), strict=True):
+        assert not isinstance(getattr(module, "config", None), AttentionConfig)
+        assert set(vars(module)) == set(vars(other))
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+    assert torch.equal(model(**batch)[0], before)
+
+
+def test_two_taps_read_side_by_side(make_tiny, batch):
+    model = make_tiny("bert")
+    with Tap(model) as one:
+        with Tap(model, ("rows",)) as other:
+            model(**batch)
+            assert len(one.take()) == len(other.take()) == 2
+        model(**batch)
+        assert len(one.take()) == 2
+        assert one.take() == other.take() == []
+
+
+def test_training_only(make_tiny, batch):
+    with Tap(model := make_tiny("bert"), training=True) as tap:
+        model.eval()(**batch)
+        assert tap.take() == []
+        model.train()(**batch)
+        assert len(tap.take()) == 2
+
+
+def penalised_gradients(model, batch, parts=("outputs", "rows")):
+    with Tap(model, parts) as tap:
+        loss = model(**batch)[0].square().mean()
+        penalty = sum(reading.outputs.square().mean() + reading.rows.square().sum() for reading in tap.take())
+        (loss + penalty).backward()
+        assert tap.take() == []  # a repeated forward pass in backward is not read
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    return gradients
+
+
+def checkpoint_(model, **kwargs):
+    """Turn gradient checkpointing on, by its name of before and after Transformers 5.2x."""
+    newer = hasattr(model, "activation_checkpointing_enable")
+    (model.activation_checkpointing_enable if newer else model.gradient_checkpointing_enable)(kwargs)
+
+
+def test_gradient_checkpointing_changes_nothing(model, batch):
+    if not model.supports_gradient_checkpointing:
+        pytest.skip("stock model does not support it")
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+    expected = penalised_gradients(model, batch)
+    checkpoint_(model, use_reentrant=False)
+    found = penalised_gradients(model, batch)
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
+def test_reentrant_checkpointing_is_refused(make_tiny, batch):
+    model = make_tiny("bert").train()
+    checkpoint_(model, use_reentrant=True)
+    with Tap(model), pytest.raises(HeadError, match=r"'use_reentrant': False"):
+        model(**batch)
+
+
+def test_compiles_without_graph_breaks(model, batch):
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+    expected = penalised_gradients(model, batch)
+    with Tap(model, ("outputs", "rows")) as tap:
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        for _ in range(2):  # nothing is left over from the first
+            model.zero_grad()
+            loss = compiled(**batch)[0].square().mean()
+            readings = tap.take()
+            penalty = sum(reading.outputs.square().mean() + reading.rows.square().sum() for reading in readings)
+            (loss + penalty).backward()
+    for name, parameter in model.named_parameters():
+        if name in expected:
+            torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5, rtol=1e-4)
+
+
+def test_refusals(make_tiny):
+    model = make_tiny("bert")
+    with pytest.raises(HeadError, match="cannot read scores; it reads outputs, values, rows"):
+        Tap(model, ("scores",))
+    with pytest.raises(UnsupportedModelError, match=r"with kind cross; the attention modules are .* \(encoder\)"):
+        Tap(model, kinds=("cross",))
+    compress(model, Compression(rank=5), calibration=None)
+    with pytest.raises(HeadError, match="collaborative: all heads share its keys"):
+        Tap(model, ("keys",))
