@@ -1,7 +1,7 @@
 # make demo    install, convert a real model, reload it in a new process
 # make test    install what is missing, run the tests
 # make check   ruff and mypy
-# make bench   factorization, latency and quality against their references
+# make bench   factorization, latency, training cost and quality against their references
 
 PYTHON ?= python3
 VENV := .venv
@@ -34,6 +34,7 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/factorization.py
 	$(BIN)/python benchmarks/latency.py
+	$(BIN)/python benchmarks/heads.py
 	$(if $(COLLAB_COMPRESS_DATA),$(BIN)/python benchmarks/quality.py --data-dir $(COLLAB_COMPRESS_DATA)/glue,@echo "no real data, so no quality: set COLLAB_COMPRESS_DATA")
 
 $(STAMP): pyproject.toml constraints.txt

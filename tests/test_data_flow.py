@@ -16,7 +16,7 @@ ALLOWED = {
     "checkpoint": {"errors"},
     "conversion": {"errors", "factorization", "architectures", "attention", "calibration", "checkpoint"},
     "heads": {"errors", "architectures", "attention", "calibration", "checkpoint"},
-    "training": {"errors", "architectures", "attention", "losses", "heads"},
+    "training": {"errors", "architectures", "calibration", "losses", "heads"},
 }
 
 

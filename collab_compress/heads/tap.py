@@ -23,6 +23,7 @@ from collab_compress.errors import HeadError
 
 Part = Literal["outputs", "values", "rows", "queries", "keys"]
 PARTS: tuple[Part, ...] = get_args(Part)
+DEFAULT: tuple[Part, ...] = ("outputs",)
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Tap:
     def __init__(
         self,
         model: PreTrainedModel,
-        parts: Collection[Part] = ("outputs",),
+        parts: Collection[Part] = DEFAULT,
         kinds: Collection[Kind] = KINDS,
         training: bool = False,
     ) -> None:

@@ -10,9 +10,9 @@ from torch.nn.functional import normalize
 
 from collab_compress.losses.precision import check, full_precision, mean_over_real, no_autocast
 
-# Matrices are raised to a power of at least 2^ACCURACY times their width: whatever the gap between eigenvalues,
-# the spectral norm then falls short by at most 1 / (4 e 2^ACCURACY) of itself, which is 1.4e-6.
-ACCURACY = 16
+# How far, in units of the dtype's rounding, the spectral norm may fall short of itself where eigenvalues nearly tie,
+# times 4 e: 12 units, or 1.4e-6 in float32.
+SLACK = 128
 
 
 def orthogonality(x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -64,8 +64,10 @@ def _dominant_vectors(matrices: Tensor) -> Tensor:
     size = matrices.shape[-1]
     tiny = torch.finfo(matrices.dtype).tiny
     power = matrices / matrices.abs().amax((1, 2), keepdim=True).clamp(min=tiny)
-    # Even powers are positive semi-definite: their trace bounds their norm.
-    for _ in range(math.ceil((ACCURACY + 1 + math.log2(size)) / 3)):
+    # Whatever the gap, the power 2^k leaves a shortfall of about n / (2 e 2^k) at most. Even powers are
+    # positive semi-definite: their trace bounds their norm.
+    squarings = math.log2(2 * size / (SLACK * torch.finfo(matrices.dtype).eps))
+    for _ in range(math.ceil(squarings / 3)):
         power = torch.linalg.matrix_power(power, 8)
         power = power / _diagonal(power).sum(1)[:, None, None].clamp(min=tiny)
     # The basis vector nearest to the dominant eigenspace is the one with the largest entry on the diagonal.

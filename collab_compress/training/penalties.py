@@ -3,7 +3,7 @@
 A new one is a function of (B, T, H, d) vectors or (B, H, T, S) rows and a mask (B, T), and a line in `LOSSES`.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import KINDS, Kind
+from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
 from collab_compress.heads import Part, Reading, Tap
 from collab_compress.losses import bhattacharyya, disagreement, disagreement_rows, hsic, orthogonality
 
@@ -56,15 +56,17 @@ class HeadLosses:
     Args:
         model: stock or edited; read in training mode only.
         kinds: name of each loss → kinds of attention it looks at.
+
+    Raises:
+        UnsupportedModelError: the model has no attention of a loss's kinds.
     """
 
-    def __init__(self, model: PreTrainedModel, kinds: dict[str, Collection[Kind]]) -> None:
+    def __init__(self, model: PreTrainedModel, kinds: Mapping[str, Collection[Kind]]) -> None:
         self.kinds = kinds
         read = {kind for chosen in kinds.values() for kind in chosen}
+        for chosen in kinds.values():
+            find_attention(model, FAMILIES, kinds=chosen)  # raises where there is none
         self.tap = Tap(model, {LOSSES[name].part for name in kinds}, read, training=True)
-        for name, chosen in kinds.items():
-            if not any(site.kind in chosen for site in self.tap.sites):
-                Tap(model, kinds=chosen)  # raises: the model has no such attention
 
     def values(self) -> dict[str, Tensor]:
         """Give each loss, not weighted, of the last forward pass; nothing where there was none."""

@@ -138,8 +138,10 @@ class HeadSession:
 
     def close(self) -> None:
         """Leave the model as it was, but for its weights."""
-        for part in (*self._dropheads, *filter(None, (self._losses, self._alphas))):
-            part.remove()
+        parts: list[DropHead | HeadLosses | AlphasTraining | None] = [*self._dropheads, self._losses, self._alphas]
+        for part in parts:
+            if part is not None:
+                part.remove()
         self._dropheads, self._losses, self._alphas = [], None, None
 
     def _alphas_of(self, model: PreTrainedModel) -> AlphasTraining | None:

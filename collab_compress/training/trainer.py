@@ -1,15 +1,20 @@
 """Join a Transformers `Trainer`: one line in an existing script."""
 
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from collab_compress.calibration import running
 from collab_compress.heads import alphas_of, mix_heads_
 from collab_compress.training.options import HeadTraining
 from collab_compress.training.session import HeadSession
 
+logger = logging.getLogger(__name__)
 STATE = "collab_compress_heads"  # in the checkpoint's trainer_state.json
 
 
@@ -22,7 +27,8 @@ def join_trainer_(trainer: Trainer, training: HeadTraining) -> None:
 
     Works with any subclass of `Trainer`. Penalties are added to the loss that the trainer computes, so labels, label
     smoothing and a loss function of one's own keep their meaning; they are means over a batch, and gradient
-    accumulation averages them over its passes. Logs hold each penalty. Checkpoints hold what a resumed run needs.
+    accumulation averages them over its passes (and the loss of models that ignore `num_items_in_batch`, whose means
+    a stock trainer adds up). Logs hold each penalty. Checkpoints hold what a resumed run needs.
     Alphas are put into the model at once, for the optimizer to find them.
 
     Args:
@@ -56,7 +62,8 @@ class HeadCallback(TrainerCallback):  # type: ignore[misc]
         """Begin an epoch."""
         if self.session is not None and self.training.rotation is not None:
             batches = None if self.trainer.eval_dataset is None else self.trainer.get_eval_dataloader()
-            self.session.epoch(int(state.epoch or 0), batches)
+            with torch.random.fork_rng(devices=[]):  # data loaders draw a seed, which a resumed run would not
+                self.session.epoch(int(state.epoch or 0), batches)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Begin an optimizer step."""
@@ -83,8 +90,10 @@ class _HeadTrainer:
     ) -> Tensor | tuple[Tensor, Any]:
         """Compute the loss as the trainer does, and add the penalties while the model trains."""
         trainer: Any = super()
-        loss, outputs = trainer.compute_loss(model, inputs, True, num_items_in_batch)
         session = _session(self)
+        if model.training and session is not None and num_items_in_batch is not None:
+            _check_normalisation_(self, inputs, num_items_in_batch)
+        loss, outputs = trainer.compute_loss(model, inputs, True, num_items_in_batch)
         if model.training and session is not None:
             passes = _passes(self, num_items_in_batch)
             loss = loss + session.penalty(loss.detach() * passes).to(loss.device) / passes
@@ -102,6 +111,25 @@ class _HeadTrainer:
 def _session(trainer: Any) -> HeadSession | None:
     callbacks = trainer.callback_handler.callbacks
     return next((callback.session for callback in callbacks if isinstance(callback, HeadCallback)), None)
+
+
+def _check_normalisation_(trainer: Any, inputs: Mapping[str, Any], items: Tensor | int) -> None:
+    """Find out once whether the model's loss is normalised over the passes of a step, as the trainer takes for granted.
+
+    The trainer goes by the signature of `forward`, but many heads (regression, BERT's classifiers, Marian) accept
+    `num_items_in_batch` and ignore it: their means would be added up over the passes instead of averaged.
+    """
+    if trainer.current_gradient_accumulation_steps == 1 or not trainer.model_accepts_loss_kwargs:
+        return
+    if trainer.compute_loss_func is not None or trainer.label_smoother is not None or hasattr(trainer, "_normalised"):
+        return
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    with torch.random.fork_rng(), running(model):
+        losses = [float(model(**inputs, num_items_in_batch=scale * items)["loss"]) for scale in (1, 2)]
+    trainer._normalised = losses[0] != losses[1]
+    if not trainer._normalised:
+        logger.info("%s ignores num_items_in_batch: its loss is averaged over passes", type(model).__name__)
+        trainer.model_accepts_loss_kwargs = False
 
 
 def _passes(trainer: Any, items: Tensor | int | None) -> int:

@@ -240,6 +240,16 @@ def test_a_resumed_training_rotates_as_if_never_stopped(strategy, stop, calibrat
     assert equal(resumed, straight)
 
 
+def test_an_epoch_that_began_before_the_training_stopped_swaps_no_more():
+    model = bert(2)
+    first, again = (Rotator(model, Rotation("manual", epochs=(1,), pairs=(PAIR,))) for _ in "ab")
+    first.epoch(1)
+    again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    swapped = copy.deepcopy(model)
+    assert again.epoch(1) == ()
+    assert equal(model, swapped)
+
+
 def test_settings_survive_json():
     rotation = Rotation("manual", epochs=(1, 2), pairs=(PAIR,), kinds=("encoder",), exclude=(1,), swap_back_after=3)
     assert Rotation(**json.loads(json.dumps(dataclasses.asdict(rotation)))) == rotation
@@ -333,7 +343,7 @@ def test_epochs_do_not_run_backwards():
 
 def test_a_state_that_is_none_is_refused():
     rotator = Rotator(bert(), Rotation("random", epochs=(1,), swap_back_after=1))
-    with pytest.raises(HeadError, match="cannot read the state of a Rotator .* pass what its"):
+    with pytest.raises(HeadError, match=r"cannot read the state of a Rotator .* pass what its"):
         rotator.load_state_dict({"latest": 1})
     rotator.epoch(1)
     state = rotator.state_dict()
@@ -352,10 +362,13 @@ def _replica(rank, file, results):
     distributed.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_replicas_stay_the_same(tmp_path):
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    processes = [context.Process(target=_replica, args=(rank, tmp_path / "meet", results)) for rank in range(2)]
+    processes = [
+        context.Process(target=_replica, args=(rank, tmp_path / "meet", results), daemon=True) for rank in range(2)
+    ]
     for process in processes:
         process.start()
     one, other = (results.get(timeout=60) for _ in processes)

@@ -1,0 +1,64 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collab_compress.losses import disagreement, disagreement_rows
+
+SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
+
+
+def oracle(x, mask, mean_over_pairs):
+    """Cosine of one pair of heads at one real token at a time; x is (B, T, H, d)."""
+    tokens = x[mask]
+
+    def cosine(a, b):
+        return torch.stack([
+            token[a] @ token[b] / (token[a].norm() * token[b].norm()) for token in tokens
+        ]).mean()  # fmt: skip
+
+    return mean_over_pairs(x.shape[2], cosine)
+
+
+@given(SHAPES, st.integers(0, 99))
+def test_it_is_the_mean_cosine(make_vectors, mean_over_pairs, assert_same_gradient, shape, seed):
+    x, mask = make_vectors(*shape, seed=seed)
+    assert_same_gradient(x, disagreement(x, mask), oracle(x, mask, mean_over_pairs))
+
+
+@given(SHAPES, st.integers(0, 99))
+def test_rows_are_compared_query_by_query(make_rows, mean_over_pairs, assert_same_gradient, shape, seed):
+    rows, mask = make_rows(*shape, seed=seed)
+    assert_same_gradient(rows, disagreement_rows(rows, mask), oracle(rows.transpose(1, 2), mask, mean_over_pairs))
+
+
+def test_gradient_by_differences(make_vectors, make_rows):
+    x, mask = make_vectors(2, 3, 3, 4)
+    assert torch.autograd.gradcheck(lambda x: disagreement(x, mask), x)
+    rows, mask = make_rows(2, 3, 3, 4)
+    assert torch.autograd.gradcheck(lambda rows: disagreement_rows(rows, mask), rows)
+
+
+def test_extremes():
+    alike = torch.arange(1.0, 5).expand(2, 3, 4, 4)
+    assert disagreement(alike).item() == pytest.approx(1.0, abs=1e-6)
+    assert disagreement(torch.eye(4).expand(2, 3, 4, 4)).item() == 0.0
+    opposite = torch.tensor([[1.0, 2.0], [-1.0, -2.0]]).expand(2, 3, 2, 2)
+    assert disagreement(opposite).item() == pytest.approx(-1.0, abs=1e-6)
+
+
+def test_a_dropped_head_agrees_with_nobody_and_gets_no_gradient():
+    x = torch.ones(1, 2, 3, 4)
+    x[:, :, 1] = 0.0
+    x.requires_grad_()
+    value = disagreement(x)
+    value.backward()
+    assert value.item() == pytest.approx(1 / 3, abs=1e-6)
+    assert torch.isfinite(x.grad).all()
+    assert not x.grad[:, :, 1].any()
+
+
+def test_vectors_of_every_size_count_alike(make_vectors):
+    x, mask = make_vectors(2, 5, 4, 8, dtype=torch.float32)
+    for scale in (1e-12, 1e12):
+        torch.testing.assert_close(disagreement(x * scale, mask), disagreement(x, mask), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,97 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collab_compress.losses import nuclear_growth, nuclear_norm
+
+
+def draw(heads, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(heads, heads, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+@given(st.integers(1, 6), st.integers(0, 99))
+def test_norm_is_the_trace_of_the_root(assert_same_gradient, heads, seed):
+    """‖α‖_* = tr √(αᵀα), by eigenvalues instead of singular values."""
+    alphas = draw(heads, seed)
+    expected = torch.linalg.eigvalsh(alphas.T @ alphas).clamp(min=0).sqrt().sum()
+    assert_same_gradient(alphas, nuclear_norm(alphas), expected, rtol=1e-5, atol=1e-5)
+
+
+@given(st.integers(1, 6), st.integers(0, 99))
+def test_gradient_is_the_polar_factor(heads, seed):
+    alphas = draw(heads, seed)
+    left, _, right = torch.linalg.svd(alphas.detach())
+    (gradient,) = torch.autograd.grad(nuclear_norm(alphas), alphas)
+    torch.testing.assert_close(gradient, left @ right)
+
+
+def test_gradient_by_differences():
+    assert torch.autograd.gradcheck(nuclear_norm, draw(4, 0))
+    assert torch.autograd.gradcheck(lambda alphas: nuclear_growth(alphas, 100.0, 1e-4), draw(4, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gradient_at_the_identity_is_the_identity(dtype):
+    alphas = torch.eye(12, dtype=dtype, requires_grad=True)
+    norm = nuclear_norm(alphas)
+    norm.backward()
+    assert norm.item() == 12.0
+    torch.testing.assert_close(alphas.grad, torch.eye(12, dtype=dtype))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_gradient_at_a_singular_matrix_is_a_subgradient(rank):
+    alphas = draw(5, 0).detach()[:, :rank] @ draw(5, 1).detach()[:rank]
+    alphas.requires_grad_()
+    norm = nuclear_norm(alphas)
+    (gradient,) = torch.autograd.grad(norm, alphas)
+    assert torch.linalg.matrix_norm(gradient, 2) <= 1 + 1e-9
+    # ⟨G, α⟩ = ‖α‖_* and ‖G‖₂ ≤ 1 are what makes G a subgradient.
+    torch.testing.assert_close((gradient * alphas).sum(), norm)
+
+
+def test_hinge_asks_for_what_is_missing_and_no_more():
+    alphas = torch.eye(4, dtype=torch.float64, requires_grad=True)
+    short = nuclear_growth(alphas, 4.0, 0.25)
+    assert short.item() == pytest.approx(0.25)
+    torch.testing.assert_close(torch.autograd.grad(short, alphas)[0], -torch.eye(4, dtype=torch.float64))
+    for previous in (3.5, torch.tensor(3.5, requires_grad=True)):
+        grown = nuclear_growth(alphas, previous, 0.25)
+        assert grown.item() == 0.0
+        assert not torch.autograd.grad(grown, alphas)[0].any()
+
+
+def test_previous_norm_is_a_constant():
+    alphas, previous = torch.eye(3, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+    nuclear_growth(alphas, previous, 0.1).backward()
+    assert previous.grad is None
+
+
+@pytest.mark.parametrize("previous", [None, 0.0, 100.0])
+def test_printed_form_is_the_growth_with_the_gradient_of_the_norm(previous):
+    alphas = draw(4, 2)
+    value = nuclear_growth(alphas, previous, 1e-4, "printed")
+    assert value.item() == pytest.approx(1e-4, abs=1e-12)
+    (gradient,) = torch.autograd.grad(value, alphas)
+    torch.testing.assert_close(gradient, -torch.autograd.grad(nuclear_norm(alphas), alphas)[0])
+
+
+def test_following_the_hinge_grows_the_norm_by_about_its_step():
+    alphas, previous = torch.eye(4, dtype=torch.float64), 4.0
+    for _ in range(20):
+        alphas = alphas.detach().requires_grad_()
+        loss = nuclear_growth(alphas, previous, 1e-2)
+        previous = nuclear_norm(alphas).item()
+        alphas = alphas - 1e-3 * torch.autograd.grad(loss, alphas)[0]
+    assert 4.0 < nuclear_norm(alphas) < 4.0 + 20 * 1e-2
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match=r"alphas have the wrong shape: got \(2, 3\), expected \(H, H\)"):
+        nuclear_norm(torch.ones(2, 3))
+    with pytest.raises(ValueError, match="unknown form of nuclear growth: got 'linear', expected 'hinge' or"):
+        nuclear_growth(torch.eye(2), 2.0, 0.1, "linear")
+    with pytest.raises(ValueError, match="the hinge needs the nuclear norm one step before: got None"):
+        nuclear_growth(torch.eye(2), None, 0.1)

@@ -1,0 +1,31 @@
+import pytest
+
+from collab_compress.training import SCHEDULES
+
+
+@pytest.mark.parametrize(
+    ("name", "points"),
+    [
+        # (progress, value) read off figure 2 of "Scheduled DropHead", with warmup a tenth of training and p = 0.2
+        ("constant", [(0.0, 0.2), (0.05, 0.2), (0.5, 0.2), (1.0, 0.2)]),
+        ("curriculum", [(0.0, 0.0), (0.25, 0.05), (0.5, 0.1), (1.0, 0.2)]),
+        ("anti-curriculum", [(0.0, 0.2), (0.25, 0.15), (0.5, 0.1), (1.0, 0.0)]),
+        ("scheduled", [(0.0, 0.2), (0.05, 0.1), (0.1, 0.0), (0.55, 0.1), (1.0, 0.2)]),
+    ],
+)
+def test_points_of_the_figure(name, points):
+    for progress, value in points:
+        assert SCHEDULES[name](progress, 0.1, 0.2, 0.2) == pytest.approx(value)
+
+
+def test_start_and_end_may_differ():
+    assert SCHEDULES["scheduled"](0.0, 0.5, 0.3, 0.1) == pytest.approx(0.3)
+    assert SCHEDULES["scheduled"](1.0, 0.5, 0.3, 0.1) == pytest.approx(0.1)
+    assert SCHEDULES["anti-curriculum"](0.0, 0.5, 0.3, 0.1) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("warmup", [0.0, 0.06, 1.0])
+def test_values_stay_between_nothing_and_the_ends(name, warmup):
+    for step in range(101):
+        assert 0 <= SCHEDULES[name](step / 100, warmup, 0.3, 0.2) <= 0.3

@@ -1,0 +1,221 @@
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertForSequenceClassification, MarianMTModel
+
+from collab_compress import Compression, compress
+from collab_compress.errors import HeadError, UnsupportedModelError
+from collab_compress.heads import Rotation, Tap, alphas_of, mix_heads_
+from collab_compress.training import (
+    LOSSES,
+    AlphasOptions,
+    DropHeadOptions,
+    HeadSession,
+    HeadTraining,
+    Penalty,
+)
+
+
+def no_dropout_(model):
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+    return model.train()
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_a_penalty_is_its_loss_over_modules(loss, family, make_tiny, batch):
+    model = no_dropout_(make_tiny(family))
+    chosen = LOSSES[loss]
+    with Tap(model, (chosen.part,)) as tap:
+        model(**batch)
+        values = [
+            chosen.function(
+                getattr(reading, chosen.part),
+                reading.real.key if chosen.part in ("values", "keys") else reading.real.query,
+            )
+            for reading in tap.take()
+            if reading.site.kind in chosen.kinds
+        ]
+    session = HeadSession(model, HeadTraining(penalties=(Penalty(loss, weight=3.0),)))
+    model(**batch)
+    expected = torch.stack(values).mean() if chosen.reduction == "mean" else sum(values)
+    expected = expected.detach()
+    torch.testing.assert_close(session.penalty().detach(), 3 * expected, atol=1e-5, rtol=1e-4)
+    assert session.logs()[loss] == pytest.approx(float(expected), rel=1e-4)
+    session.close()
+
+
+@pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"orthogonality-keys"}))
+def test_penalties_reach_collaborative_models(loss, family, make_tiny, batch):
+    model = no_dropout_(make_tiny(family))
+    compress(model, Compression(rank=13), calibration=None)
+    session = HeadSession(model, HeadTraining(penalties=(Penalty(loss, weight=1.0),)))
+    model(**batch)
+    session.penalty().backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert any(gradient.any() for gradient in gradients)
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
+
+
+def test_penalties_combine_and_are_logged_one_by_one(make_tiny, batch):
+    model = no_dropout_(make_tiny("bert"))
+    penalties = (Penalty("disagreement", 0.5), Penalty("bhattacharyya", 2.0), Penalty("orthogonality", 0.1))
+    session = HeadSession(model, HeadTraining(penalties=penalties))
+    totals = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model(**{**batch, "input_ids": torch.randint(5, 61, (3, 9))})
+        totals.append(session.penalty(torch.tensor(2.0)).item())
+    logs = session.logs()
+    weighted = sum(penalty.weight * logs[penalty.loss] for penalty in penalties)
+    assert weighted == pytest.approx(sum(totals) / 2, rel=1e-5)
+    assert logs["disagreement/share"] == pytest.approx(abs(0.5 * logs["disagreement"]) / 2, rel=1e-4)
+    assert not {name for name in session.logs() if not name.startswith("drophead")}
+
+
+def test_kinds_of_a_penalty(make_tiny, make_batch):
+    model, batch = no_dropout_(make_tiny("marian")), make_batch("marian")
+    with Tap(model, ("rows",), kinds=("cross",)) as tap:
+        model(**batch)
+        expected = sum(LOSSES["bhattacharyya"].function(r.rows, r.real.query) for r in tap.take())
+    session = HeadSession(model, HeadTraining(penalties=(Penalty("bhattacharyya", 1.0, kinds=("cross",)),)))
+    model(**batch)
+    torch.testing.assert_close(session.penalty(), expected)
+
+
+def test_a_penalty_on_attention_that_is_not_there_is_refused(make_tiny):
+    model = make_tiny("bert")
+    penalties = (Penalty("disagreement"), Penalty("bhattacharyya", kinds=("cross",)))
+    with pytest.raises(UnsupportedModelError, match="with kind cross"):
+        HeadSession(model, HeadTraining(penalties=penalties))
+    assert not any("head_acts" in vars(module) for module in model.modules())
+
+
+def test_schedules_move_with_progress(make_tiny, batch):
+    model = no_dropout_(make_tiny("bert"))
+    training = HeadTraining(
+        drophead=(DropHeadOptions(0.4, "scheduled", start=0.2),),
+        penalties=(Penalty("disagreement", 2.0, "curriculum"),),
+    )
+    session = HeadSession(model, training, warmup=0.5)
+    for progress, p, weight in ((0.0, 0.2, 0.0), (0.25, 0.1, 0.5), (0.5, 0.0, 1.0), (1.0, 0.4, 2.0)):
+        session.step(progress)
+        model(**batch)
+        penalty = session.penalty().item()
+        logs = session.logs()
+        assert logs["drophead/0"] == pytest.approx(p)
+        assert penalty == pytest.approx(weight * logs["disagreement"])
+
+
+def test_a_faint_penalty_is_warned_of(make_tiny, batch, caplog):
+    model = no_dropout_(make_tiny("bert"))
+    session = HeadSession(model, HeadTraining(penalties=(Penalty("hsic", 1e-12),)))
+    model(**batch)
+    session.penalty(torch.tensor(1.0))
+    with caplog.at_level(logging.WARNING):
+        session.logs()
+    assert "penalty hsic is" in caplog.text
+    assert "raise its weight" in caplog.text
+
+
+def step_alphas(training, progress, seed=0, weight_decay=0.1):
+    """Alphas of a tiny classifier after one AdamW step at some progress."""
+    torch.manual_seed(seed)
+    from transformers import BertConfig
+
+    config = BertConfig(vocab_size=61, hidden_size=24, num_attention_heads=3, num_hidden_layers=2,
+                        intermediate_size=32, initializer_range=0.4)  # fmt: skip
+    model = BertForSequenceClassification(config).train()
+    mix_heads_(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=weight_decay)
+    session = HeadSession(model, training, optimizer)
+    session.step(progress)
+    loss = model(torch.randint(5, 61, (4, 7)), labels=torch.tensor([0, 1, 0, 1])).loss
+    (loss + session.penalty(loss)).backward()
+    norm = nn.utils.clip_grad_norm_(list(alphas_of(model).values()), 1e9)
+    optimizer.step()
+    session.close()
+    return list(alphas_of(model).values()), norm, optimizer
+
+
+def test_alphas_are_frozen_then_train():
+    training = HeadTraining(alphas=AlphasOptions(frozen=0.3))
+    frozen, norm, optimizer = step_alphas(training, 0.29)
+    assert all(torch.equal(matrix, torch.eye(3)) for matrix in frozen)  # weight decay included
+    assert norm == 0  # so that clipping does not see them
+    assert not any(matrix in optimizer.state for matrix in frozen)
+    trained, norm, _ = step_alphas(training, 0.3)
+    assert not any(torch.equal(matrix, torch.eye(3)) for matrix in trained)
+    assert norm > 0
+
+
+@pytest.mark.parametrize("form", ["hinge", "printed"])
+def test_nuclear_growth_pushes_the_norms_up(form):
+    plain, _, _ = step_alphas(HeadTraining(alphas=AlphasOptions(frozen=0.0)), 0.5)
+    options = AlphasOptions(frozen=0.0, growth_weight=1e4, growth=0.5, growth_form=form)
+    grown, _, _ = step_alphas(HeadTraining(alphas=options), 0.5)
+    for one, other in zip(plain, grown, strict=True):
+        assert torch.linalg.svdvals(other).sum() > torch.linalg.svdvals(one).sum()
+        assert torch.linalg.svdvals(other).sum() > 3
+
+
+def test_the_hinge_compares_with_the_step_before(make_tiny, batch):
+    model = no_dropout_(make_tiny("bert"))
+    mix_heads_(model)
+    options = AlphasOptions(frozen=0.5, growth_weight=2.0, growth=0.1)
+    session = HeadSession(model, HeadTraining(alphas=options))
+    assert session.penalty().item() == 0  # frozen
+    session.step(0.5)
+    assert session.penalty().item() == pytest.approx(2 * 2 * 0.1)  # two matrices, both as they were
+    with torch.no_grad():
+        for matrix in alphas_of(model).values():
+            matrix.mul_(1.02)  # norm 3 → 3.06
+    session.step(0.6)
+    assert session.penalty().item() == pytest.approx(2 * 2 * 0.04, rel=1e-4)
+    session.step(0.7)
+    assert session.penalty().item() == pytest.approx(2 * 2 * 0.1, rel=1e-4)
+    assert session.logs()["nuclear-growth"] == pytest.approx(2 * (0.1 + 0.04 + 0.1) / 3, rel=1e-4)
+
+
+def test_alphas_must_be_there(make_tiny):
+    with pytest.raises(HeadError, match=r"call mix_heads_\(model\) before making the optimizer"):
+        HeadSession(make_tiny("bert"), HeadTraining(alphas=AlphasOptions()))
+
+
+def test_a_closed_session_leaves_the_model_as_it_was(make_tiny, batch):
+    model = no_dropout_(make_tiny("marian", MarianMTModel))
+    stock = copy.deepcopy(model)
+    training = HeadTraining(
+        drophead=(DropHeadOptions(0.5, kinds=("encoder",)), DropHeadOptions(0.3, kinds=("cross",))),
+        penalties=tuple(Penalty(loss) for loss in LOSSES),
+        rotation=Rotation("random", (1,)),
+    )
+    HeadSession(model, training).close()
+    for module, other in zip(model.modules(), stock.modules(), strict=True):
+        assert set(vars(module)) == set(vars(other))
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Penalty("diversity"), "unknown loss 'diversity'; expected one of bhattacharyya"),
+        (lambda: Penalty("hsic", -1.0), "weight of hsic is -1.0; expected 0 or more"),
+        (lambda: Penalty("hsic", schedule="cosine"), "unknown schedule 'cosine'"),
+        (lambda: DropHeadOptions(1.0), "p is 1.0; expected a probability"),
+        (lambda: DropHeadOptions(start=2.0), "start is 2.0"),
+        (lambda: AlphasOptions(frozen=31), "frozen for 31 of training; expected 0 to 1"),
+        (lambda: AlphasOptions(growth_form="square"), "unknown growth form 'square'"),
+        (lambda: HeadTraining(penalties=(Penalty("hsic"), Penalty("hsic"))), "each loss may be given once"),
+    ],
+)
+def test_bad_options_are_refused(make, message):
+    with pytest.raises(HeadError, match=message):
+        make()

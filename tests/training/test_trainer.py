@@ -1,0 +1,273 @@
+"""Joining a stock `Trainer`, a bare Accelerate loop, and distributed training."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertForSequenceClassification,
+    MarianMTModel,
+    Trainer,
+    TrainingArguments,
+)
+
+from collab_compress import Compression, compress
+from collab_compress.heads import Rotation, alphas_of
+from collab_compress.training import (
+    AlphasOptions,
+    DropHeadOptions,
+    HeadSession,
+    HeadTraining,
+    Penalty,
+    join_trainer_,
+)
+
+EVERYTHING = HeadTraining(
+    drophead=(DropHeadOptions(0.3, "scheduled"),),
+    penalties=(Penalty("hsic", 1e-3), Penalty("disagreement", 0.3), Penalty("bhattacharyya", 0.1),
+               Penalty("orthogonality", 0.01)),
+    alphas=AlphasOptions(frozen=0.3, growth_weight=1.0, growth=0.01),
+    rotation=Rotation("in-layer", (0, 1, 2, 3), k=1, swap_back_after=1, rest=0, exclude=()),
+)  # fmt: skip
+
+
+def dataset(count=16, length=7, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, 61, (count, length), generator=generator)
+    return [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row[0] % 2} for row in ids]
+
+
+def arguments(folder, **more):
+    given = {
+        "output_dir": str(folder), "use_cpu": True, "report_to": "none", "disable_tqdm": True, "seed": 5,
+        "per_device_train_batch_size": 4, "num_train_epochs": 3, "learning_rate": 1e-3, "warmup_steps": 2,
+        "logging_steps": 1, "save_strategy": "no",
+    }  # fmt: skip
+    return TrainingArguments(**{**given, **more})
+
+
+def classifier(make_tiny, family="bert", rank=None):
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(make_tiny(family).config)
+    if rank is not None:
+        compress(model, Compression(rank=rank), calibration=None)
+    return model
+
+
+def joined(model, folder, training=EVERYTHING, data=None, **more):
+    trainer = Trainer(model, arguments(folder, **more), train_dataset=data or dataset(), eval_dataset=dataset(8, 7, 1))
+    join_trainer_(trainer, training)
+    return trainer
+
+
+@pytest.mark.parametrize("rank", [None, 13])
+@pytest.mark.parametrize("family", ["bert", "albert", "distilbert"])
+def test_every_method_at_once(family, rank, make_tiny, tmp_path):
+    model = classifier(make_tiny, family, rank)
+    trainer = joined(model, tmp_path)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logs) == 12
+    for entry in logs:
+        assert {"hsic", "disagreement", "bhattacharyya", "orthogonality", "drophead/0"} <= entry.keys()
+    assert "nuclear-growth" not in logs[3]
+    assert "nuclear-growth" in logs[4]  # 0.3 · 11 steps = 3.3
+    assert not any(torch.equal(matrix, torch.eye(3)) for matrix in alphas_of(model).values())
+    assert not any("head_acts" in vars(module) for module in model.modules())
+
+
+def final_weights(trainer, **kwargs):
+    trainer.train(**kwargs)
+    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize("step", [6, 8])  # in the middle of an epoch, and between two
+def test_a_resumed_run_equals_a_straight_one(step, make_tiny, tmp_path):
+    straight = joined(classifier(make_tiny), tmp_path, save_strategy="steps", save_steps=step)
+    expected = final_weights(straight)
+    resumed = joined(classifier(make_tiny), tmp_path, save_strategy="no")
+    found = final_weights(resumed, resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert expected.keys() == found.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+    state = json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())
+    history = state["stateful_callbacks"]["collab_compress_heads"]["rotation"]["history"]
+    assert [event["reason"] for event in history] == ["swap", "swap-back", "swap"][: len(history)]
+    assert len(history) >= 2
+
+
+def no_dropout_(model):
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+    return model
+
+
+PENALTIES = HeadTraining(penalties=(Penalty("disagreement", 5.0), Penalty("bhattacharyya", 5.0)))
+ONE_STEP = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "warmup_steps": 0}
+
+
+def regression(make_tiny):
+    torch.manual_seed(0)
+    config = make_tiny("bert").config
+    config.num_labels, config.problem_type = 1, "regression"
+    data = [{**row, "labels": row["labels"].float()} for row in dataset(8)]
+    return no_dropout_(BertForSequenceClassification(config)), data
+
+
+def translation(make_tiny):
+    torch.manual_seed(0)
+    model = no_dropout_(MarianMTModel(make_tiny("marian").config))
+    data = [{**row, "labels": row["input_ids"].flip(0)} for row in dataset(8)]
+    for row in data:
+        row["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(row["labels"][None])[0]
+    return model, data
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("task", [regression, translation])
+def test_the_gradient_does_not_depend_on_accumulation(task, smoothing, make_tiny, tmp_path):
+    if task is regression and smoothing:
+        pytest.skip("labels of a regression cannot be smoothed")
+    weights = []
+    for size, passes in ((8, 1), (2, 4)):
+        model, data = task(make_tiny)
+        trainer = joined(
+            model, tmp_path, PENALTIES, data, **ONE_STEP, per_device_train_batch_size=size,
+            gradient_accumulation_steps=passes, label_smoothing_factor=smoothing,
+        )  # fmt: skip
+        weights.append(final_weights(trainer))
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("own", ["labels", "smoothed", "function"])
+def test_the_gradient_is_that_of_loss_plus_penalty(own, make_tiny, tmp_path):
+    """Against one step by hand; the labels keep their meaning whoever computes the loss."""
+    model, data = translation(make_tiny)
+    other, _ = translation(make_tiny)
+    more = {"label_smoothing_factor": 0.1} if own == "smoothed" else {}
+    trainer = Trainer(
+        model, arguments(tmp_path, **ONE_STEP, per_device_train_batch_size=8, **more), train_dataset=data,
+        compute_loss_func=doubled if own == "function" else None,
+    )  # fmt: skip
+    given = {key: torch.stack([row[key] for row in data]) for key in data[0]}
+    join_trainer_(trainer, PENALTIES)
+    trainer.train()
+    session = HeadSession(other.train(), PENALTIES)
+    logits = other(given["input_ids"], given["attention_mask"], decoder_input_ids=given["decoder_input_ids"]).logits
+    smoothing = 0.1 if own == "smoothed" else 0.0
+    loss = cross_entropy(logits.flatten(0, 1), given["labels"].flatten(), label_smoothing=smoothing)
+    loss = 2 * loss if own == "function" else loss
+    (loss + session.penalty()).backward()
+    for (name, parameter), found in zip(other.named_parameters(), model.parameters(), strict=True):
+        if parameter.grad is not None:
+            torch.testing.assert_close(found, parameter - 0.1 * parameter.grad, atol=1e-5, rtol=1e-3, msg=name)
+
+
+def doubled(outputs, labels, num_items_in_batch=None):
+    return 2 * cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+
+
+def test_evaluation_has_no_penalty(make_tiny, tmp_path):
+    model = classifier(make_tiny)
+    plain = Trainer(model, arguments(tmp_path), eval_dataset=dataset()).evaluate()["eval_loss"]
+    trainer = joined(model, tmp_path, HeadTraining(penalties=(Penalty("disagreement", 100.0),)), learning_rate=0.0,
+                     eval_strategy="epoch")  # fmt: skip
+    trainer.eval_dataset = dataset()
+    trainer.train()
+    assert [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry] == [plain] * 3
+
+
+def test_a_subclass_keeps_its_ways(make_tiny, tmp_path):
+    seen = []
+
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            seen.append(inputs["labels"])
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    trainer = Own(classifier(make_tiny), arguments(tmp_path, max_steps=2), train_dataset=dataset())
+    join_trainer_(trainer, PENALTIES)
+    trainer.train()
+    assert isinstance(trainer, Own)
+    assert type(trainer).__name__ == "Own"
+    assert len(seen) == 2
+    trainer.train()  # again
+    assert len(seen) == 4
+
+
+def test_checkpoints_reload(make_tiny, tmp_path):
+    """Alphas and all, through stock `from_pretrained`."""
+    model = classifier(make_tiny, rank=13)
+    trainer = joined(model, tmp_path, save_strategy="epoch")
+    trainer.train()
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "checkpoint-12")
+    batch = {"input_ids": dataset()[0]["input_ids"][None]}
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(**batch).logits, model.eval()(**batch).logits)
+
+
+def test_a_bare_accelerate_loop(make_tiny):
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    from collab_compress.heads import mix_heads_
+
+    accelerator = Accelerator(cpu=True)
+    model = classifier(make_tiny)
+    mix_heads_(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    wrapped, prepared, data = accelerator.prepare(model, optimizer, DataLoader(dataset(), batch_size=4))
+    session = HeadSession(accelerator.unwrap_model(wrapped), EVERYTHING, prepared, warmup=0.1)
+    done, steps = 0, 3 * len(data)
+    for epoch in range(3):
+        session.epoch(epoch, DataLoader(dataset(8, 7, 1), batch_size=4))
+        for batch in data:
+            session.step(done / (steps - 1))
+            loss = wrapped(**batch).loss
+            accelerator.backward(loss + session.penalty(loss))
+            prepared.step()
+            prepared.zero_grad()
+            done += 1
+    assert session.logs()["disagreement"] < 1
+    assert not any(torch.equal(matrix, torch.eye(3)) for matrix in alphas_of(model).values())
+    session.close()
+
+
+def train_in_process(rank: int, processes: int, port: int, folder: str) -> None:
+    """One of several processes, each with its part of the batch; the first writes the gradients."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=processes)
+    config = torch.load(Path(folder) / "config.pt", weights_only=False)
+    torch.manual_seed(0)
+    model = no_dropout_(BertForSequenceClassification(config)).train()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    session = HeadSession(model, PENALTIES)
+    rows = dataset(8)[rank * 8 // processes : (rank + 1) * 8 // processes]
+    batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    loss = wrapped(**batch).loss
+    (loss + session.penalty(loss)).backward()
+    if rank == 0:
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        torch.save(gradients, Path(folder) / f"gradients-{processes}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_processes_give_the_gradients_of_one(make_tiny, tmp_path):
+    torch.save(make_tiny("bert").config, tmp_path / "config.pt")
+    for processes in (1, 2):
+        port = 29_000 + (os.getpid() * 2 + processes) % 2000
+        torch.multiprocessing.spawn(train_in_process, (processes, port, str(tmp_path)), nprocs=processes)
+    one, two = (torch.load(tmp_path / f"gradients-{count}.pt", weights_only=True) for count in (1, 2))
+    for name, gradient in one.items():
+        torch.testing.assert_close(two[name], gradient, atol=1e-6, rtol=1e-4)
