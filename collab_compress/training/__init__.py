@@ -1,7 +1,7 @@
 """Training with everything that acts on heads: in a `Trainer` or in any loop."""
 
 from collab_compress.training.options import AlphasOptions, DropHeadOptions, HeadTraining, Penalty
-from collab_compress.training.penalties import LOSSES
+from collab_compress.training.penalties import LOSSES, measure
 from collab_compress.training.schedules import SCHEDULES
 from collab_compress.training.session import HeadSession
 from collab_compress.training.trainer import join_trainer_
@@ -15,4 +15,5 @@ __all__ = [
     "HeadTraining",
     "Penalty",
     "join_trainer_",
+    "measure",
 ]

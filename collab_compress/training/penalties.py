@@ -3,7 +3,7 @@
 A new one is a function of (B, T, H, d) vectors or (B, H, T, S) rows and a mask (B, T), and a line in `LOSSES`.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
+from collab_compress.calibration import run_batch, running
+from collab_compress.errors import CalibrationError
 from collab_compress.heads import Part, Reading, Tap
 from collab_compress.losses import bhattacharyya, disagreement, disagreement_rows, hsic, orthogonality
 
@@ -54,19 +56,22 @@ class HeadLosses:
     """Evaluate losses on each training step's heads.
 
     Args:
-        model: stock or edited; read in training mode only.
+        model: stock or edited.
         kinds: name of each loss → kinds of attention it looks at.
+        training: read the model in training mode only.
 
     Raises:
         UnsupportedModelError: the model has no attention of a loss's kinds.
     """
 
-    def __init__(self, model: PreTrainedModel, kinds: Mapping[str, Collection[Kind]]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, kinds: Mapping[str, Collection[Kind]], training: bool = True
+    ) -> None:
         self.kinds = kinds
         read = {kind for chosen in kinds.values() for kind in chosen}
         for chosen in kinds.values():
             find_attention(model, FAMILIES, kinds=chosen)  # raises where there is none
-        self.tap = Tap(model, {LOSSES[name].part for name in kinds}, read, training=True)
+        self.tap = Tap(model, {LOSSES[name].part for name in kinds}, read, training)
 
     def values(self) -> dict[str, Tensor]:
         """Give each loss, not weighted, of the last forward pass; nothing where there was none."""
@@ -87,3 +92,31 @@ class HeadLosses:
     def remove(self) -> None:
         """Leave the model as it was."""
         self.tap.remove()
+
+
+def measure(
+    model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]], losses: Collection[str]
+) -> dict[str, float]:
+    """Measure losses over heads without training: the mean over batches, in evaluation mode.
+
+    Args:
+        model: stock or edited; left as it was.
+        batches: keyword arguments for the model.
+        losses: names from `LOSSES`; each looks at the kinds of attention that its paper does.
+
+    Raises:
+        CalibrationError: there is no batch, or the model does not take it.
+        UnsupportedModelError: the model's family is not known, or it has no attention of a loss's kinds.
+    """
+    found: list[dict[str, Tensor]] = []
+    heads = HeadLosses(model, {name: LOSSES[name].kinds for name in losses}, training=False)
+    try:
+        with running(model):
+            for batch in batches:
+                run_batch(model, dict(batch))
+                found.append(heads.values())
+    finally:
+        heads.remove()
+    if not found:
+        raise CalibrationError("there is no batch to measure on")
+    return {name: sum(float(values[name]) for values in found) / len(found) for name in losses}
