@@ -117,7 +117,9 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     rounds = 5 if arguments.quick else 15
     print(f"{torch.get_num_threads()} threads; step with the method / plain step, median [quartiles]; plain step")
-    results = {"minilm": ratios(AutoModelForSequenceClassification.from_pretrained(get_model_path()), METHODS, rounds)}
+    results = {
+        "minilm": ratios(AutoModelForSequenceClassification.from_pretrained(get_model_path()), METHODS, rounds)
+    }
     print_rows(results["minilm"])
     chosen = {name: METHODS[name] for name in ("HSIC", "orthogonality", "disagreement", "Bhattacharyya")}
     for heads in (4, 12, 48):

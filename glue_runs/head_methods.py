@@ -71,7 +71,9 @@ def mean_cka(model: PreTrainedModel, batches: DataLoader) -> float:
                 x = reading.outputs[reading.real.query].flatten(1).double()  # (N, H·d)
                 parts = [torch.tensor(float(len(x))), x.sum(0), x.mT @ x]
                 before = moments.get(reading.site.name)
-                moments[reading.site.name] = parts if before is None else [a + b for a, b in zip(before, parts)]
+                moments[reading.site.name] = (
+                    parts if before is None else [a + b for a, b in zip(before, parts, strict=True)]
+                )
     values = []
     for count, total, second in moments.values():
         heads = model.config.num_attention_heads

@@ -63,9 +63,7 @@ def tiny(family: str, model_class: type[PreTrainedModel] | None = None, seed: in
     return model.eval()
 
 
-def padded_batch(
-    seed: int = 0, batch: int = 3, length: int = 9, family: str = "bert"
-) -> dict[str, torch.Tensor]:
+def padded_batch(seed: int = 0, batch: int = 3, length: int = 9, family: str = "bert") -> dict[str, torch.Tensor]:
     """Random tokens whose rows have different lengths; with target tokens where the family takes them."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, VOCABULARY, (batch, length), generator=generator)

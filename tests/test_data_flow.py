@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LAYERS = ["factorization", "architectures", "attention", "calibration", "checkpoint", "conversion", "losses", "heads", "training"]
+LAYERS = [
+    "factorization", "architectures", "attention", "calibration", "checkpoint", "conversion", "losses", "heads",
+    "training",
+]  # fmt: skip
 ALLOWED = {
     "factorization": set(),
     "architectures": {"errors"},

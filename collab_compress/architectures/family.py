@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class AttentionFamily:
     """Where one family of Transformers models keeps the parts of its attention.
 
-    Attribute paths are relative to the attention module; a leading `..` starts at its parent, as in a relative import.
+    Attribute paths are relative to the attention module; a leading `..` starts at its parent, as in relative imports.
     Adding a family is one instance of this class and one line in `collab_compress.architectures.FAMILIES`.
 
     Args:

@@ -39,9 +39,7 @@ def collab_sdpa(
         Head outputs (B, T, H, dv), and None in place of the probabilities.
     """
     if any(act.wants_rows for act in acts_of(module)):
-        outputs, _ = collab_eager(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
-        )
+        outputs, _ = collab_eager(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
         return outputs, None
     if not hasattr(module, "collaborative"):
         outputs, _ = sdpa_attention_forward(

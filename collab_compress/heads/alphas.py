@@ -25,8 +25,8 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
 
     Raises:
         UnsupportedModelError: the model's family is not known, or a module lies outside the base model.
-        HeadError: heads are mixed already, the model is quantized or offloaded, or an output projection is no plain
-            `nn.Linear`.
+        HeadError: heads are mixed already; the model is quantized or offloaded; an output projection is no plain
+            `nn.Linear`, or shares its weight with another.
     """
     if any(isinstance(module, MixedProjection) for module in model.modules()):
         raise HeadError(
@@ -35,7 +35,12 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
     if getattr(model.config, "quantization_config", None) is not None and not edits_of(model):
         raise HeadError(f"{type(model).__name__} is quantized; mix the heads of the unquantized checkpoint instead")
     sites = find_attention(model, FAMILIES, kinds=kinds)
-    planned = {path_in_base(model, _plain_output(site)): site.heads for site in sites}
+    outputs = [_plain_output(site) for site in sites]
+    if len({id(output.weight) for output in outputs}) < len(outputs):
+        raise HeadError(
+            f"{type(model).__name__}: output projections share weights, which only one α can mix; untie them"
+        )
+    planned = {path_in_base(model, output): site.heads for site, output in zip(sites, outputs, strict=True)}
     for path, heads in planned.items():
         install_alphas_(model.base_model, path, heads)
     record_edit_(model, AlphasEdit(planned))

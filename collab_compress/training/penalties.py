@@ -64,9 +64,7 @@ class HeadLosses:
         UnsupportedModelError: the model has no attention of a loss's kinds.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, kinds: Mapping[str, Collection[Kind]], training: bool = True
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, kinds: Mapping[str, Collection[Kind]], training: bool = True) -> None:
         self.kinds = kinds
         read = {kind for chosen in kinds.values() for kind in chosen}
         for chosen in kinds.values():

@@ -108,8 +108,10 @@ class HeadSession:
             self._note(name, value)
             if loss is not None:
                 self._note(f"{name}/share", (weights[name] * value / loss.to(value.device)).abs())
-        weighted = [weights[name] * value for name, value in values.items()]
-        return torch.stack([value.to(weighted[0].device) for value in weighted]).sum() if weighted else torch.zeros(())
+        total = torch.zeros(())
+        for name, value in values.items():
+            total = total.to(value.device) + weights[name] * value
+        return total
 
     def logs(self) -> dict[str, float]:
         """Give the mean of each penalty, not weighted, and its share of the loss, since the last call."""

@@ -1,6 +1,5 @@
 """Join a Transformers `Trainer`: one line in an existing script."""
 
-
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -114,7 +113,7 @@ def _session(trainer: Any) -> HeadSession | None:
 
 
 def _check_normalisation_(trainer: Any, inputs: Mapping[str, Any], items: Tensor | int) -> None:
-    """Find out once whether the model's loss is normalised over the passes of a step, as the trainer takes for granted.
+    """Find out once whether the model's loss is normalised over the passes of a step, as trainers take for granted.
 
     The trainer goes by the signature of `forward`, but many heads (regression, BERT's classifiers, Marian) accept
     `num_items_in_batch` and ignore it: their means would be added up over the passes instead of averaged.

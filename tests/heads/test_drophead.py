@@ -61,7 +61,9 @@ def projected(model, batch):
     """What each call of an output projection gets, (B, T, H, d)."""
     seen, handles = [], []
     for projection in dict.fromkeys(site.part(site.family.output) for site in find_attention(model, FAMILIES)):
-        handles.append(projection.register_forward_pre_hook(lambda _, args: seen.append(args[0].unflatten(-1, (3, 8)))))
+        handles.append(
+            projection.register_forward_pre_hook(lambda _, args: seen.append(args[0].unflatten(-1, (3, 8))))
+        )
     with torch.no_grad():
         output = model(**batch)[0]
     for handle in handles:

@@ -60,7 +60,8 @@ def classifier(make_tiny, family="bert", rank=None):
 
 
 def joined(model, folder, training=EVERYTHING, data=None, **more):
-    trainer = Trainer(model, arguments(folder, **more), train_dataset=data or dataset(), eval_dataset=dataset(8, 7, 1))
+    given = arguments(folder, **more)
+    trainer = Trainer(model, given, train_dataset=data or dataset(), eval_dataset=dataset(8, 7, 1))
     join_trainer_(trainer, training)
     return trainer
 
@@ -271,3 +272,12 @@ def test_processes_give_the_gradients_of_one(make_tiny, tmp_path):
     one, two = (torch.load(tmp_path / f"gradients-{count}.pt", weights_only=True) for count in (1, 2))
     for name, gradient in one.items():
         torch.testing.assert_close(two[name], gradient, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("option", ["gradient_checkpointing", "torch_compile"])
+def test_checkpointing_and_compilation_change_nothing(option, make_tiny, tmp_path):
+    more = {"torch_compile_backend": "aot_eager"} if option == "torch_compile" else {}
+    expected = final_weights(joined(no_dropout_(classifier(make_tiny)), tmp_path, max_steps=6))
+    found = final_weights(joined(no_dropout_(classifier(make_tiny)), tmp_path, max_steps=6, **{option: True}, **more))
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=1e-4, msg=name)
