@@ -1,5 +1,6 @@
 """Joining a stock `Trainer`, a bare Accelerate loop, and distributed training."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -274,7 +275,11 @@ def test_processes_give_the_gradients_of_one(make_tiny, tmp_path):
         torch.testing.assert_close(two[name], gradient, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("option", ["gradient_checkpointing", "torch_compile"])
+NEWER = {field.name for field in dataclasses.fields(TrainingArguments)} >= {"activation_checkpointing"}
+CHECKPOINTING = "activation_checkpointing" if NEWER else "gradient_checkpointing"
+
+
+@pytest.mark.parametrize("option", [CHECKPOINTING, "torch_compile"])
 def test_checkpointing_and_compilation_change_nothing(option, make_tiny, tmp_path):
     more = {"torch_compile_backend": "aot_eager"} if option == "torch_compile" else {}
     expected = final_weights(joined(no_dropout_(classifier(make_tiny)), tmp_path, max_steps=6))
