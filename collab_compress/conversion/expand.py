@@ -46,6 +46,7 @@ def expand(model: PreTrainedModel) -> Expansion:
     Raises:
         CompressionError: the model holds no collaborative attention.
     """
+    edits_of(model)  # refuses a model whose modules are not this package's
     sites = [(name, module) for name, module in model.named_modules() if is_collaborative(module)]
     if not sites:
         raise CompressionError(f"{type(model).__name__} has no collaborative attention to expand")

@@ -111,9 +111,10 @@ def _plain(path: str, projection: nn.Module) -> nn.Linear:
         HeadError: it cannot.
     """
     if type(projection) is not nn.Linear or not projection.weight.is_floating_point():
+        kind = type(projection)
         raise HeadError(
-            f"{path}: got {type(projection).__name__}, expected a plain Linear of floats; merge adapters and undo "
-            "quantization first"
+            f"{path}: got {kind.__module__}.{kind.__qualname__}, expected a plain torch.nn.Linear of floats; merge "
+            "adapters and undo quantization first"
         )
     if projection.weight.is_meta:
         raise HeadError(f"{path} is offloaded; load the model into memory")

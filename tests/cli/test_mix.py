@@ -1,0 +1,114 @@
+"""The command with `--mix`."""
+
+import json
+import sys
+
+import pytest
+import torch
+from collab_compress_cli import compress as command
+from transformers import AutoModel, BertForSequenceClassification
+
+from collab_compress import alphas_of, merge_alphas_, read_factors
+
+
+@pytest.fixture
+def model_dir(make_tiny, tmp_path):
+    directory = tmp_path / "tiny"
+    make_tiny("bert", BertForSequenceClassification).save_pretrained(directory)
+    return directory
+
+
+def run(monkeypatch, capsys, *arguments):
+    """Run the command in this process; returns exit code, standard output, standard error."""
+    monkeypatch.setattr(sys, "argv", ["collab-compress", *map(str, arguments)])
+    try:
+        command.main()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+    return code, *capsys.readouterr()
+
+
+def loaded(printed):
+    """The model that the printed lines load."""
+    namespace = {}
+    lines = printed.split("To use it:\n")[1].strip().splitlines()
+    assert len(lines) == 3
+    exec("\n".join(line.strip() for line in lines), namespace)
+    return namespace["model"].eval()
+
+
+def logits(model, batch):
+    with torch.no_grad():
+        return model(**batch).logits
+
+
+def test_alone_it_changes_no_output(monkeypatch, capsys, model_dir, batch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, printed, error = run(monkeypatch, capsys, "tiny", "--mix", "--json", "report.json")
+    assert code == 0, error
+    assert "Heads mix in 2 attention modules: alphas 3×3, 18 parameters more." in printed
+    assert "merge_alphas_(model)" in printed
+    assert "rebuild the mixed heads" in printed
+    assert "T*" not in printed
+    model, source = loaded(printed), BertForSequenceClassification.from_pretrained(model_dir)
+    assert len(alphas_of(model)) == 2
+    torch.testing.assert_close(logits(model, batch), logits(source.eval(), batch), atol=1e-6, rtol=1e-6)
+    record = json.loads((tmp_path / "tiny-mixed" / "collab_compress.json").read_text(encoding="utf-8"))
+    assert record == json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert record["compression"] is record["calibration"] is record["report"] is None
+    assert record["mixed_heads"] == {f"bert.encoder.layer.{layer}.attention.self": 3 for layer in (0, 1)}
+
+
+def test_after_a_conversion(monkeypatch, capsys, model_dir, batch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    arguments = ("tiny", "--dk", 8, "--calibration", "none")
+    code, printed, error = run(monkeypatch, capsys, *arguments, "--mix")
+    assert code == 0, error
+    for part in ("T*", "Heads mix in 2 attention modules", "rebuild the shared attention and mixed heads"):
+        assert part in printed
+    model = loaded(printed)
+    assert len(alphas_of(model)) == len(read_factors(model)) == 2
+    assert run(monkeypatch, capsys, *arguments)[0] == 0
+    converted = AutoModel.from_pretrained(tmp_path / "tiny-dk8")
+    assert alphas_of(converted) == {}
+    record = json.loads((tmp_path / "tiny-dk8-mixed" / "collab_compress.json").read_text(encoding="utf-8"))
+    assert record["compression"]["rank"] == 8
+    assert len(record["mixed_heads"]) == 2
+    merge_alphas_(model)
+    with torch.no_grad():
+        expected = converted.eval()(**batch)[0]
+        torch.testing.assert_close(model.bert(**batch)[0], expected, atol=1e-6, rtol=1e-6)
+
+
+def test_standalone(monkeypatch, capsys, model_dir, tmp_path):
+    code, *_ = run(monkeypatch, capsys, model_dir, "--mix", "--standalone", "--output", tmp_path / "out")
+    assert code == 0
+    assert "MixedProjection" in (tmp_path / "out" / "modeling_collab_compress.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "nothing to do: pass --dk N to convert, --mix to let heads mix, or both"),
+        (("--solver", "parafac"), "nothing to do"),
+        (("--mix", "--solver", "parafac"), "--solver belongs to a conversion; pass --dk N too, or leave it out"),
+        (("--mix", "--calibration", "none"), "--calibration belongs to a conversion"),
+        (("--mix", "--dk", "0"), "dk is 0; expected at least 1"),
+    ],
+)
+def test_arguments_that_do_not_fit(monkeypatch, capsys, model_dir, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    code, printed, error = run(monkeypatch, capsys, "tiny", *arguments)
+    assert (code, printed) == (2, "")
+    assert error.count("\n") == 1
+    assert message in error
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+
+
+def test_a_mixed_checkpoint_is_not_mixed_again(monkeypatch, capsys, model_dir, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, capsys, "tiny", "--mix")[0] == 0
+    code, _, error = run(monkeypatch, capsys, "tiny-mixed", "--mix")
+    assert code == 2
+    assert "already converted" in error

@@ -1,0 +1,291 @@
+"""Mixing heads, against a double loop over heads; and merging it back."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from transformers import AutoModelForSequenceClassification, BertModel
+
+from collab_compress import (
+    CheckpointError,
+    Compression,
+    UnsupportedModelError,
+    alphas_of,
+    compress,
+    expand,
+    make_standalone_,
+    merge_alphas_,
+    mix_heads_,
+    read_factors,
+)
+from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.checkpoint import edits_of
+from collab_compress.errors import HeadError
+from collab_compress.heads import Tap
+from collab_compress.heads.mixed_projection import MixedProjection
+
+FORMS = ["dense", "collaborative"]
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def outputs(model, batch):
+    with torch.no_grad():
+        return model(**batch)[0]
+
+
+def randomise_(model, seed=0):
+    """Alphas far from the identity, and each its own."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for alphas in alphas_of(model).values():
+            alphas.add_(0.3 * torch.randn_like(alphas))
+
+
+def mixed(make_tiny, family, form="dense"):
+    model = make_tiny(family)
+    if form == "collaborative":
+        compress(model, Compression(rank=10), calibration=None)
+    mix_heads_(model)
+    randomise_(model)
+    return model
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_each_head_is_a_combination_of_all(family, form, implementation, make_tiny, batch):
+    """What every mixed projection returns is the double loop over heads, then the plain projection."""
+    model = mixed(make_tiny, family, form)
+    model.set_attn_implementation(implementation)
+    projections = {site.name: site.part(site.family.output) for site in find_attention(model, FAMILIES)}
+    returned = []
+    for projection in projections.values():
+        projection.register_forward_hook(lambda _, __, output: returned.append(output))
+    with Tap(model) as tap:
+        outputs(model, batch)
+        readings = tap.take()
+    assert len(readings) == len(returned)
+    for reading, output in zip(readings, returned, strict=True):
+        projection, z = projections[reading.site.name], reading.outputs  # (B, T, H, d)
+        width = z.shape[-1]
+        expected = projection.proj.bias.expand_as(output).clone()
+        for i in range(z.shape[2]):
+            head = torch.zeros_like(z[:, :, 0])
+            for j in range(z.shape[2]):
+                head += projection.alphas[i, j] * z[:, :, j]
+            expected += head @ projection.proj.weight[:, i * width : (i + 1) * width].T
+        torch.testing.assert_close(output, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_starts_as_it_was(family, form, make_tiny, batch):
+    model = make_tiny(family)
+    if form == "collaborative":
+        compress(model, Compression(rank=10), calibration=None)
+    before = outputs(model, batch)
+    mix_heads_(model)
+    torch.testing.assert_close(outputs(model, batch), before, atol=1e-6, rtol=1e-6)
+    sites = find_attention(model, FAMILIES)
+    assert list(alphas_of(model)) == [site.name for site in sites]
+    for site in sites:
+        assert torch.equal(alphas_of(model)[site.name], torch.eye(site.heads))
+    randomise_(model)
+    assert (outputs(model, batch) - before).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_merging_is_exact_and_leaves_a_plain_projection(family, form, make_tiny, batch):
+    untouched = make_tiny(family)
+    if form == "collaborative":
+        compress(untouched, Compression(rank=10), calibration=None)
+    model = mixed(make_tiny, family, form)
+    before = outputs(model, batch)
+    merge_alphas_(model)
+    torch.testing.assert_close(outputs(model, batch), before, **CLOSE)
+    assert alphas_of(model) == {}
+    assert [type(module) for module in model.modules()] == [type(module) for module in untouched.modules()]
+    assert model.state_dict().keys() == untouched.state_dict().keys()
+    assert [edit.kind for edit in edits_of(model)] == [edit.kind for edit in edits_of(untouched)]
+
+
+def test_only_one_kind(make_tiny, make_batch):
+    model = make_tiny("marian")
+    mix_heads_(model, kinds=["cross"])
+    assert list(alphas_of(model)) == [f"decoder.layers.{layer}.encoder_attn" for layer in (0, 1)]
+    randomise_(model)
+    before = outputs(model, make_batch("marian"))
+    merge_alphas_(model)
+    torch.testing.assert_close(outputs(model, make_batch("marian")), before, **CLOSE)
+
+
+@pytest.mark.parametrize("first", ["mix", "compress"])
+def test_conversion_and_mixing_do_not_mind_each_other(first, family, make_tiny, batch):
+    model = make_tiny(family)
+    dense = copy.deepcopy(model)
+    steps = {"mix": mix_heads_, "compress": lambda model: compress(model, Compression(rank=24), calibration=None)}
+    for step in (first, *(steps.keys() - {first})):
+        steps[step](model)
+    assert {edit.kind for edit in edits_of(model)} == {"alphas", "collaborative"}
+    randomise_(model)
+    before = outputs(model, batch)
+    assert expand(model).exact
+    assert read_factors(model) == {}
+    assert len(alphas_of(model)) == len(find_attention(model, FAMILIES))
+    torch.testing.assert_close(outputs(model, batch), before, atol=5e-5, rtol=1e-3)
+    merge_alphas_(model)
+    assert edits_of(model) == []
+    torch.testing.assert_close(outputs(model, batch), before, atol=5e-5, rtol=1e-3)
+    assert model.state_dict().keys() == dense.state_dict().keys()
+
+
+def test_alphas_learn(family, make_tiny, batch):
+    model = make_tiny(family).train()
+    mix_heads_(model)
+    model(**batch)[0].square().mean().backward()
+    assert all(alphas.grad.abs().min() > 0 for alphas in alphas_of(model).values())
+
+
+def test_frozen_weights_stay_frozen_and_alphas_do_not(make_tiny):
+    model = make_tiny("bert").requires_grad_(False)
+    mix_heads_(model)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {f"encoder.layer.{layer}.attention.output.dense.alphas" for layer in (0, 1)}
+    merge_alphas_(model)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_gradient_checkpointing(family, make_tiny, batch):
+    if not make_tiny(family).supports_gradient_checkpointing:
+        pytest.skip(f"Transformers does not checkpoint {family}")
+    gradients = []
+    for checkpointing in (False, True):
+        model = mixed(make_tiny, family).train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        if checkpointing:
+            newer = hasattr(model, "activation_checkpointing_enable")
+            (model.activation_checkpointing_enable if newer else model.gradient_checkpointing_enable)()
+        torch.manual_seed(0)
+        model(**batch)[0].square().mean().backward()
+        gradients.append([alphas.grad for alphas in alphas_of(model).values()])
+    for plain, repeated in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, repeated, **CLOSE)
+
+
+def test_compiles_whole(make_tiny, batch):
+    model = mixed(make_tiny, "bert")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(outputs(compiled, batch), outputs(model, batch), **CLOSE)
+    compiled(**batch)[0].square().mean().backward()
+    assert all(alphas.grad is not None for alphas in alphas_of(model).values())
+
+
+def test_half_precision_and_autocast(family, make_tiny, batch):
+    model = mixed(make_tiny, family)
+    before = outputs(model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(outputs(model, batch).float(), before, atol=0.3, rtol=0.1)
+    model.bfloat16()
+    assert {alphas.dtype for alphas in alphas_of(model).values()} == {torch.bfloat16}
+    torch.testing.assert_close(outputs(model, batch).float(), before, atol=0.3, rtol=0.1)
+    half = outputs(model, batch)
+    merge_alphas_(model)
+    torch.testing.assert_close(outputs(model, batch), half, atol=0.3, rtol=0.1)
+
+
+class Wrapped(nn.Linear):
+    """As an adapter would."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def attention(model):
+    return model.encoder.layer[1].attention.output
+
+
+def test_what_wraps_the_inner_projection_goes_on_working(make_tiny, batch):
+    model = mixed(make_tiny, "bert")
+    calls = []
+    attention(model).dense.proj.register_forward_hook(lambda *_: calls.append(1))
+    outputs(model, batch)
+    assert calls == [1]
+
+
+def test_refusals_leave_the_model_as_it_was(make_tiny):
+    model = make_tiny("bert")
+    stock = attention(model).dense
+    where = r"encoder\.layer\.1\.attention\.output\.dense: got"
+    for replacement, message in (
+        (Wrapped(24, 24), where + r" .*test_alphas\.Wrapped, expected a plain torch\.nn\.Linear"),
+        (weight_norm(nn.Linear(24, 24)), where + r" .*\.ParametrizedLinear, expected a plain"),
+        (nn.Linear(24, 24, device="meta"), "is offloaded"),
+        (model.encoder.layer[0].attention.output.dense, "share weights"),
+    ):
+        attention(model).dense = replacement
+        with pytest.raises(HeadError, match=message):
+            mix_heads_(model)
+        assert not any(isinstance(module, MixedProjection) for module in model.modules())
+        assert edits_of(model) == []
+    attention(model).dense = stock
+    mix_heads_(model)
+    with pytest.raises(HeadError, match=r"mixes its heads already; merge_alphas_\(model\) first"):
+        mix_heads_(model)
+    assert [edit.kind for edit in edits_of(model)] == ["alphas"]
+
+
+def test_merging_refuses_what_it_cannot_fold(make_tiny, batch):
+    model = make_tiny("bert")
+    with pytest.raises(HeadError, match=r"has no alphas to merge; mix_heads_\(model\) adds them"):
+        merge_alphas_(model)
+    mix_heads_(model)
+    randomise_(model)
+    attention(model).dense.proj = Wrapped(24, 24)
+    before = outputs(model, batch)
+    with pytest.raises(HeadError, match=r"output\.dense\.proj: got .*\.Wrapped, expected a plain"):
+        merge_alphas_(model)
+    assert torch.equal(outputs(model, batch), before)
+    assert len(alphas_of(model)) == 2
+
+
+def test_models_of_others_are_refused(make_tiny):
+    model = make_tiny("bert")
+    model.config.quantization_config = {"quant_method": "gptq"}
+    with pytest.raises(HeadError, match="is quantized; mix the heads of the unquantized checkpoint"):
+        mix_heads_(model)
+    model.config.quantization_config = type("Shipped", (), {"quant_method": "collab_compress", "edits": []})()
+    for use in (mix_heads_, alphas_of, merge_alphas_):
+        with pytest.raises(CheckpointError, match="import it first, then load"):
+            use(model)
+    del model.config.quantization_config
+    model.config.model_type = "unheard-of"
+    with pytest.raises(UnsupportedModelError, match="'unheard-of' has no description"):
+        mix_heads_(model)
+
+
+@pytest.mark.parametrize(("of", "merged"), [("whole", "body"), ("body", "whole")])
+def test_body_and_whole_model_are_one(of, merged, make_tiny, batch, tmp_path):
+    model = AutoModelForSequenceClassification.from_config(make_tiny("bert").config).eval()
+    parts = {"whole": model, "body": model.bert}
+    mix_heads_(parts[of])
+    randomise_(model)
+    before = outputs(model, batch)
+    merge_alphas_(parts[merged])
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert alphas_of(loaded) == {}
+    torch.testing.assert_close(outputs(loaded, batch), before, **CLOSE)
+
+
+def test_shipped_code_goes_with_the_last_edit(make_tiny, tmp_path):
+    model = mixed(make_tiny, "bert")
+    make_standalone_(model)
+    merge_alphas_(model)
+    assert type(model) is BertModel
+    model.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("*.py"))
+    config = (tmp_path / "config.json").read_text(encoding="utf-8")
+    assert "auto_map" not in config
+    assert "collab" not in config

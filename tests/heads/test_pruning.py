@@ -1,0 +1,214 @@
+"""Heads removed for good, against the same heads masked."""
+
+import copy
+
+import pytest
+import torch
+from transformers import BertForMaskedLM, MarianMTModel
+
+from collab_compress import (
+    Compression,
+    FromScratch,
+    HeadMask,
+    compress,
+    expand,
+    from_config,
+    mix_heads_,
+    prune_heads_,
+    read_factors,
+)
+from collab_compress.architectures import FAMILIES, find_attention, find_dense_attention
+from collab_compress.checkpoint import edits_of
+from collab_compress.errors import HeadError
+from collab_compress.heads import masks_without, merge_alphas_
+
+RANKS = {"dense": None, "low": 13, "full": 24}
+FIRST, SECOND = "encoder.layer.0.attention.self", "encoder.layer.1.attention.self"
+
+
+def hidden(model, batch):
+    with torch.no_grad():
+        return model(**batch).last_hidden_state[batch.get("decoder_attention_mask", batch["attention_mask"]).bool()]
+
+
+def built(make_tiny, family, form):
+    model = make_tiny(family)
+    if RANKS[form] is not None:
+        compress(model, Compression(rank=RANKS[form]), calibration=None)
+    return model
+
+
+def some_heads(model):
+    """One or two of three heads in all modules but the second, which keeps its own."""
+    names = [site.name for site in find_attention(model, FAMILIES)]
+    return {name: [{1}, {}, {0, 2}, {2}, {0}, {0, 1}][place % 6] for place, name in enumerate(names)}
+
+
+def masked(model, heads, batch):
+    with HeadMask(model, masks_without(model, heads)):
+        return hidden(model, batch)
+
+
+def close(one, other):
+    torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("form", sorted(RANKS))
+def test_equals_masking(family, form, implementation, make_tiny, batch):
+    model = built(make_tiny, family, form)
+    model.set_attn_implementation(implementation)
+    heads, stock, before = some_heads(model), hidden(model, batch), model.num_parameters()
+    expected = masked(model, heads, batch)
+    prune_heads_(model, heads)
+    close(hidden(model, batch), expected)
+    assert not torch.allclose(expected, stock, atol=1e-2)
+    assert model.num_parameters() < before
+    for site in find_attention(model, FAMILIES):
+        left = 3 - len(heads[site.name])
+        assert (site.heads, site.head_width) == (left, 8)
+        value, output = site.part(site.family.value), site.part(site.family.output)
+        assert (value.out_features, output.in_features, output.out_features) == (8 * left, 8 * left, 24)
+        assert getattr(site.module, "all_head_size", 8 * left) == 8 * left
+        if form != "dense":
+            assert read_factors(model)[site.name].mixing.shape == (left, RANKS[form])
+
+
+@pytest.mark.parametrize("form", sorted(RANKS))
+def test_twice_counts_the_heads_that_are_left(family, form, make_tiny, batch):
+    model = built(make_tiny, family, form)
+    name = find_attention(model, FAMILIES)[0].name
+    expected = masked(model, {name: [0, 2]}, batch)
+    prune_heads_(model, {name: [0]})
+    prune_heads_(model, {name: [1]})
+    close(hidden(model, batch), expected)
+    with pytest.raises(HeadError, match="has no head 1; its heads are 0 to 0"):
+        prune_heads_(model, {name: [1]})
+    with pytest.raises(HeadError, match=r"removing heads \[0\] leaves none; keep at least one head"):
+        prune_heads_(model, {name: [0]})
+
+
+def test_frozenness_dtype_and_training_mode_are_kept(family, make_tiny, batch):
+    for form in RANKS:
+        model = built(make_tiny, family, form).to(torch.bfloat16).train()
+        for place, parameter in enumerate(model.parameters()):
+            parameter.requires_grad_(place % 3 == 0)
+        frozen = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        prune_heads_(model, some_heads(model))
+        assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == frozen
+        assert list(model.state_dict()) == list(built(make_tiny, family, form).state_dict())
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+        assert all(module.training for module in model.modules())
+        assert all(parameter.is_leaf for parameter in model.parameters())
+
+
+def test_training_goes_on(family, make_tiny, batch):
+    model = built(make_tiny, family, "low")
+    prune_heads_(model, some_heads(model))
+    model.train()(**batch).last_hidden_state.square().sum().backward()
+    for site in find_attention(model, FAMILIES):
+        for part in ("value", "output"):
+            assert site.part(getattr(site.family, part)).weight.grad.abs().sum() > 0
+        assert site.module.mixing.grad.abs().sum() > 0
+
+
+def test_tied_embeddings_stay_tied(make_tiny):
+    model = BertForMaskedLM(make_tiny("bert").config)
+    prune_heads_(model, {f"bert.{FIRST}": [0]})
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_nothing_to_remove_records_nothing(make_tiny):
+    model = make_tiny("bert")
+    prune_heads_(model, {FIRST: []})
+    prune_heads_(model, {})
+    assert edits_of(model) == []
+
+
+@pytest.mark.parametrize("rank", [5, 8])
+def test_a_pruned_model_converts_and_expands(family, rank, make_tiny, batch, calibration):
+    model = make_tiny(family)
+    name = find_attention(model, FAMILIES)[0].name
+    prune_heads_(model, {site.name: [1] for site in find_attention(model, FAMILIES)})
+    pruned = copy.deepcopy(model)
+    compress(model, Compression(rank=16), calibration=None)
+    close(hidden(model, batch), hidden(pruned, batch))
+    assert expand(model).exact
+    close(hidden(model, batch), hidden(pruned, batch))
+    assert [edit.kind for edit in edits_of(model)] == ["pruned"]
+    compress(model, Compression(rank=rank), calibration=calibration)
+    assert read_factors(model)[name].mixing.shape == (2, rank)
+    assert {site.heads for site in find_attention(model, FAMILIES)} == {2}
+
+
+def test_a_converted_model_is_pruned_and_expands(family, make_tiny, batch):
+    model = built(make_tiny, family, "full")
+    heads = some_heads(model)
+    expected = masked(model, heads, batch)
+    prune_heads_(model, heads)
+    assert expand(model).exact
+    close(hidden(model, batch), expected)
+    assert [edit.kind for edit in edits_of(model)] == ["pruned"]
+    assert [site.query.out_features for site in find_dense_attention(model, FAMILIES)] == [
+        8 * (3 - len(heads[site.name])) for site in find_attention(model, FAMILIES)
+    ]
+
+
+def test_from_scratch_without_query_bias_and_with_a_narrow_scale(make_tiny, batch):
+    scratch = FromScratch(rank=6, train_mixing=False, scale="narrow")
+    model = from_config(make_tiny("bert").config, scratch, type(make_tiny("bert"))).eval()
+    expected = masked(model, {FIRST: [0, 1]}, batch)
+    prune_heads_(model, {FIRST: [0, 1]})
+    close(hidden(model, batch), expected)
+    assert not model.get_submodule(FIRST).mixing.requires_grad
+
+
+def test_a_collaborative_model_without_content_bias(make_tiny, batch):
+    model = make_tiny("bert")
+    for site in find_dense_attention(model, FAMILIES):
+        site.query.bias = None
+    compress(model, Compression(rank=13), calibration=None)
+    assert read_factors(model)[FIRST].content_bias is None
+    expected = masked(model, {FIRST: [2], SECOND: [0, 1]}, batch)
+    prune_heads_(model, {FIRST: [2], SECOND: [0, 1]})
+    close(hidden(model, batch), expected)
+
+
+@pytest.mark.parametrize("form", sorted(RANKS))
+def test_compiles_without_graph_breaks(family, form, make_tiny, batch):
+    torch.compiler.reset()
+    model = built(make_tiny, family, form)
+    prune_heads_(model, some_heads(model))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(hidden(compiled, batch), hidden(model, batch), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("form", sorted(RANKS))
+def test_generation_equals_masking(form, beams, make_tiny, batch):
+    torch.manual_seed(0)
+    model = MarianMTModel(make_tiny("marian").config).eval()
+    if RANKS[form] is not None:
+        compress(model, Compression(rank=RANKS[form]), calibration=None)
+    heads = some_heads(model)
+    options = {**batch, "max_new_tokens": 12, "do_sample": False, "num_beams": beams}
+    with HeadMask(model, masks_without(model, heads)):
+        expected = model.generate(**options)
+    unpruned = model.generate(**options)
+    prune_heads_(model, heads)
+    assert torch.equal(model.generate(**options), expected)
+    assert not torch.equal(unpruned, expected)
+
+
+def test_merged_alphas_and_new_ones_go_together_with_removal(make_tiny, batch):
+    model = make_tiny("bert")
+    mix_heads_(model)
+    with torch.no_grad():
+        for site in find_attention(model, FAMILIES):
+            site.part(site.family.output).alphas.normal_()
+    merge_alphas_(model)
+    expected = masked(model, {FIRST: [1]}, batch)
+    prune_heads_(model, {FIRST: [1]})
+    mix_heads_(model)
+    close(hidden(model, batch), expected)
+    assert [edit.kind for edit in edits_of(model)] == ["pruned", "alphas"]
