@@ -23,3 +23,7 @@ class HeadError(CollabCompressError):
 
 class CheckpointError(CollabCompressError):
     """A model directory cannot be read or written."""
+
+
+class DataError(CollabCompressError):
+    """A data set is missing or malformed, or predictions cannot be scored."""

@@ -1,0 +1,187 @@
+"""How the files of a data set are laid out: one reader for each layout, told its columns by the table of tasks.
+
+A row comes with the place it was read at, holds the canonical columns, and its label as it is written there.
+"""
+
+import csv
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from collab_compress.errors import DataError
+from collab_compress.tasks.lines import Place, malformed, read_lines
+
+logger = logging.getLogger(__name__)
+Row: TypeAlias = dict[str, Any]
+Placed: TypeAlias = tuple[Place, Row]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What all layouts share.
+
+    Args:
+        files: split → its parts, read one after another; a part is a path in the task's folder, plain or with .gz
+            added, or several separated by `|` of which the first there is counts.
+        optional: splits that need not be there.
+        unlabelled: splits that may lack labels; these become −1.
+        first_label: number of the first class where labels are numbers; None where they are names.
+        left_out: labels whose rows are left out.
+        encoding: of the text.
+    """
+
+    files: Mapping[str, tuple[str, ...]]
+    optional: tuple[str, ...] = ()
+    unlabelled: tuple[str, ...] = ()
+    first_label: int | None = None
+    left_out: tuple[str, ...] = ()
+    encoding: str = "utf-8"
+
+    def candidates(self, part: str, languages: tuple[str, str] | None) -> list[tuple[str, ...]]:
+        """List what a part of a split may be: each a tuple of files that belong together."""
+        return [(name,) for name in part.split("|")]
+
+    def rows(self, paths: Sequence[Path], unlabelled: bool) -> Iterator[Placed]:
+        """Read the rows of a part; the label is None where there may be none and is none."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table(Layout):
+    """Rows of columns, split at a delimiter.
+
+    Args:
+        text: columns whose texts, joined by spaces, are the text.
+        pair: column with the second text.
+        label: column with the label.
+        columns: names of the columns where no first line has them; unlabelled splits always have that line.
+        delimiter: between columns.
+        quoted: whether quotes hold a field together; otherwise they are text.
+        broken: whether rows with another number of columns are left out rather than refused.
+    """
+
+    text: tuple[str, ...]
+    label: str
+    pair: str | None = None
+    columns: tuple[str, ...] = ()
+    delimiter: str = "\t"
+    quoted: bool = False
+    broken: bool = False
+
+    def rows(self, paths: Sequence[Path], unlabelled: bool) -> Iterator[Placed]:
+        """Read the rows of a file; the columns that matter are found by name."""
+        records = self._records(paths[0])
+        columns = list(self.columns)
+        if not columns or unlabelled:
+            place, columns = next(records, ((paths[0], 1), []))
+            self._check(columns, place, unlabelled)
+        broken = 0
+        for place, record in records:
+            if len(record) != len(columns):
+                if self.broken:
+                    broken += 1
+                    continue
+                raise malformed(
+                    place, f"{len(record)} columns; expected {len(columns)}: {', '.join(columns)}"
+                )
+            row = dict(zip(columns, record, strict=True))
+            parts = (row[name] for name in self.text)
+            canonical = {"text": " ".join(part for part in parts if part)}
+            if self.pair:
+                canonical["text_pair"] = row[self.pair]
+            yield place, {**canonical, "label": row.get(self.label)}
+        if broken:
+            logger.warning("%s: left out %d lines that do not have %d columns", paths[0], broken, len(columns))
+
+    def _check(self, columns: list[str], place: Place, unlabelled: bool) -> None:
+        needed = [*self.text, *([self.pair] if self.pair else []), *([] if unlabelled else [self.label])]
+        if not columns:
+            raise malformed(place, f"the file is empty; expected a line that names columns: {', '.join(needed)}")
+        for name in needed:
+            if name not in columns:
+                raise malformed(
+                    place, f"no column {name!r}; expected {', '.join(needed)}, got {', '.join(columns)}"
+                )
+
+    def _records(self, path: Path) -> Iterator[tuple[Place, list[str]]]:
+        """Split the lines of a file into columns; blank lines are left out."""
+        lines = read_lines(path, self.encoding)
+        if not self.quoted:
+            yield from ((place, line.split(self.delimiter)) for place, line in lines if line)
+            return
+        reader = csv.reader((f"{line}\n" for _, line in lines), delimiter=self.delimiter, strict=True)
+        while True:
+            place = (path, reader.line_num + 1)
+            try:
+                record = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                raise malformed(place, f"cannot be split into columns ({error})") from error
+            if record:
+                yield place, record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folders(Layout):
+    """A folder for each class, a file for each text, as in IMDB; in order of class, then of number in the name."""
+
+    classes: tuple[str, ...]
+
+    def rows(self, paths: Sequence[Path], unlabelled: bool) -> Iterator[Placed]:
+        """Read the texts in the classes' folders; other folders are left alone."""
+        for number, name in enumerate(self.classes, start=self.first_label or 0):
+            folder = paths[0] / name
+            files = [path for path in folder.glob("*.txt") if path.is_file()]
+            if not files:
+                raise DataError(f"{folder} has no texts; expected a file NUMBER_RATING.txt for each")
+            for path in sorted(files, key=_number):
+                text = "\n".join(line for _, line in read_lines(path, self.encoding))
+                yield (path, 1), {"text": text, "label": str(number)}
+
+
+def _number(path: Path) -> tuple[int, str]:
+    number = path.name.partition("_")[0].partition(".")[0]
+    return (int(number) if number.isascii() and number.isdigit() else -1, path.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelFirst(Layout):
+    """A label, a space and a text on each line, as in TREC; of a label `COARSE:fine` the coarse part counts."""
+
+    def rows(self, paths: Sequence[Path], unlabelled: bool) -> Iterator[Placed]:
+        """Read the lines of a file; blank ones are left out."""
+        for place, line in read_lines(paths[0], self.encoding):
+            if not line:
+                continue
+            label, space, text = line.partition(" ")
+            if not space or not text:
+                raise malformed(place, f"{line!r} is no label and text separated by a space")
+            yield place, {"text": text, "label": label.partition(":")[0]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonLines(Layout):
+    """A JSON object on each line, with the columns as keys."""
+
+    text: str
+    label: str
+    pair: str | None = None
+
+    def rows(self, paths: Sequence[Path], unlabelled: bool) -> Iterator[Placed]:
+        """Read the lines of a file; blank ones are left out."""
+        names = {"text": self.text, "label": self.label} | ({"text_pair": self.pair} if self.pair else {})
+        for place, line in read_lines(paths[0], self.encoding):
+            if not line:
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise malformed(place, f"no JSON ({error})") from error
+            for name in names.values():
+                if not isinstance(record, dict) or not isinstance(record.get(name), str):
+                    raise malformed(place, f"no text under {name!r}; expected an object with {', '.join(names.values())}")
+            yield place, {column: record[name] for column, name in names.items()}

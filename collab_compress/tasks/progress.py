@@ -1,0 +1,31 @@
+"""Whether `datasets` shows its progress bars."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import datasets
+import huggingface_hub.utils as hub
+
+
+@contextmanager
+def progress_bars(shown: bool) -> Iterator[None]:
+    """Show or hide the progress bars of `datasets` and of downloads inside, and leave them as they were.
+
+    The environment variables that force them on or off keep their say.
+    """
+    before = not datasets.are_progress_bars_disabled(), not hub.are_progress_bars_disabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _show(shown, shown)
+    try:
+        yield
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _show(*before)
+
+
+def _show(mapping: bool, downloads: bool) -> None:
+    (datasets.enable_progress_bars if mapping else datasets.disable_progress_bars)()
+    (hub.enable_progress_bars if downloads else hub.disable_progress_bars)()
