@@ -141,7 +141,8 @@ def main() -> None:
     start = measure(untrained, [first], [name for name in LOSSES if not name.startswith("hsic-")])
     results = {}
     for name, make in methods(start).items():
-        path = args.output / f"{name.replace(' ', '-').replace(',', '')}-{args.seed}.json"
+        length = f"{args.steps}steps" if args.steps else f"{args.epochs:g}epochs"
+        path = args.output / f"{name.replace(' ', '-').replace(',', '')}-{length}-{args.seed}.json"
         if not path.exists() and (not args.only or name in args.only):
             result = run(make(), train, dev, tokenizer, args)
             partial = path.with_suffix(".partial")

@@ -32,8 +32,9 @@ def real_tokens(
 ) -> dict[Kind, RealTokens]:
     """Say for each kind of attention which queries and keys are real in one call of `model`.
 
-    Without a mask every token counts as real. A decoder of an encoder–decoder that has none takes `labels`, where
-    -100 marks padding, or else `decoder_input_ids`, where the pad token does (but for the first, which starts it).
+    Without a mask every token counts as real. A decoder of an encoder–decoder that has none takes
+    `decoder_input_ids`, where the pad token marks padding (but for the first, which starts it), or else `labels`, of
+    which the decoder reads those before: -100 marks padding.
 
     Args:
         model: a Transformers model.
@@ -72,11 +73,11 @@ def real_tokens(
 
 def _from_targets(model: Any, given: Mapping[str, Any]) -> Tensor | None:
     labels, ids = given.get("labels"), given.get("decoder_input_ids")
-    if labels is not None and labels.dim() == 2:
-        real: Tensor = labels != -100  # the decoder reads labels shifted right: where it predicts none is padding
-        return real
-    if ids is None or model.config.pad_token_id is None:
+    if ids is not None and model.config.pad_token_id is not None:
+        real: Tensor = ids != model.config.pad_token_id
+    elif ids is None and labels is not None and labels.dim() == 2:
+        real = (labels != -100).roll(1, dims=1)
+    else:
         return None
-    real = ids != model.config.pad_token_id
     real[:, 0] = True
     return real

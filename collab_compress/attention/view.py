@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from collab_compress.errors import UnsupportedModelError
+
 
 class HeadCall(NamedTuple):
     """One call of an attention function.
@@ -48,7 +50,7 @@ class AttentionConfig:
     def _attn_implementation(self) -> str:
         implementation = self.stock._attn_implementation
         if implementation not in ("eager", "sdpa"):
-            raise ValueError(
+            raise UnsupportedModelError(
                 f"edited attention runs with attn_implementation 'eager' or 'sdpa', got {implementation!r}; "
                 "call model.set_attn_implementation('sdpa')"
             )
@@ -88,9 +90,18 @@ def acts_of(module: Any) -> tuple[HeadAct, ...]:
 
 
 def add_act_(module: Any, act: HeadAct, *, first: bool = False) -> None:
-    """Let `act` see the head outputs of `module` from now on, after what acts there already, or before, in place."""
+    """Let `act` see the head outputs of `module` from now on, after what acts there already, or before, in place.
+
+    Raises:
+        UnsupportedModelError: the model's attention implementation is not one that acts work with.
+    """
     module.head_acts = (act, *acts_of(module)) if first else (*acts_of(module), act)
     redirect_(module)
+    try:
+        module.config._attn_implementation  # noqa: B018 (raises)
+    except UnsupportedModelError:
+        remove_act_(module, act)
+        raise
 
 
 def remove_act_(module: Any, act: HeadAct) -> None:

@@ -102,7 +102,7 @@ def run_batch(model: PreTrainedModel, batch: Batch) -> Any:
         return model(**moved, return_dict=True)
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         raise CalibrationError(
-            f"{type(model).__name__} cannot run on the calibration batches ({str(error).splitlines()[0]}); pass "
+            f"{type(model).__name__} cannot run on the given batches ({str(error).splitlines()[0]}); pass "
             "batches made for it, or calibration 'none'"
         ) from error
 

@@ -141,9 +141,7 @@ def _validated(model: PreTrainedModel, compression: Compression) -> list[DenseSi
     return sites
 
 
-def _plan(
-    site: DenseSite, compression: Compression, moments: tuple[Moments, Moments] | None, path: str
-) -> _Planned:
+def _plan(site: DenseSite, compression: Compression, moments: tuple[Moments, Moments] | None, path: str) -> _Planned:
     """Decompose one module and build what will replace its projections."""
     query_moments, key_moments = moments or (None, None)
     started = perf_counter()

@@ -32,7 +32,9 @@ class DropHead:
     wants_rows = False
 
     def __init__(self, model: PreTrainedModel, p: float = 0.0, kinds: Collection[Kind] = KINDS) -> None:
-        self._p = torch.zeros(())  # a tensor, so that a schedule does not make `torch.compile` start anew
+        self._p = torch.zeros(
+            (), dtype=torch.float64
+        )  # a tensor, so that a schedule does not make `torch.compile` start anew
         self.p = p
         self._modules = [site.module for site in find_attention(model, FAMILIES, kinds=kinds)]
         for module in self._modules:

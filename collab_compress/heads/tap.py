@@ -60,7 +60,7 @@ class Tap:
         model: stock or edited; modules are read through its attention function (`eager` or `sdpa`).
         parts: what is wanted. Rows make the module attend step by step, as `eager` does.
         kinds: which kinds of attention.
-        training: read only while the model is in training mode.
+        training: read only what is trained on: passes in training mode, with gradients.
 
     Raises:
         UnsupportedModelError: the model's family is not known.
@@ -70,17 +70,18 @@ class Tap:
     def __init__(
         self,
         model: PreTrainedModel,
-        parts: Collection[Part] = DEFAULT,
+        parts: Part | Collection[Part] = DEFAULT,
         kinds: Collection[Kind] = KINDS,
         training: bool = False,
     ) -> None:
-        unknown = set(parts) - set(PARTS)
+        self.parts: frozenset[Part] = frozenset((parts,) if isinstance(parts, str) else parts)
+        unknown = self.parts - set(PARTS)
         if unknown:
             raise HeadError(f"a tap cannot read {', '.join(sorted(unknown))}; it reads {', '.join(PARTS)}")
-        self.parts, self.training = frozenset(parts), training
+        self.training = training
         self.sites = find_attention(model, FAMILIES, kinds=kinds)
         for site in self.sites:
-            if "keys" in parts and hasattr(site.module, "collaborative"):
+            if "keys" in self.parts and hasattr(site.module, "collaborative"):
                 raise HeadError(f"{site.name} is collaborative: all heads share its keys, so there are none per head")
         self._readings: list[Reading] = []
         self._real: dict[Kind, RealTokens] | None = None  # None between forward passes
@@ -91,7 +92,7 @@ class Tap:
             add_act_(module, act, first=True)
         self._handles = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            model.register_forward_hook(self._end),
+            model.register_forward_hook(self._end, always_call=True),
         ]
 
     def take(self) -> list[Reading]:
@@ -116,10 +117,11 @@ class Tap:
         self.remove()
 
     def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.training and not (model.training and torch.is_grad_enabled()):
+            return  # an evaluation in between leaves the readings of the training step alone
         self._readings = []
-        if model.training or not self.training:
-            self._real = real_tokens(model, self._names, args, kwargs)
-            self._differentiable = torch.is_grad_enabled()
+        self._real = real_tokens(model, self._names, args, kwargs)
+        self._differentiable = torch.is_grad_enabled()
 
     def _end(self, *_: object) -> None:
         self._real = None
@@ -128,7 +130,8 @@ class Tap:
         """Note one call of an attention module.
 
         Raises:
-            HeadError: reentrant gradient checkpointing runs the module without gradients.
+            HeadError: reentrant gradient checkpointing runs the module without gradients, or padding cannot be told
+                from the masks of a pass that continues a cache.
         """
         if self._real is None:
             return
@@ -152,9 +155,22 @@ class Tap:
                 call.rows if "rows" in self.parts else None,
                 queries,
                 call.key.transpose(1, 2) if "keys" in self.parts else None,
-                self._real[site.kind],
+                self._fitting(site, call),
             )
         )
+
+    def _fitting(self, site: AttentionSite, call: HeadCall) -> RealTokens:
+        """Masks of one call; with a cache there are more keys than queries, and the mask is of all of them."""
+        query, key = (self._real or {})[site.kind]
+        queries, keys = call.query.shape[2], call.key.shape[2]
+        query = query if query is None or site.kind == "cross" else query[:, -queries:]
+        for mask, tokens in ((query, queries), (key, keys)):
+            if mask is not None and mask.shape[1] != tokens:
+                raise HeadError(
+                    f"{site.name} attends from {queries} to {keys} tokens, and the masks are of {mask.shape[1]}; "
+                    "while reading heads call the model with use_cache=False"
+                )
+        return RealTokens(query, key)
 
 
 class _Reader:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from collab_compress.losses.precision import check, full_precision, mean_over_real, no_autocast, per_pair
 
 # Keeps the root's slope finite at 0. Adds at most 2 √(EPSILON · S) to a coefficient: 1e-5 at 2500 keys.
 EPSILON = 1e-14
+HALF_EPSILON = 6e-8  # float16's smallest number: the slope, scaled as in mixed precision, must fit float16 too
 
 
 def bhattacharyya(rows: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -37,7 +39,7 @@ def bhattacharyya(rows: Tensor, mask: Tensor | None = None) -> Tensor:
     """
     check("rows", rows, "(B, H, T, S)", mask, (0, 2))
     with no_autocast(rows):
-        shifted = full_precision(rows) + EPSILON
+        shifted = full_precision(rows) + (HALF_EPSILON if rows.dtype == torch.float16 else EPSILON)
         total = shifted.sqrt().sum(1).square().sum(-1)  # (B, T)
         own = shifted.sum(1).sum(-1)
         return mean_over_real(total - own, mask) * per_pair(rows.shape[1])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from collab_compress.errors import HeadError
 from collab_compress.losses import nuclear_growth, nuclear_norm
 from collab_compress.training.options import AlphasOptions
 
@@ -20,16 +21,19 @@ class AlphasTraining:
         alphas: the matrices, (H, H) each.
         options: when and how.
         optimizer: the one that steps them.
+
+    Raises:
+        HeadError: there are none, they are frozen for good, or the optimizer does not step them.
     """
 
     def __init__(self, alphas: list[nn.Parameter], options: AlphasOptions, optimizer: Any) -> None:
+        _check(alphas, optimizer)
         self.alphas, self.options, self.frozen = alphas, options, options.frozen > 0
         self.norms: list[float] | None = None  # at the start of the step, once alphas train
         self.previous: list[float] | None = None  # a step before
         self._handles: list[RemovableHandle] = [matrix.register_hook(self._zeroed) for matrix in alphas]
-        if optimizer is not None:
-            inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
-            self._handles.append(inner.register_step_pre_hook(self._forget))
+        inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+        self._handles.append(inner.register_step_pre_hook(self._forget))
 
     def step(self, progress: float) -> None:
         """Begin an optimizer step."""
@@ -60,3 +64,16 @@ class AlphasTraining:
         if self.frozen:
             for matrix in self.alphas:
                 matrix.grad = None
+
+
+def _check(alphas: list[nn.Parameter], optimizer: Any) -> None:
+    """Refuse alphas that would silently never train."""
+    if not alphas:
+        raise HeadError("the model has no alphas to train; call mix_heads_(model) before making the optimizer")
+    if not all(matrix.requires_grad for matrix in alphas):
+        raise HeadError("alphas do not require gradients (adapters freeze what they do not know); set requires_grad")
+    if optimizer is None:
+        raise HeadError("alphas are held still through their optimizer; pass optimizer=")
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not all(id(matrix) in stepped for matrix in alphas):
+        raise HeadError("the optimizer does not step the alphas; call mix_heads_(model) before making the optimizer")

@@ -97,6 +97,14 @@ class HeadTraining:
     """Head rotation."""
 
     def __post_init__(self) -> None:
+        for name in ("drophead", "penalties"):
+            given = getattr(self, name)
+            if not isinstance(given, tuple | list):
+                raise HeadError(f"{name} is a {type(given).__name__}; expected several of them, as in {name}=(…,)")
+            object.__setattr__(self, name, tuple(given))  # lists come from JSON and YAML
+        kinds = [kind for options in self.drophead for kind in options.kinds]
+        if len(set(kinds)) < len(kinds):
+            raise HeadError(f"DropHead acts on {', '.join(kinds)} attention; give each kind once")
         names = [penalty.loss for penalty in self.penalties]
         if len(set(names)) < len(names):
             raise HeadError(f"penalties {', '.join(names)}: each loss may be given once")

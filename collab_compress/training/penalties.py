@@ -72,24 +72,27 @@ class HeadLosses:
         self.tap = Tap(model, {LOSSES[name].part for name in kinds}, read, training)
 
     def values(self) -> dict[str, Tensor]:
-        """Give each loss, not weighted, of the last forward pass; nothing where there was none."""
+        """Give each loss, not weighted, of the last forward pass; nothing for attention that it did not run."""
         readings = self.tap.take()
-        return {name: self._value(name, readings) for name in self.kinds} if readings else {}
-
-    def _value(self, name: str, readings: list[Reading]) -> Tensor:
-        loss = LOSSES[name]
-        values = []
-        for reading in readings:
-            if reading.site.kind in self.kinds[name]:
-                part: Tensor = getattr(reading, loss.part)
-                real = reading.real.key if loss.part in ("values", "keys") else reading.real.query
-                values.append(loss.function(part, real))
-        together = torch.stack([value.to(values[0].device) for value in values])
-        return together.mean() if loss.reduction == "mean" else together.sum()
+        found = {
+            name: [reading for reading in readings if reading.site.kind in self.kinds[name]] for name in self.kinds
+        }
+        return {name: _value(LOSSES[name], chosen) for name, chosen in found.items() if chosen}
 
     def remove(self) -> None:
         """Leave the model as it was."""
         self.tap.remove()
+
+
+def _value(loss: Loss, readings: list[Reading]) -> Tensor:
+    """Evaluate one loss on what modules showed."""
+    values = []
+    for reading in readings:
+        part: Tensor = getattr(reading, loss.part)
+        real = reading.real.key if loss.part in ("values", "keys") else reading.real.query
+        values.append(loss.function(part, real))
+    together = torch.stack([value.to(values[0].device) for value in values])
+    return together.mean() if loss.reduction == "mean" else together.sum()
 
 
 def measure(

@@ -22,27 +22,29 @@ FAINT = 1e-4  # a penalty below this share of the loss hardly acts
 class HeadSession:
     """Act on the heads of a model while it trains.
 
-        session = HeadSession(model, training, optimizer=optimizer, warmup=0.1)
-        for epoch in range(epochs):
-            session.epoch(epoch, validation_batches)
-            for batch in data:
-                session.step(done / (steps - 1))
-                loss = model(**batch).loss
-                (loss + session.penalty(loss)).backward()
-                ...
-        session.close()
+        model.train()
+        with HeadSession(model, training, optimizer=optimizer, warmup=0.1) as session:
+            for epoch in range(epochs):
+                session.epoch(epoch, validation_batches)
+                for batch in data:
+                    session.step(done / (steps - 1))
+                    loss = model(**batch).loss
+                    (loss + session.penalty(loss)).backward()
+                    ...
 
     With gradient accumulation `step` is called once for each optimizer step, `penalty` after each forward pass, and
-    what it gives is divided by the number of passes, as the loss is.
+    what it gives is divided by the number of passes, as the loss is. Of several passes before `penalty` the last one
+    counts.
 
     Args:
         model: the bare model, not its distributed wrapper; with `training.alphas` it has alphas (`mix_heads_`).
         training: what acts on its heads.
-        optimizer: the one that trains it; alphas and rotation need it.
+        optimizer: the one that trains it; alphas and rotation cannot do without.
         warmup: share of the steps in which the learning rate rises, for the schedule of that name.
 
     Raises:
-        HeadError: alphas are to be trained that the model does not have; what `Rotator` or `Tap` refuse.
+        HeadError: alphas that the model or the optimizer does not have; no optimizer where one is needed; what
+            `Rotator` or `Tap` refuse.
         UnsupportedModelError: the model's family is not known.
     """
 
@@ -50,14 +52,22 @@ class HeadSession:
         self, model: PreTrainedModel, training: HeadTraining, optimizer: Any = None, warmup: float = 0.0
     ) -> None:
         self.training, self.optimizer, self.warmup = training, optimizer, warmup
-        self._alphas = self._alphas_of(model)
-        self._rotator = None if training.rotation is None else Rotator(model, training.rotation)
+        self._alphas: AlphasTraining | None = None
+        self._rotator: Rotator | None = None
         self._weights: dict[str, float] = {}
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
         self._losses: HeadLosses | None = None
         self._dropheads: list[DropHead] = []
+        self._warned: set[str] = set()
+        self._closed = False
         try:
+            if training.rotation is not None:
+                if optimizer is None:
+                    raise HeadError("rotation moves the optimizer's state with the heads; pass optimizer=")
+                self._rotator = Rotator(model, training.rotation)
+            if training.alphas is not None:
+                self._alphas = AlphasTraining(list(alphas_of(model).values()), training.alphas, optimizer)
             if training.penalties:
                 kinds = {each.loss: each.kinds or LOSSES[each.loss].kinds for each in training.penalties}
                 self._losses = HeadLosses(model, kinds)
@@ -74,6 +84,8 @@ class HeadSession:
         Args:
             progress: share of the training that lies behind, from 0 at the first step to 1 at the last.
         """
+        if self._closed:
+            raise HeadError("the session is closed; open a new one")
         for drophead, options in zip(self._dropheads, self.training.drophead, strict=True):
             start = options.p if options.start is None else options.start
             drophead.p = SCHEDULES[options.schedule](progress, self.warmup, start, options.p)
@@ -100,6 +112,8 @@ class HeadSession:
             loss: the training loss, to warn where a penalty is too faint to act.
         """
         values = self._losses.values() if self._losses is not None else {}
+        if self._losses is not None and not values:
+            self._warn("nothing", "no head was read in this step, so there is no penalty; is the model in train()?")
         weights = dict(self._weights)
         growth = self._alphas.growth() if self._alphas is not None else None
         if growth is not None and self.training.alphas is not None:
@@ -117,8 +131,10 @@ class HeadSession:
         """Give the mean of each penalty, not weighted, and its share of the loss, since the last call."""
         means = {name: float(total) / self._counts[name] for name, total in self._sums.items()}
         for name, share in means.items():
-            if name.endswith("/share") and 0 < share < FAINT:
-                logger.warning("penalty %s is %.1e of the loss: raise its weight", name.removesuffix("/share"), share)
+            if name.endswith("/share") and name.removesuffix("/share") in self._steady and 0 < share < FAINT:
+                self._warn(
+                    name, f"penalty {name.removesuffix('/share')} is {share:.1e} of the loss: raise its weight"
+                )
         self._sums, self._counts = {}, {}
         return means | {f"drophead/{place}": drop.p for place, drop in enumerate(self._dropheads)}
 
@@ -144,17 +160,25 @@ class HeadSession:
         for part in parts:
             if part is not None:
                 part.remove()
-        self._dropheads, self._losses, self._alphas = [], None, None
+        self._dropheads, self._losses, self._alphas, self._closed = [], None, None, True
 
-    def _alphas_of(self, model: PreTrainedModel) -> AlphasTraining | None:
-        if self.training.alphas is None:
-            return None
-        alphas = alphas_of(model)
-        if not alphas:
-            raise HeadError(
-                f"{type(model).__name__} has no alphas to train; call mix_heads_(model) before making the optimizer"
-            )
-        return AlphasTraining(list(alphas.values()), self.training.alphas, self.optimizer)
+    def __enter__(self) -> "HeadSession":
+        """Return the session itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the model as it was, but for its weights."""
+        self.close()
+
+    @property
+    def _steady(self) -> set[str]:
+        """Penalties that are meant to act all the time."""
+        return {each.loss for each in self.training.penalties if each.schedule == "constant"}
+
+    def _warn(self, once: str, message: str) -> None:
+        if once not in self._warned:
+            self._warned.add(once)
+            logger.warning("%s", message)
 
     def _note(self, name: str, value: Tensor) -> None:
         total = self._sums.get(name)

@@ -1,7 +1,9 @@
 """Join a Transformers `Trainer`: one line in an existing script."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from math import isfinite
 from typing import Any
 
 import torch
@@ -9,7 +11,9 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from collab_compress.calibration import running
+from collab_compress.errors import HeadError
 from collab_compress.heads import alphas_of, mix_heads_
+from collab_compress.heads.pairing import PAIRINGS
 from collab_compress.training.options import HeadTraining
 from collab_compress.training.session import HeadSession
 
@@ -27,14 +31,30 @@ def join_trainer_(trainer: Trainer, training: HeadTraining) -> None:
     Works with any subclass of `Trainer`. Penalties are added to the loss that the trainer computes, so labels, label
     smoothing and a loss function of one's own keep their meaning; they are means over a batch, and gradient
     accumulation averages them over its passes (and the loss of models that ignore `num_items_in_batch`, whose means
-    a stock trainer adds up). Logs hold each penalty. Checkpoints hold what a resumed run needs.
-    Alphas are put into the model at once, for the optimizer to find them.
+    a stock trainer adds up). Logs hold each penalty, and `loss` is the sum. Checkpoints hold what a resumed run
+    needs. Alphas are put into the model at once, for the optimizer to find them.
 
     Args:
-        trainer: its optimizer not yet made.
+        trainer: its optimizer not yet made, where alphas are to be added.
         training: what acts on heads.
+
+    Raises:
+        HeadError: the trainer was joined before; alphas or rotation lack what they need; the trainer replicates its
+            model within one process.
     """
+    if isinstance(trainer, _HeadTrainer):
+        raise HeadError("the trainer was joined before; make a new one")
+    if trainer.args.n_gpu > 1:
+        raise HeadError(
+            "DataParallel copies the model in each step; start one process for each GPU instead (torchrun)"
+        )
+    if _measures(training) and trainer.eval_dataset is None:
+        raise HeadError(
+            "rotation measures the importance of heads on validation data; pass eval_dataset to the trainer"
+        )
     if training.alphas is not None and not alphas_of(trainer.model):
+        if trainer.model_init is not None:
+            raise HeadError("train() makes the model anew; call mix_heads_(model) in model_init")
         mix_heads_(trainer.model)
     base = type(trainer)
     trainer.__class__ = type(base.__name__, (_HeadTrainer, base), {"__module__": base.__module__})
@@ -47,22 +67,24 @@ class HeadCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: Trainer, training: HeadTraining) -> None:
         self.trainer, self.training = trainer, training
         self.session: HeadSession | None = None
+        self.epoch = 0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Open the session, and bring it to where a checkpoint left it."""
+        self._close()  # an interrupted run does not come to its end
         steps = max(state.max_steps, 1)
-        optimizer = self.trainer.optimizer
         warmup = args.get_warmup_steps(steps) / steps
-        self.session = HeadSession(self.trainer.model, self.training, optimizer, warmup)
+        self.session = HeadSession(self.trainer.model, self.training, self.trainer.optimizer, warmup)
+        self.epoch = int((state.epoch or 0) + 1e-6)
         if STATE in state.stateful_callbacks:
             self.session.load_state_dict(state.stateful_callbacks[STATE])
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Begin an epoch."""
-        if self.session is not None and self.training.rotation is not None:
-            batches = None if self.trainer.eval_dataset is None else self.trainer.get_eval_dataloader()
+        if self.session is not None:
             with torch.random.fork_rng(devices=[]):  # data loaders draw a seed, which a resumed run would not
-                self.session.epoch(int(state.epoch or 0), batches)
+                self.session.epoch(self.epoch, self._validation() if _measures(self.training) else None)
+        self.epoch += 1  # `state.epoch` is a share of the steps where the data has no length
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Begin an optimizer step."""
@@ -76,27 +98,40 @@ class HeadCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Close the session."""
+        self._close()
+
+    def _close(self) -> None:
         if self.session is not None:
             self.session.close()
             self.session = None
+
+    def _validation(self) -> Iterable[Mapping[str, Tensor]]:
+        names = self.trainer.eval_dataset
+        if not isinstance(names, dict):
+            loader: Iterable[Mapping[str, Tensor]] = self.trainer.get_eval_dataloader()
+            return loader
+        return chain.from_iterable(self.trainer.get_eval_dataloader(name) for name in names)
 
 
 class _HeadTrainer:
     """What a joined trainer does differently; stands before the trainer's own class."""
 
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Tensor | tuple[Tensor, Any]:
+    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any) -> Any:
         """Compute the loss as the trainer does, and add the penalties while the model trains."""
         trainer: Any = super()
         session = _session(self)
-        if model.training and session is not None and num_items_in_batch is not None:
-            _check_normalisation_(self, inputs, num_items_in_batch)
-        loss, outputs = trainer.compute_loss(model, inputs, True, num_items_in_batch)
-        if model.training and session is not None:
-            passes = _passes(self, num_items_in_batch)
-            loss = loss + session.penalty(loss.detach() * passes).to(loss.device) / passes
-        return (loss, outputs) if return_outputs else loss
+        if not model.training or session is None:
+            return trainer.compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+        items = kwargs.get("num_items_in_batch")
+        if items is not None and _unsure(self):
+            with torch.random.fork_rng(), running(model):
+                probed = [_probe(trainer, model, inputs, scale * items) for scale in (1, 2)]
+            _decide_(self, *probed)
+        result = trainer.compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+        loss = result[0] if return_outputs else result
+        passes = _passes(self, items)
+        loss = loss + session.penalty(loss.detach() * passes).to(loss.device) / passes
+        return (loss, result[1]) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log the penalties beside the loss."""
@@ -107,27 +142,38 @@ class _HeadTrainer:
         trainer.log(logs, *args, **kwargs)
 
 
+def _measures(training: HeadTraining) -> bool:
+    return training.rotation is not None and PAIRINGS[training.rotation.strategy].measures
+
+
 def _session(trainer: Any) -> HeadSession | None:
     callbacks = trainer.callback_handler.callbacks
     return next((callback.session for callback in callbacks if isinstance(callback, HeadCallback)), None)
 
 
-def _check_normalisation_(trainer: Any, inputs: Mapping[str, Any], items: Tensor | int) -> None:
-    """Find out once whether the model's loss is normalised over the passes of a step, as trainers take for granted.
+def _unsure(trainer: Any) -> bool:
+    """Whether the trainer takes the loss to be normalised over the passes of a step because of a signature only.
 
-    The trainer goes by the signature of `forward`, but many heads (regression, BERT's classifiers, Marian) accept
-    `num_items_in_batch` and ignore it: their means would be added up over the passes instead of averaged.
+    It goes by `forward` accepting `num_items_in_batch`; but many heads (regression, BERT's classifiers, Marian)
+    accept and ignore it, so that their means would be added up over the passes instead of averaged.
     """
-    if trainer.current_gradient_accumulation_steps == 1 or not trainer.model_accepts_loss_kwargs:
+    own = trainer.compute_loss_func is not None or trainer.label_smoother is not None
+    told = getattr(trainer, "loss_is_scaled_for_ga", None) is not None or hasattr(trainer, "_normalised")
+    accumulates = trainer.current_gradient_accumulation_steps > 1
+    return accumulates and trainer.model_accepts_loss_kwargs and not own and not told
+
+
+def _probe(trainer: Any, model: Any, inputs: dict[str, Any], items: Tensor | int) -> float:
+    return float(trainer.compute_loss(model, dict(inputs), num_items_in_batch=items))
+
+
+def _decide_(trainer: Any, loss: float, of_twice_as_many: float) -> None:
+    """Tell the trainer, once it can be told, that the loss does not depend on the number of items."""
+    if loss == 0 or not (isfinite(loss) and isfinite(of_twice_as_many)):
         return
-    if trainer.compute_loss_func is not None or trainer.label_smoother is not None or hasattr(trainer, "_normalised"):
-        return
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    with torch.random.fork_rng(), running(model):
-        losses = [float(model(**inputs, num_items_in_batch=scale * items)["loss"]) for scale in (1, 2)]
-    trainer._normalised = losses[0] != losses[1]
+    trainer._normalised = loss != of_twice_as_many
     if not trainer._normalised:
-        logger.info("%s ignores num_items_in_batch: its loss is averaged over passes", type(model).__name__)
+        logger.info("the model ignores num_items_in_batch: its loss is averaged over passes")
         trainer.model_accepts_loss_kwargs = False
 
 

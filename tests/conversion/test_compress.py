@@ -247,7 +247,7 @@ def test_an_attention_implementation_that_cannot_follow_is_refused(make_tiny):
 
 def test_batches_that_do_not_fit_the_model(make_tiny, calibration):
     model = make_tiny("bert", BertForMultipleChoice)
-    with pytest.raises(CalibrationError, match="BertForMultipleChoice cannot run on the calibration batches"):
+    with pytest.raises(CalibrationError, match="BertForMultipleChoice cannot run on the given batches"):
         compress(model, Compression(rank=8), [{"input_ids": calibration[0]["input_ids"][0, 0]}])
 
 

@@ -156,11 +156,13 @@ def test_labels_tell_a_decoders_padding(make_tiny, batch):
     labels = torch.tensor([[7, 8, 9, 1], [7, 1, -100, -100], [8, 9, 1, -100]])
     given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     with Tap(model, kinds=("decoder",)) as tap:
+        expected = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]]).bool()  # what the decoder reads
         model(**given, labels=labels)
-        assert torch.equal(tap.take()[0].real.query, labels != -100)
-        shifted = torch.tensor([[0, 7, 8, 9], [0, 7, 1, 0], [0, 8, 9, 0]])
+        assert torch.equal(tap.take()[0].real.query, expected)
+        shifted = model.prepare_decoder_input_ids_from_labels(labels)
         model(**given, decoder_input_ids=shifted)
-        expected = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 0]]).bool()
+        assert torch.equal(tap.take()[0].real.query, expected)
+        model(**given, decoder_input_ids=shifted, labels=labels)
         assert torch.equal(tap.take()[0].real.query, expected)
 
 
@@ -187,6 +189,34 @@ def test_the_model_is_left_as_it_was(family, make_tiny, batch):
         assert not module._forward_pre_hooks
         assert not module._forward_hooks
     assert torch.equal(model(**batch)[0], before)
+
+
+def test_a_pass_that_fails_ends_the_reading(make_tiny, batch):
+    model = make_tiny("bert")
+    handle = model.encoder.layer[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with Tap(model) as tap:
+        with pytest.raises(ZeroDivisionError):
+            model(**batch)
+        handle.remove()
+        tap.take()
+        model.encoder.layer[0](torch.randn(1, 4, 24))
+        assert tap.take() == []
+
+
+def test_cached_decoding_is_refused(make_tiny, batch):
+    from transformers import MarianMTModel
+
+    model = make_tiny("marian", MarianMTModel)
+    with Tap(model), pytest.raises(HeadError, match="call the model with use_cache=False"):
+        model.generate(**{key: batch[key] for key in ("input_ids", "attention_mask")}, max_new_tokens=5)
+
+
+def test_flash_attention_is_refused(make_tiny):
+    model = make_tiny("bert")
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(UnsupportedModelError, match="runs with attn_implementation 'eager' or 'sdpa'"):
+        Tap(model)
+    assert not any("head_acts" in vars(module) for module in model.modules())
 
 
 def test_two_taps_read_side_by_side(make_tiny, batch):
@@ -272,8 +302,9 @@ def test_compiles_without_graph_breaks(model, batch):
 
 def test_refusals(make_tiny):
     model = make_tiny("bert")
-    with pytest.raises(HeadError, match="cannot read scores; it reads outputs, values, rows"):
-        Tap(model, ("scores",))
+    for parts in ("scores", ("scores",)):
+        with pytest.raises(HeadError, match="cannot read scores; it reads outputs, values, rows"):
+            Tap(model, parts)
     with pytest.raises(UnsupportedModelError, match=r"with kind cross; the attention modules are .* \(encoder\)"):
         Tap(model, kinds=("cross",))
     compress(model, Compression(rank=5), calibration=None)

@@ -169,7 +169,7 @@ def test_the_hinge_compares_with_the_step_before(make_tiny, batch):
     model = no_dropout_(make_tiny("bert"))
     mix_heads_(model)
     options = AlphasOptions(frozen=0.5, growth_weight=2.0, growth=0.1)
-    session = HeadSession(model, HeadTraining(alphas=options))
+    session = HeadSession(model, HeadTraining(alphas=options), torch.optim.SGD(model.parameters()))
     assert session.penalty().item() == 0  # frozen
     session.step(0.5)
     assert session.penalty().item() == pytest.approx(2 * 2 * 0.1)  # two matrices, both as they were
@@ -183,9 +183,59 @@ def test_the_hinge_compares_with_the_step_before(make_tiny, batch):
     assert session.logs()["nuclear-growth"] == pytest.approx(2 * (0.1 + 0.04 + 0.1) / 3, rel=1e-4)
 
 
-def test_alphas_must_be_there(make_tiny):
-    with pytest.raises(HeadError, match=r"call mix_heads_\(model\) before making the optimizer"):
-        HeadSession(make_tiny("bert"), HeadTraining(alphas=AlphasOptions()))
+def test_alphas_must_be_there_and_trained(make_tiny):
+    model, training = make_tiny("bert"), HeadTraining(alphas=AlphasOptions())
+    early = torch.optim.SGD(model.parameters())
+    with pytest.raises(HeadError, match=r"has no alphas to train; call mix_heads_\(model\) before"):
+        HeadSession(model, training, early)
+    mix_heads_(model)
+    with pytest.raises(HeadError, match="the optimizer does not step the alphas"):
+        HeadSession(model, training, early)
+    with pytest.raises(HeadError, match="pass optimizer="):
+        HeadSession(model, training)
+    next(iter(alphas_of(model).values())).requires_grad_(False)
+    with pytest.raises(HeadError, match="set requires_grad"):
+        HeadSession(model, training, torch.optim.SGD(model.parameters()))
+
+
+def test_a_session_that_cannot_open_leaves_nothing_behind(make_tiny):
+    model = no_dropout_(make_tiny("bert"))
+    mix_heads_(model)
+    optimizer = torch.optim.SGD(model.parameters())
+    rotation = Rotation("soft", (0,), t_max=9)
+    with pytest.raises(HeadError, match="t_max"):
+        HeadSession(model, HeadTraining(alphas=AlphasOptions(frozen=0.5), rotation=rotation), optimizer)
+    assert not any(matrix._backward_hooks for matrix in alphas_of(model).values())
+    with pytest.raises(HeadError, match="rotation moves the optimizer's state"):
+        HeadSession(model, HeadTraining(rotation=Rotation("random", (0,))))
+
+
+def test_a_closed_session_does_not_go_on(make_tiny):
+    with HeadSession(make_tiny("bert"), HeadTraining()) as session:
+        session.step(0.5)
+    with pytest.raises(HeadError, match="the session is closed"):
+        session.step(0.6)
+
+
+def test_a_pass_without_gradients_in_between_changes_nothing(make_tiny, batch):
+    model = no_dropout_(make_tiny("bert"))
+    with HeadSession(model, HeadTraining(penalties=(Penalty("disagreement", 1.0),))) as session:
+        model(**batch)
+        with torch.no_grad():
+            model(**{**batch, "input_ids": batch["input_ids"].flip(0)})
+        between = session.penalty()
+        model(**batch)
+        assert between.requires_grad
+        torch.testing.assert_close(between, session.penalty())
+
+
+def test_reading_nothing_is_warned_of_once(make_tiny, batch, caplog):
+    model = make_tiny("bert").eval()
+    with HeadSession(model, HeadTraining(penalties=(Penalty("disagreement"),))) as session:
+        for _ in range(2):
+            model(**batch)
+            assert session.penalty().item() == 0
+    assert caplog.text.count("is the model in train()?") == 1
 
 
 def test_a_closed_session_leaves_the_model_as_it_was(make_tiny, batch):
@@ -196,7 +246,7 @@ def test_a_closed_session_leaves_the_model_as_it_was(make_tiny, batch):
         penalties=tuple(Penalty(loss) for loss in LOSSES),
         rotation=Rotation("random", (1,)),
     )
-    HeadSession(model, training).close()
+    HeadSession(model, training, torch.optim.SGD(model.parameters())).close()
     for module, other in zip(model.modules(), stock.modules(), strict=True):
         assert set(vars(module)) == set(vars(other))
         assert not module._forward_hooks
@@ -213,6 +263,11 @@ def test_a_closed_session_leaves_the_model_as_it_was(make_tiny, batch):
         (lambda: DropHeadOptions(start=2.0), "start is 2.0"),
         (lambda: AlphasOptions(frozen=31), "frozen for 31 of training; expected 0 to 1"),
         (lambda: AlphasOptions(growth_form="square"), "unknown growth form 'square'"),
+        (
+            lambda: HeadTraining(drophead=DropHeadOptions()),
+            r"drophead is a DropHeadOptions; expected several .*=\(…,\)",
+        ),
+        (lambda: HeadTraining(drophead=(DropHeadOptions(), DropHeadOptions())), "give each kind once"),
         (lambda: HeadTraining(penalties=(Penalty("hsic"), Penalty("hsic"))), "each loss may be given once"),
     ],
 )

@@ -14,10 +14,12 @@ from transformers import (
     BertForSequenceClassification,
     MarianMTModel,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
 from collab_compress import Compression, compress
+from collab_compress.errors import HeadError
 from collab_compress.heads import Rotation, alphas_of
 from collab_compress.training import (
     AlphasOptions,
@@ -286,3 +288,88 @@ def test_checkpointing_and_compilation_change_nothing(option, make_tiny, tmp_pat
     found = final_weights(joined(no_dropout_(classifier(make_tiny)), tmp_path, max_steps=6, **{option: True}, **more))
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_an_interrupted_run_leaves_nothing_to_the_next(make_tiny, tmp_path):
+    model = classifier(make_tiny)
+    trainer = joined(model, tmp_path, max_steps=4)
+    acts = []
+
+    class Interrupting(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            acts.append(max(len(vars(module).get("head_acts", ())) for module in model.modules()))
+            if len(acts) == 2:
+                raise KeyboardInterrupt
+
+    trainer.add_callback(Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    assert acts == [2] * 6
+    assert not any("head_acts" in vars(module) for module in model.modules())
+    assert not any(matrix._backward_hooks for matrix in alphas_of(model).values())
+
+
+def test_a_subclass_may_ignore_what_it_does_not_need(make_tiny, tmp_path):
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            loss = model(**inputs).loss
+            return (loss, {}) if return_outputs else loss
+
+    trainer = Own(
+        classifier(make_tiny),
+        arguments(tmp_path, max_steps=2, gradient_accumulation_steps=2),
+        train_dataset=dataset(),
+    )
+    join_trainer_(trainer, PENALTIES)
+    trainer.train()
+    assert "disagreement" in trainer.state.log_history[0]
+
+
+def test_models_that_return_tuples(make_tiny, tmp_path):
+    model = classifier(make_tiny)
+    model.config.return_dict = False
+    trainer = joined(model, tmp_path, PENALTIES, max_steps=2, gradient_accumulation_steps=2)
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Data that does not know its length."""
+
+    def __iter__(self):
+        return iter(dataset())
+
+
+def test_epochs_are_passes_over_the_data(make_tiny, tmp_path):
+    training = HeadTraining(rotation=Rotation("random", (0, 1, 2)))
+    trainer = joined(classifier(make_tiny), tmp_path, training, Stream(), max_steps=12)
+    trainer.train()
+    history = trainer.state.stateful_callbacks["collab_compress_heads"]["rotation"]["history"]
+    assert [event["epoch"] for event in history] == [0, 1, 2]
+
+
+def test_validation_data_may_be_several(make_tiny, tmp_path):
+    training = HeadTraining(rotation=Rotation("in-layer", (0,), exclude=()))
+    trainer = joined(classifier(make_tiny), tmp_path, training, max_steps=1)
+    trainer.eval_dataset = {"one": dataset(4, 7, 1), "two": dataset(4, 7, 2)}
+    trainer.train()
+    trainer = Trainer(classifier(make_tiny), arguments(tmp_path), train_dataset=dataset())
+    with pytest.raises(HeadError, match="pass eval_dataset to the trainer"):
+        join_trainer_(trainer, training)
+
+
+def test_joining_refuses_what_would_silently_not_train(make_tiny, tmp_path):
+    alphas = HeadTraining(alphas=AlphasOptions())
+    trainer = joined(classifier(make_tiny), tmp_path, alphas)
+    with pytest.raises(HeadError, match="joined before"):
+        join_trainer_(trainer, alphas)
+    model = classifier(make_tiny)
+    own = torch.optim.SGD(model.parameters())
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=dataset(), optimizers=(own, None))
+    join_trainer_(trainer, alphas)
+    with pytest.raises(HeadError, match="the optimizer does not step the alphas"):
+        trainer.train()
+    made = Trainer(model_init=lambda: classifier(make_tiny), args=arguments(tmp_path), train_dataset=dataset())
+    with pytest.raises(HeadError, match=r"call mix_heads_\(model\) in model_init"):
+        join_trainer_(made, alphas)
