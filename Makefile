@@ -23,8 +23,9 @@ demo: $(STAMP)
 	@echo
 	$(BIN)/python -m collab_compress_cli.demo demo-output
 
+# A worker for each core, with one thread each: tiny models gain nothing from more.
 test: $(STAMP)
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
 
 check: $(STAMP)
 	$(BIN)/ruff check .

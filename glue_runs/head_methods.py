@@ -40,6 +40,7 @@ from collab_compress.training import (
 SHARE = 0.1  # of the loss at the start, which is log 2
 LOSS = 0.693
 GROWTH = 1e-3
+HEADS = 12
 MEASURED = ("hsic", "orthogonality", "disagreement", "disagreement-rows", "bhattacharyya-mean")
 
 
@@ -47,7 +48,9 @@ def methods(start: dict[str, float]) -> dict[str, Callable[[], HeadTraining | No
     """What each run does, given each loss of the untrained classifier's heads."""
 
     def penalty(name: str) -> Callable[[], HeadTraining]:
-        return lambda: HeadTraining(penalties=(Penalty(name, SHARE * LOSS / start[name]),))
+        # The mean cosine of outputs starts near 0: there it is a tenth of the loss where it can go, to −1/(H − 1).
+        size = 1 / (HEADS - 1) if name == "disagreement" else start[name]
+        return lambda: HeadTraining(penalties=(Penalty(name, SHARE * LOSS / size),))
 
     growing = AlphasOptions(frozen=0.31, growth_weight=SHARE * LOSS / (6 * GROWTH), growth=GROWTH)
     return {

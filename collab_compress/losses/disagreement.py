@@ -7,6 +7,8 @@ from torch import Tensor
 
 from collab_compress.losses.precision import check, full_precision, mean_over_real, no_autocast, per_pair
 
+FAINT = 1e-4  # of the root mean square length; trained models do have such vectors
+
 
 def disagreement(x: Tensor, mask: Tensor | None = None) -> Tensor:
     r"""Return the mean cosine between two heads' vectors, over pairs of heads and real tokens.
@@ -17,7 +19,7 @@ def disagreement(x: Tensor, mask: Tensor | None = None) -> Tensor:
     $$\sum_{a < b} \cos(x_a, x_b) = \tfrac12 \Big( \big\| \sum_h \hat x_h \big\|^2 - \sum_h \|\hat x_h\|^2 \Big)$$
 
     where $\hat x_h = x_h / \|x_h\|$. A zero vector, as of a dropped head, has cosine 0 with every other, and
-    no gradient.
+    no gradient; so has one that is 10⁻⁴ of the others' length, whose gradient would drown all else.
 
     Args:
         x: head outputs or values, (B, T, H, d), finite.
@@ -57,7 +59,7 @@ def _mean_cosine(vectors: Tensor, head_axis: int, mask: Tensor | None) -> Tensor
     with no_autocast(vectors):
         vectors = full_precision(vectors)
         squares = vectors.square().sum(-1, keepdim=True)
-        there = squares > torch.finfo(vectors.dtype).tiny
+        there = squares > (FAINT**2 * squares.detach().mean()).clamp(min=torch.finfo(vectors.dtype).tiny)
         # The inner choice keeps inf out of the gradient of the outer one.
         units = vectors * torch.where(there, torch.where(there, squares, 1.0).rsqrt(), 0.0)
         total = units.sum(head_axis).square().sum(-1)  # (B, T)

@@ -42,8 +42,6 @@ def _snli_files(ending: str) -> dict[str, tuple[str, ...]]:
     }
 
 
-# Pairs on whose label SNLI's annotators did not agree are left out, as everyone does.
-SNLI = {"pair": "sentence2", "label": "gold_label"}
 CLASSIFICATION = (
     Task(
         name="imdb", kind="classification", metric="accuracy", labels=SENTIMENT,
@@ -53,7 +51,10 @@ CLASSIFICATION = (
         ),
         hub=Hub("stanfordnlp/imdb", _columns("text")), folders=("aclImdb", "imdb"),
     ),
-    _zhang("yelp", SENTIMENT, ("text",), ("yelp_review_polarity_csv",), Hub("fancyzhx/yelp_polarity", _columns("text"))),
+    _zhang(
+        "yelp", SENTIMENT, ("text",), ("yelp_review_polarity_csv",),
+        Hub("fancyzhx/yelp_polarity", _columns("text")),
+    ),
     _zhang("yelp_full", STARS, ("text",), ("yelp_review_full_csv",), Hub("Yelp/yelp_review_full", _columns("text"))),
     _zhang(
         "ag_news", NEWS, ("title", "description"), ("ag_news_csv",), Hub("fancyzhx/ag_news", _columns("text")),
@@ -82,9 +83,16 @@ CLASSIFICATION = (
     Task(
         name="snli", kind="classification", metric="accuracy", labels=NLI, pair=True,
         layouts=(
-            JsonLines(files=_snli_files("jsonl"), optional=("test",), text="sentence1", left_out=("-",), **SNLI),
+            # Pairs on whose label the annotators did not agree are left out, as everyone does.
+            JsonLines(
+                files=_snli_files("jsonl"), optional=("test",), left_out=("-",),
+                text="sentence1", pair="sentence2", label="gold_label",
+            ),
             *(
-                Table(files=_snli_files(ending), optional=("test",), text=("sentence1",), left_out=("-",), **SNLI)
+                Table(
+                    files=_snli_files(ending), optional=("test",), left_out=("-",),
+                    text=("sentence1",), pair="sentence2", label="gold_label",
+                )
                 for ending in ("txt", "tsv")
             ),
         ),

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from collab_compress.errors import DataError
 from collab_compress.tasks.progress import progress_bars
+from collab_compress.tasks.task import NO_LABEL
 
 Data = TypeVar("Data", Dataset, DatasetDict)
 
@@ -30,12 +31,12 @@ def encode_classification(
         progress: whether to show progress bars.
 
     Returns:
-        Columns input_ids, attention_mask, what else the tokenizer gives, and labels.
+        Columns input_ids, attention_mask, what else the tokenizer gives, and labels where there are any.
 
     Raises:
         DataError: columns are missing, or the length cannot be.
     """
-    _check_length(max_length, tokenizer)
+    _check_length(max_length, tokenizer, 1 + tokenizer.num_special_tokens_to_add(pair=True))
     arguments = {"tokenizer": tokenizer, "max_length": max_length}
     return _each(data, lambda part: _map(part, _classification, ("text", "label"), arguments, progress))
 
@@ -63,8 +64,8 @@ def encode_translation(
     Raises:
         DataError: columns are missing, or a length cannot be.
     """
-    _check_length(max_source_length, tokenizer)
-    _check_length(max_target_length, tokenizer)
+    for length in (max_source_length, max_target_length):
+        _check_length(length, tokenizer, 1 + tokenizer.num_special_tokens_to_add())
     arguments = {"tokenizer": tokenizer, "lengths": (max_source_length, max_target_length)}
     return _each(data, lambda part: _map(part, _translation, ("source", "target"), arguments, progress))
 
@@ -92,7 +93,7 @@ def encode_language_model(
     Raises:
         DataError: columns are missing, the tokenizer has no end token, or the length cannot be.
     """
-    _check_length(length, tokenizer, least=2)
+    _check_length(length, tokenizer, 2)
     end = tokenizer.eos_token_id
     if end is None:
         raise DataError("the tokenizer has no end token (eos), which language modelling needs after each text")
@@ -123,21 +124,26 @@ def _map(
             raise DataError(
                 f"no column {name!r} to encode; expected {', '.join(columns)}, got {', '.join(data.column_names)}"
             )
+    if not len(data):
+        raise DataError("no rows to encode")
+    if "label" in data.column_names and min(data["label"]) == NO_LABEL:
+        data = data.remove_columns("label")
     with progress_bars(progress):
         # A tokenizer changes when it is first used, and what it is names the cache of data sets on disk.
         encode(data[:1], **arguments)
         return data.map(encode, batched=True, fn_kwargs=arguments, remove_columns=data.column_names)
 
 
-def _check_length(length: int, tokenizer: PreTrainedTokenizerBase, least: int = 1) -> None:
-    least += tokenizer.num_special_tokens_to_add()
-    if not least <= length <= tokenizer.model_max_length:
-        raise DataError(f"a length of {length} tokens; expected {least} to {tokenizer.model_max_length}")
+def _check_length(length: int, tokenizer: PreTrainedTokenizerBase, least: int) -> None:
+    most = tokenizer.model_max_length
+    if not least <= length <= most:
+        raise DataError(f"length {length}: expected {least} tokens or more{f', {most} at most' * (most < 1e9)}")
 
 
 def _classification(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, max_length: int) -> dict[str, Any]:
     texts = (batch["text"], batch["text_pair"]) if "text_pair" in batch else (batch["text"],)
-    return {**tokenizer(*texts, truncation=True, max_length=max_length), "labels": batch["label"]}
+    labels = {"labels": batch["label"]} if "label" in batch else {}
+    return {**tokenizer(*texts, truncation=True, max_length=max_length), **labels}
 
 
 def _translation(

@@ -36,6 +36,9 @@ def find_files(
     """
     if not data_dir.is_dir():
         raise DataError(f"{task.name}: no folder {data_dir}; {expected_files(layouts, languages)}")
+    names = list(dict.fromkeys(split for layout in layouts for split in layout.files))
+    if unknown := [split for split in splits or () if split not in names]:
+        raise DataError(f"{task.name} has no split {unknown[0]!r}; expected {', '.join(names)}")
     folders = [data_dir / name for name in task.folders if (data_dir / name).is_dir()] + [data_dir]
     best: tuple[int, str, Layout, Path] | None = None
     for folder in folders:
@@ -48,7 +51,8 @@ def find_files(
     if best is not None:
         raise DataError(f"{task.name}: no {best[1]} in {best[3]}; {expected_files([best[2]], languages)}")
     looked = ", ".join(str(folder) for folder in folders)
-    raise DataError(f"{task.name}: none of its files in {looked}; {expected_files(layouts, languages)}")
+    of = f" of {', '.join(splits)}" if splits else ""
+    raise DataError(f"{task.name}: none of its files{of} in {looked}; {expected_files(layouts, languages)}")
 
 
 def _look(
@@ -60,7 +64,7 @@ def _look(
         parts = [_first(layout.candidates(part, languages), folder) for part in layout.files.get(split, ())]
         if parts and all(part is not None for part in parts):
             there[split] = [part for part in parts if part is not None]
-        elif splits or split not in layout.optional or any(part is not None for part in parts):
+        elif splits or split not in layout.optional or _begun(layout, folder, languages, split):
             missing.append(_missing(layout, folder, languages, split, parts))
     return there, missing
 
@@ -73,7 +77,13 @@ def _missing(
         if found is None:
             names = layout.candidates(part, languages)[0]
             return f"{next(name for name in names if _there(folder / name) is None)} ({split})"
-    return f"files for a split {split!r}"
+    return f"files of {split}"
+
+
+def _begun(layout: Layout, folder: Path, languages: Languages, split: str) -> bool:
+    """Say whether some of a split's files are there, though not all."""
+    groups = (layout.candidates(part, languages) for part in layout.files[split])
+    return any(_there(folder / name) for candidates in groups for names in candidates for name in names)
 
 
 def _first(candidates: Sequence[tuple[str, ...]], folder: Path) -> tuple[Path, ...] | None:

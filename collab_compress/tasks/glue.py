@@ -30,7 +30,7 @@ def _task(
     metric: str = "accuracy",
     kind: Kind = "classification",
 ) -> Task:
-    """Describe one of GLUE's tasks; `columns` are the texts' names on the hub, `folder` is its name in the archive."""
+    """Describe one of GLUE's tasks: `folder` is its name in the archive, `columns` name its texts on the hub."""
     name = folder.lower().replace("-", "")
     there = {canonical: (column,) for canonical, column in zip(("text", "text_pair"), columns, strict=False)}
     return Task(
@@ -53,9 +53,7 @@ def _pairs(
     files: Mapping[str, tuple[str, ...]] = FILES,
     broken: bool = False,
 ) -> Table:
-    return Table(
-        files=files, text=(text,), pair=pair, label=label, first_label=first_label, broken=broken
-    )
+    return Table(files=files, text=(text,), pair=pair, label=label, first_label=first_label, broken=broken)
 
 
 SENTENCES = ("sentence1", "sentence2")

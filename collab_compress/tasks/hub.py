@@ -80,11 +80,13 @@ def _labelled(label: int) -> bool:
 
 def _rename(batch: Mapping[str, Any], task: Task, columns: Mapping[str, Sequence[str]]) -> dict[str, list[Any]]:
     """Give the canonical columns of a batch of rows."""
-    renamed = {}
+    renamed: dict[str, list[Any]] = {}
     for name, parts in columns.items():
         found = [_column(batch, there) for there in parts]
         if name != "label":
-            renamed[name] = [task.clean(" ".join(text for text in texts if text)) for texts in zip(*found, strict=True)]
+            renamed[name] = [
+                task.clean(" ".join(text for text in texts if text)) for texts in zip(*found, strict=True)
+            ]
         elif task.kind == "regression":
             renamed[name] = found[0]
         else:

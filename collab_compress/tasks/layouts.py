@@ -84,9 +84,7 @@ class Table(Layout):
                 if self.broken:
                     broken += 1
                     continue
-                raise malformed(
-                    place, f"{len(record)} columns; expected {len(columns)}: {', '.join(columns)}"
-                )
+                raise malformed(place, f"{len(record)} columns; expected {len(columns)}: {', '.join(columns)}")
             row = dict(zip(columns, record, strict=True))
             parts = (row[name] for name in self.text)
             canonical = {"text": " ".join(part for part in parts if part)}
@@ -102,9 +100,7 @@ class Table(Layout):
             raise malformed(place, f"the file is empty; expected a line that names columns: {', '.join(needed)}")
         for name in needed:
             if name not in columns:
-                raise malformed(
-                    place, f"no column {name!r}; expected {', '.join(needed)}, got {', '.join(columns)}"
-                )
+                raise malformed(place, f"no column {name!r}; expected {', '.join(needed)}, got {', '.join(columns)}")
 
     def _records(self, path: Path) -> Iterator[tuple[Place, list[str]]]:
         """Split the lines of a file into columns; blank lines are left out."""
@@ -183,5 +179,7 @@ class JsonLines(Layout):
                 raise malformed(place, f"no JSON ({error})") from error
             for name in names.values():
                 if not isinstance(record, dict) or not isinstance(record.get(name), str):
-                    raise malformed(place, f"no text under {name!r}; expected an object with {', '.join(names.values())}")
+                    raise malformed(
+                        place, f"no text under {name!r}; expected an object with {', '.join(names.values())}"
+                    )
             yield place, {column: record[name] for column, name in names.items()}

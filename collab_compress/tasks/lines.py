@@ -36,7 +36,7 @@ def read_lines(path: Path, encoding: str = "utf-8") -> Iterator[tuple[Place, str
     line = 0
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for line, raw in enumerate(file, start=1):  # noqa: B007 (read by the handlers below)
+            for line, raw in enumerate(file, start=1):
                 text = raw.decode(encoding)
                 if line == 1:
                     text = text.removeprefix("\ufeff")

@@ -124,4 +124,8 @@ def _dataset(rows: Iterable[Row], features: Features, split: str) -> Dataset:
     chunks: list[Any] = []
     while chunk := list(islice(iterator, CHUNK)):
         chunks.append(pa.Table.from_pylist(chunk, schema=schema))
-    return Dataset(pa.concat_tables(chunks or [schema.empty_table()]), info=DatasetInfo(features=features), split=NamedSplit(split))
+    return Dataset(
+        pa.concat_tables(chunks or [schema.empty_table()]),
+        info=DatasetInfo(features=features),
+        split=NamedSplit(split),
+    )

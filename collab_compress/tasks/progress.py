@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import datasets
-import huggingface_hub.utils as hub
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 
 @contextmanager
@@ -14,7 +14,7 @@ def progress_bars(shown: bool) -> Iterator[None]:
 
     The environment variables that force them on or off keep their say.
     """
-    before = not datasets.are_progress_bars_disabled(), not hub.are_progress_bars_disabled()
+    before = not datasets.are_progress_bars_disabled(), not are_progress_bars_disabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _show(shown, shown)
@@ -28,4 +28,4 @@ def progress_bars(shown: bool) -> Iterator[None]:
 
 def _show(mapping: bool, downloads: bool) -> None:
     (datasets.enable_progress_bars if mapping else datasets.disable_progress_bars)()
-    (hub.enable_progress_bars if downloads else hub.disable_progress_bars)()
+    (enable_progress_bars if downloads else disable_progress_bars)()

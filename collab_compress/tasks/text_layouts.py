@@ -31,9 +31,8 @@ class Parallel(Layout):
         found = []
         for name in part.split("|"):
             for pair in (f"{source}-{target}", f"{target}-{source}"):
-                fields = {"pair": pair, "tight": source + target}
                 files = tuple(
-                    name.format(lang=lang, side=side, **fields)
+                    _filled(name, lang=lang, side=side, pair=pair, tight=source + target)
                     for lang, side in ((source, "src"), (target, "ref"))
                 )
                 found += [files] if files not in found else []
@@ -51,6 +50,14 @@ class Parallel(Layout):
             yield place, {"source": source, "target": other[1]}
         for place, _ in targets:
             raise _unequal(place, paths, count, count + 1 + sum(1 for _ in targets))
+
+
+def _filled(name: str, **words: str) -> str:
+    try:
+        return name.format(**words)
+    except (KeyError, IndexError, ValueError) as error:
+        known = ", ".join(f"{{{word}}}" for word in words)
+        raise DataError(f"file name {name!r} cannot be filled in; it may have {known}") from error
 
 
 def read_sentences(path: Path, encoding: str = "utf-8") -> Iterator[tuple[Place, str]]:

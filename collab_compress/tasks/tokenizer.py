@@ -53,6 +53,8 @@ def train_tokenizer(
     steps = [normalizers.NFC(), *([normalizers.Lowercase()] if lowercase else [])]
     tokenizer.normalizer = normalizers.Sequence(steps)
     tokenizer.train_from_iterator(texts, trainer)
+    if kind == "word":
+        tokenizer = _renumbered(tokenizer)
     if tokenizer.get_vocab_size() <= len(SPECIAL):
         raise DataError("no text to train a tokenizer on")
     first = f"{START} " if start else ""
@@ -68,25 +70,37 @@ def train_tokenizer(
         bos_token=START,
         eos_token=END,
         clean_up_tokenization_spaces=False,
+        split_special_tokens=kind != "word",  # "</s>" in a text is text; in PTB, "<unk>" is the unknown word
     )
 
 
 def _blank(kind: str, vocab_size: int | None, progress: bool) -> tuple[Tokenizer, Any]:
     """Make a tokenizer with no vocabulary yet, and what trains it."""
-    options: dict[str, Any] = {"special_tokens": list(SPECIAL), "show_progress": progress}
+    size = 2**31 - 1 if vocab_size is None else vocab_size
+    options: dict[str, Any] = {"vocab_size": size, "special_tokens": list(SPECIAL), "show_progress": progress}
     if kind == "word":
         tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        size = 2**31 - 1 if vocab_size is None else vocab_size
-        return tokenizer, trainers.WordLevelTrainer(vocab_size=size, **options)
+        return tokenizer, trainers.WordLevelTrainer(**options)
     if kind == "bpe":
         tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
-        trainer: Any = trainers.BpeTrainer(vocab_size=vocab_size, **options)
+        trainer: Any = trainers.BpeTrainer(**options)
     else:
         tokenizer = Tokenizer(models.Unigram())
-        trainer = trainers.UnigramTrainer(vocab_size=vocab_size, unk_token=UNKNOWN, **options)
+        trainer = trainers.UnigramTrainer(unk_token=UNKNOWN, **options)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation("isolated")]
     )
     tokenizer.decoder = decoders.Metaspace()
     return tokenizer, trainer
+
+
+def _renumbered(words: Tokenizer) -> Tokenizer:
+    """Number words anew: one written like a special token, as PTB's `<unk>`, has been given a second number."""
+    vocabulary = words.get_vocab(with_added_tokens=False)
+    ordinary = [word for word in sorted(vocabulary, key=vocabulary.__getitem__) if word not in SPECIAL]
+    numbers = {word: number for number, word in enumerate([*SPECIAL, *ordinary])}
+    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token=UNKNOWN))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = words.normalizer, words.pre_tokenizer
+    tokenizer.add_special_tokens(list(SPECIAL))
+    return tokenizer

@@ -6,20 +6,18 @@ Every data set is read from files train, valid and test of one sentence a line a
 from collab_compress.tasks.task import Hub, Task
 from collab_compress.tasks.text_layouts import Parallel
 
-PREPARED = Parallel(
-    files={
-        "train": ("train.{lang}|train.{pair}.{lang}",),
-        "validation": ("valid.{lang}|val.{lang}|dev.{lang}|valid.{pair}.{lang}|dev.{pair}.{lang}",),
-        "test": ("test.{lang}|test.{pair}.{lang}",),
-    },
-    optional=("validation", "test"),
-)
-MULTI30K = Parallel(
-    files={"train": ("train.{lang}",), "validation": ("val.{lang}",), "test": ("test_2016_flickr.{lang}",)},
-    optional=("test",),
-)
 NESTED = {"source": ("translation.{source}",), "target": ("translation.{target}",)}
-TRAINING = "training/news-commentary-{version}.{pair}.{lang}|{folder}/news-commentary-{version}.{pair}.{lang}"
+
+
+def _prepared(validation: str = "", test: str = "", optional: tuple[str, ...] = ("test",)) -> Parallel:
+    """Describe files of one sentence a line, which may have the names of well-known sets."""
+    names = {
+        "train": ("train", "train.{pair}"),
+        "validation": (validation, "valid", "val", "dev", "valid.{pair}", "dev.{pair}"),
+        "test": (test, "test", "test.{pair}"),
+    }
+    files = {split: ("|".join(f"{name}.{{lang}}" for name in those if name),) for split, those in names.items()}
+    return Parallel(files=files, optional=optional)
 
 
 def _iwslt(name: str, campaign: str, validation: tuple[str, ...], test: tuple[str, ...], hub: Hub) -> Task:
@@ -32,7 +30,7 @@ def _iwslt(name: str, campaign: str, validation: tuple[str, ...], test: tuple[st
         files={"train": ("train.tags.{pair}.{lang}",), "validation": parts(validation), "test": parts(test)},
         optional=("test",),
     )
-    return _task(name, (official, PREPARED), hub)
+    return _task(name, (official, _prepared()), hub)
 
 
 def _wmt(name: str, year: str, commentary: tuple[str, ...], more: tuple[str, ...], development: str) -> Task:
@@ -46,21 +44,26 @@ def _wmt(name: str, year: str, commentary: tuple[str, ...], more: tuple[str, ...
     dev = f"dev/{development}-{{side}}.{{lang}}.sgm|dev/{markup.format(set=development)}"
     tests = "|".join(f"{folder}/{markup.format(set=test)}" for folder in ("test", "test-full", "dev"))
     official = Parallel(files={"train": corpora, "validation": (dev,), "test": (tests,)}, optional=("test",))
-    joined = Parallel(
-        files={"train": ("train.{lang}",), "validation": (f"{development}.{{lang}}",), "test": (f"{test}.{{lang}}",)},
-        optional=("test",),
-    )
-    return _task(name, (official, joined, PREPARED), Hub(f"wmt/{name}", NESTED, config="{foreign}-en"))
+    return _task(name, (official, _prepared(development, test)), Hub(f"wmt/{name}", NESTED, config="{foreign}-en"))
 
 
 def _task(name: str, layouts: tuple[Parallel, ...], hub: Hub | None) -> Task:
     return Task(
-        name=name, kind="translation", metric="bleu", layouts=layouts, hub=hub, languages=("de", "en"), folders=(name,)
+        name=name,
+        kind="translation",
+        metric="bleu",
+        layouts=layouts,
+        hub=hub,
+        languages=("de", "en"),
+        folders=(name,),
     )
 
 
 TRANSLATION = (
-    _task("multi30k", (MULTI30K, PREPARED), Hub("bentrevett/multi30k", {"source": ("{source}",), "target": ("{target}",)})),
+    _task(
+        "multi30k", (_prepared("val", "test_2016_flickr"),),
+        Hub("bentrevett/multi30k", {"source": ("{source}",), "target": ("{target}",)}),
+    ),
     _iwslt(
         "iwslt14", "IWSLT14",
         ("TED.dev2010", "TEDX.dev2012"), ("TED.tst2010", "TED.tst2011", "TED.tst2012"),
@@ -80,5 +83,7 @@ TRANSLATION = (
         "wmt17", "2017", ("training/news-commentary-v12.{pair}.{lang}",), ("rapid2016.{pair}.{lang}",),
         "newstest2016",
     ),
-    Task(name="parallel", kind="translation", metric="bleu", layouts=(PREPARED,), folders=("parallel",)),
+    Task(name="parallel", kind="translation", metric="bleu", folders=("parallel",),
+        layouts=(_prepared(optional=("validation", "test")),),
+    ),
 )  # fmt: skip

@@ -70,3 +70,15 @@ def test_float32_agrees_with_float64(make_rows):
     torch.testing.assert_close(
         bhattacharyya(rows.float(), mask).double(), bhattacharyya(rows, mask), rtol=0, atol=1e-5
     )
+
+
+def test_gradients_of_half_precision_stay_finite_under_loss_scaling():
+    """A key that one head ignores altogether has a steep root, and mixed precision multiplies by 2¹⁶."""
+    scores = 12 * torch.randn(32, 12, 64, 64, generator=torch.Generator().manual_seed(0))
+    scores = scores.half().requires_grad_()
+    rows = scores.softmax(-1)
+    assert (rows == 0).any()
+    (65536 * bhattacharyya(rows)).backward()
+    assert torch.isfinite(scores.grad).all()
+    exact = bhattacharyya(rows.detach().double())
+    torch.testing.assert_close(bhattacharyya(rows.detach()).double(), exact, atol=2e-3, rtol=0)

@@ -62,3 +62,18 @@ def test_vectors_of_every_size_count_alike(make_vectors):
     x, mask = make_vectors(2, 5, 4, 8, dtype=torch.float32)
     for scale in (1e-12, 1e12):
         torch.testing.assert_close(disagreement(x * scale, mask), disagreement(x, mask), rtol=1e-5, atol=1e-5)
+
+
+def test_a_vanishing_vector_has_no_gradient_that_drowns_the_rest():
+    """A fine-tuned model had head outputs of length 1e-13 next to others of length 1."""
+    x = torch.randn(2, 5, 3, 4, generator=torch.Generator().manual_seed(0))
+    x[0, 1, 2] *= 1e-13
+    x[1, 2, 0] *= 1e-6
+    x.requires_grad_()
+    disagreement(x).backward()
+    assert torch.isfinite(x.grad).all()
+    assert x.grad.abs().max() < 1
+    with torch.no_grad():
+        zeroed = x.clone()
+        zeroed[0, 1, 2] = zeroed[1, 2, 0] = 0.0
+    torch.testing.assert_close(disagreement(x), disagreement(zeroed))

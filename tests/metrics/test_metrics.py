@@ -1,0 +1,244 @@
+"""Every metric against the library that defines it, on the whole set, however the set came in."""
+
+import json
+import math
+import subprocess
+import sys
+import warnings
+
+import evaluate
+import numpy as np
+import pytest
+import sacrebleu
+import torch
+from datasets import config as datasets_config
+from scipy.stats import ConstantInputWarning, pearsonr, spearmanr
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
+from collab_compress.errors import DataError
+from collab_compress.metrics import METRICS, Metric, load_metric, token_losses
+
+ROWS = 101
+HYPOTHESES = ["The cat sat on the mat.", "A dog!", "", "Über den Fluss , he said", "the end"] * 4
+REFERENCES = ["the cat sat on a mat.", "A dog!", "Nothing.", "Over the river, he said", "The End"] * 4
+
+
+def inputs(name, seed=0):
+    """Random predictions and references that a metric takes."""
+    generator = np.random.default_rng(seed)
+    if name == "bleu":
+        return HYPOTHESES, REFERENCES
+    if name == "perplexity":
+        return generator.gamma(2.0, 30.0, ROWS), generator.integers(0, 40, ROWS)
+    if name == "correlation":
+        references = generator.integers(0, 26, ROWS) / 5
+        return references + generator.normal(size=ROWS), references
+    classes = 2 if name in ("matthews", "accuracy+f1") else 3
+    references = generator.integers(0, classes, ROWS)
+    return np.where(generator.random(ROWS) < 0.6, references, generator.integers(0, classes, ROWS)), references
+
+
+def expected(name, predictions, references):
+    """The same from scikit-learn, SciPy, sacreBLEU, or the definition."""
+    if name == "bleu":
+        return {"bleu": sacrebleu.corpus_bleu(predictions, [references]).score}
+    if name == "perplexity":
+        nll = math.fsum(predictions) / int(np.sum(references))
+        return {"perplexity": math.exp(nll), "nll": nll}
+    if name == "correlation":
+        correlations = {"pearson": pearsonr, "spearmanr": spearmanr}
+        return {key: each(predictions, references).statistic for key, each in correlations.items()}
+    if name == "matthews":
+        return {"matthews_correlation": matthews_corrcoef(references, predictions)}
+    scores = {"accuracy": accuracy_score(references, predictions)}
+    return scores if name == "accuracy" else scores | {"f1": f1_score(references, predictions)}
+
+
+def score(name, predictions, references, **options):
+    return load_metric(name, **options).compute(predictions=predictions, references=references)
+
+
+@pytest.mark.parametrize("name", sorted(METRICS))
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_batches_add_up_to_the_whole_set_exactly(name, size):
+    metric = load_metric(name)
+    for seed in (0, 1):  # the second time it starts from nothing
+        predictions, references = inputs(name, seed)
+        for start in range(0, len(predictions), size):
+            part = slice(start, start + size)
+            metric.add_batch(predictions=predictions[part], references=references[part])
+        result = metric.compute()
+        whole = expected(name, predictions, references)
+        assert {key: result[key] for key in whole} == whole
+        assert set(metric.scores) <= set(result)
+        assert all(type(value) is float for value in result.values())
+
+
+@pytest.mark.parametrize("name", sorted(METRICS))
+def test_arrays_tensors_and_lists_are_the_same(name):
+    predictions, references = inputs(name)
+    result = score(name, list(predictions), list(references))
+    if name != "bleu":
+        assert score(name, torch.tensor(predictions), torch.tensor(references)) == result
+    one_by_one = load_metric(name)
+    for prediction, reference in zip(predictions, references, strict=True):
+        one_by_one.add(prediction=prediction, reference=reference)
+    assert one_by_one.compute() == result
+
+
+PROGRAM = """
+import json, sys
+import torch.distributed as dist
+from collab_compress.metrics import load_metric
+name, rank, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+metric = load_metric(name, gather=True)
+for batches in json.loads(sys.argv[4]):
+    for predictions, references in batches:
+        metric.add_batch(predictions=predictions, references=references)
+    print(json.dumps(metric.compute()))
+dist.destroy_process_group()
+"""
+
+
+def in_two_processes(name, rounds, folder):
+    """Let each process add its batches, round by round; gives what each printed."""
+    command = [sys.executable, "-W", "error", "-c", PROGRAM, name]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    arguments = [[str(rank), str(folder / "store"), json.dumps(rounds[rank])] for rank in range(2)]
+    with (
+        subprocess.Popen([*command, *arguments[0]], **pipes) as first,
+        subprocess.Popen([*command, *arguments[1]], **pipes) as second,
+    ):
+        outputs = [process.communicate(timeout=100) for process in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0], outputs
+    return [[json.loads(line) for line in printed.splitlines()] for printed, _ in outputs]
+
+
+@pytest.mark.parametrize("name", ["accuracy+f1", "correlation", "bleu", "perplexity"])
+def test_two_processes_score_what_both_have(name, tmp_path):
+    """Two rounds, as in two evaluations of a run; in the second one process has nothing."""
+    predictions, references = (np.asarray(column).tolist() for column in inputs(name))
+    batches = [[predictions[i : i + 8], references[i : i + 8]] for i in range(0, len(predictions), 8)]
+    results = in_two_processes(name, [[batches[:2], []], [batches[2:], batches]], tmp_path)
+    whole = expected(name, predictions, references)
+    for process in results:
+        assert [{key: result[key] for key in whole} for result in process] == [whole, whole]
+
+
+def test_one_class_predicted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert score("matthews", [1, 1, 1], [0, 1, 1]) == {"matthews_correlation": 0.0}
+        assert score("matthews", [0, 1, 1], [1, 1, 1]) == {"matthews_correlation": 0.0}
+        assert score("matthews", [1, 1], [1, 1]) == {"matthews_correlation": 0.0}
+        assert score("accuracy+f1", [0, 0], [0, 0]) == {"accuracy": 1.0, "f1": 0.0}
+        assert score("accuracy+f1", [0, 0], [1, 1]) == {"accuracy": 0.0, "f1": 0.0}
+    assert matthews_corrcoef([0, 1, 1], [1, 1, 1]) == 0.0
+
+
+def test_constant_predictions_correlate_with_nothing():
+    with pytest.warns(ConstantInputWarning):
+        assert math.isnan(pearsonr([2.0, 2.0, 2.0], [1.0, 2.0, 3.0]).statistic)
+    for constant, other in (([2.0] * 3, [1.0, 2.0, 3.0]), ([1.0, 2.0, 3.0], [2.0] * 3), ([1.0], [2.0])):
+        assert score("correlation", constant, other) == {"pearson": 0.0, "spearmanr": 0.0}
+    nearly = score("correlation", [1e9, 1e9 + 1e-6, 1e9], [1.0, 2.0, 3.0])
+    assert nearly["spearmanr"] == pytest.approx(0.0)
+
+
+def test_a_model_that_diverged():
+    for value in (math.nan, math.inf):
+        result = score("correlation", [value, 1.0, 2.0], [1.0, 2.0, 3.0])
+        assert all(math.isnan(each) for each in result.values())
+        assert not score("perplexity", [value, 1.0], [1, 1])["perplexity"] < math.inf
+    assert score("perplexity", [1e6], [1])["perplexity"] == math.inf
+
+
+def test_bleu_has_options_and_a_signature():
+    metric = load_metric("bleu", tokenize="intl", lowercase=True)
+    assert metric.signature is None
+    result = metric.compute(predictions=HYPOTHESES, references=REFERENCES)
+    oracle = sacrebleu.BLEU(tokenize="intl", lowercase=True)
+    assert result["bleu"] == oracle.corpus_score(HYPOTHESES, [REFERENCES]).score
+    assert metric.signature == str(oracle.get_signature())
+    assert "case:lc" in metric.signature
+    assert "tok:intl" in metric.signature
+    assert result["bleu"] != score("bleu", HYPOTHESES, REFERENCES)["bleu"]
+
+
+def test_bleu_of_several_references_and_of_nothing_right():
+    other = [reference.upper() for reference in REFERENCES]
+    both = [list(pair) for pair in zip(REFERENCES, other, strict=True)]
+    result = score("bleu", HYPOTHESES, both)
+    oracle = sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES, other])
+    assert result["bleu"] == oracle.score
+    assert result["brevity_penalty"] == oracle.bp
+    assert result["length_ratio"] == oracle.sys_len / oracle.ref_len
+    assert score("bleu", ["", ""], ["a b", "c"]) == {"bleu": 0.0, "brevity_penalty": 0.0, "length_ratio": 0.0}
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_token_losses_against_the_double_loop(shift):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 6, 11, generator=generator)
+    labels = torch.randint(0, 11, (3, 6), generator=generator)
+    labels[0, 4:] = -100
+    labels[2] = -100
+    losses = token_losses(logits, labels, shift=shift)
+    assert losses.dtype == torch.float64
+    for row in range(3):
+        total, count = 0.0, 0
+        for place in range(6 - shift):
+            label = int(labels[row, place + shift])
+            if label != -100:
+                total -= float(logits[row, place].double().log_softmax(-1)[label])
+                count += 1
+        assert losses[row].tolist() == [pytest.approx(total, rel=1e-6), count]
+
+
+def test_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", str(tmp_path))
+    for name in METRICS:
+        score(name, *inputs(name))
+    assert not list(tmp_path.iterdir())
+
+
+def test_alone_there_is_nothing_to_gather():
+    assert score("accuracy", [1, 0], [1, 1], gather=True) == {"accuracy": 0.5}
+
+
+def test_every_metric_is_one_of_evaluate_and_says_what_is_better():
+    for name, metric in METRICS.items():
+        assert issubclass(metric, Metric)
+        assert metric.greater_is_better == (name != "perplexity")
+        assert load_metric(name).description
+    assert datasets_config.HF_HUB_OFFLINE  # and no network was needed
+
+
+@pytest.mark.parametrize(
+    ("name", "predictions", "references", "match"),
+    [
+        ("accuracy", [1, 0], [1, -1], "a reference is −1, which stands for no label"),
+        ("matthews", [1, 0], [1, -1], "a reference is −1"),
+        ("accuracy+f1", [1, 2], [1, 0], "F1 is of two classes, 0 and 1; got class 2"),
+        ("bleu", ["a", "b"], [["a"], ["b", "c"]], r"as many references as the others; got \[1, 2\]"),
+        ("perplexity", [1.0], [0], "perplexity is over 0 tokens"),
+        ("perplexity", [1.0, 1.0], [5, -1], "no negative counts"),
+    ],
+)
+def test_what_cannot_be_scored(name, predictions, references, match):
+    with pytest.raises(DataError, match=match):
+        score(name, predictions, references)
+
+
+def test_nothing_added():
+    for name in METRICS:
+        with pytest.raises(DataError, match="nothing to score; add predictions and references"):
+            load_metric(name).compute()
+
+
+def test_what_cannot_be_loaded():
+    with pytest.raises(DataError, match="unknown metric 'rouge'; expected one of accuracy, accuracy"):
+        load_metric("rouge")
+    with pytest.raises(DataError, match="unknown tokenizer 'moses'; expected one of 13a, char"):
+        load_metric("bleu", tokenize="moses")
