@@ -21,6 +21,10 @@ class HeadError(CollabCompressError):
     """Something was asked of attention heads that they cannot do."""
 
 
+class RecipeError(CollabCompressError):
+    """An experiment is described in a way that cannot be read, or cannot be run."""
+
+
 class CheckpointError(CollabCompressError):
     """A model directory cannot be read or written."""
 

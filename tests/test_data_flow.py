@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = [
     "factorization", "architectures", "attention", "calibration", "checkpoint", "conversion", "losses", "heads",
-    "training", "tasks", "metrics",
+    "training", "tasks", "metrics", "experiments",
 ]  # fmt: skip
 ALLOWED = {
     "factorization": set(),
@@ -22,6 +22,7 @@ ALLOWED = {
     "training": {"errors", "architectures", "calibration", "losses", "heads"},
     "tasks": {"errors"},
     "metrics": {"errors"},
+    "experiments": {"errors", "checkpoint", "conversion", "training", "tasks", "metrics"},
 }
 
 

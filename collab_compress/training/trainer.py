@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from math import isfinite
 from typing import Any
 
 import torch
@@ -31,8 +30,8 @@ def join_trainer_(trainer: Trainer, training: HeadTraining) -> None:
     Works with any subclass of `Trainer`. Penalties are added to the loss that the trainer computes, so labels, label
     smoothing and a loss function of one's own keep their meaning; they are means over a batch, and gradient
     accumulation averages them over its passes (and the loss of models that ignore `num_items_in_batch`, whose means
-    a stock trainer adds up). Logs hold each penalty, and `loss` is the sum. Checkpoints hold what a resumed run
-    needs. Alphas are put into the model at once, for the optimizer to find them.
+    a stock trainer adds up over passes and processes). Logs hold each penalty, and `loss` is the sum. Checkpoints
+    hold what a resumed run needs. Alphas are put into the model at once, for the optimizer to find them.
 
     Args:
         trainer: its optimizer not yet made, where alphas are to be added.
@@ -126,7 +125,7 @@ class _HeadTrainer:
         if items is not None and _unsure(self):
             with torch.random.fork_rng(), running(model):
                 probed = [_probe(trainer, model, inputs, scale * items) for scale in (1, 2)]
-            _decide_(self, *probed)
+            _decide_(self, probed)
         result = trainer.compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
         loss = result[0] if return_outputs else result
         passes = _passes(self, items)
@@ -152,29 +151,37 @@ def _session(trainer: Any) -> HeadSession | None:
 
 
 def _unsure(trainer: Any) -> bool:
-    """Whether the trainer takes the loss to be normalised over the passes of a step because of a signature only.
+    """Whether the trainer takes the loss to be normalised over a step because of a signature only.
 
     It goes by `forward` accepting `num_items_in_batch`; but many heads (regression, BERT's classifiers, Marian)
-    accept and ignore it, so that their means would be added up over the passes instead of averaged.
+    accept and ignore it, so that their means would be added up over passes and processes instead of averaged.
     """
     own = trainer.compute_loss_func is not None or trainer.label_smoother is not None
     told = getattr(trainer, "loss_is_scaled_for_ga", None) is not None or hasattr(trainer, "_normalised")
-    accumulates = trainer.current_gradient_accumulation_steps > 1
-    return accumulates and trainer.model_accepts_loss_kwargs and not own and not told
+    processes = trainer.accelerator.num_processes if trainer.args.average_tokens_across_devices else 1
+    adds_up = trainer.current_gradient_accumulation_steps * processes > 1
+    return adds_up and trainer.model_accepts_loss_kwargs and not own and not told
 
 
 def _probe(trainer: Any, model: Any, inputs: dict[str, Any], items: Tensor | int) -> float:
     return float(trainer.compute_loss(model, dict(inputs), num_items_in_batch=items))
 
 
-def _decide_(trainer: Any, loss: float, of_twice_as_many: float) -> None:
-    """Tell the trainer, once it can be told, that the loss does not depend on the number of items."""
-    if loss == 0 or not (isfinite(loss) and isfinite(of_twice_as_many)):
-        return
-    trainer._normalised = loss != of_twice_as_many
-    if not trainer._normalised:
-        logger.info("the model ignores num_items_in_batch: its loss is averaged over passes")
-        trainer.model_accepts_loss_kwargs = False
+def _decide_(trainer: Any, losses: list[float]) -> None:
+    """Tell the trainer, once it can be told, that the loss does not depend on the number of items.
+
+    Processes decide together: they would wait for each other if they counted items differently.
+
+    Args:
+        losses: of this process's batch, by its number of items and by twice as many.
+    """
+    every = trainer.accelerator.gather(torch.tensor([losses], device=trainer.args.device))  # (processes, 2)
+    telling = every[every.isfinite().all(1) & (every[:, 0] != 0)]
+    if len(telling):
+        trainer._normalised = bool((telling[:, 0] != telling[:, 1]).any())
+        if not trainer._normalised:
+            logger.info("the model ignores num_items_in_batch: its loss is averaged over passes and processes")
+            trainer.model_accepts_loss_kwargs = False
 
 
 def _passes(trainer: Any, items: Tensor | int | None) -> int:

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -246,11 +248,11 @@ def test_a_bare_accelerate_loop(make_tiny):
     session.close()
 
 
-def train_in_process(rank: int, processes: int, port: int, folder: str) -> None:
+def train_in_process(rank: int, processes: int, folder: str) -> None:
     """One of several processes, each with its part of the batch; the first writes the gradients."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=processes)
+    meeting = f"file://{folder}/meeting-{processes}"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes)
     config = torch.load(Path(folder) / "config.pt", weights_only=False)
     torch.manual_seed(0)
     model = no_dropout_(BertForSequenceClassification(config)).train()
@@ -263,15 +265,15 @@ def train_in_process(rank: int, processes: int, port: int, folder: str) -> None:
     if rank == 0:
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         torch.save(gradients, Path(folder) / f"gradients-{processes}.pt")
-    torch.distributed.destroy_process_group()
+    torch.distributed.barrier()
+    os._exit(0)  # torch may deadlock while it takes gloo and the wrapper apart
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_processes_give_the_gradients_of_one(make_tiny, tmp_path):
     torch.save(make_tiny("bert").config, tmp_path / "config.pt")
     for processes in (1, 2):
-        port = 29_000 + (os.getpid() * 2 + processes) % 2000
-        torch.multiprocessing.spawn(train_in_process, (processes, port, str(tmp_path)), nprocs=processes)
+        torch.multiprocessing.spawn(train_in_process, (processes, str(tmp_path)), nprocs=processes)
     one, two = (torch.load(tmp_path / f"gradients-{count}.pt", weights_only=True) for count in (1, 2))
     for name, gradient in one.items():
         torch.testing.assert_close(two[name], gradient, atol=1e-6, rtol=1e-4)
@@ -373,3 +375,44 @@ def test_joining_refuses_what_would_silently_not_train(make_tiny, tmp_path):
     made = Trainer(model_init=lambda: classifier(make_tiny), args=arguments(tmp_path), train_dataset=dataset())
     with pytest.raises(HeadError, match=r"call mix_heads_\(model\) in model_init"):
         join_trainer_(made, alphas)
+
+
+ADDING_UP = """
+import sys
+import torch
+from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
+from collab_compress.training import HeadTraining, join_trainer_
+
+torch.manual_seed(0)
+model = AutoModelForSequenceClassification.from_pretrained(sys.argv[1])
+ids = torch.randint(5, 61, (8, 7), generator=torch.Generator().manual_seed(0))
+data = [{"input_ids": row, "labels": row[0] % 2} for row in ids]
+arguments = TrainingArguments(
+    sys.argv[2], max_steps=1, optim="sgd", learning_rate=0.1, max_grad_norm=0.0, warmup_steps=0, use_cpu=True,
+    per_device_train_batch_size=int(sys.argv[3]), report_to="none", disable_tqdm=True, save_strategy="no",
+)
+trainer = Trainer(model, arguments, train_dataset=data)
+join_trainer_(trainer, HeadTraining())
+trainer.train()
+if trainer.is_world_process_zero():
+    model.save_pretrained(sys.argv[2])
+"""
+
+
+def test_two_processes_train_as_one(make_tiny, tmp_path):
+    """A stock trainer would add up the losses of the two."""
+    from safetensors.torch import load_file
+
+    no_dropout = classifier(make_tiny)
+    no_dropout.config.hidden_dropout_prob = no_dropout.config.attention_probs_dropout_prob = 0.0
+    no_dropout.save_pretrained(tmp_path / "start")
+    (tmp_path / "program.py").write_text(ADDING_UP)
+    weights = []
+    for processes in (1, 2):
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if processes == 2 else []
+        folder = tmp_path / str(processes)
+        command = [sys.executable, *launcher, "program.py", "start", str(folder), str(8 // processes)]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=200)
+        weights.append(load_file(folder / "model.safetensors"))
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, atol=1e-6, rtol=1e-4)

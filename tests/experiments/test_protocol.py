@@ -1,0 +1,143 @@
+"""The protocol end to end on a tiny task: stages, what is done once, and what survives being killed."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from collab_compress.errors import RecipeError
+from collab_compress.experiments import read_recipe, run
+from collab_compress.experiments.tuning import last_checkpoint
+
+SCRIPT = Path(__file__).parents[2] / "glue_runs" / "run_glue.py"
+TUNING = "{epochs: 4, learning_rate: 1.0e-3, batch_size: 8, arguments: {use_cpu: true, disable_tqdm: true}}"
+
+
+def settings(start, data_dir, output, *more):
+    return [
+        "task=mrpc", f"model={start}", f"data_dir={data_dir}", f"output={output}", "max_length=24",
+        f"tuning={TUNING}", "compression.rank=12", "calibration=none", f"again={TUNING}", *more,
+    ]  # fmt: skip
+
+
+def test_stages(start, data_dir, tmp_path):
+    heads = "heads.drophead=[{p: 0.2}]"
+    recipe = read_recipe(overrides=settings(start, data_dir, tmp_path / "out", heads))
+    records = run(recipe)
+    assert [record["stage"] for record in records] == ["dense", "dk12", "dk12-again"]
+    for record in records:
+        values = record["metrics"]["validation"]
+        assert record["score"] == pytest.approx(50 * (values["accuracy"] + values["f1"]))
+        assert record["recipe"]["heads"]["drophead"][0]["p"] == 0.2
+        assert record["environment"]["torch"] == torch.__version__
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "dk12-again" / "model")
+    assert model.bert.encoder.layer[0].attention.self.mixing.shape == (3, 12)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    assert run(recipe) == records  # from the records, nothing is done again
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
+
+
+def test_ranks_share_the_dense_model(start, data_dir, tmp_path):
+    first = run(read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "again=null")))
+    made = (tmp_path / "out" / "dense" / "model" / "model.safetensors").stat().st_mtime_ns
+    more = run(
+        read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "again=null", "compression.rank=24"))
+    )
+    assert (tmp_path / "out" / "dense" / "model" / "model.safetensors").stat().st_mtime_ns == made
+    assert more[0] == first[0]
+    assert more[1]["stage"] == "dk24"
+    assert more[1]["metrics"] == more[0]["metrics"]  # full rank is exact
+
+
+def test_experiments_are_not_mixed(start, data_dir, tmp_path):
+    run(read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "again=null")))
+    for change, field in (
+        ("seed=1", "seed"),
+        ("tuning.epochs=1", "tuning"),
+        ("compression.damping=1", "compression"),
+    ):
+        recipe = read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "again=null", change))
+        with pytest.raises(RecipeError, match=f"made with another {field}"):
+            run(recipe)
+
+
+def test_tasks_without_a_head_are_refused(start, data_dir, tmp_path):
+    with pytest.raises(RecipeError, match="ptb is language modelling"):
+        run(read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "task=ptb")))
+
+
+def test_training_arguments_that_are_none(start, data_dir, tmp_path):
+    wrong = settings(start, data_dir, tmp_path / "out", "tuning.arguments={no_such_argument: 1}")
+    with pytest.raises(RecipeError, match=r"training arguments: .*no_such_argument"):
+        run(read_recipe(overrides=wrong))
+
+
+def test_a_checkpoint_that_was_being_written_does_not_count(tmp_path):
+    assert last_checkpoint(tmp_path) is None
+    for step in (2, 10):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        for name in ("optimizer.pt", "scheduler.pt"):
+            (folder / name).touch()
+    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text("{}")
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+    (tmp_path / "checkpoint-10" / "trainer_state.json").write_text("{")
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+
+
+def command(*arguments):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return [sys.executable, str(SCRIPT), *arguments], environment
+
+
+def test_a_killed_run_ends_as_an_uninterrupted_one(start, data_dir, tmp_path):
+    heads = "heads={drophead: [{p: 0.2}], penalties: [{loss: disagreement, weight: 0.1}]}"
+    given = settings(start, data_dir, tmp_path / "whole", heads, "compression=null", "again=null")
+    arguments, environment = command(*given)
+    subprocess.run(arguments, env=environment, check=True, capture_output=True)
+    killed, _ = command(*settings(start, data_dir, tmp_path / "killed", heads, "compression=null", "again=null"))
+    process = subprocess.Popen(killed, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    checkpoints = tmp_path / "killed" / "dense" / "checkpoints"
+    deadline = time.monotonic() + 120
+    while last_checkpoint(checkpoints) is None and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    if not (tmp_path / "killed" / "dense" / "model").is_dir():  # unless it was faster than the signal
+        assert last_checkpoint(checkpoints) is not None
+    done = subprocess.run(killed, env=environment, check=True, capture_output=True, text=True)
+    assert "mrpc     dense" in done.stdout
+    folders = [tmp_path / name / "dense" for name in ("whole", "killed")]
+    one, other = (load_file(folder / "model" / "model.safetensors") for folder in folders)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    results = [json.loads((folder / "result.json").read_text()) for folder in folders]
+    assert results[0]["metrics"] == results[1]["metrics"]
+
+
+def test_two_processes_give_the_metrics_of_one(start, data_dir, tmp_path):
+    """The same batches of eight: four rows in each of two processes, or eight in one."""
+    plain = TUNING.replace("epochs: 4", "epochs: 1")
+    halved = plain.replace("batch_size: 8", "batch_size: 4")
+    metrics = []
+    for processes, tuning in ((1, plain), (2, halved)):
+        given = settings(start, data_dir, tmp_path / str(processes), "again=null", f"tuning={tuning}")
+        arguments, environment = command(*given)
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        arguments = launch + arguments[1:] if processes == 2 else arguments
+        done = subprocess.run(arguments, env=environment, check=False, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-9000:]
+        files = (tmp_path / str(processes)).glob("*/result.json")
+        metrics.append({path.parent.name: json.loads(path.read_text())["metrics"] for path in files})
+        shutil.rmtree(tmp_path / str(processes))
+    assert metrics[0].keys() == metrics[1].keys() == {"dense", "dk12"}
+    assert metrics[0] == metrics[1]

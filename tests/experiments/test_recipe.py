@@ -1,0 +1,71 @@
+from pathlib import Path
+
+import pytest
+
+from collab_compress.errors import RecipeError
+from collab_compress.experiments import read_recipe
+
+RECIPE = """
+task: mrpc
+output: out
+tuning: {epochs: 1, learning_rate: 5.0e-5, arguments: {weight_decay: 0.01}}
+compression: {rank: 128}
+heads:
+  drophead: [{p: 0.2, schedule: scheduled, kinds: [encoder]}]
+  penalties: [{loss: hsic, weight: 1}]
+  alphas: {frozen: 0.3}
+  rotation: {strategy: manual, epochs: [0], pairs: [[[a, 0], [b, 1]]]}
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    return tmp_path / "recipe.yaml"
+
+
+def test_fields_and_overrides(path):
+    recipe = read_recipe(path, ["compression.rank=64", "again.epochs=2", "seed=3", "tuning.learning_rate=1e-4"])
+    assert (recipe.compression.rank, recipe.seed, recipe.output) == (64, 3, Path("out"))
+    assert recipe.tuning.arguments == {"weight_decay": 0.01}
+    assert (recipe.tuning.epochs, recipe.tuning.learning_rate, recipe.again.epochs) == (1.0, 1e-4, 2.0)
+    assert recipe.heads.drophead[0].kinds == ("encoder",)
+    assert recipe.heads.penalties[0].weight == 1.0
+    assert recipe.heads.rotation.pairs == ((("a", 0), ("b", 1)),)
+
+
+def test_every_recipe_in_the_repository_reads():
+    for path in (Path(__file__).parents[2] / "glue_runs" / "recipes").glob("*.yaml"):
+        assert read_recipe(path, ["output=out"]).task
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("ranks=1", 'can not match "ranks"'),
+        ("heads.penalties=[{loss: hsic, wt: 1}]", 'can not match "wt"'),
+        ("seed=a", 'wrong value type for field "seed"'),
+        ("task=foo", "unknown task 'foo'; expected one of ag_news"),
+        ("heads.penalties=[{loss: q}]", "unknown loss 'q'"),
+        ("compression.rank=0", "dk is 0; expected at least 1"),
+        ("compression=null", "nothing to do"),
+        ("tuning.epochs=x", "could not convert string to float"),
+        ("tuning.warmup=2", "warmup is 2.0; expected a share"),
+        ("tuning.arguments.seed=2", "arguments hold seed, which a recipe says by its own fields"),
+        ("model", "'model' sets nothing; expected field=value"),
+        ("task.name=x", "task is 'mrpc', which has no fields"),
+        ("seed=[", "the value is not YAML"),
+    ],
+)
+def test_mistakes_are_named(path, override, message):
+    overrides = [override, "tuning=null"] if override == "compression=null" else [override]
+    with pytest.raises(RecipeError, match=message):
+        read_recipe(path, overrides)
+
+
+def test_a_file_that_is_no_recipe(tmp_path):
+    with pytest.raises(RecipeError, match="cannot read the recipe"):
+        read_recipe(tmp_path / "nowhere.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(RecipeError, match="holds a list; expected fields"):
+        read_recipe(tmp_path / "list.yaml")
