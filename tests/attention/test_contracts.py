@@ -10,6 +10,7 @@ from transformers import BertForMaskedLM, BertLMHeadModel
 
 from collab_compress import Compression, compress, read_factors
 from collab_compress.architectures import FAMILIES, find_dense_attention
+from collab_compress.errors import UnsupportedModelError
 
 FULL = 24
 
@@ -96,7 +97,7 @@ def test_other_attention_implementations_are_refused(family, make_tiny):
     compress(model, Compression(rank=8), calibration=None)
     model.config._attn_implementation = "flex_attention"
     module = model.get_submodule(next(iter(read_factors(model))))
-    with pytest.raises(ValueError, match="'eager' or 'sdpa', got 'flex_attention'"):
+    with pytest.raises(UnsupportedModelError, match="'eager' or 'sdpa', got 'flex_attention'"):
         module(torch.randn(1, 4, 24))
 
 

@@ -137,12 +137,13 @@ def test_an_empty_exclusion_overrides_the_config(make_tiny, calibration):
 def test_targets_are_read_from_labels(make_tiny, calibration):
     model = make_tiny("marian", MarianMTModel)
     ids = calibration[0]["input_ids"]
-    labels = torch.full((4, 6), -100)
+    labels = torch.full((4, 7), -100)
     labels[:, :5] = ids[:, :5]
     labels[:, 2] = END
+    read = torch.cat([torch.zeros(4, 1, dtype=torch.long), labels[:, :6]], 1)  # what the decoder reads
     shifted = {
-        "decoder_input_ids": torch.cat([torch.zeros(4, 1, dtype=torch.long), labels[:, :5]], 1),
-        "decoder_attention_mask": (labels != -100).long(),
+        "decoder_input_ids": read.where(read != -100, 0),
+        "decoder_attention_mask": (read != -100).long(),
     }
     source = {name: calibration[0][name] for name in ("input_ids", "attention_mask")}
     assert_close(
