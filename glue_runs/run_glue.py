@@ -7,27 +7,7 @@ The first argument may be a recipe; field=value arguments set or change its fiel
 values as in YAML. What is finished in the output is not done again, and what was interrupted goes on.
 """
 
-import sys
-from pathlib import Path
-
-from collab_compress_cli.source import find_directory
-
-from collab_compress import CollabCompressError
-from collab_compress.experiments import read_recipe, run
-
-
-def main() -> None:
-    arguments = sys.argv[1:]
-    if not arguments or arguments[0] in ("-h", "--help"):
-        sys.exit(__doc__)
-    path = None if "=" in arguments[0] else Path(arguments.pop(0))
-    try:
-        records = run(read_recipe(path, arguments), find_directory)
-    except CollabCompressError as error:
-        sys.exit(f"run_glue: {error}")
-    for record in records:
-        print(f"{record['task']:8} {record['stage']:14} {record['score']:.2f}  {record['metrics']}")
-
+from collab_compress_cli.run import run_script
 
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, ("classification", "regression"))

@@ -1,6 +1,19 @@
 """Experiments: fine-tune, convert, evaluate, fine-tune again, described by one recipe."""
 
+from collab_compress.experiments.fresh import Fresh
 from collab_compress.experiments.protocol import run
-from collab_compress.experiments.recipe import Recipe, Tuning, read_recipe
+from collab_compress.experiments.reading import read_recipe
+from collab_compress.experiments.recipe import Recipe, TranslationOptions, Tuning
+from collab_compress.experiments.sweep import Sweep, read_sweep, run_sweep
 
-__all__ = ["Recipe", "Tuning", "read_recipe", "run"]
+__all__ = [
+    "Fresh",
+    "Recipe",
+    "Sweep",
+    "TranslationOptions",
+    "Tuning",
+    "read_recipe",
+    "read_sweep",
+    "run",
+    "run_sweep",
+]

@@ -1,15 +1,12 @@
-"""An experiment as data: one dataclass for Python, YAML files and command lines."""
+"""An experiment as data: the same dataclasses in Python, in YAML files and on command lines."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-from dacite import Config, DaciteError, from_dict
-
 from collab_compress.conversion.options import Compression
-from collab_compress.errors import CollabCompressError, RecipeError
+from collab_compress.errors import RecipeError
+from collab_compress.experiments.fresh import Fresh
 from collab_compress.tasks import TASKS
 from collab_compress.training import HeadTraining
 
@@ -33,6 +30,9 @@ class Tuning:
     max_steps: int = -1
     """Stop after so many steps instead of epochs, if positive."""
 
+    average: int = 1
+    """Average the weights of the checkpoints of so many last epochs; the final weights alone if 1."""
+
     arguments: dict[str, Any] = field(default_factory=dict)
     """Anything else that Transformers' TrainingArguments take."""
 
@@ -45,6 +45,28 @@ class Tuning:
             raise RecipeError(f"warmup is {self.warmup}; expected a share of the steps, from 0 to below 1")
         if self.batch_size < 1:
             raise RecipeError(f"batch_size is {self.batch_size}; expected at least 1")
+        if self.average < 1:
+            raise RecipeError(f"average is {self.average}; expected at least 1 checkpoint")
+
+
+@dataclass(frozen=True)
+class TranslationOptions:
+    """Between which languages, and how the target is searched for."""
+
+    source: str | None = None
+    """Language to translate from, as in the names of the files; the task's own if not given."""
+
+    target: str | None = None
+    """Language to translate to."""
+
+    beams: int = 5
+    """Beams of the search; 1 is greedy."""
+
+    length_penalty: float = 1.0
+    """Power of the length by which a hypothesis's score is divided."""
+
+    max_length: int = 128
+    """Most tokens of a translation."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +74,7 @@ class Recipe:
     """Fine-tune a model on a task, convert it, and fine-tune it again; evaluate after each.
 
     What is left out is not done: without `tuning` the model is converted as it is, without `compression` it stays
-    dense, without `again` a converted model is evaluated only.
+    as it is, without `again` a converted model is evaluated only.
     """
 
     task: str
@@ -61,23 +83,32 @@ class Recipe:
     output: Path
     """Folder of the experiment; what is finished in there is not done again."""
 
-    model: str = "minilm"
+    model: str | None = None
     """What to start from: minilm, a model directory, or a name on the hub."""
+
+    fresh: Fresh | None = None
+    """An untrained model to start from instead, with a tokenizer trained on the data."""
 
     data_dir: Path | None = None
     """Folder with the task's files; the hub if not given."""
 
+    files: dict[str, Any] | None = None
+    """Split → file or files in `data_dir`, where they do not have the task's usual names."""
+
     seed: int = 0
-    """Seed of heads, data order, dropout and calibration."""
+    """Seed of fresh weights, data order, dropout and calibration."""
 
     max_length: int = 128
-    """Tokens of a row; longer ones are cut."""
+    """Tokens of a row, or of a block of running text; longer rows are cut."""
 
     tuning: Tuning | None = None
-    """The first fine-tuning."""
+    """The first fine-tuning, or the training of a fresh model."""
 
     compression: Compression | None = None
     """The conversion."""
+
+    conversion: str | None = None
+    """What the conversion is called, in tables and as a folder; dkN if not given."""
 
     calibration: str = "synthetic"
     """What the conversion measures inputs on: synthetic, none, or a file with one text a line."""
@@ -88,60 +119,31 @@ class Recipe:
     heads: HeadTraining = field(default_factory=HeadTraining)
     """What acts on heads in both fine-tunings."""
 
+    method: str = "plain"
+    """What the experiment is called in tables."""
+
+    translation: TranslationOptions = field(default_factory=TranslationOptions)
+    """Languages and search, where the task is translation."""
+
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """Where training is logged to, as Accelerate names it: tensorboard (in `output`), wandb, …; none if empty."""
+
     def __post_init__(self) -> None:
         if self.task not in TASKS:
             raise RecipeError(f"unknown task {self.task!r}; expected one of {', '.join(sorted(TASKS))}")
+        if (self.model is None) == (self.fresh is None):
+            raise RecipeError("give either a model to start from, or what a fresh one is like")
+        if self.fresh is not None and self.tuning is None:
+            raise RecipeError("a fresh model is trained first; give tuning")
         if self.again is not None and self.compression is None:
             raise RecipeError("again fine-tunes the converted model; give compression too, or leave again out")
         if self.tuning is None and self.compression is None:
             raise RecipeError("there is nothing to do; give tuning, compression, or both")
+        for name in (self.method, self.conversion):
+            if name is not None and (not name or "/" in name or name.startswith(".")):
+                raise RecipeError(f"{name!r} cannot name a folder")
 
-
-def read_recipe(path: Path | None = None, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe from a YAML file and settings such as `compression.rank=128` or `heads.drophead=[{p: 0.2}]`.
-
-    Args:
-        path: the file; settings alone if not given.
-        overrides: `field=value` each, with dots between the fields of nested ones; values are YAML.
-
-    Raises:
-        RecipeError: the file cannot be read, a field is not known, or a value is none for its field.
-    """
-    data = _load(path) if path is not None else {}
-    for override in overrides:
-        _set(data, override)
-    where = str(path) if path is not None else "the recipe"
-    try:
-        return from_dict(Recipe, data, Config(strict=True, cast=[Path, tuple], type_hooks={float: float}))
-    except CollabCompressError as error:
-        raise RecipeError(f"{where}: {error}") from error
-    except (DaciteError, TypeError, ValueError) as error:
-        raise RecipeError(f"{where}: {error}") from error
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"cannot read the recipe {path}: {error}") from error
-    if not isinstance(data, dict):
-        raise RecipeError(f"{path} holds a {type(data).__name__}; expected fields and their values")
-    return data
-
-
-def _set(data: dict[str, Any], override: str) -> None:
-    """Set one field of nested mappings, in place."""
-    name, equals, text = override.partition("=")
-    *outer, last = name.split(".")
-    if not equals or not all((*outer, last)):
-        raise RecipeError(f"{override!r} sets nothing; expected field=value, as in compression.rank=128")
-    inner: Any = data
-    for part in outer:
-        inner[part] = inner.get(part) or {}
-        inner = inner[part]
-        if not isinstance(inner, Mapping):
-            raise RecipeError(f"{override!r}: {part} is {inner!r}, which has no fields")
-    try:
-        inner[last] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{override!r}: the value is not YAML: {error}") from error
+    @property
+    def conversion_name(self) -> str | None:
+        """What the conversion is called; None without one."""
+        return None if self.compression is None else self.conversion or f"dk{self.compression.rank}"

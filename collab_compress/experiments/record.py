@@ -14,10 +14,15 @@ PACKAGES = ("collab-compress", "torch", "transformers", "accelerate", "datasets"
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
     """Write JSON beside `path` and rename it when it is whole."""
+    write_text(path, json.dumps(record, indent=2, default=str) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write text beside `path` and rename it when it is whole."""
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
         raise RecipeError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,104 +1,90 @@
-"""Fine-tune a classifier so that it can be stopped at any point, and evaluate one."""
+"""Fine-tune a model so that it can be stopped at any point, and evaluate one."""
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from datasets import Dataset, DatasetDict
-from transformers import (
-    AutoModelForSequenceClassification,
-    DataCollatorWithPadding,
-    EvalPrediction,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
+from datasets import DatasetDict
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from collab_compress.checkpoint.directory import whole_directory
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.recipe import Tuning
-from collab_compress.metrics import load_metric
-from collab_compress.tasks import Task
-from collab_compress.training import HeadTraining, join_trainer_
+from collab_compress.experiments.trackers import TrackerCallback
+from collab_compress.experiments.workload import Workload
+from collab_compress.training import join_trainer_
 
 CHECKPOINT_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")  # the state is written last
 
 
-def load_classifier(directory: Path, task: Task, seed: int) -> PreTrainedModel:
-    """Load a model with a head for the task; a head that the checkpoint does not have is drawn with the seed."""
-    set_seed(seed)
-    problem = "regression" if task.kind == "regression" else "single_label_classification"
-    return AutoModelForSequenceClassification.from_pretrained(
-        directory, num_labels=task.num_labels, problem_type=problem
-    )
-
-
 def fine_tune(
+    workload: Workload,
     model: PreTrainedModel,
-    task: Task,
     data: DatasetDict,
     tokenizer: PreTrainedTokenizerBase,
     tuning: Tuning,
-    heads: HeadTraining,
-    seed: int,
     folder: Path,
 ) -> None:
     """Fine-tune and save into `folder/model`, going on where an earlier run stopped.
 
     Args:
+        workload: the task, and the recipe with what acts on heads.
         model: what to train, in place.
-        task: decides the metric.
         data: encoded; split train.
         tokenizer: pads, and is saved with the model.
         tuning: how long and how.
-        heads: what acts on heads meanwhile.
-        seed: of data order and dropout.
-        folder: holds checkpoints while it runs.
+        folder: holds checkpoints while it runs, and logs.
 
     Raises:
-        RecipeError: the training arguments are none.
+        RecipeError: the training arguments are none, or no such tracker.
     """
-    checkpoints = folder / "checkpoints"
-    trainer = _trainer(model, task, data, tokenizer, tuning, seed, checkpoints)
-    join_trainer_(trainer, heads)  # also without any, for it averages losses that a stock trainer would add up
+    checkpoints, recipe = folder / "checkpoints", workload.recipe
+    trainer = _trainer(workload, model, data, tokenizer, tuning, checkpoints)
+    join_trainer_(trainer, recipe.heads)  # also without any, for it averages losses that a stock trainer would add up
+    if recipe.trackers:
+        described = {"task": recipe.task, "method": recipe.method, "stage": folder.name, "seed": recipe.seed}
+        trainer.add_callback(TrackerCallback(trainer, recipe.trackers, folder, described))
     latest = last_checkpoint(checkpoints)
     trainer.train(resume_from_checkpoint=None if latest is None else str(latest))
     if trainer.is_world_process_zero():
+        trained = trainer.accelerator.unwrap_model(trainer.model)
+        if tuning.average > 1:
+            _average_(trained, checkpoints, tuning.average)
         with whole_directory(folder / "model") as directory:
-            trainer.accelerator.unwrap_model(trainer.model).save_pretrained(directory)
+            trained.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
         shutil.rmtree(checkpoints, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
 
 
 def evaluate(
-    model: PreTrainedModel, task: Task, data: DatasetDict, tokenizer: PreTrainedTokenizerBase, folder: Path
+    workload: Workload, model: PreTrainedModel, data: DatasetDict, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> dict[str, dict[str, float]]:
-    """Give the task's metrics on each validation split."""
-    trainer = _trainer(model, task, data, tokenizer, Tuning(), 0, folder / "checkpoints")
-    results = {}
-    for split, rows in data.items():
-        if split.startswith("validation"):
-            found = trainer.evaluate(rows, metric_key_prefix="")
-            results[split] = {name.removeprefix("_"): value for name, value in found.items() if name in _names(task)}
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # the trainer makes it, and nothing is in it
+    """Give the task's metrics on each split that has labels, but for the training data."""
+    checkpoints = folder / "checkpoints"
+    trainer = _trainer(workload, model, data, tokenizer, Tuning(), checkpoints)
+    results = {split: workload.score(trainer, split, data[split], folder) for split in workload.scored()}
+    shutil.rmtree(checkpoints, ignore_errors=True)  # the trainer makes it, and nothing is in it
     return results
 
 
 def last_checkpoint(folder: Path) -> Path | None:
     """Find the latest checkpoint that is whole; one that was being written when the process died is not."""
+    found = whole_checkpoints(folder)
+    return found[-1] if found else None
+
+
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """List the checkpoints that are whole, in the order of their steps."""
     found = []
     for path in folder.glob("checkpoint-*"):
         number = path.name.rpartition("-")[2]
         if number.isdigit() and all((path / name).is_file() for name in CHECKPOINT_FILES) and _is_json(path):
             found.append((int(number), path))
-    return max(found)[1] if found else None
+    return [path for _, path in sorted(found)]
 
 
 def _is_json(checkpoint: Path) -> bool:
@@ -109,40 +95,47 @@ def _is_json(checkpoint: Path) -> bool:
     return True
 
 
-def _names(task: Task) -> set[str]:
-    return {f"_{name}" for name in load_metric(task.metric).scores}
+def _average_(model: PreTrainedModel, checkpoints: Path, count: int) -> None:
+    """Set weights to the mean of those in the last checkpoints, in place.
+
+    Raises:
+        RecipeError: there are not as many checkpoints.
+    """
+    paths = whole_checkpoints(checkpoints)[-count:]
+    if len(paths) < count:
+        raise RecipeError(f"average is {count}, but training left {len(paths)} checkpoints; train for more epochs")
+    sums: dict[str, Tensor] = {}
+    for path in paths:
+        for name, value in type(model).from_pretrained(path, dtype=model.dtype).state_dict().items():
+            if value.is_floating_point():
+                sums[name] = sums.get(name, 0) + value.double()
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            if name in sums:
+                value.copy_(sums[name] / count)
 
 
 def _trainer(
+    workload: Workload,
     model: PreTrainedModel,
-    task: Task,
-    data: Mapping[str, Dataset],
+    data: DatasetDict,
     tokenizer: PreTrainedTokenizerBase,
     tuning: Tuning,
-    seed: int,
     folder: Path,
 ) -> Trainer:
-    metric = load_metric(task.metric)
-
-    def score(prediction: EvalPrediction) -> dict[str, float]:
-        logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
-        predicted = np.squeeze(logits, -1) if task.kind == "regression" else logits.argmax(-1)
-        result: dict[str, float] = metric.compute(predictions=predicted, references=prediction.label_ids)
-        return result
-
     given: dict[str, Any] = {
         "num_train_epochs": tuning.epochs, "max_steps": tuning.max_steps, "learning_rate": tuning.learning_rate,
         "warmup_steps": tuning.warmup, "per_device_train_batch_size": tuning.batch_size,
-        "per_device_eval_batch_size": 64, "save_strategy": "epoch", "save_total_limit": 1, "report_to": "none",
-        "dataloader_pin_memory": torch.accelerator.is_available(),
+        "per_device_eval_batch_size": 64, "save_strategy": "epoch", "save_total_limit": tuning.average,
+        "report_to": "none", "logging_steps": 50, "dataloader_pin_memory": torch.accelerator.is_available(),
         "use_cpu": not torch.accelerator.is_available(),  # said so, several processes meet on the CPU
     }  # fmt: skip
     try:
-        arguments = TrainingArguments(str(folder), seed=seed, **(given | tuning.arguments))
+        arguments = workload.arguments_class(str(folder), seed=workload.recipe.seed, **(given | tuning.arguments))
     except (TypeError, ValueError) as error:
         raise RecipeError(f"training arguments: {error}") from error
     validation = next((rows for split, rows in data.items() if split.startswith("validation")), None)
-    return Trainer(
-        model, arguments, train_dataset=data.get("train"), eval_dataset=validation,
-        data_collator=DataCollatorWithPadding(tokenizer), compute_metrics=score,
+    return workload.trainer_class(
+        model, arguments, train_dataset=data.get("train"), eval_dataset=validation, processing_class=tokenizer,
+        data_collator=workload.collator(model, tokenizer), **workload.options(),
     )  # fmt: skip

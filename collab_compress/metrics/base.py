@@ -31,6 +31,9 @@ class Metric(evaluate.Metric):  # type: ignore[misc]
     scores: ClassVar[tuple[str, ...]]
     """Names of the results that the benchmark averages to one figure."""
 
+    scale: ClassVar[float] = 1.0
+    """What the benchmark multiplies them by."""
+
     greater_is_better: ClassVar[bool] = True
     formats: ClassVar[tuple[dict[str, Any], ...]]
     """What a prediction and a reference may be; the first that fits counts."""

@@ -15,6 +15,7 @@ class Accuracy(Metric):
     """Share of classes predicted right."""
 
     scores = ("accuracy",)
+    scale = 100.0
     formats = (CLASSES,)
 
     def _compute(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
@@ -26,6 +27,7 @@ class AccuracyAndF1(Metric):
     """Accuracy, and F1 of class 1 of two; F1 is 0 where class 1 is neither there nor predicted."""
 
     scores = ("accuracy", "f1")
+    scale = 100.0
     formats = (CLASSES,)
 
     def _compute(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
@@ -42,6 +44,7 @@ class Matthews(Metric):
     """Matthews correlation of predicted classes; 0 where only one class is predicted, or is there."""
 
     scores = ("matthews_correlation",)
+    scale = 100.0
     formats = (CLASSES,)
 
     def _compute(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
@@ -59,6 +62,7 @@ class Correlation(Metric):
     """
 
     scores = ("pearson", "spearmanr")
+    scale = 100.0
     formats = (NUMBERS,)
 
     def _compute(self, predictions: Sequence[float], references: Sequence[float]) -> dict[str, float]:

@@ -33,7 +33,7 @@ def test_stages(start, data_dir, tmp_path):
     heads = "heads.drophead=[{p: 0.2}]"
     recipe = read_recipe(overrides=settings(start, data_dir, tmp_path / "out", heads))
     records = run(recipe)
-    assert [record["stage"] for record in records] == ["dense", "dk12", "dk12-again"]
+    assert [record["stage"] for record in records] == ["tuned", "dk12", "dk12-again"]
     for record in records:
         values = record["metrics"]["validation"]
         assert record["score"] == pytest.approx(50 * (values["accuracy"] + values["f1"]))
@@ -48,11 +48,11 @@ def test_stages(start, data_dir, tmp_path):
 
 def test_ranks_share_the_dense_model(start, data_dir, tmp_path):
     first = run(read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "again=null")))
-    made = (tmp_path / "out" / "dense" / "model" / "model.safetensors").stat().st_mtime_ns
+    made = (tmp_path / "out" / "tuned" / "model" / "model.safetensors").stat().st_mtime_ns
     more = run(
         read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "again=null", "compression.rank=24"))
     )
-    assert (tmp_path / "out" / "dense" / "model" / "model.safetensors").stat().st_mtime_ns == made
+    assert (tmp_path / "out" / "tuned" / "model" / "model.safetensors").stat().st_mtime_ns == made
     assert more[0] == first[0]
     assert more[1]["stage"] == "dk24"
     assert more[1]["metrics"] == more[0]["metrics"]  # full rank is exact
@@ -70,9 +70,9 @@ def test_experiments_are_not_mixed(start, data_dir, tmp_path):
             run(recipe)
 
 
-def test_tasks_without_a_head_are_refused(start, data_dir, tmp_path):
-    with pytest.raises(RecipeError, match="ptb is language modelling"):
-        run(read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "task=ptb")))
+def test_a_model_that_was_not_trained_is_not_converted(start, data_dir, tmp_path):
+    with pytest.raises(RecipeError, match=r"was not trained for mrpc: it lacks weights, such as classifier"):
+        run(read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "tuning=null")))
 
 
 def test_training_arguments_that_are_none(start, data_dir, tmp_path):
@@ -106,17 +106,17 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(start, data_dir, tmp_path):
     subprocess.run(arguments, env=environment, check=True, capture_output=True)
     killed, _ = command(*settings(start, data_dir, tmp_path / "killed", heads, "compression=null", "again=null"))
     process = subprocess.Popen(killed, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    checkpoints = tmp_path / "killed" / "dense" / "checkpoints"
+    checkpoints = tmp_path / "killed" / "tuned" / "checkpoints"
     deadline = time.monotonic() + 120
     while last_checkpoint(checkpoints) is None and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    if not (tmp_path / "killed" / "dense" / "model").is_dir():  # unless it was faster than the signal
+    if not (tmp_path / "killed" / "tuned" / "model").is_dir():  # unless it was faster than the signal
         assert last_checkpoint(checkpoints) is not None
     done = subprocess.run(killed, env=environment, check=True, capture_output=True, text=True)
-    assert "mrpc     dense" in done.stdout
-    folders = [tmp_path / name / "dense" for name in ("whole", "killed")]
+    assert "mrpc     tuned" in done.stdout
+    folders = [tmp_path / name / "tuned" for name in ("whole", "killed")]
     one, other = (load_file(folder / "model" / "model.safetensors") for folder in folders)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -139,5 +139,5 @@ def test_two_processes_give_the_metrics_of_one(start, data_dir, tmp_path):
         files = (tmp_path / str(processes)).glob("*/result.json")
         metrics.append({path.parent.name: json.loads(path.read_text())["metrics"] for path in files})
         shutil.rmtree(tmp_path / str(processes))
-    assert metrics[0].keys() == metrics[1].keys() == {"dense", "dk12"}
+    assert metrics[0].keys() == metrics[1].keys() == {"tuned", "dk12"}
     assert metrics[0] == metrics[1]

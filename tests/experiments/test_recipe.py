@@ -8,6 +8,7 @@ from collab_compress.experiments import read_recipe
 RECIPE = """
 task: mrpc
 output: out
+model: minilm
 tuning: {epochs: 1, learning_rate: 5.0e-5, arguments: {weight_decay: 0.01}}
 compression: {rank: 128}
 heads:
@@ -49,6 +50,10 @@ def test_every_recipe_in_the_repository_reads():
         ("heads.penalties=[{loss: q}]", "unknown loss 'q'"),
         ("compression.rank=0", "dk is 0; expected at least 1"),
         ("compression=null", "nothing to do"),
+        ("model=null", "either a model to start from, or"),
+        ("fresh={layers: 2}", "either a model to start from, or"),
+        ("conversion=a/b", "'a/b' cannot name a folder"),
+        ("tuning.average=0", "average is 0; expected at least 1"),
         ("tuning.epochs=x", "could not convert string to float"),
         ("tuning.warmup=2", "warmup is 2.0; expected a share"),
         ("tuning.arguments.seed=2", "arguments hold seed, which a recipe says by its own fields"),

@@ -1,0 +1,45 @@
+"""Language modelling: running text, each next token predicted."""
+
+from typing import Any
+
+from datasets import DatasetDict
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorForSeq2Seq,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from collab_compress.experiments.workload import Workload
+from collab_compress.metrics import token_losses
+from collab_compress.tasks import encode_language_model
+
+
+class LanguageModel(Workload):
+    """Scored by perplexity over all tokens of a split, ends of lines included."""
+
+    model_class = AutoModelForCausalLM
+
+    def encode(self, texts: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
+        """Cut running text into blocks."""
+        return encode_language_model(texts, tokenizer, length=self.recipe.max_length)
+
+    def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
+        """Pad tokens and labels to the longest of a batch."""
+        return DataCollatorForSeq2Seq(tokenizer)
+
+    def options(self) -> dict[str, Any]:
+        """Keep two numbers of a row's predictions, not a vocabulary of them for each token."""
+        return {**super().options(), "preprocess_logits_for_metrics": _losses}
+
+    def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
+        """Score the sums of the rows' losses."""
+        losses, tokens = prediction.predictions[:, 0], prediction.predictions[:, 1].astype(int)
+        found: dict[str, float] = self.metric.compute(predictions=losses, references=tokens)
+        return found
+
+
+def _losses(logits: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
+    return token_losses(logits[0] if isinstance(logits, tuple) else logits, labels)

@@ -1,0 +1,78 @@
+"""Read recipes from YAML files and settings such as `compression.rank=128`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from dacite import Config, DaciteError, from_dict
+
+from collab_compress.errors import CollabCompressError, RecipeError
+from collab_compress.experiments.recipe import Recipe
+
+Described = TypeVar("Described")
+
+
+def read_recipe(path: Path | None = None, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe from a YAML file and settings such as `compression.rank=128` or `heads.drophead=[{p: 0.2}]`.
+
+    Args:
+        path: the file; settings alone if not given.
+        overrides: `field=value` each, with dots between the fields of nested ones; values are YAML.
+
+    Raises:
+        RecipeError: the file cannot be read, a field is not known, or a value is none for its field.
+    """
+    return parse(Recipe, read_settings(path, overrides), str(path) if path is not None else "the recipe")
+
+
+def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """Read nested fields from a YAML file, and set some of them.
+
+    Raises:
+        RecipeError: the file cannot be read, or a setting is none.
+    """
+    data = _load(path) if path is not None else {}
+    for override in overrides:
+        _set(data, override)
+    return data
+
+
+def parse(described: type[Described], data: Mapping[str, Any], where: str) -> Described:
+    """Build a dataclass from nested fields.
+
+    Raises:
+        RecipeError: a field is not known or missing, or a value is none for it; `where` says where it stands.
+    """
+    try:
+        return from_dict(described, data, Config(strict=True, cast=[Path, tuple], type_hooks={float: float}))
+    except (CollabCompressError, DaciteError, TypeError, ValueError) as error:
+        raise RecipeError(f"{where}: {error}") from error
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecipeError(f"cannot read the recipe {path}: {error}") from error
+    if not isinstance(data, dict):
+        raise RecipeError(f"{path} holds a {type(data).__name__}; expected fields and their values")
+    return data
+
+
+def _set(data: dict[str, Any], override: str) -> None:
+    """Set one field of nested mappings, in place."""
+    name, equals, text = override.partition("=")
+    *outer, last = name.split(".")
+    if not equals or not all((*outer, last)):
+        raise RecipeError(f"{override!r} sets nothing; expected field=value, as in compression.rank=128")
+    inner: Any = data
+    for part in outer:
+        inner[part] = inner.get(part) or {}
+        inner = inner[part]
+        if not isinstance(inner, Mapping):
+            raise RecipeError(f"{override!r}: {part} is {inner!r}, which has no fields")
+    try:
+        inner[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{override!r}: the value is not YAML: {error}") from error

@@ -1,0 +1,114 @@
+"""Many experiments from one description: every task with every conversion, method and seed."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from collab_compress.errors import CollabCompressError, RecipeError
+from collab_compress.experiments.protocol import run
+from collab_compress.experiments.reading import parse, read_settings
+from collab_compress.experiments.recipe import Recipe
+
+logger = logging.getLogger(__name__)
+Settings = dict[str, Any]
+AXES = ("tasks", "methods", "conversions", "seeds")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What to run; the fields of a recipe that differ between runs stand under the names of the runs."""
+
+    output: Path
+    """Folder of all experiments: OUTPUT/TASK/METHOD/seedN holds one model with all its conversions."""
+
+    tasks: dict[str, Settings | None]
+    """Task → fields that are its own."""
+
+    base: Settings = field(default_factory=dict)
+    """Fields of every recipe."""
+
+    methods: dict[str, Settings | None] = field(default_factory=lambda: {"plain": None})
+    """Method → fields that are its own, such as what acts on heads."""
+
+    conversions: dict[str, Settings | None] = field(default_factory=dict)
+    """Conversion → fields that are its own, such as rank and solver; models are not converted if empty."""
+
+    seeds: tuple[int, ...] = (0,)
+    """Seeds, which are gone through in this order before another is begun."""
+
+    only: dict[str, list[Any]] = field(default_factory=dict)
+    """Which of the tasks, methods, conversions and seeds to run now; all of those not named here."""
+
+    def __post_init__(self) -> None:
+        for axis, names in self.only.items():
+            if axis not in AXES:
+                raise RecipeError(f"only holds {axis!r}; expected some of {', '.join(AXES)}")
+            for name in names:
+                if name not in getattr(self, axis):
+                    raise RecipeError(
+                        f"only {axis} {name!r}: it is none of {', '.join(map(str, getattr(self, axis)))}"
+                    )
+        if list(self.recipes()) == []:
+            raise RecipeError("there is nothing to run; give tasks, methods and seeds")
+
+    def recipes(self) -> Iterator[Recipe]:
+        """Give the recipe of each run, seed by seed, so that a sweep that is stopped has whole seeds."""
+        for seed, task, method in product(*(self._chosen(axis) for axis in ("seeds", "tasks", "methods"))):
+            for conversion in self._chosen("conversions") or [None]:
+                settings: Settings = {"output": self.output / task / method / f"seed{seed}"}
+                settings |= {"task": task, "method": method, "seed": seed, "conversion": conversion}
+                parts = [self.base, self.tasks[task], self.methods[method], settings]
+                if conversion is not None:
+                    parts.append(self.conversions[conversion])
+                merged: Settings = {}
+                for part in parts:
+                    merged = _merged(merged, part or {})
+                yield parse(Recipe, merged, f"{task}, {method}, {conversion or 'not converted'}")
+
+    def _chosen(self, axis: str) -> list[Any]:
+        return [name for name in getattr(self, axis) if name in self.only.get(axis, [name])]
+
+
+def read_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
+    """Read a sweep from a YAML file and settings such as `base.data_dir=data` or `only.seeds=[0]`.
+
+    Raises:
+        RecipeError: the file cannot be read, or a field of the sweep or of a recipe is not known.
+    """
+    return parse(Sweep, read_settings(path, overrides), str(path))
+
+
+def run_sweep(sweep: Sweep, find_model: Callable[[str], Path] = Path) -> list[str]:
+    """Run what is not finished yet. It can be stopped at any point, and started again.
+
+    A run that fails on purpose, for lack of data say, does not keep the others from running.
+
+    Args:
+        sweep: what to run.
+        find_model: gives the directory of a recipe's model.
+
+    Returns:
+        What went wrong, with the folder it went wrong in.
+    """
+    failed = []
+    for recipe in sweep.recipes():
+        try:
+            for record in run(recipe, find_model):
+                logger.info("%s %s: %.2f", recipe.output, record["stage"], record["score"])
+        except CollabCompressError as error:
+            logger.error("%s: %s", recipe.output, error)
+            failed.append(f"{recipe.output}: {error}")
+    return failed
+
+
+def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> Settings:
+    """Put the fields of two nested mappings together; where both have one, the second counts."""
+    result = dict(one)
+    for name, value in other.items():
+        inner = result.get(name)
+        both = isinstance(value, Mapping) and isinstance(inner, Mapping)
+        result[name] = _merged(inner, value) if both else value  # type: ignore[arg-type]
+    return result

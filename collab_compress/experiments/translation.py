@@ -1,0 +1,63 @@
+"""Translation: a sentence in, its translation out, found by beam search."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, DatasetDict
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    DataCollatorForSeq2Seq,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+)
+
+from collab_compress.experiments.record import write_text
+from collab_compress.experiments.workload import Workload
+from collab_compress.tasks import encode_translation
+
+
+class Translation(Workload):
+    """Scored by sacreBLEU against the reference as it is written, not as its tokens spell it."""
+
+    model_class = AutoModelForSeq2SeqLM
+    trainer_class = Seq2SeqTrainer
+    arguments_class = Seq2SeqTrainingArguments
+
+    def load_model(self, directory: Path, trained: bool = True) -> PreTrainedModel:
+        """Load a model that searches as the recipe says."""
+        model = super().load_model(directory, trained)
+        search = self.recipe.translation
+        model.generation_config.update(
+            num_beams=search.beams, length_penalty=search.length_penalty, max_length=search.max_length
+        )
+        return model
+
+    def encode(self, texts: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
+        """Encode sentences, with their translations as labels."""
+        length = self.recipe.max_length
+        return encode_translation(texts, tokenizer, max_source_length=length, max_target_length=length)
+
+    def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
+        """Pad sentences and labels to the longest of a batch, and shift labels for the decoder."""
+        return DataCollatorForSeq2Seq(tokenizer, model)
+
+    def options(self) -> dict[str, Any]:
+        """Compute no metric in training: the search takes long, and the references are not in the rows."""
+        return {}
+
+    def score(self, trainer: Trainer, split: str, rows: Dataset, folder: Path) -> dict[str, float]:
+        """Translate a split, keep the translations in `folder/SPLIT.txt`, and score them."""
+        trainer.args.predict_with_generate = True
+        tokens = trainer.predict(rows).predictions
+        tokenizer = trainer.processing_class
+        written = tokenizer.batch_decode(
+            np.where(tokens < 0, tokenizer.pad_token_id, tokens), skip_special_tokens=True
+        )
+        if trainer.is_world_process_zero():
+            write_text(folder / f"{split}.txt", "".join(f"{line}\n" for line in written))
+        found = self.metric.compute(predictions=written, references=self.texts[split]["target"])
+        return {name: found[name] for name in ("bleu", "brevity_penalty", "length_ratio")}

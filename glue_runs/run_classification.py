@@ -1,0 +1,13 @@
+"""Text classification: from a pretrained model, or a fresh one trained on the task alone.
+
+    python glue_runs/run_classification.py glue_runs/recipes/trec.yaml output=outputs/trec data_dir=DIR
+    accelerate launch glue_runs/run_classification.py glue_runs/recipes/trec.yaml output=outputs/trec seed=1
+
+The first argument may be a recipe; field=value arguments set or change its fields, with dots between nested ones and
+values as in YAML. What is finished in the output is not done again, and what was interrupted goes on.
+"""
+
+from collab_compress_cli.run import run_script
+
+if __name__ == "__main__":
+    run_script(__doc__, ("classification", "regression"))

@@ -1,0 +1,13 @@
+"""Language modelling, scored by perplexity: a fresh decoder, or a pretrained one.
+
+    python glue_runs/run_language_model.py glue_runs/recipes/ptb.yaml output=outputs/ptb data_dir=DIR
+    accelerate launch glue_runs/run_language_model.py glue_runs/recipes/ptb.yaml output=outputs/ptb fresh.layers=4
+
+The first argument may be a recipe; field=value arguments set or change its fields, with dots between nested ones and
+values as in YAML. What is finished in the output is not done again, and what was interrupted goes on.
+"""
+
+from collab_compress_cli.run import run_script
+
+if __name__ == "__main__":
+    run_script(__doc__, ("language modelling",))

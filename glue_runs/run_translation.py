@@ -1,0 +1,14 @@
+"""Translation, scored by sacreBLEU: a fresh model with a tokenizer trained on the data, or a pretrained one.
+
+    python glue_runs/run_translation.py glue_runs/recipes/multi30k.yaml output=outputs/0 data_dir=DIR
+    accelerate launch glue_runs/run_translation.py glue_runs/recipes/multi30k.yaml output=outputs/1 seed=1
+
+The first argument may be a recipe; field=value arguments set or change its fields, with dots between nested ones and
+values as in YAML. What is finished in the output is not done again, and what was interrupted goes on. Translations
+are kept beside each result.
+"""
+
+from collab_compress_cli.run import run_script
+
+if __name__ == "__main__":
+    run_script(__doc__, ("translation",))
