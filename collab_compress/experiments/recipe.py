@@ -86,6 +86,9 @@ class Recipe:
     model: str | None = None
     """What to start from: minilm, a model directory, or a name on the hub."""
 
+    attn_implementation: str | None = None
+    """Which attention of Transformers computes: eager, sdpa, …; Transformers' choice if not given."""
+
     fresh: Fresh | None = None
     """An untrained model to start from instead, with a tokenizer trained on the data."""
 

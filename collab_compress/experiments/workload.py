@@ -55,10 +55,17 @@ class Workload(ABC):
             trained: whether the head must be there; otherwise it is drawn with the seed.
 
         Raises:
-            RecipeError: weights are missing.
+            RecipeError: weights are missing, or the model does not fit the task or the recipe.
         """
         set_seed(self.recipe.seed)
-        model, found = self.model_class.from_pretrained(directory, output_loading_info=True, **self.head())
+        chosen = self.recipe.attn_implementation
+        attention = {} if chosen is None else {"attn_implementation": chosen}
+        try:
+            model, found = self.model_class.from_pretrained(
+                directory, output_loading_info=True, **attention, **self.head()
+            )
+        except ValueError as error:
+            raise RecipeError(f"{directory} cannot be loaded: {error}") from error
         if trained and found["missing_keys"]:
             raise RecipeError(
                 f"{directory} was not trained for {self.task.name}: it lacks weights, such as "
