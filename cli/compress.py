@@ -1,9 +1,7 @@
 """`collab-compress`: convert a pretrained model's attention into collaborative form, or let its heads mix."""
 
 import inspect
-import json
 import logging
-import os
 import shutil
 import signal
 import sys
@@ -28,7 +26,7 @@ from collab_compress import (
     mix_heads_,
 )
 from collab_compress.checkpoint import edits_of
-from collab_compress.checkpoint.directory import refuse_existing, whole_directory
+from collab_compress.checkpoint.directory import refuse_existing, whole_directory, write_whole_json
 
 from .arguments import Arguments
 from .source import Source, load_source, sentence_transformers_folders
@@ -72,7 +70,7 @@ def run(arguments: Arguments) -> Report | None:
     with whole_directory(output) as directory:
         _save(source, directory, arguments, report)
         if arguments.json is not None:
-            write_json(arguments.json, _record(source, arguments, report))
+            write_whole_json(arguments.json, _record(source, arguments, report))
     lines = [] if report is None else report_lines(report, arguments.calibration)
     for line in lines + mixing_lines(_mixed(source)):
         print(line)
@@ -106,7 +104,7 @@ def _save(source: Source, directory: Path, arguments: Arguments, report: Report 
         make_standalone_(source.model)
     _copy_companions(source.directory, directory)
     source.model.save_pretrained(directory)
-    write_json(directory / RECORD, _record(source, arguments, report))
+    write_whole_json(directory / RECORD, _record(source, arguments, report))
 
 
 def _copy_companions(source: Path, directory: Path) -> None:
@@ -142,18 +140,6 @@ def _check_json(path: Path, output: Path) -> None:
         raise CollabCompressError(f"--json {path}: expected a file in a directory that exists")
     if path.resolve().is_relative_to(output.resolve()):
         raise CollabCompressError(f"--json {path}: lies in the output, which has the report as {RECORD} anyway")
-
-
-def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Write JSON beside `path` and rename it when it is whole."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        partial.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise CollabCompressError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def loading_lines(source: Source, output: Path) -> list[str]:

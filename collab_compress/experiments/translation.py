@@ -15,7 +15,8 @@ from transformers import (
     Trainer,
 )
 
-from collab_compress.experiments.record import write_text
+from collab_compress.checkpoint.directory import write_whole
+from collab_compress.errors import RecipeError
 from collab_compress.experiments.workload import Workload
 from collab_compress.tasks import encode_translation
 
@@ -31,6 +32,9 @@ class Translation(Workload):
         """Load a model that searches as the recipe says."""
         model = super().load_model(directory, trained)
         search = self.recipe.translation
+        most = getattr(model.config, "max_position_embeddings", None)
+        if most is not None and search.max_length > most:
+            raise RecipeError(f"translation.max_length is {search.max_length}; the model has positions for {most}")
         model.generation_config.update(
             num_beams=search.beams, length_penalty=search.length_penalty, max_length=search.max_length
         )
@@ -52,12 +56,12 @@ class Translation(Workload):
     def score(self, trainer: Trainer, split: str, rows: Dataset, folder: Path) -> dict[str, float]:
         """Translate a split, keep the translations in `folder/SPLIT.txt`, and score them."""
         trainer.args.predict_with_generate = True
-        tokens = trainer.predict(rows).predictions
+        tokens = trainer.predict(rows).predictions[: len(rows)]  # rows repeated to fill the last batches come last
         tokenizer = trainer.processing_class
         written = tokenizer.batch_decode(
             np.where(tokens < 0, tokenizer.pad_token_id, tokens), skip_special_tokens=True
         )
         if trainer.is_world_process_zero():
-            write_text(folder / f"{split}.txt", "".join(f"{line}\n" for line in written))
+            write_whole(folder / f"{split}.txt", "".join(f"{line}\n" for line in written))
         found = self.metric.compute(predictions=written, references=self.texts[split]["target"])
         return {name: found[name] for name in ("bleu", "brevity_penalty", "length_ratio")}

@@ -1,10 +1,11 @@
+import json
 import os
 import subprocess
 import sys
 
 import pytest
 
-from collab_compress.checkpoint.directory import whole_directory
+from collab_compress.checkpoint.directory import whole_directory, write_whole_json
 from collab_compress.errors import CheckpointError
 
 
@@ -53,3 +54,33 @@ def test_a_killed_writer_leaves_no_result_and_the_next_clears_up(tmp_path):
     with whole_directory(tmp_path / "model"):
         pass
     assert os.listdir(tmp_path) == ["model"]
+
+
+def test_json_appears_whole_and_replaces(tmp_path):
+    path = tmp_path / "deep" / "er" / "report.json"
+    for value in ({"rank": 8}, {"folder": tmp_path, "mean": [0.5, None]}):
+        write_whole_json(path, value)
+        assert os.listdir(path.parent) == ["report.json"]
+    text = path.read_text(encoding="utf-8")
+    assert json.loads(text) == {"folder": str(tmp_path), "mean": [0.5, None]}
+    assert text.endswith("}\n")
+
+
+def test_json_that_cannot_be_made_leaves_what_was_there(tmp_path):
+    write_whole_json(tmp_path / "report.json", 1)
+    endless = []
+    endless.append(endless)
+    with pytest.raises(ValueError, match="Circular"):
+        write_whole_json(tmp_path / "report.json", endless)
+    assert os.listdir(tmp_path) == ["report.json"]
+    assert (tmp_path / "report.json").read_text(encoding="utf-8") == "1\n"
+
+
+@pytest.mark.parametrize("place", ["file/report.json", "folder"])
+def test_json_without_a_place_leaves_nothing(tmp_path, place):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CheckpointError, match=f"cannot write .*{place}: "):
+        write_whole_json(tmp_path / place, {})
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
+    assert os.listdir(tmp_path / "folder") == []

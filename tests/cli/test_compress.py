@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from collab_compress_cli import compress as command
 from collab_compress_cli.source import SHORT_NAMES, find_directory
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, BertForSequenceClassification
@@ -31,41 +30,31 @@ def model_dir(make_tiny, minilm_path, tmp_path):
     return directory
 
 
-def run(monkeypatch, capsys, *arguments):
-    """Run the command in this process; returns exit code, standard output, standard error."""
-    monkeypatch.setattr(sys, "argv", ["collab-compress", *map(str, arguments)])
-    try:
-        command.main()
-        code = 0
-    except SystemExit as stop:
-        code = stop.code
-    return code, *capsys.readouterr()
+@pytest.fixture
+def fails(run, tmp_path):
+    def run_and_fail(*arguments):
+        """Run a command that must fail with one line and leave nothing behind; returns the line."""
+        before = sorted(os.listdir(tmp_path))
+        code, _, error = run(*arguments)
+        assert code == 2
+        lines = [line for line in error.splitlines() if line.strip()]
+        assert len(lines) == 1, error
+        assert sorted(os.listdir(tmp_path)) == before
+        return lines[0]
+
+    return run_and_fail
 
 
-def fails(monkeypatch, capsys, tmp_path, *arguments):
-    """Run a command that must fail with one line and leave nothing behind; returns the line."""
-    before = sorted(os.listdir(tmp_path))
-    code, _, error = run(monkeypatch, capsys, *arguments)
-    assert code == 2
-    lines = [line for line in error.splitlines() if line.strip()]
-    assert len(lines) == 1, error
-    assert sorted(os.listdir(tmp_path)) == before
-    return lines[0]
-
-
-def test_converts_a_classifier_and_says_how_to_load_it(monkeypatch, capsys, model_dir, tmp_path):
+def test_converts_a_classifier_and_says_how_to_load_it(run, loaded, model_dir, tmp_path):
     output = tmp_path / "out"
     report_file = tmp_path / "report.json"
-    code, printed, error = run(monkeypatch, capsys, model_dir, "--dk", 8, "--output", output, "--json", report_file)
+    code, printed, error = run(model_dir, "--dk", 8, "--output", output, "--json", report_file)
     assert code == 0, error
     for part in ("bert.encoder.layer.1.attention.self", "T*", "Drift of logits", "import collab_compress"):
         assert part in printed
-    lines = printed.split("To use it:\n")[1].strip().splitlines()
-    assert len(lines) == 3
-    namespace = {}
-    exec("\n".join(line.strip() for line in lines), namespace)
-    assert type(namespace["model"]) is BertForSequenceClassification
-    assert len(read_factors(namespace["model"])) == 2
+    model = loaded(printed)
+    assert type(model) is BertForSequenceClassification
+    assert len(read_factors(model)) == 2
     assert (output / "tokenizer.json").read_bytes() == (model_dir / "tokenizer.json").read_bytes()
     stored = json.loads(report_file.read_text(encoding="utf-8"))
     assert stored == json.loads((output / "collab_compress.json").read_text(encoding="utf-8"))
@@ -73,8 +62,8 @@ def test_converts_a_classifier_and_says_how_to_load_it(monkeypatch, capsys, mode
     assert len(stored["report"]["modules"]) == 2
 
 
-def test_same_as_the_python_api(monkeypatch, capsys, model_dir, tmp_path):
-    code, *_ = run(monkeypatch, capsys, model_dir, "--dk", 8, "--calibration", "none", "--output", tmp_path / "out")
+def test_same_as_the_python_api(run, model_dir, tmp_path):
+    code, *_ = run(model_dir, "--dk", 8, "--calibration", "none", "--output", tmp_path / "out")
     assert code == 0
     model = BertForSequenceClassification.from_pretrained(model_dir)
     compress(model, Compression(rank=8), calibration=None)
@@ -82,20 +71,18 @@ def test_same_as_the_python_api(monkeypatch, capsys, model_dir, tmp_path):
     assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_dtype_is_kept(monkeypatch, capsys, make_tiny, tmp_path):
+def test_dtype_is_kept(run, make_tiny, tmp_path):
     make_tiny("bert").to(torch.bfloat16).save_pretrained(tmp_path / "tiny")
-    code, *_ = run(
-        monkeypatch, capsys, tmp_path / "tiny", "--dk", 8, "--calibration", "none", "--output", tmp_path / "out"
-    )
+    code, *_ = run(tmp_path / "tiny", "--dk", 8, "--calibration", "none", "--output", tmp_path / "out")
     assert code == 0
     assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
 
 
-def test_calibration_file_modules_and_standalone(monkeypatch, capsys, model_dir, tmp_path):
+def test_calibration_file_modules_and_standalone(run, model_dir, tmp_path):
     texts = tmp_path / "texts.txt"
     texts.write_text("one\ntwo\nthree\n", encoding="utf-8")
     code, printed, error = run(
-        monkeypatch, capsys, model_dir, "--dk", 8, "--calibration", texts, "--modules", "*layer.0*", "--standalone",
+        model_dir, "--dk", 8, "--calibration", texts, "--modules", "*layer.0*", "--standalone",
         "--output", tmp_path / "out",
     )  # fmt: skip
     assert code == 0, error
@@ -103,9 +90,9 @@ def test_calibration_file_modules_and_standalone(monkeypatch, capsys, model_dir,
     assert (tmp_path / "out" / "modeling_collab_compress.py").is_file()
 
 
-def test_default_output_is_beside_the_person(monkeypatch, capsys, model_dir, tmp_path):
+def test_default_output_is_beside_the_person(run, monkeypatch, model_dir, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert run(monkeypatch, capsys, "tiny", "--dk", 8, "--calibration", "none")[0] == 0
+    assert run("tiny", "--dk", 8, "--calibration", "none")[0] == 0
     assert (tmp_path / "tiny-dk8" / "model.safetensors").is_file()
 
 
@@ -121,77 +108,77 @@ def test_default_output_is_beside_the_person(monkeypatch, capsys, model_dir, tmp
         (["--dk", "8", "--device", "abacus"], "device 'abacus' cannot be used"),
     ],
 )
-def test_bad_arguments(monkeypatch, capsys, model_dir, tmp_path, arguments, message):
-    line = fails(monkeypatch, capsys, tmp_path, model_dir, "--output", tmp_path / "out", *arguments)
+def test_bad_arguments(fails, model_dir, tmp_path, arguments, message):
+    line = fails(model_dir, "--output", tmp_path / "out", *arguments)
     assert message in line
 
 
-def test_output_that_exists(monkeypatch, capsys, model_dir, tmp_path):
-    line = fails(monkeypatch, capsys, tmp_path, model_dir, "--dk", 8, "--output", model_dir)
+def test_output_that_exists(fails, model_dir):
+    line = fails(model_dir, "--dk", 8, "--output", model_dir)
     assert "exists; choose another output" in line
 
 
-def test_a_directory_that_is_no_model(monkeypatch, capsys, tmp_path):
-    assert "has no config.json" in fails(monkeypatch, capsys, tmp_path, tmp_path, "--dk", 8)
-    assert "is not a directory" in fails(monkeypatch, capsys, tmp_path, "./nowhere", "--dk", 8)
+def test_a_directory_that_is_no_model(fails, tmp_path):
+    assert "has no config.json" in fails(tmp_path, "--dk", 8)
+    assert "is not a directory" in fails("./nowhere", "--dk", 8)
 
 
-def test_a_damaged_config(monkeypatch, capsys, model_dir, tmp_path):
+def test_a_damaged_config(fails, model_dir):
     (model_dir / "config.json").write_text("{", encoding="utf-8")
-    assert "cannot read" in fails(monkeypatch, capsys, tmp_path, model_dir, "--dk", 8)
+    assert "cannot read" in fails(model_dir, "--dk", 8)
 
 
-def test_truncated_weights(monkeypatch, capsys, model_dir, tmp_path):
+def test_truncated_weights(fails, model_dir):
     weights = model_dir / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    assert "cannot load weights" in fails(monkeypatch, capsys, tmp_path, model_dir, "--dk", 8)
+    assert "cannot load weights" in fails(model_dir, "--dk", 8)
 
 
-def test_missing_weights(monkeypatch, capsys, model_dir, tmp_path):
+def test_missing_weights(fails, model_dir):
     (model_dir / "model.safetensors").unlink()
-    assert "cannot load weights" in fails(monkeypatch, capsys, tmp_path, model_dir, "--dk", 8)
+    assert "cannot load weights" in fails(model_dir, "--dk", 8)
 
 
 @pytest.mark.parametrize("name", ["bert.encoder.layer.0.attention.self.query.weight", "classifier.bias"])
-def test_weights_that_are_not_finite(monkeypatch, capsys, model_dir, tmp_path, name):
+def test_weights_that_are_not_finite(fails, model_dir, name):
     tensors = load_file(model_dir / "model.safetensors")
     tensors[name].view(-1)[0] = float("nan")
     save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
-    line = fails(monkeypatch, capsys, tmp_path, model_dir, "--dk", 8)
+    line = fails(model_dir, "--dk", 8)
     assert name in line
     assert "NaN or infinite" in line
 
 
-def test_weights_that_lack_something(monkeypatch, capsys, model_dir, tmp_path):
+def test_weights_that_lack_something(fails, model_dir):
     tensors = load_file(model_dir / "model.safetensors")
     del tensors["classifier.bias"]
     save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
-    assert "lacks weights" in fails(monkeypatch, capsys, tmp_path, model_dir, "--dk", 8)
+    assert "lacks weights" in fails(model_dir, "--dk", 8)
 
 
-def test_an_already_converted_model(monkeypatch, capsys, model_dir, tmp_path):
-    assert run(monkeypatch, capsys, model_dir, "--dk", 8, "--output", tmp_path / "out")[0] == 0
-    assert "already converted" in fails(monkeypatch, capsys, tmp_path, tmp_path / "out", "--dk", 4)
+def test_an_already_converted_model(run, fails, model_dir, tmp_path):
+    assert run(model_dir, "--dk", 8, "--output", tmp_path / "out")[0] == 0
+    assert "already converted" in fails(tmp_path / "out", "--dk", 4)
 
 
-def test_a_quantized_model(monkeypatch, capsys, model_dir, tmp_path):
+def test_a_quantized_model(fails, model_dir):
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (model_dir / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert "is quantized (gptq)" in fails(monkeypatch, capsys, tmp_path, model_dir, "--dk", 8)
+    assert "is quantized (gptq)" in fails(model_dir, "--dk", 8)
 
 
 @pytest.mark.parametrize("name", ["bert-base", "some-org/some-model"])
-def test_an_unreachable_hub(monkeypatch, capsys, tmp_path, name):
+def test_an_unreachable_hub(fails, monkeypatch, tmp_path, name):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    line = fails(monkeypatch, capsys, tmp_path, name, "--dk", 8)
+    line = fails(name, "--dk", 8)
     assert "the hub cannot be reached" in line
     assert SHORT_NAMES.get(name, name) in line
     assert "minilm" in line
 
 
-def test_a_name_that_cannot_be_one(monkeypatch, capsys, tmp_path):
-    assert "neither a directory nor a model" in fails(monkeypatch, capsys, tmp_path, "a/b/c", "--dk", 8)
+def test_a_name_that_cannot_be_one(fails):
+    assert "neither a directory nor a model" in fails("a/b/c", "--dk", 8)
 
 
 def test_the_embedded_model_is_found(minilm_path):
@@ -221,58 +208,52 @@ def test_interrupt_and_kill_leave_no_output(minilm_path, tmp_path, signum, code)
         assert "Traceback" not in error
 
 
-def test_a_class_that_transformers_lacks_is_refused(monkeypatch, capsys, model_dir, tmp_path):
+def test_a_class_that_transformers_lacks_is_refused(fails, model_dir):
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     config["architectures"] = ["ClassOfSomeoneElse"]
     (model_dir / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert "is not run" in fails(monkeypatch, capsys, tmp_path, model_dir, "--dk", 8)
+    assert "is not run" in fails(model_dir, "--dk", 8)
 
 
-def test_sentence_transformers_files_travel_along(monkeypatch, capsys, tmp_path, minilm_path):
-    code, *_ = run(monkeypatch, capsys, "minilm", "--dk", 384, "--output", tmp_path / "out", "--calibration", "none")
+def test_sentence_transformers_files_travel_along(run, tmp_path, minilm_path):
+    code, *_ = run("minilm", "--dk", 384, "--output", tmp_path / "out", "--calibration", "none")
     assert code == 0
     for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "tokenizer.json"):
         assert (tmp_path / "out" / name).read_bytes() == (minilm_path / name).read_bytes()
     assert AutoModel.from_pretrained(tmp_path / "out").config.model_type == "bert"
 
 
-def test_a_report_without_a_place(monkeypatch, capsys, model_dir, tmp_path):
+def test_a_report_without_a_place(fails, model_dir, tmp_path):
     for place, message in (
         (tmp_path, "expected a file"),
         (tmp_path / "nowhere" / "report.json", "in a directory that exists"),
         (tmp_path / "out" / "report.json", "in a directory that exists"),
     ):
-        line = fails(
-            monkeypatch, capsys, tmp_path, model_dir, "--dk", 8, "--output", tmp_path / "out", "--json", place
-        )
+        line = fails(model_dir, "--dk", 8, "--output", tmp_path / "out", "--json", place)
         assert message in line
 
 
 @pytest.mark.parametrize("listing", ['[{"idx": 0}]', "{", '[{"path": "../elsewhere"}]'])
-def test_a_damaged_list_of_sentence_transformers_modules(monkeypatch, capsys, model_dir, tmp_path, listing):
+def test_a_damaged_list_of_sentence_transformers_modules(fails, model_dir, listing):
     (model_dir / "modules.json").write_text(listing, encoding="utf-8")
-    assert "modules.json" in fails(monkeypatch, capsys, tmp_path, model_dir, "--dk", 8)
+    assert "modules.json" in fails(model_dir, "--dk", 8)
 
 
-def test_generation_config_travels_along(monkeypatch, capsys, model_dir, tmp_path):
+def test_generation_config_travels_along(run, model_dir, tmp_path):
     (model_dir / "generation_config.json").write_text('{"max_length": 7}', encoding="utf-8")
-    assert (
-        run(monkeypatch, capsys, model_dir, "--dk", 8, "--calibration", "none", "--output", tmp_path / "out")[0] == 0
-    )
+    assert run(model_dir, "--dk", 8, "--calibration", "none", "--output", tmp_path / "out")[0] == 0
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text(encoding="utf-8"))["max_length"] == 7
 
 
-def test_a_model_without_tokenizer_needs_no_calibration(monkeypatch, capsys, make_tiny, tmp_path):
+def test_a_model_without_tokenizer_needs_no_calibration(fails, make_tiny, tmp_path):
     make_tiny("bert").save_pretrained(tmp_path / "tiny")
-    assert "calibration 'none'" in fails(monkeypatch, capsys, tmp_path, tmp_path / "tiny", "--dk", 8)
+    assert "calibration 'none'" in fails(tmp_path / "tiny", "--dk", 8)
 
 
-def test_a_config_that_names_no_class_is_loaded_bare(monkeypatch, capsys, model_dir, tmp_path):
+def test_a_config_that_names_no_class_is_loaded_bare(run, model_dir, tmp_path):
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     del config["architectures"]
     (model_dir / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    code, printed, _ = run(
-        monkeypatch, capsys, model_dir, "--dk", 8, "--calibration", "none", "--output", tmp_path / "out"
-    )
+    code, printed, _ = run(model_dir, "--dk", 8, "--calibration", "none", "--output", tmp_path / "out")
     assert code == 0
     assert "BertModel.from_pretrained" in printed

@@ -1,11 +1,9 @@
 """The command with `--mix`."""
 
 import json
-import sys
 
 import pytest
 import torch
-from collab_compress_cli import compress as command
 from transformers import AutoModel, BertForSequenceClassification
 
 from collab_compress import alphas_of, merge_alphas_, read_factors
@@ -18,34 +16,14 @@ def model_dir(make_tiny, tmp_path):
     return directory
 
 
-def run(monkeypatch, capsys, *arguments):
-    """Run the command in this process; returns exit code, standard output, standard error."""
-    monkeypatch.setattr(sys, "argv", ["collab-compress", *map(str, arguments)])
-    try:
-        command.main()
-        code = 0
-    except SystemExit as stop:
-        code = stop.code
-    return code, *capsys.readouterr()
-
-
-def loaded(printed):
-    """The model that the printed lines load."""
-    namespace = {}
-    lines = printed.split("To use it:\n")[1].strip().splitlines()
-    assert len(lines) == 3
-    exec("\n".join(line.strip() for line in lines), namespace)
-    return namespace["model"].eval()
-
-
 def logits(model, batch):
     with torch.no_grad():
         return model(**batch).logits
 
 
-def test_alone_it_changes_no_output(monkeypatch, capsys, model_dir, batch, tmp_path):
+def test_alone_it_changes_no_output(run, loaded, monkeypatch, model_dir, batch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    code, printed, error = run(monkeypatch, capsys, "tiny", "--mix", "--json", "report.json")
+    code, printed, error = run("tiny", "--mix", "--json", "report.json")
     assert code == 0, error
     assert "Heads mix in 2 attention modules: alphas 3×3, 18 parameters more." in printed
     assert "merge_alphas_(model)" in printed
@@ -60,16 +38,16 @@ def test_alone_it_changes_no_output(monkeypatch, capsys, model_dir, batch, tmp_p
     assert record["mixed_heads"] == {f"bert.encoder.layer.{layer}.attention.self": 3 for layer in (0, 1)}
 
 
-def test_after_a_conversion(monkeypatch, capsys, model_dir, batch, tmp_path):
+def test_after_a_conversion(run, loaded, monkeypatch, model_dir, batch, tmp_path):
     monkeypatch.chdir(tmp_path)
     arguments = ("tiny", "--dk", 8, "--calibration", "none")
-    code, printed, error = run(monkeypatch, capsys, *arguments, "--mix")
+    code, printed, error = run(*arguments, "--mix")
     assert code == 0, error
     for part in ("T*", "Heads mix in 2 attention modules", "rebuild the shared attention and mixed heads"):
         assert part in printed
     model = loaded(printed)
     assert len(alphas_of(model)) == len(read_factors(model)) == 2
-    assert run(monkeypatch, capsys, *arguments)[0] == 0
+    assert run(*arguments)[0] == 0
     converted = AutoModel.from_pretrained(tmp_path / "tiny-dk8")
     assert alphas_of(converted) == {}
     record = json.loads((tmp_path / "tiny-dk8-mixed" / "collab_compress.json").read_text(encoding="utf-8"))
@@ -81,8 +59,8 @@ def test_after_a_conversion(monkeypatch, capsys, model_dir, batch, tmp_path):
         torch.testing.assert_close(model.bert(**batch)[0], expected, atol=1e-6, rtol=1e-6)
 
 
-def test_standalone(monkeypatch, capsys, model_dir, tmp_path):
-    code, *_ = run(monkeypatch, capsys, model_dir, "--mix", "--standalone", "--output", tmp_path / "out")
+def test_standalone(run, model_dir, tmp_path):
+    code, *_ = run(model_dir, "--mix", "--standalone", "--output", tmp_path / "out")
     assert code == 0
     assert "MixedProjection" in (tmp_path / "out" / "modeling_collab_compress.py").read_text(encoding="utf-8")
 
@@ -97,18 +75,18 @@ def test_standalone(monkeypatch, capsys, model_dir, tmp_path):
         (("--mix", "--dk", "0"), "dk is 0; expected at least 1"),
     ],
 )
-def test_arguments_that_do_not_fit(monkeypatch, capsys, model_dir, tmp_path, arguments, message):
+def test_arguments_that_do_not_fit(run, monkeypatch, model_dir, tmp_path, arguments, message):
     monkeypatch.chdir(tmp_path)
-    code, printed, error = run(monkeypatch, capsys, "tiny", *arguments)
+    code, printed, error = run("tiny", *arguments)
     assert (code, printed) == (2, "")
     assert error.count("\n") == 1
     assert message in error
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 
 
-def test_a_mixed_checkpoint_is_not_mixed_again(monkeypatch, capsys, model_dir, tmp_path):
+def test_a_mixed_checkpoint_is_not_mixed_again(run, monkeypatch, model_dir, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert run(monkeypatch, capsys, "tiny", "--mix")[0] == 0
-    code, _, error = run(monkeypatch, capsys, "tiny-mixed", "--mix")
+    assert run("tiny", "--mix")[0] == 0
+    code, _, error = run("tiny-mixed", "--mix")
     assert code == 2
     assert "already converted" in error

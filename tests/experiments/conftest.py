@@ -45,3 +45,41 @@ def start(tmp_path):
     tokenizer.save_pretrained(tmp_path / "start")
     BertModel(config).save_pretrained(tmp_path / "start")
     return tmp_path / "start"
+
+
+def lines(rows, seed):
+    generator = random.Random(seed)
+    return [sentence(generator) for _ in range(rows)]
+
+
+@pytest.fixture
+def sentences(tmp_path):
+    """Sentences, and their words in the opposite order."""
+    folder = tmp_path / "parallel"
+    folder.mkdir()
+    for seed, (split, rows) in enumerate((("train", 24), ("valid", 5), ("test", 4))):
+        found = lines(rows, seed)
+        (folder / f"{split}.aa").write_text("".join(f"{line}\n" for line in found))
+        (folder / f"{split}.bb").write_text("".join(f"{' '.join(line.upper().split()[::-1])}\n" for line in found))
+    return tmp_path
+
+
+@pytest.fixture
+def text(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for seed, (split, rows) in enumerate((("train", 24), ("valid", 5), ("test", 4))):
+        (folder / f"{split}.txt").write_text("".join(f"{line}\n" for line in lines(rows, seed)))
+    return tmp_path
+
+
+@pytest.fixture
+def questions(tmp_path):
+    """Those about cats are about someone, others about numbers."""
+    folder = tmp_path / "trec"
+    folder.mkdir()
+    for name, rows in (("train_5500.label", 32), ("TREC_10.label", 8)):
+        found = lines(rows, rows)
+        labels = ("HUM:ind" if "cat" in line else "NUM:count" for line in found)
+        (folder / name).write_text("".join(f"{label} {line}\n" for label, line in zip(labels, found, strict=True)))
+    return tmp_path

@@ -2,43 +2,13 @@
 
 import copy
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
-from transformers import (
-    AutoModel,
-    AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 from collab_compress import Compression, alphas_of, compress, make_standalone_, merge_alphas_, mix_heads_
 from collab_compress.heads.mixed_projection import AlphasEdit
-
-AUTO = {
-    "base": AutoModel,
-    "mlm": AutoModelForMaskedLM,
-    "classifier": AutoModelForSequenceClassification,
-    "tagger": AutoModelForTokenClassification,
-    "qa": AutoModelForQuestionAnswering,
-    "seq2seq": AutoModelForSeq2SeqLM,
-}
-STANDALONE = """
-import torch
-from transformers import AutoModel
-source, target = sys.argv[1:]
-batch = torch.load(source + "/batch.pt", weights_only=True)
-model = AutoModel.from_pretrained(source, trust_remote_code=True)
-with torch.no_grad():
-    first = model(**batch)[0]
-    model.save_pretrained(target)
-    assert torch.equal(AutoModel.from_pretrained(target, trust_remote_code=True)(**batch)[0], first)
-torch.save(first, target + "/output.pt")
-"""
 
 
 def outputs(model, batch):
@@ -54,38 +24,17 @@ def mix_randomly_(model, seed=0):
             alphas.add_(0.3 * torch.randn_like(alphas))
 
 
-def load_cleanly(auto_class, path, **options):
-    model, found = auto_class.from_pretrained(path, output_loading_info=True, **options)
-    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), (
-        found
-    )
-    return model
-
-
-def stock_python(code, *arguments, **environment):
-    """Run code in a process that never imports this package."""
-    guard = "import sys; sys.modules['collab_compress'] = None\n"
-    return subprocess.run(
-        [sys.executable, "-c", guard + code, *map(str, arguments)], capture_output=True, text=True, check=False,
-        env={"HF_HUB_OFFLINE": "1", **environment},
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("head", sorted(AUTO))
 @pytest.mark.parametrize("order", ["mix", "mix, compress", "compress, mix"])
-def test_every_auto_class(family, head, order, make_tiny, batch, tmp_path, capfd):
+def test_every_auto_class(family, auto_class, order, make_tiny, batch, tmp_path, load_cleanly, capfd):
     torch.manual_seed(0)
-    config = make_tiny(family).config
-    if type(config) not in AUTO[head]._model_mapping:
-        pytest.skip(f"Transformers has no {family} {head}")
-    model = AUTO[head].from_config(config).eval()
+    model = auto_class.from_config(make_tiny(family).config).eval()
     for step in order.split(", "):
         if step == "mix":
             mix_randomly_(model)
         else:
             compress(model, Compression(rank=5), calibration=None)
     model.save_pretrained(tmp_path / "one")
-    loaded = load_cleanly(AUTO[head], tmp_path / "one")
+    loaded = load_cleanly(auto_class, tmp_path / "one")
     assert torch.equal(outputs(loaded, batch), outputs(model, batch))
     assert all(alphas.requires_grad for alphas in alphas_of(loaded).values())
     loaded.save_pretrained(tmp_path / "two")
@@ -107,7 +56,7 @@ def test_body_and_head_exchange_checkpoints(make_tiny, batch, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(family, dtype, make_tiny, batch, tmp_path):
+def test_half_precision(family, dtype, make_tiny, batch, tmp_path, load_cleanly):
     model = make_tiny(family).to(dtype)
     mix_randomly_(model)
     model.save_pretrained(tmp_path)
@@ -116,7 +65,7 @@ def test_half_precision(family, dtype, make_tiny, batch, tmp_path):
     assert torch.equal(outputs(loaded, batch), outputs(model, batch))
 
 
-def test_shards_and_device_map(make_tiny, batch, tmp_path):
+def test_shards_and_device_map(make_tiny, batch, tmp_path, load_cleanly):
     model = make_tiny("bert")
     mix_randomly_(model)
     model.save_pretrained(tmp_path, max_shard_size="10KB")
@@ -138,7 +87,7 @@ def test_offloaded_weights_are_fetched(make_tiny, batch, tmp_path):
     assert torch.equal(outputs(model, batch), before)
 
 
-def test_a_merged_model_is_a_stock_one(family, make_tiny, batch, tmp_path):
+def test_a_merged_model_is_a_stock_one(family, make_tiny, batch, tmp_path, stock_reload):
     model = make_tiny(family)
     mix_randomly_(model)
     before = outputs(model, batch)
@@ -146,13 +95,13 @@ def test_a_merged_model_is_a_stock_one(family, make_tiny, batch, tmp_path):
     model.save_pretrained(tmp_path)
     torch.save(batch, tmp_path / "batch.pt")
     assert "collab" not in (tmp_path / "config.json").read_text(encoding="utf-8")
-    done = stock_python(STANDALONE.replace(", trust_remote_code=True", ""), tmp_path, tmp_path / "again")
+    done = stock_reload(tmp_path, tmp_path / "again", trust=False)
     assert done.returncode == 0, done.stderr
     found = torch.load(tmp_path / "again" / "output.pt", weights_only=True)
     torch.testing.assert_close(found, before, atol=1e-5, rtol=1e-5)
 
 
-def test_without_the_package_loading_fails_and_never_ignores_alphas(family, make_tiny, tmp_path):
+def test_without_the_package_loading_fails_and_never_ignores_alphas(family, make_tiny, tmp_path, stock_python):
     model = make_tiny(family)
     mix_heads_(model)
     model.save_pretrained(tmp_path)
@@ -165,7 +114,7 @@ def test_without_the_package_loading_fails_and_never_ignores_alphas(family, make
 
 
 @pytest.mark.parametrize("form", ["dense", "collaborative"])
-def test_shipped_code_loads_and_saves_without_the_package(family, form, make_tiny, batch, tmp_path):
+def test_shipped_code_loads_and_saves_without_the_package(family, form, make_tiny, batch, tmp_path, stock_reload):
     model = make_tiny(family)
     if form == "collaborative":
         compress(model, Compression(rank=5), calibration=None)
@@ -173,7 +122,7 @@ def test_shipped_code_loads_and_saves_without_the_package(family, form, make_tin
     make_standalone_(model)
     model.save_pretrained(tmp_path / "one")
     torch.save(batch, tmp_path / "one" / "batch.pt")
-    done = stock_python(STANDALONE, tmp_path / "one", tmp_path / "two", HF_HOME=str(tmp_path / "cache"))
+    done = stock_reload(tmp_path / "one", tmp_path / "two", trust=True)
     assert done.returncode == 0, done.stderr
     found = torch.load(tmp_path / "two" / "output.pt", weights_only=True)
     torch.testing.assert_close(found, outputs(model, batch))  # another process, maybe other threads

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from torch import nn
 
 from collab_compress import Compression, compress
 from collab_compress.architectures import FAMILIES, find_attention
@@ -45,16 +44,11 @@ def test_kept_heads_are_scaled_by_all_over_kept():
 
 
 @pytest.fixture(params=["dense", "collaborative"])
-def model(request, family, make_tiny):
+def model(request, family, make_tiny, set_dropout_):
     made = make_tiny(family)
     if request.param == "collaborative":
         compress(made, Compression(rank=13), calibration=None)
-    for module in made.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "dropout", None), float):
-            module.dropout = 0.0
-    return made
+    return set_dropout_(made, 0.0)
 
 
 def projected(model, batch):

@@ -4,20 +4,11 @@ import ast
 import copy
 import json
 import pickle
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 import torch
-from transformers import (
-    AutoModel,
-    AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 from collab_compress import Compression, compress, expand, make_standalone_, mix_heads_, prune_heads_, read_factors
 from collab_compress.architectures import FAMILIES, find_attention
@@ -25,14 +16,6 @@ from collab_compress.checkpoint import EditConfig, edits_of
 from collab_compress.checkpoint.standalone import modelling_code
 from collab_compress.heads.removal import PrunedEdit
 
-AUTO = {
-    "base": AutoModel,
-    "mlm": AutoModelForMaskedLM,
-    "classifier": AutoModelForSequenceClassification,
-    "tagger": AutoModelForTokenClassification,
-    "qa": AutoModelForQuestionAnswering,
-    "translator": AutoModelForSeq2SeqLM,
-}
 HISTORIES = ["pruned", "pruned twice", "converted, pruned", "pruned, converted", "converted, pruned, expanded", "all"]
 
 
@@ -58,16 +41,8 @@ def outputs(model, batch):
         return model(**batch)[0]
 
 
-def load_cleanly(auto_class, path, **options):
-    model, found = auto_class.from_pretrained(path, output_loading_info=True, **options)
-    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), (
-        found
-    )
-    return model
-
-
 @pytest.mark.parametrize("history", HISTORIES)
-def test_comes_back_as_it_was(family, history, make_tiny, batch, tmp_path):
+def test_comes_back_as_it_was(family, history, make_tiny, batch, tmp_path, load_cleanly):
     model = live(make_tiny(family), history)
     model.save_pretrained(tmp_path / "one")
     loaded = load_cleanly(AutoModel, tmp_path / "one")
@@ -82,15 +57,12 @@ def test_comes_back_as_it_was(family, history, make_tiny, batch, tmp_path):
         assert torch.equal(outputs(other, batch), outputs(model, batch))
 
 
-@pytest.mark.parametrize("head", sorted(AUTO))
 @pytest.mark.parametrize("history", ["pruned", "converted, pruned"])
-def test_every_auto_class(family, head, history, make_tiny, batch, tmp_path, capfd):
-    if (family == "marian") != (head == "translator") and head != "base":
-        pytest.skip(f"Transformers has no {head} of this family")
+def test_every_auto_class(family, auto_class, history, make_tiny, batch, tmp_path, load_cleanly, capfd):
     torch.manual_seed(0)
-    model = live(AUTO[head].from_config(make_tiny(family).config).eval(), history)
+    model = live(auto_class.from_config(make_tiny(family).config).eval(), history)
     model.save_pretrained(tmp_path)
-    assert torch.equal(outputs(load_cleanly(AUTO[head], tmp_path), batch), outputs(model, batch))
+    assert torch.equal(outputs(load_cleanly(auto_class, tmp_path), batch), outputs(model, batch))
     assert "collab" not in capfd.readouterr().err.lower()
 
 
@@ -121,7 +93,7 @@ def test_a_loaded_model_goes_on(family, history, make_tiny, batch, tmp_path):
 
 
 @pytest.mark.parametrize("history", ["pruned", "converted, pruned"])
-def test_half_precision_shards_and_device_map(family, history, make_tiny, batch, tmp_path):
+def test_half_precision_shards_and_device_map(family, history, make_tiny, batch, tmp_path, load_cleanly):
     model = live(make_tiny(family).to(torch.bfloat16), history)
     model.save_pretrained(tmp_path, max_shard_size="5KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
@@ -158,47 +130,26 @@ def test_applying_again_changes_nothing(family, make_tiny):
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
 
 
-WITHOUT_PACKAGE = """
-import sys
-sys.modules["collab_compress"] = None
-import torch
-from transformers import AutoModel
-source, target, trust = sys.argv[1:]
-model = AutoModel.from_pretrained(source, trust_remote_code=trust == "yes")
-print("LOADED")
-batch = torch.load(source + "/batch.pt", weights_only=True)
-with torch.no_grad():
-    first = model(**batch)[0]
-    model.save_pretrained(target)
-    again = AutoModel.from_pretrained(target, trust_remote_code=True)
-    assert torch.equal(again(**batch)[0], first)
-torch.save(first, target + "/output.pt")
-"""
-
-
-def without_package(source, target, trust):
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT_PACKAGE, source, target, trust],
-        capture_output=True, text=True, check=False, env={"HF_HOME": str(target / "cache"), "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("history", ["pruned", "converted, pruned"])
-def test_without_the_package_loading_fails_and_never_gives_random_weights(family, history, make_tiny, tmp_path):
+def test_without_the_package_loading_fails_and_never_gives_random_weights(
+    family, history, make_tiny, tmp_path, stock_reload
+):
     live(make_tiny(family), history).save_pretrained(tmp_path)
-    done = without_package(tmp_path, tmp_path / "two", "no")
+    done = stock_reload(tmp_path, tmp_path / "two", trust=False)
     assert "LOADED" not in done.stdout
     assert done.returncode != 0
     assert "mismatch" in done.stderr.lower()
 
 
 @pytest.mark.parametrize("history", ["pruned", "all"])
-def test_loads_and_saves_without_the_package_where_the_code_is_shipped(family, history, make_tiny, batch, tmp_path):
+def test_loads_and_saves_without_the_package_where_the_code_is_shipped(
+    family, history, make_tiny, batch, tmp_path, stock_reload
+):
     model = live(make_tiny(family), history)
     make_standalone_(model)
     model.save_pretrained(tmp_path / "one")
     torch.save(batch, tmp_path / "one" / "batch.pt")
-    done = without_package(tmp_path / "one", tmp_path / "two", "yes")
+    done = stock_reload(tmp_path / "one", tmp_path / "two", trust=True)
     assert done.returncode == 0, done.stderr
     found = torch.load(tmp_path / "two" / "output.pt", weights_only=True)  # perhaps by another number of threads
     torch.testing.assert_close(found, outputs(model, batch), atol=1e-5, rtol=1e-5)

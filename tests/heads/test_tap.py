@@ -2,7 +2,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from collab_compress import Compression, compress
 from collab_compress.architectures import FAMILIES, find_attention
@@ -78,13 +77,9 @@ def test_rows_are_those_the_model_returns(model, batch):
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_rows_are_from_before_dropout(model, batch, implementation):
+def test_rows_are_from_before_dropout(model, batch, implementation, set_dropout_):
     model.set_attn_implementation(implementation)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.5
-        if isinstance(getattr(module, "dropout", None), float):
-            module.dropout = 0.5
+    set_dropout_(model, 0.5)
     with Tap(model, ("rows", "outputs", "values")) as tap:
         model.train()(**batch)
         readings = tap.take()
@@ -255,15 +250,10 @@ def checkpoint_(model, **kwargs):
     (model.activation_checkpointing_enable if newer else model.gradient_checkpointing_enable)(kwargs)
 
 
-def test_gradient_checkpointing_changes_nothing(model, batch):
+def test_gradient_checkpointing_changes_nothing(model, batch, set_dropout_):
     if not model.supports_gradient_checkpointing:
         pytest.skip("stock model does not support it")
-    model.train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "dropout", None), float):
-            module.dropout = 0.0
+    set_dropout_(model.train(), 0.0)
     expected = penalised_gradients(model, batch)
     checkpoint_(model, use_reentrant=False)
     found = penalised_gradients(model, batch)
@@ -279,13 +269,8 @@ def test_reentrant_checkpointing_is_refused(make_tiny, batch):
         model(**batch)
 
 
-def test_compiles_without_graph_breaks(model, batch):
-    model.train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "dropout", None), float):
-            module.dropout = 0.0
+def test_compiles_without_graph_breaks(model, batch, set_dropout_):
+    set_dropout_(model.train(), 0.0)
     expected = penalised_gradients(model, batch)
     with Tap(model, ("outputs", "rows")) as tap:
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

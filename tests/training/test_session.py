@@ -19,18 +19,15 @@ from collab_compress.training import (
 )
 
 
-def no_dropout_(model):
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "dropout", None), float):
-            module.dropout = 0.0
-    return model.train()
+@pytest.fixture
+def make_undropped(make_tiny, set_dropout_):
+    """Tiny models in training mode, without dropout."""
+    return lambda *given: set_dropout_(make_tiny(*given), 0.0).train()
 
 
 @pytest.mark.parametrize("loss", sorted(LOSSES))
-def test_a_penalty_is_its_loss_over_modules(loss, family, make_tiny, batch):
-    model = no_dropout_(make_tiny(family))
+def test_a_penalty_is_its_loss_over_modules(loss, family, make_undropped, batch):
+    model = make_undropped(family)
     chosen = LOSSES[loss]
     with Tap(model, (chosen.part,)) as tap:
         model(**batch)
@@ -52,8 +49,8 @@ def test_a_penalty_is_its_loss_over_modules(loss, family, make_tiny, batch):
 
 
 @pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"orthogonality-keys"}))
-def test_penalties_reach_collaborative_models(loss, family, make_tiny, batch):
-    model = no_dropout_(make_tiny(family))
+def test_penalties_reach_collaborative_models(loss, family, make_undropped, batch):
+    model = make_undropped(family)
     compress(model, Compression(rank=13), calibration=None)
     session = HeadSession(model, HeadTraining(penalties=(Penalty(loss, weight=1.0),)))
     model(**batch)
@@ -63,8 +60,8 @@ def test_penalties_reach_collaborative_models(loss, family, make_tiny, batch):
     assert all(torch.isfinite(gradient).all() for gradient in gradients)
 
 
-def test_penalties_combine_and_are_logged_one_by_one(make_tiny, batch):
-    model = no_dropout_(make_tiny("bert"))
+def test_penalties_combine_and_are_logged_one_by_one(make_undropped, batch):
+    model = make_undropped("bert")
     penalties = (Penalty("disagreement", 0.5), Penalty("bhattacharyya", 2.0), Penalty("orthogonality", 0.1))
     session = HeadSession(model, HeadTraining(penalties=penalties))
     totals = []
@@ -79,8 +76,8 @@ def test_penalties_combine_and_are_logged_one_by_one(make_tiny, batch):
     assert not {name for name in session.logs() if not name.startswith("drophead")}
 
 
-def test_kinds_of_a_penalty(make_tiny, make_batch):
-    model, batch = no_dropout_(make_tiny("marian")), make_batch("marian")
+def test_kinds_of_a_penalty(make_undropped, make_batch):
+    model, batch = make_undropped("marian"), make_batch("marian")
     with Tap(model, ("rows",), kinds=("cross",)) as tap:
         model(**batch)
         expected = sum(LOSSES["bhattacharyya"].function(r.rows, r.real.query) for r in tap.take())
@@ -97,8 +94,8 @@ def test_a_penalty_on_attention_that_is_not_there_is_refused(make_tiny):
     assert not any("head_acts" in vars(module) for module in model.modules())
 
 
-def test_schedules_move_with_progress(make_tiny, batch):
-    model = no_dropout_(make_tiny("bert"))
+def test_schedules_move_with_progress(make_undropped, batch):
+    model = make_undropped("bert")
     training = HeadTraining(
         drophead=(DropHeadOptions(0.4, "scheduled", start=0.2),),
         penalties=(Penalty("disagreement", 2.0, "curriculum"),),
@@ -113,8 +110,8 @@ def test_schedules_move_with_progress(make_tiny, batch):
         assert penalty == pytest.approx(weight * logs["disagreement"])
 
 
-def test_a_faint_penalty_is_warned_of(make_tiny, batch, caplog):
-    model = no_dropout_(make_tiny("bert"))
+def test_a_faint_penalty_is_warned_of(make_undropped, batch, caplog):
+    model = make_undropped("bert")
     session = HeadSession(model, HeadTraining(penalties=(Penalty("hsic", 1e-12),)))
     model(**batch)
     session.penalty(torch.tensor(1.0))
@@ -165,8 +162,8 @@ def test_nuclear_growth_pushes_the_norms_up(form):
         assert torch.linalg.svdvals(other).sum() > 3
 
 
-def test_the_hinge_compares_with_the_step_before(make_tiny, batch):
-    model = no_dropout_(make_tiny("bert"))
+def test_the_hinge_compares_with_the_step_before(make_undropped, batch):
+    model = make_undropped("bert")
     mix_heads_(model)
     options = AlphasOptions(frozen=0.5, growth_weight=2.0, growth=0.1)
     session = HeadSession(model, HeadTraining(alphas=options), torch.optim.SGD(model.parameters()))
@@ -198,8 +195,8 @@ def test_alphas_must_be_there_and_trained(make_tiny):
         HeadSession(model, training, torch.optim.SGD(model.parameters()))
 
 
-def test_a_session_that_cannot_open_leaves_nothing_behind(make_tiny):
-    model = no_dropout_(make_tiny("bert"))
+def test_a_session_that_cannot_open_leaves_nothing_behind(make_undropped):
+    model = make_undropped("bert")
     mix_heads_(model)
     optimizer = torch.optim.SGD(model.parameters())
     rotation = Rotation("soft", (0,), t_max=9)
@@ -217,8 +214,8 @@ def test_a_closed_session_does_not_go_on(make_tiny):
         session.step(0.6)
 
 
-def test_a_pass_without_gradients_in_between_changes_nothing(make_tiny, batch):
-    model = no_dropout_(make_tiny("bert"))
+def test_a_pass_without_gradients_in_between_changes_nothing(make_undropped, batch):
+    model = make_undropped("bert")
     with HeadSession(model, HeadTraining(penalties=(Penalty("disagreement", 1.0),))) as session:
         model(**batch)
         with torch.no_grad():
@@ -238,8 +235,8 @@ def test_reading_nothing_is_warned_of_once(make_tiny, batch, caplog):
     assert caplog.text.count("is the model in train()?") == 1
 
 
-def test_a_closed_session_leaves_the_model_as_it_was(make_tiny, batch):
-    model = no_dropout_(make_tiny("marian", MarianMTModel))
+def test_a_closed_session_leaves_the_model_as_it_was(make_undropped, batch):
+    model = make_undropped("marian", MarianMTModel)
     stock = copy.deepcopy(model)
     training = HeadTraining(
         drophead=(DropHeadOptions(0.5, kinds=("encoder",)), DropHeadOptions(0.3, kinds=("cross",))),

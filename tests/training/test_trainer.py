@@ -107,30 +107,21 @@ def test_a_resumed_run_equals_a_straight_one(step, make_tiny, tmp_path):
     assert len(history) >= 2
 
 
-def no_dropout_(model):
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "dropout", None), float):
-            module.dropout = 0.0
-    return model
-
-
 PENALTIES = HeadTraining(penalties=(Penalty("disagreement", 5.0), Penalty("bhattacharyya", 5.0)))
 ONE_STEP = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "warmup_steps": 0}
 
 
-def regression(make_tiny):
+def regression(make_tiny, set_dropout_):
     torch.manual_seed(0)
     config = make_tiny("bert").config
     config.num_labels, config.problem_type = 1, "regression"
     data = [{**row, "labels": row["labels"].float()} for row in dataset(8)]
-    return no_dropout_(BertForSequenceClassification(config)), data
+    return set_dropout_(BertForSequenceClassification(config), 0.0), data
 
 
-def translation(make_tiny):
+def translation(make_tiny, set_dropout_):
     torch.manual_seed(0)
-    model = no_dropout_(MarianMTModel(make_tiny("marian").config))
+    model = set_dropout_(MarianMTModel(make_tiny("marian").config), 0.0)
     data = [{**row, "labels": row["input_ids"].flip(0)} for row in dataset(8)]
     for row in data:
         row["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(row["labels"][None])[0]
@@ -139,12 +130,12 @@ def translation(make_tiny):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("task", [regression, translation])
-def test_the_gradient_does_not_depend_on_accumulation(task, smoothing, make_tiny, tmp_path):
+def test_the_gradient_does_not_depend_on_accumulation(task, smoothing, make_tiny, set_dropout_, tmp_path):
     if task is regression and smoothing:
         pytest.skip("labels of a regression cannot be smoothed")
     weights = []
     for size, passes in ((8, 1), (2, 4)):
-        model, data = task(make_tiny)
+        model, data = task(make_tiny, set_dropout_)
         trainer = joined(
             model, tmp_path, PENALTIES, data, **ONE_STEP, per_device_train_batch_size=size,
             gradient_accumulation_steps=passes, label_smoothing_factor=smoothing,
@@ -155,10 +146,10 @@ def test_the_gradient_does_not_depend_on_accumulation(task, smoothing, make_tiny
 
 
 @pytest.mark.parametrize("own", ["labels", "smoothed", "function"])
-def test_the_gradient_is_that_of_loss_plus_penalty(own, make_tiny, tmp_path):
+def test_the_gradient_is_that_of_loss_plus_penalty(own, make_tiny, set_dropout_, tmp_path):
     """Against one step by hand; the labels keep their meaning whoever computes the loss."""
-    model, data = translation(make_tiny)
-    other, _ = translation(make_tiny)
+    model, data = translation(make_tiny, set_dropout_)
+    other, _ = translation(make_tiny, set_dropout_)
     more = {"label_smoothing_factor": 0.1} if own == "smoothed" else {}
     trainer = Trainer(
         model, arguments(tmp_path, **ONE_STEP, per_device_train_batch_size=8, **more), train_dataset=data,
@@ -248,6 +239,12 @@ def test_a_bare_accelerate_loop(make_tiny):
     session.close()
 
 
+def undropped(config):
+    """The config of a BERT without dropout, for models that are built in another process."""
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    return config
+
+
 def train_in_process(rank: int, processes: int, folder: str) -> None:
     """One of several processes, each with its part of the batch; the first writes the gradients."""
     torch.set_num_threads(1)
@@ -255,7 +252,7 @@ def train_in_process(rank: int, processes: int, folder: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes)
     config = torch.load(Path(folder) / "config.pt", weights_only=False)
     torch.manual_seed(0)
-    model = no_dropout_(BertForSequenceClassification(config)).train()
+    model = BertForSequenceClassification(config).train()
     wrapped = nn.parallel.DistributedDataParallel(model)
     session = HeadSession(model, PENALTIES)
     rows = dataset(8)[rank * 8 // processes : (rank + 1) * 8 // processes]
@@ -271,7 +268,7 @@ def train_in_process(rank: int, processes: int, folder: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_processes_give_the_gradients_of_one(make_tiny, tmp_path):
-    torch.save(make_tiny("bert").config, tmp_path / "config.pt")
+    torch.save(undropped(make_tiny("bert").config), tmp_path / "config.pt")
     for processes in (1, 2):
         torch.multiprocessing.spawn(train_in_process, (processes, str(tmp_path)), nprocs=processes)
     one, two = (torch.load(tmp_path / f"gradients-{count}.pt", weights_only=True) for count in (1, 2))
@@ -284,10 +281,11 @@ CHECKPOINTING = "activation_checkpointing" if NEWER else "gradient_checkpointing
 
 
 @pytest.mark.parametrize("option", [CHECKPOINTING, "torch_compile"])
-def test_checkpointing_and_compilation_change_nothing(option, make_tiny, tmp_path):
+def test_checkpointing_and_compilation_change_nothing(option, make_tiny, set_dropout_, tmp_path):
     more = {"torch_compile_backend": "aot_eager"} if option == "torch_compile" else {}
-    expected = final_weights(joined(no_dropout_(classifier(make_tiny)), tmp_path, max_steps=6))
-    found = final_weights(joined(no_dropout_(classifier(make_tiny)), tmp_path, max_steps=6, **{option: True}, **more))
+    model, other = (set_dropout_(classifier(make_tiny), 0.0) for _ in range(2))
+    expected = final_weights(joined(model, tmp_path, max_steps=6))
+    found = final_weights(joined(other, tmp_path, max_steps=6, **{option: True}, **more))
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=1e-4, msg=name)
 
@@ -403,9 +401,9 @@ def test_two_processes_train_as_one(make_tiny, tmp_path):
     """A stock trainer would add up the losses of the two."""
     from safetensors.torch import load_file
 
-    no_dropout = classifier(make_tiny)
-    no_dropout.config.hidden_dropout_prob = no_dropout.config.attention_probs_dropout_prob = 0.0
-    no_dropout.save_pretrained(tmp_path / "start")
+    start = classifier(make_tiny)
+    undropped(start.config)
+    start.save_pretrained(tmp_path / "start")
     (tmp_path / "program.py").write_text(ADDING_UP)
     weights = []
     for processes in (1, 2):

@@ -1,0 +1,96 @@
+"""`collab-results`: a table of what experiments found, with the papers' numbers beside it."""
+
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from collab_compress import CollabCompressError
+from collab_compress.checkpoint.directory import write_whole
+from collab_compress.errors import RecipeError
+from collab_compress.experiments.comparison import compare
+from collab_compress.experiments.papers import read_papers, select_tables
+from collab_compress.experiments.results import read_results
+
+from .results_csv import comparison_csv, papers_csv
+from .results_markdown import comparison_markdown, papers_markdown
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Put the results of experiments into a table: means over seeds, and differences paired by seed.
+
+    Examples:
+      collab-results outputs
+      collab-results outputs --papers --output RESULTS.md
+      collab-results outputs --against drophead/tuned --format csv
+      collab-results outputs --paper collaborate --table 2
+      collab-results --paper diversity
+    """
+
+    folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="DIR")] = None
+    """Folder with the outputs of experiments, at any depth; without it the papers' tables are printed as they are."""
+
+    against: Annotated[str | None, tyro.conf.arg(metavar="METHOD/STAGE")] = None
+    """What the others are compared with; plain/tuned if not given."""
+
+    papers: bool = False
+    """Show the papers' numbers on the same tasks."""
+
+    paper: Annotated[str | None, tyro.conf.arg(metavar="KEY")] = None
+    """Of this paper only: collaborate, rotation, diversity, bhattacharyya or drophead."""
+
+    table: Annotated[str | None, tyro.conf.arg(metavar="N")] = None
+    """Of this table only: 2, or "Figure 3"."""
+
+    format: Literal["markdown", "csv"] = "markdown"
+    """Tables to read, or a line for each number."""
+
+    output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write there instead of printing."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command; errors are one line on standard error and exit code 2."""
+    try:
+        run(
+            tyro.cli(
+                Arguments, prog="collab-results", description=inspect.cleandoc(Arguments.__doc__ or ""), args=argv
+            )
+        )
+    except CollabCompressError as error:
+        print(f"collab-results: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def run(arguments: Arguments) -> None:
+    """Read, compare and print or write."""
+    chosen = arguments.paper is not None or arguments.table is not None
+    tables = select_tables(read_papers(), arguments.paper, arguments.table) if arguments.papers or chosen else []
+    if arguments.folder is None:
+        if not tables or arguments.against is not None:
+            raise RecipeError("no results: give a folder with the outputs of experiments, or --papers alone")
+        text = papers_markdown(tables) if arguments.format == "markdown" else papers_csv(tables)
+    else:
+        comparison = compare(read_results(arguments.folder), arguments.against)
+        names = [column.name for column in comparison.columns]
+        shown = [table for table in tables if table.rows_for(names)]
+        if tables and not shown:
+            missing = f"no table of the papers that was asked for has {' or '.join(names)}"
+            if chosen:
+                raise RecipeError(f"{missing}; leave the folder out to print what they have")
+            print(f"collab-results: {missing}", file=sys.stderr)
+        render = comparison_markdown if arguments.format == "markdown" else comparison_csv
+        text = render(comparison, shown)
+    if arguments.output is None:
+        print(text, end="")
+    else:
+        write_whole(arguments.output, text)
+
+
+if __name__ == "__main__":
+    main()

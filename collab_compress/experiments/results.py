@@ -1,0 +1,171 @@
+"""What experiments found: the records in a folder."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from collab_compress.errors import RecipeError
+from collab_compress.experiments.record import read_record
+from collab_compress.metrics import METRICS
+from collab_compress.tasks import TASKS
+
+FIELDS: dict[str, tuple[type, ...]] = {
+    "task": (str,),
+    "method": (str,),
+    "conversion": (str, NoneType),
+    "again": (bool,),
+    "stage": (str,),
+    "seed": (int,),
+    "score": (float, int),
+    "parameters": (int, NoneType),
+    "recipe": (dict,),
+}
+OPTIONAL: dict[str, Any] = {"parameters": None, "recipe": {}}
+FRESH = "fresh"
+FREE = {"seed", "output", "data_dir", "trackers", "method"}
+"""Settings that do not decide a score."""
+
+CONVERSION = {"compression", "conversion", "calibration"}
+AGAIN = {"again"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What was done to which model: a row of a table.
+
+    Args:
+        model: what it started from, without the folders it lies in; "fresh" for an untrained one.
+        method: what the recipe calls it.
+        stage: tuned, given (as it is), or the name of a conversion, with `-again` after a second fine-tuning.
+        conversion: its name; None for the model before.
+        again: whether it was fine-tuned again.
+    """
+
+    model: str
+    method: str
+    stage: str
+    conversion: str | None = None
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Column:
+    """What is scored: a column of a table.
+
+    Args:
+        name: of the task, with the languages of a translation, as in "iwslt17 de-en".
+        metric: its name in `collab_compress.metrics.METRICS`.
+        greater_is_better: whether a greater score is a better one.
+    """
+
+    name: str
+    metric: str
+    greater_is_better: bool = True
+
+    @property
+    def unit(self) -> str:
+        """What scores are in; an average over tasks makes sense within one unit only."""
+        return self.metric if self.metric in ("bleu", "perplexity") else "%"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One record.
+
+    Args:
+        variant: what was done.
+        column: what was scored.
+        seed: of the run.
+        score: in the benchmark's scale: percent, BLEU or perplexity.
+        parameters: of the model, head included; None if not recorded.
+        recipe: the settings that decide the score at this stage.
+        path: of the record.
+    """
+
+    variant: Variant
+    column: Column
+    seed: int
+    score: float
+    parameters: int | None
+    recipe: Mapping[str, Any] = field(repr=False)
+    path: Path
+
+
+def read_results(folder: Path) -> list[Result]:
+    """Read every `result.json` in a folder and the folders in it.
+
+    Args:
+        folder: of one run, or of many.
+
+    Returns:
+        The results, in the order of their paths.
+
+    Raises:
+        RecipeError: there are none, one is no record of an experiment, or two are of the same variant, task and seed.
+    """
+    if not folder.is_dir():
+        raise RecipeError(f"{folder} is no folder; expected one with the outputs of experiments")
+    results: dict[tuple[Variant, Column, int], Result] = {}
+    for path in sorted(folder.rglob("result.json")):
+        result = _result(path)
+        variant, column, seed = result.variant, result.column, result.seed
+        there = results.setdefault((variant, column, seed), result)
+        if there is not result:
+            raise RecipeError(
+                f"{there.path} and {path} are both {variant.method}/{variant.stage} of {variant.model} on "
+                f"{column.name} with seed {seed}; remove one, or give their recipes different methods"
+            )
+    if not results:
+        raise RecipeError(f"{folder} holds no result.json; expected the outputs of experiments")
+    return list(results.values())
+
+
+def _result(path: Path) -> Result:
+    record = _checked(path)
+    recipe, conversion, again = record["recipe"], record["conversion"], record["again"]
+    variant = Variant(_model_name(recipe), record["method"], record["stage"], conversion, again)
+    free = FREE | (set() if again else AGAIN) | (set() if conversion else CONVERSION)
+    return Result(
+        variant=variant,
+        column=_column(record["task"], recipe),
+        seed=record["seed"],
+        score=float(record["score"]),
+        parameters=record["parameters"],
+        recipe={name: value for name, value in recipe.items() if name not in free},
+        path=path,
+    )
+
+
+def _checked(path: Path) -> dict[str, Any]:
+    """Read a record whose fields are there and of their types; a foreign file is told by that it is not so."""
+    found: Any = read_record(path)
+    if not isinstance(found, dict):
+        raise RecipeError(f"{path} holds a {type(found).__name__}; expected the record of an experiment")
+    record = {**OPTIONAL, **found}
+    for name, types in FIELDS.items():
+        if name not in record:
+            raise RecipeError(f"{path} is no record of an experiment: it has no {name}; remove or rename it")
+        if type(record[name]) not in types:
+            expected = " or ".join("null" if kind is NoneType else kind.__name__ for kind in types)
+            raise RecipeError(f"{path}: {name} is {record[name]!r}; expected {expected}")
+    if record["task"] not in TASKS:
+        raise RecipeError(f"{path}: unknown task {record['task']!r}; expected one of {', '.join(sorted(TASKS))}")
+    return record
+
+
+def _model_name(recipe: Mapping[str, Any]) -> str:
+    model = recipe.get("model") or FRESH
+    return Path(model).name if Path(model).is_absolute() else str(model)
+
+
+def _column(task_name: str, recipe: Mapping[str, Any]) -> Column:
+    """Name a task, and the languages of a translation."""
+    task, name = TASKS[task_name], task_name
+    if task.kind == "translation":
+        chosen = recipe.get("translation") or {}
+        source, target = task.languages or (None, None)
+        source, target = chosen.get("source") or source, chosen.get("target") or target
+        name = f"{name} {source}-{target}" if source and target else name
+    return Column(name, task.metric, METRICS[task.metric].greater_is_better)

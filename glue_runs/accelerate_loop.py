@@ -1,0 +1,108 @@
+"""Fine-tune a classifier in a bare Accelerate loop with methods that act on heads: an example to copy from.
+
+    python glue_runs/accelerate_loop.py task=mrpc model=minilm data_dir=DIR output=outputs/loop tuning.epochs=3 \\
+        heads.drophead='[{p: 0.2}]' heads.alphas.frozen=0.3 tuning.arguments='{gradient_accumulation_steps: 2}'
+
+With `torchrun --nproc_per_node 2` or `accelerate launch` there are several processes, each with batches of its own.
+Of a recipe it takes task, model, data_dir, output, seed, max_length, heads, trackers, and of tuning whole epochs,
+learning_rate, batch_size, warmup and arguments, which are the Accelerator's here (mixed_precision: bf16, …).
+Converting and resuming is for run_glue.py.
+"""
+
+import math
+import sys
+
+import torch
+import transformers
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import set_seed
+from collab_compress_cli.source import find_directory
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from collab_compress import mix_heads_
+from collab_compress.errors import CollabCompressError, RecipeError
+from collab_compress.experiments import Recipe, read_recipe
+from collab_compress.experiments.trackers import check_trackers
+from collab_compress.metrics import Metric, load_metric
+from collab_compress.tasks import TASKS, encode_classification, load_task
+from collab_compress.training import HeadSession
+
+
+def train(recipe: Recipe) -> None:
+    task, tuning = TASKS[recipe.task], recipe.tuning
+    if task.kind != "classification" or recipe.fresh is not None or recipe.compression is not None:
+        raise RecipeError("this loop fine-tunes a given model on a classification task; run_glue.py does the rest")
+    check_trackers(recipe.trackers)
+    accelerator = Accelerator(
+        **tuning.arguments, log_with=list(recipe.trackers) or None, project_dir=recipe.output,
+        cpu=not torch.accelerator.is_available(),  # said so, several processes meet on the CPU
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=recipe.seed),
+    )  # fmt: skip
+    set_seed(recipe.seed)
+    directory = find_directory(recipe.model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(directory, num_labels=task.num_labels)
+    if recipe.heads.alphas is not None:
+        mix_heads_(model)  # before the optimizer is made, so that it steps the alphas
+    rows = encode_classification(load_task(task.name, recipe.data_dir), tokenizer, max_length=recipe.max_length)
+    loading = {"batch_size": tuning.batch_size, "collate_fn": transformers.DataCollatorWithPadding(tokenizer)}
+    held_out = {name: DataLoader(part, **loading) for name, part in rows.items() if name.startswith("validation")}
+    shares = {name: accelerator.prepare(part) for name, part in held_out.items()}  # of this process
+    data = accelerator.prepare(DataLoader(rows["train"], shuffle=True, **loading))
+    accumulated = accelerator.gradient_accumulation_steps
+    steps = math.ceil(tuning.epochs) * math.ceil(len(data) / accumulated)
+    warmup = math.ceil(tuning.warmup * steps)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=tuning.learning_rate, weight_decay=0.0)
+    schedule = transformers.get_linear_schedule_with_warmup(optimizer, warmup, steps)
+    wrapped, optimizer = accelerator.prepare(model, optimizer)  # a prepared schedule would step once for each process
+    set_seed(recipe.seed, device_specific=True)  # each process drops heads of its own
+    accelerator.init_trackers("log", {"task": task.name, "seed": recipe.seed, "heads": str(recipe.heads)})
+    bar, done = tqdm(total=steps, unit=" steps", disable=not accelerator.is_main_process), 0
+    with bar, HeadSession(model, recipe.heads, optimizer, warmup / steps) as session:  # of the model, not `wrapped`
+        for epoch in range(math.ceil(tuning.epochs)):
+            session.epoch(epoch, next(iter(held_out.values())))
+            wrapped.train()
+            for number, batch in enumerate(data):
+                if number % accumulated == 0:
+                    session.step(done / max(steps - 1, 1))
+                passes = min(accumulated, len(data) - number // accumulated * accumulated)  # fewer in the last step
+                with accelerator.accumulate(wrapped):
+                    loss = wrapped(**batch).loss
+                    loss = loss + session.penalty(loss)
+                    accelerator.backward(loss * accumulated / passes)  # it divides by `accumulated`
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if accelerator.sync_gradients:
+                    schedule.step()
+                    bar.update()
+                    done += 1
+                    if done % 10 == 0:
+                        accelerator.log({"loss": loss.item(), **session.logs()}, step=done)
+            for name, share in shares.items():
+                scores = evaluate(accelerator, model, share, load_metric(task.metric))
+                accelerator.log({f"{name}/{score}": value for score, value in scores.items()}, step=done)
+                accelerator.print(f"epoch {epoch + 1}, {name}: {scores}")
+    if accelerator.is_main_process:
+        model.save_pretrained(recipe.output)
+        tokenizer.save_pretrained(recipe.output)
+    accelerator.end_training()
+
+
+@torch.no_grad()
+def evaluate(accelerator: Accelerator, model: torch.nn.Module, data: DataLoader, metric: Metric) -> dict[str, float]:
+    model.eval()
+    for batch in data:
+        predicted = model(**batch).logits.argmax(-1)
+        predicted, labels = accelerator.gather_for_metrics((predicted, batch["labels"]))  # no row counts twice
+        metric.add_batch(predictions=predicted, references=labels)
+    return metric.compute()
+
+
+if __name__ == "__main__":
+    try:
+        train(read_recipe(overrides=sys.argv[1:]))
+    except CollabCompressError as error:
+        sys.exit(f"accelerate_loop: {error}")

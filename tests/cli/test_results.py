@@ -1,0 +1,207 @@
+"""The command `collab-results`."""
+
+import csv
+import io
+import json
+import os
+import statistics
+
+import pytest
+from collab_compress_cli import results as command
+from scipy import stats
+
+PLAIN = {"mrpc": [84.0, 85.0, 83.5], "ptb": [100.0, 104.0, 99.0], "rte": [60.0, 61.0, 65.0]}
+CONVERTED = {"mrpc": [83.0, 84.5, 81.0], "ptb": [101.0, 103.0, 99.5], "rte": [60.5, 60.0, 66.0]}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def records(*tasks):
+        for stage, arm in (("tuned", PLAIN), ("dk128-again", CONVERTED)):
+            for task in tasks:
+                for seed, score in enumerate(arm[task]):
+                    folder = tmp_path / "runs" / f"{task}-{seed}" / stage
+                    folder.mkdir(parents=True)
+                    record = {
+                        "task": task, "method": "plain", "conversion": None if stage == "tuned" else "dk128",
+                        "again": stage != "tuned", "stage": stage, "seed": seed, "score": score, "metrics": {},
+                        "parameters": 22713602 if stage == "tuned" else 21565824, "recipe": {"model": "minilm|x"},
+                    }  # fmt: skip
+                    (folder / "result.json").write_text(json.dumps(record))
+        return tmp_path / "runs"
+
+    return records
+
+
+def run(capsys, *arguments):
+    """Run the command in this process; returns exit code, standard output, standard error."""
+    try:
+        command.main(list(map(str, arguments)))
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+    return code, *capsys.readouterr()
+
+
+def grids(text):
+    """The tables in a text, as lists of dictionaries; every line of a table must have all its cells."""
+    found = []
+    for block in text.split("\n\n"):
+        lines = [line for line in block.splitlines() if line.startswith("|")]
+        if not lines:
+            continue
+        assert len({len(line) for line in lines}) == 1
+        cells = [[cell.strip() for cell in line.replace("\\|", "¦").strip("|").split("|")] for line in lines]
+        assert all(len(line) == len(cells[0]) for line in cells)
+        assert all(set(rule) <= {"-", ":"} for rule in cells[1])
+        found.append([dict(zip(cells[0], line, strict=True)) for line in cells[2:]])
+    return found
+
+
+def test_means_and_differences(capsys, write):
+    code, printed, error = run(capsys, write("mrpc", "ptb"))
+    assert (code, error) == (0, "")
+    scores, differences = grids(printed)
+    lower = "ptb (perplexity, lower is better)"
+    assert list(scores[0]) == ["model", "method", "stage", "parameters (M)", "mrpc (accuracy+f1)", lower]
+    assert [row["stage"] for row in scores] == ["tuned", "dk128-again"]
+    assert [row["parameters (M)"] for row in scores] == ["22.71", "21.57"]
+    assert scores[0]["model"] == "minilm¦x"
+    for row, arm in zip(scores, (PLAIN, CONVERTED), strict=True):
+        for name, task in (("mrpc (accuracy+f1)", "mrpc"), (lower, "ptb")):
+            mean, deviation = statistics.fmean(arm[task]), statistics.stdev(arm[task])
+            assert row[name] == f"{mean:.2f} ± {deviation:.2f} (3)"
+    (change,) = differences
+    assert change["mrpc (accuracy+f1)"] == f"-1.33 ± {stats.sem([1.0, 0.5, 2.5]):.2f} (3)"
+    assert change["ptb (perplexity, negative is better)"] == f"+0.17 ± {stats.sem([1.0, -1.0, 0.5]):.2f} (3)"
+    assert "Difference to plain/tuned" in printed
+
+
+def test_the_papers_beside_ours(capsys, write):
+    code, printed, error = run(capsys, write("mrpc", "rte"), "--papers")
+    assert (code, error) == (0, "")
+    scores, differences = grids(printed)
+    assert [row["from"] for row in scores] == ["ours"] * 2 + ["collaborate, Table 2"] * 10
+    bert = next(row for row in scores if row["model"] == "BERT-base" and row["stage"] == "dk128-again")
+    assert (bert["parameters (M)"], bert["mrpc (accuracy+f1)"], bert["rte (accuracy)"]) == ("96.6", "79.3", "60.7")
+    assert bert["average (%)"] == "70.00"
+    change = next(row for row in differences if row["model"] == "BERT-base" and row["stage"] == "dk128-again")
+    assert (change["mrpc (accuracy+f1)"], change["rte (accuracy)"], change["average (%)"]) == (
+        "-7.00",
+        "-2.50",
+        "-4.75",
+    )
+    assert printed.count("“Multi-Head Attention: Collaborate Instead of Concatenate”") == 1
+    assert "the table has it the other way round" in printed
+
+
+def test_the_papers_differ_from_their_own_baseline_only(capsys, write):
+    folder = write("ptb")
+    _, printed, _ = run(capsys, folder, "--paper", "diversity")
+    name = "ptb (perplexity, negative is better)"
+    changes = {row["method"]: row[name] for row in grids(printed)[1] if row["from"] != "ours"}
+    assert changes["+ HSIC ONLY"] == "-18.49"
+    assert "Baseline" not in changes
+    _, printed, _ = run(capsys, folder, "--paper", "diversity", "--against", "plain/dk128-again")
+    assert [row["from"] for row in grids(printed)[1]] == ["ours"]
+
+
+def test_papers_alone(capsys):
+    code, printed, _ = run(capsys, "--paper", "collaborate", "--table", "2")
+    assert code == 0
+    (rows,) = grids(printed)
+    assert len(rows) == 10
+    assert rows[0]["mrpc (F1/accuracy)"] == "88.8/83.8"
+    assert rows[0]["average"] == "83.0"
+    code, printed, _ = run(capsys, "--papers")
+    assert code == 0
+    assert len(grids(printed)) == 22
+    assert list(grids(run(capsys, "--paper", "diversity", "--table", "1")[1])[0][0]) == [
+        "model",
+        "iwslt17 de-en (BLEU)",
+    ]
+
+
+def test_csv(capsys, write):
+    code, printed, _ = run(capsys, write("mrpc", "rte"), "--format", "csv", "--papers")
+    assert code == 0
+    lines = list(csv.DictReader(io.StringIO(printed)))
+    ours = [line for line in lines if line["from"] == "ours"]
+    assert [line["task"] for line in ours] == ["mrpc", "rte", "average"] * 2
+    reference, change = ours[0], ours[3]
+    assert float(reference["mean"]) == pytest.approx(statistics.fmean(PLAIN["mrpc"]))
+    assert float(reference["sd"]) == pytest.approx(statistics.stdev(PLAIN["mrpc"]))
+    assert (reference["n"], reference["difference"], reference["reference"]) == ("3", "", "")
+    assert float(change["difference"]) == pytest.approx(-4 / 3)
+    assert float(change["se"]) == pytest.approx(stats.sem([1.0, 0.5, 2.5]))
+    assert (change["reference"], change["pairs"], change["greater_is_better"]) == ("plain/tuned", "3", "True")
+    paper = next(line for line in lines if line["model"] == "BERT-base" and line["task"] == "mrpc")
+    assert (paper["mean"], paper["printed"], paper["parameters"]) == ("86.3", "88.8/83.8", "108300000")
+    average = next(line for line in lines if line["model"] == "BERT-base" and line["task"] == "average")
+    assert float(average["mean"]) == pytest.approx((86.3 + 63.2) / 2)
+    assert (average["metric"], average["greater_is_better"]) == ("%", "True")
+
+
+def test_csv_of_papers_alone(capsys):
+    _, printed, _ = run(capsys, "--paper", "rotation", "--format", "csv")
+    lines = list(csv.DictReader(io.StringIO(printed)))
+    assert lines[1]["task"] == "parameters de-en"
+    assert lines[1]["mean"] == lines[1]["printed"] == "39469056"
+
+
+def test_output_is_whole_or_not_there(capsys, write, tmp_path, monkeypatch):
+    folder, output = write("mrpc"), tmp_path / "table.md"
+    _, printed, _ = run(capsys, folder)
+    assert run(capsys, folder, "--output", output) == (0, "", "")
+    assert output.read_text(encoding="utf-8") == printed
+
+    def fail(*_):
+        raise OSError(28, os.strerror(28))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pathlib.Path.replace", fail)
+        code, _, error = run(capsys, folder, "--format", "csv", "--output", output)
+    assert (code, "No space left" in error) == (2, True)
+    assert output.read_text(encoding="utf-8") == printed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "table.md"]
+
+
+def test_notes(capsys, write):
+    folder = write("mrpc")
+    path = folder / "mrpc-1" / "tuned" / "result.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "recipe": {**record["recipe"], "max_length": 64}}))
+    _, printed, _ = run(capsys, folder)
+    assert "* plain/tuned of minilm|x on mrpc: seeds differ in max_length." in printed
+
+
+def test_tasks_that_no_paper_has(capsys, write):
+    folder = write("mrpc")
+    for path in folder.rglob("result.json"):
+        path.write_text(path.read_text().replace('"mrpc"', '"wnli"'))
+    code, printed, error = run(capsys, folder, "--papers")
+    assert (code, error) == (0, "collab-results: no table of the papers that was asked for has wnli\n")
+    assert printed == run(capsys, folder)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{runs}/nowhere"], "nowhere is no folder"),
+        (["{empty}"], "holds no result.json"),
+        (["{runs}", "--against", "hsic/tuned"], "no result is 'hsic/tuned'; expected one of plain/dk128-again"),
+        (["{runs}", "--paper", "rotation"], "no table of the papers that was asked for has mrpc"),
+        (["{runs}", "--paper", "bert"], "unknown paper 'bert'"),
+        (["--paper", "rotation", "--table", "9"], "no table '9'"),
+        ([], "no results: give a folder"),
+        (["--papers", "--against", "plain/tuned"], "no results: give a folder"),
+    ],
+)
+def test_mistakes_are_one_line(capsys, write, tmp_path, arguments, message):
+    folder = write("mrpc")
+    (tmp_path / "empty").mkdir()
+    code, printed, error = run(capsys, *(a.format(runs=folder, empty=tmp_path / "empty") for a in arguments))
+    assert (code, printed) == (2, "")
+    assert error.startswith("collab-results: ")
+    assert error.count("\n") == 1
+    assert message in error

@@ -1,0 +1,154 @@
+"""The example of a bare loop: alone, in two processes, and against the Trainer."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+from collab_compress.errors import RecipeError
+from collab_compress.experiments import read_recipe
+from collab_compress.heads import alphas_of
+from collab_compress.tasks import encode_classification, load_task
+from collab_compress.training import HeadSession, join_trainer_
+
+SCRIPT = Path(__file__).parents[2] / "glue_runs" / "accelerate_loop.py"
+PENALTY = "heads.penalties=[{loss: disagreement, weight: 0.3}]"
+ALPHAS = "heads.alphas={frozen: 0.3, growth_weight: 1.0, growth: 0.01}"
+DROPHEAD = "heads.drophead=[{p: 0.3, schedule: scheduled}]"
+ROTATION = "heads.rotation={strategy: in-layer, epochs: [0, 1], exclude: []}"
+
+
+def settings(start, data_dir, output, *more):
+    return [
+        "task=mrpc", f"model={start}", f"data_dir={data_dir}", f"output={output}", "max_length=24", "trackers=[]",
+        "tuning.epochs=3", "tuning.learning_rate=1.0e-3", "tuning.batch_size=8", *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def train():
+    """What the script does, in this process."""
+    spec = importlib.util.spec_from_file_location("accelerate_loop", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield lambda arguments: module.train(read_recipe(overrides=arguments))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def launch(arguments, processes=1):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if processes == 2 else []
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT), *arguments], env=environment, check=False, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+
+
+def weights(folder):
+    """Give what was trained, but for key biases: attention ignores them, so that their gradients are rounding."""
+    found = load_file(folder / "model.safetensors")
+    return {name: weight for name, weight in found.items() if not name.endswith("key.bias")}
+
+
+def assert_same(one, other, **tolerances):
+    assert one.keys() == other.keys()
+    for name, weight in one.items():
+        torch.testing.assert_close(other[name], weight, **tolerances, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_two_processes_train_as_one(start, data_dir, tmp_path):
+    """The same passes of eight rows: four in each of two processes, or eight in one."""
+    outputs = []
+    for processes, size in ((1, 8), (2, 4)):
+        given = settings(
+            start, data_dir, tmp_path / str(processes), PENALTY, ALPHAS, ROTATION, f"tuning.batch_size={size}",
+            "tuning.arguments={gradient_accumulation_steps: 2}",
+        )  # fmt: skip
+        done = launch(given, processes)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-9000:]
+        outputs.append(done.stdout)
+        assert done.stderr.count(" 0/6 ") == 1  # one bar
+    assert outputs[0] == outputs[1]
+    assert [line.partition(":")[0] for line in outputs[0].splitlines()] == [
+        f"epoch {n}, validation" for n in (1, 2, 3)
+    ]
+    assert_same(weights(tmp_path / "1"), weights(tmp_path / "2"), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("size", "accumulated"), [(8, 1), (2, 15)])
+def test_it_trains_as_a_joined_trainer(size, accumulated, train, start, data_dir, tmp_path, monkeypatch):
+    """With sixteen batches of two an epoch, a step of fifteen passes is followed by one of one."""
+    begin = HeadSession.step
+
+    def seeded(session, progress):
+        begin(session, progress)
+        torch.manual_seed(int(1e6 * progress))  # so that both drop the same heads
+
+    monkeypatch.setattr(HeadSession, "step", seeded)
+    arguments = f"tuning.arguments={{gradient_accumulation_steps: {accumulated}}}"
+    heads = (DROPHEAD, PENALTY, ALPHAS, ROTATION)
+    given = settings(start, data_dir, tmp_path / "loop", *heads, arguments, f"tuning.batch_size={size}")
+    train(given)
+    recipe = read_recipe(overrides=given)
+    set_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(start, num_labels=2)
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    rows = encode_classification(load_task("mrpc", data_dir), tokenizer, max_length=24)
+    trainer = Trainer(
+        model,
+        TrainingArguments(
+            str(tmp_path / "trainer"), use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
+            optim="adamw_torch", learning_rate=1e-3, per_device_train_batch_size=size, num_train_epochs=3,
+            gradient_accumulation_steps=accumulated, warmup_steps=0.1, seed=0, data_seed=0,
+        ),
+        train_dataset=rows["train"], eval_dataset=rows["validation"],
+        data_collator=DataCollatorWithPadding(tokenizer),
+    )  # fmt: skip
+    join_trainer_(trainer, recipe.heads)
+    trainer.train()
+    model.save_pretrained(tmp_path / "trainer")
+    assert_same(weights(tmp_path / "loop"), weights(tmp_path / "trainer"), atol=1e-6, rtol=1e-5)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "loop")
+    assert not any(torch.equal(matrix, torch.eye(3)) for matrix in alphas_of(loaded).values())
+
+
+def test_what_is_logged(start, data_dir, tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    given = settings(
+        start, data_dir, tmp_path / "out", PENALTY, DROPHEAD, "trackers=[tensorboard]",
+        "tuning.arguments={mixed_precision: bf16}",
+    )  # fmt: skip
+    done = launch(given)
+    assert done.returncode == 0, done.stderr[-9000:]
+    logs = reader.EventAccumulator(str(tmp_path / "out" / "log")).Reload()
+    steps = {name: [event.step for event in logs.Scalars(name)] for name in logs.Tags()["scalars"]}
+    assert steps.items() >= {"loss": [10], "disagreement": [10], "validation/f1": [4, 8, 12]}.items()
+
+
+@pytest.mark.parametrize("more", ["task=stsb", "compression.rank=12"])
+def test_what_is_refused(more, train, start, data_dir, tmp_path):
+    given = settings(start, data_dir, tmp_path / "out", "trackers=[tensorboard]", more)
+    with pytest.raises(RecipeError, match="this loop fine-tunes a given model on a classification task"):
+        train(given)
+
+
+def test_mistakes_are_one_line(start, data_dir, tmp_path):
+    done = launch(settings(start, data_dir, tmp_path / "out", "trackers=[mlflow]"))
+    assert done.returncode == 1
+    assert done.stderr.startswith("accelerate_loop: no tracker 'mlflow' here; install its package")
+    assert len(done.stderr.splitlines()) == 1

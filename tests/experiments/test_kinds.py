@@ -1,0 +1,172 @@
+"""Translation, language modelling and classification from nothing: what is scored is what the files say."""
+
+import math
+
+import numpy as np
+import pytest
+import sacrebleu
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+from collab_compress.errors import DataError, RecipeError
+from collab_compress.experiments import Fresh, read_recipe, run
+from collab_compress.tasks import load_task
+
+FRESH = "fresh={layers: 2, width: 24, heads: 3, feed_forward: 32, dropout: 0.0, max_length: 40, vocab_size: 60}"
+TUNING = "tuning={epochs: 2, learning_rate: 1.0e-3, batch_size: 8, arguments: {disable_tqdm: true}}"
+
+
+def recipe(output, *settings):
+    return read_recipe(overrides=[f"output={output}", FRESH, TUNING, "trackers=[]", "max_length=24", *settings])
+
+
+def translation(data_dir, output, *settings):
+    languages = "translation={source: aa, target: bb, beams: 3, length_penalty: 0.6, max_length: 12}"
+    return recipe(output, "task=parallel", f"data_dir={data_dir}", languages, *settings)
+
+
+def test_translation(sentences, tmp_path):
+    records = run(
+        translation(sentences, tmp_path / "out", "compression.rank=12", f"again={TUNING.partition('=')[2]}")
+    )
+    assert [record["stage"] for record in records] == ["tuned", "dk12", "dk12-again"]
+    for record in records:
+        folder = tmp_path / "out" / record["stage"]
+        written = (folder / "test.txt").read_text().splitlines()
+        test = load_task("parallel", sentences, source="aa", target="bb")["test"]
+        assert len(written) == 4
+        assert record["score"] == record["metrics"]["test"]["bleu"]
+        assert record["score"] == sacrebleu.corpus_bleu(written, [list(test["target"])]).score
+        model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out" / record["stage"] / "model").eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+        for source, line in zip(
+            load_task("parallel", sentences, source="aa", target="bb")["test"]["source"], written, strict=True
+        ):
+            ids = tokenizer(source, return_tensors="pt", return_token_type_ids=False)
+            found = model.generate(**ids, num_beams=3, length_penalty=0.6, max_length=12)
+            assert tokenizer.decode(found[0], skip_special_tokens=True) == line
+
+
+def test_collaborative_from_the_first_step(sentences, tmp_path):
+    [record] = run(
+        translation(sentences, tmp_path / "out", "fresh.attention={rank: 12}", "heads.alphas={frozen: 0.5}")
+    )
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    attention = model.model.decoder.layers[0].encoder_attn
+    assert attention.mixing.shape == (3, 12)
+    start = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out" / "start")
+    assert not torch.equal(attention.mixing, start.model.decoder.layers[0].encoder_attn.mixing)
+    assert record["parameters"] == model.num_parameters()
+
+
+def test_language_modelling(text, tmp_path):
+    """Perplexity of the whole text, token by token, each told by all before it in its block."""
+    settings = ("task=text", f"data_dir={text}", "fresh.tokenizer=word", "fresh.vocab_size=null", "max_length=7")
+    [record] = run(recipe(tmp_path / "out", *settings))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "tuned" / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    stream = [tokenizer.bos_token_id]
+    for line in (text / "text" / "test.txt").read_text().splitlines():
+        stream += [*(tokenizer.convert_tokens_to_ids(word) for word in line.split()), tokenizer.eos_token_id]
+    losses = []
+    for position in range(1, len(stream)):
+        block = (position - 1) // 6 * 6
+        with torch.no_grad():
+            logits = model(torch.tensor([stream[block:position]])).logits[0, -1]
+        losses.append(-float(logits.double().log_softmax(-1)[stream[position]]))
+    assert record["metrics"]["test"]["perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
+    assert record["score"] == record["metrics"]["test"]["perplexity"]
+    assert model.config.is_decoder
+
+
+def test_a_classifier_without_pretraining(questions, tmp_path):
+    settings = ("task=trec", f"data_dir={questions}", "heads.drophead=[{p: 0.2}]", "fresh.lowercase=true")
+    [record] = run(recipe(tmp_path / "out", *settings))
+    assert record["metrics"].keys() == {"test"}  # there is no other split with labels
+    assert record["score"] == 100 * record["metrics"]["test"]["accuracy"]
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    assert model.num_labels == 6
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    assert tokenizer("Red")["input_ids"] == tokenizer("red")["input_ids"]
+    assert tokenizer("red")["input_ids"][0] == tokenizer.bos_token_id  # the position that the classifier reads
+
+
+def test_weights_of_the_last_epochs_are_averaged(text, tmp_path, monkeypatch):
+    from collab_compress.experiments import tuning
+
+    kept = []
+    average = tuning._average_
+
+    def spy(model, checkpoints, count):
+        paths = tuning.whole_checkpoints(checkpoints)
+        kept.extend(AutoModelForCausalLM.from_pretrained(path).state_dict() for path in paths)
+        average(model, checkpoints, count)
+
+    monkeypatch.setattr(tuning, "_average_", spy)
+    settings = ("task=text", f"data_dir={text}", "fresh.attention={rank: 12}", "heads.alphas={frozen: 0.0}")
+    run(recipe(tmp_path / "out", *settings, "tuning.epochs=4", "tuning.average=3"))
+    assert len(kept) == 3
+    result = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "tuned" / "model").state_dict()
+    for name, value in result.items():
+        if value.is_floating_point():
+            torch.testing.assert_close(value, torch.stack([state[name] for state in kept]).mean(0))
+    assert not torch.equal(
+        kept[0]["bert.encoder.layer.0.attention.self.mixing"], kept[2]["bert.encoder.layer.0.attention.self.mixing"]
+    )
+
+
+def test_too_few_epochs_to_average(text, tmp_path):
+    with pytest.raises(RecipeError, match="average is 3, but training left 2 checkpoints; train for more epochs"):
+        run(recipe(tmp_path / "out", "task=text", f"data_dir={text}", "tuning.average=3"))
+
+
+def test_training_is_tracked(text, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logging = "tuning.arguments={disable_tqdm: true, logging_steps: 1}"
+    run(
+        recipe(
+            tmp_path / "out", "task=text", f"data_dir={text}", "trackers=[tensorboard]", logging, "tuning.epochs=9"
+        )
+    )
+    events = EventAccumulator(str(tmp_path / "out" / "tuned" / "logs")).Reload()
+    assert {"loss", "learning_rate"} <= set(events.Tags()["scalars"])
+    losses = events.Scalars("loss")
+    assert [event.step for event in losses] == list(range(1, len(losses) + 1))
+    assert losses[-1].value < losses[0].value
+
+
+def test_a_tracker_that_is_not_there(text, tmp_path):
+    with pytest.raises(RecipeError, match=r"no tracker 'nosuch' here; install its package, or set trackers to"):
+        run(recipe(tmp_path / "out", "task=text", f"data_dir={text}", "trackers=[nosuch]"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (["fresh.tokenizer=letters"], DataError, "unknown kind of tokenizer 'letters'"),
+        (["attn_implementation=magic"], RecipeError, "cannot be loaded: .*magic"),
+        (["tuning=null", "compression.rank=12"], RecipeError, "a fresh model is trained first; give tuning"),
+    ],
+)
+def test_what_cannot_be_made(text, tmp_path, settings, error, message):
+    with pytest.raises(error, match=message):
+        run(recipe(tmp_path / "out", "task=text", f"data_dir={text}", *settings))
+
+
+def test_a_search_beyond_the_model_s_positions(sentences, tmp_path):
+    with pytest.raises(RecipeError, match=r"translation\.max_length is 50; the model has positions for 40"):
+        run(translation(sentences, tmp_path / "out", "translation.max_length=50"))
+
+
+def test_sizes_of_fresh_models():
+    for settings, message in (({"layers": 0}, "layers is 0"), ({"width": 10, "heads": 3}, "cannot be shared out")):
+        with pytest.raises(RecipeError, match=message):
+            Fresh(**settings)

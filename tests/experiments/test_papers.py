@@ -1,0 +1,197 @@
+"""The papers' numbers, checked by what the papers' own texts and other tables say of them."""
+
+import math
+from decimal import Decimal
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from collab_compress.errors import RecipeError
+from collab_compress.experiments.papers import PAPERS, PaperRow, read_papers, select_tables
+from collab_compress.tasks import TASKS
+
+ROOT = Path(__file__).parents[2]
+TABLES = read_papers()
+
+
+def one(paper, table):
+    (found,) = select_tables(TABLES, paper, table)
+    return found
+
+
+def scores(paper, table):
+    """Numbers of a table, row by row."""
+    return [[float(n) for printed in row.scores.values() for n in printed] for row in one(paper, table).rows]
+
+
+def test_what_there_is():
+    assert [(table.paper, table.name.removeprefix("Table ")) for table in TABLES] == [
+        *(("collaborate", name) for name in ("1", "2", "Figure 3")),
+        *(("rotation", name) for name in "2345"),
+        *(("diversity", name) for name in "1234567"),
+        ("bhattacharyya", "Section 4"),
+        *(("drophead", name) for name in "1234567"),
+    ]
+
+
+def test_columns_of_tasks_are_named_as_ours():
+    kinds = {"BLEU": "translation", "perplexity": "language modelling"}
+    ours = {name.split()[0] for table in TABLES for name in table.columns} & TASKS.keys()
+    assert ours == {
+        "cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "imdb", "yelp", "ag_news", "dbpedia", "trec",
+        "yahoo", "snli", "iwslt14", "iwslt17", "wmt14", "wmt17", "ptb",
+    }  # fmt: skip
+    for table in TABLES:
+        for name, metric in table.columns.items():
+            if name in TASKS or (name.split()[0] in TASKS and "perplexity" not in name):
+                kind = TASKS[name.split()[0]].kind
+                assert kinds.get(metric, kind) == kind, (table.name, name)
+
+
+def test_numbers_keep_their_digits():
+    assert str(one("collaborate", "2").rows[1].scores["qnli"][0]) == "90.2"
+    assert [str(row.scores["wmt14 en-de"][0]) for row in one("collaborate", "figure 3").rows[:2]] == [
+        "27.30",
+        "27.40",
+    ]
+    assert str(one("drophead", "3").rows[4].scores["dbpedia"][0]) == "99.30"
+
+
+def test_collaborate_table_1_is_what_the_layers_cost():
+    def cost(width, heads, rank=None, length=128):
+        """Parameters in millions and multiply-accumulates in 1e8 of a layer, its content bias aside."""
+        values = 2 * width * width
+        if rank is None:
+            return 2 * values / 1e6, (2 * values * length + 2 * length**2 * width) / 1e8
+        queries_and_keys, attention = 2 * width * rank, length**2 * (heads * rank + width)
+        extra = heads * rank
+        macs = length * (queries_and_keys + extra + values) + attention
+        return (queries_and_keys + extra + values) / 1e6, macs / 1e8
+
+    expected = [cost(512, 8), cost(512, 8, 128), cost(768, 12), cost(768, 12, 256)]
+    for (parameters, flops, _), (own_parameters, own_flops) in zip(scores("collaborate", "1"), expected, strict=True):
+        assert parameters == round(own_parameters, 2)
+        assert flops == pytest.approx(own_flops, abs=0.0051)
+
+
+def test_collaborate_table_2_averages_eleven_figures():
+    table = one("collaborate", "2")
+    gaps = []
+    for row, printed in zip(table.rows, scores("collaborate", "2"), strict=True):
+        assert len(printed) == 11
+        assert float(row.average) == pytest.approx(math.fsum(printed) / 11, abs=0.06)
+        gaps.append(float(row.average - row.mean(list(table.columns))))
+    assert (round(min(gaps), 1), round(max(gaps), 1)) == (1.7, 2.2)
+
+
+def test_collaborate_table_2_parameters():
+    """A converted layer has 2·768·(768 − R) weights less; BERT has 12 layers, DistilBERT 6, ALBERT one."""
+    rows = {(row.model, row.stage): float(row.parameters) for row in one("collaborate", "2").rows}
+    layers = {"BERT-base": 12, "DistilBERT": 6, "ALBERT": 1}
+    dense = {"BERT-base": rows["BERT-base", "dk768-again"], "DistilBERT": 66.4, "ALBERT": 11.7}
+    for (model, stage), parameters in rows.items():
+        if stage != "tuned":
+            rank = int(stage.removeprefix("dk").removesuffix("-again"))
+            assert parameters == pytest.approx(dense[model] - layers[model] * 2 * 768 * (768 - rank) / 1e6, abs=0.11)
+
+
+def test_rotation_gains_are_those_of_the_text():
+    baseline, alphas = scores("rotation", "2")[0], scores("rotation", "3")[0]
+    manual, dynamic = scores("rotation", "4"), [row[0] for row in scores("rotation", "5")]
+    assert alphas[0] - baseline[0] == pytest.approx(0.53)
+    assert manual[1][1] - manual[0][1] == pytest.approx(0.38)
+    assert max(dynamic) - dynamic[3] == pytest.approx(0.25)
+    assert manual[0] == baseline[::2]
+    assert dynamic[3] == baseline[0]
+
+
+def test_rotation_parameters_contradict_themselves_as_noted():
+    (eight, sixteen), (more_eight, more_sixteen) = scores("rotation", "2"), scores("rotation", "3")
+    attention = 18
+    assert {more_eight[1] - eight[1], more_eight[3] - eight[3]} == {attention * (64 + 8)}
+    assert more_sixteen[1] == sixteen[1]
+    assert more_sixteen[3] == sixteen[1] + attention * (16 * 16 + 16)
+
+
+def test_diversity_tables_agree_but_for_what_is_noted():
+    sizes = dict(zip((row.model for row in one("diversity", "1").rows), scores("diversity", "1"), strict=True))
+    assert sizes["Transformer d=512, H=8"][0] == scores("diversity", "4")[0][0]
+    similarity = dict(zip((row.model for row in one("diversity", "3").rows), scores("diversity", "3"), strict=True))
+    assert similarity["Transformer d=512, H=8"][1:] == [0.419, 0.197]
+    assert scores("diversity", "5")[0] == [0.397, 0.199]
+    for model, (width, *_) in similarity.items():
+        d, heads = (int(part.split("=")[1]) for part in model.removeprefix("Transformer ").split(", "))
+        assert width == d / heads
+    assert min(scores("diversity", "7"))[0] == scores("diversity", "7")[3][0]
+
+
+def test_drophead_tables_agree_but_for_what_is_noted():
+    first = {row.method: row.score("wmt14 en-de") for row in one("drophead", "1").rows if "more" not in row.model}
+    fifth, sixth, seventh = ([row[0] for row in scores("drophead", table)] for table in "567")
+    assert float(first["ours (reproduced)"]) == fifth[0] == 28.7
+    assert sixth[0] == 28.6
+    assert {float(first["+ Scheduled DropHead"])} == {fifth[2], sixth[4], seventh[3]}
+    assert float(first["+ DropHead"]) == seventh[0]
+
+
+def test_contradictions_have_notes():
+    noted = {(table.paper, table.name) for table in TABLES if table.note}
+    assert noted >= {
+        ("collaborate", "Table 2"), ("rotation", "Table 3"), ("diversity", "Table 3"), ("diversity", "Table 5"),
+        ("drophead", "Table 1"), ("drophead", "Table 6"),
+    }  # fmt: skip
+
+
+def test_scores_and_means():
+    row = PaperRow("model", {"mrpc": (Decimal("88.8"), Decimal("83.8")), "rte": (Decimal("63.2"),)})
+    assert (row.score("mrpc"), row.score("rte"), row.score("cola")) == (Decimal("86.3"), Decimal("63.2"), None)
+    assert row.mean(["mrpc", "rte"]) == Decimal("74.75")
+    assert row.mean(["mrpc", "cola"]) is None
+    assert row.mean([]) is None
+
+
+def test_baselines_are_of_the_same_model():
+    table = one("drophead", "1")
+    big = [row for row in table.rows if row.model == "Transformer-big"]
+    more = [row for row in table.rows if row.model == "Transformer-big (more heads)"]
+    assert table.baseline(big[-1]) is big[1]
+    assert table.baseline(more[-1]) is more[0]
+    assert table.baseline(more[0]) is None
+    assert table.baseline(table.rows[0]) is None
+    for table in TABLES:
+        for model in {row.model for row in table.rows}:
+            assert sum(row.baseline for row in table.rows if row.model == model) <= 1
+
+
+def test_choosing():
+    assert {table.paper for table in select_tables(TABLES, "rotation")} == {"rotation"}
+    assert [table.paper for table in select_tables(TABLES, table="table 7")] == ["diversity", "drophead"]
+    with pytest.raises(RecipeError, match="unknown paper 'bert'; expected one of collaborate, rotation"):
+        select_tables(TABLES, "bert")
+    with pytest.raises(RecipeError, match="no table '9'; expected one of Table 2, Table 3, Table 4, Table 5"):
+        select_tables(TABLES, "rotation", "9")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "cannot read the papers' numbers"),
+        ("a: {title: A, source: B}", "is not laid out as the papers' numbers are: 'tables'"),
+        ("a: {tables: {T: {columns: {x: y}, rows: [{model: m, scores: [1, 2]}]}}}", "a, T, m: 2 scores; expected 1"),
+        ("a: {title: A, source: B, tables: {T: {columns: {}, rows: [], nots: x}}}", "'nots'"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, text, message):
+    (tmp_path / "papers.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=message):
+        read_papers(tmp_path / "papers.yaml")
+
+
+def test_the_package_carries_the_numbers():
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["collab_compress"]
+    name = PAPERS.relative_to(ROOT / "collab_compress").as_posix()
+    assert any(fnmatch(name, pattern) for pattern in patterns)
+    assert project["project"]["scripts"]["collab-results"] == "collab_compress_cli.results:main"

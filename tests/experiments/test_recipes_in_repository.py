@@ -1,0 +1,204 @@
+"""Recipes and sweeps in the repository: they can be run, and those of a paper's table are what the table is about.
+
+The first line of one that follows a paper may say `# paper: KEY, Table 1, Table 2`, and lines `# also: field=value …`
+give settings with which it makes more of the table.
+"""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import MarianConfig, MarianMTModel
+
+from collab_compress.experiments import read_recipe, read_sweep
+from collab_compress.experiments.papers import read_papers, select_tables
+from collab_compress.experiments.protocol import BASE, CONVERTED, WORKLOADS
+from collab_compress.heads import Rotator
+from collab_compress.tasks import TASKS
+
+FOLDER = Path(__file__).parents[2] / "glue_runs"
+RECIPES = sorted(FOLDER.glob("recipes/*.yaml"))
+SWEEPS = sorted(FOLDER.glob("sweeps/*.yaml"))
+PAPERS = read_papers()
+KEYS = {table.paper for table in PAPERS}
+LONGEST = 118
+
+
+def told(path, what):
+    """Give what the lines `# what: …` at the top of a file say."""
+    top = re.match(r"(#.*\n)*", path.read_text(encoding="utf-8"))[0]
+    return re.findall(rf"^# {what}: (.+)$", top, re.MULTILINE)
+
+
+def tables(path):
+    """Give the tables that a file names, each as papers.yaml has it; those it does not have are figures."""
+    found = []
+    for line in told(path, "paper"):
+        key, *names = line.split(", ")
+        there = {table.name for table in select_tables(PAPERS, key)}  # raises where there is no such paper
+        assert names, line
+        assert all(name in there or name.startswith("Figure ") for name in names), line
+        found += [select_tables(PAPERS, key, name)[0] for name in names if name in there]
+    return found
+
+
+def sweeps(path):
+    """Read a sweep as it stands, and with the settings it names."""
+    return [read_sweep(path, shlex.split(settings)) for settings in ("", *told(path, "also"))]
+
+
+def recipes(path):
+    if path in RECIPES:
+        return [read_recipe(path, ["output=out"])]
+    return [recipe for sweep in sweeps(path) for recipe in sweep.recipes()]
+
+
+def column(recipe):
+    """Name what a recipe is scored on as the papers' tables do."""
+    task = TASKS[recipe.task]
+    if task.kind != "translation":
+        return recipe.task
+    source, target = task.languages or (None, None)
+    return f"{recipe.task} {recipe.translation.source or source}-{recipe.translation.target or target}"
+
+
+def sweep_of(name):
+    return read_sweep(FOLDER / "sweeps" / f"{name}.yaml")
+
+
+class Strict(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice, of which the loader would keep one."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key, deep) for key, _ in node.value]
+        assert len(set(keys)) == len(keys), f"{node.start_mark}: {keys}"
+        return super().construct_mapping(node, deep)
+
+
+def test_there_are_some():
+    assert len(RECIPES) >= 4
+    assert len(SWEEPS) >= 14
+
+
+@pytest.mark.parametrize("path", [*RECIPES, *SWEEPS], ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_it_can_be_run(path, tmp_path):
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("# ")
+    yaml.load(text, Strict)
+    found = recipes(path)
+    folders = {(str(recipe.output).lower(), recipe.conversion_name) for recipe in found}
+    assert len(folders) == len(found), "two runs are in one folder"
+    assert not any(recipe.output.is_absolute() or recipe.data_dir for recipe in found)
+    tunings = {
+        (WORKLOADS[TASKS[recipe.task].kind].arguments_class, str(tuning.arguments)): tuning.arguments
+        for recipe in found
+        for tuning in (recipe.tuning, recipe.again)
+        if tuning is not None
+    }
+    for (arguments_class, _), arguments in tunings.items():
+        arguments_class(str(tmp_path), report_to="none", use_cpu=True, **arguments)  # raises on what is none
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_settings_that_make_more_of_a_table_have_their_own_output(path):
+    outputs = [str(sweep.output) for sweep in sweeps(path)]
+    assert len(set(outputs)) == len(outputs)
+
+
+def test_sweeps_that_share_an_output_agree():
+    seen = {}
+    for path in SWEEPS:
+        for recipe in recipes(path):
+            for folder, fields in ((None, BASE), (recipe.conversion_name, CONVERTED)):
+                settings = {name: getattr(recipe, name) for name in fields}
+                assert seen.setdefault((recipe.output, folder, fields), settings) == settings, path
+
+
+@pytest.mark.parametrize("path", [*RECIPES, *SWEEPS], ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_what_names_a_paper_is_of_its_table(path):
+    named = told(path, "paper")
+    if not named:
+        assert path.stem.split("-")[0] not in KEYS, "a file named after a paper says which table it is"
+        return
+    assert path.read_text(encoding="utf-8").startswith(f"# paper: {named[0]}\n")
+    assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= LONGEST
+    ours = {column(recipe) for recipe in recipes(path)}
+    for table in tables(path):
+        theirs = {name for name in table.columns if name.split()[0] in TASKS and "perplexity" not in name}
+        if path in RECIPES:
+            assert ours <= theirs
+        else:
+            assert theirs <= ours, table.name
+
+
+def test_a_table_that_does_not_exist_is_noticed(tmp_path):
+    for line in ("diversity, Table 9", "diversify, Table 1", "diversity"):
+        (tmp_path / "sweep.yaml").write_text(f"# paper: {line}\n")
+        with pytest.raises(Exception, match="diversi"):
+            tables(tmp_path / "sweep.yaml")
+
+
+def test_collaborate_table_2_has_each_model_and_conversion():
+    models = {"google-bert/bert-base-cased": "BERT-base", "distilbert": "DistilBERT", "albert-base": "ALBERT"}
+    path = FOLDER / "sweeps" / "collaborate-table2.yaml"
+    found = {
+        (models[recipe.model], stage)
+        for sweep in sweeps(path)
+        if sweep.output.parent.name == "collaborate"
+        for recipe in sweep.recipes()
+        for stage in ("tuned", f"{recipe.conversion_name}-again")
+    }
+    (table,) = tables(path)
+    assert found == {(row.model, row.stage) for row in table.rows}
+    tuned = {recipe.task: recipe for recipe in sweep_of("collaborate-table2").recipes()}
+    assert {task for task, recipe in tuned.items() if recipe.tuning.epochs == recipe.again.epochs == 10} == {
+        "sst2",
+        "rte",
+    }
+
+
+def test_diversity_table_1_has_each_width_and_number_of_heads():
+    found = {
+        f"Transformer d={recipe.fresh.width}, H={recipe.fresh.heads}"
+        for recipe in sweep_of("diversity-table1").recipes()
+        if recipe.method == f"d{recipe.fresh.width}-h{recipe.fresh.heads}"
+    }
+    assert found == {row.model for row in select_tables(PAPERS, "diversity", "1")[0].rows}
+
+
+def test_diversity_table_5_has_each_strength():
+    names = {"orthogonality": "ORTHO", "hsic": "HSIC"}
+    found = []
+    for recipe in sweep_of("diversity-table5").recipes():
+        found += [("DROPHEAD", options.p) for options in recipe.heads.drophead]
+        found += [(names[penalty.loss], penalty.weight) for penalty in recipe.heads.penalties]
+    baseline, *others = (row.method for row in select_tables(PAPERS, "diversity", "5")[0].rows)
+    printed = [name.removeprefix("+").split() for name in others]
+    assert baseline == "Baseline"
+    assert sorted(found) == sorted((name, float(strength)) for name, strength in printed)
+
+
+def test_bhattacharyya_has_the_papers_settings():
+    (recipe,) = (r for r in sweep_of("bhattacharyya-multi30k").recipes() if r.method != "plain" and r.seed == 0)
+    (row,) = select_tables(PAPERS, "bhattacharyya")[0].rows
+    fresh, tuning = recipe.fresh, recipe.tuning
+    ours = (
+        tuning.batch_size, fresh.width, tuning.learning_rate, fresh.layers, fresh.heads, fresh.dropout,
+        recipe.heads.penalties[0].weight, tuning.epochs,
+    )  # fmt: skip
+    assert ours == tuple(float(number) for (number,) in row.scores.values())
+
+
+def test_rotations_name_heads_that_the_model_has():
+    """On a model as deep and with as many heads, but narrow."""
+    for recipe in sweep_of("rotation-tables2-5").recipes():
+        if recipe.heads.rotation is not None:
+            layers, heads = recipe.fresh.layers, recipe.fresh.heads
+            config = MarianConfig(
+                vocab_size=8, d_model=2 * heads, encoder_layers=layers, decoder_layers=layers, encoder_ffn_dim=4,
+                decoder_ffn_dim=4, encoder_attention_heads=heads, decoder_attention_heads=heads, pad_token_id=0,
+                eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=1, max_position_embeddings=8,
+            )  # fmt: skip
+            Rotator(MarianMTModel(config), recipe.heads.rotation)

@@ -1,0 +1,266 @@
+"""Records → rows → differences, against numpy, statistics and scipy."""
+
+import json
+import math
+import statistics
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from collab_compress.errors import RecipeError
+from collab_compress.experiments.comparison import compare, estimate
+from collab_compress.experiments.results import read_results
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a record into the folder of its run and stage."""
+
+    def record(score, task="mrpc", method="plain", stage="tuned", seed=0, **more):
+        conversion = None if stage in ("tuned", "given") else stage.removesuffix("-again")
+        recipe = {"model": "minilm", "seed": seed, **more.pop("recipe", {})}
+        folder = tmp_path / "runs" / f"{task}-{method}-{recipe['model'] or ''}-{seed}".replace("/", "_") / stage
+        folder.mkdir(parents=True, exist_ok=True)
+        fields = {
+            "task": task, "method": method, "conversion": conversion, "again": stage.endswith("-again"),
+            "stage": stage, "seed": seed, "score": score, "metrics": {}, "parameters": 1000, "recipe": recipe,
+            "environment": {}, **more,
+        }  # fmt: skip
+        (folder / "result.json").write_text(json.dumps(fields))
+        return folder / "result.json"
+
+    return record
+
+
+def table(folder, against=None):
+    """The comparison, by method/stage and by the column's name."""
+    found = compare(read_results(folder / "runs"), against)
+    rows = {f"{row.variant.method}/{row.variant.stage}": row for row in found.rows}
+    scores = {name: {c.name: e for c, e in row.scores.items()} for name, row in rows.items()}
+    differences = {name: {c.name: e for c, e in row.differences.items()} for name, row in rows.items()}
+    return found, scores, differences
+
+
+@pytest.mark.parametrize("values", [[1.0, 4.0], [80.2, 79.1, 84.4, 81.0], [5.0, 5.0, 5.0]])
+def test_mean_deviation_and_error(values):
+    found = estimate(values)
+    assert found.mean == pytest.approx(statistics.fmean(values))
+    assert found.deviation == pytest.approx(statistics.stdev(values))
+    assert found.error == pytest.approx(stats.sem(values))
+    assert found.count == len(values)
+
+
+def test_one_value_has_no_spread():
+    found = estimate([3.5])
+    assert (found.mean, found.deviation, found.error, found.count) == (3.5, None, None, 1)
+
+
+def test_a_score_that_is_no_number_stays_visible(write, tmp_path):
+    write(math.nan, task="stsb")
+    write(80.0, task="stsb", seed=1)
+    write(math.inf, task="stsb", method="hsic")
+    write(80.0, task="stsb", method="hsic", seed=1)
+    _, scores, differences = table(tmp_path)
+    assert math.isnan(scores["plain/tuned"]["stsb"].mean)
+    assert scores["hsic/tuned"]["stsb"].mean == math.inf
+    assert math.isnan(scores["hsic/tuned"]["stsb"].deviation)
+    assert math.isnan(differences["hsic/tuned"]["stsb"].mean)
+
+
+def test_differences_are_paired_by_seed(write, tmp_path):
+    generator = np.random.default_rng(0)
+    plain, hsic = generator.normal(80, 3, 5), generator.normal(81, 3, 5)
+    for seed in range(5):
+        write(plain[seed], seed=seed)
+        write(hsic[4 - seed], method="hsic", seed=4 - seed)
+    _, _, differences = table(tmp_path)
+    found = differences["hsic/tuned"]["mrpc"]
+    test = stats.ttest_rel(hsic, plain)
+    assert found.mean == pytest.approx((hsic - plain).mean())
+    assert found.mean / found.error == pytest.approx(test.statistic)
+    assert differences["plain/tuned"] == {}
+
+
+def test_seeds_of_one_arm_only_are_no_pairs(write, tmp_path):
+    for seed, score in enumerate((80.0, 82.0, 84.0)):
+        write(score, seed=seed)
+    for seed, score in ((1, 83.0), (2, 87.0), (3, 70.0)):
+        write(score, method="hsic", seed=seed)
+    write(60.0, method="ortho", seed=9)
+    _, scores, differences = table(tmp_path)
+    assert (scores["hsic/tuned"]["mrpc"].mean, scores["hsic/tuned"]["mrpc"].count) == (80.0, 3)
+    found = differences["hsic/tuned"]["mrpc"]
+    assert (found.mean, found.count) == (2.0, 2)
+    assert found.error == pytest.approx(stats.sem([1.0, 3.0]))
+    assert differences["ortho/tuned"] == {}
+
+
+def test_one_seed_gives_a_difference_without_error(write, tmp_path):
+    write(80.0)
+    write(79.5, stage="dk128")
+    _, _, differences = table(tmp_path)
+    found = differences["plain/dk128"]["mrpc"]
+    assert (found.mean, found.error, found.count) == (-0.5, None, 1)
+
+
+def test_the_average_is_over_tasks_first(write, tmp_path):
+    plain = {"mrpc": [80.0, 82.0, 81.0], "cola": [40.0, 50.0, 42.0]}
+    hsic = {"mrpc": [81.0, 84.0, 80.0], "cola": [43.0, 49.0, 45.0]}
+    for method, arm in (("plain", plain), ("hsic", hsic)):
+        for task, scores in arm.items():
+            for seed, score in enumerate(scores):
+                write(score, task, method, seed=seed)
+    write(90.0, "mrpc", seed=3)  # without the other task
+    write(70.0, "cola", "ortho")
+    found, scores, differences = table(tmp_path)
+    assert [column.name for column in found.columns] == ["cola", "mrpc", "average"]
+    seeds = np.mean([hsic["mrpc"], hsic["cola"]], axis=0)
+    average = scores["hsic/tuned"]["average"]
+    assert (average.mean, average.deviation) == (pytest.approx(seeds.mean()), pytest.approx(statistics.stdev(seeds)))
+    change = differences["hsic/tuned"]["average"]
+    paired = seeds - np.mean([plain["mrpc"], plain["cola"]], axis=0)
+    assert (change.mean, change.error) == (pytest.approx(paired.mean()), pytest.approx(stats.sem(paired)))
+    assert scores["plain/tuned"]["average"].count == 3
+    assert "average" not in scores["ortho/tuned"]
+
+
+@pytest.mark.parametrize(("other", "averaged"), [("rte", True), ("ptb", False), ("multi30k", False)])
+def test_only_what_has_one_unit_is_averaged(write, tmp_path, other, averaged):
+    write(80.0, "mrpc")
+    write(60.0, other)
+    found, _, _ = table(tmp_path)
+    assert ("average" in [column.name for column in found.columns]) is averaged
+
+
+def test_direction_comes_from_the_metric(write, tmp_path):
+    write(120.0, "ptb")
+    write(30.0, "wmt14")
+    found, _, _ = table(tmp_path)
+    assert {column.name: column.greater_is_better for column in found.columns} == {"wmt14 de-en": True, "ptb": False}
+
+
+def test_languages_are_columns_of_their_own(write, tmp_path):
+    write(30.0, "wmt14", recipe={"translation": {"source": "en", "target": "de"}})
+    write(31.0, "wmt14", seed=1, recipe={"translation": {"source": None, "target": None}})
+    write(32.0, "parallel")
+    write(33.0, "parallel", seed=1, recipe={"translation": {"source": "fr", "target": "de"}})
+    found, _, _ = table(tmp_path)
+    names = [column.name for column in found.columns]
+    assert names == ["wmt14 de-en", "wmt14 en-de", "parallel", "parallel fr-de"]
+
+
+def test_order_of_rows(write, tmp_path):
+    for method in ("alphas", "plain"):
+        for stage in ("dk64", "dk128-again", "dk128", "tuned", "narrow", "dk64-again", "given"):
+            write(1.0, method=method, stage=stage)
+    order = [(row.variant.method, row.variant.stage) for row in table(tmp_path)[0].rows]
+    stages = ["tuned", "given", "narrow", "dk128", "dk128-again", "dk64", "dk64-again"]
+    assert order == [(method, stage) for method in ("plain", "alphas") for stage in stages]
+
+
+def test_another_reference(write, tmp_path):
+    for seed, (plain, alphas) in enumerate([(80.0, 81.0), (82.0, 85.0)]):
+        write(plain, seed=seed)
+        write(alphas, method="alphas", seed=seed)
+    found, _, differences = table(tmp_path, "alphas/tuned")
+    assert found.reference == "alphas/tuned"
+    assert differences["plain/tuned"]["mrpc"].mean == -2.0
+    assert found.rows[0].variant.method == "alphas"
+    with pytest.raises(RecipeError, match=r"no result is 'alphas/dk8'; expected one of alphas/tuned, plain/tuned"):
+        table(tmp_path, "alphas/dk8")
+
+
+def test_without_the_usual_reference_there_are_no_differences(write, tmp_path):
+    write(80.0, method="alphas")
+    found, _, differences = table(tmp_path)
+    assert found.reference is None
+    assert differences == {"alphas/tuned": {}}
+
+
+def test_models_are_compared_with_themselves(write, tmp_path):
+    for model, plain, converted in (("minilm", 80.0, 79.0), ("/data/bert", 90.0, 85.0), (None, 50.0, 51.0)):
+        write(plain, recipe={"model": model})
+        write(converted, stage="dk128", recipe={"model": model})
+    write(95.0, stage="dk128", recipe={"model": "roberta"})
+    found = compare(read_results(tmp_path))
+    changes = {row.variant.model: [e.mean for e in row.differences.values()] for row in found.rows[1::2]}
+    assert changes == {"bert": [-5.0], "fresh": [1.0], "minilm": [-1.0]}
+    assert found.rows[-1].variant.model == "roberta"
+    assert found.rows[-1].differences == {}
+
+
+def test_parameters_are_the_mean_of_those_recorded(write, tmp_path):
+    write(1.0, parameters=100)
+    write(1.0, "rte", parameters=104)
+    write(1.0, "cola", parameters=None)
+    write(1.0, stage="dk8", parameters=None)
+    assert [row.parameters for row in table(tmp_path)[0].rows] == [102.0, None]
+
+
+def test_settings_that_differ_between_seeds_are_noted(write, tmp_path):
+    for seed, rank, epochs in ((0, 128, 3), (1, 128, 3)):
+        write(80.0, seed=seed, recipe={"output": f"out-{seed}", "tuning": {"epochs": epochs}, "compression": rank})
+    assert table(tmp_path)[0].notes == ()
+    write(80.0, seed=2, recipe={"tuning": {"epochs": 4}, "compression": 64, "again": 1})
+    write(80.0, "rte", seed=2, recipe={"tuning": {"epochs": 9}})
+    assert table(tmp_path)[0].notes == ("plain/tuned of minilm on mrpc: seeds differ in tuning",)
+    for seed, rank in ((0, 128), (1, 64)):
+        write(80.0, stage="conv", seed=seed, recipe={"compression": rank, "again": rank})
+        write(80.0, stage="conv-again", seed=seed, recipe={"compression": 8, "again": rank})
+    notes = table(tmp_path)[0].notes
+    assert "plain/conv of minilm on mrpc: seeds differ in compression" in notes
+    assert "plain/conv-again of minilm on mrpc: seeds differ in again" in notes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"score": "84"}, "score is '84'; expected float or int"),
+        ({"seed": True}, "seed is True; expected int"),
+        ({"conversion": 128}, "conversion is 128; expected str or null"),
+        ({"task": "squad"}, "unknown task 'squad'; expected one of ag_news"),
+        ({"recipe": None}, "recipe is None; expected dict"),
+    ],
+)
+def test_malformed_records_are_named(write, tmp_path, change, message):
+    write(80.0)
+    bad = write(80.0, seed=7)
+    bad.write_text(json.dumps({**json.loads(bad.read_text()), **change}))
+    with pytest.raises(RecipeError, match=message) as caught:
+        read_results(tmp_path)
+    assert str(bad) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot read the record"),
+        ("[1]", "holds a list; expected the record of an experiment"),
+        ('{"accuracy": 0.8}', "is no record of an experiment: it has no task"),
+    ],
+)
+def test_foreign_files_are_named(write, tmp_path, text, message):
+    write(80.0)
+    (tmp_path / "runs" / "result.json").write_text(text)
+    with pytest.raises(RecipeError, match=message) as caught:
+        read_results(tmp_path)
+    assert str(tmp_path / "runs" / "result.json") in str(caught.value)
+
+
+def test_nothing_to_read(tmp_path):
+    with pytest.raises(RecipeError, match=r"holds no result\.json"):
+        read_results(tmp_path)
+    with pytest.raises(RecipeError, match="is no folder"):
+        read_results(tmp_path / "nowhere")
+
+
+def test_the_same_result_twice(write, tmp_path):
+    path = write(80.0)
+    copy = tmp_path / "runs" / "copy" / "result.json"
+    copy.parent.mkdir()
+    copy.write_text(path.read_text())
+    with pytest.raises(RecipeError, match="are both plain/tuned of minilm on mrpc with seed 0") as caught:
+        read_results(tmp_path)
+    assert str(copy) in str(caught.value)
+    assert str(path) in str(caught.value)

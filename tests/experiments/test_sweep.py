@@ -1,0 +1,103 @@
+"""Sweeps: what they run, what they skip, and that they can be stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from collab_compress.errors import RecipeError
+from collab_compress.experiments import read_sweep, run_sweep
+
+SCRIPT = Path(__file__).parents[2] / "glue_runs" / "sweep.py"
+TUNING = {"epochs": 1, "learning_rate": 1e-3, "batch_size": 8, "arguments": {"disable_tqdm": True}}
+
+
+@pytest.fixture
+def path(start, data_dir, tmp_path):
+    sweep = {
+        "output": str(tmp_path / "out"),
+        "base": {
+            "model": str(start), "data_dir": str(data_dir), "max_length": 24, "tuning": TUNING,
+            "calibration": "none", "trackers": [],
+        },
+        "tasks": {"mrpc": {"tuning": {"epochs": 2}}},
+        "methods": {"plain": None, "drophead": {"heads": {"drophead": [{"p": 0.2}]}}},
+        "conversions": {"dk12": {"compression": {"rank": 12}}, "rough": {"compression": {"rank": 6, "sweeps": 1}}},
+        "seeds": [0, 1],
+    }  # fmt: skip
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep, sort_keys=False))
+    return tmp_path / "sweep.yaml"
+
+
+def test_every_combination_once(path):
+    recipes = list(read_sweep(path).recipes())
+    names = [(recipe.seed, recipe.method, recipe.conversion_name) for recipe in recipes]
+    assert names == [
+        (seed, method, conversion)
+        for seed in (0, 1)
+        for method in ("plain", "drophead")
+        for conversion in ("dk12", "rough")
+    ]
+    assert len({(recipe.output, recipe.conversion_name) for recipe in recipes}) == 8
+    assert recipes[0].output.parts[-3:] == ("mrpc", "plain", "seed0")
+    assert (recipes[0].tuning.epochs, recipes[0].tuning.learning_rate) == (2, 1e-3)  # the task's own, and everyone's
+    assert recipes[2].heads.drophead[0].p == 0.2
+    assert recipes[1].compression.sweeps == 1
+
+
+def test_only_some(path):
+    recipes = list(read_sweep(path, ["only={methods: [drophead], seeds: [1]}"]).recipes())
+    assert [(recipe.method, recipe.seed) for recipe in recipes] == [("drophead", 1)] * 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("only.tasks=[rte]", "only tasks 'rte': it is none of mrpc"),
+        ("only.ranks=[1]", "only holds 'ranks'; expected some of tasks"),
+        ("seeds=[]", "there is nothing to run"),
+        ("base.modle=x", 'mrpc, plain, dk12: can not match "modle"'),
+        ("tasks.nosuch={}", "unknown task 'nosuch'"),
+    ],
+)
+def test_mistakes_are_named(path, override, message):
+    with pytest.raises(RecipeError, match=message):
+        read_sweep(path, [override])
+
+
+def test_a_run_that_fails_does_not_stop_the_others(path, tmp_path):
+    overrides = ["only={methods: [plain], seeds: [0]}", "conversions.bad={compression: {rank: 1000}}"]
+    failed = run_sweep(read_sweep(path, overrides))
+    assert len(failed) == 1
+    assert "1000" in failed[0]
+    found = {file.parent.name for file in (tmp_path / "out").rglob("result.json")}
+    assert found == {"tuned", "dk12", "rough"}
+
+
+def test_a_sweep_that_was_killed_goes_on(path, tmp_path):
+    """Stopped after some of the results, it makes the rest and leaves those that are there."""
+    arguments = [sys.executable, str(SCRIPT), str(path), "only.seeds=[0]"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while (
+        not list((tmp_path / "out").rglob("result.json")) and process.poll() is None and time.monotonic() < deadline
+    ):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("result.json")}
+    assert before
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
+    after = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("result.json")}
+    assert len(after) == 6
+    assert before.items() <= after.items()
+    assert "seed0 rough:" in done.stderr
+    recipes = [json.loads(file.read_text())["recipe"] for file in after]
+    assert {recipe["method"] for recipe in recipes} == {"plain", "drophead"}
