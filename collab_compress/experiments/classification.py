@@ -28,7 +28,7 @@ class Classification(Workload):
 
     def encode(self, texts: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
         """Encode texts, or pairs of them, with their labels."""
-        return encode_classification(texts, tokenizer, max_length=self.recipe.max_length)
+        return encode_classification(texts, tokenizer, max_length=self.recipe.max_length, progress=self.progress)
 
     def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
         """Pad texts to the longest of a batch."""

@@ -24,7 +24,7 @@ class LanguageModel(Workload):
 
     def encode(self, texts: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
         """Cut running text into blocks."""
-        return encode_language_model(texts, tokenizer, length=self.recipe.max_length)
+        return encode_language_model(texts, tokenizer, length=self.recipe.max_length, progress=self.progress)
 
     def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
         """Pad tokens and labels to the longest of a batch."""

@@ -5,8 +5,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate import PartialState
 from transformers import AutoTokenizer
 
 from collab_compress.checkpoint.directory import whole_directory, write_whole_json
@@ -21,7 +19,7 @@ from collab_compress.experiments.record import environment, read_record
 from collab_compress.experiments.trackers import check_trackers
 from collab_compress.experiments.translation import Translation
 from collab_compress.experiments.tuning import evaluate, fine_tune
-from collab_compress.experiments.workload import Workload
+from collab_compress.experiments.workload import Workload, processes
 from collab_compress.tasks import TASKS
 
 WORKLOADS: dict[str, type[Workload]] = {
@@ -75,9 +73,9 @@ def run(recipe: Recipe, find_model: Callable[[str], Path] = Path) -> list[dict[s
             model = workload.load_model(start)
             parameters = model.num_parameters()
             metrics = evaluate(workload, model, encoded, tokenizer, folder)
-            if _processes().is_main_process:
+            if processes().is_main_process:
                 write_whole_json(folder / "result.json", _record(workload, name, metrics, parameters))
-            _processes().wait_for_everyone()
+            processes().wait_for_everyone()
         records.append(read_record(folder / "result.json"))
         return start
 
@@ -96,16 +94,16 @@ def _fresh(workload: Workload) -> Path:
     """Make the model to start from if it is not there; one process does it for all."""
     recipe = workload.recipe
     folder = recipe.output / "start"
-    if _processes().is_main_process and not folder.is_dir() and recipe.fresh is not None:
+    if processes().is_main_process and not folder.is_dir() and recipe.fresh is not None:
         make_fresh(recipe.fresh, workload.task, workload.texts["train"], recipe.seed, folder)
-    _processes().wait_for_everyone()
+    processes().wait_for_everyone()
     return folder
 
 
 def _converted(workload: Workload, source: Path, tokenizer: Any, folder: Path) -> Path:
     """Convert a model into `folder/model` if it is not there; one process does it for all."""
     recipe = workload.recipe
-    if _processes().is_main_process and not (folder / "model").is_dir() and recipe.compression is not None:
+    if processes().is_main_process and not (folder / "model").is_dir() and recipe.compression is not None:
         model = workload.load_model(source)
         compression = replace(recipe.compression, seed=recipe.seed)
         report = compress(model, compression, recipe.calibration, tokenizer=tokenizer)
@@ -113,13 +111,8 @@ def _converted(workload: Workload, source: Path, tokenizer: Any, folder: Path) -
         with whole_directory(folder / "model") as directory:
             model.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
-    _processes().wait_for_everyone()
+    processes().wait_for_everyone()
     return folder / "model"
-
-
-def _processes() -> PartialState:
-    """Give the processes that run this together; without a GPU they meet on the CPU."""
-    return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def _claim(folder: Path, recipe: Recipe, fields: tuple[str, ...]) -> None:
@@ -129,9 +122,9 @@ def _claim(folder: Path, recipe: Recipe, fields: tuple[str, ...]) -> None:
         RecipeError: something else was done there, naming the fields that differ.
     """
     path = folder / "recipe.json"
-    if _processes().is_main_process and not path.is_file():
+    if processes().is_main_process and not path.is_file():
         write_whole_json(path, asdict(recipe))
-    _processes().wait_for_everyone()
+    processes().wait_for_everyone()
     there = parse(Recipe, read_record(path), str(path))
     differing = [name for name in fields if getattr(there, name) != getattr(recipe, name)]
     if differing:

@@ -131,6 +131,9 @@ class Recipe:
     trackers: tuple[str, ...] = ("tensorboard",)
     """Where training is logged to, as Accelerate names it: tensorboard (in `output`), wandb, …; none if empty."""
 
+    progress: bool = True
+    """Whether the main process shows progress bars."""
+
     def __post_init__(self) -> None:
         if self.task not in TASKS:
             raise RecipeError(f"unknown task {self.task!r}; expected one of {', '.join(sorted(TASKS))}")

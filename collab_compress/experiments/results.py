@@ -24,7 +24,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
 }
 OPTIONAL: dict[str, Any] = {"parameters": None, "recipe": {}}
 FRESH = "fresh"
-FREE = {"seed", "output", "data_dir", "trackers", "method"}
+FREE = {"seed", "output", "data_dir", "trackers", "progress", "method"}
 """Settings that do not decide a score."""
 
 CONVERSION = {"compression", "conversion", "calibration"}

@@ -43,7 +43,9 @@ class Translation(Workload):
     def encode(self, texts: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
         """Encode sentences, with their translations as labels."""
         length = self.recipe.max_length
-        return encode_translation(texts, tokenizer, max_source_length=length, max_target_length=length)
+        return encode_translation(
+            texts, tokenizer, max_source_length=length, max_target_length=length, progress=self.progress
+        )
 
     def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
         """Pad sentences and labels to the longest of a batch, and shift labels for the decoder."""

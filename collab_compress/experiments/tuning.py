@@ -127,7 +127,8 @@ def _trainer(
         "num_train_epochs": tuning.epochs, "max_steps": tuning.max_steps, "learning_rate": tuning.learning_rate,
         "warmup_steps": tuning.warmup, "per_device_train_batch_size": tuning.batch_size,
         "per_device_eval_batch_size": 64, "save_strategy": "epoch", "save_total_limit": tuning.average,
-        "report_to": "none", "logging_steps": 50, "dataloader_pin_memory": torch.accelerator.is_available(),
+        "report_to": "none", "logging_steps": 50, "disable_tqdm": not workload.recipe.progress,
+        "dataloader_pin_memory": torch.accelerator.is_available(),
         "use_cpu": not torch.accelerator.is_available(),  # said so, several processes meet on the CPU
     }  # fmt: skip
     try:

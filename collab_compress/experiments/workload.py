@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+from accelerate import PartialState
 from datasets import Dataset, DatasetDict
 from transformers import (
     EvalPrediction,
@@ -37,9 +39,11 @@ class Workload(ABC):
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         languages = recipe.translation
+        self.progress = recipe.progress and processes().is_main_process
         self.texts: DatasetDict = load_task(
-            recipe.task, recipe.data_dir, source=languages.source, target=languages.target, files=recipe.files
-        )
+            recipe.task, recipe.data_dir, source=languages.source, target=languages.target, files=recipe.files,
+            progress=self.progress,
+        )  # fmt: skip
         self.metric: Metric = load_metric(self.task.metric)
 
     @property
@@ -108,6 +112,11 @@ class Workload(ABC):
         """
         found = trainer.predict(rows, metric_key_prefix="").metrics
         return {name: found[f"_{name}"] for name in self.metric.scores}
+
+
+def processes() -> PartialState:
+    """Give the processes that run this together; without a GPU they meet on the CPU."""
+    return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def _labelled(rows: Dataset) -> bool:
