@@ -31,6 +31,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "spiece.model",
     "tokenizer.model",
+    "source.spm",
 )
 
 
@@ -79,7 +80,7 @@ def find_directory(name: str) -> Path:
             raise CheckpointError(f"{name} has no config.json, so it is no model directory")
         return path
     repository = SHORT_NAMES.get(name, name)
-    patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*/config.json"]
+    patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.spm", "*/config.json"]
     try:
         return Path(snapshot_download(repository, allow_patterns=patterns, ignore_patterns=["onnx/*", "openvino/*"]))
     except (RepositoryNotFoundError, HFValidationError) as error:

@@ -47,7 +47,11 @@ def train(recipe: Recipe) -> None:
         mix_heads_(model)  # before the optimizer is made, so that it steps the alphas
     rows = encode_classification(load_task(task.name, recipe.data_dir), tokenizer, max_length=recipe.max_length)
     loading = {"batch_size": tuning.batch_size, "collate_fn": transformers.DataCollatorWithPadding(tokenizer)}
-    held_out = {name: DataLoader(part, **loading) for name, part in rows.items() if name.startswith("validation")}
+    held_out = {
+        name: DataLoader(part, **loading)
+        for name, part in rows.items()
+        if name != "train" and "labels" in part.column_names
+    }
     shares = {name: accelerator.prepare(part) for name, part in held_out.items()}  # of this process
     data = accelerator.prepare(DataLoader(rows["train"], shuffle=True, **loading))
     accumulated = accelerator.gradient_accumulation_steps
@@ -57,11 +61,11 @@ def train(recipe: Recipe) -> None:
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, warmup, steps)
     wrapped, optimizer = accelerator.prepare(model, optimizer)  # a prepared schedule would step once for each process
     set_seed(recipe.seed, device_specific=True)  # each process drops heads of its own
-    accelerator.init_trackers("log", {"task": task.name, "seed": recipe.seed, "heads": str(recipe.heads)})
+    accelerator.init_trackers("collab_compress", {"task": task.name, "seed": recipe.seed, "heads": str(recipe.heads)})
     bar, done = tqdm(total=steps, unit=" steps", disable=not accelerator.is_main_process), 0
     with bar, HeadSession(model, recipe.heads, optimizer, warmup / steps) as session:  # of the model, not `wrapped`
         for epoch in range(math.ceil(tuning.epochs)):
-            session.epoch(epoch, next(iter(held_out.values())))
+            session.epoch(epoch, next(iter(held_out.values()), None))
             wrapped.train()
             for number, batch in enumerate(data):
                 if number % accumulated == 0:

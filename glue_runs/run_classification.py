@@ -7,7 +7,7 @@ The first argument may be a recipe; field=value arguments set or change its fiel
 values as in YAML. What is finished in the output is not done again, and what was interrupted goes on.
 """
 
-from collab_compress_cli.run import run_script
+from collab_compress_cli.run import run_script, tasks_of
 
 if __name__ == "__main__":
-    run_script(__doc__, ("classification", "regression"))
+    run_script(__doc__, tasks_of("classification", "regression"))

@@ -9,5 +9,7 @@ values as in YAML. What is finished in the output is not done again, and what wa
 
 from collab_compress_cli.run import run_script
 
+from collab_compress.tasks.glue import GLUE
+
 if __name__ == "__main__":
-    run_script(__doc__, ("classification", "regression"))
+    run_script(__doc__, [task.name for task in GLUE])

@@ -8,7 +8,7 @@ values as in YAML. What is finished in the output is not done again, and what wa
 are kept beside each result.
 """
 
-from collab_compress_cli.run import run_script
+from collab_compress_cli.run import run_script, tasks_of
 
 if __name__ == "__main__":
-    run_script(__doc__, ("translation",))
+    run_script(__doc__, tasks_of("translation"))

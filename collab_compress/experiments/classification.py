@@ -1,10 +1,12 @@
 """Classification and regression: one or two texts, one label."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import DatasetDict
 from transformers import (
+    AutoConfig,
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
     EvalPrediction,
@@ -12,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from collab_compress.errors import RecipeError
 from collab_compress.experiments.workload import Workload
 from collab_compress.tasks import encode_classification
 
@@ -23,8 +26,30 @@ class Classification(Workload):
 
     def head(self) -> dict[str, Any]:
         """Give as many outputs as the task has classes, or one for a score."""
-        problem = "regression" if self.task.kind == "regression" else "single_label_classification"
-        return {"num_labels": self.task.num_labels, "problem_type": problem}
+        if self.task.kind == "regression":
+            return {"num_labels": 1, "problem_type": "regression"}
+        return {
+            "problem_type": "single_label_classification",
+            "id2label": dict(enumerate(self.task.labels)),
+            "label2id": {label: number for number, label in enumerate(self.task.labels)},
+        }
+
+    def load_model(self, directory: str | Path, trained: bool = True) -> PreTrainedModel:
+        """Load a model whose classes are in the task's order.
+
+        Raises:
+            RecipeError: also if they are in another.
+        """
+        if trained and self.task.kind == "classification":
+            names = AutoConfig.from_pretrained(directory).label2id
+            order = [label.lower() for label in sorted(names, key=names.__getitem__)]
+            wanted = [label.lower() for label in self.task.labels]
+            if order != wanted and sorted(order) == sorted(wanted):
+                raise RecipeError(
+                    f"{directory} has its classes in the order {', '.join(order)}; {self.task.name} has "
+                    f"{', '.join(wanted)}"
+                )
+        return super().load_model(directory, trained)
 
     def encode(self, texts: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
         """Encode texts, or pairs of them, with their labels."""

@@ -28,6 +28,8 @@ class LanguageModel(Workload):
 
     def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
         """Pad tokens and labels to the longest of a batch."""
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token  # labels are padded with −100, so it is never predicted as such
         return DataCollatorForSeq2Seq(tokenizer)
 
     def options(self) -> dict[str, Any]:

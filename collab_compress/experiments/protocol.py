@@ -1,6 +1,8 @@
 """The papers' protocol: fine-tune, convert, evaluate, fine-tune again, evaluate."""
 
-from collections.abc import Callable
+import json
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,14 @@ from collab_compress.errors import RecipeError
 from collab_compress.experiments.classification import Classification
 from collab_compress.experiments.fresh import make_fresh
 from collab_compress.experiments.language_model import LanguageModel
+from collab_compress.experiments.processes import once, processes
 from collab_compress.experiments.reading import parse
 from collab_compress.experiments.recipe import Recipe, Tuning
 from collab_compress.experiments.record import environment, read_record
 from collab_compress.experiments.trackers import check_trackers
 from collab_compress.experiments.translation import Translation
 from collab_compress.experiments.tuning import evaluate, fine_tune
-from collab_compress.experiments.workload import Workload, processes
+from collab_compress.experiments.workload import Workload
 from collab_compress.tasks import TASKS
 
 WORKLOADS: dict[str, type[Workload]] = {
@@ -30,11 +33,11 @@ WORKLOADS: dict[str, type[Workload]] = {
 }
 """Kind of task → how it is run."""
 
-BASE = ("task", "model", "fresh", "data_dir", "files", "seed", "max_length", "tuning", "heads", "translation")
+BASE = ("task", "model", "fresh", "files", "seed", "max_length", "tuning", "heads", "translation")
 CONVERTED = (*BASE, "compression", "calibration")
 
 
-def run(recipe: Recipe, find_model: Callable[[str], Path] = Path) -> list[dict[str, Any]]:
+def run(recipe: Recipe, find_model: Callable[[str], str | Path] = str) -> list[dict[str, Any]]:
     """Run an experiment, or what is left of it.
 
     Each stage has a folder in `recipe.output` with `result.json` and, where one was made, the model: `tuned` (or
@@ -44,7 +47,7 @@ def run(recipe: Recipe, find_model: Callable[[str], Path] = Path) -> list[dict[s
 
     Args:
         recipe: what to do.
-        find_model: gives the directory of `recipe.model`.
+        find_model: gives the directory, or the name on the hub, of `recipe.model`.
 
     Returns:
         The record of each stage: task, method, stage, conversion, whether it was tuned again, seed, metrics of each
@@ -55,14 +58,26 @@ def run(recipe: Recipe, find_model: Callable[[str], Path] = Path) -> list[dict[s
         DataError: the data are not there, or malformed.
     """
     check_trackers(recipe.trackers)
+    first, name = "given" if recipe.tuning is None else "tuned", recipe.conversion_name
+    stages = [first] + ([name] if name else []) + ([f"{name}-again"] if recipe.again is not None else [])
+    for folder, fields in _claims(recipe):
+        _claim(folder, recipe, fields)
+    files = [recipe.output / stage / "result.json" for stage in stages]
+    if not all(file.is_file() for file in files):
+        _run(recipe, find_model, first)
+    return [read_record(file) for file in files]
+
+
+def _run(recipe: Recipe, find_model: Callable[[str], str | Path], first: str) -> None:
+    """Run the stages that are not finished."""
     workload = WORKLOADS[TASKS[recipe.task].kind](recipe)
-    _claim(recipe.output, recipe, BASE)
+    if not workload.scored():
+        raise RecipeError(f"{recipe.task} has no split to score in {recipe.data_dir}: none but train has labels")
     source = _fresh(workload) if recipe.model is None else find_model(recipe.model)
     tokenizer = AutoTokenizer.from_pretrained(source)
     encoded = workload.encode(workload.texts, tokenizer)
-    records = []
 
-    def stage(name: str, start: Path, tuning: Tuning | None = None) -> Path:
+    def stage(name: str, start: str | Path, tuning: Tuning | None = None) -> str | Path:
         """Make a stage's model if it is not there, and its record; gives where the model is."""
         folder = recipe.output / name
         if tuning is not None:
@@ -72,63 +87,85 @@ def run(recipe: Recipe, find_model: Callable[[str], Path] = Path) -> list[dict[s
         if not (folder / "result.json").is_file():
             model = workload.load_model(start)
             parameters = model.num_parameters()
-            metrics = evaluate(workload, model, encoded, tokenizer, folder)
-            if processes().is_main_process:
-                write_whole_json(folder / "result.json", _record(workload, name, metrics, parameters))
-            processes().wait_for_everyone()
-        records.append(read_record(folder / "result.json"))
+            metrics = evaluate(workload, model, encoded, tokenizer, tuning or recipe.tuning or Tuning(), folder)
+            once(lambda: write_whole_json(folder / "result.json", _record(workload, name, metrics, parameters)))
         return start
 
-    found = stage("given" if recipe.tuning is None else "tuned", source, recipe.tuning)
+    found = stage(first, source, recipe.tuning)
     name = recipe.conversion_name
     if name is not None:
-        _claim(recipe.output / name, recipe, CONVERTED)
-        stage(name, _converted(workload, found, tokenizer, recipe.output / name))
+        folder = recipe.output / name
+        once(lambda: _convert(workload, found, tokenizer, folder))
+        stage(name, folder / "model")
         if recipe.again is not None:
-            _claim(recipe.output / f"{name}-again", recipe, (*CONVERTED, "again"))
-            stage(f"{name}-again", recipe.output / name / "model", recipe.again)
-    return records
+            stage(f"{name}-again", folder / "model", recipe.again)
 
 
 def _fresh(workload: Workload) -> Path:
-    """Make the model to start from if it is not there; one process does it for all."""
-    recipe = workload.recipe
-    folder = recipe.output / "start"
-    if processes().is_main_process and not folder.is_dir() and recipe.fresh is not None:
-        make_fresh(recipe.fresh, workload.task, workload.texts["train"], recipe.seed, folder)
-    processes().wait_for_everyone()
+    """Make the model to start from if it is not there."""
+    fresh, folder = workload.recipe.fresh, workload.recipe.output / "start"
+
+    def make() -> None:
+        if fresh is not None and not folder.is_dir():
+            make_fresh(fresh, workload.task, workload.texts["train"], workload.recipe.seed, folder)
+
+    once(make)
     return folder
 
 
-def _converted(workload: Workload, source: Path, tokenizer: Any, folder: Path) -> Path:
-    """Convert a model into `folder/model` if it is not there; one process does it for all."""
+def _convert(workload: Workload, source: str | Path, tokenizer: Any, folder: Path) -> None:
+    """Convert a model into `folder/model` if it is not there."""
     recipe = workload.recipe
-    if processes().is_main_process and not (folder / "model").is_dir() and recipe.compression is not None:
-        model = workload.load_model(source)
-        compression = replace(recipe.compression, seed=recipe.seed)
-        report = compress(model, compression, recipe.calibration, tokenizer=tokenizer)
-        write_whole_json(folder / "report.json", report.to_dict())
-        with whole_directory(folder / "model") as directory:
-            model.save_pretrained(directory)
-            tokenizer.save_pretrained(directory)
-    processes().wait_for_everyone()
-    return folder / "model"
+    if (folder / "model").is_dir() or recipe.compression is None:
+        return
+    model = workload.load_model(source).to(processes().device)
+    compression = replace(recipe.compression, seed=recipe.seed)
+    report = compress(model, compression, recipe.calibration, tokenizer=tokenizer)
+    write_whole_json(folder / "report.json", report.to_dict())
+    with whole_directory(folder / "model") as directory:
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+
+
+def _claims(recipe: Recipe) -> list[tuple[Path, tuple[str, ...]]]:
+    """List the folders of an experiment, with the settings that decide what is in them."""
+    claims: list[tuple[Path, tuple[str, ...]]] = [(recipe.output, BASE)]
+    name = recipe.conversion_name
+    if name is not None:
+        claims.append((recipe.output / name, CONVERTED))
+    if recipe.again is not None:
+        claims.append((recipe.output / f"{name}-again", (*CONVERTED, "again")))
+    return claims
 
 
 def _claim(folder: Path, recipe: Recipe, fields: tuple[str, ...]) -> None:
-    """Note in a folder what is done there, or check that it is the same.
+    """Note in a folder what is done there, or check that it is the same; a folder where nothing was made is free.
 
     Raises:
         RecipeError: something else was done there, naming the fields that differ.
     """
     path = folder / "recipe.json"
-    if processes().is_main_process and not path.is_file():
-        write_whole_json(path, asdict(recipe))
-    processes().wait_for_everyone()
-    there = parse(Recipe, read_record(path), str(path))
-    differing = [name for name in fields if getattr(there, name) != getattr(recipe, name)]
-    if differing:
-        raise RecipeError(f"{folder} was made with another {', '.join(differing)}; choose another output")
+    described = json.loads(json.dumps(asdict(recipe), default=str))
+
+    def check() -> None:
+        there = parse(Recipe, read_record(path), str(path)) if path.is_file() else None
+        wanted = parse(Recipe, described, "the recipe")
+        differing = [name for name in fields if getattr(there, name, None) != getattr(wanted, name)]
+        if there is not None and differing and any(_made(folder)):
+            raise RecipeError(f"{folder} was made with another {', '.join(differing)}; choose another output")
+        if there is None or differing:
+            shutil.rmtree(folder / "start", ignore_errors=True)
+            write_whole_json(path, described)
+
+    once(check)
+
+
+def _made(folder: Path) -> Iterator[Path]:
+    """Find what took work to make, in a folder and in those of its stages."""
+    for place in (folder, *folder.glob("*/")):
+        yield from place.glob("model")
+        yield from place.glob("result.json")
+        yield from place.glob("checkpoints/checkpoint-*")
 
 
 def _record(workload: Workload, stage: str, metrics: dict[str, dict[str, float]], parameters: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collab_compress.experiments.recipe import Recipe
 Described = TypeVar("Described")
 
 
-def read_recipe(path: Path | None = None, overrides: Sequence[str] = ()) -> Recipe:
+def read_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe from a YAML file and settings such as `compression.rank=128` or `heads.drophead=[{p: 0.2}]`.
 
     Args:
@@ -26,13 +26,13 @@ def read_recipe(path: Path | None = None, overrides: Sequence[str] = ()) -> Reci
     return parse(Recipe, read_settings(path, overrides), str(path) if path is not None else "the recipe")
 
 
-def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+def read_settings(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     """Read nested fields from a YAML file, and set some of them.
 
     Raises:
         RecipeError: the file cannot be read, or a setting is none.
     """
-    data = _load(path) if path is not None else {}
+    data = _load(Path(path)) if path is not None else {}
     for override in overrides:
         _set(data, override)
     return data
@@ -68,10 +68,11 @@ def _set(data: dict[str, Any], override: str) -> None:
         raise RecipeError(f"{override!r} sets nothing; expected field=value, as in compression.rank=128")
     inner: Any = data
     for part in outer:
-        inner[part] = inner.get(part) or {}
+        found = inner.get(part) or {}
+        if not isinstance(found, Mapping):
+            raise RecipeError(f"{override!r}: {part} is {found!r}, which has no fields")
+        inner[part] = dict(found)  # a copy: an alias in the file may have it stand elsewhere too
         inner = inner[part]
-        if not isinstance(inner, Mapping):
-            raise RecipeError(f"{override!r}: {part} is {inner!r}, which has no fields")
     try:
         inner[last] = yaml.safe_load(text)
     except yaml.YAMLError as error:

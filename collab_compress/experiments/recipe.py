@@ -1,6 +1,7 @@
 """An experiment as data: the same dataclasses in Python, in YAML files and on command lines."""
 
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,16 @@ class Tuning:
     """Stop after so many steps instead of epochs, if positive."""
 
     average: int = 1
-    """Average the weights of the checkpoints of so many last epochs; the final weights alone if 1."""
+    """Average the weights of so many last checkpoints, one for each epoch; the final weights alone if 1."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     """Anything else that Transformers' TrainingArguments take."""
 
     def __post_init__(self) -> None:
-        own = {"output_dir", "seed", "num_train_epochs", "learning_rate", "warmup_steps", "max_steps"}
+        own = {
+            "output_dir", "seed", "num_train_epochs", "learning_rate", "warmup_steps", "max_steps",
+            "per_device_train_batch_size", "save_total_limit",
+        }  # fmt: skip
         doubled = own & self.arguments.keys()
         if doubled:
             raise RecipeError(f"arguments hold {', '.join(sorted(doubled))}, which a recipe says by its own fields")
@@ -47,6 +51,8 @@ class Tuning:
             raise RecipeError(f"batch_size is {self.batch_size}; expected at least 1")
         if self.average < 1:
             raise RecipeError(f"average is {self.average}; expected at least 1 checkpoint")
+        if self.max_steps <= 0 and "save_strategy" not in self.arguments and self.average > ceil(self.epochs):
+            raise RecipeError(f"average is {self.average}, but {self.epochs:g} epochs leave fewer checkpoints")
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ class Recipe:
     """Folder of the experiment; what is finished in there is not done again."""
 
     model: str | None = None
-    """What to start from: minilm, a model directory, or a name on the hub."""
+    """What to start from: a model directory or a name on the hub; the scripts know `minilm` and short names too."""
 
     attn_implementation: str | None = None
     """Which attention of Transformers computes: eager, sdpa, …; Transformers' choice if not given."""
@@ -148,6 +154,8 @@ class Recipe:
         for name in (self.method, self.conversion):
             if name is not None and (not name or "/" in name or name.startswith(".")):
                 raise RecipeError(f"{name!r} cannot name a folder")
+        if self.conversion in ("start", "given", "tuned") or (self.conversion or "").endswith("-again"):
+            raise RecipeError(f"a conversion cannot be called {self.conversion!r}, as another stage is")
 
     @property
     def conversion_name(self) -> str | None:

@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from collab_compress.errors import RecipeError
+from collab_compress.experiments.processes import processes
 
-PACKAGES = ("collab-compress", "torch", "transformers", "accelerate", "datasets")
+PACKAGES = (
+    "collab-compress", "torch", "transformers", "accelerate", "datasets", "tokenizers", "evaluate", "sacrebleu",
+    "scikit-learn", "scipy",
+)  # fmt: skip
+CHECKOUT = Path(__file__).parents[2]
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -25,14 +30,17 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """Name the versions of what computes, and the git revision of this package if it is a checkout."""
+    """Name the versions of what computes, on what, and the git revision of this package if it is a checkout."""
+    state = processes()
     found: dict[str, Any] = {name: version(name) for name in PACKAGES}
-    try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=10,
-        )  # fmt: skip
-        found["revision"] = done.stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        found["revision"] = None
+    found |= {"processes": state.num_processes, "device": str(state.device), "revision": None}
+    if (CHECKOUT / ".git").exists():
+        try:
+            done = subprocess.run(
+                ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+                cwd=CHECKOUT, capture_output=True, text=True, check=True, timeout=10,
+            )  # fmt: skip
+            found["revision"] = done.stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            pass  # no git, or a checkout that it does not trust
     return found

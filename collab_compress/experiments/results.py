@@ -24,7 +24,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
 }
 OPTIONAL: dict[str, Any] = {"parameters": None, "recipe": {}}
 FRESH = "fresh"
-FREE = {"seed", "output", "data_dir", "trackers", "progress", "method"}
+FREE = {"seed", "output", "data_dir", "trackers", "progress", "method", "attn_implementation"}
 """Settings that do not decide a score."""
 
 CONVERSION = {"compression", "conversion", "calibration"}
@@ -157,7 +157,7 @@ def _checked(path: Path) -> dict[str, Any]:
 
 def _model_name(recipe: Mapping[str, Any]) -> str:
     model = recipe.get("model") or FRESH
-    return Path(model).name if Path(model).is_absolute() else str(model)
+    return "/".join(Path(model).parts[-2:]) if Path(model).is_absolute() else str(model)
 
 
 def _column(task_name: str, recipe: Mapping[str, Any]) -> Column:

@@ -72,7 +72,7 @@ class Sweep:
         return [name for name in getattr(self, axis) if name in self.only.get(axis, [name])]
 
 
-def read_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
+def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     """Read a sweep from a YAML file and settings such as `base.data_dir=data` or `only.seeds=[0]`.
 
     Raises:
@@ -81,14 +81,14 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
     return parse(Sweep, read_settings(path, overrides), str(path))
 
 
-def run_sweep(sweep: Sweep, find_model: Callable[[str], Path] = Path) -> list[str]:
+def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = str) -> list[str]:
     """Run what is not finished yet. It can be stopped at any point, and started again.
 
     A run that fails on purpose, for lack of data say, does not keep the others from running.
 
     Args:
         sweep: what to run.
-        find_model: gives the directory of a recipe's model.
+        find_model: gives the directory, or the name on the hub, of a recipe's model.
 
     Returns:
         What went wrong, with the folder it went wrong in.

@@ -10,6 +10,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from collab_compress.errors import RecipeError
 
+PROJECT = "collab_compress"
+
 
 def check_trackers(names: tuple[str, ...]) -> None:
     """Refuse trackers that are not there.
@@ -37,7 +39,6 @@ class TrackerCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, trainer: Trainer, names: tuple[str, ...], folder: Path, config: Mapping[str, Any]) -> None:
-        check_trackers(names)
         self.accelerator: Accelerator = trainer.accelerator
         self.names, self.folder, self.config = names, folder, dict(config)
 
@@ -45,7 +46,7 @@ class TrackerCallback(TrainerCallback):  # type: ignore[misc]
         """Open the trackers."""
         self.accelerator.log_with = filter_trackers(list(self.names), str(self.folder))
         self.accelerator.project_configuration.set_directories(str(self.folder))
-        self.accelerator.init_trackers("logs", self.config)
+        self.accelerator.init_trackers(PROJECT, self.config)
 
     def on_log(
         self,

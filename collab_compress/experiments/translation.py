@@ -28,7 +28,7 @@ class Translation(Workload):
     trainer_class = Seq2SeqTrainer
     arguments_class = Seq2SeqTrainingArguments
 
-    def load_model(self, directory: Path, trained: bool = True) -> PreTrainedModel:
+    def load_model(self, directory: str | Path, trained: bool = True) -> PreTrainedModel:
         """Load a model that searches as the recipe says."""
         model = super().load_model(directory, trained)
         search = self.recipe.translation
@@ -50,6 +50,11 @@ class Translation(Workload):
     def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
         """Pad sentences and labels to the longest of a batch, and shift labels for the decoder."""
         return DataCollatorForSeq2Seq(tokenizer, model)
+
+    def metric_options(self) -> dict[str, Any]:
+        """Split Chinese into characters, which have no spaces between words."""
+        target = self.recipe.translation.target or (self.task.languages or ("", ""))[1]
+        return {"tokenize": "zh"} if target.partition("_")[0] == "zh" else {}
 
     def options(self) -> dict[str, Any]:
         """Compute no metric in training: the search takes long, and the references are not in the rows."""

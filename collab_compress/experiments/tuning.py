@@ -12,12 +12,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from collab_compress.checkpoint.directory import whole_directory
 from collab_compress.errors import RecipeError
+from collab_compress.experiments.processes import once
 from collab_compress.experiments.recipe import Tuning
+from collab_compress.experiments.sampling import seeded
 from collab_compress.experiments.trackers import TrackerCallback
 from collab_compress.experiments.workload import Workload
 from collab_compress.training import join_trainer_
 
 CHECKPOINT_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")  # the state is written last
+EVALUATION = {
+    "per_device_eval_batch_size", "eval_accumulation_steps", "dataloader_num_workers", "dataloader_pin_memory",
+    "use_cpu", "disable_tqdm", "generation_max_length", "generation_num_beams",
+}  # fmt: skip
+"""Training arguments that also hold while a model is evaluated."""
 
 
 def fine_tune(
@@ -43,31 +50,44 @@ def fine_tune(
     """
     checkpoints, recipe = folder / "checkpoints", workload.recipe
     trainer = _trainer(workload, model, data, tokenizer, tuning, checkpoints)
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise RecipeError("an experiment keeps each model whole in its process; leave FSDP and DeepSpeed out")
     join_trainer_(trainer, recipe.heads)  # also without any, for it averages losses that a stock trainer would add up
     if recipe.trackers:
         described = {"task": recipe.task, "method": recipe.method, "stage": folder.name, "seed": recipe.seed}
-        trainer.add_callback(TrackerCallback(trainer, recipe.trackers, folder, described))
+        trainer.add_callback(TrackerCallback(trainer, recipe.trackers, folder / "logs", described))
     latest = last_checkpoint(checkpoints)
-    trainer.train(resume_from_checkpoint=None if latest is None else str(latest))
-    if trainer.is_world_process_zero():
+    if latest is not None and _finished(latest):  # killed before it was saved
+        trained = type(model).from_pretrained(latest, dtype=model.dtype)
+    else:
+        trainer.train(resume_from_checkpoint=None if latest is None else str(latest))
         trained = trainer.accelerator.unwrap_model(trainer.model)
+
+    def save() -> None:
         if tuning.average > 1:
             _average_(trained, checkpoints, tuning.average)
         with whole_directory(folder / "model") as directory:
             trained.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
         shutil.rmtree(checkpoints, ignore_errors=True)
-    trainer.accelerator.wait_for_everyone()
+
+    once(save)
 
 
 def evaluate(
-    workload: Workload, model: PreTrainedModel, data: DatasetDict, tokenizer: PreTrainedTokenizerBase, folder: Path
+    workload: Workload,
+    model: PreTrainedModel,
+    data: DatasetDict,
+    tokenizer: PreTrainedTokenizerBase,
+    tuning: Tuning,
+    folder: Path,
 ) -> dict[str, dict[str, float]]:
-    """Give the task's metrics on each split that has labels, but for the training data."""
+    """Give the task's metrics on each split that has labels, but for the training data; in full precision."""
     checkpoints = folder / "checkpoints"
-    trainer = _trainer(workload, model, data, tokenizer, Tuning(), checkpoints)
+    kept = {name: value for name, value in tuning.arguments.items() if name in EVALUATION}
+    trainer = _trainer(workload, model, data, tokenizer, Tuning(arguments=kept), checkpoints)
     results = {split: workload.score(trainer, split, data[split], folder) for split in workload.scored()}
-    shutil.rmtree(checkpoints, ignore_errors=True)  # the trainer makes it, and nothing is in it
+    once(lambda: shutil.rmtree(checkpoints, ignore_errors=True))  # the trainer makes it, and nothing is in it
     return results
 
 
@@ -85,6 +105,12 @@ def whole_checkpoints(folder: Path) -> list[Path]:
         if number.isdigit() and all((path / name).is_file() for name in CHECKPOINT_FILES) and _is_json(path):
             found.append((int(number), path))
     return [path for _, path in sorted(found)]
+
+
+def _finished(checkpoint: Path) -> bool:
+    """Say whether a checkpoint is that of the last step."""
+    state = json.loads((checkpoint / CHECKPOINT_FILES[0]).read_text(encoding="utf-8"))
+    return bool(state["global_step"] >= state["max_steps"] > 0)
 
 
 def _is_json(checkpoint: Path) -> bool:
@@ -131,12 +157,14 @@ def _trainer(
         "dataloader_pin_memory": torch.accelerator.is_available(),
         "use_cpu": not torch.accelerator.is_available(),  # said so, several processes meet on the CPU
     }  # fmt: skip
+    if workload.task.kind == "regression" and tuning.arguments.get("label_smoothing_factor"):
+        raise RecipeError(f"{workload.task.name} has scores, not classes; leave label_smoothing_factor out")
     try:
         arguments = workload.arguments_class(str(folder), seed=workload.recipe.seed, **(given | tuning.arguments))
     except (TypeError, ValueError) as error:
         raise RecipeError(f"training arguments: {error}") from error
     validation = next((rows for split, rows in data.items() if split.startswith("validation")), None)
-    return workload.trainer_class(
+    return seeded(workload.trainer_class)(
         model, arguments, train_dataset=data.get("train"), eval_dataset=validation, processing_class=tokenizer,
         data_collator=workload.collator(model, tokenizer), **workload.options(),
     )  # fmt: skip

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate import PartialState
 from datasets import Dataset, DatasetDict
 from transformers import (
     EvalPrediction,
@@ -17,6 +16,7 @@ from transformers import (
 )
 
 from collab_compress.errors import RecipeError
+from collab_compress.experiments.processes import processes
 from collab_compress.experiments.recipe import Recipe
 from collab_compress.metrics import Metric, load_metric
 from collab_compress.tasks import TASKS, Task, load_task
@@ -44,14 +44,14 @@ class Workload(ABC):
             recipe.task, recipe.data_dir, source=languages.source, target=languages.target, files=recipe.files,
             progress=self.progress,
         )  # fmt: skip
-        self.metric: Metric = load_metric(self.task.metric)
+        self.metric: Metric = load_metric(self.task.metric, **self.metric_options())
 
     @property
     def task(self) -> Task:
         """The task."""
         return TASKS[self.recipe.task]
 
-    def load_model(self, directory: Path, trained: bool = True) -> PreTrainedModel:
+    def load_model(self, directory: str | Path, trained: bool = True) -> PreTrainedModel:
         """Load a model with a head for the task.
 
         Args:
@@ -66,16 +66,20 @@ class Workload(ABC):
         attention = {} if chosen is None else {"attn_implementation": chosen}
         try:
             model, found = self.model_class.from_pretrained(
-                directory, output_loading_info=True, **attention, **self.head()
+                directory, output_loading_info=True, dtype=torch.float32, **attention, **self.head()
             )
-        except ValueError as error:
-            raise RecipeError(f"{directory} cannot be loaded: {error}") from error
+        except (OSError, RuntimeError, ValueError) as error:
+            raise RecipeError(f"{directory} cannot be loaded for {self.task.name}: {error}") from error
         if trained and found["missing_keys"]:
             raise RecipeError(
                 f"{directory} was not trained for {self.task.name}: it lacks weights, such as "
                 f"{min(found['missing_keys'])}; give tuning"
             )
         return model
+
+    def metric_options(self) -> dict[str, Any]:
+        """Give what the metric needs to know."""
+        return {}
 
     def head(self) -> dict[str, Any]:
         """Give what a model's head needs to know."""
@@ -112,11 +116,6 @@ class Workload(ABC):
         """
         found = trainer.predict(rows, metric_key_prefix="").metrics
         return {name: found[f"_{name}"] for name in self.metric.scores}
-
-
-def processes() -> PartialState:
-    """Give the processes that run this together; without a GPU they meet on the CPU."""
-    return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def _labelled(rows: Dataset) -> bool:

@@ -15,7 +15,9 @@ from transformers import (
 
 from collab_compress.errors import DataError, RecipeError
 from collab_compress.experiments import Fresh, read_recipe, run
-from collab_compress.tasks import load_task
+from collab_compress.experiments.language_model import LanguageModel
+from collab_compress.experiments.translation import Translation
+from collab_compress.tasks import TASKS, load_task
 
 FRESH = "fresh={layers: 2, width: 24, heads: 3, feed_forward: 32, dropout: 0.0, max_length: 40, vocab_size: 60}"
 TUNING = "tuning={epochs: 2, learning_rate: 1.0e-3, batch_size: 8, arguments: {disable_tqdm: true}}"
@@ -121,8 +123,50 @@ def test_weights_of_the_last_epochs_are_averaged(text, tmp_path, monkeypatch):
 
 
 def test_too_few_epochs_to_average(text, tmp_path):
-    with pytest.raises(RecipeError, match="average is 3, but training left 2 checkpoints; train for more epochs"):
-        run(recipe(tmp_path / "out", "task=text", f"data_dir={text}", "tuning.average=3"))
+    with pytest.raises(RecipeError, match="average is 3, but 2 epochs leave fewer checkpoints"):
+        recipe(tmp_path / "out", "task=text", f"data_dir={text}", "tuning.average=3")
+
+
+def test_too_few_checkpoints_to_average(text, tmp_path):
+    settings = ("tuning.average=2", "tuning.arguments.save_strategy='no'")
+    with pytest.raises(RecipeError, match="average is 2, but training left 0 checkpoints"):
+        run(recipe(tmp_path / "out", "task=text", f"data_dir={text}", *settings))
+
+
+def test_nothing_to_score(text, tmp_path):
+    for name in ("valid", "test"):
+        (text / "text" / f"{name}.txt").unlink()
+    with pytest.raises(RecipeError, match="text has no split to score in"):
+        run(recipe(tmp_path / "out", "task=text", f"data_dir={text}"))
+
+
+def test_chinese_is_scored_by_characters(sentences, tmp_path):
+    for file in (sentences / "parallel").glob("*.bb"):
+        file.rename(file.with_suffix(".zh"))
+    workload = Translation(translation(sentences, tmp_path / "out", "translation.target=zh"))
+    assert workload.metric.tokenize == "zh"
+
+
+def test_classes_in_another_order(questions, tmp_path):
+    settings = ("task=trec", f"data_dir={questions}")
+    run(recipe(tmp_path / "out", *settings))
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    assert model.config.id2label[0] == TASKS["trec"].labels[0]
+    names = [model.config.id2label[number] for number in range(6)][::-1]
+    model.config.id2label, model.config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
+    model.save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(tmp_path / "out" / "start").save_pretrained(tmp_path / "other")
+    changed = ("fresh=null", f"model={tmp_path / 'other'}", "tuning=null", "compression.rank=12", "calibration=none")
+    with pytest.raises(RecipeError, match=r"has its classes in the order .*; trec has"):
+        run(recipe(tmp_path / "again", *settings, *changed))
+
+
+def test_half_precision_checkpoints_are_tuned_in_full(text, tmp_path):
+    run(recipe(tmp_path / "out", "task=text", f"data_dir={text}"))
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "tuned" / "model").half()
+    half.save_pretrained(tmp_path / "half")
+    workload = LanguageModel(recipe(tmp_path / "again", "task=text", f"data_dir={text}"))
+    assert workload.load_model(tmp_path / "half").dtype == torch.float32
 
 
 def test_training_is_tracked(text, tmp_path):
@@ -135,7 +179,7 @@ def test_training_is_tracked(text, tmp_path):
             tmp_path / "out", "task=text", f"data_dir={text}", "trackers=[tensorboard]", logging, "tuning.epochs=9"
         )
     )
-    events = EventAccumulator(str(tmp_path / "out" / "tuned" / "logs")).Reload()
+    events = EventAccumulator(str(tmp_path / "out" / "tuned" / "logs" / "collab_compress")).Reload()
     assert {"loss", "learning_rate"} <= set(events.Tags()["scalars"])
     losses = events.Scalars("loss")
     assert [event.step for event in losses] == list(range(1, len(losses) + 1))
@@ -152,7 +196,7 @@ def test_a_tracker_that_is_not_there(text, tmp_path):
     ("settings", "error", "message"),
     [
         (["fresh.tokenizer=letters"], DataError, "unknown kind of tokenizer 'letters'"),
-        (["attn_implementation=magic"], RecipeError, "cannot be loaded: .*magic"),
+        (["attn_implementation=magic"], RecipeError, "cannot be loaded for text: .*magic"),
         (["tuning=null", "compression.rank=12"], RecipeError, "a fresh model is trained first; give tuning"),
     ],
 )

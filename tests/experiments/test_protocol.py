@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from collab_compress.errors import RecipeError
 from collab_compress.experiments import read_recipe, run
+from collab_compress.experiments import tuning as tuning_module
 from collab_compress.experiments.tuning import last_checkpoint
+from collab_compress.training import join_trainer_
 
 SCRIPT = Path(__file__).parents[2] / "glue_runs" / "run_glue.py"
 TUNING = "{epochs: 4, learning_rate: 1.0e-3, batch_size: 8, arguments: {use_cpu: true, disable_tqdm: true}}"
@@ -75,6 +77,24 @@ def test_a_model_that_was_not_trained_is_not_converted(start, data_dir, tmp_path
         run(read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "tuning=null")))
 
 
+def test_a_mistake_does_not_claim_the_output(start, data_dir, tmp_path):
+    wrong = settings(start, data_dir, tmp_path / "out", "tuning.arguments={no_such_argument: 1}")
+    with pytest.raises(RecipeError, match="no_such_argument"):
+        run(read_recipe(overrides=wrong))
+    right = settings(start, data_dir, tmp_path / "out", "again=null", "tuning.epochs=1")
+    assert len(run(read_recipe(overrides=right))) == 2
+
+
+def test_scores_have_no_label_smoothing(start, tmp_path):
+    folder = tmp_path / "STS-B"
+    folder.mkdir()
+    for name in ("train.tsv", "dev.tsv"):
+        (folder / name).write_text("sentence1\tsentence2\tscore\nred cat\tblue cat\t2.5\ncat\tdog\t1.0\n")
+    recipe = settings(start, tmp_path, tmp_path / "out", "task=stsb", "tuning.arguments.label_smoothing_factor=0.1")
+    with pytest.raises(RecipeError, match="stsb has scores, not classes; leave label_smoothing_factor out"):
+        run(read_recipe(overrides=recipe))
+
+
 def test_training_arguments_that_are_none(start, data_dir, tmp_path):
     wrong = settings(start, data_dir, tmp_path / "out", "tuning.arguments={no_such_argument: 1}")
     with pytest.raises(RecipeError, match=r"training arguments: .*no_such_argument"):
@@ -92,6 +112,52 @@ def test_a_checkpoint_that_was_being_written_does_not_count(tmp_path):
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
     (tmp_path / "checkpoint-10" / "trainer_state.json").write_text("{")
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+
+
+@pytest.mark.parametrize("more", [{}, {"save_strategy": "steps", "save_steps": 3}])
+def test_an_interrupted_run_ends_as_an_uninterrupted_one(start, data_dir, tmp_path, monkeypatch, more):
+    """Interrupted after its last step, before the model is saved, or in between; rows grouped by length."""
+    arguments = {"use_cpu": True, "disable_tqdm": True, "train_sampling_strategy": "group_by_length", **more}
+    tuning = {"epochs": 3, "learning_rate": 1e-3, "batch_size": 8, "average": 2, "arguments": arguments}
+
+    def attempt(output, *more):
+        given = settings(start, data_dir, tmp_path / output, f"tuning={json.dumps(tuning)}", "again=null", *more)
+        return run(read_recipe(overrides=[*given, "compression=null"]))
+
+    attempt("whole")
+    for moment, limit in (("whole_directory", None), ("training", 7)):
+        with monkeypatch.context() as patch:
+            if limit is None:
+                patch.setattr(tuning_module, "whole_directory", broken)
+            else:
+                patch.setattr(Stopping, "limit", limit)
+                patch.setattr(tuning_module, "join_trainer_", Stopping.join)
+            with pytest.raises(KeyboardInterrupt):
+                attempt(moment)
+        attempt(moment)
+        one, other = (
+            load_file(tmp_path / name / "tuned" / "model" / "model.safetensors") for name in ("whole", moment)
+        )
+        assert all(torch.equal(one[name], other[name]) for name in one), moment
+
+
+def broken(path):
+    raise KeyboardInterrupt
+
+
+class Stopping(TrainerCallback):
+    """Interrupts a training."""
+
+    limit = 0
+
+    @classmethod
+    def join(cls, trainer, heads):
+        join_trainer_(trainer, heads)
+        trainer.add_callback(cls())
+
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step == self.limit:
+            raise KeyboardInterrupt
 
 
 def command(*arguments):
@@ -115,7 +181,7 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(start, data_dir, tmp_path):
     if not (tmp_path / "killed" / "tuned" / "model").is_dir():  # unless it was faster than the signal
         assert last_checkpoint(checkpoints) is not None
     done = subprocess.run(killed, env=environment, check=True, capture_output=True, text=True)
-    assert "mrpc     tuned" in done.stdout
+    assert "mrpc       tuned" in done.stdout
     folders = [tmp_path / name / "tuned" for name in ("whole", "killed")]
     one, other = (load_file(folder / "model" / "model.safetensors") for folder in folders)
     assert one.keys() == other.keys()

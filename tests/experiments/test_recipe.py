@@ -53,6 +53,9 @@ def test_every_recipe_in_the_repository_reads():
         ("model=null", "either a model to start from, or"),
         ("fresh={layers: 2}", "either a model to start from, or"),
         ("conversion=a/b", "'a/b' cannot name a folder"),
+        ("conversion=tuned", "a conversion cannot be called 'tuned'"),
+        ("conversion=dk1-again", "cannot be called 'dk1-again'"),
+        ("tuning.arguments.save_total_limit=2", "arguments hold save_total_limit"),
         ("tuning.average=0", "average is 0; expected at least 1"),
         ("tuning.epochs=x", "could not convert string to float"),
         ("tuning.warmup=2", "warmup is 2.0; expected a share"),
@@ -66,6 +69,14 @@ def test_mistakes_are_named(path, override, message):
     overrides = [override, "tuning=null"] if override == "compression=null" else [override]
     with pytest.raises(RecipeError, match=message):
         read_recipe(path, overrides)
+
+
+def test_an_alias_is_not_set_with_what_it_stands_for(tmp_path):
+    text = "{task: mrpc, model: minilm, output: out, tuning: &t {epochs: 4}, compression: {rank: 8}, again: *t}"
+    (tmp_path / "alias.yaml").write_text(text)
+    recipe = read_recipe(str(tmp_path / "alias.yaml"), ["again.epochs=2", "tuning.batch_size=8"])
+    assert (recipe.tuning.epochs, recipe.again.epochs) == (4, 2)
+    assert (recipe.tuning.batch_size, recipe.again.batch_size) == (8, 32)
 
 
 def test_a_file_that_is_no_recipe(tmp_path):

@@ -80,6 +80,23 @@ def test_a_run_that_fails_does_not_stop_the_others(path, tmp_path):
     assert found == {"tuned", "dk12", "rough"}
 
 
+def test_a_run_that_fails_in_one_of_two_processes(path, tmp_path):
+    """The main process converts, and fails; the other one does not go on without it."""
+    arguments = [
+        "only={methods: [plain], seeds: [0]}",
+        "conversions={bad: {compression: {rank: 1000}}, dk12: {compression: {rank: 12}}}",
+    ]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launch, str(path), *arguments], env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    found = {file.parent.name for file in (tmp_path / "out").rglob("result.json")}
+    assert found == {"tuned", "dk12"}, done.stderr[-5000:]
+    assert done.returncode != 0
+    assert "1000" in done.stderr
+
+
 def test_a_sweep_that_was_killed_goes_on(path, tmp_path):
     """Stopped after some of the results, it makes the rest and leaves those that are there."""
     arguments = [sys.executable, str(SCRIPT), str(path), "only.seeds=[0]"]

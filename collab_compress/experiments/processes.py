@@ -1,0 +1,38 @@
+"""What processes that run an experiment together do once for all of them."""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+from collab_compress.errors import CollabCompressError, RecipeError
+
+PATIENCE = timedelta(days=2)  # while one process converts, scores or writes, the others wait
+
+
+def processes() -> PartialState:
+    """Give the processes that run this together; without a GPU they meet on the CPU."""
+    return PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)
+
+
+def once(work: Callable[[], object]) -> None:
+    """Let the main process do something while the others wait; if it fails on purpose, it fails in all of them.
+
+    Raises:
+        RecipeError: what went wrong.
+    """
+    state, failed = processes(), [None]
+    error: CollabCompressError | None = None
+    if state.is_main_process:
+        try:
+            work()
+        except CollabCompressError as found:
+            error, failed = found, [str(found)]  # type: ignore[list-item]
+    if state.num_processes > 1:
+        broadcast_object_list(failed)
+    if error is not None:
+        raise error
+    if failed[0] is not None:
+        raise RecipeError(failed[0])
