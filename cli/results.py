@@ -25,10 +25,10 @@ class Arguments:
     """Put the results of experiments into a table: means over seeds, and differences paired by seed.
 
     Examples:
-      collab-results outputs
-      collab-results outputs --papers --output RESULTS.md
-      collab-results outputs --against drophead/tuned --format csv
-      collab-results outputs --paper collaborate --table 2
+      collab-results outputs/glue
+      collab-results outputs/glue --papers --output RESULTS.md
+      collab-results outputs/glue --against drophead/tuned --format csv
+      collab-results outputs/glue --paper collaborate --table 2
       collab-results --paper diversity
     """
 

@@ -1,6 +1,6 @@
 """Translation, scored by sacreBLEU: a fresh model with a tokenizer trained on the data, or a pretrained one.
 
-    python glue_runs/run_translation.py glue_runs/recipes/multi30k.yaml output=outputs/0 data_dir=DIR
+    python glue_runs/run_translation.py glue_runs/recipes/multi30k.yaml output=outputs/translator data_dir=DIR
     accelerate launch glue_runs/run_translation.py glue_runs/recipes/multi30k.yaml output=outputs/1 seed=1
 
 The first argument may be a recipe; field=value arguments set or change its fields, with dots between nested ones and

@@ -62,6 +62,28 @@ def test_converts_a_classifier_and_says_how_to_load_it(run, loaded, model_dir, t
     assert len(stored["report"]["modules"]) == 2
 
 
+def test_heads_that_share_no_channels(run, loaded, monkeypatch, model_dir, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, printed, error = run("tiny", "--dk", 13, "--form", "per-head")
+    assert code == 0, error
+    model = loaded(printed)
+    for part in ("Channels of each head:", "at any length", "rebuild the smaller heads", "tiny-dk13-per-head"):
+        assert part in printed
+    assert "--form" not in printed
+    stored = json.loads((tmp_path / "tiny-dk13-per-head" / "collab_compress.json").read_text(encoding="utf-8"))
+    assert stored["compression"]["form"] == "per-head"
+    for module in stored["report"]["modules"]:
+        assert f"{module['name']}: {' '.join(map(str, module['sizes']))}" in printed
+        assert read_factors(model)[module["name"]].mixing.sum(1).tolist() == module["sizes"]
+
+
+def test_where_long_inputs_cost_more_the_other_form_is_named(run, model_dir, tmp_path):
+    _, printed, _ = run(model_dir, "--dk", 13, "--output", tmp_path / "long")
+    assert "--form per-head is cheaper beyond, and below too (-" in printed
+    _, printed, _ = run(model_dir, "--dk", 8, "--output", tmp_path / "short")  # R = d: cheaper at any length
+    assert "--form" not in printed
+
+
 def test_same_as_the_python_api(run, model_dir, tmp_path):
     code, *_ = run(model_dir, "--dk", 8, "--calibration", "none", "--output", tmp_path / "out")
     assert code == 0
@@ -102,6 +124,7 @@ def test_default_output_is_beside_the_person(run, monkeypatch, model_dir, tmp_pa
         (["--dk", "0"], "dk is 0; expected at least 1"),
         (["--dk=-4"], "dk is -4; expected at least 1"),
         (["--dk", "25"], "pass dk between 1 and 24"),
+        (["--dk", "8", "--form", "per-head", "--sweeps", "5"], "leave out solver, sweeps, tolerance"),
         (["--dk", "8", "--solver", "magic"], "unknown solver 'magic'"),
         (["--dk", "8", "--calibration", "nowhere.txt"], "cannot read calibration texts from nowhere.txt"),
         (["--dk", "8", "--modules", "nothing"], "matches 'nothing'"),
@@ -185,21 +208,32 @@ def test_the_embedded_model_is_found(minilm_path):
     assert find_directory("minilm") == minilm_path
 
 
+# What runs in the background ignores SIGINT, and so would what it starts.
+INTERRUPTIBLE = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("collab_compress_cli.compress", run_name="__main__")
+"""
+
+
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)])
 def test_interrupt_and_kill_leave_no_output(minilm_path, tmp_path, signum, code):
     process = subprocess.Popen(
-        [sys.executable, "-m", "collab_compress_cli.compress", "minilm", "--dk", "128", "--output", "out",
+        [sys.executable, "-c", INTERRUPTIBLE, "minilm", "--dk", "128", "--output", "out",
          "--sweeps", "100000", "--tolerance", "0"],
         cwd=tmp_path, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     weights, deadline = str(minilm_path / "model.safetensors"), time.monotonic() + 60
-    while weights not in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8"):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    time.sleep(1)  # at work on the first module
-    process.send_signal(signum)
-    _, error = process.communicate(timeout=60)
+    try:
+        while weights not in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8"):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(1)  # at work on the first module
+        process.send_signal(signum)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()  # it would go on for hours
     assert process.returncode == code
     assert not (tmp_path / "out").exists()
     if signum != signal.SIGKILL:

@@ -185,7 +185,7 @@ def test_models_are_compared_with_themselves(write, tmp_path):
     write(95.0, stage="dk128", recipe={"model": "roberta"})
     found = compare(read_results(tmp_path))
     changes = {row.variant.model: [e.mean for e in row.differences.values()] for row in found.rows[1::2]}
-    assert changes == {"bert": [-5.0], "fresh": [1.0], "minilm": [-1.0]}
+    assert changes == {"data/bert": [-5.0], "fresh": [1.0], "minilm": [-1.0]}
     assert found.rows[-1].variant.model == "roberta"
     assert found.rows[-1].differences == {}
 
