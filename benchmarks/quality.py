@@ -1,6 +1,7 @@
 """Quality without retraining: STS-B of converted MiniLM embeddings, and MRPC of a converted classifier.
 
     python benchmarks/quality.py --data-dir DIR [--classifier DIR] [--dk 128 64] [--seeds 0 1 2] [--json FILE]
+    python benchmarks/quality.py --data-dir DIR --form per-head --dk 195 130 65 49  # parameters of dk 192 128 64 48
 
 DIR holds the GLUE tasks in their original TSV layout (DIR/STS-B/dev.tsv, DIR/MRPC/dev.tsv). Fine-tune the
 classifier with glue_runs/finetune_mrpc.py. Every seed draws its own random tokens to calibrate on.
@@ -69,19 +70,23 @@ def sweep(name: str, dense, tokenizer, score: Callable[..., float], args) -> lis
     print(f"{name:<6} dense                          {results[0]['score']:6.2f}", flush=True)
     for rank in args.dk:
         for calibration in args.calibration:
-            scores = []
+            scores, drifts = [], []
             for seed in args.seeds if calibration == "synthetic" else args.seeds[:1]:
                 model = copy.deepcopy(dense)
-                options = Compression(rank=rank, seed=seed, sweeps=args.sweeps, damping=args.damping)
-                compress(model, options, calibration, tokenizer)
+                options = Compression(rank=rank, form=args.form, seed=seed, sweeps=args.sweeps, damping=args.damping)
+                report = compress(model, options, calibration, tokenizer)
                 scores.append(score(model, tokenizer, args.data_dir))
-                results.append(
-                    {"task": name, "dk": rank, "calibration": calibration, "seed": seed, "score": scores[-1]}
-                )
+                if report.drift is not None:
+                    drifts.append(report.drift.relative_error)
+                results.append({
+                    "task": name, "dk": rank, "form": args.form, "calibration": calibration, "seed": seed,
+                    "score": scores[-1], "drift": drifts[-1] if drifts else None,
+                })  # fmt: skip
             spread = f" ± {stdev(scores):.2f}" if len(scores) > 1 else ""
             each = ", ".join(f"{value:.2f}" for value in scores)
             summary = f"mean of {len(scores)}: {mean(scores):6.2f}{spread}"
-            print(f"{name:<6} dk={rank:<4} {calibration:<10} {summary}  ({each})", flush=True)
+            drift = f"  drift {mean(drifts):.3f}" if drifts else ""
+            print(f"{name:<6} dk={rank:<4} {calibration:<10} {summary}  ({each}){drift}", flush=True)
     return results
 
 
@@ -90,6 +95,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--classifier", type=Path)
     parser.add_argument("--dk", type=int, nargs="+", default=[192, 128, 64, 48])
+    parser.add_argument("--form", choices=["shared", "per-head"], default="shared")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--calibration", nargs="+", default=["synthetic", "none"])
     parser.add_argument("--sweeps", type=int)

@@ -34,6 +34,7 @@ class Arguments:
       collab-compress minilm --dk 128
       collab-compress bert-base --dk 384 --output bert-base-384
       collab-compress ./my-classifier --dk 256 --calibration sentences.txt --json report.json
+      collab-compress minilm --dk 192 --form per-head
       collab-compress ./my-classifier --mix
     """
 
@@ -70,4 +71,5 @@ class Arguments:
     def suffix(self) -> str:
         """What is appended to the model's name to name the output."""
         converted = "" if self.compression.rank is None else f"-dk{self.compression.rank}"
-        return converted + ("-mixed" if self.mix else "")
+        form = "" if self.compression.form == "shared" else f"-{self.compression.form}"
+        return converted + form + ("-mixed" if self.mix else "")

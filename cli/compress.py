@@ -34,7 +34,7 @@ from .table import mixing_lines, report_lines
 
 WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".index.json")
 RECORD = "collab_compress.json"
-EDITED = {"collaborative": "shared attention", "alphas": "mixed heads"}
+EDITED = {"collaborative": "shared attention", "per-head": "smaller heads", "alphas": "mixed heads"}
 REPLACED = ("config.json", "README.md")
 
 

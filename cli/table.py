@@ -1,6 +1,7 @@
 """Print a conversion's report for people."""
 
 from math import isinf
+from statistics import mean
 
 from collab_compress import Report
 
@@ -20,7 +21,8 @@ def report_lines(report: Report, calibrated_on: str) -> list[str]:
             f"{module.name:<{width}}  {module.rank:>4}  {score:>11}  {module.weight_error:>12.4f}  {sizes:>18}  "
             f"{macs:>17}  {_length(module.break_even_length):>5}"
         )
-    return [*lines, "", *_summary(report, calibrated_on)]
+    apart = [f"  {module.name}: {' '.join(map(str, module.sizes))}" for module in report.modules if module.sizes]
+    return [*lines, "", *(["Channels of each head:", *apart, ""] if apart else []), *_summary(report, calibrated_on)]
 
 
 def mixing_lines(heads: dict[str, int]) -> list[str]:
@@ -46,6 +48,7 @@ def _summary(report: Report, calibrated_on: str) -> list[str]:
         "Scores take fewer operations at any length."
         if isinf(shortest)
         else f"Scores take fewer operations up to T* = {shortest:.0f} tokens, and more beyond.",
+        *_advice(report),
     ]
     if report.drift is not None:
         lines.append(
@@ -54,6 +57,23 @@ def _summary(report: Report, calibrated_on: str) -> list[str]:
         )
     lines.append(f"Converted in {report.seconds:.1f} s.")
     return lines
+
+
+def _advice(report: Report) -> list[str]:
+    """Where shared channels cost more beyond T*, say what heads with channels of their own would cost instead."""
+    modules = report.modules
+    before, after, apart = (
+        sum(getattr(module, name) for module in modules) for name in ("macs_before", "macs_after", "per_head_macs")
+    )
+    longer = any(module.sizes is None and not isinf(module.break_even_length) for module in modules)
+    if not longer or apart >= before:
+        return []
+    errors = [module.weight_error if module.data_error is None else module.data_error for module in modules]
+    own = mean(module.per_head_error for module in modules)
+    return [
+        f"--form per-head is cheaper beyond, and below too ({apart / after - 1:+.0%} at T={report.length}), but its "
+        f"score error is {own:.4f} instead of {mean(errors):.4f} on average."
+    ]
 
 
 def _length(tokens: float) -> str:

@@ -5,6 +5,7 @@ Importing the package lets stock `from_pretrained` rebuild converted checkpoints
 
 from collab_compress.attention import register_attention
 from collab_compress.attention.edit import CollaborativeEdit
+from collab_compress.attention.per_head import PerHeadEdit
 from collab_compress.checkpoint import (
     AFTER_LOADING,
     EDITS,
@@ -34,7 +35,7 @@ from collab_compress.heads.pruning import prune_heads_
 from collab_compress.heads.removal import PrunedEdit
 
 # What makes stock `from_pretrained` rebuild converted models.
-EDITS.update({edit.kind: edit for edit in (CollaborativeEdit, AlphasEdit, PrunedEdit)})
+EDITS.update({edit.kind: edit for edit in (CollaborativeEdit, PerHeadEdit, AlphasEdit, PrunedEdit)})
 AFTER_LOADING.append(keep_standalone_)
 register_attention()
 register_checkpoint()

@@ -1,11 +1,20 @@
-"""A saved conversion is used like any other model: sentence-transformers, pipelines, a stock Trainer, DDP."""
+"""A conversion is used like any other model: sentence-transformers, pipelines, Trainer, Accelerate, half precision.
+
+What needs packages of its own, or long, is in tests/extras; docs/company.md has a line for each.
+"""
+
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload, dispatch_model, infer_auto_device_map
 from collab_compress_cli.compress import Arguments, run
 from sentence_transformers import SentenceTransformer
+from torch import nn
 from transformers import (
+    AutoModel,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertForSequenceClassification,
@@ -15,8 +24,18 @@ from transformers import (
     pipeline,
 )
 
-from collab_compress import Compression, compress, read_factors
+from collab_compress import (
+    Compression,
+    UnsupportedModelError,
+    compress,
+    expand,
+    mix_heads_,
+    prune_heads_,
+    read_factors,
+)
+from collab_compress.errors import HeadError
 
+ROOT = Path(__file__).parents[1]
 TEXTS = ["A man is playing a guitar.", "Someone makes music.", "The market fell."]
 
 
@@ -97,3 +116,109 @@ def test_stock_trainer_trains_saves_and_resumes(training, minilm_tokenizer, tmp_
 
 def test_tokenizer_of_the_output_is_the_sources(converted, minilm_tokenizer):
     assert AutoTokenizer.from_pretrained(converted)(TEXTS).input_ids == minilm_tokenizer(TEXTS).input_ids
+
+
+def embeddings(model, tokenizer):
+    """Mean-pooled embeddings of unit length, (B, D)."""
+    batch = tokenizer(TEXTS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        states, mask = model(**batch).last_hidden_state.float(), batch["attention_mask"][..., None]
+    return nn.functional.normalize((states * mask).sum(1), dim=1)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(converted, minilm_tokenizer, dtype, implementation, tmp_path):
+    expected = embeddings(AutoModel.from_pretrained(converted), minilm_tokenizer)
+    model = AutoModel.from_pretrained(converted, dtype=dtype, attn_implementation=implementation)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    found = embeddings(model, minilm_tokenizer)
+    assert (found * expected).sum(1).min() > 0.999
+    model.save_pretrained(tmp_path)
+    again = AutoModel.from_pretrained(tmp_path, dtype="auto", attn_implementation=implementation)
+    assert again.dtype == dtype
+    assert torch.equal(embeddings(again, minilm_tokenizer), found)
+
+
+def outputs(model, batch):
+    with torch.no_grad():
+        return model(**batch)[0]
+
+
+@pytest.fixture
+def edited(family, make_tiny):
+    """Converted, with heads that mix: parameters of ours in attention and before the output projection."""
+    model = make_tiny(family)
+    compress(model, Compression(rank=8), calibration=None)
+    mix_heads_(model)
+    return model
+
+
+def test_device_map_auto_wherever_memory_ends(edited, batch, tmp_path):
+    """The rest goes to disk; no cut may part what a module of ours holds itself from what its children hold."""
+    expected = outputs(edited, batch)
+    edited.save_pretrained(tmp_path / "model")
+    loaded = AutoModel.from_pretrained(tmp_path / "model", device_map="auto")
+    assert torch.equal(outputs(loaded, batch).cpu(), expected.cpu())
+    size = sum(tensor.nbytes for tensor in edited.state_dict().values())
+    for share in np.linspace(0.05, 1.2, 24):
+        loaded = AutoModel.from_pretrained(
+            tmp_path / "model",
+            device_map="auto",
+            max_memory={"cpu": int(share * size)},
+            offload_folder=tmp_path / "o",
+        )
+        assert torch.equal(outputs(loaded, batch), expected)
+
+
+def test_dispatched_over_cpu_and_disk(edited, batch, tmp_path):
+    expected = outputs(edited, batch)
+    size = sum(tensor.nbytes for tensor in edited.state_dict().values())
+    places = infer_auto_device_map(
+        edited, max_memory={"cpu": int(0.7 * size)}, no_split_module_classes=edited._no_split_modules
+    )
+    assert set(places.values()) == {"cpu", "disk"}
+    dispatch_model(edited, places, main_device="cpu", offload_dir=tmp_path)
+    assert any(parameter.is_meta for parameter in edited.parameters())
+    assert torch.equal(outputs(edited, batch), expected)
+
+
+def test_offloaded_factors_are_refused(family, make_tiny, batch):
+    model = make_tiny(family)
+    compress(model, Compression(rank=8), calibration=None)
+    expected = outputs(model, batch)
+    cpu_offload(model, torch.device("cpu"))
+    for read in (expand, read_factors):
+        with pytest.raises(UnsupportedModelError, match=r"proj is offloaded; load the model into memory"):
+            read(model)
+    assert torch.equal(outputs(model, batch), expected)
+
+
+def test_weights_of_a_class_of_their_own_are_refused(make_tiny):
+    """As quantization in memory leaves them: still an `nn.Linear`, still called float32."""
+
+    class Packed(nn.Parameter):
+        pass
+
+    name = "encoder.layer.1.attention.self"
+    dense, model = make_tiny("bert"), make_tiny("bert")
+    compress(model, Compression(rank=8), calibration=None)
+    for linear in (dense.get_submodule(name).key, model.get_submodule(name).key.proj):
+        linear.weight = Packed(linear.weight.detach())
+    with pytest.raises(UnsupportedModelError, match=rf"{name}\.key: .*Packed of torch.float32; convert before quant"):
+        compress(dense, Compression(rank=8), calibration=None)
+    for edited in (dense, model):
+        with pytest.raises(HeadError, match=rf"{name}\.key.*: got Packed, expected a plain .*undo quantization"):
+            prune_heads_(edited, {name: [0]})
+    for read in (expand, read_factors):
+        with pytest.raises(UnsupportedModelError, match=rf"{name}\.key\.proj: got .*Packed, .*undo quantization"):
+            read(model)
+
+
+def test_the_table_names_tests_and_versions_that_are_there():
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    rows = re.findall(r"\| (\S+ \S+) \| `(\S+)::(\w+)` \|$", (ROOT / "docs/company.md").read_text("utf-8"), re.M)
+    assert len(rows) > 15
+    for version, path, test in rows:
+        assert version.replace(" ", "==") in pins
+        assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8")

@@ -5,7 +5,7 @@ from collab_compress.architectures.family import AttentionFamily
 ALBERT = AttentionFamily(
     name="ALBERT",
     model_types=("albert",),
-    attention_class="AlbertAttention",
+    attention_classes=("AlbertAttention",),
     query="query",
     key="key",
     value="value",

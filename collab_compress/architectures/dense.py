@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from collab_compress.architectures.family import AttentionFamily
+from collab_compress.architectures.fused import FusedSlice
 from collab_compress.architectures.sites import AttentionSite, find_attention, read
 from collab_compress.errors import UnsupportedModelError
 
@@ -14,12 +15,13 @@ class DenseSite(AttentionSite):
     """A dense attention module.
 
     Args:
-        query: projection of queries, weight (H·d, D), storage layout of `nn.Linear`.
+        query: projection of queries, weight (H·d, D), storage layout of `nn.Linear`; the part that is it where the
+            model keeps several in one layer.
         key: projection of keys, weight (H·d, D).
     """
 
-    query: nn.Linear
-    key: nn.Linear
+    query: nn.Linear | FusedSlice
+    key: nn.Linear | FusedSlice
 
     def query_heads(self) -> Tensor:
         """Wq of each head in mathematical layout, (H, D, d)."""
@@ -47,12 +49,17 @@ def find_dense_attention(
 
     Raises:
         UnsupportedModelError: as `find_attention`; a query or key projection is no plain `nn.Linear`, is quantized,
-            or is not H·d wide.
+            or is not H·d wide; the family's description leaves this kind of attention out.
     """
     return [_dense(site) for site in find_attention(model, families, modules)]
 
 
 def _dense(site: AttentionSite) -> DenseSite:
+    if site.kind in site.family.undescribed:
+        raise UnsupportedModelError(
+            f"{site.name}: {site.kind} attention of {site.family.name} cannot be converted, because "
+            f"{site.family.undescribed[site.kind]}; leave it out with a pattern of module paths"
+        )
     family, paths = site.family, (site.family.query, site.family.key)
     query, key = (read(site.name, site.module, family, path, nn.Linear) for path in paths)
     for path, projection in zip(paths, (query, key), strict=True):
@@ -61,6 +68,8 @@ def _dense(site: AttentionSite) -> DenseSite:
                 f"{site.name}.{path}: got {projection.out_features} output channels; expected {site.heads} heads × "
                 f"{site.head_width} = {site.width}; the {family.name} description does not fit this model"
             )
-    if not (query.weight.is_floating_point() and key.weight.is_floating_point()):
-        raise UnsupportedModelError(f"{site.name}: weights are {query.weight.dtype}; convert before quantizing")
+    for path, weight in zip(paths, (query.weight, key.weight), strict=True):
+        if not weight.is_floating_point() or type(weight) not in (Tensor, nn.Parameter):
+            kind = f"{type(weight).__module__}.{type(weight).__qualname__} of {weight.dtype}"
+            raise UnsupportedModelError(f"{site.name}.{path}: weights are {kind}; convert before quantizing")
     return DenseSite(**vars(site), query=query, key=key)

@@ -5,7 +5,7 @@ from collab_compress.architectures.family import AttentionFamily
 DISTILBERT = AttentionFamily(
     name="DistilBERT",
     model_types=("distilbert",),
-    attention_class="DistilBertSelfAttention",
+    attention_classes=("DistilBertSelfAttention",),
     query="q_lin",
     key="k_lin",
     value="v_lin",

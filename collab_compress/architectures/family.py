@@ -1,6 +1,7 @@
 """What a model family is: names of attributes, as data."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -13,8 +14,8 @@ class AttentionFamily:
     Args:
         name: what people call it, for messages.
         model_types: `config.model_type` values it covers.
-        attention_class: class name of the module that projects queries and keys and calls Transformers'
-            attention interface.
+        attention_classes: class names of the modules that project queries and keys and call Transformers' attention
+            interface.
         query: the `nn.Linear` projecting queries, D → H·d.
         key: the `nn.Linear` projecting keys, D → H·d.
         value: the `nn.Linear` projecting values, D → H·dv.
@@ -23,11 +24,18 @@ class AttentionFamily:
         head_width: integer attribute, width d of one head's keys.
         scaling: float attribute multiplying the scores (usually 1/√d).
         cross: name of the child that holds cross-attention, in the path of such a module; empty where there is none.
+        fused: the `Conv1D` (D → 3·H·d, weight transposed) that holds query, key and value side by side in a stock
+            model; in a converted one it has them as children, at the paths `query`, `key` and `value`. Empty where
+            there are three layers to begin with.
+        fixed_heads: whether the module views what its projections return as exactly H heads, instead of as many as
+            there are; shared projections are then H·d wide, zeros included, and save nothing in a key cache.
+        keeps_heads: why heads cannot be removed from it; empty where they can.
+        undescribed: kind of attention that these paths do not fit → how it differs.
     """
 
     name: str
     model_types: tuple[str, ...]
-    attention_class: str
+    attention_classes: tuple[str, ...]
     query: str
     key: str
     value: str
@@ -36,3 +44,7 @@ class AttentionFamily:
     head_width: str
     scaling: str = "scaling"
     cross: str = ""
+    fused: str = ""
+    fixed_heads: bool = False
+    keeps_heads: str = ""
+    undescribed: Mapping[str, str] = field(default_factory=dict)

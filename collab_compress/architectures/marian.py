@@ -5,7 +5,7 @@ from collab_compress.architectures.family import AttentionFamily
 MARIAN = AttentionFamily(
     name="Marian",
     model_types=("marian",),
-    attention_class="MarianAttention",
+    attention_classes=("MarianAttention",),
     query="q_proj",
     key="k_proj",
     value="v_proj",

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from collab_compress.architectures.family import AttentionFamily
+from collab_compress.architectures.fused import FusedSlice, fused_slice
 from collab_compress.architectures.refusal import refuse_interposed, refuse_unknown
 from collab_compress.errors import UnsupportedModelError
 
@@ -48,12 +49,9 @@ class AttentionSite:
 
     def part(self, path: str) -> Any:
         """Read an attribute by a path of the family's: `query`, `key`, `value` and `output` are such."""
-        try:
-            if path.startswith(".."):
-                return attrgetter(path[2:])(self.parent)
-            return attrgetter(path)(self.module)
-        except AttributeError:
-            raise _missing(self.name, self.module, self.family, path) from None
+        if path.startswith(".."):
+            return _attribute(self.name, self.parent, self.family, path[2:])
+        return _attribute(self.name, self.module, self.family, path)
 
     def path(self, path: str) -> str:
         """Path in the model of an attribute that the family gives relative to the module."""
@@ -87,7 +85,7 @@ def find_attention(
     layers = dict.fromkeys(KINDS, 0)
     found = []
     for name, module in model.named_modules():
-        if type(module).__name__ == family.attention_class:
+        if type(module).__name__ in family.attention_classes:
             kind = _kind(name, module, family)
             parent = model.get_submodule(name.rpartition(".")[0])
             found.append(_site(name, module, parent, family, kind, layers[kind]))
@@ -97,7 +95,7 @@ def find_attention(
         have = ", ".join(f"{site.name} ({site.kind})" for site in found[:3]) + (", …" if len(found) > 3 else "")
         wanted = repr(modules) + ("" if set(kinds) == set(KINDS) else f" with kind {' or '.join(kinds)}")
         raise UnsupportedModelError(
-            f"no {family.attention_class} of {type(model).__name__} matches {wanted}; "
+            f"no {' or '.join(family.attention_classes)} of {type(model).__name__} matches {wanted}; "
             + (f"the attention modules are {have}" if found else "the model contains none")
         )
     return chosen
@@ -119,12 +117,9 @@ def _site(
 
 def read(name: str, module: nn.Module, family: AttentionFamily, path: str, kind: Any) -> Any:
     """Read `module.path` and check its type; the message names the attribute that is missing and where."""
-    try:
-        value = attrgetter(path)(module)
-    except AttributeError:
-        raise _missing(name, module, family, path) from None
+    value = _attribute(name, module, family, path)
     own_forward = isinstance(value, nn.Linear) and type(value).forward is not nn.Linear.forward
-    if not isinstance(value, kind) or own_forward:
+    if not isinstance(value, kind | FusedSlice if kind is nn.Linear else kind) or own_forward:
         expected = f"a plain {kind.__name__}" if isinstance(kind, type) else "a number"
         raise UnsupportedModelError(
             f"{name}.{path}: got {type(value).__name__}, expected {expected}; "
@@ -133,8 +128,15 @@ def read(name: str, module: nn.Module, family: AttentionFamily, path: str, kind:
     return value
 
 
-def _missing(name: str, module: nn.Module, family: AttentionFamily, path: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
+def _attribute(name: str, module: nn.Module, family: AttentionFamily, path: str) -> Any:
+    """Read `module.path`, or the part of a fused layer that the path stands for."""
+    try:
+        return attrgetter(path)(module)
+    except AttributeError:
+        found = fused_slice(module, family, path)
+        if found is not None:
+            return found
+    raise UnsupportedModelError(
         f"{name} ({type(module).__name__}) has no attribute {path!r}, which the {family.name} description "
         "promises; this version of Transformers may have renamed it"
     )

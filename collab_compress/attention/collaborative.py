@@ -1,13 +1,17 @@
 """Put collaborative attention into an attention module, and read it back."""
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from collab_compress.attention.fused import FusedProjection, fuse, fused_layer, value_of
 from collab_compress.attention.projections import SharedProjection
+from collab_compress.attention.static_cache import unwatch_cache_, watch_cache_
 from collab_compress.attention.view import redirect_, restore_
+from collab_compress.errors import CompressionError, UnsupportedModelError
 
 
 @dataclass(frozen=True)
@@ -15,7 +19,8 @@ class CollaborativeSpec:
     """All that is needed to rebuild one collaborative attention module, weights aside.
 
     Args:
-        query: attribute path of the query projection in the attention module.
+        query: attribute path of the query projection in the attention module; where the stock model keeps it in a
+            fused layer, a child of that layer's path.
         key: attribute path of the key projection.
         heads: number of heads H.
         head_width: width d of one head's keys in the dense model.
@@ -23,6 +28,7 @@ class CollaborativeSpec:
         content_bias: whether the module has content biases v.
         scale: what scores are multiplied by; None keeps the model's own scale.
         train_mixing: whether the mixing matrix is trained.
+        fixed_heads: whether the module views queries and keys as exactly H heads.
     """
 
     query: str
@@ -33,20 +39,44 @@ class CollaborativeSpec:
     content_bias: bool
     scale: float | None = None
     train_mixing: bool = True
+    fixed_heads: bool = False
 
     @property
     def content_channels(self) -> int:
         """How many channels behind the shared key hold content biases: H or none."""
         return self.heads if self.content_bias else 0
 
+    @property
+    def multiple(self) -> int:
+        """What the width of shared queries and keys is padded to a multiple of, for the module to view as heads.
+
+        Raises:
+            CompressionError: the module views exactly H heads, and they have no room for R and the content biases.
+        """
+        room = self.heads * self.head_width
+        if self.fixed_heads and self.rank + self.content_channels > room:
+            raise CompressionError(
+                f"got dk {self.rank} and {self.content_channels} content biases for a model that lays keys out as "
+                f"exactly {self.heads} heads of {self.head_width}; pass dk up to {room - self.content_channels}"
+            )
+        return room if self.fixed_heads else self.head_width
+
 
 @dataclass(frozen=True)
 class CollaborativeParts:
-    """The parameters of a collaborative attention module, ready to be installed."""
+    """The parameters of a collaborative attention module, ready to be installed.
+
+    Args:
+        query: shared query projection.
+        key: shared key projection, content biases included.
+        mixing: mixing matrix (H, R).
+        value: the model's own values where they were in one layer with query and key, else None.
+    """
 
     query: SharedProjection
     key: SharedProjection
     mixing: nn.Parameter
+    value: nn.Linear | None = None
 
 
 def is_collaborative(module: Any) -> bool:
@@ -55,14 +85,25 @@ def is_collaborative(module: Any) -> bool:
 
 
 def build_parts(module: Any, spec: CollaborativeSpec) -> CollaborativeParts:
-    """Make uninitialised parameters for `module`: device, dtype and frozenness are those of what they replace."""
-    dense_query, dense_key = module.get_submodule(spec.query), module.get_submodule(spec.key)
-    like: dict[str, Any] = {"device": dense_query.weight.device, "dtype": dense_query.weight.dtype}
-    trained = (dense_query.weight.requires_grad, dense_key.weight.requires_grad)
-    query = SharedProjection(dense_query.in_features, spec.rank, spec.head_width, **like)
-    key = SharedProjection(dense_key.in_features, spec.rank + spec.content_channels, spec.head_width, **like)
+    """Make uninitialised parameters for `module`: device, dtype and frozenness are those of what they replace.
+
+    Raises:
+        CompressionError: as `CollaborativeSpec.multiple`.
+    """
+    layer: Any = fused_layer(module, spec.query)
+    query, key = (
+        (layer, layer) if layer is not None else (attrgetter(path)(module) for path in (spec.query, spec.key))
+    )
+    like: dict[str, Any] = {"device": query.weight.device, "dtype": query.weight.dtype}
+    trained = (query.weight.requires_grad, key.weight.requires_grad)
+    inputs = (query.weight.shape[0],) * 2 if layer is not None else (query.in_features, key.in_features)
+    widths = (spec.rank, spec.rank + spec.content_channels)
+    shared = [
+        SharedProjection(width_in, width, spec.multiple, **like).requires_grad_(train)
+        for width_in, width, train in zip(inputs, widths, trained, strict=True)
+    ]
     mixing = nn.Parameter(torch.empty(spec.heads, spec.rank, **like), spec.train_mixing and any(trained))
-    return CollaborativeParts(query.requires_grad_(trained[0]), key.requires_grad_(trained[1]), mixing)
+    return CollaborativeParts(shared[0], shared[1], mixing, None if layer is None else value_of(layer))
 
 
 def load_parts_(
@@ -79,30 +120,70 @@ def install_(module: Any, spec: CollaborativeSpec, parts: CollaborativeParts) ->
     """Replace the query and key projections of `module` by `parts`, in place."""
     module.mixing = parts.mixing
     module.collaborative = spec
-    module.set_submodule(spec.query, parts.query.train(module.training))
-    module.set_submodule(spec.key, parts.key.train(module.training))
+    if parts.value is None:
+        module.set_submodule(spec.query, parts.query.train(module.training))
+        module.set_submodule(spec.key, parts.key.train(module.training))
+    else:
+        fused = FusedProjection(parts.query, parts.key, parts.value).train(module.training)
+        module.set_submodule(spec.query.rpartition(".")[0], fused)
+        module.split_size = fused.widths
     redirect_(module)
+    watch_cache_(module)
     if spec.scale is not None:
         module.stock_scaling, module.scaling = module.scaling, spec.scale
 
 
-def uninstall_(module: Any, query: nn.Module, key: nn.Module) -> None:
-    """Put dense projections back into a module that `install_` changed, also half-way, in place."""
+def uninstall_(module: Any, query: Any, key: Any) -> None:
+    """Put dense projections back into a module that `install_` changed, also half-way, in place.
+
+    Args:
+        module: the attention module.
+        query: its dense query projection; where the stock model has a fused layer, either a projection to be fused
+            again, or something that holds the old layer as `whole`.
+        key: the same for keys.
+    """
     spec = module.__dict__.pop("collaborative", None)  # set by `install_` once `mixing` is there, before all else
     if spec is None:
         return
-    module.set_submodule(spec.query, query)
-    module.set_submodule(spec.key, key)
+    layer = fused_layer(module, spec.query)
+    if layer is None:
+        module.set_submodule(spec.query, query)
+        module.set_submodule(spec.key, key)
+    else:
+        whole = query.whole if hasattr(query, "whole") else fuse(query, key, layer.value)
+        module.set_submodule(spec.query.rpartition(".")[0], whole)
+        module.split_size = whole.weight.shape[1] // 3
     del module.mixing
+    unwatch_cache_(module)
     restore_(module)
     if "stock_scaling" in module.__dict__:
         module.scaling = module.__dict__.pop("stock_scaling")
 
 
-def read_parts(module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Read W̃q (D, R), M (H, R), W̃k (D, R) and v (H, D) or None from a collaborative module."""
+def read_parts(name: str, module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Read W̃q (D, R), M (H, R), W̃k (D, R) and v (H, D) or None from the collaborative module called `name`.
+
+    Raises:
+        UnsupportedModelError: a projection carries an adapter, is quantized, or is offloaded.
+    """
     spec: CollaborativeSpec = module.collaborative
-    query = module.get_submodule(spec.query).proj.weight.detach()
-    key = module.get_submodule(spec.key).proj.weight.detach()
+    query, key = (
+        _plain_weight(f"{name}.{path}.proj", module.get_submodule(path).proj) for path in (spec.query, spec.key)
+    )
     content = key[spec.rank :] if spec.content_bias else None
     return query.T, module.mixing.detach(), key[: spec.rank].T, content
+
+
+def _plain_weight(path: str, projection: Any) -> Tensor:
+    """Read the weight of a projection, if that is all there is to it."""
+    plain = isinstance(projection, nn.Linear) and type(projection).forward is nn.Linear.forward
+    weight: Tensor = projection.weight
+    if not plain or type(weight) not in (Tensor, nn.Parameter):
+        kind = type(weight if plain else projection)
+        raise UnsupportedModelError(
+            f"{path}: got {kind.__module__}.{kind.__qualname__}, expected a plain torch.nn.Linear of floats; merge "
+            "adapters and undo quantization first"
+        )
+    if weight.is_meta:
+        raise UnsupportedModelError(f"{path} is offloaded; load the model into memory")
+    return weight.detach()

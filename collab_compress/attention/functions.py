@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from collab_compress.attention.kernels import attend, attention_probabilities
+from collab_compress.attention.separate import attend_separately, separate_probabilities
 from collab_compress.attention.view import HeadCall, acts_of
 
 
@@ -34,6 +35,7 @@ def collab_sdpa(
         key: per-head key (B, H, S, d), or shared key and content biases in pieces, (B, ⌈(R+H)/d⌉, S, d).
         value: (B, H, S, dv).
         attention_mask: boolean (True = attend) or additive, broadcastable to (B, H, T, S), or None.
+        kwargs: `position_bias`, added to the scores, broadcastable to (B, H, T, S), or None.
 
     Returns:
         Head outputs (B, T, H, dv), and None in place of the probabilities.
@@ -47,11 +49,14 @@ def collab_sdpa(
             **kwargs,
         )  # fmt: skip
     else:
-        shared_query, shared_key, content = unpack(module, query, key)
-        outputs = attend(
-            shared_query, shared_key, content, module.mixing, value, attention_mask,
-            scaling=_scaling(module, scaling), dropout=dropout,
-            causal=_causal(module, is_causal, attention_mask, query.shape[2]),
+        causal = _causal(module, is_causal, attention_mask, query.shape[2])
+        mask, causal = _biased(attention_mask, kwargs.get("position_bias"), causal)
+        scale = _scaling(module, scaling)
+        shared_query, shared_key, content = unpack(module, query, key, scale)
+        sizes = getattr(module.collaborative, "sizes", None)
+        kernel, heads = (attend, module.mixing) if sizes is None else (attend_separately, sizes)
+        outputs = kernel(
+            shared_query, shared_key, content, heads, value, mask, scaling=scale, dropout=dropout, causal=causal
         ).transpose(1, 2).contiguous()  # fmt: skip
     return _acted(outputs, HeadCall(module, query, key, value, None)), None
 
@@ -75,11 +80,12 @@ def collab_eager(
     causal = _causal(module, is_causal, attention_mask, query.shape[2])
     wanted = any(act.wants_rows for act in acts_of(module))
     if hasattr(module, "collaborative"):
-        shared_query, shared_key, content = unpack(module, query, key)
-        rows = attention_probabilities(
-            shared_query, shared_key, content, module.mixing, attention_mask,
-            scaling=_scaling(module, scaling), causal=causal,
-        )  # fmt: skip
+        mask, causal = _biased(attention_mask, kwargs.get("position_bias"), causal)
+        scale = _scaling(module, scaling)
+        shared_query, shared_key, content = unpack(module, query, key, scale)
+        sizes = getattr(module.collaborative, "sizes", None)
+        kernel, heads = (attention_probabilities, module.mixing) if sizes is None else (separate_probabilities, sizes)
+        rows = kernel(shared_query, shared_key, content, heads, mask, scaling=scale, causal=causal)
         outputs = None
     else:
         stock = sys.modules[type(module).__module__].eager_attention_forward
@@ -95,12 +101,18 @@ def collab_eager(
     return _acted(outputs, HeadCall(module, query, key, value, rows)), probabilities
 
 
-def unpack(module: Any, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Undo the split into heads: shared query (B, T, R), shared key (B, S, R), content bias (B, S, H) or None."""
+def unpack(module: Any, query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Undo the split into heads: shared query (B, T, R), shared key (B, S, R), content bias (B, S, H) or None.
+
+    A module that scales its queries itself (OPT) calls with another scale than its own; what is left of its own is
+    put into the content biases, which its queries do not reach.
+    """
     heads, rank = module.mixing.shape
     joined_query = query.transpose(1, 2).flatten(2)  # (B, T, R + padding)
     joined_key = key.transpose(1, 2).flatten(2)  # (B, S, R + H + padding)
     content = joined_key[..., rank : rank + heads] if module.collaborative.content_bias else None
+    if content is not None and scale != module.scaling:
+        content = content * (module.scaling / scale)
     return joined_query[..., :rank], joined_key[..., :rank], content
 
 
@@ -119,6 +131,17 @@ def _causal(module: Any, is_causal: bool | None, mask: Tensor | None, queries: i
     """Say whether the kernel must mask the future itself; a mask that is given already does."""
     wanted = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     return wanted and mask is None and queries > 1
+
+
+def _biased(mask: Tensor | None, bias: Tensor | None, causal: bool) -> tuple[Tensor | None, bool]:
+    """Put a position bias into the mask; then the mask hides the future too, and the kernel need not."""
+    if bias is None:
+        return mask, causal
+    if causal:
+        mask = bias.new_ones(bias.shape[-2:], dtype=torch.bool).tril()
+    if mask is not None and mask.dtype != torch.bool:
+        return mask + bias, False
+    return bias if mask is None else bias.masked_fill(~mask, torch.finfo(bias.dtype).min), False
 
 
 def _additive(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor | None:

@@ -11,28 +11,33 @@ class SharedProjection(nn.Module):
     them, so that one product computes both and a key cache keeps both.
 
     Transformers' attention splits what a projection returns into pieces of the head width d, so the output is
-    padded with zeros to a multiple of d; the collaborative attention functions take it apart again.
+    padded with zeros; the collaborative attention functions take it apart again.
 
     Args:
         in_features: input width D.
         width: R, or R + H.
-        head_width: width d of one head in the model around it.
+        multiple: what the width is padded to a multiple of: the head width d, or H·d.
     """
 
     def __init__(
         self,
         in_features: int,
         width: int,
-        head_width: int,
+        multiple: int,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.proj = nn.Linear(in_features, width, bias=False, device=device, dtype=dtype)
-        self.padding = -width % head_width
+        self.padding = -width % multiple
         # Saved under the stock weight's name, with a shape that can never be the stock one: loading the checkpoint
         # into a stock model fails, instead of leaving its query and key weights silently random.
         self.register_buffer("weight", torch.empty(0, device=device, dtype=dtype))
+
+    @property
+    def width(self) -> int:
+        """How many channels leave, zeros included."""
+        return self.proj.out_features + self.padding
 
     def forward(self, x: Tensor) -> Tensor:
         """Project x (B, T, D) to (B, T, width + padding)."""

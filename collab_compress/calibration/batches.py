@@ -33,10 +33,11 @@ def calibration_batches(
     """Turn any accepted form of calibration data into batches for `model`.
 
     Args:
-        calibration: "synthetic" (random tokens), "none" or None, the path of a text file with one text a line, a
-            sequence of texts or text pairs (a column of a `datasets` data set is one), or ready batches.
+        calibration: "synthetic" (random tokens, or noise for images), "none" or None, the path of a text file with
+            one text a line, a sequence of texts or text pairs (a column of a `datasets` data set is one), or ready
+            batches.
         model: the model they are for; bounds the vocabulary and the length.
-        tokenizer: needed for everything but ready batches and none.
+        tokenizer: needed for everything but ready batches, images and none.
         sequences: number of random sequences; of more texts than that a random sample is used.
         length: tokens in a random sequence; texts are cut there.
         seed: seed of the random tokens, and of the sample and order of texts.
@@ -45,7 +46,8 @@ def calibration_batches(
         Batches of keyword arguments for the model; empty for none.
 
     Raises:
-        CalibrationError: no tokenizer, no data, a file that cannot be read, or something that is no data.
+        CalibrationError: no tokenizer, no data, a file that cannot be read, something that is no data, or texts for
+            a model that does not read any.
     """
     if calibration is None or calibration == "none":
         return []
@@ -56,6 +58,8 @@ def calibration_batches(
         )
     if not isinstance(calibration, str | Path) and _holds_batches(calibration):
         batches = [dict(batch) for batch in cast("Iterable[Mapping[str, Tensor]]", calibration)]
+    elif model.main_input_name != "input_ids":
+        batches = _noise(calibration, model, sequences, seed)
     elif tokenizer is None:
         raise CalibrationError(
             "calibration from random tokens or texts needs the model's tokenizer, and there is none: pass "
@@ -87,6 +91,40 @@ def calibration_batches(
     return batches
 
 
+def _noise(calibration: Any, model: PreTrainedModel, sequences: int, seed: int) -> list[Batch]:
+    """Draw images of noise, or say what to pass instead."""
+    if calibration != "synthetic" or model.main_input_name != "pixel_values":
+        raise CalibrationError(
+            f"{type(model).__name__} reads {model.main_input_name}, not texts; pass batches of them as its processor "
+            "makes them"
+        )
+    return image_batches(model, sequences, seed)
+
+
+def image_batches(model: PreTrainedModel, images: int, seed: int) -> list[Batch]:
+    """Draw images of the size in the model's config, with mean 0 and variance 1 as processors make them.
+
+    Each is noise at every scale: a sum of noise on grids of 1, 2, 4, … cells a side, so that what patches hold does
+    not average out.
+
+    Raises:
+        CalibrationError: the config does not say how large images are.
+    """
+    size, channels = (getattr(model.config, name, None) for name in ("image_size", "num_channels"))
+    if size is None or channels is None:
+        raise CalibrationError(
+            f"the config of {type(model).__name__} does not say image_size and num_channels; pass batches of "
+            "pixel_values"
+        )
+    height, width = (size, size) if isinstance(size, int) else size
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.zeros(images, channels, height, width)
+    for cells in (2**power for power in range(max(height, width).bit_length())):
+        grid = torch.randn(images, channels, min(cells, height), min(cells, width), generator=generator)
+        pixels += torch.nn.functional.interpolate(grid, (height, width))
+    return [{"pixel_values": part} for part in (pixels / pixels.std()).split(BATCH_SIZE)]
+
+
 def synthetic_batches(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sequences: int, length: int, seed: int
 ) -> list[Batch]:
@@ -106,10 +144,16 @@ def synthetic_batches(
     batches = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids.split(BATCH_SIZE)]
     if model.config.is_encoder_decoder:
         targets = ordinary[torch.randint(len(ordinary), (sequences, length), generator=generator)]
-        targets[:, 0] = model.config.decoder_start_token_id
+        targets[:, 0] = _start_token(model.config)
         for batch, part in zip(batches, targets.split(BATCH_SIZE), strict=True):
             batch["decoder_input_ids"], batch["decoder_attention_mask"] = part, torch.ones_like(part)
     return batches
+
+
+def _start_token(config: Any) -> int:
+    """The token that decoders begin with; where a language code would be it (mBART), the one before that."""
+    names = ("decoder_start_token_id", "eos_token_id", "bos_token_id", "pad_token_id")
+    return next((token for token in (getattr(config, name, None) for name in names) if isinstance(token, int)), 0)
 
 
 def text_batches(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], length: int, seed: int) -> list[Batch]:

@@ -87,7 +87,10 @@ def _pooled(name: str, so_far: Moments | None, tokens: Tensor) -> Moments | None
 def _both(name: str, query: Moments | None, key: Moments | None) -> tuple[Moments, Moments]:
     """Give the moments of queries and of keys; keys that always read the queries' tensor have none of their own."""
     if query is None:
-        raise CalibrationError(f"{name} saw no token during calibration; are all positions padding?")
+        raise CalibrationError(
+            f"{name} saw no token during calibration; are all positions padding, or do the batches lack what it "
+            "reads (encoder_hidden_states, for cross-attention)?"
+        )
     return query, query if key is None else key
 
 

@@ -22,6 +22,11 @@ class ModelEdit(Protocol):
 
     kind: ClassVar[str]
 
+    @property
+    def modules(self) -> Mapping[str, Any]:
+        """Path inside the base model of each module that is changed → how."""
+        ...
+
     def to_dict(self) -> dict[str, Any]:
         """Describe the edit in JSON types."""
         ...

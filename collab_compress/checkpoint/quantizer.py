@@ -22,6 +22,7 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         for edit in self.quantization_config.edits:
             edit.apply_(model)
+            _keep_whole_(model, edit)
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
@@ -52,6 +53,7 @@ def record_edit_(model: PreTrainedModel, edit: ModelEdit) -> None:
     model.config.quantization_config = EditConfig([*edits_of(model), edit])
     model.hf_quantizer = EditQuantizer(model.config.quantization_config)
     _mark_as_ordinary_(model)
+    _keep_whole_(model, edit)
 
 
 def forget_edits_(model: PreTrainedModel, kind: str) -> None:
@@ -71,6 +73,12 @@ def _mark_as_ordinary_(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.config._is_quantized = False
+
+
+def _keep_whole_(model: PreTrainedModel, edit: ModelEdit) -> None:
+    """Let `device_map="auto"` cut no edited module in two, in place: what it holds itself would be left behind."""
+    edited = {type(model.base_model.get_submodule(name)).__name__ for name in edit.modules}
+    model._no_split_modules = {*(model._no_split_modules or ()), *edited}
 
 
 def register_checkpoint() -> None:

@@ -21,11 +21,15 @@ MODULE = "modeling_collab_compress"
 RUNTIME = (
     "collab_compress.errors",
     "collab_compress.attention.kernels",
+    "collab_compress.attention.separate",
     "collab_compress.attention.view",
     "collab_compress.attention.functions",
     "collab_compress.attention.projections",
+    "collab_compress.attention.fused",
+    "collab_compress.attention.static_cache",
     "collab_compress.attention.collaborative",
     "collab_compress.attention.edit",
+    "collab_compress.attention.per_head",
     "collab_compress.heads.mixed_projection",
     "collab_compress.heads.removal",
     "collab_compress.checkpoint.edits",
@@ -40,7 +44,7 @@ _HEAD = '''"""Modelling code of a checkpoint made with collab-compress, for load
 '''
 
 _TAIL = '''
-EDITS.update({edit.kind: edit for edit in (CollaborativeEdit, AlphasEdit, PrunedEdit)})
+EDITS.update({edit.kind: edit for edit in (CollaborativeEdit, PerHeadEdit, AlphasEdit, PrunedEdit)})
 if METHOD not in AUTO_QUANTIZER_MAPPING:  # else the package is there, and does all this
     register_attention()
     register_checkpoint()

@@ -17,20 +17,14 @@ from collab_compress.attention import (
     uninstall_,
 )
 from collab_compress.attention.edit import CollaborativeEdit
+from collab_compress.attention.per_head import PerHeadEdit, PerHeadSpec, build_per_head_parts
 from collab_compress.calibration import Calibration, calibration_batches, gather_moments
 from collab_compress.checkpoint import edits_of, path_in_base, record_edit_
-from collab_compress.conversion.costs import (
-    break_even_length,
-    collaborative_macs,
-    collaborative_parameters,
-    dense_macs,
-    dense_parameters,
-)
 from collab_compress.conversion.drift import compare, outputs, split_held_back
 from collab_compress.conversion.options import Compression
-from collab_compress.conversion.report import ModuleReport, Report
+from collab_compress.conversion.report import ModuleReport, Report, module_report
 from collab_compress.errors import CompressionError
-from collab_compress.factorization import Factorization, Moments, factorize
+from collab_compress.factorization import Moments, factorize
 
 Progress = Callable[[str, int, int], None]
 REPORT_LENGTH = 128
@@ -59,6 +53,7 @@ def compress(
     Every module is decomposed before any is replaced, so an error or an interrupt leaves the model as it was.
     The query and key projections of each module give way to shared ones of width R, a mixing matrix and, where
     queries have a bias, content biases ("Multi-Head Attention: Collaborate Instead of Concatenate", eqs. 7–13).
+    In the per-head form each head keeps projections of its own, as wide as pays, and there is no mixing matrix.
     Values, output projection and the scale of the scores stay the model's own.
 
     Args:
@@ -101,7 +96,8 @@ def compress(
         for plan in planned:
             uninstall_(plan.site.module, plan.site.query, plan.site.key)
         raise
-    record_edit_(model, CollaborativeEdit({plan.path: plan.spec for plan in planned}))
+    edit = PerHeadEdit if compression.form == "per-head" else CollaborativeEdit
+    record_edit_(model, edit({plan.path: plan.spec for plan in planned}))
     return Report(
         tuple(plan.report for plan in planned), parameters_before, model.num_parameters(), REPORT_LENGTH, drift,
         perf_counter() - started,
@@ -148,7 +144,7 @@ def _plan(site: DenseSite, compression: Compression, moments: tuple[Moments, Mom
     try:
         result = factorize(
             site.query_heads(), site.key_heads(), compression.rank, query_bias=site.query_bias(),
-            query_moments=query_moments, key_moments=key_moments, solver=compression.solver,
+            query_moments=query_moments, key_moments=key_moments, form=compression.form, solver=compression.solver,
             seed=compression.seed, sweeps=compression.sweeps, tolerance=compression.tolerance,
             damping=compression.damping, centre=compression.centre, device=compression.device,
         )  # fmt: skip
@@ -157,11 +153,17 @@ def _plan(site: DenseSite, compression: Compression, moments: tuple[Moments, Mom
     spec = CollaborativeSpec(
         query=site.family.query, key=site.family.key, heads=site.heads, head_width=site.head_width,
         rank=compression.rank, content_bias=result.factors.content_bias is not None,
+        fixed_heads=site.family.fixed_heads,
     )  # fmt: skip
-    parts = build_parts(site.module, spec)
+    if result.sizes is None:
+        parts = build_parts(site.module, spec)
+    else:
+        spec = PerHeadSpec(**{**vars(spec), "train_mixing": False}, sizes=result.sizes)
+        parts = build_per_head_parts(site.module, spec)
     found = result.factors
     load_parts_(parts, found.query, found.mixing, found.key, found.content_bias)
-    return _Planned(site, spec, parts, _report(site, spec, result, perf_counter() - started), path)
+    report = module_report(site, spec, result, REPORT_LENGTH, perf_counter() - started)
+    return _Planned(site, spec, parts, report, path)
 
 
 def _check_device(device: str | None) -> None:
@@ -171,21 +173,3 @@ def _check_device(device: str | None) -> None:
             torch.zeros(1, device=device, dtype=torch.float64).item()
         except (RuntimeError, AssertionError, TypeError) as error:
             raise CompressionError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
-
-
-def _report(site: DenseSite, spec: CollaborativeSpec, result: Factorization, seconds: float) -> ModuleReport:
-    width, heads, content = site.key.in_features, site.heads, spec.content_bias
-    return ModuleReport(
-        name=site.name,
-        rank=spec.rank,
-        weight_error=result.weight_error,
-        data_error=result.data_error,
-        parameters_before=dense_parameters(width, heads, site.head_width, site.query.bias is not None),
-        parameters_after=collaborative_parameters(width, heads, spec.rank, content),
-        macs_before=dense_macs(width, heads, site.head_width, REPORT_LENGTH),
-        macs_after=collaborative_macs(width, heads, spec.rank, REPORT_LENGTH, content),
-        break_even_length=break_even_length(width, heads, site.head_width, spec.rank, content),
-        sweeps=result.sweeps,
-        converged=result.converged,
-        seconds=seconds,
-    )

@@ -37,3 +37,21 @@ def break_even_length(width: int, heads: int, head_width: int, rank: int, conten
     if growth <= 0:
         return inf if saved >= 0 else 0.0
     return max(0.0, saved / growth)
+
+
+def per_head_parameters(width: int, heads: int, rank: int, content_bias: bool) -> int:
+    """Count parameters of heads that share no channels: 2D·R, and H·D for content biases."""
+    return 2 * width * rank + heads * width * content_bias
+
+
+def per_head_macs(width: int, heads: int, rank: int, length: int, content_bias: bool) -> int:
+    """Count multiply-accumulates of the scores of heads that share no channels: 2·T·D·R + T²·R, and T·D·H for v·y."""
+    return (2 * length * width + length**2) * rank + length * width * heads * content_bias
+
+
+def per_head_break_even_length(width: int, heads: int, head_width: int, rank: int, content_bias: bool) -> float:
+    """Give T* of heads that share no channels: infinite, for they have fewer channels than the dense ones; else 0.
+
+    0 where content biases outweigh what short inputs save: 2D(H·d − R) < H·D.
+    """
+    return inf if 2 * width * (heads * head_width - rank) >= heads * width * content_bias else 0.0

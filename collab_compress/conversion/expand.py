@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.attention import CollaborativeSpec, is_collaborative, read_parts, uninstall_
 from collab_compress.attention.edit import CollaborativeEdit
+from collab_compress.attention.per_head import PerHeadEdit
 from collab_compress.checkpoint import edits_of, forget_edits_, forget_standalone_
 from collab_compress.errors import CompressionError
 
@@ -45,6 +46,7 @@ def expand(model: PreTrainedModel) -> Expansion:
 
     Raises:
         CompressionError: the model holds no collaborative attention.
+        UnsupportedModelError: a projection carries an adapter, is quantized or offloaded.
     """
     edits_of(model)  # refuses a model whose modules are not this package's
     sites = [(name, module) for name, module in model.named_modules() if is_collaborative(module)]
@@ -52,21 +54,22 @@ def expand(model: PreTrainedModel) -> Expansion:
         raise CompressionError(f"{type(model).__name__} has no collaborative attention to expand")
     planned, errors = [], {}
     for name, module in sites:
-        query, key, errors[name] = _dense_projections(module)
+        query, key, errors[name] = _dense_projections(name, module)
         planned.append((module, query, key))
     for module, query, key in planned:
         uninstall_(module, query, key)
-    forget_edits_(model, CollaborativeEdit.kind)
+    for kind in (CollaborativeEdit.kind, PerHeadEdit.kind):
+        forget_edits_(model, kind)
     if not edits_of(model):
         forget_standalone_(model)
     return Expansion(errors)
 
 
-def _dense_projections(module: Any) -> tuple[nn.Linear, nn.Linear, float]:
+def _dense_projections(name: str, module: Any) -> tuple[nn.Linear, nn.Linear, float]:
     """Build dense query and key projections for a collaborative module, and their relative error."""
     spec: CollaborativeSpec = module.collaborative
-    query, mixing, key = (part.double() for part in read_parts(module)[:3])
-    bias = read_parts(module)[3]
+    *factors, bias = read_parts(name, module)
+    query, mixing, key = (part.double() for part in factors)
     content = None if bias is None else bias.double()
     if spec.scale is not None:
         mixing = mixing * (spec.scale / module.stock_scaling)

@@ -76,7 +76,7 @@ def from_config(
         spec = CollaborativeSpec(
             query=site.family.query, key=site.family.key, heads=site.heads, head_width=site.head_width,
             rank=attention.rank, content_bias=site.query.bias is not None, scale=scale,
-            train_mixing=attention.train_mixing,
+            train_mixing=attention.train_mixing, fixed_heads=site.family.fixed_heads,
         )  # fmt: skip
         parts = build_parts(site.module, spec)
         with torch.no_grad():

@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 
 from collab_compress.errors import CompressionError
-from collab_compress.factorization import SOLVERS
+from collab_compress.factorization import FORMS, SOLVERS, Form
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,9 @@ class Compression:
 
     rank: Annotated[int, tyro.conf.arg(name="dk", metavar="N")]
     """Shared query/key width R, from 1 to heads × head width; at the upper end the conversion is exact."""
+
+    form: Form = "shared"
+    """Whether heads share their channels, or each has its own, as many as pay (per-head: cheaper on long inputs)."""
 
     solver: str = "als"
     """How to decompose: als (ours) or parafac (the papers' recipe, through tensorly)."""
@@ -41,6 +44,10 @@ class Compression:
     """Where to decompose, as torch names it (cpu, cuda:0); where the model is if not given."""
 
     def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise CompressionError(f"unknown form {self.form!r}; expected one of {', '.join(FORMS)}")
+        if self.form == "per-head" and (self.solver, self.sweeps, self.tolerance) != ("als", None, None):
+            raise CompressionError("the per-head form is solved in closed form; leave out solver, sweeps, tolerance")
         if not isinstance(self.rank, int):
             raise CompressionError(f"dk is {self.rank!r}; expected a whole number")
         if self.rank < 1:

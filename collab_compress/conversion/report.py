@@ -4,6 +4,20 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
+from collab_compress.architectures import DenseSite
+from collab_compress.attention import CollaborativeSpec
+from collab_compress.conversion.costs import (
+    break_even_length,
+    collaborative_macs,
+    collaborative_parameters,
+    dense_macs,
+    dense_parameters,
+    per_head_break_even_length,
+    per_head_macs,
+    per_head_parameters,
+)
+from collab_compress.factorization import Factorization
+
 
 @dataclass(frozen=True)
 class ModuleReport:
@@ -22,6 +36,9 @@ class ModuleReport:
         sweeps: passes of the solver; 0 if exact.
         converged: whether the solver stopped because it made no more progress.
         seconds: time the decomposition took.
+        per_head_error: what the minimised error (data_error, or weight_error without data) is in the per-head form.
+        per_head_macs: the multiply-accumulates of the per-head form.
+        sizes: channels of each head in the per-head form, else None.
     """
 
     name: str
@@ -36,6 +53,9 @@ class ModuleReport:
     sweeps: int
     converged: bool
     seconds: float
+    per_head_error: float
+    per_head_macs: int
+    sizes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,3 +100,43 @@ class Report:
             if not isfinite(module["break_even_length"]):
                 module["break_even_length"] = None
         return data
+
+
+def module_report(
+    site: DenseSite, spec: CollaborativeSpec, result: Factorization, length: int, seconds: float
+) -> ModuleReport:
+    """Put together what is known of one converted module.
+
+    Args:
+        site: the module as it was.
+        spec: what it becomes.
+        result: how its heads were decomposed.
+        length: tokens T for which multiply-accumulates are counted.
+        seconds: time it took.
+    """
+    width, content = site.key.in_features, spec.content_bias
+    sizes = (width, site.heads, spec.rank)
+    apart_macs = per_head_macs(*sizes, length, content)
+    if result.sizes is None:
+        parameters, macs = collaborative_parameters(*sizes, content), collaborative_macs(*sizes, length, content)
+        break_even = break_even_length(width, site.heads, site.head_width, spec.rank, content)
+    else:
+        parameters, macs = per_head_parameters(*sizes, content), apart_macs
+        break_even = per_head_break_even_length(width, site.heads, site.head_width, spec.rank, content)
+    return ModuleReport(
+        name=site.name,
+        rank=spec.rank,
+        weight_error=result.weight_error,
+        data_error=result.data_error,
+        parameters_before=dense_parameters(width, site.heads, site.head_width, site.query.bias is not None),
+        parameters_after=parameters,
+        macs_before=dense_macs(width, site.heads, site.head_width, length),
+        macs_after=macs,
+        break_even_length=break_even,
+        sweeps=result.sweeps,
+        converged=result.converged,
+        seconds=seconds,
+        per_head_error=result.per_head_error,
+        per_head_macs=apart_macs,
+        sizes=result.sizes,
+    )

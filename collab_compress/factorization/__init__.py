@@ -1,15 +1,17 @@
 """Decompose the query-key products of attention heads into shared projections and a mixing matrix."""
 
-from collab_compress.factorization.decompose import SOLVERS, Factorization, factorize
+from collab_compress.factorization.decompose import FORMS, SOLVERS, Factorization, Form, factorize
 from collab_compress.factorization.factors import Factors
 from collab_compress.factorization.head_tensor import HeadTensor
 from collab_compress.factorization.moments import Moments
 from collab_compress.factorization.solution import Solution, SolverOptions
 
 __all__ = [
+    "FORMS",
     "SOLVERS",
     "Factorization",
     "Factors",
+    "Form",
     "HeadTensor",
     "Moments",
     "Solution",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from collab_compress.factorization.factors import Factors
 from collab_compress.factorization.head_tensor import HeadTensor
 from collab_compress.factorization.moments import Moments
 from collab_compress.factorization.parafac import parafac
+from collab_compress.factorization.per_head import per_head, per_head_error
 from collab_compress.factorization.solution import Progress, Solution, SolverOptions
 from collab_compress.factorization.start import concatenation
 from collab_compress.factorization.weighting import Weighting
@@ -23,6 +25,9 @@ SOLVERS: dict[str, Solver] = {
     "als": als,
     "parafac": parafac,
 }
+
+Form = Literal["shared", "per-head"]
+FORMS: tuple[Form, ...] = get_args(Form)
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,8 @@ class Factorization:
         exact: whether the factors are the heads themselves (rank H·d).
         sweeps: passes over the three factors that were made.
         converged: whether progress, rather than the number of sweeps, ended the run.
+        per_head_error: what the minimised error is where no channel is shared, at the same rank.
+        sizes: channels of each head where none is shared, which lie side by side; None where all are.
     """
 
     factors: Factors
@@ -47,6 +54,8 @@ class Factorization:
     exact: bool
     sweeps: int
     converged: bool
+    per_head_error: float
+    sizes: tuple[int, ...] | None = None
 
 
 def factorize(
@@ -57,6 +66,7 @@ def factorize(
     query_bias: Tensor | None = None,
     query_moments: Moments | None = None,
     key_moments: Moments | None = None,
+    form: Form = "shared",
     solver: str = "als",
     seed: int = 0,
     sweeps: int | None = None,
@@ -82,7 +92,8 @@ def factorize(
         query_bias: $b_i$, (H, d), or None.
         query_moments: moments of the query projection's inputs, width Dq, or None for no weighting there.
         key_moments: moments of the key projection's inputs, width Dk, or None for no weighting there.
-        solver: a name in `SOLVERS`.
+        form: "shared", or "per-head" for channels that belong to one head each, as many as pay (see `per_head`).
+        solver: a name in `SOLVERS`; the per-head form needs none.
         seed: seed of random starts.
         sweeps: most passes over the three factors; None for the solver's default.
         tolerance: stop once a sweep lowers the relative error by less; None for the solver's default.
@@ -100,6 +111,8 @@ def factorize(
     """
     if solver not in SOLVERS:
         raise ValueError(f"unknown solver: got {solver!r}, expected one of {', '.join(sorted(SOLVERS))}")
+    if form not in FORMS:
+        raise ValueError(f"unknown form: got {form!r}, expected one of {', '.join(FORMS)}")
     device = query.device if device is None else torch.device(device)
     tensor = HeadTensor(_checked("query", query, device), _checked("key", key, device))
     bias = None if query_bias is None else _checked("query_bias", query_bias, device)
@@ -108,16 +121,23 @@ def factorize(
     if rank == tensor.full_rank:
         weighed = query_moments is not None or key_moments is not None
         return Factorization(
-            replace(concatenation(tensor), content_bias=own), (), 0.0, 0.0 if weighed else None, True, 0, True
-        )
+            factors=replace(concatenation(tensor), content_bias=own), errors=(), weight_error=0.0,
+            data_error=0.0 if weighed else None, exact=True, sweeps=0, converged=True, per_head_error=0.0,
+            sizes=(tensor.head_width,) * tensor.heads if form == "per-head" else None,
+        )  # fmt: skip
     if query_moments is not None:
         query_moments = query_moments.to(device, torch.float64)
     if key_moments is not None:
         key_moments = key_moments.to(device, torch.float64)
     weighting = Weighting.of(query_moments, key_moments, damping=damping, centre=centre)
-    options = SolverOptions(sweeps, tolerance, seed, progress)
     weighted = weighting.apply(tensor)
-    solution = _compressed(SOLVERS[solver], weighted, rank, options)
+    sizes = None
+    if form == "per-head":
+        closed, sizes = per_head(weighted, rank)
+        solution = Solution(closed, (), converged=True)
+    else:
+        options = SolverOptions(sweeps, tolerance, seed, progress)
+        solution = _compressed(SOLVERS[solver], weighted, rank, options)
     factors = weighting.undo(solution.factors).normalised()
     if centre and query_moments is not None:
         folded = tensor.residual_transpose_times(factors, query_moments.mean)
@@ -130,6 +150,8 @@ def factorize(
         exact=False,
         sweeps=len(solution.errors),
         converged=solution.converged,
+        per_head_error=per_head_error(weighted, rank),
+        sizes=sizes,
     )
 
 

@@ -51,6 +51,13 @@ def truncation(tensor: HeadTensor, rank: int) -> Factors:
     return Factors(factors[0], factors[1], factors[2])
 
 
+def singular_values(tensor: HeadTensor) -> Tensor:
+    """Return the singular values of every T_i, descending, (H, r)."""
+    query_core, key_core = (torch.linalg.qr(side, mode="r").R for side in (tensor.query, tensor.key))
+    values: Tensor = torch.linalg.svdvals(query_core @ key_core.mT)
+    return values
+
+
 def _slice_svd(tensor: HeadTensor) -> tuple[Tensor, Tensor, Tensor]:
     """SVD of every T_i from QR of both sides and a d×d core: (H, Dq, r), (H, r), (H, Dk, r)."""
     query_basis, query_core = torch.linalg.qr(tensor.query)

@@ -1,10 +1,12 @@
 """Let the heads of a model mix their outputs, and fold the mixture into its weights again."""
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
 from collab_compress.checkpoint import edits_of, forget_edits_, forget_standalone_, path_in_base, record_edit_
@@ -80,7 +82,7 @@ def merge_alphas_(model: PreTrainedModel) -> None:
     weights = [_folded(_plain(f"{site.path(site.family.output)}.proj", m.proj), m.alphas) for site, m in mixed]
     for (site, module), weight in zip(mixed, weights, strict=True):
         with torch.no_grad():
-            module.proj.weight.copy_(weight)
+            _matrix(module.proj).copy_(weight)
         model.set_submodule(site.path(site.family.output), module.proj)
     forget_edits_(model, AlphasEdit.kind)
     if not edits_of(model):
@@ -94,23 +96,28 @@ def _mixed(model: PreTrainedModel) -> list[tuple[AttentionSite, MixedProjection]
     return [(site, part) for site, part in found if isinstance(part, MixedProjection)]
 
 
-def _folded(projection: nn.Linear, alphas: Tensor) -> Tensor:
+def _matrix(projection: nn.Linear | Conv1D) -> Tensor:
+    """View the weight of an output projection in the layout of `nn.Linear`, (D, H·d)."""
+    return projection.weight.T if isinstance(projection, Conv1D) else projection.weight
+
+
+def _folded(projection: nn.Linear | Conv1D, alphas: Tensor) -> Tensor:
     """Weight of an output projection that mixes heads by itself, (D, H·d), in float64."""
-    heads = projection.weight.detach().double().unflatten(1, (len(alphas), -1))  # (D, H, d)
+    heads = _matrix(projection).detach().double().unflatten(1, (len(alphas), -1))  # (D, H, d)
     return torch.einsum("ij,xic->xjc", alphas.detach().double(), heads).flatten(1)
 
 
-def _plain_output(site: AttentionSite) -> nn.Linear:
+def _plain_output(site: AttentionSite) -> nn.Linear | Conv1D:
     return _plain(site.path(site.family.output), site.part(site.family.output))
 
 
-def _plain(path: str, projection: nn.Module) -> nn.Linear:
+def _plain(path: str, projection: Any) -> nn.Linear | Conv1D:
     """Check that an output projection can be mixed with, or folded into.
 
     Raises:
         HeadError: it cannot.
     """
-    if type(projection) is not nn.Linear or not projection.weight.is_floating_point():
+    if type(projection) not in (nn.Linear, Conv1D) or not projection.weight.is_floating_point():
         kind = type(projection)
         raise HeadError(
             f"{path}: got {kind.__module__}.{kind.__qualname__}, expected a plain torch.nn.Linear of floats; merge "

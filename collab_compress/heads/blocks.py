@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from collab_compress.architectures import AttentionSite
+from collab_compress.architectures import AttentionSite, FusedSlice
 from collab_compress.architectures.sites import read
 from collab_compress.attention import is_collaborative
+from collab_compress.attention.per_head import PerHeadSpec
 from collab_compress.errors import HeadError
 
 
@@ -37,7 +38,7 @@ def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
 
     In the dense form: its rows of the query, key and value weights and of those biases that exist. In the
     collaborative form, where heads share queries and keys: its row of the mixing matrix, its content bias, and its
-    rows of the value weight and bias.
+    rows of the value weight and bias. In the per-head form: its own rows of queries and keys instead.
 
     Args:
         site: the attention module.
@@ -76,19 +77,29 @@ def _dense(site: AttentionSite, head: int) -> list[HeadBlock]:
 
 def _collaborative(site: AttentionSite, head: int) -> list[HeadBlock]:
     module: Any = site.module
-    blocks = [HeadBlock(module.mixing, 0, head, head + 1)]
-    if module.collaborative.content_bias:
-        key, row = site.part(site.family.key).proj.weight, module.collaborative.rank + head
+    spec, key = module.collaborative, site.part(site.family.key).proj.weight
+    if isinstance(spec, PerHeadSpec):
+        start, stop = sum(spec.sizes[:head]), sum(spec.sizes[: head + 1])
+        query = site.part(site.family.query).proj.weight
+        blocks = [HeadBlock(query, 0, start, stop), HeadBlock(key, 0, start, stop)]
+    else:
+        blocks = [HeadBlock(module.mixing, 0, head, head + 1)]
+    if spec.content_bias:
+        row = spec.rank + head
         blocks.append(HeadBlock(key, 0, row, row + 1))  # content biases lie behind the R shared channels
     return blocks
 
 
-def _linear(site: AttentionSite, path: str) -> nn.Linear:
-    linear: nn.Linear = read(site.name, site.module, site.family, path, nn.Linear)
+def _linear(site: AttentionSite, path: str) -> nn.Linear | FusedSlice:
+    linear: nn.Linear | FusedSlice = read(site.name, site.module, site.family, path, nn.Linear)
     return linear
 
 
-def _rows(linear: nn.Linear, head: int, width: int) -> list[HeadBlock]:
-    """Rows of a linear layer's weight (H·width, D) and bias (H·width,) that compute one head's part."""
+def _rows(linear: nn.Linear | FusedSlice, head: int, width: int) -> list[HeadBlock]:
+    """Where a projection's weight (H·width, D) and bias (H·width,) compute one head's part."""
+    start, stop = head * width, (head + 1) * width
+    if isinstance(linear, FusedSlice):  # weight (D, 3·H·width)
+        start, stop = linear.start + start, linear.start + stop
+        return [HeadBlock(linear.whole.weight, 1, start, stop), HeadBlock(linear.whole.bias, 0, start, stop)]
     parameters: list[Any] = [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
-    return [HeadBlock(parameter, 0, head * width, (head + 1) * width) for parameter in parameters]
+    return [HeadBlock(parameter, 0, start, stop) for parameter in parameters]

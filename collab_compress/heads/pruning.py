@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,7 @@ from collab_compress.architectures import FAMILIES, AttentionSite, find_attentio
 from collab_compress.attention import is_collaborative
 from collab_compress.attention.view import acts_of
 from collab_compress.checkpoint import edits_of, path_in_base, record_edit_
-from collab_compress.errors import HeadError
+from collab_compress.errors import CompressionError, HeadError
 from collab_compress.heads.choice import check_heads
 from collab_compress.heads.removal import KeptHeads, PrunedEdit, plan_removal
 
@@ -57,13 +58,18 @@ def _kept(model: PreTrainedModel, site: AttentionSite, removed: Sequence[int], s
         raise HeadError(f"{site.name}: removing heads {list(removed)} leaves none; keep at least one head")
     if acts_of(site.module):
         raise HeadError(f"{site.name}: something acts on its heads (a mask, a tap, dropout); remove that first")
+    if family.keeps_heads:
+        raise HeadError(
+            f"{site.name}: heads cannot be removed from {family.name}, because {family.keeps_heads}; mask them "
+            "instead (HeadMask)"
+        )
     output = site.part(family.output)
     if hasattr(output, "alphas"):
         raise HeadError(
             f"{site.path(family.output)} mixes the heads, so each is part of all; call merge_alphas_ first, then "
             "remove heads"
         )
-    _check_query_and_key(site, shared)
+    _check_query_and_key(site, kept, shared)
     value = _linear(site, family.value, site.part(family.value), shared)
     _linear(site, family.output, output, shared)
     if value.out_features % site.heads or output.in_features != value.out_features:
@@ -79,11 +85,12 @@ def _kept(model: PreTrainedModel, site: AttentionSite, removed: Sequence[int], s
     )  # fmt: skip
 
 
-def _check_query_and_key(site: AttentionSite, shared: Collection[int]) -> None:
+def _check_query_and_key(site: AttentionSite, kept: Sequence[int], shared: Collection[int]) -> None:
     """Check the projections of which channels are cut: queries and keys, or where they are shared, content biases."""
     if is_collaborative(site.module):
         key = f"{site.family.key}.proj"
         _linear(site, key, site.part(key), shared)
+        _check_room(site, kept)
         return
     for path in (site.family.query, site.family.key):
         projection = _linear(site, path, site.part(path), shared)
@@ -94,13 +101,24 @@ def _check_query_and_key(site: AttentionSite, shared: Collection[int]) -> None:
             )
 
 
+def _check_room(site: AttentionSite, kept: Sequence[int]) -> None:
+    """Check that the shared channels still fit where the module lays them out as exactly as many heads as it has."""
+    module: Any = site.module
+    try:
+        replace(module.collaborative, heads=len(kept)).multiple  # noqa: B018 (raises)
+    except CompressionError as error:
+        raise HeadError(f"{site.name} cannot do with {len(kept)} heads: {error}; or remove fewer heads") from error
+
+
 def _linear(site: AttentionSite, path: str, projection: Any, shared: Collection[int]) -> nn.Linear:
     """Check that channels can be cut from a projection: it is a plain one, in memory, and nobody else's."""
     where = site.path(path)
     plain = isinstance(projection, nn.Linear) and type(projection).forward is nn.Linear.forward
-    if not plain or "weight" not in projection._parameters or not projection.weight.is_floating_point():
+    kind = type(projection.weight if plain and "weight" in projection._parameters else projection)
+    if kind is not nn.Parameter or not projection.weight.is_floating_point():
+        kind = type(projection) if kind is nn.Parameter else kind
         raise HeadError(
-            f"{where}: got {type(projection).__name__}, expected a plain nn.Linear; merge adapters, remove "
+            f"{where}: got {kind.__name__}, expected a plain nn.Linear; merge adapters, remove "
             "parametrizations and undo quantization before removing heads"
         )
     for part in (projection, *projection.parameters(recurse=False)):

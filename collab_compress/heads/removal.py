@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from collab_compress.attention.collaborative import CollaborativeSpec, is_collaborative
+from collab_compress.attention.per_head import PerHeadSpec, ownership
 
 # What some families keep beside the number of heads: H·d.
 JOINT_WIDTHS = ("all_head_size",)
@@ -110,12 +111,32 @@ def _module_cuts(module: Any, output: Any, kept: KeptHeads) -> list[Cut]:
 def _collaborative_cuts(module: Any, kept: Sequence[int]) -> list[Cut]:
     """Cut rows of the mixing matrix, and the channels of the shared key that hold content biases."""
     spec: CollaborativeSpec = module.collaborative
+    if isinstance(spec, PerHeadSpec):
+        return _per_head_cuts(module, spec, kept)
     smaller = replace(spec, heads=len(kept))
+    query, key = module.get_submodule(spec.query), module.get_submodule(spec.key)
     cuts = [Cut(module, "mixing", _remaining(module.mixing, 0, kept)), Cut(module, "collaborative", smaller)]
     if spec.content_bias:
-        key = module.get_submodule(spec.key)
         channels = [*range(spec.rank), *(spec.rank + head for head in kept)]
-        cuts += [*_output_cuts(key.proj, channels), Cut(key, "padding", -len(channels) % spec.head_width)]
+        cuts += _output_cuts(key.proj, channels)
+    widths = ((query, spec.rank), (key, spec.rank + smaller.content_channels))
+    return [*cuts, *(Cut(projection, "padding", -width % smaller.multiple) for projection, width in widths)]
+
+
+def _per_head_cuts(module: Any, spec: PerHeadSpec, kept: Sequence[int]) -> list[Cut]:
+    """Cut the channels of heads that share none, and their content biases."""
+    sizes = tuple(spec.sizes[head] for head in kept)
+    smaller = replace(spec, heads=len(kept), rank=sum(sizes), sizes=sizes)
+    owner = [head for head, size in enumerate(spec.sizes) for _ in range(size)]
+    own = [channel for channel, head in enumerate(owner) if head in kept]
+    content = [spec.rank + head for head in kept] if spec.content_bias else []
+    fixed = ownership(sizes, module.mixing.device, module.mixing.dtype)
+    cuts = [Cut(module, "mixing", nn.Buffer(fixed, persistent=False)), Cut(module, "collaborative", smaller)]
+    for path, channels in ((spec.query, own), (spec.key, own + content)):
+        projection = module.get_submodule(path)
+        cuts += _output_cuts(projection.proj, channels)
+        # heads without channels are left with zeros, for there must be something to lay out as heads
+        cuts.append(Cut(projection, "padding", -len(channels) % smaller.multiple if channels else smaller.multiple))
     return cuts
 
 
@@ -137,5 +158,5 @@ def _input_cuts(linear: Any, channels: Sequence[int]) -> list[Cut]:
 
 
 def _remaining(parameter: nn.Parameter, dim: int, indices: Sequence[int]) -> nn.Parameter:
-    index = torch.tensor(indices, device=parameter.device)
+    index = torch.tensor(indices, dtype=torch.int64, device=parameter.device)
     return nn.Parameter(parameter.detach().index_select(dim, index), parameter.requires_grad)

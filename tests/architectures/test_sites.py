@@ -1,7 +1,7 @@
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model
+from transformers import GPTNeoConfig, GPTNeoModel, LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model
 
 from collab_compress.architectures import FAMILIES, find_dense_attention, split_heads
 from collab_compress.errors import UnsupportedModelError
@@ -38,14 +38,22 @@ def test_glob_selects_modules(make_tiny):
 
 
 def test_glob_without_match_names_what_there_is(make_tiny):
-    with pytest.raises(UnsupportedModelError, match=r"no BertSelfAttention .* matches 'nowhere'.*encoder\.layer\.0"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"no BertSelfAttention or BertCrossAttention .* matches 'nowhere'.*encoder\.layer\.0",
+    ):
         find_dense_attention(make_tiny("bert"), FAMILIES, "nowhere")
 
 
 def test_refuses_unknown_family_and_names_those_it_knows():
-    model = GPT2Model(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11))
+    model = GPTNeoModel(
+        GPTNeoConfig(
+            num_layers=1, attention_types=[[["global"], 1]], hidden_size=8, num_heads=2, vocab_size=11,
+            max_position_embeddings=8,
+        )
+    )  # fmt: skip
     with pytest.raises(
-        UnsupportedModelError, match=r"'gpt2' .*h\.0\.attn \(GPT2Attention\).*ALBERT, BERT, DistilBERT"
+        UnsupportedModelError, match=r"'gpt_neo' .*h\.0\.attn \(GPTNeoAttention\).*ALBERT, BART, BERT"
     ):
         find_dense_attention(model, FAMILIES)
 

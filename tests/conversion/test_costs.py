@@ -13,6 +13,9 @@ from collab_compress.conversion.costs import (
     collaborative_parameters,
     dense_macs,
     dense_parameters,
+    per_head_break_even_length,
+    per_head_macs,
+    per_head_parameters,
 )
 
 
@@ -62,3 +65,25 @@ def test_break_even_at_the_borders():
     assert break_even_length(96, 6, 16, 16, False) == inf
     assert break_even_length(96, 6, 16, 96, False) == 0
     assert torch.isfinite(torch.tensor(break_even_length(96, 6, 16, 17, True)))
+
+
+def test_heads_that_share_no_channels():
+    sizes, tokens = (4, 1, 8), 7
+    projections = [nn.Linear(24, size, bias=False) for size in sizes for _ in range(2)]
+    weights = sum(parameter.numel() for projection in projections for parameter in projection.parameters())
+    assert per_head_parameters(24, 3, 13, False) == weights
+    assert per_head_parameters(24, 3, 13, True) == weights + 3 * 24
+    macs = tokens * weights + sum(tokens * tokens * size for size in sizes)
+    assert per_head_macs(24, 3, 13, tokens, False) == macs
+    assert per_head_macs(24, 3, 13, tokens, True) == macs + tokens * 24 * 3
+
+
+@pytest.mark.parametrize("content", [False, True])
+@pytest.mark.parametrize("rank", [1, 40, 93, 94, 96])
+def test_heads_that_share_no_channels_cost_less_at_any_length_or_more_on_short_inputs(rank, content):
+    cheaper = [
+        per_head_macs(96, 6, rank, tokens, content) <= dense_macs(96, 6, 16, tokens) for tokens in (1, 128, 4096)
+    ]
+    length = per_head_break_even_length(96, 6, 16, rank, content)
+    assert all(cheaper) == (length == inf)
+    assert cheaper[0] == (length > 0)

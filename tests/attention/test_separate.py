@@ -1,0 +1,135 @@
+"""Attention of heads of different sizes against the formula, one head and one position at a time."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collab_compress.attention.separate import attend_separately, separate_probabilities, separated
+
+
+def draw(sizes=(3, 0, 2), batch=2, length=4, keys=5, width=2, content=True, mask="none", seed=0):
+    """Inputs of `attend_separately` up to the scaling."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    heads, rank = len(sizes), sum(sizes)
+    joined = normal(batch, keys, rank + heads + 1)  # as the key projection returns it: strided parts
+    visible = torch.rand(batch, 1, length, keys, generator=generator) > 0.4
+    visible[..., 0] = True
+    masks = {
+        "none": None,
+        "bool": visible,
+        "lowest": torch.zeros(visible.shape).double().masked_fill(~visible, torch.finfo().min),
+        "position bias": normal(1, heads, length, keys),
+    }
+    return (
+        normal(batch, length, rank), joined[..., :rank], joined[..., rank : rank + heads] if content else None, sizes,
+        normal(batch, keys, heads, width).transpose(1, 2), masks[mask], 0.3,
+    )  # fmt: skip
+
+
+def oracle(inputs, causal):
+    """p_i(x, ·) and Σ_y p_i(x, y) · value_i(y), (B, H, T, S) and (B, H, T, dv)."""
+    query, key, content, sizes, value, mask, scaling = inputs
+    (batch, length, _), keys, heads = query.shape, key.shape[1], len(sizes)
+    mask = None if mask is None else mask.expand(batch, heads, length, keys)
+    rows = []
+    for b in range(batch):
+        for i in range(heads):
+            own = range(sum(sizes[:i]), sum(sizes[: i + 1]))
+            for x in range(length):
+                scores = []
+                for y in range(keys):
+                    score = sum((query[b, x, r] * key[b, y, r] for r in own), torch.zeros(()).double())
+                    score = scaling * (score if content is None else score + content[b, y, i])
+                    if mask is not None:
+                        allowed = mask[b, i, x, y]
+                        score = score + ((0.0 if allowed else -math.inf) if mask.dtype == torch.bool else allowed)
+                    scores.append(score - math.inf if causal and y > x else score)
+                rows.append(torch.stack(scores).softmax(0))
+    rows = torch.stack(rows).view(batch, heads, length, keys)
+    return rows, torch.einsum("bhxy,bhyd->bhxd", rows, value)
+
+
+cases = st.builds(
+    draw, sizes=st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(sum).map(tuple), batch=st.integers(1, 3),
+    length=st.integers(1, 5), keys=st.integers(1, 6), width=st.integers(1, 4), content=st.booleans(),
+    mask=st.sampled_from(["none", "bool", "lowest", "position bias"]), seed=st.integers(0, 999),
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=60)
+@given(inputs=cases, causal=st.booleans())
+def test_both_ways_equal_the_formula(inputs, causal):
+    causal = causal and inputs[5] is None  # a mask that is there hides the future already
+    rows, outputs = oracle(inputs, causal)
+    torch.testing.assert_close(attend_separately(*inputs, dropout=0.0, causal=causal), outputs)
+    without_values = (*inputs[:4], *inputs[5:])
+    torch.testing.assert_close(separate_probabilities(*without_values, causal=causal), rows)
+
+
+@pytest.mark.parametrize(("widest", "content", "width", "expected"), [
+    (31, True, 32, 32), (32, False, 32, 32), (32, True, 32, 40), (5, True, 8, 8), (8, True, 8, 16),
+])  # fmt: skip
+def test_heads_are_as_wide_as_values_unless_they_need_more(widest, content, width, expected, monkeypatch):
+    seen = []
+    fused = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*parts, **options):
+        seen.append({part.shape[-1] for part in parts})
+        return fused(*parts, **options)
+
+    monkeypatch.setattr("collab_compress.attention.separate.scaled_dot_product_attention", spy)
+    inputs = draw(sizes=(widest, 1), width=width, content=content)
+    assert attend_separately(*inputs, dropout=0.0, causal=False).shape == (2, 2, 4, width)
+    assert seen == [{expected}]
+
+
+def test_gradients_are_those_of_the_formula():
+    query, key, content, sizes, value, mask, scaling = draw(mask="bool")
+    leaves = [part.clone().requires_grad_() for part in (query, key, content, value)]
+
+    def run(query, key, content, value):
+        return attend_separately(query, key, content, sizes, value, mask, scaling, 0.0, False)
+
+    assert torch.autograd.gradcheck(run, leaves)
+    found = torch.autograd.grad(run(*leaves).square().sum(), leaves)
+    query, key, content, value = leaves
+    _, slow = oracle((query, key, content, sizes, value, mask, scaling), False)
+    for ours, theirs in zip(found, torch.autograd.grad(slow.square().sum(), leaves), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_dropout_drops_its_share_and_keeps_the_mean():
+    inputs = list(draw(sizes=(2, 1), batch=4, length=64, keys=64, width=64))
+    inputs[4] = torch.eye(64, dtype=torch.float64).expand(4, 2, 64, 64)  # shows probabilities
+    torch.manual_seed(0)
+    dropped = attend_separately(*inputs, dropout=0.25, causal=False)
+    kept = attend_separately(*inputs, dropout=0.0, causal=False)
+    assert (dropped == 0).double().mean().item() == pytest.approx(0.25, abs=0.01)
+    torch.testing.assert_close(dropped[dropped != 0], kept[dropped != 0] / 0.75)
+
+
+def test_the_query_reads_the_content_bias_with_a_one():
+    query, key, content, sizes, *_ = draw(sizes=(2, 0))
+    queries, keys = separated(query, key, content, sizes, 4)
+    zero = torch.zeros(2, 4, 1).double()
+    torch.testing.assert_close(queries[:, 0], torch.cat([query, zero + 1, zero], -1))
+    torch.testing.assert_close(keys[:, 1], torch.cat([content[..., 1:], torch.zeros(2, 5, 3)], -1))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_as_one_graph(dynamic):
+    def attention(query, key, content, value, mask):
+        return attend_separately(query, key, content, (3, 0, 2), value, mask, 0.3, 0.0, False)
+
+    compiled = torch.compile(attention, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for length in (4, 7):
+        query, key, content, _, value, mask, _ = draw(length=length, keys=length, mask="bool")
+        expected = attention(query, key, content, value, mask)
+        torch.testing.assert_close(compiled(query, key, content, value, mask), expected)

@@ -1,0 +1,62 @@
+"""Converted models of every kind that differs to the outside, and batches of several shapes for them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2Model, PreTrainedModel, T5Config, T5Model, ViTConfig, ViTModel
+
+from collab_compress import Compression, compress
+
+SHAPES = [(1, 9), (3, 9), (2, 14), (4, 30)]  # batch, length; rows of a batch end in padding
+OTHERS = {  # heads in one layer with values; a position bias and no content bias; images
+    "gpt2": lambda: GPT2Model(
+        GPT2Config(vocab_size=61, n_embd=24, n_head=3, n_layer=2, n_positions=40, initializer_range=0.4,
+                   bos_token_id=2, eos_token_id=1)
+    ),
+    "t5": lambda: T5Model(
+        T5Config(vocab_size=61, d_model=24, d_kv=8, num_heads=3, num_layers=2, d_ff=32, decoder_start_token_id=0)
+    ),
+    "vit": lambda: ViTModel(
+        ViTConfig(hidden_size=24, num_attention_heads=3, num_hidden_layers=2, intermediate_size=32, image_size=8,
+                  patch_size=4, initializer_range=0.4)
+    ),
+}  # fmt: skip
+KINDS = ["albert", "bert", "distilbert", "marian", "per-head", *OTHERS]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def converted(kind: str, make_tiny: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    """A tiny converted model in evaluation mode that keeps no cache."""
+    torch.manual_seed(0)
+    model = OTHERS[kind]() if kind in OTHERS else make_tiny("bert" if kind == "per-head" else kind)
+    compress(model, Compression(rank=8, form="per-head" if kind == "per-head" else "shared"), calibration=None)
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):  # T5's decoder has a config of its own
+            part.config.use_cache = False
+    return model.eval()
+
+
+@pytest.fixture
+def batches(kind: str, make_batch: Callable[..., dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Batches of different shapes; any but the first will do to export with."""
+    if kind == "vit":
+        return [{"pixel_values": torch.randn(batch, 3, 8, 8)} for batch, _ in SHAPES]
+    family = "marian" if kind in ("marian", "t5") else "bert"
+    return [make_batch(family, seed=seed, batch=b, length=t) for seed, (b, t) in enumerate(SHAPES)]
+
+
+@pytest.fixture
+def dynamic() -> Callable[..., dict[str, dict[int, object]]]:
+    def dynamic(batch: dict[str, Tensor]) -> dict[str, dict[int, object]]:
+        """Let batch, and length of every sequence, be any."""
+        free = torch.export.Dim.DYNAMIC  # up to what the model allows; a named `Dim` must be told that maximum
+        return {name: {0: free, 1: free} if tensor.ndim == 2 else {0: free} for name, tensor in batch.items()}
+
+    return dynamic

@@ -1,0 +1,53 @@
+"""ONNX by torch's exporter, run by onnxruntime in several shapes with padding."""
+
+import pytest
+import torch
+
+from collab_compress import Compression, compress
+
+pytest.importorskip("onnxscript")
+onnxruntime = pytest.importorskip("onnxruntime")
+
+# torch's exporter copies a tree of a class that it deprecates, names axes once a tensor, and does not name them
+# where it drops an input (`use_cache`).
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:# The axis name:UserWarning"),
+    pytest.mark.filterwarnings("ignore:# ONNX model has different number of inputs:UserWarning"),
+]
+TEXTS = ["A man is playing a guitar.", "The quick brown fox jumps over the lazy dog, twice, and then it rests.", "x"]
+
+
+def session(model, batch, dynamic, path):
+    with torch.no_grad():
+        torch.onnx.export(
+            model, (), path, kwargs=batch, dynamic_shapes=dynamic(batch), dynamo=True, input_names=list(batch),
+            verbose=False,
+        )  # fmt: skip
+    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+
+def difference(session, model, batch):
+    """Largest difference over real tokens of the first output."""
+    with torch.no_grad():
+        expected = model(**batch)[0]
+    found = torch.from_numpy(session.run(None, {name: tensor.numpy() for name, tensor in batch.items()})[0])
+    real = batch.get("decoder_attention_mask", batch.get("attention_mask"))
+    return (found - expected)[... if real is None else real.bool()].abs().max().item()
+
+
+def test_every_kind_for_any_shape(converted, batches, dynamic, tmp_path):
+    found = session(converted, batches[2], dynamic, tmp_path / "model.onnx")
+    assert [part.name for part in found.get_inputs()] == list(batches[2])
+    for batch in batches:
+        assert difference(found, converted, batch) < 5e-5
+
+
+def test_minilm(minilm, minilm_tokenizer, dynamic, tmp_path):
+    compress(minilm, Compression(rank=128, sweeps=2), calibration=None)
+    batches = [dict(minilm_tokenizer(texts, padding=True, return_tensors="pt")) for texts in (TEXTS, TEXTS[:1])]
+    found = session(minilm, batches[0], dynamic, tmp_path / "model.onnx")
+    for batch in batches:
+        assert difference(found, minilm, batch) < 1e-4
+    weights = sum(p.numel() * p.element_size() for p in minilm.parameters())
+    assert (tmp_path / "model.onnx.data").stat().st_size == pytest.approx(weights, rel=0.01)  # stays factored

@@ -1,0 +1,123 @@
+"""LoRA adapters on a converted model: trained, saved, loaded, merged."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForSequenceClassification, BertForSequenceClassification
+
+from collab_compress import Compression, UnsupportedModelError, compress, expand, read_factors
+from collab_compress.attention.projections import SharedProjection
+
+peft = pytest.importorskip("peft")
+from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, get_peft_model  # noqa: E402
+
+# PEFT asks Transformers for a name that Transformers is about to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+BERT_TARGETS = ["query.proj", "key.proj", "value"]
+
+
+def outputs(model, batch):
+    with torch.no_grad():
+        return model(**batch)[0]
+
+
+def shared(model):
+    """Paths of the plain linear layers inside shared projections: what an adapter goes onto."""
+    return [f"{name}.proj" for name, module in model.named_modules() if isinstance(module, SharedProjection)]
+
+
+def adapted(model, **options):
+    """`model` with adapters that already change its outputs."""
+    return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **options)).eval()
+
+
+@pytest.fixture
+def classifier(make_tiny, tmp_path):
+    """A converted classifier that is also saved as `tmp_path / "base"`."""
+    model = make_tiny("bert", BertForSequenceClassification)
+    compress(model, Compression(rank=8), calibration=None)
+    model.save_pretrained(tmp_path / "base")
+    return AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+
+
+def test_trains_saves_loads_and_merges(converted, batches, tmp_path):
+    model, batch = converted, batches[1]
+    model.save_pretrained(tmp_path / "base")
+    before = {name: copy.deepcopy(factors) for name, factors in read_factors(model).items()}
+    targets = shared(model)
+    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=targets)).eval()
+    trained = {name: p for name, p in wrapped.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * len(targets)
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+    target = torch.randn_like(outputs(wrapped, batch))
+    losses = []
+    for _ in range(4):
+        loss = (wrapped(**batch)[0] - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+    assert all(p.detach().any() for p in trained.values())  # B of every adapter has left zero
+
+    expected = outputs(wrapped, batch)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(AutoModel.from_pretrained(tmp_path / "base"), tmp_path / "adapter").eval()
+    assert torch.equal(outputs(again, batch), expected)
+
+    merged = again.merge_and_unload()
+    torch.testing.assert_close(outputs(merged, batch), expected, atol=2e-5, rtol=1e-4)
+    assert all(not torch.equal(before[name].query, factors.query) for name, factors in read_factors(merged).items())
+    merged.save_pretrained(tmp_path / "merged")
+    assert torch.equal(outputs(AutoModel.from_pretrained(tmp_path / "merged"), batch), outputs(merged, batch))
+
+
+def test_the_stock_models_names_are_refused(classifier):
+    with pytest.raises(ValueError, match=r"SharedProjection\([\s\S]*is not supported"):
+        get_peft_model(classifier, LoraConfig(task_type="SEQ_CLS"))  # PEFT's choice for BERT: query and value
+
+
+def test_all_linear_layers_and_a_new_head(classifier, batch, tmp_path):
+    wrapped = adapted(classifier, target_modules="all-linear", task_type="SEQ_CLS")
+    paths = {name for name, module in wrapped.named_modules() if hasattr(module, "lora_A")}
+    assert {f"base_model.model.bert.encoder.layer.0.attention.self.{name}" for name in BERT_TARGETS} <= paths
+    wrapped.save_pretrained(tmp_path / "adapter")
+    again = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "adapter")  # finds the base by itself
+    assert torch.equal(outputs(again.eval(), batch), outputs(wrapped, batch))
+
+
+def test_transformers_own_methods(classifier, batch, tmp_path):
+    before = outputs(classifier, batch)
+    classifier.add_adapter(LoraConfig(r=4, target_modules=BERT_TARGETS, init_lora_weights=False))
+    expected = outputs(classifier.eval(), batch)
+    assert not torch.allclose(expected, before)
+    classifier.save_pretrained(tmp_path / "adapter")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    loaded.load_adapter(str(tmp_path / "adapter"))
+    assert torch.equal(outputs(loaded.eval(), batch), expected)
+    found = AutoModelForSequenceClassification.from_pretrained(tmp_path / "adapter")
+    assert torch.equal(outputs(found.eval(), batch), expected)
+
+
+def test_the_mixing_matrix_takes_an_adapter(classifier, batch):
+    before = {name: factors.mixing.clone() for name, factors in read_factors(classifier).items()}
+    wrapped = adapted(classifier, target_modules=[], target_parameters=["self.mixing"])
+    expected = outputs(wrapped, batch)
+    merged = wrapped.merge_and_unload()
+    torch.testing.assert_close(outputs(merged, batch), expected, atol=1e-5, rtol=1e-4)
+    assert all(not torch.equal(before[name], factors.mixing) for name, factors in read_factors(merged).items())
+
+
+def test_adapters_are_never_lost_silently(classifier, make_tiny, batch):
+    """What works on weights refuses a model whose adapters it would not see."""
+    wrapped = adapted(classifier, target_modules=BERT_TARGETS)
+    expected = outputs(wrapped, batch)
+    for read in (expand, read_factors):
+        with pytest.raises(UnsupportedModelError, match=r"self\.query\.proj: got peft\..*merge adapters"):
+            read(classifier)
+    assert torch.equal(outputs(wrapped, batch), expected)
+    dense = adapted(make_tiny("bert"), target_modules=["query", "value"]).get_base_model()
+    with pytest.raises(UnsupportedModelError, match=r"self\.query: .*adapters must be merged"):
+        compress(dense, Compression(rank=8), calibration=None)
+    assert expand(wrapped.merge_and_unload()).errors

@@ -1,0 +1,220 @@
+"""What every family must keep after conversion, on the tiniest models."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModel, GPT2Model
+
+from collab_compress import (
+    Compression,
+    FromScratch,
+    compress,
+    expand,
+    from_config,
+    make_standalone_,
+    read_factors,
+)
+from collab_compress.architectures import FAMILIES, find_attention, find_dense_attention
+from collab_compress.attention.view import add_act_
+from collab_compress.errors import CalibrationError, CompressionError, UnsupportedModelError
+
+
+def test_kinds(kin, build, tinies):
+    sites = find_dense_attention(build(kin), FAMILIES)
+    assert tuple(site.kind for site in sites) == tinies[kin].kinds
+    for site in sites:
+        assert (site.heads, site.head_width) == (3, 8)
+        assert site.scaling == pytest.approx(1.0 if kin == "t5" else 8**-0.5)
+        for path in (site.family.query, site.family.key, site.family.value, site.family.output):
+            assert site.part(path).weight.numel() >= 24 * 24
+
+
+def test_a_description_that_does_not_fit_says_where(kin, build):
+    model = build(kin)
+    site = find_attention(model, FAMILIES)[0]
+    path = site.family.fused or site.family.key
+    delattr(site.module, path)
+    with pytest.raises(
+        UnsupportedModelError, match=rf"{site.name} \({type(site.module).__name__}\) has no attribute"
+    ):
+        find_dense_attention(model, FAMILIES)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_full_rank_equals_dense(kin, implementation, build, inputs, run, tinies):
+    dense, batch = build(kin), inputs(kin)
+    dense.set_attn_implementation(implementation)
+    converted = copy.deepcopy(dense)
+    compress(converted, Compression(rank=tinies[kin].full), calibration=None)
+    torch.testing.assert_close(run(converted, batch), run(dense, batch), atol=2e-5, rtol=1e-4)
+    expand(converted)
+    torch.testing.assert_close(run(converted, batch), run(dense, batch), atol=5e-5, rtol=1e-4)
+    assert {name: tensor.shape for name, tensor in converted.state_dict().items()} == {
+        name: tensor.shape for name, tensor in dense.state_dict().items()
+    }
+
+
+class Reconstruction:
+    """Recomputes head outputs from the factors, one head at a time, as its form of attention says.
+
+    Which keys a query sees is taken from the model's rows; how strongly it sees them is not.
+    """
+
+    wants_rows = True
+
+    def __init__(self, model, bias):
+        self.bias, self.checked, self.read = bias, set(), {}
+        self.factors = read_factors(model)
+        self.names = {module: name for name, module in model.named_modules() if name in self.factors}
+        for module in self.names:
+            add_act_(module, self)
+            for path in (module.collaborative.query, module.collaborative.key):
+                module.get_submodule(path).register_forward_pre_hook(self.noted(module, path))
+
+    def noted(self, module, path):
+        return lambda _, args: self.read.__setitem__((module, path), args[0])
+
+    def __call__(self, outputs, call):
+        module, f = call.module, self.factors[self.names[call.module]]
+        query, key = (self.read[module, path] for path in (module.collaborative.query, module.collaborative.key))
+        for head in range(len(f.mixing)):
+            scores = module.scaling * (query @ ((f.query * f.mixing[head]) @ f.key.T) @ key.mT)  # (B, T, S)
+            if f.content_bias is not None:
+                scores = scores + module.scaling * (key @ f.content_bias[head])[:, None]
+            if self.bias is not None:
+                scores = scores + self.bias(module, scores.shape)[:, head]
+            scores = scores.masked_fill(call.rows[:, head] == 0, -torch.inf)
+            expected = scores.softmax(-1) @ call.value[:, head]
+            torch.testing.assert_close(outputs[:, :, head], expected, atol=1e-9, rtol=1e-7)
+        self.checked.add(self.names[module])
+        return outputs
+
+
+def t5_bias(model):
+    """What T5 adds to scores: the first block's bias in all self-attention of a stack, none in cross-attention."""
+    first = {
+        block.layer[0].SelfAttention: stack.block[0].layer[0].SelfAttention
+        for stack in (model.encoder, model.decoder)
+        for block in stack.block
+    }
+    return lambda module, shape: (
+        first[module].compute_bias(*shape[1:]) if module in first else torch.zeros(1, 3, 1, 1)
+    )
+
+
+def test_low_rank_follows_the_formula(kin, build, inputs):
+    model = build(kin)
+    compress(model, Compression(rank=7), calibration=None)
+    oracle = Reconstruction(model.double(), t5_bias(model) if kin == "t5" else None)
+    batch = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in inputs(kin).items()}
+    with torch.no_grad():
+        model(**batch)
+    assert oracle.checked == set(read_factors(model))
+
+
+def test_gradients_reach_every_factor(kin, build, inputs):
+    model = build(kin)
+    compress(model, Compression(rank=7), calibration=None)
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model(**inputs(kin))[0].square().sum().backward()
+    for name in read_factors(model):
+        module = model.get_submodule(name)
+        shared = [
+            module.get_submodule(path).proj.weight for path in (module.collaborative.query, module.collaborative.key)
+        ]
+        for parameter in (module.mixing, *shared):
+            assert parameter.grad is not None
+            assert parameter.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("standalone", [False, True])
+def test_saves_and_loads(kin, standalone, build, inputs, run, tmp_path, load_cleanly):
+    model, batch = build(kin), inputs(kin)
+    compress(model, Compression(rank=7), calibration=None)
+    if standalone:
+        make_standalone_(model)
+    model.save_pretrained(tmp_path)
+    for auto_class in (type(build(kin)), AutoModel):
+        assert torch.equal(run(load_cleanly(auto_class, tmp_path), batch), run(model, batch))
+
+
+def test_a_fused_layer_loads_without_the_package_only_by_its_code(build, inputs, tmp_path, stock_reload):
+    model, batch = build("gpt2"), inputs("gpt2")
+    compress(model, Compression(rank=7), calibration=None)
+    torch.save(batch, tmp_path / "batch.pt")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "copy").mkdir()
+    failed = stock_reload(tmp_path, tmp_path / "copy", False)
+    assert failed.returncode != 0
+    assert "LOADED" not in failed.stdout
+    make_standalone_(model)
+    model.save_pretrained(tmp_path)
+    done = stock_reload(tmp_path, tmp_path / "copy", True)
+    assert done.returncode == 0, done.stderr
+    with torch.no_grad():
+        expected = model(**batch)[0]
+    assert torch.equal(torch.load(tmp_path / "copy" / "output.pt", weights_only=True), expected)
+
+
+def test_a_model_with_a_head_shares_checkpoints_with_its_body(generator, build, inputs, run, tinies, tmp_path):
+    model, batch = build(generator, tinies[generator].generates), inputs(generator)
+    compress(model, Compression(rank=7), calibration=None)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(run(type(model).from_pretrained(tmp_path), batch), run(model, batch))
+    body = type(build(generator)).from_pretrained(tmp_path)
+    found, expected = read_factors(body), read_factors(model)
+    assert len(found) == len(expected)
+    for one, other in zip(found.values(), expected.values(), strict=True):
+        assert torch.equal(one.key, other.key)
+
+
+def test_untrained_models_can_be_made(kin, build, inputs, run, tmp_path):
+    torch.manual_seed(0)
+    stock = type(build(kin))
+    model = from_config(build(kin).config, FromScratch(rank=7), stock).eval()
+    expected = run(model, inputs(kin))
+    assert expected.isfinite().all()
+    model.save_pretrained(tmp_path)
+    assert torch.equal(run(stock.from_pretrained(tmp_path), inputs(kin)), expected)
+
+
+def test_calibrates_on_batches(kin, build, inputs, run, tinies):
+    """On its calibration data a conversion with data is nearer to the dense model than one without."""
+    dense = build(kin)
+    batches = [inputs(kin, seed) for seed in range(4)]
+    drifts = []
+    for calibration in (None, batches):
+        model = copy.deepcopy(dense)
+        report = compress(model, Compression(rank=7), calibration=calibration)
+        drifts.append(sum(float((run(model, batch) - run(dense, batch)).norm()) for batch in batches))
+    assert drifts[1] < drifts[0]
+    assert all(0 < module.data_error < 1 for module in report.modules)
+
+
+def test_opt_says_which_rank_has_room(build):
+    model = build("opt")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CompressionError, match=r"exactly 3 heads of 8; pass dk up to 21"):
+        compress(model, Compression(rank=22), calibration=None)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_cross_attention_of_gpt2_is_refused(build):
+    config = build("gpt2").config
+    config.add_cross_attention = True
+    model = GPT2Model(config)
+    with pytest.raises(UnsupportedModelError, match=r"h\.0\.crossattention: cross attention of GPT-2 cannot be"):
+        find_dense_attention(model, FAMILIES)
+    assert len(find_dense_attention(model, FAMILIES, "*.attn")) == 2
+
+
+def test_cross_attention_without_states_is_named(build, inputs):
+    model = build("bert-cross")
+    batch = {name: tensor for name, tensor in inputs("bert-cross").items() if "encoder" not in name}
+    with pytest.raises(CalibrationError, match=r"crossattention\.self saw no token .*encoder_hidden_states"):
+        compress(model, Compression(rank=7), calibration=[batch, batch])

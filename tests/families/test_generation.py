@@ -1,0 +1,69 @@
+"""Generation with converted models, and what their key caches hold."""
+
+import copy
+
+import pytest
+import torch
+
+from collab_compress import Compression, UnsupportedModelError, compress
+
+WAYS = {
+    "greedy": {"do_sample": False},
+    "beam": {"do_sample": False, "num_beams": 3},
+    "sampling": {"do_sample": True},
+}
+
+
+def generated(model, batch, **options):
+    arguments = {name: tensor for name, tensor in batch.items() if not name.startswith("decoder")}
+    if not model.config.is_encoder_decoder:
+        arguments["attention_mask"] = torch.ones_like(arguments["attention_mask"])
+    if "encoder_hidden_states" in arguments:  # stock BERT cannot generate with a cache when it gets them by hand
+        options["use_cache"] = False
+    torch.manual_seed(5)
+    return model.generate(**arguments, max_new_tokens=6, min_new_tokens=6, **options)
+
+
+def test_full_rank_generates_what_the_dense_model_does(generator, build, inputs, tinies):
+    dense, batch = build(generator, tinies[generator].generates), inputs(generator)
+    converted = copy.deepcopy(dense)
+    compress(converted, Compression(rank=tinies[generator].full), calibration=None)
+    for way, options in WAYS.items():
+        assert torch.equal(generated(converted, batch, **options), generated(dense, batch, **options)), way
+
+
+def cached(model, batch):
+    """Numbers a token in the keys and in the values of a decoder's first self-attention cache."""
+    with torch.no_grad():
+        cache = model(**batch, use_cache=True).past_key_values
+    layer = getattr(cache, "self_attention_cache", cache).layers[0]
+    return [states.shape[1] * states.shape[3] for states in (layer.keys, layer.values)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "keys"),
+    [("gpt2", 8, 16), ("gpt2", 13, 16), ("marian", 8, 16), ("marian", 5, 8), ("t5", 8, 8), ("opt", 8, 24)],
+)
+def test_key_cache_holds_the_shared_key(name, rank, keys, build, inputs):
+    """R + H numbers a token, rounded up to whole heads of 8 (no content biases in T5; OPT saves nothing)."""
+    model, batch = build(name), inputs(name)
+    assert cached(model, batch) == [24, 24]
+    compress(model, Compression(rank=rank), calibration=None)
+    assert cached(model, batch) == [keys, 24]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "marian", "t5", "bert-decoder"])
+def test_static_caches_are_refused_where_keys_do_not_fit(name, build, inputs, tinies):
+    model, batch = build(name, tinies[name].generates), inputs(name)
+    compress(model, Compression(rank=5), calibration=None)
+    with pytest.raises(UnsupportedModelError, match=r"3 × 8, and the keys .* are 8 wide; generate with the default"):
+        generated(model, batch, cache_implementation="static")
+
+
+@pytest.mark.parametrize(("name", "rank"), [("gpt2", 20), ("opt", 5), ("marian", 20), ("t5", 20)])
+def test_static_caches_work_where_keys_are_as_wide_as_values(name, rank, build, inputs, tinies):
+    model, batch = build(name, tinies[name].generates), inputs(name)
+    compress(model, Compression(rank=rank), calibration=None)
+    expected = generated(model, batch, do_sample=False)
+    options = {"cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(generated(model, batch, do_sample=False, **options), expected)

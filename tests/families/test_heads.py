@@ -1,0 +1,76 @@
+"""Acting on heads in every family: reading, masking, swapping, mixing, removing."""
+
+import pytest
+import torch
+
+from collab_compress import (
+    Compression,
+    HeadMask,
+    alphas_of,
+    compress,
+    merge_alphas_,
+    mix_heads_,
+    prune_heads_,
+)
+from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.errors import HeadError
+from collab_compress.heads import Tap, masks_without, swap_heads_
+
+
+@pytest.fixture(params=["dense", "converted"])
+def model(request, kin, build):
+    made = build(kin)
+    if request.param == "converted":
+        compress(made, Compression(rank=7), calibration=None)
+    return made
+
+
+def test_masked_heads_equal_removed_ones(kin, model, inputs, run):
+    batch, sites = inputs(kin), find_attention(model, FAMILIES)
+    heads = {site.name: [1] for site in sites}
+    before = run(model, batch)
+    with HeadMask(model, masks_without(model, heads)):
+        expected = run(model, batch)
+    assert not torch.allclose(expected, before, atol=1e-3)
+    reason = {"gpt2": "GPT-2, because it keeps .* in one layer, c_attn", "t5": "T5, because all layers share one"}
+    if kin in reason:
+        with pytest.raises(HeadError, match=f"heads cannot be removed from {reason[kin]}"):
+            prune_heads_(model, heads)
+        return
+    prune_heads_(model, heads)
+    torch.testing.assert_close(run(model, batch), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_swapped_heads_swap_their_outputs(kin, model, inputs, run):
+    batch = inputs(kin)
+    kind = "cross" if kin == "t5" else None  # T5's position bias belongs to a head's place and stays there
+    site = next(site for site in find_attention(model, FAMILIES) if kind in (None, site.kind))
+    with Tap(model, kinds=[site.kind]) as tap:
+        run(model, batch)
+        before = tap.take()[0].outputs
+        swap_heads_(model, [((site.name, 0), (site.name, 2))])
+        run(model, batch)
+        after = tap.take()[0].outputs
+    torch.testing.assert_close(after, before[:, :, [2, 1, 0]], atol=1e-5, rtol=1e-4)
+
+
+def test_mixing_merges(kin, model, inputs, run):
+    batch = inputs(kin)
+    before = run(model, batch)
+    mix_heads_(model)
+    with torch.no_grad():
+        for alphas in alphas_of(model).values():
+            alphas.add_(0.3 * torch.randn(alphas.shape, generator=torch.Generator().manual_seed(1)))
+    expected = run(model, batch)
+    assert not torch.allclose(expected, before, atol=1e-3)
+    merge_alphas_(model)
+    torch.testing.assert_close(run(model, batch), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_opt_keeps_room_for_its_shared_keys(build):
+    model = build("opt")
+    compress(model, Compression(rank=15), calibration=None)
+    with pytest.raises(
+        HeadError, match=r"self_attn cannot do with 2 heads: got dk 15 .* pass dk up to 14; or remove"
+    ):
+        prune_heads_(model, {"decoder.layers.0.self_attn": [0]})
