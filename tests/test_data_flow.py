@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = [
     "factorization", "architectures", "attention", "calibration", "checkpoint", "conversion", "losses", "heads",
-    "training", "tasks", "metrics", "experiments",
+    "analysis", "training", "tasks", "metrics", "experiments",
 ]  # fmt: skip
 ALLOWED = {
     "factorization": set(),
@@ -19,6 +19,7 @@ ALLOWED = {
     "checkpoint": {"errors"},
     "conversion": {"errors", "factorization", "architectures", "attention", "calibration", "checkpoint"},
     "heads": {"errors", "architectures", "attention", "calibration", "checkpoint"},
+    "analysis": {"errors", "architectures", "attention", "calibration", "conversion", "factorization", "heads"},
     "training": {"errors", "architectures", "calibration", "losses", "heads"},
     "tasks": {"errors"},
     "metrics": {"errors"},

@@ -1,0 +1,77 @@
+"""Measures of what attention heads have in common, what each is worth, and what they cost."""
+
+from collab_compress.analysis.attention_maps import AttentionMap, attention_maps
+from collab_compress.analysis.between import layer_covariance, model_covariances
+from collab_compress.analysis.cka import cka, minibatch_cka, sample_cka
+from collab_compress.analysis.content_share import ContentShare, content_share
+from collab_compress.analysis.cost import (
+    FormCost,
+    LayerCost,
+    ModuleCost,
+    PaperRow,
+    layer_cost,
+    module_costs,
+    paper_table_1,
+)
+from collab_compress.analysis.diversity import (
+    Discrepancy,
+    average_distance,
+    confidence,
+    discrepancy,
+    discrepancy_growth,
+    overlap,
+)
+from collab_compress.analysis.dominance import Dominance, PruningPoint, dominant_heads, pruning_curve
+from collab_compress.analysis.energy import Energy, head_energy, tensor_energy
+from collab_compress.analysis.joint import JointCovariance
+from collab_compress.analysis.latency import Latency, module_latency
+from collab_compress.analysis.mixing import alpha_matrices, effective_rank, mixing_matrices, skew_symmetry
+from collab_compress.analysis.pairs import mean_over_pairs
+from collab_compress.analysis.responses import head_covariances, head_samples
+from collab_compress.analysis.stream import with_progress
+from collab_compress.analysis.svcca import SVCCA, svcca
+
+__all__ = [
+    "SVCCA",
+    "AttentionMap",
+    "ContentShare",
+    "Discrepancy",
+    "Dominance",
+    "Energy",
+    "FormCost",
+    "JointCovariance",
+    "Latency",
+    "LayerCost",
+    "ModuleCost",
+    "PaperRow",
+    "PruningPoint",
+    "alpha_matrices",
+    "attention_maps",
+    "average_distance",
+    "cka",
+    "confidence",
+    "content_share",
+    "discrepancy",
+    "discrepancy_growth",
+    "dominant_heads",
+    "effective_rank",
+    "head_covariances",
+    "head_energy",
+    "head_samples",
+    "layer_cost",
+    "layer_covariance",
+    "mean_over_pairs",
+    "minibatch_cka",
+    "mixing_matrices",
+    "model_covariances",
+    "module_costs",
+    "module_latency",
+    "overlap",
+    "paper_table_1",
+    "pruning_curve",
+    "sample_cka",
+    "skew_symmetry",
+    "svcca",
+    "tensor_energy",
+    "with_progress",
+]

@@ -1,0 +1,110 @@
+"""Attention maps of one text: how much each token attends to each other, by head."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from collab_compress.analysis.stream import Shown, by_name, read_heads
+from collab_compress.architectures import KINDS, Kind, forward_arguments
+from collab_compress.errors import HeadError
+
+
+@dataclass(frozen=True)
+class AttentionMap:
+    """Attention of one layer, ready for heatmaps.
+
+    Args:
+        kind: `encoder`, `decoder` or `cross`.
+        queries: tokens that attend, T of them.
+        keys: tokens that are attended to, S of them.
+        weights: (H, T, S) in float32 on the CPU; rows sum to 1.
+    """
+
+    kind: Kind
+    queries: tuple[str, ...]
+    keys: tuple[str, ...]
+    weights: Tensor
+
+    def of(self, token: str) -> Tensor:
+        """Give the weights that each head gives to the keys when a token asks, (H, S), as in Figure 1.
+
+        Args:
+            token: as it stands in `queries`; where it stands there more than once, the first counts.
+
+        Raises:
+            HeadError: there is no such token.
+        """
+        if token not in self.queries:
+            raise HeadError(f"no token {token!r} among the queries; there are {' '.join(self.queries)}")
+        return self.weights[:, self.queries.index(token)]
+
+
+def attention_maps(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str | tuple[str, str],
+    *,
+    target: str | None = None,
+    kinds: Collection[Kind] = KINDS,
+    modules: str = "*",
+) -> dict[str, AttentionMap]:
+    """Show what each head attends to in a text ("Inter-Head Diversity", Figure 1).
+
+    Args:
+        model: stock or edited token model, with any attention implementation that taps work with.
+        tokenizer: of the model.
+        text: what the model reads, or a pair of texts.
+        target: what the decoder of an encoder–decoder reads, from its start token on; needed there.
+        kinds: which kinds of attention.
+        modules: glob on module paths.
+
+    Returns:
+        Module path → map. A module that serves several layers (ALBERT) has one for each use, `path[0]`, `path[1]`, ….
+
+    Raises:
+        HeadError: a target is missing or not wanted, or no module matches.
+        CalibrationError: the model cannot run on the text.
+        UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
+    """
+    batch = _batch(model, tokenizer, text, target)
+    sources = _tokens(tokenizer, batch["input_ids"])
+    targets = _tokens(tokenizer, batch["decoder_input_ids"]) if target is not None else sources
+    found: list[Shown] = []
+    read_heads([model], [batch], "rows", found.extend, kinds=kinds, modules=modules)
+    maps = {}
+    for use, reading in found[0]:
+        kind = reading.site.kind
+        assert reading.rows is not None
+        maps[use] = AttentionMap(
+            kind,
+            sources if kind == "encoder" else targets,
+            targets if kind == "decoder" else sources,
+            reading.rows[0].float().cpu(),
+        )
+    return by_name(maps)
+
+
+def _batch(
+    model: Any, tokenizer: PreTrainedTokenizerBase, text: str | tuple[str, str], target: str | None
+) -> dict[str, Tensor]:
+    if model.config.is_encoder_decoder != (target is not None):
+        wanted = "pass target=, the text its decoder reads" if target is None else "leave target out"
+        raise HeadError(f"{type(model).__name__}: {wanted}")
+    texts = (text,) if isinstance(text, str) else text
+    known = forward_arguments(model)
+    encoded = tokenizer(*texts, return_tensors="pt", truncation=True)
+    batch = {name: value for name, value in encoded.items() if name in known}
+    if target is not None:
+        ids = tokenizer(text_target=target, return_tensors="pt", truncation=True)["input_ids"]
+        start = torch.full((1, 1), model.config.decoder_start_token_id)
+        batch["decoder_input_ids"] = torch.cat([start, ids[:, :-1]], 1)
+        batch["decoder_attention_mask"] = torch.ones_like(batch["decoder_input_ids"])
+    return batch
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> tuple[str, ...]:
+    return tuple(tokenizer.convert_ids_to_tokens(ids[0].tolist()))

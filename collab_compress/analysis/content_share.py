@@ -1,0 +1,154 @@
+"""Content against context: how much of a head's scores depends on the key alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from collab_compress.analysis.inputs import ScoreParts, score_parts
+from collab_compress.analysis.stream import Batches, Progress, Use, by_name, with_progress
+from collab_compress.architectures import KINDS, Kind, RealTokens, real_tokens
+from collab_compress.calibration import run_batch, running
+from collab_compress.errors import HeadError
+
+
+@dataclass(frozen=True)
+class ContentShare:
+    """Shares of the variance of each head's scores over keys; they add up to 1.
+
+    Args:
+        content: of v·y, which depends on the key alone, (H,).
+        context: of x T yᵀ, which depends on query and key, (H,).
+        overlap: twice their covariance, (H,); negative where they oppose each other.
+    """
+
+    content: Tensor
+    context: Tensor
+    overlap: Tensor
+
+
+def content_share(
+    model: PreTrainedModel, batches: Batches, *, kinds: Collection[Kind] = KINDS, progress: Progress = False
+) -> dict[str, ContentShare]:
+    r"""Split the variance of each head's scores into content and context.
+
+    $$s(x, y) = \underbrace{x\, W_Q W_K^\top y^\top}_{\text{context}} +
+      \underbrace{b_Q^\top W_K^\top y^\top}_{\text{content}} + \text{constant over keys}$$
+
+    equation 3 of "Multi-Head Attention: Collaborate Instead of Concatenate". The variance is over the keys that a
+    query sees, mean over real queries; what is constant over keys, the softmax ignores. Position biases (T5) are
+    neither. A conversion moves the part of the context that all queries share into the content, so that a converted
+    model's shares differ from the dense model's.
+
+    Args:
+        model: stock or converted; left in the mode it was in.
+        batches: keyword arguments for the model; read once. Padding does not count.
+        kinds: which kinds of attention.
+        progress: True for a bar, or a function of how many batches are done and how many there are.
+
+    Returns:
+        Module path → shares in float64; all 0 for a head whose scores never vary. A module that serves several layers
+        (ALBERT) has one entry for each use, `path[0]`, `path[1]`, ….
+
+    Raises:
+        HeadError: no batches, a module saw no real token, or scores that are not finite.
+        CalibrationError: the model does not take such batches.
+        UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
+    """
+    found = score_parts(model, kinds)
+    watchers = [_Watcher(parts) for parts in found]
+    handles = [handle for watcher in watchers for handle in watcher.hook()]
+    try:
+        with running(model):
+            for batch in with_progress(batches, progress, "batches"):
+                real = real_tokens(model, (), (), batch)
+                for watcher in watchers:
+                    watcher.begin(real[watcher.parts.site.kind])
+                run_batch(model, dict(batch))
+    finally:
+        for handle in handles:
+            handle.remove()
+    shares = {}
+    for watcher in watchers:
+        name = watcher.parts.site.name
+        if not watcher.sums:
+            raise HeadError(f"{name} saw no token that is no padding; pass batches with real tokens")
+        for number, sums in watcher.sums.items():
+            shares[Use(name, number)] = _shares(name, sums)
+    return by_name(shares)
+
+
+class _Watcher:
+    """Sums up the variances of one module's scores from what its query and key projections read."""
+
+    def __init__(self, parts: ScoreParts) -> None:
+        self.parts = parts
+        self.sums: dict[int, Tensor] = {}  # use → (4, H): content, context, overlap, and all that is not centred
+        self._real = RealTokens(None, None)
+        self._uses = 0
+        self._inputs: dict[str, Tensor] = {}
+
+    def hook(self) -> list[Any]:
+        site = self.parts.site
+        return [
+            site.query.register_forward_pre_hook(self._saw("query")),
+            site.key.register_forward_pre_hook(self._saw("key")),
+        ]
+
+    def begin(self, real: RealTokens) -> None:
+        """Start a new batch."""
+        self._real, self._uses, self._inputs = real, 0, {}
+
+    def _saw(self, side: str) -> Callable[[Any, tuple[Tensor, ...]], None]:
+        def note(_: Any, args: tuple[Tensor, ...]) -> None:
+            self._inputs[side] = args[0].detach().double().cpu()
+            if len(self._inputs) == 2:
+                self._take(self._inputs.pop("query"), self._inputs.pop("key"))
+
+        return note
+
+    def _take(self, queries: Tensor, keys: Tensor) -> None:
+        """Add the samples of one use, from the inputs of its projections, (B, T, D) and (B, S, D)."""
+        use, self._uses = self._uses, self._uses + 1
+        masks = [_real(mask, inputs) for mask, inputs in zip(self._real, (queries, keys), strict=True)]
+        for query, key, query_mask, key_mask in zip(queries, keys, *masks, strict=True):
+            if bool(query_mask.any() and key_mask.any()):
+                seen = torch.ones(len(query), len(key), dtype=torch.bool)
+                if self.parts.site.kind == "decoder":
+                    seen = seen.tril()
+                sums = self._variances(query[query_mask], key[key_mask], seen[query_mask][:, key_mask])
+                self.sums[use] = self.sums[use] + sums if use in self.sums else sums
+
+    def _variances(self, query: Tensor, key: Tensor, seen: Tensor) -> Tensor:
+        """Sums over queries of variances over the keys they see (T, S), twice the covariance, and squares, (4, H)."""
+        tensor, content = self.parts.tensor, self.parts.content
+        projected = key @ tensor.key  # (H, S, d)
+        scores = torch.stack(torch.broadcast_tensors(
+            torch.zeros(1, 1, 1) if content is None else (key @ content.T).T[:, None],
+            (query @ tensor.query) @ projected.mT,
+        )).double()  # fmt: skip
+        weights = seen.double() / seen.sum(1, keepdim=True).clamp(min=1)  # (T, S)
+        own, context = (scores - (scores * weights).sum(-1, keepdim=True)) * weights.sqrt()  # (H, T, S)
+        products = [own.square(), context.square(), 2 * own * context, (scores.square() * weights).sum(0)]
+        return torch.stack([product.sum((1, 2)) for product in products])
+
+
+def _real(mask: Tensor | None, inputs: Tensor) -> Tensor:
+    """Which of the inputs (B, T, D) are real, (B, T)."""
+    fits = mask is not None and mask.shape == inputs.shape[:2]
+    return mask.cpu() if mask is not None and fits else torch.ones(inputs.shape[:2], dtype=torch.bool)
+
+
+def _shares(name: str, sums: Tensor) -> ContentShare:
+    if not bool(sums.isfinite().all()):
+        raise HeadError(f"{name}: its scores are not finite; look for NaN or infinity in the weights")
+    *parts, squares = sums
+    total = torch.stack(parts).sum(0)
+    varies = total > (16 * torch.finfo(torch.float32).eps) ** 2 * squares  # else by rounding only
+    shares = (torch.where(varies, part / torch.where(varies, total, 1.0), 0.0) for part in parts)
+    return ContentShare(*shares)

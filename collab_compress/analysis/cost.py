@@ -1,0 +1,200 @@
+"""What attention costs, dense and converted: parameters, multiply-accumulates, T*, and bytes in a key cache."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
+from collab_compress.attention import is_collaborative
+from collab_compress.conversion.costs import (
+    break_even_length,
+    collaborative_macs,
+    collaborative_parameters,
+    dense_macs,
+    dense_parameters,
+    per_head_break_even_length,
+    per_head_macs,
+    per_head_parameters,
+)
+from collab_compress.errors import HeadError
+from collab_compress.factorization import FORMS, Form
+
+
+@dataclass(frozen=True)
+class FormCost:
+    """What the scores of one attention module cost in one form.
+
+    Args:
+        parameters: of query and key projections, mixing matrix and content biases included.
+        macs: multiply-accumulates of the scores of one sequence.
+        key_bytes: what a key cache keeps of a token, in the model's dtype; 0 in an encoder, which keeps none.
+    """
+
+    parameters: int
+    macs: int
+    key_bytes: int
+
+
+@dataclass(frozen=True)
+class ModuleCost:
+    """What the scores of one attention module cost in both forms.
+
+    Args:
+        name: path of the module.
+        kind: kind of attention.
+        length: tokens T for which multiply-accumulates are counted.
+        rank: channels R of all heads together, or None for a dense module for which none was given.
+        form: whether heads share these channels, or each has its own.
+        dense: cost in dense form.
+        converted: cost at that rank, or None without.
+        break_even_length: T*, the number of tokens beyond which converted scores cost more, or None without rank.
+    """
+
+    name: str
+    kind: Kind
+    length: int
+    rank: int | None
+    form: Form
+    dense: FormCost
+    converted: FormCost | None
+    break_even_length: float | None
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What a whole attention layer costs, values and output projection included, biases not.
+
+    Args:
+        parameters: of its four projections, and of the mixing matrix.
+        macs: multiply-accumulates for one sequence.
+    """
+
+    parameters: int
+    macs: int
+
+
+@dataclass(frozen=True)
+class PaperRow:
+    """One comparison of Table 1 of "Multi-Head Attention: Collaborate Instead of Concatenate", at T = 128.
+
+    Args:
+        width: D, and dense query/key width H·d.
+        heads: number of heads H.
+        rank: shared width R.
+        dense: computed here.
+        collaborative: computed here, content biases not counted.
+        printed: the paper's dense parameters, collaborative parameters (10⁶), dense and collaborative operations
+            (10⁸).
+    """
+
+    width: int
+    heads: int
+    rank: int
+    dense: LayerCost
+    collaborative: LayerCost
+    printed: tuple[float, float, float, float]
+
+
+def module_costs(
+    model: PreTrainedModel,
+    length: int = 128,
+    *,
+    rank: int | None = None,
+    form: Form = "shared",
+    kinds: Collection[Kind] = KINDS,
+) -> list[ModuleCost]:
+    """Count what the scores of every attention module cost, as they are and in the other form.
+
+    Args:
+        model: stock or converted.
+        length: tokens T.
+        rank: channels R to give dense modules, content biases besides; a converted module has its own.
+        form: whether dense modules are to share them; a converted module has its own form.
+        kinds: which kinds of attention.
+
+    Returns:
+        One entry a module, in the model's order.
+
+    Raises:
+        HeadError: the length or the rank is not positive, or the form is unknown.
+        UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
+    """
+    if length < 1 or (rank is not None and rank < 1):
+        raise HeadError(f"got length {length} and rank {rank}; expected at least 1")
+    if form not in FORMS:
+        raise HeadError(f"unknown form {form!r}; expected one of {', '.join(FORMS)}")
+    return [_module_cost(site, length, rank, form) for site in find_attention(model, FAMILIES, kinds=kinds)]
+
+
+def layer_cost(width: int, heads: int, rank: int | None = None, length: int = 128) -> LayerCost:
+    """Count what a whole attention layer costs, without biases (section 3.4 of the paper).
+
+    Values and output take 2·D² parameters and 2·T·D² + T²·D multiply-accumulates in both forms.
+
+    Args:
+        width: D, and the dense query/key width H·d.
+        heads: number of heads H.
+        rank: shared width R, or None for the dense layer.
+        length: tokens T.
+
+    Raises:
+        HeadError: the width is no multiple of the number of heads.
+    """
+    if width % heads:
+        raise HeadError(f"width {width} is no multiple of {heads} heads")
+    macs = 2 * length * width**2 + length**2 * width
+    if rank is None:
+        head_width = width // heads
+        return LayerCost(
+            dense_parameters(width, heads, head_width, bias=False) + 2 * width**2,
+            dense_macs(width, heads, head_width, length) + macs,
+        )
+    return LayerCost(
+        collaborative_parameters(width, heads, rank, content_bias=False) + 2 * width**2,
+        collaborative_macs(width, heads, rank, length, content_bias=False) + macs,
+    )
+
+
+def paper_table_1() -> list[PaperRow]:
+    """Recompute Table 1 of "Multi-Head Attention: Collaborate Instead of Concatenate": FairSeq, then BERT-base."""
+    return [
+        PaperRow(width, heads, rank, layer_cost(width, heads), layer_cost(width, heads, rank), printed)
+        for width, heads, rank, printed in (
+            (512, 8, 128, (1.05, 0.66, 1.51, 1.09)),
+            (768, 12, 256, (2.36, 1.58, 3.27, 2.65)),
+        )
+    ]
+
+
+def _module_cost(site: AttentionSite, length: int, rank: int | None, form: Form) -> ModuleCost:
+    heads, head_width, family = site.heads, site.head_width, site.family
+    query, key = (getattr(part, "proj", part) for part in (site.part(family.query), site.part(family.key)))
+    width, bias, content = key.in_features, query.bias is not None, True
+    if is_collaborative(site.module):
+        spec: Any = site.module.collaborative
+        rank, content, form = spec.rank, spec.content_bias, "per-head" if hasattr(spec, "sizes") else "shared"
+        bias = site.part(family.value).bias is not None  # as values have it, queries had it
+    number = 0 if site.kind == "encoder" else query.weight.element_size()
+    dense = FormCost(
+        dense_parameters(width, heads, head_width, bias),
+        dense_macs(width, heads, head_width, length),
+        site.width * number,
+    )
+    if rank is None:
+        return ModuleCost(site.name, site.kind, length, None, form, dense, None, None)
+    count, work, limit = (
+        (collaborative_parameters, collaborative_macs, break_even_length)
+        if form == "shared"
+        else (per_head_parameters, per_head_macs, per_head_break_even_length)
+    )
+    cached = rank + heads * content
+    cached += -cached % (site.width if family.fixed_heads else head_width)  # zeros, so that it splits into heads
+    converted = FormCost(
+        count(width, heads, rank, content), work(width, heads, rank, length, content), cached * number
+    )
+    longest = limit(width, heads, head_width, rank, content)
+    return ModuleCost(site.name, site.kind, length, rank, form, dense, converted, longest)

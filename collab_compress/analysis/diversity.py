@@ -1,0 +1,196 @@
+"""How different the heads of a layer are: confidence, distances, discrepancy, and overlap of their attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from collab_compress.analysis.stream import Batches, Progress, Shown, Use, by_name, read_heads, real_vectors
+from collab_compress.architectures import KINDS, Kind
+from collab_compress.errors import HeadError
+from collab_compress.heads import Part, average_distance, confidence
+
+Measure = Literal["cosine", "difference", "l2"]
+
+__all__ = ["Discrepancy", "average_distance", "confidence", "discrepancy", "discrepancy_growth", "overlap"]
+
+
+@dataclass(frozen=True)
+class Discrepancy:
+    """Distances of the heads of one layer from each other, (H, H), means over real query positions.
+
+    Args:
+        cosine: cosine + 1, as "Multi-Head Rotation" section 5.3 words it: 2 for heads that point the same way, 0 for
+            opposite ones. It grows as heads get more alike.
+        l2: Euclidean distance.
+    """
+
+    cosine: Tensor
+    l2: Tensor
+
+    @property
+    def difference(self) -> Tensor:
+        """1 − cosine, which grows as heads move apart; what Fig. 6 of the paper calls cosine difference."""
+        return 2 - self.cosine
+
+    def norm(self, measure: Measure) -> float:
+        """Sum all entries' sizes, the L₁,₁ norm: the layer's total discrepancy, diagonal included.
+
+        Args:
+            measure: `cosine`, `difference` or `l2`.
+
+        Raises:
+            HeadError: the measure is unknown.
+        """
+        if measure not in get_args(Measure):
+            raise HeadError(f"unknown measure {measure!r}; expected one of {', '.join(get_args(Measure))}")
+        matrix: Tensor = getattr(self, measure)
+        return float(matrix.abs().sum())
+
+
+def discrepancy(
+    model: PreTrainedModel,
+    batches: Batches,
+    *,
+    of: Literal["outputs", "rows"] = "outputs",
+    kinds: Collection[Kind] = KINDS,
+    modules: str = "*",
+    progress: Progress = False,
+) -> dict[str, Discrepancy]:
+    """Measure how far the heads of each layer are from each other ("Multi-Head Rotation", section 5.3).
+
+    Args:
+        model: stock or edited; left in the mode it was in.
+        batches: keyword arguments for the model; read once. Padding does not count.
+        of: compare head outputs, or attention rows.
+        kinds: which kinds of attention.
+        modules: glob on module paths.
+        progress: True for a bar, or a function of how many batches are done and how many there are.
+
+    Returns:
+        Module path → matrices in float64. A vector of zeros has cosine 0 with every other, itself too. A module that
+        serves several layers (ALBERT) has one entry for each use, `path[0]`, `path[1]`, ….
+
+    Raises:
+        HeadError: no batches, no real token, numbers that are not finite, or `of` is neither.
+        CalibrationError: the model does not take such batches.
+        UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
+    """
+    if of not in ("outputs", "rows"):
+        raise HeadError(f"cannot measure discrepancy of heads' {of!r}; expected 'outputs' or 'rows'")
+    means = _means(model, batches, of, _distances, kinds, modules, progress)
+    return {name: Discrepancy(cosine + 1, l2) for name, (cosine, l2) in means.items()}
+
+
+def discrepancy_growth(
+    found: Mapping[str, Discrepancy], baseline: Mapping[str, Discrepancy], measure: Measure = "l2"
+) -> dict[str, float]:
+    """Say by how many percent each layer's total discrepancy differs from a baseline model's.
+
+    Figures 6 and 7 of "Multi-Head Rotation".
+
+    Args:
+        found: of the model, as `discrepancy` gives, on the same batches.
+        baseline: of the model to compare with.
+        measure: `l2` (Fig. 7), `difference` (Fig. 6), or `cosine` for cosine + 1.
+
+    Returns:
+        Module path → growth in %; negative where heads got closer (further apart, by `cosine`).
+
+    Raises:
+        HeadError: the models' modules differ, or a baseline is 0.
+    """
+    if found.keys() != baseline.keys():
+        odd = sorted(found.keys() ^ baseline.keys())
+        raise HeadError(f"the models do not have the same attention modules: {', '.join(odd)} in one of them only")
+    growth = {}
+    for name, ours in found.items():
+        before = baseline[name].norm(measure)
+        if before == 0:
+            raise HeadError(f"{name}: the baseline's {measure} discrepancy is 0, so no growth can be given in %")
+        growth[name] = 100 * (ours.norm(measure) / before - 1)
+    return growth
+
+
+def overlap(
+    model: PreTrainedModel,
+    batches: Batches,
+    *,
+    kinds: Collection[Kind] = KINDS,
+    modules: str = "*",
+    progress: Progress = False,
+) -> dict[str, Tensor]:
+    r"""Measure how much the attention of any two heads overlaps: the Bhattacharyya coefficient of their rows.
+
+    $$BC(a, b) = \sum_j \sqrt{p_j^a \, p_j^b}$$
+
+    equation 3 of "Diversified Attention on Transformers", mean over real queries. `mean_over_pairs` of it is the
+    diversity score of Fig. 1, lower for more diverse heads; the paper sums it over layers.
+
+    Args:
+        model: as for `discrepancy`.
+        batches: as for `discrepancy`.
+        kinds: as for `discrepancy`.
+        modules: as for `discrepancy`.
+        progress: as for `discrepancy`.
+
+    Returns:
+        Module path → (H, H) in float64, from 0 for heads that attend to different tokens to 1; keys as for
+        `discrepancy`.
+
+    Raises:
+        HeadError: as for `discrepancy`.
+        CalibrationError: as for `discrepancy`.
+        UnsupportedModelError: as for `discrepancy`.
+    """
+    means = _means(model, batches, "rows", _coefficients, kinds, modules, progress)
+    return {name: coefficients for name, (coefficients,) in means.items()}
+
+
+def _distances(vectors: Tensor) -> tuple[Tensor, ...]:
+    """Sums over positions of cosines and distances, (H, H) each, from vectors (N, H, w)."""
+    lengths = vectors.norm(dim=2, keepdim=True)
+    units = torch.where(lengths > 0, vectors / torch.where(lengths > 0, lengths, 1.0), 0.0)
+    # by differences: through products, heads that nearly agree would lie apart by rounding alone
+    apart = torch.cdist(vectors, vectors, compute_mode="donot_use_mm_for_euclid_dist")
+    return torch.einsum("nhw,ngw->hg", units, units), apart.sum(0)
+
+
+def _coefficients(rows: Tensor) -> tuple[Tensor, ...]:
+    """Sum over queries of Bhattacharyya coefficients, (H, H), from rows (N, H, S)."""
+    roots = rows.sqrt()
+    return (torch.einsum("nhs,ngs->hg", roots, roots),)
+
+
+def _means(
+    model: PreTrainedModel,
+    batches: Batches,
+    part: Part,
+    measure: Callable[[Tensor], tuple[Tensor, ...]],
+    kinds: Collection[Kind],
+    modules: str,
+    progress: Progress,
+) -> dict[str, tuple[Tensor, ...]]:
+    """Average sums over positions, (H, H) each, over all real queries."""
+    sums: dict[Use, list[Tensor]] = {}
+    counts: dict[Use, int] = {}
+
+    def consume(shown: list[Shown]) -> None:
+        for use, reading in shown[0]:
+            vectors = real_vectors(reading, part)  # (N, H, w)
+            new = [each.cpu() for each in measure(vectors.double())]
+            sums[use] = [old + each for old, each in zip(sums[use], new, strict=True)] if use in sums else new
+            counts[use] = counts.get(use, 0) + len(vectors)
+
+    read_heads([model], batches, part, consume, kinds=kinds, modules=modules, progress=progress)
+    for use, totals in sums.items():
+        if not counts[use]:
+            raise HeadError(f"{use.name} saw no token that is no padding; pass batches with real tokens")
+        if not all(bool(total.isfinite().all()) for total in totals):
+            raise HeadError(f"{use.name}: what its heads compute is not finite; look for NaN or infinity in weights")
+    return by_name({use: tuple(total / counts[use] for total in totals) for use, totals in sums.items()})

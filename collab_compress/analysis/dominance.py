@@ -1,0 +1,192 @@
+"""What a model loses without some of its heads: the dominant head of each layer, and the pruning curve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from collab_compress.analysis.stream import Batches, Progress, with_progress
+from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention, real_tokens
+from collab_compress.conversion.drift import outputs
+from collab_compress.errors import HeadError
+from collab_compress.heads import HeadMask, least_important, masks_without
+
+Score: TypeAlias = Callable[[PreTrainedModel], float]
+Masks: TypeAlias = dict[str, Tensor]
+
+SHARES = tuple(step / 10 for step in range(11))
+
+
+@dataclass(frozen=True)
+class Dominance:
+    """How a score changes when one head at a time is silenced.
+
+    Args:
+        baseline: the score with all heads.
+        changes: module path → score without head h, less the baseline, (H,) in float64.
+        kinds: module path → kind of attention.
+        greater_is_better: whether a greater score is a better one.
+    """
+
+    baseline: float
+    changes: dict[str, Tensor]
+    kinds: dict[str, Kind]
+    greater_is_better: bool
+
+    @property
+    def dominant(self) -> dict[str, int]:
+        """The head of each module whose loss costs most."""
+        sign = 1 if self.greater_is_better else -1
+        return {name: int((sign * changes).argmin()) for name, changes in self.changes.items()}
+
+    @property
+    def by_kind(self) -> dict[Kind, float]:
+        """Mean over layers of what the loss of the dominant head changes, for each kind of attention (Table 4)."""
+        worst = {name: float(self.changes[name][head]) for name, head in self.dominant.items()}
+        of_kind = {kind: [worst[name] for name in worst if self.kinds[name] == kind] for kind in KINDS}
+        return {kind: sum(found) / len(found) for kind, found in of_kind.items() if found}
+
+
+@dataclass(frozen=True)
+class PruningPoint:
+    """One point of a pruning curve.
+
+    Args:
+        share: share of all heads that are silenced, as asked for.
+        heads: module path → heads that are.
+        removed: how many these are.
+        score: the score without them.
+    """
+
+    share: float
+    heads: dict[str, list[int]]
+    removed: int
+    score: float
+
+
+def dominant_heads(
+    model: PreTrainedModel,
+    score: Score | None = None,
+    *,
+    batches: Batches | None = None,
+    greater_is_better: bool = True,
+    kinds: Collection[Kind] = KINDS,
+    progress: Progress = False,
+) -> Dominance:
+    """Silence one head at a time and see what the score loses ("Scheduled DropHead", Table 4).
+
+    Args:
+        model: stock or edited, also one whose heads are masked already by another mask.
+        score: gives the score of a model, as BLEU or accuracy; called once for all heads, and once without each.
+        batches: where there is no score: keyword arguments for the model, read once. The score is then the drift of
+            its outputs, ‖without − with‖ / ‖with‖ over real tokens, 0 with all heads; less is better.
+        greater_is_better: whether a greater `score` is a better one; as for perplexity, False.
+        kinds: which kinds of attention.
+        progress: True for a bar, or a function of how many scores (of batches, for drift) are done and how many
+            there are.
+
+    Raises:
+        HeadError: neither or both of score and batches, or a score that is no finite number.
+        CalibrationError: the model does not take such batches.
+        UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
+    """
+    sites = find_attention(model, FAMILIES, kinds=kinds)
+    single = [(site.name, head) for site in sites for head in range(site.heads)]
+    masks: list[Masks] = [{}, *(masks_without(model, {name: [head]}) for name, head in single)]
+    baseline, *found = _scores(model, masks, score, batches, progress)
+    changes = {site.name: torch.zeros(site.heads, dtype=torch.float64) for site in sites}
+    for (name, head), value in zip(single, found, strict=True):
+        changes[name][head] = value - baseline
+    kind_of = {site.name: site.kind for site in sites}
+    return Dominance(baseline, changes, kind_of, greater_is_better and score is not None)
+
+
+def pruning_curve(
+    model: PreTrainedModel,
+    importance: Mapping[str, Tensor],
+    score: Score | None = None,
+    *,
+    batches: Batches | None = None,
+    shares: Sequence[float] = SHARES,
+    progress: Progress = False,
+) -> list[PruningPoint]:
+    """Silence more and more heads, the least important first, and score the model at each point.
+
+    Figure 3 of "Scheduled DropHead", with the importance of Michel et al., 2019. Masks silence the heads; the model
+    computes what it computes once `prune_heads_` has removed them, and stays as it is.
+
+    Args:
+        model: as for `dominant_heads`.
+        importance: module path → (H,), as `head_importance` gives; modules that are not named keep their heads.
+        score: as for `dominant_heads`.
+        batches: as for `dominant_heads`.
+        shares: of the heads, 0 to 1, each rounded to whole heads.
+        progress: as for `dominant_heads`.
+
+    Raises:
+        HeadError: as for `dominant_heads`, or a share, a module or an importance is wrong.
+        CalibrationError: as for `dominant_heads`.
+        UnsupportedModelError: as for `dominant_heads`.
+    """
+    chosen = [least_important(importance, share) for share in shares]
+    found = _scores(model, [masks_without(model, heads) for heads in chosen], score, batches, progress)
+    return [
+        PruningPoint(share, heads, sum(map(len, heads.values())), value)
+        for share, heads, value in zip(shares, chosen, found, strict=True)
+    ]
+
+
+def _scores(
+    model: PreTrainedModel,
+    masks: Sequence[Masks],
+    score: Score | None,
+    batches: Batches | None,
+    progress: Progress,
+) -> list[float]:
+    """Score the model under each of several masks."""
+    if (score is None) == (batches is None):
+        raise HeadError("pass either score=, a function of the model, or batches=, on which its outputs drift")
+    with HeadMask(model) as mask:
+        if score is None:
+            return _drifts(model, mask, masks, batches or (), progress)
+        found = []
+        for each in with_progress(masks, progress, "scores"):
+            mask.set(each)
+            value = float(score(model))
+            if not isfinite(value):
+                raise HeadError(f"the score is {value}; expected a finite number")
+            found.append(value)
+        return found
+
+
+def _drifts(
+    model: PreTrainedModel, mask: HeadMask, masks: Sequence[Masks], batches: Batches, progress: Progress
+) -> list[float]:
+    """Drift of the outputs under each mask; every batch is read once and kept no longer than it takes."""
+    differences, norm = [0.0] * len(masks), 0.0
+    for batch in with_progress(batches, progress, "batches"):
+        mask.set({})
+        whole = _real_output(model, batch)
+        norm += float(whole.square().sum())
+        for place, each in enumerate(masks):
+            if each:
+                mask.set(each)
+                differences[place] += float((_real_output(model, batch) - whole).square().sum())
+    if not norm:
+        raise HeadError("no drift can be measured: there are no batches, or the outputs are all zero")
+    return [(difference / norm) ** 0.5 for difference in differences]
+
+
+def _real_output(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """The model's main output at real tokens, or all of it where it has no token axis, in float64."""
+    ((_, output),) = outputs(model, [dict(batch)])
+    kind: Kind = "decoder" if model.config.is_encoder_decoder else "encoder"
+    mask = real_tokens(model, (), (), batch)[kind].query
+    real = mask is not None and output.dim() == 3 and mask.shape == output.shape[:2]
+    return (output[mask.cpu()] if real and mask is not None else output).double()

@@ -1,0 +1,183 @@
+"""Energy of queries, keys and their products in their principal components: how many shared dimensions suffice."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from collab_compress.analysis.inputs import score_parts
+from collab_compress.analysis.stream import Batches, Progress, with_progress
+from collab_compress.architectures import KINDS, Kind
+from collab_compress.calibration import gather_moments
+from collab_compress.errors import HeadError
+from collab_compress.factorization import HeadTensor
+from collab_compress.factorization.weighting import Weighting
+
+SHARES = (0.9, 0.95, 0.99)
+Joined = Literal["unshared", "shared", "product", "query", "key"]
+
+
+@dataclass(frozen=True)
+class Energy:
+    r"""Cumulative energy of one module's weights: entry k is what the first k principal components capture, 0 to 1.
+
+    Args:
+        query: of each head's $W_Q^{(i)}$, (H, d+1).
+        key: of each head's $W_K^{(i)}$, (H, d+1).
+        product: of each head's $W_Q^{(i)} W_K^{(i)\top}$, (H, d+1).
+        joined_query: of all heads' side by side, $W_Q$.
+        joined_key: of $W_K$.
+        joined_product: of $W_Q W_K^\top = \sum_i W_Q^{(i)} W_K^{(i)\top}$.
+        shared: of all heads' products in the directions of queries, or of keys if that is less, that suit all heads
+            best. No conversion captures more: its relative error at dk is at least √(1 − shared[dk]).
+        unshared: of all heads' products, components of all heads in one ranking, (H·d+1,). What a conversion starts
+            from, before heads share anything: its relative error at dk is at most √(1 − unshared[dk]).
+    """
+
+    query: Tensor
+    key: Tensor
+    product: Tensor
+    joined_query: Tensor
+    joined_key: Tensor
+    joined_product: Tensor
+    shared: Tensor
+    unshared: Tensor
+
+    def rank(self, share: float = 0.99, of: Joined = "unshared") -> int:
+        """Suggest a dk: the least number of components of all heads together that capture this share.
+
+        `unshared` is always enough, and less than `shared` never is. The paper reads its rule of thumb from
+        `product`, the sum of all heads, which says little about each: it suggests too little, most of all with
+        batches.
+
+        Args:
+            share: of the energy, above 0, up to 1.
+            of: which curve.
+
+        Raises:
+            HeadError: the share is not in range, or the curve is unknown.
+        """
+        if not 0 < share <= 1:
+            raise HeadError(f"share of energy is {share}; expected above 0, up to 1")
+        curves = {
+            "unshared": self.unshared, "shared": self.shared, "product": self.joined_product,
+            "query": self.joined_query, "key": self.joined_key,
+        }  # fmt: skip
+        if of not in curves:
+            raise HeadError(f"unknown curve {of!r}; expected one of {', '.join(curves)}")
+        return int((curves[of] < share - 1e-12).sum())
+
+    def ranks(self, of: Joined = "unshared") -> dict[float, int]:
+        """Suggest a dk for 90, 95 and 99 % of the energy; share → dk."""
+        return {share: self.rank(share, of) for share in SHARES}
+
+
+def head_energy(
+    model: PreTrainedModel,
+    batches: Batches | None = None,
+    *,
+    centre: bool = True,
+    damping: float = 1e-3,
+    kinds: Collection[Kind] = KINDS,
+    progress: Progress = False,
+) -> dict[str, Energy]:
+    r"""Measure how much energy principal components of query and key weights capture, by head and over all heads.
+
+    Figure 1 of "Multi-Head Attention: Collaborate Instead of Concatenate". The energy of a component is its squared
+    singular value. With batches it is that of what the weights make of their real inputs, weighted as a conversion
+    does it: $S_Q W_Q$, $S_K W_K$ and $S_Q W_Q W_K^\top S_K^\top$, where $S^\top S$ is the inputs' covariance plus
+    damping. Most directions of the weights never meet an input, so these curves rise faster.
+
+    Args:
+        model: stock or converted; in a converted one heads are $\tilde W_Q \operatorname{diag}(m_i)$ and
+            $\tilde W_K$, and per-head curves have up to R+1 entries.
+        batches: keyword arguments for the model, to weigh by; none for the bare weights. Padding does not count.
+        centre: weigh by covariances, else by second moments.
+        damping: share of the mean variance that is added to every direction.
+        kinds: which kinds of attention.
+        progress: True for a bar, or a function of how many batches are done and how many there are.
+
+    Returns:
+        Module path → curves, in float64. Weights that are zero count as captured by no component at all.
+
+    Raises:
+        HeadError: weights or inputs allow no such weighting.
+        CalibrationError: the model does not take such batches, or a module saw no token.
+        UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
+    """
+    found = score_parts(model, kinds)
+    moments = {}
+    if batches is not None:
+        watched = (dict(batch) for batch in with_progress(batches, progress, "batches"))
+        moments = gather_moments(model, [parts.site for parts in found], watched)
+    energies = {}
+    for parts in found:
+        tensor = parts.tensor
+        if batches is not None:
+            query, key = (each.to("cpu", torch.float64) for each in moments[parts.site.name])
+            try:
+                tensor = Weighting.of(query, key, damping=damping, centre=centre).apply(tensor)
+            except ValueError as error:
+                raise HeadError(f"{parts.site.name}: {error}") from error
+        if not bool(tensor.query.isfinite().all() and tensor.key.isfinite().all()):
+            raise HeadError(f"{parts.site.name}: its weights are not finite; the checkpoint is damaged")
+        energies[parts.site.name] = tensor_energy(tensor)
+    return energies
+
+
+def tensor_energy(tensor: HeadTensor) -> Energy:
+    """Measure the energy of heads that are at hand.
+
+    Args:
+        tensor: query and key projections of the heads.
+    """
+    single = _product_squares(tensor.query, tensor.key)  # (H, d)
+    joined = _product_squares(tensor.flat_query, tensor.flat_key)
+    sides = [_unfolded(tensor.query, tensor.key), _unfolded(tensor.key, tensor.query)]
+    least = min(map(len, sides))
+    return Energy(
+        query=_cumulative(_squares(tensor.query)),
+        key=_cumulative(_squares(tensor.key)),
+        product=_cumulative(single),
+        joined_query=_cumulative(_squares(tensor.flat_query)),
+        joined_key=_cumulative(_squares(tensor.flat_key)),
+        joined_product=_cumulative(joined),
+        shared=torch.minimum(*(_cumulative(side)[: least + 1] for side in sides)),
+        unshared=_cumulative(single.flatten().sort(descending=True).values),
+    )
+
+
+def _squares(matrix: Tensor) -> Tensor:
+    """Squared singular values of (…, m, n), descending."""
+    wide = matrix.shape[-1] > matrix.shape[-2]
+    gram = matrix @ matrix.mT if wide else matrix.mT @ matrix
+    values: Tensor = torch.linalg.eigvalsh(gram)
+    return values.flip(-1).clamp(min=0)
+
+
+def _product_squares(left: Tensor, right: Tensor) -> Tensor:
+    """Squared singular values of L·Rᵀ, descending, from (…, m, k) and (…, n, k)."""
+    if left.shape[-1] >= min(left.shape[-2], right.shape[-2]):
+        cores = left @ right.mT
+    else:
+        cores = torch.linalg.qr(left).R @ torch.linalg.qr(right).R.mT
+    values: Tensor = torch.linalg.svdvals(cores)
+    return values.square()
+
+
+def _unfolded(left: Tensor, right: Tensor) -> Tensor:
+    """Squared singular values of [L_1 R_1ᵀ … L_H R_Hᵀ], descending, from (H, m, d) and (H, n, d)."""
+    values: Tensor = torch.linalg.eigvalsh((left @ (right.mT @ right) @ left.mT).sum(0))
+    return values.flip(-1).clamp(min=0)
+
+
+def _cumulative(squares: Tensor) -> Tensor:
+    """Turn (…, n) into shares that the first 0, 1, …, n hold, (…, n+1); 1 throughout where there is nothing."""
+    sums = torch.nn.functional.pad(squares.cumsum(-1), (1, 0))
+    total = sums[..., -1:]
+    return torch.where(total > 0, sums / torch.where(total > 0, total, 1.0), 1.0)

@@ -1,0 +1,134 @@
+"""Run a model over batches and hand on what its heads show, one batch at a time."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import ExitStack
+from fnmatch import fnmatch
+from typing import NamedTuple, TypeAlias, TypeVar
+
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from collab_compress.architectures import KINDS, Kind
+from collab_compress.calibration import run_batch, running
+from collab_compress.errors import HeadError
+from collab_compress.heads import Part, Reading, Tap
+
+Progress: TypeAlias = bool | Callable[[int, int | None], None]
+Batches: TypeAlias = Iterable[Mapping[str, Tensor]]
+
+_Item = TypeVar("_Item")
+_Value = TypeVar("_Value")
+
+
+class Use(NamedTuple):
+    """One use of an attention module in a forward pass: a module that serves several layers (ALBERT) has several.
+
+    Args:
+        name: path of the module in the model.
+        number: which use it is, from 0.
+    """
+
+    name: str
+    number: int
+
+
+Shown: TypeAlias = list[tuple[Use, Reading]]
+
+
+def with_progress(items: Iterable[_Item], progress: Progress, label: str) -> Iterator[_Item]:
+    """Yield `items`, and report each one that is done.
+
+    Args:
+        items: what takes time, as batches.
+        progress: True for a bar, False for nothing, or a function of how many are done and how many there are (None
+            where that is not known).
+        label: what the bar says.
+    """
+    total = len(items) if isinstance(items, Sized) else None
+    if progress is True:
+        yield from tqdm(items, desc=label, total=total)
+        return
+    for done, item in enumerate(items, 1):
+        yield item
+        if callable(progress):
+            progress(done, total)
+
+
+def read_heads(
+    models: Sequence[PreTrainedModel],
+    batches: Batches,
+    parts: Part | Collection[Part],
+    consume: Callable[[list[Shown]], None],
+    *,
+    kinds: Collection[Kind] = KINDS,
+    modules: str = "*",
+    progress: Progress = False,
+) -> None:
+    """Run every model on each batch, without gradients or dropout, and pass on what their heads showed.
+
+    Args:
+        models: stock or edited; left in the mode they were in.
+        batches: keyword arguments for the models; read once, one at a time.
+        parts: what to read, as for `Tap`.
+        consume: called once a batch with what each model showed, in the order in which modules were used.
+        kinds: which kinds of attention.
+        modules: glob on module paths; only matching modules are passed on.
+        progress: as for `with_progress`.
+
+    Raises:
+        HeadError: there are no batches, or no module matches.
+        CalibrationError: a model does not take such batches.
+        UnsupportedModelError: a model's family is not known, or it has no attention of these kinds.
+    """
+    given = False
+    with ExitStack() as stack:
+        taps = [stack.enter_context(Tap(model, parts, kinds)) for model in models]
+        for model, tap in zip(models, taps, strict=True):
+            if not any(fnmatch(site.name, modules) for site in tap.sites):
+                raise HeadError(f"no attention module matches {modules!r}; there are {_names(tap)}")
+            stack.enter_context(running(model))
+        for batch in with_progress(batches, progress, "batches"):
+            given = True
+            shown = []
+            for model, tap in zip(models, taps, strict=True):
+                run_batch(model, dict(batch))
+                shown.append(_uses(tap.take(), modules))
+            consume(shown)
+    if not given:
+        raise HeadError("no batches to run the model on; pass some, and a list where they are read more than once")
+
+
+def by_name(values: Mapping[Use, _Value]) -> dict[str, _Value]:
+    """Key by name: the module's path, with `[0]`, `[1]`, … for the uses of a module that has several."""
+    shared = {use.name for use in values if use.number}
+    return {f"{use.name}[{use.number}]" if use.name in shared else use.name: value for use, value in values.items()}
+
+
+def real_vectors(reading: Reading, part: Part) -> Tensor:
+    """Pick the vectors of one part that are no padding, (N, H, w).
+
+    Args:
+        reading: what a module showed.
+        part: `outputs`, `queries`, `values`, `keys`, or `rows` (whose vectors are as long as there are keys).
+    """
+    vectors: Tensor = getattr(reading, part)
+    if part == "rows":
+        vectors = vectors.transpose(1, 2)  # (B, T, H, S)
+    mask = reading.real.key if part in ("values", "keys") else reading.real.query
+    return vectors.flatten(0, 1) if mask is None else vectors[mask.to(vectors.device)]
+
+
+def _uses(readings: Iterable[Reading], modules: str) -> Shown:
+    counts: dict[str, int] = {}
+    shown = []
+    for reading in readings:
+        name = reading.site.name
+        counts[name] = counts.get(name, -1) + 1
+        if fnmatch(name, modules):
+            shown.append((Use(name, counts[name]), reading))
+    return shown
+
+
+def _names(tap: Tap) -> str:
+    return ", ".join(site.name for site in tap.sites[:3]) + (", …" if len(tap.sites) > 3 else "")

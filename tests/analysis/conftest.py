@@ -1,0 +1,71 @@
+"""Stock and converted models of every family with batches for them, and responses to measure."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from collab_compress import Compression, compress
+from collab_compress.architectures import FAMILIES, find_attention
+
+
+@pytest.fixture(params=["stock", "converted"])
+def either(
+    request: pytest.FixtureRequest, family: str, make_tiny: Callable, calibration: list
+) -> tuple[PreTrainedModel, list]:
+    """A stock or a converted model of each family, and two batches with padding."""
+    model = make_tiny(family)
+    if request.param == "converted":
+        compress(model, Compression(rank=9, sweeps=3), calibration=calibration[2:5])
+    return model, calibration[:2]
+
+
+@pytest.fixture
+def bert(make_tiny: Callable) -> PreTrainedModel:
+    return make_tiny("bert")
+
+
+@pytest.fixture(scope="session")
+def draw() -> Callable[..., Tensor]:
+    def draw_(tokens: int = 200, heads: int = 3, width: int = 5, seed: int = 0, dtype=torch.float64) -> Tensor:
+        """Heads (N, H, d) that share some of what they see, with directions of different variance."""
+        generator = torch.Generator().manual_seed(seed)
+        options = {"generator": generator, "dtype": torch.float64}
+        shared = torch.randn(tokens, width, **options) @ torch.randn(heads, width, width, **options)  # (H, N, d)
+        own = torch.randn(tokens, heads, width, **options) * torch.logspace(0, -1, width, dtype=torch.float64)
+        return (shared.transpose(0, 1) * 0.5 + own + 3).to(dtype)
+
+    return draw_
+
+
+@pytest.fixture(scope="session")
+def real_responses() -> Callable[..., dict[str, list[Tensor]]]:
+    def read(model: PreTrainedModel, batches: list) -> dict[str, list[Tensor]]:
+        """What output projections read at real tokens: module path → (N, H, d) of each of its uses."""
+        found: dict[str, list[Tensor]] = {}
+        for batch in batches:
+            seen: dict[str, list[Tensor]] = {}
+            handles = []
+            for site in find_attention(model, FAMILIES):
+                mask = batch["attention_mask" if site.kind == "encoder" or "decoder_attention_mask" not in batch
+                             else "decoder_attention_mask"]  # fmt: skip
+
+                def keep(_, args, site=site, mask=mask, seen=seen):
+                    heads = args[0].unflatten(-1, (site.heads, -1))
+                    seen.setdefault(site.name, []).append(heads[mask.bool()])
+
+                handles.append(site.part(site.family.output).register_forward_pre_hook(keep))
+            with torch.no_grad():
+                model(**batch)
+            for handle in handles:
+                handle.remove()
+            for name, uses in seen.items():
+                found[name] = [
+                    torch.cat([old, new])
+                    for old, new in zip(found.get(name, [u[:0] for u in uses]), uses, strict=True)
+                ]
+        return found
+
+    return read

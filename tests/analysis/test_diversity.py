@@ -1,0 +1,169 @@
+"""Discrepancy and overlap of heads, against loops over positions and pairs of heads."""
+
+import pytest
+import torch
+
+from collab_compress.analysis import (
+    average_distance,
+    confidence,
+    discrepancy,
+    discrepancy_growth,
+    mean_over_pairs,
+    overlap,
+)
+from collab_compress.analysis.diversity import Discrepancy
+from collab_compress.errors import HeadError
+from collab_compress.heads import Tap
+from collab_compress.losses import bhattacharyya
+
+NAME = "encoder.layer.0.attention.self"
+
+
+def rows_of(model, batches):
+    """Attention rows of real queries, (N, H, S) a use and batch."""
+    found = {}
+    for batch in batches:
+        with Tap(model, ["rows"]) as tap, torch.no_grad():
+            model(**batch)
+            counts = {}
+            for reading in tap.take():
+                name = reading.site.name
+                use = counts[name] = counts.get(name, -1) + 1
+                found.setdefault((name, use), []).append(reading.rows.transpose(1, 2)[reading.real.query])
+    shared = {name for name, use in found if use}
+    return {f"{name}[{use}]" if name in shared else name: rows for (name, use), rows in found.items()}
+
+
+def matrices(parts, measure):
+    """Mean over all positions of a measure of two heads' vectors, one by one."""
+    heads = parts[0].shape[1]
+    sums, count = torch.zeros(heads, heads, dtype=torch.float64), 0
+    for part in parts:
+        for position in part.double():
+            count += 1
+            for i in range(heads):
+                for j in range(heads):
+                    sums[i, j] += measure(position[i], position[j])
+    return sums / count
+
+
+def cosine(a, b):
+    return float(a @ b / (a.norm() * b.norm())) if a.norm() * b.norm() > 0 else 0.0
+
+
+def test_discrepancy_of_outputs(either, real_responses):
+    model, batches = either
+    found = discrepancy(model, batches)
+    for name, uses in real_responses(model, batches).items():
+        for number, tokens in enumerate(uses):
+            each = found[name if len(uses) == 1 else f"{name}[{number}]"]
+            torch.testing.assert_close(each.cosine, matrices([tokens], cosine) + 1, atol=1e-5, rtol=1e-5)
+            distances = matrices([tokens], lambda a, b: float((a - b).norm()))
+            torch.testing.assert_close(each.l2, distances, atol=1e-5, rtol=1e-5)
+
+
+def test_discrepancy_of_rows(bert, calibration):
+    found = discrepancy(bert, calibration[:2], of="rows")
+    for name, parts in rows_of(bert, calibration[:2]).items():
+        torch.testing.assert_close(found[name].cosine, matrices(parts, cosine) + 1, atol=1e-5, rtol=1e-5)
+
+
+def test_mean_distance_of_a_head_is_avg_l2(either):
+    """Without an end token to leave out, AVG_L2 is what the rows of the matrix add up to."""
+    model, batches = either
+    model.config.eos_token_id = None
+    found = discrepancy(model, batches)
+    for name, distance in average_distance(model, batches).items():
+        if name in found:  # a module with several uses is pooled there
+            torch.testing.assert_close(found[name].l2.sum(1) / 2, distance, atol=1e-5, rtol=1e-5)
+
+
+def test_overlap_is_the_bhattacharyya_coefficient(either):
+    model, batches = either
+    found = overlap(model, batches)
+    right = rows_of(model, batches)
+    assert found.keys() == right.keys()
+    for name, parts in right.items():
+        torch.testing.assert_close(
+            found[name], matrices(parts, lambda a, b: float((a * b).sqrt().sum())), atol=1e-5, rtol=1e-5
+        )
+        torch.testing.assert_close(found[name].diagonal(), torch.ones(3, dtype=torch.float64), atol=1e-5, rtol=0)
+
+
+def test_overlap_agrees_with_the_loss(bert, batch):
+    with Tap(bert, ["rows"]) as tap, torch.no_grad():
+        bert(**batch)
+        losses = {r.site.name: float(bhattacharyya(r.rows, r.real.query)) for r in tap.take()}
+    for name, matrix in overlap(bert, [batch]).items():
+        assert mean_over_pairs(matrix) == pytest.approx(losses[name], abs=1e-5)
+
+
+def test_growth_is_that_of_all_entries():
+    generator = torch.Generator().manual_seed(0)
+    one, two = (
+        Discrepancy(torch.rand(3, 3, generator=generator), torch.rand(3, 3, generator=generator)) for _ in range(2)
+    )
+    for measure, part in (("l2", "l2"), ("cosine", "cosine"), ("difference", "difference")):
+        totals = [sum(abs(float(value)) for value in getattr(each, part).flatten()) for each in (one, two)]
+        found = discrepancy_growth({"a": one}, {"a": two}, measure)
+        assert found["a"] == pytest.approx(100 * (totals[0] - totals[1]) / totals[1], rel=1e-5)
+    torch.testing.assert_close(one.difference, 1 - (one.cosine - 1))
+
+
+def test_a_model_has_not_grown_against_itself(bert, make_tiny, batch):
+    found = discrepancy(bert, [batch])
+    assert discrepancy_growth(found, found) == dict.fromkeys(found, 0)
+    other = discrepancy(make_tiny("bert", seed=1), [batch])
+    assert all(value != 0 for value in discrepancy_growth(found, other, "difference").values())
+
+
+def test_a_silent_head_has_cosine_0(bert, batch):
+    with torch.no_grad():
+        bert.get_submodule(NAME).value.weight[8:16] = 0
+        bert.get_submodule(NAME).value.bias[8:16] = 0
+    found = discrepancy(bert, [batch])[NAME]
+    assert (found.cosine[1] == 1).all()
+    assert found.l2.isfinite().all()
+
+
+def test_one_head_and_one_token(make_tiny):
+    model = make_tiny("bert")
+    for layer in model.encoder.layer:
+        layer.attention.self.num_attention_heads, layer.attention.self.attention_head_size = 1, 24
+        layer.attention.self.scaling = 24**-0.5
+    batch = {"input_ids": torch.tensor([[5]])}
+    found = discrepancy(model, [batch])[NAME]
+    assert found.l2.tolist() == [[0]]
+    assert float(found.cosine) == pytest.approx(2)
+    assert float(overlap(model, [batch])[NAME]) == pytest.approx(1)
+    with pytest.raises(HeadError, match="a single head has no pairs"):
+        mean_over_pairs(found.l2)
+
+
+def test_padding_does_not_count(bert, batch):
+    longer = {name: torch.nn.functional.pad(value, (0, 4)) for name, value in batch.items()}
+    short, padded = discrepancy(bert, [batch])[NAME], discrepancy(bert, [longer])[NAME]
+    torch.testing.assert_close(short.l2, padded.l2, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(overlap(bert, [batch])[NAME], overlap(bert, [longer])[NAME], atol=1e-5, rtol=1e-5)
+
+
+def test_confidence_is_at_hand(bert, batch):
+    assert set(confidence(bert, [batch])) == set(average_distance(bert, [batch]))
+
+
+def test_what_cannot_be_measured_is_refused(bert, batch):
+    found = discrepancy(bert, [batch])
+    with pytest.raises(HeadError, match="heads' 'values'"):
+        discrepancy(bert, [batch], of="values")
+    with pytest.raises(HeadError, match="unknown measure 'l3'"):
+        discrepancy_growth(found, found, "l3")
+    with pytest.raises(HeadError, match=f"{NAME} in one of them only"):
+        discrepancy_growth(found, {name: each for name, each in found.items() if name != NAME})
+    zero = Discrepancy(torch.ones(2, 2), torch.zeros(2, 2))
+    with pytest.raises(HeadError, match="a: the baseline's l2 discrepancy is 0"):
+        discrepancy_growth({"a": zero}, {"a": zero})
+    with pytest.raises(HeadError, match="saw no token that is no padding"):
+        overlap(bert, [{"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[0, 0]])}])
+    bert.get_submodule(NAME).value.weight.data[0, 0] = torch.nan
+    with pytest.raises(HeadError, match=f"{NAME}: what its heads compute is not finite"):
+        discrepancy(bert, [batch])

@@ -1,0 +1,150 @@
+"""Dominant heads and pruning curves, against models whose weights are cut by hand."""
+
+import copy
+
+import pytest
+import torch
+from transformers import BertForSequenceClassification
+
+from collab_compress import HeadMask, head_importance, prune_heads_
+from collab_compress.analysis import dominant_heads, pruning_curve
+from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.attention.view import acts_of
+from collab_compress.errors import HeadError
+
+NAME = "encoder.layer.0.attention.self"
+
+
+def silenced(model, name, head):
+    """A copy whose output projection ignores a head."""
+    model = copy.deepcopy(model)
+    site = next(site for site in find_attention(model, FAMILIES) if site.name == name)
+    weight = site.part(site.family.output).weight
+    width = weight.shape[1] // site.heads
+    weight.data[:, head * width : (head + 1) * width] = 0
+    return model
+
+
+def real_outputs(model, batch):
+    with torch.no_grad():
+        output = model(**batch)[0]
+    return output[batch.get("decoder_attention_mask", batch["attention_mask"]).bool()].double()
+
+
+def sums_of(model, batches):
+    return sum(float(real_outputs(model, batch).sum()) for batch in batches)
+
+
+def test_drift_is_that_of_models_with_a_head_cut_out(either):
+    model, batches = either
+    found = dominant_heads(model, batches=(batch for batch in batches))
+    assert found.baseline == 0
+    before = [real_outputs(model, batch) for batch in batches]
+    norm = sum(float(output.square().sum()) for output in before)
+    for name, changes in found.changes.items():
+        for head, change in enumerate(changes):
+            other = silenced(model, name, head)
+            off = sum(
+                float((real_outputs(other, batch) - output).square().sum())
+                for batch, output in zip(batches, before, strict=True)
+            )
+            assert float(change) == pytest.approx((off / norm) ** 0.5, rel=1e-4)
+        assert found.dominant[name] == int(changes.argmax())
+
+
+@pytest.mark.parametrize("greater_is_better", [True, False])
+def test_a_score_is_taken_without_each_head(either, greater_is_better):
+    model, batches = either
+    found = dominant_heads(model, lambda m: sums_of(m, batches), greater_is_better=greater_is_better)
+    baseline = sums_of(model, batches)
+    assert found.baseline == pytest.approx(baseline)
+    worst = {}
+    for site in find_attention(model, FAMILIES):
+        changes = [sums_of(silenced(model, site.name, head), batches) - baseline for head in range(site.heads)]
+        torch.testing.assert_close(
+            found.changes[site.name], torch.tensor(changes, dtype=torch.float64), rtol=1e-3, atol=1e-3
+        )
+        pick = min if greater_is_better else max
+        worst.setdefault(site.kind, []).append(pick(changes))
+        assert found.dominant[site.name] == changes.index(pick(changes))
+    assert found.by_kind.keys() == worst.keys()
+    for kind, changes in worst.items():
+        assert found.by_kind[kind] == pytest.approx(sum(changes) / len(changes), rel=1e-3, abs=1e-3)
+    assert not any(acts_of(site.module) for site in find_attention(model, FAMILIES))
+
+
+def test_kinds_can_be_chosen(make_tiny, make_batch):
+    found = dominant_heads(make_tiny("marian"), batches=[make_batch("marian")], kinds=("cross",))
+    assert set(found.by_kind) == {"cross"}
+    assert all("encoder_attn" in name for name in found.changes)
+
+
+@pytest.fixture
+def classifier(make_tiny):
+    return make_tiny("bert", BertForSequenceClassification)
+
+
+def labelled(batches):
+    return [{**batch, "labels": torch.arange(len(batch["input_ids"])) % 2} for batch in batches]
+
+
+def test_the_curve_prunes_the_least_important_first(classifier, calibration):
+    batches = labelled(calibration[:2])
+    importance = head_importance(classifier, batches)
+    found = pruning_curve(classifier, importance, lambda model: sums_of_logits(model, batches))
+    assert [point.share for point in found] == [step / 10 for step in range(11)]
+    assert [point.removed for point in found] == [round(6 * step / 10) for step in range(11)]
+    ranked = sorted((float(v), name, h) for name, values in importance.items() for h, v in enumerate(values))
+    for point in found:
+        chosen = {(name, head) for name, heads in point.heads.items() for head in heads}
+        assert chosen == {(name, head) for _, name, head in ranked[: point.removed]}
+    for point in found[:-1]:
+        if all(len(heads) < 3 for heads in point.heads.values()):
+            pruned = copy.deepcopy(classifier)
+            if point.heads:
+                prune_heads_(pruned, point.heads)
+            assert point.score == pytest.approx(sums_of_logits(pruned, batches), rel=1e-4)
+
+
+def sums_of_logits(model, batches):
+    with torch.no_grad():
+        return sum(float(model(**batch).logits.double().square().sum()) for batch in batches)
+
+
+def test_without_labels_the_curve_is_of_drift(classifier, calibration):
+    importance = head_importance(classifier, labelled(calibration[:2]))
+    plain = calibration[:2]
+    found = pruning_curve(classifier, importance, batches=plain, shares=(0, 0.5, 1))
+    assert found[0].score == 0
+    assert 0 < found[1].score < 10
+    with torch.no_grad():
+        before = [classifier(**batch).logits for batch in plain]
+        with HeadMask(classifier, {name: torch.zeros(3) for name in importance}):
+            after = [classifier(**batch).logits for batch in plain]
+    off = sum(float((a - b).square().sum()) for a, b in zip(after, before, strict=True))
+    assert found[2].score == pytest.approx((off / sum(float(b.square().sum()) for b in before)) ** 0.5, rel=1e-4)
+
+
+def test_progress_is_told(bert, batch):
+    told = []
+    dominant_heads(bert, lambda model: 1.0, progress=lambda *step: told.append(step))
+    assert told[-1] == (7, 7)
+    told.clear()
+    dominant_heads(bert, batches=[batch], progress=lambda *step: told.append(step))
+    assert told == [(1, 1)]
+
+
+def test_what_cannot_be_scored_is_refused(bert, batch):
+    with pytest.raises(HeadError, match="pass either score="):
+        dominant_heads(bert)
+    with pytest.raises(HeadError, match="pass either score="):
+        dominant_heads(bert, lambda model: 1.0, batches=[batch])
+    with pytest.raises(HeadError, match="the score is nan"):
+        dominant_heads(bert, lambda model: float("nan"))
+    with pytest.raises(HeadError, match="no drift can be measured"):
+        dominant_heads(bert, batches=[])
+    with pytest.raises(HeadError, match=r"share of heads is 1\.5"):
+        pruning_curve(bert, {NAME: torch.ones(3)}, batches=[batch], shares=[1.5])
+    with pytest.raises(HeadError, match="no attention module 'nowhere'"):
+        pruning_curve(bert, {"nowhere": torch.ones(3)}, batches=[batch])
+    assert not any(acts_of(site.module) for site in find_attention(bert, FAMILIES))

@@ -1,0 +1,159 @@
+"""Energy curves, against singular values of matrices that are formed in full."""
+
+import numpy as np
+import pytest
+import torch
+
+from collab_compress import Compression, compress, read_factors
+from collab_compress.analysis import head_energy, tensor_energy
+from collab_compress.architectures import FAMILIES, find_dense_attention
+from collab_compress.errors import HeadError
+from collab_compress.factorization import HeadTensor
+
+
+def curve(matrix):
+    """Shares of the squared singular values that the first 0, 1, … hold."""
+    values = np.linalg.svd(np.asarray(matrix), compute_uv=False) ** 2
+    return np.concatenate([[0], np.cumsum(values) / values.sum()])
+
+
+def assert_energy(found, queries, keys):
+    """Compare with what heads (H, D, d), formed in full, have."""
+    heads = len(queries)
+    for head in range(heads):
+        np.testing.assert_allclose(found.query[head], curve(queries[head]), atol=1e-9)
+        np.testing.assert_allclose(found.key[head], curve(keys[head]), atol=1e-9)
+        right = curve(queries[head] @ keys[head].T)[: found.product.shape[1]]
+        np.testing.assert_allclose(found.product[head][: len(right)], right, atol=1e-9)
+    joined = [np.concatenate(list(each), 1) for each in (queries, keys)]
+    total = sum(queries[head] @ keys[head].T for head in range(heads))
+    for measured, matrix in (
+        (found.joined_query, joined[0]), (found.joined_key, joined[1]), (found.joined_product, total),
+    ):  # fmt: skip
+        right = curve(matrix)
+        shared = min(len(measured), len(right))
+        np.testing.assert_allclose(measured[:shared], right[:shared], atol=1e-9)
+        assert float(measured[-1]) == pytest.approx(1)
+    apart = np.concatenate([np.linalg.svd(q @ k.T, compute_uv=False) for q, k in zip(queries, keys, strict=True)])
+    values = np.sort(apart**2)[::-1]
+    right = np.concatenate([[0], np.cumsum(values) / values.sum()])[: len(found.unshared)]
+    np.testing.assert_allclose(found.unshared[: len(right)], right, atol=1e-9)
+    products = [q @ k.T for q, k in zip(queries, keys, strict=True)]
+    least = np.minimum(*(curve(np.concatenate([p.T if side else p for p in products], 1)) for side in (0, 1)))
+    np.testing.assert_allclose(found.shared, least, atol=1e-9)
+
+
+def root(moment, damping):
+    """A matrix S with SᵀS = moment + damping."""
+    values, vectors = np.linalg.eigh(moment + damping * np.trace(moment) / len(moment) * np.eye(len(moment)))
+    return (vectors * np.sqrt(values)) @ vectors.T
+
+
+def real_inputs(model, site, batches):
+    """Inputs of the query and key projections at real tokens, (N, D) each."""
+    seen = {"query": [], "key": []}
+    for batch in batches:
+        encoder = batch["attention_mask"]
+        decoder = batch.get("decoder_attention_mask", encoder)
+        masks = {"query": encoder if site.kind == "encoder" else decoder,
+                 "key": decoder if site.kind == "decoder" else encoder}  # fmt: skip
+
+        def keep(side, masks=masks):
+            return lambda _, args: seen[side].append(args[0][masks[side].bool()])
+
+        handles = [getattr(site, side).register_forward_pre_hook(keep(side)) for side in seen]
+        with torch.no_grad():
+            model(**batch)
+        for handle in handles:
+            handle.remove()
+    return [torch.cat(found).double().numpy() for found in seen.values()]
+
+
+def test_bare_weights_have_the_energy_of_their_matrices(family, make_tiny):
+    model = make_tiny(family)
+    found = head_energy(model)
+    sites = find_dense_attention(model, FAMILIES)
+    assert list(found) == [site.name for site in sites]
+    for site in sites:
+        assert_energy(found[site.name], site.query_heads().double().numpy(), site.key_heads().double().numpy())
+
+
+@pytest.mark.parametrize("centre", [True, False])
+def test_with_batches_it_is_the_energy_of_what_inputs_meet(family, make_tiny, calibration, centre):
+    model = make_tiny(family)
+    found = head_energy(model, calibration[:2], centre=centre, damping=0.01)
+    for site in find_dense_attention(model, FAMILIES):
+        inputs = real_inputs(model, site, calibration[:2])
+        moments = [np.cov(x.T, bias=True) if centre else x.T @ x / len(x) for x in inputs]
+        s_query, s_key = (root(moment, 0.01) for moment in moments)
+        queries, keys = (w.double().numpy() for w in (site.query_heads(), site.key_heads()))
+        assert_energy(found[site.name], s_query @ queries, s_key @ keys)
+
+
+def test_converted_heads_are_those_of_the_factors(either):
+    model, batches = either
+    factors = read_factors(model)
+    found = head_energy(model)
+    weighted = head_energy(model, batches)
+    assert found.keys() == weighted.keys()
+    for name, each in factors.items():
+        query, mixing, key = (each_.detach().double().numpy() for each_ in (each.query, each.mixing, each.key))
+        assert_energy(found[name], query * mixing[:, None], np.stack([key] * len(mixing)))
+        assert found[name].rank(1.0, "shared") <= key.shape[1]
+        assert weighted[name].rank(0.99, "product") <= key.shape[1]
+
+
+def test_the_suggested_rank_is_the_first_to_reach_the_share():
+    query = torch.diag(torch.tensor([3.0, 2.0, 1.0, 0.0], dtype=torch.float64))
+    found = tensor_energy(HeadTensor(query[None, :, :3], torch.eye(4, dtype=torch.float64)[None, :, :3]))
+    torch.testing.assert_close(found.joined_product, torch.tensor([0, 9, 13, 14], dtype=torch.float64) / 14)
+    assert found.ranks() == found.ranks("product") == found.ranks("shared") == {0.9: 2, 0.95: 3, 0.99: 3}
+    assert found.rank(9 / 14) == 1
+    assert found.rank(1e-9) == 1
+    assert found.ranks("key") == {0.9: 3, 0.95: 3, 0.99: 3}
+
+
+def test_heads_that_share_all_need_fewer_dimensions_together():
+    """Two heads alike up to a rotation: apart full rank, together half (section 3.1 of the paper)."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(2, 20, 4, generator=generator, dtype=torch.float64)
+    turn = torch.linalg.qr(torch.randn(4, 4, generator=generator, dtype=torch.float64)).Q
+    tensor = HeadTensor(*(torch.stack([w, w @ turn]) for w in weights))
+    found = tensor_energy(tensor)
+    assert found.rank(1.0, "product") == found.rank(1.0, "shared") == 4
+    assert found.rank(1.0) == 8
+
+
+def test_a_conversion_lies_between_the_bounds(bert, calibration):
+    rank = 12
+    energies = head_energy(bert)
+    report = compress(bert, Compression(rank=rank), calibration=None)
+    for module in report.modules:
+        found = energies[module.name]
+        assert module.weight_error <= (1 - float(found.unshared[rank])) ** 0.5 + 1e-6
+        assert module.weight_error >= (1 - float(found.shared[rank])) ** 0.5 - 1e-6
+        assert found.rank(0.9, "shared") <= found.rank(0.9)
+
+
+def test_zero_weights_need_no_component():
+    found = tensor_energy(HeadTensor(torch.zeros(2, 6, 3).double(), torch.randn(2, 6, 3).double()))
+    assert found.rank() == 0
+    assert (found.product == 1).all()
+    assert found.joined_key.isfinite().all()
+
+
+def test_one_token_still_has_a_damped_moment(bert):
+    with pytest.raises(HeadError, match="covariance of the query inputs is singular"):
+        head_energy(bert, [{"input_ids": torch.tensor([[5]])}])
+    assert head_energy(bert, [{"input_ids": torch.tensor([[5]])}], centre=False)
+
+
+def test_what_cannot_be_measured_is_refused(bert):
+    found = head_energy(bert)["encoder.layer.0.attention.self"]
+    with pytest.raises(HeadError, match="share of energy is 0"):
+        found.rank(0)
+    with pytest.raises(HeadError, match="unknown curve 'value'"):
+        found.rank(0.9, "value")
+    bert.get_submodule("encoder.layer.1.attention.self").query.weight.data[0, 0] = torch.inf
+    with pytest.raises(HeadError, match=r"layer\.1.* weights are not finite"):
+        head_energy(bert)

@@ -1,0 +1,43 @@
+"""What the papers say of trained models, on a real one."""
+
+import torch
+
+from collab_compress.analysis import cka, content_share, head_covariances, head_energy, mean_over_pairs, svcca
+
+FULL, WIDTH = 384, 32
+
+
+def random_tokens(sequences):
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(1000, 20000, (16, 32), generator=generator)} for _ in range(sequences // 16)]
+
+
+def test_heads_are_not_low_rank_but_their_sum_is(minilm):
+    """Figure 1 of "Collaborate Instead of Concatenate"; every curve is a bound or a share of the same energy."""
+    for found in head_energy(minilm).values():
+        for head in found.product:
+            assert int((head < 0.99).sum()) > 0.75 * WIDTH
+        assert found.rank(0.99, "product") < FULL / 2
+        assert found.rank(0.99, "query") > FULL / 2
+        assert found.rank(0.99, "product") < found.rank(0.99, "shared") < found.rank(0.99)
+        assert (found.unshared[: len(found.shared)] <= found.shared[: len(found.unshared)] + 1e-9).all()
+
+
+def test_inputs_need_fewer_dimensions_than_weights(minilm):
+    plain, weighted = head_energy(minilm), head_energy(minilm, random_tokens(64))
+    for name, found in weighted.items():
+        assert found.rank(0.99) < plain[name].rank(0.99)
+
+
+def test_heads_share_some_directions_and_not_all(minilm):
+    for joint in head_covariances(minilm, random_tokens(64)).values():
+        found = svcca(joint)
+        assert 0.1 < found.mean < 0.9
+        assert (found.curve.diff() <= 0).all()
+        assert 0.01 < mean_over_pairs(cka(joint)) < 0.5
+
+
+def test_scores_are_context_more_than_content(minilm):
+    for shares in content_share(minilm, random_tokens(16)).values():
+        assert float(shares.context.mean()) > 0.5
+        assert float(shares.content.mean()) > 0.005

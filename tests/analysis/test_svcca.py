@@ -1,0 +1,137 @@
+"""SVCCA from covariances, against decompositions of the tokens themselves and scikit-learn's CCA."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.cross_decomposition import CCA
+
+from collab_compress.analysis import JointCovariance, svcca
+from collab_compress.errors import HeadError
+
+
+def core(x, variance):
+    """Centre x (N, d) and keep the directions with the most variance, (N, k)."""
+    centred = x - x.mean(0)
+    left, values, _ = np.linalg.svd(centred, full_matrices=False)
+    shares = np.cumsum(values**2) / np.sum(values**2)
+    kept = 1
+    while shares[kept - 1] < variance - 1e-12:
+        kept += 1
+    return left[:, :kept] * values[:kept]
+
+
+def oracle(x, y, variance):
+    """Canonical correlations of two cores, by orthonormal bases of each."""
+    bases = [np.linalg.qr(core(each, variance))[0] for each in (x, y)]
+    return np.clip(np.linalg.svd(bases[0].T @ bases[1], compute_uv=False), 0, 1)
+
+
+@pytest.mark.parametrize("variance", [0.5, 0.9, 0.99, 1.0])
+def test_every_pair_is_that_of_the_two_step_definition(draw, variance):
+    x = draw(heads=4).numpy()
+    found = svcca(JointCovariance.of(list(draw(heads=4).unbind(1))), variance)
+    for i in range(4):
+        for j in range(4):
+            right = oracle(x[:, i], x[:, j], variance)
+            assert found.directions[i, j] == len(right)
+            np.testing.assert_allclose(found.coefficients[i, j, : len(right)], right, atol=1e-7)
+            assert not found.coefficients[i, j, len(right) :].any()
+            assert float(found.similarity[i, j]) == pytest.approx(right.mean(), abs=1e-7)
+    pairs = [oracle(x[:, i], x[:, j], variance) for i in range(4) for j in range(i + 1, 4)]
+    assert found.mean == pytest.approx(np.mean([pair.mean() for pair in pairs]))
+    longest = max(map(len, pairs))
+    padded = [np.pad(pair, (0, longest - len(pair))) for pair in pairs]
+    np.testing.assert_allclose(found.curve, np.mean(padded, 0), atol=1e-7)
+
+
+def test_coefficients_are_those_of_scikit_learn(draw):
+    x = draw(tokens=300, heads=2, width=3).numpy()
+    model = CCA(n_components=3, max_iter=5000, tol=1e-12).fit(x[:, 0], x[:, 1])
+    a, b = model.transform(x[:, 0], x[:, 1])
+    right = [np.corrcoef(a[:, k], b[:, k])[0, 1] for k in range(3)]
+    found = svcca(JointCovariance.of(list(torch.tensor(x).unbind(1))), 1.0)
+    np.testing.assert_allclose(found.coefficients[0, 1], right, atol=1e-6)
+
+
+def test_different_widths_and_two_sides(draw):
+    x, y = draw(width=5), draw(width=3, heads=2)
+    both = JointCovariance.of([*x.unbind(1), *y.unbind(1)], leading=3)
+    found = svcca(both)
+    assert found.similarity.shape == (3, 2)
+    assert found.rows == ("0", "1", "2")
+    assert found.columns == ("3", "4")
+    for i in range(3):
+        for j in range(2):
+            right = oracle(x[:, i].numpy(), y[:, j].numpy(), 0.99)
+            np.testing.assert_allclose(found.coefficients[i, j, : len(right)], right, atol=1e-7)
+    assert found.mean == pytest.approx(float(found.similarity.mean()))
+    assert len(found.curve) == 3
+
+
+def test_affine_maps_change_nothing(draw):
+    x = draw(heads=2)
+    turn = torch.randn(5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    moved = [x[:, 0] @ turn + 7, x[:, 1] * 0.01]
+    torch.testing.assert_close(
+        svcca(JointCovariance.of(moved), 1.0).coefficients,
+        svcca(JointCovariance.of(list(x.unbind(1))), 1.0).coefficients,
+    )
+    same = svcca(JointCovariance.of([x[:, 0], moved[0]]), 1.0)
+    assert float(same.similarity[0, 1]) == pytest.approx(1)
+    rotation = torch.linalg.qr(turn).Q
+    torch.testing.assert_close(
+        svcca(JointCovariance.of([3 * x[:, 0] @ rotation, x[:, 1]])).coefficients,
+        svcca(JointCovariance.of(list(x.unbind(1)))).coefficients,
+    )
+
+
+def test_independent_noise_is_near_its_expectation():
+    """The largest canonical correlation of independent Gaussians tends to 2 √(d/N) for d ≪ N (Wachter, 1980)."""
+    x = torch.randn(20_000, 2, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = svcca(JointCovariance.of(list(x.unbind(1))), 1.0).coefficients[0, 1]
+    assert float(found[0]) == pytest.approx(2 * (50 / 20_000) ** 0.5, rel=0.05)
+
+
+def test_a_head_with_itself_is_1_and_few_tokens_are_1_too(draw):
+    found = svcca(JointCovariance.of(list(draw().unbind(1))))
+    torch.testing.assert_close(found.similarity.diagonal(), torch.ones(3, dtype=torch.float64))
+    few = svcca(JointCovariance.of(list(draw(tokens=4).unbind(1))), 1.0)
+    torch.testing.assert_close(few.similarity, torch.ones(3, 3, dtype=torch.float64))
+    assert (few.directions == 3).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_head_that_never_varies_is_like_nothing(draw, dtype):
+    x = draw(dtype=dtype)
+    x[:, 1] = 0.1
+    found = svcca(JointCovariance.of(list(x.unbind(1))))
+    assert not found.similarity[1].any()
+    assert not found.similarity[:, 1].any()
+    assert float(found.similarity[0, 2]) > 0.1
+    assert found.coefficients.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_directions_that_are_rounding_only_are_never_kept(draw, dtype):
+    x = draw().to(dtype)
+    x[:, :, 3:] = x[:, :, :2] * 2  # three directions are left
+    found = svcca(JointCovariance.of(list(x.unbind(1))), 1.0)
+    assert (found.directions == 3).all()
+    np.testing.assert_allclose(
+        found.coefficients[0, 1, :3], oracle(*(x[:, head, :3].double().numpy() for head in (0, 1)), 1.0), atol=1e-5
+    )
+
+
+def test_a_single_head_has_no_pairs(draw):
+    found = svcca(JointCovariance.of([draw()[:, 0]]))
+    torch.testing.assert_close(found.similarity, torch.ones(1, 1, dtype=torch.float64))
+    with pytest.raises(HeadError, match="a single head has no pairs"):
+        _ = found.mean
+    with pytest.raises(HeadError, match="a single head has no pairs"):
+        _ = found.curve
+
+
+@pytest.mark.parametrize("variance", [0, -1, 1.01, float("nan")])
+def test_the_share_must_be_in_range(draw, variance):
+    with pytest.raises(HeadError, match="share of variance to keep"):
+        svcca(JointCovariance.of(list(draw().unbind(1))), variance)
