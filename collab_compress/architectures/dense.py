@@ -1,12 +1,13 @@
 """Attention modules that still have their per-head query and key projections: what a conversion starts from."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from collab_compress.architectures.family import AttentionFamily
 from collab_compress.architectures.fused import FusedSlice
-from collab_compress.architectures.sites import AttentionSite, find_attention, read
+from collab_compress.architectures.sites import KINDS, AttentionSite, Kind, find_attention, read
 from collab_compress.errors import UnsupportedModelError
 
 
@@ -43,7 +44,10 @@ def split_heads(weight: Tensor, heads: int) -> Tensor:
 
 
 def find_dense_attention(
-    model: nn.Module, families: dict[str, AttentionFamily], modules: str = "*"
+    model: nn.Module,
+    families: dict[str, AttentionFamily],
+    modules: str = "*",
+    kinds: Collection[Kind] = KINDS,
 ) -> list[DenseSite]:
     """List every attention module of `model` that can be converted; as `find_attention`, and checks the projections.
 
@@ -51,14 +55,14 @@ def find_dense_attention(
         UnsupportedModelError: as `find_attention`; a query or key projection is no plain `nn.Linear`, is quantized,
             or is not H·d wide; the family's description leaves this kind of attention out.
     """
-    return [_dense(site) for site in find_attention(model, families, modules)]
+    return [_dense(site) for site in find_attention(model, families, modules, kinds)]
 
 
 def _dense(site: AttentionSite) -> DenseSite:
     if site.kind in site.family.undescribed:
         raise UnsupportedModelError(
             f"{site.name}: {site.kind} attention of {site.family.name} cannot be converted, because "
-            f"{site.family.undescribed[site.kind]}; leave it out with a pattern of module paths"
+            f"{site.family.undescribed[site.kind]}; leave it out with a pattern of module paths, or by kinds"
         )
     family, paths = site.family, (site.family.query, site.family.key)
     query, key = (read(site.name, site.module, family, path, nn.Linear) for path in paths)

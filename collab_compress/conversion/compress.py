@@ -119,7 +119,7 @@ def _validated(model: PreTrainedModel, compression: Compression) -> list[DenseSi
             "call model.set_attn_implementation('sdpa') first"
         )
     _check_device(compression.device)
-    sites = find_dense_attention(model, FAMILIES, compression.modules)
+    sites = find_dense_attention(model, FAMILIES, compression.modules, compression.kinds)
     for site in sites:
         if compression.rank > site.width:
             raise CompressionError(

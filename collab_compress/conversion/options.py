@@ -5,6 +5,7 @@ from typing import Annotated
 
 import tyro
 
+from collab_compress.architectures import KINDS, Kind
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import FORMS, SOLVERS, Form
 
@@ -37,6 +38,9 @@ class Compression:
     modules: Annotated[str, tyro.conf.arg(metavar="GLOB")] = "*"
     """Convert only attention modules whose path matches."""
 
+    kinds: tuple[Kind, ...] = KINDS
+    """Convert only attention of these kinds: encoder and decoder (self-attention), cross."""
+
     seed: int = 0
     """Seed of random tokens and random starts."""
 
@@ -52,6 +56,10 @@ class Compression:
             raise CompressionError(f"dk is {self.rank!r}; expected a whole number")
         if self.rank < 1:
             raise CompressionError(f"dk is {self.rank}; expected at least 1")
+        object.__setattr__(self, "kinds", tuple(self.kinds))  # lists come from JSON and YAML
+        unknown = sorted(set(self.kinds) - set(KINDS))
+        if unknown or not self.kinds:
+            raise CompressionError(f"kinds are {', '.join(unknown) or 'none'}; expected some of {', '.join(KINDS)}")
         if self.solver not in SOLVERS:
             raise CompressionError(f"unknown solver {self.solver!r}; expected one of {', '.join(sorted(SOLVERS))}")
         if self.sweeps is not None and self.sweeps < 1:
