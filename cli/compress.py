@@ -27,6 +27,7 @@ from collab_compress import (
 )
 from collab_compress.checkpoint import edits_of
 from collab_compress.checkpoint.directory import refuse_existing, whole_directory, write_whole_json
+from collab_compress.processes import processes
 
 from .arguments import Arguments
 from .source import Source, load_source, sentence_transformers_folders
@@ -67,6 +68,10 @@ def run(arguments: Arguments) -> Report | None:
     report = None if arguments.compression.rank is None else _convert(source, arguments)
     if arguments.mix:
         mix_heads_(source.model)
+    together = processes()
+    together.wait_for_everyone()
+    if not together.is_main_process:
+        return report
     with whole_directory(output) as directory:
         _save(source, directory, arguments, report)
         if arguments.json is not None:
@@ -82,15 +87,18 @@ def run(arguments: Arguments) -> Report | None:
 
 def _convert(source: Source, arguments: Arguments) -> Report:
     compression = Compression(**asdict(arguments.compression))
-    with tqdm(desc="calibrating", unit="module", disable=None, leave=False) as bar:
+    together = processes()
+    hidden = None if together.is_main_process else True  # None: where there is no terminal
+    with tqdm(desc="calibrating", unit="module", disable=hidden, leave=False) as bar:
 
         def progress(name: str, done: int, total: int) -> None:
             bar.total, bar.n = total, done
             bar.set_description_str(name or "done")
 
         return compress(
-            source.model, compression, arguments.calibration, tokenizer=source.tokenizer, progress=progress
-        )
+            source.model, compression, arguments.calibration, tokenizer=source.tokenizer, progress=progress,
+            spread=together.num_processes > 1,
+        )  # fmt: skip
 
 
 def _mixed(source: Source) -> dict[str, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from collab_compress.errors import CollabCompressError, RecipeError
 from collab_compress.experiments import read_recipe, read_sweep, run, run_sweep
-from collab_compress.experiments.processes import processes
+from collab_compress.processes import processes
 from collab_compress.tasks import TASKS
 
 from .source import find_directory

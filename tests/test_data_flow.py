@@ -17,14 +17,16 @@ ALLOWED = {
     "losses": {"errors"},
     "calibration": {"errors", "architectures", "factorization"},
     "checkpoint": {"errors"},
-    "conversion": {"errors", "factorization", "architectures", "attention", "calibration", "checkpoint"},
+    "conversion": {
+        "errors", "processes", "factorization", "architectures", "attention", "calibration", "checkpoint",
+    },
     "heads": {"errors", "architectures", "attention", "calibration", "checkpoint"},
     "analysis": {"errors", "architectures", "attention", "calibration", "conversion", "factorization", "heads"},
     "training": {"errors", "architectures", "calibration", "losses", "heads"},
     "tasks": {"errors"},
     "metrics": {"errors"},
-    "experiments": {"errors", "checkpoint", "conversion", "training", "tasks", "metrics"},
-}
+    "experiments": {"errors", "processes", "checkpoint", "conversion", "training", "tasks", "metrics"},
+}  # fmt: skip
 
 
 def own_imports(path):

@@ -1,44 +1,23 @@
 """Convert the attention of a pretrained model into collaborative form."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from time import perf_counter
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import FAMILIES, DenseSite, find_dense_attention
-from collab_compress.attention import (
-    CollaborativeParts,
-    CollaborativeSpec,
-    build_parts,
-    install_,
-    load_parts_,
-    uninstall_,
-)
+from collab_compress.attention import install_, uninstall_
 from collab_compress.attention.edit import CollaborativeEdit
-from collab_compress.attention.per_head import PerHeadEdit, PerHeadSpec, build_per_head_parts
-from collab_compress.calibration import Calibration, calibration_batches, gather_moments
+from collab_compress.attention.per_head import PerHeadEdit
+from collab_compress.calibration import Calibration, calibration_batches
 from collab_compress.checkpoint import edits_of, path_in_base, record_edit_
 from collab_compress.conversion.drift import compare, outputs, split_held_back
 from collab_compress.conversion.options import Compression
-from collab_compress.conversion.report import ModuleReport, Report, module_report
+from collab_compress.conversion.plan import REPORT_LENGTH, Planned, Progress, plan, shared_spec
+from collab_compress.conversion.report import Report
+from collab_compress.conversion.spread import plan_together
 from collab_compress.errors import CompressionError
-from collab_compress.factorization import Moments, factorize
-
-Progress = Callable[[str, int, int], None]
-REPORT_LENGTH = 128
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """A module whose replacement is ready."""
-
-    site: DenseSite
-    spec: CollaborativeSpec
-    parts: CollaborativeParts
-    report: ModuleReport
-    path: str
 
 
 def compress(
@@ -47,6 +26,8 @@ def compress(
     calibration: Calibration = "synthetic",
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
+    *,
+    spread: bool = False,
 ) -> Report:
     """Convert the attention modules of `model` into collaborative form, in place and all or nothing.
 
@@ -63,6 +44,8 @@ def compress(
             texts, texts or text pairs, or batches. An eighth of it is held back to measure drift.
         tokenizer: of the model; needed unless `calibration` is None or batches.
         progress: called with a module's name, how many are done, and how many there are.
+        spread: whether the processes that `accelerate launch` started share the modules between them. All of them
+            must call this with the same arguments; each gets the whole conversion.
 
     Returns:
         Errors, costs and drift.
@@ -77,29 +60,25 @@ def compress(
     paths = {site.name: path_in_base(model, site.module) for site in sites}
     batches = calibration_batches(calibration, model, tokenizer, seed=compression.seed)
     used, held_back = split_held_back(batches)
-    exact = all(compression.rank == site.width for site in sites)
-    moments = {} if exact else gather_moments(model, sites, used) if used else {}
-    planned = []
-    for done, site in enumerate(sites):
-        if progress is not None:
-            progress(site.name, done, len(sites))
-        planned.append(_plan(site, compression, moments.get(site.name), paths[site.name]))
-    if progress is not None:
-        progress("", len(sites), len(sites))
-    before = outputs(model, held_back)
+
+    def work(chosen: Sequence[DenseSite]) -> list[Planned]:
+        return plan(model, chosen, compression, used, progress)
+
+    planned = plan_together(sites, work) if spread else work(sites)
+    before = list(outputs(model, held_back))
     parameters_before = model.num_parameters()
     try:
-        for plan in planned:
-            install_(plan.site.module, plan.spec, plan.parts)
+        for item in planned:
+            install_(item.site.module, item.spec, item.parts)
         drift = compare(before, outputs(model, held_back), held_back)
     except BaseException:
-        for plan in planned:
-            uninstall_(plan.site.module, plan.site.query, plan.site.key)
+        for item in planned:
+            uninstall_(item.site.module, item.site.query, item.site.key)
         raise
     edit = PerHeadEdit if compression.form == "per-head" else CollaborativeEdit
-    record_edit_(model, edit({plan.path: plan.spec for plan in planned}))
+    record_edit_(model, edit({paths[item.site.name]: item.spec for item in planned}))
     return Report(
-        tuple(plan.report for plan in planned), parameters_before, model.num_parameters(), REPORT_LENGTH, drift,
+        tuple(item.report for item in planned), parameters_before, model.num_parameters(), REPORT_LENGTH, drift,
         perf_counter() - started,
     )  # fmt: skip
 
@@ -126,6 +105,7 @@ def _validated(model: PreTrainedModel, compression: Compression) -> list[DenseSi
                 f"{site.name}: dk is {compression.rank}, but {site.heads} heads × {site.head_width} = {site.width} "
                 f"is exact already; pass dk between 1 and {site.width}"
             )
+        _ = shared_spec(site, compression.rank, site.query.bias is not None).multiple  # is there room for it?
         for path, projection in ((site.family.query, site.query), (site.family.key, site.key)):
             for name, parameter in projection.named_parameters():
                 if parameter.is_meta:
@@ -135,35 +115,6 @@ def _validated(model: PreTrainedModel, compression: Compression) -> list[DenseSi
                         f"{site.name}.{path}.{name} holds NaN or infinite values; the checkpoint is damaged"
                     )
     return sites
-
-
-def _plan(site: DenseSite, compression: Compression, moments: tuple[Moments, Moments] | None, path: str) -> _Planned:
-    """Decompose one module and build what will replace its projections."""
-    query_moments, key_moments = moments or (None, None)
-    started = perf_counter()
-    try:
-        result = factorize(
-            site.query_heads(), site.key_heads(), compression.rank, query_bias=site.query_bias(),
-            query_moments=query_moments, key_moments=key_moments, form=compression.form, solver=compression.solver,
-            seed=compression.seed, sweeps=compression.sweeps, tolerance=compression.tolerance,
-            damping=compression.damping, centre=compression.centre, device=compression.device,
-        )  # fmt: skip
-    except (ValueError, ImportError) as error:
-        raise CompressionError(f"{site.name}: {error}") from error
-    spec = CollaborativeSpec(
-        query=site.family.query, key=site.family.key, heads=site.heads, head_width=site.head_width,
-        rank=compression.rank, content_bias=result.factors.content_bias is not None,
-        fixed_heads=site.family.fixed_heads,
-    )  # fmt: skip
-    if result.sizes is None:
-        parts = build_parts(site.module, spec)
-    else:
-        spec = PerHeadSpec(**{**vars(spec), "train_mixing": False}, sizes=result.sizes)
-        parts = build_per_head_parts(site.module, spec)
-    found = result.factors
-    load_parts_(parts, found.query, found.mixing, found.key, found.content_bias)
-    report = module_report(site, spec, result, REPORT_LENGTH, perf_counter() - started)
-    return _Planned(site, spec, parts, report, path)
 
 
 def _check_device(device: str | None) -> None:

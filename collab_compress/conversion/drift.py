@@ -1,6 +1,6 @@
 """Measure how far a conversion moved the model's outputs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -29,13 +29,12 @@ def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]
     return list(batches[: len(batches) - held_back]), list(batches[len(batches) - held_back :])
 
 
-def outputs(model: PreTrainedModel, batches: Sequence[Batch]) -> list[tuple[str, Tensor]]:
-    """Run the model and keep the main output of each batch: logits, or else the first output but a loss.
+def outputs(model: PreTrainedModel, batches: Iterable[Batch]) -> Iterator[tuple[str, Tensor]]:
+    """Run the model and give the main output of each batch: logits, or else the first output but a loss.
 
     Raises:
         CalibrationError: the output is not finite.
     """
-    results = []
     with running(model):
         for batch in batches:
             output = run_batch(model, batch)
@@ -43,8 +42,7 @@ def outputs(model: PreTrainedModel, batches: Sequence[Batch]) -> list[tuple[str,
             name = "logits" if "logits" in named else next(iter(named))
             if not bool(torch.isfinite(named[name]).all()):
                 raise CalibrationError(f"{name} of {type(model).__name__} is not finite on the calibration data")
-            results.append((name, named[name].float().cpu()))
-    return results
+            yield name, named[name].float().cpu()
 
 
 def _rows(batch: Batch, rows: slice) -> Batch:
@@ -52,7 +50,7 @@ def _rows(batch: Batch, rows: slice) -> Batch:
 
 
 def compare(
-    before: Sequence[tuple[str, Tensor]], after: Sequence[tuple[str, Tensor]], batches: Sequence[Batch]
+    before: Sequence[tuple[str, Tensor]], after: Iterable[tuple[str, Tensor]], batches: Sequence[Batch]
 ) -> Drift | None:
     """Compare outputs over real tokens, or over everything where the output has no token axis."""
     if not before:

@@ -1,20 +1,11 @@
 """What processes that run an experiment together do once for all of them."""
 
 from collections.abc import Callable
-from datetime import timedelta
 
-import torch
-from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 from collab_compress.errors import CollabCompressError, RecipeError
-
-PATIENCE = timedelta(days=2)  # while one process converts, scores or writes, the others wait
-
-
-def processes() -> PartialState:
-    """Give the processes that run this together; without a GPU they meet on the CPU."""
-    return PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)
+from collab_compress.processes import processes
 
 
 def once(work: Callable[[], object]) -> None:

@@ -15,7 +15,7 @@ from collab_compress.errors import RecipeError
 from collab_compress.experiments.classification import Classification
 from collab_compress.experiments.fresh import make_fresh
 from collab_compress.experiments.language_model import LanguageModel
-from collab_compress.experiments.processes import once, processes
+from collab_compress.experiments.processes import once
 from collab_compress.experiments.reading import parse
 from collab_compress.experiments.recipe import Recipe, Tuning
 from collab_compress.experiments.record import environment, read_record
@@ -23,6 +23,7 @@ from collab_compress.experiments.trackers import check_trackers
 from collab_compress.experiments.translation import Translation
 from collab_compress.experiments.tuning import evaluate, fine_tune
 from collab_compress.experiments.workload import Workload
+from collab_compress.processes import processes
 from collab_compress.tasks import TASKS
 
 WORKLOADS: dict[str, type[Workload]] = {

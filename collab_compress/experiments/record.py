@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.processes import processes
+from collab_compress.processes import processes
 
 PACKAGES = (
     "collab-compress", "torch", "transformers", "accelerate", "datasets", "tokenizers", "evaluate", "sacrebleu",

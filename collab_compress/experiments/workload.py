@@ -16,9 +16,9 @@ from transformers import (
 )
 
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.processes import processes
 from collab_compress.experiments.recipe import Recipe
 from collab_compress.metrics import Metric, load_metric
+from collab_compress.processes import processes
 from collab_compress.tasks import TASKS, Task, load_task
 
 

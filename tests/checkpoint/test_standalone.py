@@ -3,8 +3,6 @@
 import ast
 import copy
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,8 +12,6 @@ from collab_compress import CheckpointError, Compression, compress, expand, make
 from collab_compress.checkpoint.standalone import MODULE, modelling_code
 
 WITHOUT_PACKAGE = """
-import sys, warnings
-sys.modules["collab_compress"] = None
 import torch
 from transformers import AutoModel, AutoModelForSequenceClassification
 auto = {"base": AutoModel, "classifier": AutoModelForSequenceClassification}[sys.argv[3]]
@@ -42,17 +38,14 @@ def saved(model, directory, batch):
 
 
 @pytest.mark.parametrize("head", ["base", "classifier"])
-def test_loads_and_saves_without_the_package(family, head, make_tiny, batch, tmp_path):
+def test_loads_and_saves_without_the_package(family, head, make_tiny, batch, tmp_path, stock_python):
     model = make_tiny(family)
     if head == "classifier" and family == "marian":
         pytest.skip("Transformers has no Marian classifier")
     if head == "classifier":
         model = AutoModelForSequenceClassification.from_config(model.config).eval()
     expected = saved(model, tmp_path / "one", batch)
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_PACKAGE, tmp_path / "one", tmp_path / "two", head],
-        capture_output=True, text=True, check=False, env={"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
+    done = stock_python(WITHOUT_PACKAGE, tmp_path / "one", tmp_path / "two", head)
     assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(tmp_path / "two" / "output.pt", weights_only=True), expected)
 

@@ -135,7 +135,7 @@ def test_nothing_changes_when_a_module_cannot_be_decomposed(family, make_tiny, m
             raise ValueError("no")
         return factorize(*args, **kwargs)
 
-    monkeypatch.setattr("collab_compress.conversion.compress.factorize", fails_at_the_last)
+    monkeypatch.setattr("collab_compress.conversion.plan.factorize", fails_at_the_last)
     with pytest.raises(CompressionError, match=r"attn.*: no|attention.*: no"):
         compress(model, Compression(rank=8), calibration=None)
     assert equal(before, state(model))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from collab_compress import Compression, UnsupportedModelError, compress
+from collab_compress.analysis import module_costs
 
 WAYS = {
     "greedy": {"do_sample": False},
@@ -33,23 +34,32 @@ def test_full_rank_generates_what_the_dense_model_does(generator, build, inputs,
 
 
 def cached(model, batch):
-    """Numbers a token in the keys and in the values of a decoder's first self-attention cache."""
+    """Bytes a token in the keys and in the values of each decoder self-attention cache."""
     with torch.no_grad():
         cache = model(**batch, use_cache=True).past_key_values
-    layer = getattr(cache, "self_attention_cache", cache).layers[0]
-    return [states.shape[1] * states.shape[3] for states in (layer.keys, layer.values)]
+    layers = getattr(cache, "self_attention_cache", cache).layers
+    return [tuple(kept.nbytes // (kept.shape[0] * kept.shape[2]) for kept in (at.keys, at.values)) for at in layers]
 
 
 @pytest.mark.parametrize(
     ("name", "rank", "keys"),
     [("gpt2", 8, 16), ("gpt2", 13, 16), ("marian", 8, 16), ("marian", 5, 8), ("t5", 8, 8), ("opt", 8, 24)],
 )
-def test_key_cache_holds_the_shared_key(name, rank, keys, build, inputs):
+def test_key_cache_bytes_before_and_after(name, rank, keys, build, inputs):
     """R + H numbers a token, rounded up to whole heads of 8 (no content biases in T5; OPT saves nothing)."""
     model, batch = build(name), inputs(name)
-    assert cached(model, batch) == [24, 24]
+    layers = len(cached(model, batch))
+    assert layers > 0
+    assert cached(model, batch) == [(4 * 24, 4 * 24)] * layers
+    assert counted(model) == [4 * 24] * layers
     compress(model, Compression(rank=rank), calibration=None)
-    assert cached(model, batch) == [keys, 24]
+    assert cached(model, batch) == [(4 * keys, 4 * 24)] * layers
+    assert counted(model) == [4 * keys] * layers
+
+
+def counted(model):
+    """The same for the keys, as the analysis counts them."""
+    return [(cost.converted or cost.dense).key_bytes for cost in module_costs(model, kinds=["decoder"])]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "marian", "t5", "bert-decoder"])

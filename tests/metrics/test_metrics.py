@@ -90,40 +90,44 @@ PROGRAM = """
 import json, sys
 import torch.distributed as dist
 from collab_compress.metrics import load_metric
-name, rank, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-metric = load_metric(name, gather=True)
-for batches in json.loads(sys.argv[4]):
-    for predictions, references in batches:
-        metric.add_batch(predictions=predictions, references=references)
-    print(json.dumps(metric.compute()))
+for name, rounds in json.load(sys.stdin).items():
+    metric = load_metric(name, gather=True)
+    for batches in rounds:
+        for predictions, references in batches:
+            metric.add_batch(predictions=predictions, references=references)
+        print(json.dumps([name, metric.compute()]))
 dist.destroy_process_group()
 """
 
 
-def in_two_processes(name, rounds, folder):
-    """Let each process add its batches, round by round; gives what each printed."""
-    command = [sys.executable, "-W", "error", "-c", PROGRAM, name]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    arguments = [[str(rank), str(folder / "store"), json.dumps(rounds[rank])] for rank in range(2)]
-    with (
-        subprocess.Popen([*command, *arguments[0]], **pipes) as first,
-        subprocess.Popen([*command, *arguments[1]], **pipes) as second,
-    ):
-        outputs = [process.communicate(timeout=100) for process in (first, second)]
-    assert [first.returncode, second.returncode] == [0, 0], outputs
+def in_two_processes(rounds, folder):
+    """Let each process add its batches to each metric, round by round; gives what each printed."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [
+        subprocess.Popen([sys.executable, "-W", "error", "-c", PROGRAM, str(rank), str(folder / "store")], **pipes)
+        for rank in range(2)
+    ]
+    for process, work in zip(processes, rounds, strict=True):
+        process.stdin.write(json.dumps(work))
+        process.stdin.close()
+        process.stdin = None
+    outputs = [process.communicate(timeout=100) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
     return [[json.loads(line) for line in printed.splitlines()] for printed, _ in outputs]
 
 
-@pytest.mark.parametrize("name", ["accuracy+f1", "correlation", "bleu", "perplexity"])
-def test_two_processes_score_what_both_have(name, tmp_path):
+def test_two_processes_score_what_both_have(tmp_path):
     """Two rounds, as in two evaluations of a run; in the second one process has nothing."""
-    predictions, references = (np.asarray(column).tolist() for column in inputs(name))
-    batches = [[predictions[i : i + 8], references[i : i + 8]] for i in range(0, len(predictions), 8)]
-    results = in_two_processes(name, [[batches[:2], []], [batches[2:], batches]], tmp_path)
-    whole = expected(name, predictions, references)
-    for process in results:
-        assert [{key: result[key] for key in whole} for result in process] == [whole, whole]
+    rounds, wanted = ({}, {}), []
+    for name in ("accuracy+f1", "correlation", "bleu", "perplexity"):
+        predictions, references = (np.asarray(column).tolist() for column in inputs(name))
+        batches = [[predictions[i : i + 8], references[i : i + 8]] for i in range(0, len(predictions), 8)]
+        rounds[0][name], rounds[1][name] = [batches[:2], []], [batches[2:], batches]
+        wanted += [(name, expected(name, predictions, references))] * 2
+    for printed in in_two_processes(rounds, tmp_path):
+        assert [(name, {key: found[key] for key in dict(wanted)[name]}) for name, found in printed] == wanted
 
 
 def test_one_class_predicted():

@@ -97,13 +97,16 @@ def test_start_lower_case_and_pairs():
 def test_the_same_texts_give_the_same_tokenizer_in_another_process():
     tokenizers = [train_tokenizer(TEXTS, 120, "bpe"), train_tokenizer(TEXTS, 40, "word")]
     here = hashlib.sha256("".join(each.backend_tokenizer.to_str() for each in tokenizers).encode()).hexdigest()
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "TOKENIZERS_PARALLELISM": "true"}
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM], input=repr(TEXTS), capture_output=True, text=True, env=environment,
-            check=True,
-        )  # fmt: skip
-        assert done.stdout.strip() == here
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "TOKENIZERS_PARALLELISM": "true"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=repr(TEXTS),
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
+    )
+    assert done.stdout.strip() == here
 
 
 def test_nothing_is_printed(capfd):

@@ -1,0 +1,125 @@
+"""Get the replacement of each attention module ready, without touching the model."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from collab_compress.architectures import DenseSite
+from collab_compress.attention import CollaborativeParts, CollaborativeSpec, build_parts, load_parts_
+from collab_compress.attention.per_head import PerHeadSpec, build_per_head_parts
+from collab_compress.calibration import Batch, gather_moments
+from collab_compress.conversion.options import Compression
+from collab_compress.conversion.report import ModuleReport, module_report
+from collab_compress.errors import CompressionError
+from collab_compress.factorization import Moments, factorize
+
+Progress = Callable[[str, int, int], None]
+REPORT_LENGTH = 128
+STATISTICS_SHARE = 1 / 16  # of the model's own bytes: what moments may take at a time, …
+STATISTICS_BYTES = 64 * 2**20  # … or this much, where that is more
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A module whose replacement is ready.
+
+    Args:
+        site: the module.
+        spec: how to rebuild its replacement.
+        parts: the replacement.
+        report: errors and costs.
+    """
+
+    site: DenseSite
+    spec: CollaborativeSpec
+    parts: CollaborativeParts
+    report: ModuleReport
+
+
+def plan(
+    model: PreTrainedModel,
+    sites: Sequence[DenseSite],
+    compression: Compression,
+    batches: Sequence[Batch],
+    progress: Progress | None = None,
+) -> list[Planned]:
+    """Decompose modules one after the other, in groups whose moments take little memory beside the model.
+
+    Args:
+        model: the dense model; it runs on all batches once for each group.
+        sites: what to decompose.
+        compression: rank, solver and the rest.
+        batches: calibration data; without, all directions of the inputs weigh alike.
+        progress: called with a module's name, how many are done, and how many there are.
+
+    Raises:
+        CompressionError: a module cannot be decomposed.
+        CalibrationError: a module saw no token, or an input was not finite.
+    """
+    exact = all(compression.rank == site.width for site in sites)
+    planned: list[Planned] = []
+    for group in [list(sites)] if exact or not batches else _groups(model, sites):
+        moments = {} if exact or not batches else gather_moments(model, group, batches)
+        for site in group:
+            if progress is not None:
+                progress(site.name, len(planned), len(sites))
+            planned.append(_plan(site, compression, moments.pop(site.name, None)))
+    if progress is not None:
+        progress("", len(sites), len(sites))
+    return planned
+
+
+def shared_spec(site: DenseSite, rank: int, content_bias: bool) -> CollaborativeSpec:
+    """Describe what is to replace the projections of a module, if heads share channels."""
+    return CollaborativeSpec(
+        query=site.family.query, key=site.family.key, heads=site.heads, head_width=site.head_width, rank=rank,
+        content_bias=content_bias, fixed_heads=site.family.fixed_heads,
+    )  # fmt: skip
+
+
+def empty_parts(site: DenseSite, spec: CollaborativeSpec) -> CollaborativeParts:
+    """Make uninitialised parameters for what replaces the projections of a module."""
+    build: Any = build_per_head_parts if isinstance(spec, PerHeadSpec) else build_parts
+    parts: CollaborativeParts = build(site.module, spec)
+    return parts
+
+
+def _groups(model: PreTrainedModel, sites: Sequence[DenseSite]) -> Iterator[list[DenseSite]]:
+    """Divide modules, in order, so that the moments of a group fit; a module that does not fit is alone."""
+    room = max(STATISTICS_BYTES, int(model.get_memory_footprint() * STATISTICS_SHARE))
+    group: list[DenseSite] = []
+    taken = 0
+    for site in sites:
+        size = sum(8 * heads().shape[1] ** 2 for heads in (site.query_heads, site.key_heads))
+        size //= 1 if site.kind == "cross" else 2  # elsewhere queries and keys read the same input
+        if group and taken + size > room:
+            yield group
+            group, taken = [], 0
+        group.append(site)
+        taken += size
+    yield group
+
+
+def _plan(site: DenseSite, compression: Compression, moments: tuple[Moments, Moments] | None) -> Planned:
+    """Decompose one module and build what will replace its projections."""
+    query_moments, key_moments = moments or (None, None)
+    started = perf_counter()
+    try:
+        result = factorize(
+            site.query_heads(), site.key_heads(), compression.rank, query_bias=site.query_bias(),
+            query_moments=query_moments, key_moments=key_moments, form=compression.form, solver=compression.solver,
+            seed=compression.seed, sweeps=compression.sweeps, tolerance=compression.tolerance,
+            damping=compression.damping, centre=compression.centre, device=compression.device,
+        )  # fmt: skip
+    except (ValueError, ImportError) as error:
+        raise CompressionError(f"{site.name}: {error}") from error
+    spec = shared_spec(site, compression.rank, result.factors.content_bias is not None)
+    if result.sizes is not None:
+        spec = PerHeadSpec(**{**vars(spec), "train_mixing": False}, sizes=result.sizes)
+    parts = empty_parts(site, spec)
+    found = result.factors
+    load_parts_(parts, found.query, found.mixing, found.key, found.content_bias)
+    return Planned(site, spec, parts, module_report(site, spec, result, REPORT_LENGTH, perf_counter() - started))

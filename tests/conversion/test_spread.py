@@ -1,0 +1,97 @@
+"""Conversion by several processes, and in groups of modules."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import BertModel
+
+from collab_compress import Compression, compress
+from collab_compress.architectures import FAMILIES, find_dense_attention
+from collab_compress.calibration import gather_moments
+from collab_compress.conversion import plan
+
+PROGRAM = """
+import sys
+import torch
+from transformers import BertModel
+from collab_compress import Compression, CompressionError, compress
+from collab_compress.conversion import plan
+from collab_compress.processes import processes
+
+folder, rank = sys.argv[1], processes().process_index
+batches = torch.load(folder + "/batches.pt", weights_only=True)
+for form in ("shared", "per-head"):
+    model = BertModel.from_pretrained(folder)
+    report = compress(model, Compression(rank=7, form=form), batches, spread=True)
+    found = {"weights": model.state_dict(), "errors": [module.data_error for module in report.modules]}
+    torch.save(found, f"{folder}/{form}{rank}.pt")
+
+real = plan.factorize
+def broken(*args, **kwargs):
+    raise ValueError("this cannot be decomposed")
+if rank == 1:
+    plan.factorize = broken
+try:
+    compress(BertModel.from_pretrained(folder), Compression(rank=7), batches, spread=True)
+except CompressionError as error:
+    assert "layer.1.attention.self: this cannot be decomposed" in str(error), error
+else:
+    raise SystemExit("it went on without the modules of the other process")
+"""
+
+
+@pytest.fixture
+def dense(make_tiny, tmp_path):
+    config = copy.deepcopy(make_tiny("bert").config)
+    config.num_hidden_layers = 3
+    torch.manual_seed(0)
+    model = BertModel(config).eval()
+    model.save_pretrained(tmp_path)
+    return model
+
+
+def test_two_processes_convert_as_one(dense, calibration, tmp_path):
+    torch.save(calibration, tmp_path / "batches.pt")
+    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launch, str(tmp_path / "program.py"), str(tmp_path)], check=False, capture_output=True,
+        text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for form in ("shared", "per-head"):
+        alone = copy.deepcopy(dense)
+        errors = [module.data_error for module in compress(alone, Compression(7, form), calibration).modules]
+        for rank in range(2):
+            found = torch.load(tmp_path / f"{form}{rank}.pt", weights_only=True)
+            torch.testing.assert_close(dict(found["weights"]), dict(alone.state_dict()), rtol=1e-5, atol=1e-6)
+            assert found["errors"] == pytest.approx(errors, rel=1e-6)
+
+
+def test_one_process_may_spread_too(dense, calibration):
+    other = copy.deepcopy(dense)
+    compress(dense, Compression(rank=7), calibration)
+    compress(other, Compression(rank=7), calibration, spread=True)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in dense.state_dict().items())
+
+
+def test_moments_of_a_few_modules_at_a_time(dense, calibration, monkeypatch):
+    """Two modules fit and a third does not: the same conversion, with at most two modules' moments at a time."""
+    together = copy.deepcopy(dense)
+    compress(together, Compression(rank=7), calibration)
+    groups = []
+
+    def watched(model, sites, batches):
+        groups.append([site.name for site in sites])
+        return gather_moments(model, sites, batches)
+
+    monkeypatch.setattr(plan, "gather_moments", watched)
+    monkeypatch.setattr(plan, "STATISTICS_SHARE", 0)
+    monkeypatch.setattr(plan, "STATISTICS_BYTES", 2 * 8 * 24**2)
+    names = [site.name for site in find_dense_attention(dense, FAMILIES)]
+    compress(dense, Compression(rank=7), calibration)
+    assert groups == [names[:2], names[2:]]
+    assert all(torch.equal(value, together.state_dict()[name]) for name, value in dense.state_dict().items())
