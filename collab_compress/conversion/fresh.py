@@ -60,8 +60,9 @@ def from_config(
         model_class: the class to build, such as `BertForMaskedLM`.
 
     Returns:
-        A model that trains, saves and reloads like a converted one. Projections start as the model initialises its
-        linear layers, content biases at zero. Draws from torch's global generator.
+        A model that trains, saves and reloads like a converted one. Projections start normally distributed, with
+        the deviation that the model gives those they replace; content biases start at zero. Draws from torch's global
+        generator.
 
     Raises:
         CompressionError: the config is not a stock model's.
@@ -80,8 +81,8 @@ def from_config(
         )  # fmt: skip
         parts = build_parts(site.module, spec)
         with torch.no_grad():
-            for projection in (parts.query.proj, parts.key.proj):
-                model._init_weights(projection)
+            for projection, dense in ((parts.query.proj, site.query), (parts.key.proj, site.key)):
+                projection.weight.normal_(std=float(dense.weight.std()))
             parts.key.proj.weight[spec.rank :] = 0.0
             parts.mixing.copy_(MIXING_STARTS[attention.mixing](site.heads, attention.rank))
         install_(site.module, spec, parts)

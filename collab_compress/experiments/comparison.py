@@ -3,8 +3,9 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from collab_compress.tasks import TASKS
 
 AVERAGE = "average"
 REFERENCE = "plain/tuned"
+ALIKE = ("files", "max_length", "translation", "tuning")
+"""Settings in which rows are expected not to differ."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,9 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
             )
         )
     averaged = [average] if average is not None and any(average in row.scores for row in rows) else []
-    return Comparison((*tasks, *averaged), tuple(rows), reference, _notes(grouped))
+    return Comparison(
+        (*tasks, *averaged), tuple(rows), reference, (*_seeds_apart(grouped), *_rows_apart(grouped, reference))
+    )
 
 
 def label(variant: Variant) -> str:
@@ -172,16 +177,32 @@ def _order(variant: Variant, reference: str | None) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _notes(grouped: Mapping[Variant, Sequence[Result]]) -> tuple[str, ...]:
+def _seeds_apart(grouped: Mapping[Variant, Sequence[Result]]) -> Iterator[str]:
     """Name the settings in which seeds differ that are averaged."""
-    notes = []
     for variant, results in grouped.items():
-        for column in dict.fromkeys(result.column for result in results):
-            recipes = [result.recipe for result in results if result.column == column]
-            fields = sorted({name for recipe in recipes for name in recipe})
-            differing = [name for name in fields if any(r.get(name) != recipes[0].get(name) for r in recipes)]
+        for column, recipes in _recipes(results).items():
+            differing = _differing(recipes, {name for recipe in recipes for name in recipe})
             if differing:
-                notes.append(
-                    f"{label(variant)} of {variant.model} on {column.name}: seeds differ in {', '.join(differing)}"
-                )
-    return tuple(notes)
+                yield f"{label(variant)} of {variant.model} on {column.name}: seeds differ in {differing}"
+
+
+def _rows_apart(grouped: Mapping[Variant, Sequence[Result]], reference: str | None) -> Iterator[str]:
+    """Name the settings, other than what a row is about, in which it differs from what it is compared with."""
+    others = {variant.model: _recipes(results) for variant, results in grouped.items() if label(variant) == reference}
+    for variant, results in grouped.items():
+        for column, recipes in _recipes(results).items():
+            both = recipes[:1] + others.get(variant.model, {}).get(column, [])[:1]
+            differing = _differing(both, set(ALIKE).intersection(*both))
+            if differing:
+                yield f"{label(variant)} and {reference} of {variant.model} on {column.name} differ in {differing}"
+
+
+def _recipes(results: Iterable[Result]) -> dict[Column, list[Mapping[str, Any]]]:
+    found: dict[Column, list[Mapping[str, Any]]] = defaultdict(list)
+    for result in results:
+        found[result.column].append(result.recipe)
+    return dict(found)
+
+
+def _differing(recipes: Sequence[Mapping[str, Any]], fields: Iterable[str]) -> str:
+    return ", ".join(name for name in sorted(fields) if any(r.get(name) != recipes[0].get(name) for r in recipes))

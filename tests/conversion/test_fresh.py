@@ -1,6 +1,6 @@
 import pytest
 import torch
-from transformers import AutoModel, BertForMaskedLM
+from transformers import AutoModel, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 from collab_compress import CompressionError, FromScratch, from_config, read_factors
 
@@ -31,6 +31,16 @@ def test_projections_start_like_the_models_own(make_tiny):
     std = torch.cat([torch.cat([f.query, f.key]) for f in factors]).std()
     assert float(std) == pytest.approx(0.4, rel=0.05)
     assert all((f.content_bias == 0).all() for f in factors)
+
+
+def test_t5_starts_as_narrowly_as_unscaled_scores_need():
+    """T5 draws queries with deviation 1/√(D·d) and keys with 1/√D, by their names."""
+    config = T5Config(vocab_size=61, d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4)
+    torch.manual_seed(0)
+    factors = read_factors(from_config(config, FromScratch(rank=64), T5ForConditionalGeneration))
+    for part, expected in (("query", 1 / 32), ("key", 1 / 8)):
+        found = torch.cat([getattr(factor, part) for factor in factors.values()]).std()
+        assert float(found) == pytest.approx(expected, rel=0.05)
 
 
 def test_it_trains_and_comes_back(make_tiny, batch, tmp_path):

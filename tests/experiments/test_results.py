@@ -213,6 +213,17 @@ def test_settings_that_differ_between_seeds_are_noted(write, tmp_path):
     assert "plain/conv-again of minilm on mrpc: seeds differ in again" in notes
 
 
+def test_settings_that_differ_from_those_of_the_reference_are_noted(write, tmp_path):
+    write(80.0, recipe={"tuning": {"epochs": 3}, "max_length": 64, "heads": 0})
+    write(80.0, method="alphas", recipe={"tuning": {"epochs": 3}, "max_length": 64, "heads": 1})
+    assert table(tmp_path)[0].notes == ()
+    write(80.0, method="longer", recipe={"tuning": {"epochs": 4}, "max_length": 128})
+    write(80.0, method="elsewhere", recipe={"tuning": {"epochs": 4}, "model": "bert"})
+    assert table(tmp_path)[0].notes == (
+        "longer/tuned and plain/tuned of minilm on mrpc differ in max_length, tuning",
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
