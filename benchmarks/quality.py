@@ -1,6 +1,7 @@
 """Quality without retraining: STS-B of converted MiniLM embeddings, and MRPC of a converted classifier.
 
     python benchmarks/quality.py --data-dir DIR [--classifier DIR] [--dk 128 64] [--seeds 0 1 2] [--json FILE]
+    python benchmarks/quality.py --data-dir DIR --classifier DIR --dk 64 48 --calibration synthetic --recover 150
     python benchmarks/quality.py --data-dir DIR --form per-head --dk 195 130 65 49  # parameters of dk 192 128 64 48
 
 DIR holds the GLUE tasks in their original TSV layout (DIR/STS-B/dev.tsv, DIR/MRPC/dev.tsv). Fine-tune the
@@ -22,6 +23,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 from transformers.utils.logging import disable_progress_bar
 
 from collab_compress import Compression, compress
+from collab_compress.training import recover_
 
 
 def tsv(path: Path) -> list[list[str]]:
@@ -75,6 +77,8 @@ def sweep(name: str, dense, tokenizer, score: Callable[..., float], args) -> lis
                 model = copy.deepcopy(dense)
                 options = Compression(rank=rank, form=args.form, seed=seed, sweeps=args.sweeps, damping=args.damping)
                 report = compress(model, options, calibration, tokenizer)
+                if args.recover:
+                    recover_(model, dense, tokenizer, steps=args.recover, seed=seed, disable_tqdm=True)
                 scores.append(score(model, tokenizer, args.data_dir))
                 if report.drift is not None:
                     drifts.append(report.drift.relative_error)
@@ -99,6 +103,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--calibration", nargs="+", default=["synthetic", "none"])
     parser.add_argument("--sweeps", type=int)
+    parser.add_argument("--recover", type=int, default=0, metavar="STEPS", help="distil attention after converting")
     parser.add_argument("--damping", type=float, default=Compression(rank=1).damping)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -22,7 +22,7 @@ ALLOWED = {
     },
     "heads": {"errors", "architectures", "attention", "calibration", "checkpoint"},
     "analysis": {"errors", "architectures", "attention", "calibration", "conversion", "factorization", "heads"},
-    "training": {"errors", "architectures", "calibration", "losses", "heads"},
+    "training": {"errors", "architectures", "attention", "calibration", "losses", "heads"},
     "tasks": {"errors"},
     "metrics": {"errors"},
     "experiments": {"errors", "processes", "checkpoint", "conversion", "training", "tasks", "metrics"},

@@ -5,6 +5,7 @@ Vectors are (B, T, H, d), attention rows (B, H, T, S), masks (B, T) bool with Tr
 
 from collab_compress.losses.bhattacharyya import bhattacharyya
 from collab_compress.losses.disagreement import disagreement, disagreement_rows
+from collab_compress.losses.divergence import divergence
 from collab_compress.losses.hsic import hsic
 from collab_compress.losses.nuclear import nuclear_growth, nuclear_norm
 from collab_compress.losses.orthogonality import orthogonality
@@ -13,6 +14,7 @@ __all__ = [
     "bhattacharyya",
     "disagreement",
     "disagreement_rows",
+    "divergence",
     "hsic",
     "nuclear_growth",
     "nuclear_norm",

@@ -1,0 +1,187 @@
+"""Bring converted attention nearer to the dense model's, on tokens without labels."""
+
+from collections.abc import Sequence
+from copy import copy
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers.trainer_utils import TrainOutput
+
+from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.attention import is_collaborative
+from collab_compress.calibration import Batch, Calibration, calibration_batches
+from collab_compress.errors import HeadError
+from collab_compress.heads import Tap
+from collab_compress.losses import divergence
+
+
+def recover_(
+    model: PreTrainedModel,
+    dense: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    calibration: Calibration = "synthetic",
+    *,
+    steps: int = 150,
+    learning_rate: float = 1e-3,
+    seed: int = 0,
+    **arguments: Any,
+) -> TrainOutput:
+    """Bring the attention of a converted model nearer to the dense model's, without labels, in place.
+
+    `distil_` with the settings that were tried: Adam, a cosine after a rise over the first eighth of the steps, 16
+    sequences a step. Random tokens are repeated within a sequence (`with_copies`).
+
+    Args:
+        model: converted, in the shared or per-head form.
+        dense: the model it was converted from.
+        tokenizer: of both; as for `compress`.
+        calibration: as for `compress`; texts are fewer steps where there are fewer than 16 a step.
+        steps: at most how many.
+        learning_rate: at its highest.
+        seed: of tokens and order; the tokens are others than those of a conversion with the same seed.
+        arguments: more of `TrainingArguments`.
+
+    Returns:
+        What the `Trainer` says.
+
+    Raises:
+        HeadError: as for `distil_`.
+        CalibrationError: calibration data is missing or unusable.
+    """
+    batches = calibration_batches(calibration, dense, tokenizer, sequences=16 * steps, seed=seed + 1000)
+    if calibration == "synthetic" and "input_ids" in batches[0]:
+        separator = getattr(tokenizer, "sep_token_id", None)
+        batches = with_copies(batches, separator, getattr(dense.config, "type_vocab_size", 0) > 1, seed)
+    with TemporaryDirectory() as scratch:
+        settings = {
+            "output_dir": scratch, "num_train_epochs": 1, "learning_rate": learning_rate,
+            "adam_beta2": 0.99, "lr_scheduler_type": "cosine", "warmup_steps": 0.125, "seed": seed, "report_to": [],
+            "save_strategy": "no",
+        }  # fmt: skip
+        return distil_(model, dense, batches[:steps], TrainingArguments(**{**settings, **arguments}))
+
+
+def distil_(
+    model: PreTrainedModel, dense: PreTrainedModel, batches: Sequence[Batch], arguments: TrainingArguments
+) -> TrainOutput:
+    """Train the shared projections and mixing matrices of a converted model, and nothing else, in place.
+
+    The loss is the divergence of the model's attention rows from the dense model's, mean over converted modules. Both
+    models see the same tokens, and there is no dropout.
+
+    Args:
+        model: converted, in the shared or per-head form.
+        dense: the model it was converted from; moved to the device of the training.
+        batches: keyword arguments for the models, one batch a step, as `calibration_batches` makes them.
+        arguments: learning rate, schedule, epochs, precision and the rest.
+
+    Returns:
+        What the `Trainer` says: steps, mean loss, speed.
+
+    Raises:
+        HeadError: the model is not converted, or has other attention modules than the dense one.
+        UnsupportedModelError: the models' family is not known.
+    """
+    sites, others = (find_attention(each, FAMILIES) for each in (model, dense))
+    converted = [site.module for site in sites if is_collaborative(site.module)]
+    if not converted:
+        raise HeadError(f"{type(model).__name__} is not converted, so there is nothing to bring nearer")
+    if [site.name for site in sites] != [site.name for site in others]:
+        raise HeadError(
+            f"{type(dense).__name__} has other attention modules than {type(model).__name__}; pass the dense "
+            "model that was converted"
+        )
+    trained = {parameter for module in converted for parameter in _factors(module)}
+    before = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    mode = model.training
+    try:
+        for parameter in before:
+            parameter.requires_grad_(parameter in trained)
+        with Tap(model, "rows") as tap, Tap(dense, "rows") as target:
+            return _Distiller(model, dense, (tap, target), batches, arguments).train()
+    finally:
+        model.train(mode)
+        for parameter, requires_grad in before.items():
+            parameter.requires_grad_(requires_grad)
+
+
+def with_copies(batches: Sequence[Batch], separator: int | None, types: bool, seed: int = 0) -> list[Batch]:
+    """Let the second half of each sequence repeat tokens of its first half, in another order.
+
+    Random tokens never occur twice, so heads that look for equal tokens in another sentence show nothing of it. How
+    many tokens are repeated is drawn for each sequence, from none to all.
+
+    Args:
+        batches: random tokens without padding, (B, T) as `input_ids`; other than those and masks nothing is kept.
+        separator: token to put between the halves, or None.
+        types: whether to mark the second half, as the second text of a pair, by `token_type_ids`.
+        seed: of the draws.
+
+    Returns:
+        New batches; those with `decoder_input_ids` as they are.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        batch if "decoder_input_ids" in batch else _copied(batch["input_ids"], separator, types, generator)
+        for batch in batches
+    ]
+
+
+def _copied(tokens: Tensor, separator: int | None, types: bool, generator: torch.Generator) -> Batch:
+    ids, (rows, length) = tokens.clone(), tokens.shape
+    middle = length // 2
+    first, second = ids[:, 1:middle], ids[:, middle + 1 : length - 1]  # special tokens stand at the ends
+    count = min(first.shape[1], second.shape[1])
+    order = torch.rand(rows, first.shape[1], generator=generator).argsort(1)[:, :count]
+    repeated = torch.rand(rows, count, generator=generator) < torch.rand(rows, 1, generator=generator)
+    second[:, :count] = torch.where(repeated, first.gather(1, order), second[:, :count])
+    if separator is not None:
+        ids[:, middle] = separator
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if types:
+        batch["token_type_ids"] = (torch.arange(length) > middle).long().expand_as(ids)
+    return batch
+
+
+class _Distiller(Trainer):  # type: ignore[misc]
+    """A `Trainer` whose loss is the divergence of attention rows."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        dense: PreTrainedModel,
+        taps: tuple[Tap, Tap],
+        batches: Sequence[Batch],
+        arguments: TrainingArguments,
+    ) -> None:
+        one_batch = copy(arguments)
+        one_batch.per_device_train_batch_size = 1
+        super().__init__(model, one_batch, train_dataset=list(batches), data_collator=_first)
+        self.dense, self.taps = dense.eval().to(arguments.device), taps
+        self.model_accepts_loss_kwargs = False
+
+    def compute_loss(self, model: nn.Module, inputs: Batch, *_: Any, **__: Any) -> Tensor:
+        model.eval()
+        with torch.no_grad():
+            self.dense(**inputs)
+        model(**inputs)
+        losses = [
+            divergence(here.rows, there.rows, here.real.query)
+            for here, there in zip(*(tap.take() for tap in self.taps), strict=True)
+            if is_collaborative(here.site.module) and here.rows is not None and there.rows is not None
+        ]
+        return torch.stack(losses).mean()
+
+
+def _factors(module: Any) -> list[nn.Parameter]:
+    """Shared projections and mixing matrix of a converted module; the per-head form has a fixed one."""
+    spec = module.collaborative
+    projections = [module.get_submodule(path).proj.weight for path in (spec.query, spec.key)]
+    return projections + ([module.mixing] if isinstance(module.mixing, nn.Parameter) else [])
+
+
+def _first(batches: list[Batch]) -> Batch:
+    return batches[0]

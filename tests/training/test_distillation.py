@@ -1,0 +1,90 @@
+import copy
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from collab_compress import Compression, compress
+from collab_compress.errors import HeadError
+from collab_compress.heads import Tap
+from collab_compress.losses import divergence
+from collab_compress.training import distil_, recover_, with_copies
+
+
+def arguments(folder):
+    return TrainingArguments(
+        str(folder), num_train_epochs=4, learning_rate=1e-2, report_to=[], save_strategy="no", disable_tqdm=True,
+        use_cpu=True,
+    )  # fmt: skip
+
+
+def apart(model, dense, batch):
+    with torch.no_grad(), Tap(model, "rows") as tap, Tap(dense, "rows") as target:
+        model(**batch)
+        dense(**batch)
+        pairs = zip(tap.take(), target.take(), strict=True)
+        return sum(divergence(one.rows, other.rows, one.real.query) for one, other in pairs).item()
+
+
+@pytest.mark.parametrize("form", ["shared", "per-head"])
+def test_attention_comes_nearer_and_nothing_else_moves(family, form, make_tiny, batch, calibration, tmp_path):
+    dense = make_tiny(family).train()
+    model = copy.deepcopy(dense)
+    compress(model, Compression(rank=6, form=form), calibration=None)
+    next(iter(model.parameters())).requires_grad_(False)
+    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    before, distance = copy.deepcopy(model.state_dict()), apart(model.eval(), dense.eval(), batch)
+    model.train()
+    done = distil_(model, dense, calibration, arguments(tmp_path))
+    assert done.global_step == 4 * len(calibration)
+    assert apart(model.eval(), dense, batch) < 0.9 * distance
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    projections = {name for name in before if name.endswith((".proj.weight", ".mixing"))}
+    fixed = {name for name in projections if form == "per-head" and name.endswith(".mixing")}
+    assert moved == projections - fixed
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == trainable
+
+
+def test_what_cannot_be_distilled(make_tiny, calibration, tmp_path):
+    dense, model = make_tiny("bert"), make_tiny("bert")
+    with pytest.raises(HeadError, match="BertModel is not converted, so there is nothing to bring nearer"):
+        distil_(model, dense, calibration, arguments(tmp_path))
+    compress(model, Compression(rank=6), calibration=None)
+    with pytest.raises(HeadError, match="AlbertModel has other attention modules than BertModel; pass the dense"):
+        distil_(model, make_tiny("albert"), calibration, arguments(tmp_path))
+
+
+def test_copies():
+    ids = torch.arange(4 * 32).view(4, 32)
+    (batch,) = with_copies([{"input_ids": ids, "attention_mask": torch.ones_like(ids)}], 999, True)
+    found, types = batch["input_ids"], batch["token_type_ids"]
+    assert torch.equal(found[:, :16], ids[:, :16])
+    assert (found[:, 16] == 999).all()
+    assert torch.equal(found[:, -1], ids[:, -1])
+    repeated = [set(row[17:31].tolist()) & set(row[1:16].tolist()) for row in found]
+    assert len({len(each) for each in repeated}) > 1
+    for row, same, before in zip(found, repeated, ids, strict=True):
+        others = set(row[17:31].tolist()) - same
+        assert others <= set(before[17:31].tolist())
+        assert len(others) + len(same) == 14  # no token is repeated twice
+    assert types.tolist() == [[0] * 17 + [1] * 15] * 4
+
+
+def test_copies_without_separator_and_beside_targets():
+    ids = torch.arange(32)[None]
+    (batch,) = with_copies([{"input_ids": ids}], None, False, seed=1)
+    assert batch.keys() == {"input_ids", "attention_mask"}
+    assert batch["input_ids"][0, 16] == 16
+    pair = {"input_ids": ids, "decoder_input_ids": ids}
+    assert with_copies([pair], None, False) == [pair]
+
+
+def test_recovery_from_random_tokens_that_repeat(minilm, minilm_tokenizer):
+    """A few steps; what they do is tested above."""
+    minilm.encoder.layer = minilm.encoder.layer[:2]
+    model = copy.deepcopy(minilm)
+    compress(model, Compression(rank=48), calibration=None)
+    done = recover_(model, minilm, minilm_tokenizer, steps=3, disable_tqdm=True, use_cpu=True, logging_steps=1)
+    assert done.global_step == 3
+    texts = ["one text", "another text"]
+    assert recover_(model, minilm, minilm_tokenizer, texts, steps=3, disable_tqdm=True, use_cpu=True).global_step == 1
