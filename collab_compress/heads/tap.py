@@ -64,7 +64,7 @@ class Tap:
 
     Raises:
         UnsupportedModelError: the model's family is not known.
-        HeadError: keys of a collaborative module are wanted, whose heads have none of their own.
+        HeadError: keys of a converted module are wanted, whose heads share them or have some of different widths.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Tap:
         self.sites = find_attention(model, FAMILIES, kinds=kinds)
         for site in self.sites:
             if "keys" in self.parts and hasattr(site.module, "collaborative"):
-                raise HeadError(f"{site.name} is collaborative: all heads share its keys, so there are none per head")
+                raise HeadError(f"{site.name} is converted: its heads have no keys of one width each to be read")
         self._readings: list[Reading] = []
         self._real: dict[Kind, RealTokens] | None = None  # None between forward passes
         self._differentiable = False

@@ -293,5 +293,5 @@ def test_refusals(make_tiny):
     with pytest.raises(UnsupportedModelError, match=r"with kind cross; the attention modules are .* \(encoder\)"):
         Tap(model, kinds=("cross",))
     compress(model, Compression(rank=5), calibration=None)
-    with pytest.raises(HeadError, match="collaborative: all heads share its keys"):
+    with pytest.raises(HeadError, match="is converted: its heads have no keys of one width"):
         Tap(model, ("keys",))
