@@ -37,7 +37,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Source:
-    """A dense model as it was found.
+    """A model as it was found.
 
     Args:
         name: short name for titles and output directories.
@@ -52,14 +52,18 @@ class Source:
     tokenizer: Any
 
 
-def load_source(name: str) -> Source:
+def load_source(name: str, edited: bool = False) -> Source:
     """Load MODEL: `minilm`, a local directory, or a name on the hub.
+
+    Args:
+        name: what was typed.
+        edited: whether a model may be converted already.
 
     Raises:
         CheckpointError: it cannot be found, read, or trusted to be whole.
     """
     directory = find_directory(name)
-    model = load_model(directory)
+    model = load_model(directory, edited)
     title = Path(name).resolve().name if Path(name).expanduser().is_dir() else name.rpartition("/")[2]
     return Source(title, directory, model, load_tokenizer(directory))
 
@@ -94,8 +98,12 @@ def find_directory(name: str) -> Path:
         ) from error
 
 
-def load_model(directory: Path) -> PreTrainedModel:
+def load_model(directory: Path, edited: bool = False) -> PreTrainedModel:
     """Load the class that the config names, in the checkpoint's own dtype, from safetensors only.
+
+    Args:
+        directory: where its files are.
+        edited: whether it may be converted already.
 
     Raises:
         CheckpointError: config or weights are missing, damaged, incomplete, not finite, or already converted.
@@ -104,7 +112,7 @@ def load_model(directory: Path) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(directory)
     except Exception as error:
         raise CheckpointError(f"cannot read {directory / 'config.json'}: {_first_line(error)}") from error
-    _refuse_edited(directory, config)
+    _refuse_quantized(directory, config, edited)
     model_class = _model_class(directory, config)
     try:
         model, found = model_class.from_pretrained(
@@ -164,14 +172,16 @@ def _embedded_directory() -> Path:
     return Path(get_model_path())
 
 
-def _refuse_edited(directory: Path, config: Any) -> None:
+def _refuse_quantized(directory: Path, config: Any, edited: bool) -> None:
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
         return
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+    if method == METHOD and edited:
+        return
     if method == METHOD:
         raise CheckpointError(f"{directory} is already converted; start from the dense checkpoint")
-    raise CheckpointError(f"{directory} is quantized ({method}); convert the unquantized checkpoint instead")
+    raise CheckpointError(f"{directory} is quantized ({method}); take the unquantized checkpoint instead")
 
 
 def _model_class(directory: Path, config: Any) -> type[PreTrainedModel]:

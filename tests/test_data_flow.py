@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = [
     "factorization", "architectures", "attention", "calibration", "checkpoint", "conversion", "losses", "heads",
-    "analysis", "training", "tasks", "metrics", "experiments",
+    "analysis", "report", "training", "tasks", "metrics", "experiments",
 ]  # fmt: skip
 ALLOWED = {
     "factorization": set(),
@@ -22,6 +22,7 @@ ALLOWED = {
     },
     "heads": {"errors", "architectures", "attention", "calibration", "checkpoint"},
     "analysis": {"errors", "architectures", "attention", "calibration", "conversion", "factorization", "heads"},
+    "report": {"errors", "architectures", "calibration", "checkpoint", "conversion", "heads", "analysis"},
     "training": {"errors", "architectures", "attention", "calibration", "losses", "heads"},
     "tasks": {"errors"},
     "metrics": {"errors"},

@@ -49,13 +49,11 @@ def layer_covariance(
         CalibrationError: as for `head_covariances`.
         UnsupportedModelError: as for `head_covariances`.
     """
-    together = _Together(unit)
-
-    def consume(shown: list[Shown]) -> None:
-        together.add(by_name({use: real_vectors(reading, part) for use, reading in shown[0]}))
-
-    read_heads([model], batches, part, consume, kinds=kinds, modules=modules, progress=progress)
-    return together.result("the layers")
+    layers = LayerCovariance(unit, part)
+    read_heads(
+        [model], batches, part, lambda shown: layers.take(shown[0]), kinds=kinds, modules=modules, progress=progress
+    )
+    return layers.result()
 
 
 def model_covariances(
@@ -110,6 +108,36 @@ def model_covariances(
     if missing:
         raise HeadError(f"the model has no attention of these kinds at {', '.join(sorted(missing))}; check the pairs")
     return by_name({use: together.result(use.name) for use, together in gathered.items()})
+
+
+class LayerCovariance:
+    """Gathers what `layer_covariance` gives; rides along as a `Rider`.
+
+    Args:
+        unit: as for `layer_covariance`.
+        part: as for `layer_covariance`.
+        kinds: which kinds of attention to take of what is shown.
+    """
+
+    def __init__(self, unit: Unit = "layer", part: Part = "outputs", kinds: Collection[Kind] = KINDS) -> None:
+        self.part, self.kinds, self._together = part, kinds, _Together(unit)
+
+    def take(self, shown: Shown) -> None:
+        """Add one more batch.
+
+        Raises:
+            HeadError: layers see different tokens.
+        """
+        chosen = {use: reading for use, reading in shown if reading.site.kind in self.kinds}
+        self._together.add(by_name({use: real_vectors(reading, self.part) for use, reading in chosen.items()}))
+
+    def result(self) -> JointCovariance:
+        """Give the covariance of all layers.
+
+        Raises:
+            HeadError: fewer than two real tokens, or numbers that are not finite.
+        """
+        return self._together.result("the layers")
 
 
 class _Together:

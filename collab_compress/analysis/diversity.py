@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.stream import Batches, Progress, Shown, Use, by_name, read_heads, real_vectors
+from collab_compress.analysis.means import Means
+from collab_compress.analysis.stream import Batches, Progress, read_heads
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.errors import HeadError
-from collab_compress.heads import Part, average_distance, confidence
+from collab_compress.heads import average_distance, confidence
 
 Measure = Literal["cosine", "difference", "l2"]
 
@@ -81,10 +82,9 @@ def discrepancy(
         CalibrationError: the model does not take such batches.
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
-    if of not in ("outputs", "rows"):
-        raise HeadError(f"cannot measure discrepancy of heads' {of!r}; expected 'outputs' or 'rows'")
-    means = _means(model, batches, of, _distances, kinds, modules, progress)
-    return {name: Discrepancy(cosine + 1, l2) for name, (cosine, l2) in means.items()}
+    rider = Discrepancies(of)
+    _run(model, batches, rider, kinds, modules, progress)
+    return rider.result()
 
 
 def discrepancy_growth(
@@ -148,8 +148,9 @@ def overlap(
         CalibrationError: as for `discrepancy`.
         UnsupportedModelError: as for `discrepancy`.
     """
-    means = _means(model, batches, "rows", _coefficients, kinds, modules, progress)
-    return {name: coefficients for name, (coefficients,) in means.items()}
+    rider = Overlaps()
+    _run(model, batches, rider, kinds, modules, progress)
+    return rider.result()
 
 
 def _distances(vectors: Tensor) -> tuple[Tensor, ...]:
@@ -167,30 +168,41 @@ def _coefficients(rows: Tensor) -> tuple[Tensor, ...]:
     return (torch.einsum("nhs,ngs->hg", roots, roots),)
 
 
-def _means(
-    model: PreTrainedModel,
-    batches: Batches,
-    part: Part,
-    measure: Callable[[Tensor], tuple[Tensor, ...]],
-    kinds: Collection[Kind],
-    modules: str,
-    progress: Progress,
-) -> dict[str, tuple[Tensor, ...]]:
-    """Average sums over positions, (H, H) each, over all real queries."""
-    sums: dict[Use, list[Tensor]] = {}
-    counts: dict[Use, int] = {}
+class Discrepancies(Means):
+    """Gathers what `discrepancy` gives.
 
-    def consume(shown: list[Shown]) -> None:
-        for use, reading in shown[0]:
-            vectors = real_vectors(reading, part)  # (N, H, w)
-            new = [each.cpu() for each in measure(vectors.double())]
-            sums[use] = [old + each for old, each in zip(sums[use], new, strict=True)] if use in sums else new
-            counts[use] = counts.get(use, 0) + len(vectors)
+    Args:
+        of: as for `discrepancy`.
 
-    read_heads([model], batches, part, consume, kinds=kinds, modules=modules, progress=progress)
-    for use, totals in sums.items():
-        if not counts[use]:
-            raise HeadError(f"{use.name} saw no token that is no padding; pass batches with real tokens")
-        if not all(bool(total.isfinite().all()) for total in totals):
-            raise HeadError(f"{use.name}: what its heads compute is not finite; look for NaN or infinity in weights")
-    return by_name({use: tuple(total / counts[use] for total in totals) for use, totals in sums.items()})
+    Raises:
+        HeadError: `of` is neither.
+    """
+
+    def __init__(self, of: Literal["outputs", "rows"] = "outputs") -> None:
+        if of not in ("outputs", "rows"):
+            raise HeadError(f"cannot measure discrepancy of heads' {of!r}; expected 'outputs' or 'rows'")
+        super().__init__(of, _distances)
+
+    def result(self) -> dict[str, Discrepancy]:
+        """Give the matrices of each module."""
+        return {name: Discrepancy(cosine + 1, l2) for name, (cosine, l2) in self.means().items()}
+
+
+class Overlaps(Means):
+    """Gathers what `overlap` gives."""
+
+    def __init__(self) -> None:
+        super().__init__("rows", _coefficients)
+
+    def result(self) -> dict[str, Tensor]:
+        """Give the matrix of each module."""
+        return {name: coefficients for name, (coefficients,) in self.means().items()}
+
+
+def _run(
+    model: PreTrainedModel, batches: Batches, rider: Means, kinds: Collection[Kind], modules: str, progress: Progress
+) -> None:
+    read_heads(
+        [model], batches, rider.part, lambda shown: rider.take(shown[0]), kinds=kinds, modules=modules,
+        progress=progress,
+    )  # fmt: skip

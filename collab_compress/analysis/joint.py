@@ -87,6 +87,31 @@ class JointCovariance:
         powers = torch.stack([squares[self._slice(block)].sum() for block in range(len(self.widths))])
         return rounding_variance(powers, torch.tensor(self.widths), self.precision)
 
+    def only(self, blocks: range) -> JointCovariance:
+        """Pick blocks that lie beside each other, all to be compared with all: the heads of one of several layers."""
+        part = slice(sum(self.widths[: blocks.start]), sum(self.widths[: blocks.stop]))
+        return JointCovariance(
+            self.labels[blocks.start : blocks.stop], self.widths[blocks.start : blocks.stop], self.mean[part],
+            self.matrix[part, part], self.count, self.precision,
+        )  # fmt: skip
+
+    def merged(self, sizes: Sequence[int], labels: Sequence[str], leading: int = 0) -> JointCovariance:
+        """Join neighbouring blocks into wider ones: heads into layers.
+
+        Args:
+            sizes: how many blocks make each new one, in order; all of them together.
+            labels: names of the new blocks.
+            leading: as for the class, in new blocks.
+
+        Raises:
+            HeadError: there are not as many blocks as that.
+        """
+        if sum(sizes) != len(self.widths) or len(labels) != len(sizes):
+            raise HeadError(f"cannot join {len(self.widths)} blocks into {len(labels)} of {list(sizes)}")
+        stops = [sum(sizes[: place + 1]) for place in range(len(sizes))]
+        widths = tuple(sum(self.widths[stop - size : stop]) for stop, size in zip(stops, sizes, strict=True))
+        return JointCovariance(tuple(labels), widths, self.mean, self.matrix, self.count, self.precision, leading)
+
     def _slice(self, block: int) -> slice:
         start = sum(self.widths[:block])
         return slice(start, start + self.widths[block])

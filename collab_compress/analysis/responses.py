@@ -43,18 +43,12 @@ def head_covariances(
         CalibrationError: the model does not take such batches.
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
-    running: dict[Use, RunningCovariance] = {}
-
-    def consume(shown: list[Shown]) -> None:
-        for use, reading in shown[0]:
-            vectors = real_vectors(reading, part)  # (N, H, d)
-            if use not in running:
-                running[use] = RunningCovariance((vectors.shape[2],) * vectors.shape[1])
-            running[use].add(vectors.flatten(1))
-
-    read_heads([model], batches, part, consume, kinds=kinds, modules=modules, progress=progress)
-    labels = {use: tuple(map(str, range(len(found.widths)))) for use, found in running.items()}
-    return by_name({use: found.result(labels[use], use.name) for use, found in running.items()})
+    covariances = Covariances(part)
+    read_heads(
+        [model], batches, part, lambda shown: covariances.take(shown[0]), kinds=kinds, modules=modules,
+        progress=progress,
+    )  # fmt: skip
+    return covariances.result()
 
 
 def head_samples(
@@ -88,17 +82,72 @@ def head_samples(
         CalibrationError: as for `head_covariances`.
         UnsupportedModelError: as for `head_covariances`.
     """
-    if tokens < 1:
-        raise HeadError(f"got {tokens} tokens to draw; expected at least 1")
-    draws: dict[Use, tuple[torch.Generator, Tensor, Tensor]] = {}
+    samples = Samples(tokens, seed, part)
+    read_heads(
+        [model], batches, part, lambda shown: samples.take(shown[0]), kinds=kinds, modules=modules, progress=progress
+    )
+    return samples.result()
 
-    def consume(shown: list[Shown]) -> None:
-        for use, reading in shown[0]:
-            found = real_vectors(reading, part).cpu()
-            generator, lots, kept = draws.get(use, (torch.Generator().manual_seed(seed), torch.empty(0), found[:0]))
+
+class Covariances:
+    """Gathers what `head_covariances` gives; rides along as a `Rider`.
+
+    Args:
+        part: as for `head_covariances`.
+        kinds: which kinds of attention to take of what is shown.
+    """
+
+    def __init__(self, part: Part = "outputs", kinds: Collection[Kind] = KINDS) -> None:
+        self.part, self.kinds = part, kinds
+        self._running: dict[Use, RunningCovariance] = {}
+
+    def take(self, shown: Shown) -> None:
+        """Add one more batch."""
+        for use, reading in shown:
+            if reading.site.kind in self.kinds:
+                vectors = real_vectors(reading, self.part)  # (N, H, d)
+                if use not in self._running:
+                    self._running[use] = RunningCovariance((vectors.shape[2],) * vectors.shape[1])
+                self._running[use].add(vectors.flatten(1))
+
+    def result(self) -> dict[str, JointCovariance]:
+        """Give the covariance of each module's heads.
+
+        Raises:
+            HeadError: a module saw fewer than two real tokens, or numbers that are not finite.
+        """
+        labels = {use: tuple(map(str, range(len(found.widths)))) for use, found in self._running.items()}
+        return by_name({use: found.result(labels[use], use.name) for use, found in self._running.items()})
+
+
+class Samples:
+    """What heads answer at tokens that are drawn as they come; rides along as a `Rider`.
+
+    Args:
+        tokens: as for `head_samples`.
+        seed: as for `head_samples`.
+        part: as for `head_samples`.
+
+    Raises:
+        HeadError: no tokens are asked for.
+    """
+
+    def __init__(self, tokens: int, seed: int = 0, part: Part = "outputs") -> None:
+        if tokens < 1:
+            raise HeadError(f"got {tokens} tokens to draw; expected at least 1")
+        self.tokens, self.seed, self.part = tokens, seed, part
+        self._draws: dict[Use, tuple[torch.Generator, Tensor, Tensor]] = {}
+
+    def take(self, shown: Shown) -> None:
+        """Draw from one more batch."""
+        for use, reading in shown:
+            found = real_vectors(reading, self.part).cpu()
+            new = torch.Generator().manual_seed(self.seed), torch.empty(0), found[:0]
+            generator, lots, kept = self._draws.get(use, new)
             lots = torch.cat([lots, torch.rand(len(found), generator=generator)])
-            best = lots.argsort()[:tokens]
-            draws[use] = generator, lots[best], torch.cat([kept, found])[best]
+            best = lots.argsort()[: self.tokens]
+            self._draws[use] = generator, lots[best], torch.cat([kept, found])[best]
 
-    read_heads([model], batches, part, consume, kinds=kinds, modules=modules, progress=progress)
-    return by_name({use: kept for use, (_, _, kept) in draws.items()})
+    def result(self) -> dict[str, Tensor]:
+        """Give what was drawn, as `head_samples` does."""
+        return by_name({use: kept for use, (_, _, kept) in self._draws.items()})

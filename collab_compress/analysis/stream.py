@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from fnmatch import fnmatch
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -97,6 +97,34 @@ def read_heads(
             consume(shown)
     if not given:
         raise HeadError("no batches to run the model on; pass some, and a list where they are read more than once")
+
+
+class Rider(Protocol):
+    """Takes in what heads show while another measure runs the model."""
+
+    part: Part
+
+    def take(self, shown: Shown) -> None:
+        """Take in what one batch showed, in the order in which modules were used."""
+
+
+def riding(
+    model: PreTrainedModel, batches: Batches, riders: Sequence[Rider], kinds: Collection[Kind] = KINDS
+) -> Iterator[Mapping[str, Tensor]]:
+    """Yield batches for another measure, and show riders what heads did with each, so that one pass serves all.
+
+    Args:
+        model: that the other measure runs on each batch before it asks for the next.
+        batches: keyword arguments for the model.
+        riders: what is to see them too.
+        kinds: which kinds of attention.
+    """
+    with Tap(model, {rider.part for rider in riders}, kinds) as tap:
+        for batch in batches:
+            yield batch
+            shown = _uses(tap.take(), "*")
+            for rider in riders:
+                rider.take(shown)
 
 
 def by_name(values: Mapping[Use, _Value]) -> dict[str, _Value]:

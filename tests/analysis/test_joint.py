@@ -92,3 +92,20 @@ def test_numbers_that_are_not_finite_are_refused(bad, where):
 def test_representations_must_fit(shapes):
     with pytest.raises(HeadError, match="do not fit together"):
         JointCovariance.of([torch.ones(shape) for shape in shapes])
+
+
+def test_blocks_are_picked_and_joined(draw):
+    parts = [draw(heads=1, width=width, seed=width).flatten(1) for width in (2, 3, 4)]
+    joint = JointCovariance.of(parts)
+    some, wide = joint.only(range(1, 3)), joint.merged([2, 1], ["first", "second"], leading=1)
+    expected = JointCovariance.of(parts[1:])
+    assert (some.labels, some.widths) == (("1", "2"), (3, 4))
+    torch.testing.assert_close(some.matrix, expected.matrix)
+    torch.testing.assert_close(some.mean, expected.mean)
+    expected = JointCovariance.of([torch.cat(parts[:2], 1), parts[2]], leading=1)
+    assert (wide.labels, wide.widths, wide.rows, wide.columns) == (
+        ("first", "second"), expected.widths, expected.rows, expected.columns,
+    )  # fmt: skip
+    torch.testing.assert_close(wide.matrix, expected.matrix)
+    with pytest.raises(HeadError, match="cannot join 3 blocks into 2"):
+        joint.merged([1, 1], ["first", "second"])

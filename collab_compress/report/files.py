@@ -1,0 +1,86 @@
+"""Write what was found: numbers as JSON, tables as CSV, and the page."""
+
+import csv
+import io
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from collab_compress.checkpoint.directory import whole_directory
+from collab_compress.report.findings import Findings
+from collab_compress.report.page import render_page
+from collab_compress.report.section import Section, Table
+
+DIGITS = 6
+PAGE, NUMBERS = "index.html", "numbers.json"
+
+
+def write_findings(findings: Findings, directory: Path) -> None:
+    """Write `index.html`, `numbers.json`, and `SECTION-TABLE.csv` for each table; all of it or nothing.
+
+    Numbers have six significant digits. What is not defined is null in JSON and empty in CSV.
+
+    Args:
+        findings: what was found.
+        directory: where to; must not exist.
+
+    Raises:
+        CheckpointError: it exists, or nothing can be written there.
+    """
+    page, numbers = render_page(findings), json.dumps(to_json(findings), allow_nan=False, indent=1)
+    with whole_directory(directory) as partial:
+        (partial / PAGE).write_text(page, encoding="utf-8")
+        (partial / NUMBERS).write_text(numbers + "\n", encoding="utf-8")
+        for section in findings.sections:
+            for table in section.tables:
+                (partial / f"{section.name}-{table.name}.csv").write_text(to_csv(table), encoding="utf-8")
+
+
+def to_json(findings: Findings) -> dict[str, Any]:
+    """Give what was found in JSON types."""
+    return {
+        "title": findings.title,
+        "facts": findings.facts,
+        "highlights": findings.highlights,
+        "sections": {section.name: _section(section) for section in findings.sections},
+        "omitted": findings.omitted,
+    }
+
+
+def to_csv(table: Table) -> str:
+    """Give a table with a header line; units stand in brackets."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([f"{column.name} [{column.unit}]" if column.unit else column.name for column in table.columns])
+    writer.writerows([["" if cell is None else _rounded(cell) for cell in row] for row in table.rows])
+    return file.getvalue()
+
+
+def _section(section: Section) -> dict[str, Any]:
+    tables = {
+        table.name: {
+            "title": table.title,
+            "columns": [asdict(column) for column in table.columns],
+            "rows": _rounded(table.rows),
+        }
+        for table in section.tables
+    }
+    return {
+        "title": section.title,
+        "reading": section.reading,
+        "source": section.source,
+        "tables": tables,
+        "pictures": [_rounded(asdict(picture)) for picture in section.pictures],
+    }
+
+
+def _rounded(value: Any) -> Any:
+    """Round floats anywhere in a value."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(each) for each in value]
+    return value

@@ -1,0 +1,220 @@
+"""What a report is made of: sections of tables and pictures, as plain data that page and files are written from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Literal, TypeAlias
+
+from torch import Tensor
+
+Cell: TypeAlias = str | int | float | None
+Numbers: TypeAlias = "Tensor | Sequence[float | int | None]"
+Scale: TypeAlias = Literal["sequential", "diverging"]
+Weight: TypeAlias = Literal["line", "faint", "bold", "dashed"]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Args:
+        name: what stands in it.
+        unit: what it is counted in, as `ms` or `%`; empty where there is none.
+    """
+
+    name: str
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Args:
+        name: short name, for files.
+        title: one line.
+        columns: what stands in each.
+        rows: a cell for each column; numbers that are not finite become None, which is shown as –.
+    """
+
+    name: str
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+    def __post_init__(self) -> None:
+        rows = tuple(tuple(defined(cell) for cell in row) for row in self.rows)
+        if any(len(row) != len(self.columns) for row in rows):
+            raise ValueError(f"table {self.name}: expected {len(self.columns)} cells in every row")
+        object.__setattr__(self, "rows", rows)
+
+
+@dataclass(frozen=True)
+class Heatmap:
+    """One matrix of a picture.
+
+    Args:
+        title: one or two words.
+        values: (rows, columns); what is not finite becomes None and is left blank.
+        rows: names of the rows; empty for none.
+        columns: names of the columns; empty for none.
+    """
+
+    title: str
+    values: tuple[tuple[float | None, ...], ...]
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Heatmaps:
+    """A picture of matrices on one scale.
+
+    Args:
+        title: what it shows.
+        reading: one line that says how to read it.
+        source: the paper's short name and figure that it is after, or where else it comes from.
+        maps: the matrices.
+        low: value of the palest cell; with a diverging scale, of the cell farthest below 0.
+        high: value of the strongest cell.
+        scale: one hue, or two that meet at 0.
+        row_label: what rows are.
+        column_label: what columns are.
+        unit: of the values.
+    """
+
+    title: str
+    reading: str
+    source: str
+    maps: tuple[Heatmap, ...]
+    low: float
+    high: float
+    scale: Scale = "sequential"
+    row_label: str = ""
+    column_label: str = ""
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One curve.
+
+    Args:
+        name: for the legend; curves of the same name share an entry and a colour, no name has none.
+        x: ascending.
+        y: as many; what is not finite becomes None and interrupts the curve.
+        weight: how it is drawn.
+    """
+
+    name: str
+    x: tuple[float | None, ...]
+    y: tuple[float | None, ...]
+    weight: Weight = "line"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "x", numbers(self.x))
+        object.__setattr__(self, "y", numbers(self.y))
+        if len(self.x) != len(self.y):
+            raise ValueError(f"curve {self.name}: {len(self.x)} and {len(self.y)} numbers; expected as many of both")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves in one coordinate system.
+
+    Args:
+        title: one or two words.
+        curves: drawn in this order, later ones on top.
+    """
+
+    title: str
+    curves: tuple[Curve, ...]
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A picture of curves, in panels on the same scale of y.
+
+    Args:
+        title: what it shows.
+        reading: one line that says how to read it.
+        source: as for `Heatmaps`.
+        panels: coordinate systems side by side.
+        x_label: what x is, with its unit.
+        y_label: what y is, with its unit.
+        bottom: least y of the axis, or None to fit.
+        top: greatest y of the axis, or None to fit.
+        log: whether both axes are logarithmic.
+    """
+
+    title: str
+    reading: str
+    source: str
+    panels: tuple[Panel, ...]
+    x_label: str
+    y_label: str
+    bottom: float | None = None
+    top: float | None = None
+    log: bool = False
+
+
+Picture: TypeAlias = Heatmaps | Curves
+
+
+@dataclass(frozen=True)
+class Section:
+    """What one group of measures found.
+
+    Args:
+        name: short name, for options and files.
+        title: heading.
+        reading: a few sentences: what is measured, on how much, and what it does not say.
+        source: the papers' short names and sections.
+        tables: tables.
+        pictures: pictures.
+        highlights: the most telling numbers, a sentence each.
+    """
+
+    name: str
+    title: str
+    reading: str
+    source: str
+    tables: tuple[Table, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    highlights: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Omitted:
+    """Why a section is not there.
+
+    Args:
+        reason: one line.
+    """
+
+    reason: str
+
+
+def defined(cell: Cell) -> Cell:
+    """Give a cell, or None for a number that is not finite."""
+    return None if isinstance(cell, float) and not isfinite(cell) else cell
+
+
+def numbers(values: Numbers) -> tuple[float | None, ...]:
+    """Turn a vector (n,) or a list into numbers, None for those that are not finite."""
+    listed: Iterable[float | int | None] = values.tolist() if isinstance(values, Tensor) else values
+    return tuple(None if value is None or not isfinite(value) else float(value) for value in listed)
+
+
+def heatmap(title: str, matrix: Tensor, rows: Sequence[str] = (), columns: Sequence[str] = ()) -> Heatmap:
+    """Make a heatmap of a matrix (rows, columns)."""
+    return Heatmap(title, tuple(numbers(row) for row in matrix), tuple(rows), tuple(columns))
+
+
+def ragged(title: str, vectors: Sequence[Tensor], rows: Sequence[str]) -> Heatmap:
+    """Make a heatmap of vectors of any length, a row each, blank where one is shorter than the longest."""
+    longest = max(map(len, vectors))
+    values = tuple(numbers(vector) + (None,) * (longest - len(vector)) for vector in vectors)
+    return Heatmap(title, values, tuple(rows), tuple(map(str, range(longest))))

@@ -1,0 +1,181 @@
+"""What attention costs: parameters, multiply-accumulates, T*, key cache, measured latency; the paper's Table 1."""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from math import isinf
+
+from transformers import PreTrainedModel
+
+from collab_compress.analysis import Latency, ModuleCost, module_costs, module_latency, paper_table_1
+from collab_compress.calibration import Batch, run_batch, running
+from collab_compress.conversion.compress import compress
+from collab_compress.conversion.expand import expand
+from collab_compress.conversion.factors import read_factors
+from collab_compress.conversion.options import Compression
+from collab_compress.errors import CollabCompressError
+from collab_compress.heads import Tap
+from collab_compress.report.section import Cell, Column, Curve, Curves, Omitted, Panel, Picture, Section, Table
+from collab_compress.report.study import Study
+
+LENGTH = 128
+COUNTED = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+def cost(study: Study) -> Section | Omitted:
+    """Show what attention costs in both forms."""
+    rank = study.look.dk or max(1, min(site.width for site in study.sites) // 3)
+    costs = module_costs(study.model, LENGTH, rank=rank)
+    try:
+        timed, untimed = _latencies(study, rank), ""
+    except CollabCompressError as error:
+        timed, untimed = [], f" Latency was not measured: {error}."
+    tables = [_modules(study, costs), *([_latency_table(study, timed)] if timed else []), _paper()]
+    pictures: list[Picture] = [_macs(study, rank), *([_latency_picture(timed)] if timed else [])]
+    what = (
+        "converted modules as they are"
+        if study.converted
+        else f"dense modules, and what dk = {rank} would make of them"
+    )
+    return Section(
+        "cost",
+        "What attention costs",
+        f"Queries and keys of {what}; values and output projection cost the same in both forms. Beyond T* tokens "
+        "converted scores take more operations than dense ones. Latencies are of whole attention modules on this "
+        f"machine, dense and converted in turns, medians of {study.look.rounds} rounds." + untimed,
+        "Collaborate, section 3.4 and Table 1",
+        tuple(tables), tuple(pictures), _highlights(costs, timed),
+    )  # fmt: skip
+
+
+def _latencies(study: Study, rank: int) -> list[Latency]:
+    dense, converted = _pair(study, rank)
+    told, inputs = study.progress("latency"), None
+    if study.model.main_input_name == "input_ids":
+        most = getattr(study.model.config, "max_position_embeddings", None) or max(study.look.lengths, default=0)
+        lengths = [length for length in study.look.lengths if length <= most]
+    else:
+        (image,) = study.some(1)
+        lengths, inputs = [_length(study.model, image)], lambda _: image
+    return module_latency(
+        dense, converted, lengths, inputs=inputs, rounds=study.look.rounds, seed=study.look.seed, progress=told
+    )
+
+
+def _length(model: PreTrainedModel, batch: Batch) -> int:
+    """Count the tokens that an input becomes."""
+    with Tap(model) as tap, running(model):
+        run_batch(model, batch)
+        outputs = tap.take()[0].outputs
+    assert outputs is not None
+    return outputs.shape[1]
+
+
+def _pair(study: Study, rank: int) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Give the model in dense and in converted form; what is not at hand is made, in a form that is timed alike."""
+    other = study.baseline
+    if other is not None and bool(read_factors(other)) != study.converted:
+        return (other, study.model) if study.converted else (study.model, other)
+    made = deepcopy(study.model)
+    if study.converted:
+        expand(made)
+        return made, study.model
+    compress(made, Compression(rank=rank, sweeps=1), calibration=None)
+    return study.model, made
+
+
+def _modules(study: Study, costs: list[ModuleCost]) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for each in costs:
+        ours, theirs = each.dense, each.converted
+        assert theirs is not None
+        assert each.break_even_length is not None
+        limit: Cell = "any" if isinf(each.break_even_length) else int(each.break_even_length)
+        rows.append((
+            study.label(each.name), each.name, each.form, each.rank, ours.parameters, theirs.parameters,
+            ours.macs / 1e6, theirs.macs / 1e6, limit, ours.key_bytes, theirs.key_bytes,
+        ))  # fmt: skip
+    columns = (
+        Column("layer"), Column("module"), Column("form"), Column("dk"), Column("parameters, dense"),
+        Column("parameters, converted"), Column(f"dense at T = {LENGTH}", "MMAC"),
+        Column(f"converted at T = {LENGTH}", "MMAC"), Column("T*", "tokens"), Column("key cache, dense", "B/token"),
+        Column("key cache, converted", "B/token"),
+    )  # fmt: skip
+    return Table("modules", "Queries and keys of each attention module", columns, tuple(rows))
+
+
+def _latency_table(study: Study, timed: list[Latency]) -> Table:
+    rows: list[tuple[Cell, ...]] = [
+        (study.label(each.name), each.length, each.dense_ms, each.converted_ms, each.ratio, each.low, each.high)
+        for each in timed
+    ]
+    columns = (
+        Column("layer"), Column("T", "tokens"), Column("dense", "ms"), Column("converted", "ms"),
+        Column("converted / dense"), Column("lower quartile"), Column("upper quartile"),
+    )  # fmt: skip
+    return Table("latency", "Latency of attention modules, batch of one", columns, tuple(rows))
+
+
+def _paper() -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for row in paper_table_1():
+        computed = (
+            row.dense.parameters / 1e6, row.collaborative.parameters / 1e6, row.dense.macs / 1e8,
+            row.collaborative.macs / 1e8,
+        )  # fmt: skip
+        rows += [(row.width, row.rank, "computed", *computed), (row.width, row.rank, "printed", *row.printed)]
+    columns = (
+        Column("D"), Column("dk"), Column("from"), Column("parameters, dense", "10⁶"),
+        Column("parameters, converted", "10⁶"), Column("dense", "10⁸ MAC"), Column("converted", "10⁸ MAC"),
+    )  # fmt: skip
+    return Table("table-1", "Table 1 of Collaborate: a whole layer at T = 128, without biases", columns, tuple(rows))
+
+
+def _macs(study: Study, rank: int) -> Curves:
+    at = {length: module_costs(study.model, length, rank=rank) for length in COUNTED}
+    dense = [sum(each.dense.macs for each in costs) / 1e6 for costs in at.values()]
+    converted = [sum(each.converted.macs for each in costs if each.converted) / 1e6 for costs in at.values()]
+    return Curves(
+        "Operations over length",
+        "Where the curves cross is T*; right of it the converted form does more arithmetic.",
+        "Collaborate, section 3.4; T* is this toolkit's",
+        (_both(COUNTED, dense, converted),),
+        "T, tokens", "million multiply-accumulates a sequence", log=True,
+    )  # fmt: skip
+
+
+def _latency_picture(timed: list[Latency]) -> Curves:
+    lengths = sorted({each.length for each in timed})
+    dense = [sum(each.dense_ms for each in timed if each.length == length) for length in lengths]
+    converted = [sum(each.converted_ms for each in timed if each.length == length) for length in lengths]
+    return Curves(
+        "Latency over length",
+        "Time of all attention modules together; fused dense attention can be faster where it does more arithmetic.",
+        "measured here, Collaborate, Table 1",
+        (_both(lengths, dense, converted),),
+        "T, tokens", "ms a sequence", log=True,
+    )  # fmt: skip
+
+
+def _both(lengths: Sequence[int], dense: Sequence[float], converted: Sequence[float]) -> Panel:
+    x = tuple(map(float, lengths))
+    return Panel("all modules", (Curve("dense", x, tuple(dense)), Curve("converted", x, tuple(converted))))
+
+
+def _highlights(costs: list[ModuleCost], timed: list[Latency]) -> tuple[str, ...]:
+    dense = sum(each.dense.parameters for each in costs)
+    converted = sum(each.converted.parameters for each in costs if each.converted)
+    limits = [each.break_even_length for each in costs if each.break_even_length is not None]
+    shortest = min(limits)
+    until = "at any length" if isinf(shortest) else f"up to T* = {shortest:.0f} tokens"
+    first = (
+        f"Queries and keys: {dense:,} parameters dense, {converted:,} at dk = {costs[0].rank}; fewer operations "
+        f"{until}."
+    )
+    if not timed:
+        return (first,)
+    longest = max(each.length for each in timed)
+    ratios = sorted(each.ratio for each in timed if each.length == longest)
+    return (
+        first,
+        f"Converted attention takes {ratios[len(ratios) // 2]:.2f} of dense time at T = {longest}, measured here.",
+    )

@@ -1,0 +1,179 @@
+"""The command `collab-analyze`, as a person types it."""
+
+import json
+import os
+import random
+
+import pytest
+import torch
+from collab_compress_cli import analyze as command
+from transformers import BertConfig, BertForSequenceClassification, MarianConfig, MarianModel
+
+from collab_compress import Compression, compress
+from collab_compress.tasks import train_tokenizer
+
+WORDS = ("red", "blue", "green", "cat", "dog", "bird", "runs", "sleeps", "sings", "now", "later", "never")
+QUICK = ("--rounds", 2, "--lengths", 4, "--head-sequences", 2, "--input-sequences", 2, "--kernel-tokens", 8)
+
+
+def sentence(generator):
+    return " ".join(generator.choice(WORDS) for _ in range(5))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny classifier, its conversion, a translator, sentences, pairs, and a task."""
+    folder, generator = tmp_path_factory.mktemp("analyze"), random.Random(0)
+    tokenizer = train_tokenizer(WORDS, kind="word", vocab_size=None, start=True)
+    tokenizer.model_max_length = 40
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=24, num_attention_heads=3, num_hidden_layers=2, intermediate_size=32,
+        max_position_embeddings=40, initializer_range=0.4, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    model = BertForSequenceClassification(config)
+    translator = MarianModel(MarianConfig(
+        vocab_size=len(tokenizer), d_model=24, encoder_layers=1, decoder_layers=1, encoder_attention_heads=3,
+        decoder_attention_heads=3, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=40,
+        pad_token_id=0, eos_token_id=3, decoder_start_token_id=0, forced_eos_token_id=3,
+    ))  # fmt: skip
+    for name, saved in (("dense", model), ("translator", translator)):
+        saved.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    compress(model, Compression(rank=9, sweeps=2), calibration=None)
+    model.save_pretrained(folder / "converted")
+    tokenizer.save_pretrained(folder / "converted")
+    lines = [sentence(generator) for _ in range(12)]
+    (folder / "sentences.txt").write_text("\n".join(lines) + "\n")
+    (folder / "pairs.txt").write_text("".join(f"{line}\t{line.upper()}\n" for line in lines))
+    (folder / "empty.txt").write_text("\n  \n")
+    (folder / "bytes.txt").write_bytes(b"red \xff cat\n")
+    task = folder / "data" / "MRPC"
+    task.mkdir(parents=True)
+    for name in ("train.tsv", "dev.tsv"):
+        rows = [f"{row % 2}\t{row}\t{row}\t{lines[row]}\t{lines[-row]}" for row in range(8)]
+        (task / name).write_text("\n".join(["Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", *rows]) + "\n")
+    return folder
+
+
+@pytest.fixture
+def run(folder, tmp_path, capsys, monkeypatch):
+    def run_command(*arguments):
+        """Run the command beside the models; returns exit code, standard output, standard error, numbers."""
+        monkeypatch.chdir(folder)
+        try:
+            command.main([*map(str, arguments), "--output", str(tmp_path / "heads")])
+            code = 0
+        except SystemExit as stop:
+            code = stop.code
+        numbers = tmp_path / "heads" / "numbers.json"
+        found = json.loads(numbers.read_text(encoding="utf-8")) if numbers.is_file() else None
+        return code, *capsys.readouterr(), found
+
+    return run_command
+
+
+def test_a_converted_model_against_the_dense_one(run, tmp_path):
+    code, printed, error, numbers = run("converted", "--against", "dense", "--data", "sentences.txt", *QUICK)
+    assert code == 0, error
+    assert error == ""
+    assert printed.rstrip().endswith(f"Page: {tmp_path / 'heads' / 'index.html'}")
+    assert set(numbers["sections"]) == {
+        "energy", "mixing", "cost", "similarity", "diversity", "attention_maps", "dominance", "content",
+    }  # fmt: skip
+    assert all(line in printed for line in numbers["highlights"])
+    assert numbers["facts"]["model"] == "converted, BertForSequenceClassification, converted"
+    assert numbers["facts"]["data"].startswith("sentences of sentences.txt: 12 sequences, 84 tokens")
+    assert numbers["facts"]["against"].startswith("dense, BertForSequenceClassification")
+    rows = numbers["sections"]["cost"]["tables"]["modules"]["rows"]
+    assert [row[3] for row in rows] == [9, 9]
+
+
+def test_random_tokens_and_chosen_sections(run):
+    code, printed, error, numbers = run("dense", "--sections", "content", "mixing", "--sentences", 3, *QUICK)
+    assert code == 0, error
+    assert numbers["facts"]["data"].startswith("random tokens: 3 sequences")
+    assert set(numbers["sections"]) == {"content"}
+    assert "Not shown: mixing: heads of a dense model" in printed
+
+
+def test_a_task_scores_heads(run):
+    code, printed, error, numbers = run(
+        "dense", "--task", "mrpc", "--data-dir", "data", "--sections", "dominance", *QUICK
+    )
+    assert code == 0, error
+    pruning = numbers["sections"]["dominance"]["tables"]["pruning"]
+    assert pruning["columns"][2]["name"] == "accuracy and f1 on mrpc"
+    assert len(pruning["rows"]) == 11
+    assert all(0 <= row[2] <= 100 for row in pruning["rows"])
+    assert numbers["facts"]["data"].startswith("rows of mrpc, validation: 8 sequences")
+    assert "the accuracy and f1 on mrpc is" in printed
+
+
+def test_a_translator_reads_pairs(run):
+    code, _, error, numbers = run(
+        "translator", "--data", "pairs.txt", "--sections", "attention_maps", "diversity", *QUICK
+    )
+    assert code == 0, error
+    maps = numbers["sections"]["attention_maps"]["pictures"][0]["maps"]
+    assert [each["title"].partition(",")[0] for each in maps] == [
+        "layer encoder 0", "layer decoder 0", "layer cross 0"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["dense", "--data", "missing.txt"], "cannot read"),
+        (["dense", "--data", "bytes.txt"], "cannot read"),
+        (["dense", "--data", "empty.txt"], "empty.txt has no text; expected one text a line"),
+        (["nothing"], "nothing"),
+        (["dense", "--against", "./nothing"], "nothing is not a directory"),
+        (["translator", "--data", "sentences.txt"], "is no pair; an encoder–decoder reads a source and a target"),
+        (["dense", "--data", "sentences.txt", "--task", "mrpc"], "give one of them"),
+        (["dense", "--data-dir", "data"], "give --task NAME too"),
+        (["dense", "--task", "mrpd"], "unknown task 'mrpd'"),
+        (["dense", "--task", "mrpc", "--data-dir", "data/nothing"], "data/nothing"),
+        (["translator", "--task", "mrpc", "--data-dir", "data"], "MarianModel does not answer mrpc"),
+        (["dense", "--sentences", "0"], "expected at least 1"),
+        (["dense", "--rounds", "1"], "rounds is 1; expected at least 2"),
+        (["dense", "--sections", "colour"], "unknown section colour"),
+        (["dense", "--sections", "mixing"], "nothing to show: mixing: heads of a dense model"),
+    ],
+)
+def test_errors_are_one_line_and_leave_nothing(run, tmp_path, arguments, message):
+    code, printed, error, _ = run(*arguments)
+    assert code == 2
+    assert len(error.strip().splitlines()) == 1
+    assert error.startswith("collab-analyze: ")
+    assert message in error
+    assert printed == ""
+    assert os.listdir(tmp_path) == []
+
+
+def test_nothing_is_overwritten(run, tmp_path):
+    (tmp_path / "heads").mkdir()
+    code, _, error, _ = run("dense")
+    assert code == 2
+    assert "exists; choose another output" in error
+
+
+def test_a_bar_is_shown_and_taken_away(monkeypatch, capsys):
+    shown = []
+
+    class Bar:
+        def __init__(self, **options):
+            self.n = 0
+            shown.append(options["desc"])
+
+        def update(self, more):
+            self.n += more
+
+        def close(self):
+            shown.append(self.n)
+
+    monkeypatch.setattr(command, "tqdm", Bar)
+    with command.Bars() as bars:
+        for label, done in (("energy", 1), ("energy", 3), ("cost", 2)):
+            bars(label, done, 3)
+    assert shown == ["energy", 3, "cost", 2]

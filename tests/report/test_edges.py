@@ -1,0 +1,122 @@
+"""Whatever is looked at, a report has defined numbers or says why it has none."""
+
+import json
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2Model, ViTConfig, ViTModel
+
+from collab_compress import Compression, compress, prune_heads_
+from collab_compress.calibration import calibration_batches
+from collab_compress.errors import CalibrationError, HeadError
+from collab_compress.report import Look, Study, look_at, render_page, to_json
+from collab_compress.report.sections import SECTIONS
+
+QUICK = Look(lengths=(4,), rounds=2, kernel_tokens=20, head_sequences=3, input_sequences=3)
+
+
+def whole(study):
+    """Look at everything; every number must be one, and no word of the page may be `nan`."""
+    findings = look_at(study)
+    json.dumps(to_json(findings), allow_nan=False)
+    page = render_page(findings)
+    assert ">nan" not in page
+    assert '"nan' not in page
+    assert "not measured" not in page
+    return findings
+
+
+@pytest.mark.parametrize("family", ["albert", "marian"])
+def test_other_families_and_their_conversions(family, make_tiny, make_batch):
+    model, converted = make_tiny(family), make_tiny(family)
+    batches = [make_batch(family, seed=seed) for seed in range(2)]
+    compress(converted, Compression(rank=9, sweeps=2), calibration=None)
+    found = whole(Study(converted, batches, baseline=model, look=QUICK))
+    assert {each.name for each in found.sections} == set(SECTIONS) - {"attention_maps"}
+    growth = next(t for section in found.sections for t in section.tables if t.name == "growth")
+    labels = {"albert": ["0", "1", "2"], "marian": ["encoder 0", "encoder 1", "decoder 0", "cross 0"]}[family]
+    assert [row[0] for row in growth.rows][: len(labels)] == labels
+
+
+def test_images():
+    torch.manual_seed(0)
+    model = ViTModel(ViTConfig(
+        hidden_size=24, num_attention_heads=3, num_hidden_layers=2, intermediate_size=32, image_size=8, patch_size=4
+    )).eval()  # fmt: skip
+    found = whole(Study(model, calibration_batches("synthetic", model, sequences=4), look=QUICK))
+    latency = next(t for section in found.sections for t in section.tables if t.name == "latency")
+    assert {row[1] for row in latency.rows} == {5}  # four patches and one more
+
+
+def test_one_token():
+    torch.manual_seed(0)
+    model = GPT2Model(
+        GPT2Config(vocab_size=20, n_embd=24, n_head=3, n_layer=2, n_positions=8, bos_token_id=1, eos_token_id=1)
+    ).eval()
+    found = whole(Study(model, [{"input_ids": torch.tensor([[3]])}], look=QUICK))
+    assert "two at least" in found.omitted["similarity"]
+    assert {"energy", "diversity", "dominance", "content", "cost"} == {each.name for each in found.sections}
+
+
+def test_one_head(bert, study):
+    found = whole(Study(bert(heads=1, layers=1), study.batches, look=QUICK))
+    assert "single head" in found.omitted["similarity"]
+    diversity = next(each for each in found.sections if each.name == "diversity")
+    assert diversity.tables[0].rows[0][4] is None  # no distance from others
+    assert diversity.tables[0].rows[0][8] is None  # no pair
+
+
+def test_layers_with_one_head_and_with_several(bert, study):
+    model = bert()
+    prune_heads_(model, {"encoder.layer.0.attention.self": [0, 2]})
+    found = whole(Study(model, study.batches, look=QUICK))
+    heads = next(t for section in found.sections for t in section.tables if t.name == "heads")
+    assert heads.rows[0][1] is None
+    assert heads.rows[1][1] is not None
+
+
+def test_models_of_different_depths(bert, study):
+    other = bert(layers=1)
+    found = look_at(Study(study.model, study.batches, baseline=other, look=QUICK), ["similarity", "diversity"])
+    similarity, diversity = found.sections
+    assert "The two models were not compared: the models have 2 and 1 attention modules" in similarity.reading
+    assert "no growth is given" in diversity.reading
+    assert [table.name for table in similarity.tables + diversity.tables] == ["heads", "layers"]
+
+
+def test_what_cannot_be_looked_at_is_refused(study, bert, make_tiny):
+    with pytest.raises(HeadError, match="no batches"):
+        Study(study.model, [])
+    with pytest.raises(HeadError, match="share a tokenizer"):
+        Study(study.model, study.batches, baseline=make_tiny("bert"))
+    with pytest.raises(HeadError, match=r"unknown section colour; expected some of energy, "):
+        look_at(study, ["colour"])
+    with pytest.raises(HeadError, match="nothing to show: mixing: heads of a dense model"):
+        look_at(study, ["mixing"])
+    with pytest.raises(CalibrationError, match="cannot run on the given batches"):
+        look_at(Study(study.model, [{"pixel_values": torch.zeros(1, 3, 8, 8)}]), ["similarity"])
+
+
+WRONG = [
+    {"dk": 0}, {"head_sequences": 0}, {"input_sequences": 0}, {"kernel_tokens": 3}, {"rounds": 1}, {"lengths": (0,)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: next(iter(wrong)))
+def test_options_must_make_sense(wrong):
+    with pytest.raises(HeadError, match="expected at least"):
+        Look(**wrong)
+
+
+def test_progress_is_told(study):
+    told = []
+    watched = Study(study.model, study.batches, look=study.look, on_progress=lambda *args: told.append(args))
+    look_at(watched, ["similarity"])
+    assert told == [("heads of model", done, 2) for done in (1, 2)]
+
+
+def test_some_gives_as_many_sequences_as_asked_for(study):
+    assert study.sequences == 20
+    assert [len(batch["input_ids"]) for batch in study.some(18)] in ([16, 2], [4, 14])
+    assert sum(len(batch["input_ids"]) for batch in study.some(99)) == 20
+    assert study.tokens == sum(int(batch["attention_mask"].sum()) for batch in study.batches)

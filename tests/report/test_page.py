@@ -1,0 +1,167 @@
+"""The page: whole, self-contained, and with a reading and a source for every picture."""
+
+from dataclasses import replace
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from collab_compress.report import (
+    Column,
+    Curve,
+    Curves,
+    Findings,
+    Heatmap,
+    Heatmaps,
+    Panel,
+    Section,
+    Table,
+    render_page,
+)
+from collab_compress.report.numerals import short, written
+from collab_compress.report.svg import draw_heatmap, draw_panel, shade
+
+VOID = ("meta", "link")
+
+
+class Outline(HTMLParser):
+    """Text by tag, attributes that could fetch, and whether tags are balanced."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.fetched, self.texts, self.ids = [], [], {}, []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in VOID:
+            self.open.append(tag)
+        named = dict(attributes)
+        self.fetched += [value for name, value in attributes if name in ("src", "href", "srcset", "action", "data")]
+        self.ids += [named["id"]] if "id" in named else []
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag, attributes):
+        pass
+
+    def handle_data(self, data):
+        for tag in self.open:
+            self.texts[tag] = self.texts.get(tag, "") + data
+
+
+@pytest.fixture(scope="module")
+def page(findings):
+    return render_page(findings)
+
+
+def test_nothing_is_fetched_and_everything_is_there(page, findings):
+    outline = Outline(page)
+    assert all(each.startswith(("#", "data:,")) for each in outline.fetched)
+    assert not any(word in page for word in ("http:", "https:", "@import", "url("))
+    assert outline.ids == ["overview", *(each.name for each in findings.sections), "omitted"]
+    for section in findings.sections:
+        for part in (*section.pictures, *section.tables):
+            assert part.title in outline.texts["figcaption"]
+        for picture in section.pictures:
+            assert picture.reading in outline.texts["figcaption"]
+            assert picture.source in outline.texts["figcaption"]
+        for line in section.highlights:
+            assert line in outline.texts["ul"]
+    assert "<tiny> & small" in outline.texts["h1"]
+    assert "prefers-color-scheme:dark" in page
+    assert page.count("<svg") == sum(
+        len(picture.maps if isinstance(picture, Heatmaps) else picture.panels)
+        for section in findings.sections
+        for picture in section.pictures
+    )
+
+
+def test_every_picture_says_what_it_shows_and_where_it_is_from(findings):
+    for section in findings.sections:
+        for picture in section.pictures:
+            assert picture.reading.endswith(".")
+            assert len(picture.reading) <= 120
+            assert picture.source
+
+
+def test_numbers_are_readable():
+    found = [short(x) for x in (0.0, 1.0, 0.012345, -12.345, 123.456, 12345.6, 1e-7, 2.5e20, float("nan"), None)]
+    assert found == ["0", "1.00", "0.0123", "−12.3", "123", "12,346", "1.00e−7", "2.50e20", "–", "–"]
+    assert [written(x) for x in (1234567, -3, "any", None)] == ["1,234,567", "−3", "any", "–"]
+
+
+def test_what_is_not_finite_is_not_there():
+    nan, infinite = float("nan"), float("inf")
+    table = Table("t", "T", (Column("a"), Column("b", "ms")), ((nan, 1.0), (infinite, "any")))
+    assert table.rows == ((None, 1.0), (None, "any"))
+    curve = Curve("c", (0, 1, 2), (0.0, nan, 1.0))
+    section = Section("s", "S", "R.", "P", (table,), (Curves("C", "R.", "P", (Panel("", (curve,)),), "x", "y"),))
+    page = render_page(Findings("x", {}, (section,), {}))
+    assert "nan" not in page.replace("Number.isNaN", "").lower()
+    assert '<td class="number" data-value="">–</td>' in page
+    with pytest.raises(ValueError, match="expected 2 cells"):
+        replace(table, rows=((1.0,),))
+    with pytest.raises(ValueError, match="as many of both"):
+        Curve("c", (0, 1), (0.0,))
+
+
+def drawn(svg):
+    return ElementTree.fromstring(svg)
+
+
+def test_cells_lie_where_their_values_are_and_are_as_strong():
+    heat = Heatmap("m", ((0.0, 0.5, None), (1.0, -3.0, 0.25)), ("a", "b"), ("x", "y", "z"))
+    picture = Heatmaps("P", "R.", "S", (heat,), 0.0, 1.0)
+    cells = {}
+    for shades in drawn(draw_heatmap(heat, picture, 10)).iter("g"):
+        for cell in shades.findall("rect"):
+            assert cell.get("width") == cell.get("height") == "1"
+            cells[int(cell.get("y")), int(cell.get("x"))] = float(shades.get("fill-opacity")), cell[0].text
+    assert cells == {
+        (0, 0): (0, "a × x: 0"), (0, 1): (0.5, "a × y: 0.500"), (1, 0): (1, "b × x: 1.00"),
+        (1, 1): (0, "b × y: −3.00"), (1, 2): (0.25, "b × z: 0.250"),
+    }  # fmt: skip
+
+
+def test_large_maps_are_drawn_in_runs():
+    values = tuple(tuple(float(column >= 20) for column in range(40)) for _ in range(30))
+    heat = Heatmap("m", values)
+    paths = {each.get("fill-opacity"): each.get("d") for each in drawn(draw_heatmap(
+        heat, Heatmaps("P", "R.", "S", (heat,), 0.0, 1.0), 4)).iter("path")}  # fmt: skip
+    assert paths["0"] == "".join(f"M0 {row}h20v1h-20z" for row in range(30))
+    assert paths["1"] == "".join(f"M20 {row}h20v1h-20z" for row in range(30))
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "diverging", "expected"),
+    [(0.5, 0, 1, False, ("plus", 12)), (2, 0, 1, False, ("plus", 24)), (5, 5, 5, False, ("plus", 0)),
+     (-1, -2, 1, True, ("minus", 12)), (1, -2, 1, True, ("plus", 12)), (0, 0, 0, True, ("plus", 0))],
+)  # fmt: skip
+def test_shades(value, low, high, diverging, expected):
+    assert shade(value, low, high, diverging) == expected
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_curves_run_from_corner_to_corner(log):
+    curve = Curve("c", (1, 10, 100), (1.0, 10.0, 100.0))
+    panel = Panel("p", (curve, Curve("gap", (1, 10, 100), (1.0, None, 100.0))))
+    svg = drawn(draw_panel(panel, Curves("C", "R.", "P", (panel,), "x", "y", 0.0 if not log else None, log=log), {}))
+    paths = [each.get("d") for each in svg.iter("path")]
+    points = [[float(x) for x in point.split()] for point in paths[0][1:].split("L")]
+    (left, bottom), middle, (right, top) = points
+    assert (left, right) == (46.0, 320.0)
+    assert bottom == pytest.approx(182 - (0 if log else 172 / 100), abs=0.1)
+    assert top == 10.0
+    share = 0.5 if log else 9 / 99
+    assert (middle[0] - left) / (right - left) == pytest.approx(share, abs=1e-3)
+    assert paths[1].count("M") == 2  # interrupted
+    assert {each.text for each in svg.iter("text")} >= {"1", "10", "100"} if log else {"0", "50", "100"}
+
+
+def test_a_flat_curve_has_axes_too():
+    panel = Panel("", (Curve("c", (3,), (0.0,)),))
+    svg = drawn(draw_panel(panel, Curves("C", "R.", "P", (panel,), "x", "y"), {}))
+    assert len([*svg.iter("circle")]) == 1
+    assert [*svg.iter("line")]

@@ -1,0 +1,225 @@
+"""Sections say what the measures say, on the batches that they name."""
+
+import pytest
+import torch
+
+from collab_compress import Compression, alphas_of, compress, mix_heads_
+from collab_compress.analysis import (
+    attention_maps,
+    average_distance,
+    cka,
+    confidence,
+    content_share,
+    discrepancy,
+    discrepancy_growth,
+    dominant_heads,
+    head_covariances,
+    head_energy,
+    head_samples,
+    layer_covariance,
+    mean_over_pairs,
+    mixing_matrices,
+    model_covariances,
+    module_costs,
+    overlap,
+    paper_table_1,
+    pruning_curve,
+    sample_cka,
+    skew_symmetry,
+    svcca,
+)
+from collab_compress.heads import head_importance
+from collab_compress.report import Study, TaskScore, look_at
+from collab_compress.report.sections import SECTIONS
+
+END = [3]  # the tokenizer's, which the config does not name
+
+
+@pytest.fixture(scope="module")
+def section(findings):
+    named = {each.name: each for each in findings.sections}
+    return named.__getitem__
+
+
+def table(section, name):
+    (found,) = [each for each in section.tables if each.name == name]
+    return found
+
+
+def picture(section, title):
+    (found,) = [each for each in section.pictures if each.title == title]
+    return found
+
+
+def close(found, expected):
+    """As two passes of a float32 model in batches of different company agree."""
+    assert list(found) == pytest.approx(torch.as_tensor(expected).double().tolist(), rel=1e-5, abs=1e-6)
+
+
+def matrices(found, expected):
+    for heat, matrix in zip(found.maps, expected, strict=True):
+        assert [len(row) for row in heat.values] == [matrix.shape[1]] * matrix.shape[0]
+        close([value for row in heat.values for value in row], matrix.flatten())
+
+
+def test_energy(study, section):
+    found = section("energy")
+    plain, weighed = head_energy(study.model), head_energy(study.model, study.some(8))
+    expected = [
+        (str(layer), *(rank for curve in ("product", "shared", "unshared") for rank in each.ranks(curve).values()))
+        for energies in (plain, weighed)
+        for layer, each in enumerate(energies.values())
+    ]
+    assert [(row[0], *row[2:]) for row in table(found, "dk").rows] == expected
+    panel = picture(found, "Energy of each head").panels[5]
+    assert "weighed" in panel.title
+    assert len(panel.curves) == 7
+    close(panel.curves[1].y, next(iter(weighed.values())).product[1])
+    close(panel.curves[-1].y, torch.cat([each.product for each in weighed.values()]).mean(0))
+    most = picture(found, "What a shared dk captures").panels[0].curves[1].y
+    close(most, list(weighed.values())[1].shared)
+    assert (
+        f"at most {', '.join(str(max(e.rank(s) for e in weighed.values())) for s in (0.9, 0.95, 0.99))}"
+        in (found.highlights[0])
+    )
+
+
+def test_similarity_of_heads_and_layers(study, section):
+    found, heads = section("similarity"), head_covariances(study.model, study.batches)
+    samples = head_samples(study.model, study.batches, 30)
+    matrices(picture(found, "SVCCA of heads"), [svcca(joint).similarity for joint in heads.values()])
+    matrices(picture(found, "CKA of heads, linear kernel"), [cka(joint) for joint in heads.values()])
+    layers = layer_covariance(study.model, study.batches)
+    kernel = sample_cka([sample.flatten(1) for sample in samples.values()], unbiased=True)
+    matrices(picture(found, "Similarity of layers"), [svcca(layers).similarity, cka(layers), kernel])
+    for row, (name, joint) in zip(table(found, "heads").rows, heads.items(), strict=True):
+        unbiased = [sample_cka(samples[name], kernel, unbiased=True) for kernel in ("linear", "rbf")]
+        close(row[1:5], [mean_over_pairs(each) for each in (svcca(joint).similarity, cka(joint), *unbiased)])
+    curve = picture(found, "SVCCA coefficients").panels[0].curves[1]
+    close(curve.y, svcca(list(heads.values())[1]).curve)
+
+
+def test_similarity_of_models(study, section):
+    found = section("similarity")
+    by_head = model_covariances(study.model, study.baseline, study.batches)
+    whole = model_covariances(study.model, study.baseline, study.batches, unit="layer")
+    matrices(picture(found, "CKA of heads, <tiny> & small against other"), [cka(each) for each in by_head.values()])
+    for row, joint in zip(table(found, "models").rows, whole.values(), strict=True):
+        close(row[1:3], [svcca(joint).mean, float(cka(joint))])
+    ours, theirs = (head_samples(model, study.batches, 30) for model in (study.model, study.baseline))
+    pairs = [[one.flatten(1), other.flatten(1)] for one, other in zip(ours.values(), theirs.values(), strict=True)]
+    close([row[3] for row in table(found, "models").rows], [sample_cka(pair, unbiased=True)[0, 1] for pair in pairs])
+
+
+def test_diversity(study, section):
+    found, model, batches = section("diversity"), study.model, study.batches
+    sure, apart, shared = (
+        confidence(model, batches, exclude=END),
+        discrepancy(model, batches),
+        overlap(model, batches),
+    )
+    far = average_distance(model, batches, exclude=())
+    for row, name in zip(table(found, "layers").rows, apart, strict=True):
+        norms = [apart[name].norm(measure) for measure in ("l2", "cosine", "difference")]
+        close(
+            [row[1], row[2], *row[4:]],
+            [sure[name].mean(), sure[name].max(), far[name].mean(), *norms, mean_over_pairs(shared[name])],
+        )
+    matrices(
+        picture(found, "AVG_L2 of each head"),
+        [torch.stack([*average_distance(each, batches, exclude=()).values()]) for each in (model, study.baseline)],
+    )
+    matrices(
+        picture(found, "Confidence of each head"),
+        [torch.stack([*confidence(each, batches, exclude=END).values()]) for each in (model, study.baseline)],
+    )
+    growth = table(found, "growth")
+    before = discrepancy(study.baseline, batches)
+    for column, measure in ((1, "difference"), (2, "l2"), (3, "cosine")):
+        close([row[column] for row in growth.rows], [*discrepancy_growth(apart, before, measure).values()])
+
+
+def test_attention_maps(study, section):
+    found = section("attention_maps")
+    maps = attention_maps(study.model, study.tokenizer, study.sentence)
+    matrices(
+        picture(found, "Every head's attention"), [head for each in maps.values() for head in each.weights.unbind()]
+    )
+    first = picture(found, "One word's attention").maps[0]
+    assert first.columns == ("<s>", "<unk>", "red", "cat", "runs", "</s>")
+    matrices(picture(found, "One word's attention"), [each.of("runs") for each in maps.values()])
+
+
+def test_dominance_by_drift(study, section):
+    found, batches = section("dominance"), study.some(6)
+    expected = dominant_heads(study.model, batches=batches)
+    matrices(picture(found, "What is lost without each head"), [torch.stack([*expected.changes.values()])])
+    assert [row[2] for row in table(found, "dominant").rows] == [*expected.dominant.values()]
+    points = pruning_curve(study.model, expected.changes, batches=batches)
+    close([row[2] for row in table(found, "pruning").rows], [point.score for point in points])
+    assert "6 sequences" in found.reading
+
+
+def test_dominance_by_score(study):
+    labelled = [{**batch, "labels": torch.zeros(len(batch["input_ids"]))} for batch in study.some(4)]
+
+    def score(model):
+        with torch.no_grad():
+            return float(model(**study.batches[0]).last_hidden_state.square()[:, 0].sum())
+
+    class Lossy(type(study.model)):
+        def forward(self, labels=None, **batch):
+            output = super().forward(**batch)
+            output["loss"] = None if labels is None else output.last_hidden_state.abs().mean()
+            return output
+
+    model = Lossy(study.model.config).eval()
+    model.load_state_dict(study.model.state_dict())
+    task = TaskScore("size", score, labelled)
+    found = look_at(Study(model, study.batches, score=task, look=study.look), ["dominance"]).sections[0]
+    expected = dominant_heads(model, score)
+    lost = -torch.stack([*expected.changes.values()])
+    matrices(picture(found, "What is lost without each head"), [lost])
+    points = pruning_curve(model, head_importance(model, labelled), score)
+    close([row[2] for row in table(found, "pruning").rows], [point.score for point in points])
+    assert picture(found, "Pruning curve").y_label == "size"
+
+
+def test_content(study, section):
+    found, shares = section("content"), content_share(study.model, study.some(8))
+    matrices(picture(found, "Content share of each head"), [torch.stack([s.content for s in shares.values()])])
+    matrices(picture(found, "Context share of each head"), [torch.stack([s.context for s in shares.values()])])
+    close([row[1] for row in table(found, "shares").rows], [100 * s.content.mean() for s in shares.values()])
+
+
+def test_cost(study, section):
+    found = section("cost")
+    for row, cost in zip(table(found, "modules").rows, module_costs(study.model, rank=6), strict=True):
+        numbers = (cost.dense.parameters, cost.converted.parameters, cost.dense.macs / 1e6, cost.converted.macs / 1e6)
+        assert row[3:8] == (6, *numbers)
+        assert row[8] == "any"  # fewer channels than a head has
+    assert [row[1] for row in table(found, "latency").rows] == [4, 4, 8, 8]  # 500 is beyond the positions
+    assert all(row[2] > 0 and row[5] <= row[4] <= row[6] for row in table(found, "latency").rows)
+    computed = [row for row in table(found, "table-1").rows if row[2] == "computed"]
+    assert [row[3] for row in computed] == [each.dense.parameters / 1e6 for each in paper_table_1()]
+    macs = picture(found, "Operations over length").panels[0].curves[0]
+    assert macs.y[3] == sum(cost.dense.macs for cost in module_costs(study.model, 128)) / 1e6
+
+
+def test_mixing(study, bert):
+    assert "mixing" in look_at(study, ["mixing", "cost"]).omitted
+    model = bert()
+    compress(model, Compression(rank=6, sweeps=2), calibration=None)
+    mix_heads_(model)
+    for layer, alphas in enumerate(alphas_of(model).values()):
+        with torch.no_grad():
+            alphas += torch.randn(3, 3, generator=torch.Generator().manual_seed(layer))
+    found = look_at(Study(model, study.batches, look=study.look), ["mixing"]).sections[0]
+    matrices(picture(found, "Mixing matrices"), [*mixing_matrices(model, order=True).values()])
+    alphas = [each.detach() for each in alphas_of(model).values()]
+    matrices(picture(found, "Alphas"), alphas)
+    close([row[4] for row in table(found, "alphas").rows], [skew_symmetry(each) for each in alphas])
+
+
+def test_every_section_was_tried(findings):
+    assert [each.name for each in findings.sections] == [name for name in SECTIONS if name != "mixing"]
