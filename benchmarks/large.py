@@ -11,7 +11,7 @@ model. `--at-once` gathers the moments of all modules in one pass over the calib
 from __future__ import annotations
 
 import argparse
-import math
+import sys
 from pathlib import Path
 
 import torch
@@ -46,7 +46,7 @@ def main() -> None:
     arguments = parser.parse_args()
     model = large_model(arguments.layers, arguments.width, arguments.heads)
     if arguments.at_once:
-        plan.STATISTICS_SHARE = math.inf
+        plan.STATISTICS_BYTES = sys.maxsize
     ids = torch.randint(1000, 30000, (128, 64), generator=torch.Generator().manual_seed(0))
     batches = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids.split(16)]
     with torch.no_grad():

@@ -80,8 +80,10 @@ def load_data(data: Data, model: PreTrainedModel, tokenizer: Any, seed: int) -> 
     if data.task is not None:
         from .analyze_task import load_scored  # needs what `data` installs
 
-        rows, words, score = load_scored(data.task, data, model, tokenizer)
+        rows, words, score = load_scored(data.task, data, model, tokenizer, seed)
         return Loaded(rows.batches, words, data.sentence or short_text(rows.texts), score)
+    if data.sentence is not None and model.config.is_encoder_decoder:
+        raise DataError("--sentence is one text, and an encoder–decoder reads two; it shows a pair of --data FILE")
     if data.data is None:
         return _synthetic(data, model, tokenizer, seed)
     words = f"sentences of {data.data.name}"

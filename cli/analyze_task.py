@@ -38,7 +38,9 @@ class Rows:
     texts: list[str]
 
 
-def load_scored(name: str, data: Data, model: PreTrainedModel, tokenizer: Any) -> tuple[Rows, str, TaskScore]:
+def load_scored(
+    name: str, data: Data, model: PreTrainedModel, tokenizer: Any, seed: int
+) -> tuple[Rows, str, TaskScore]:
     """Load a task's validation data, and give what they are and how a model is scored on them.
 
     Raises:
@@ -49,7 +51,7 @@ def load_scored(name: str, data: Data, model: PreTrainedModel, tokenizer: Any) -
     task = TASKS[name]
     _check(task, model, tokenizer)
     split = next(each for each in SPLITS if each in rows)
-    chosen = rows[split].select(range(min(len(rows[split]), data.sentences)))
+    chosen = rows[split].shuffle(seed=seed).select(range(min(len(rows[split]), data.sentences)))
     encoded = encode_classification(chosen, tokenizer, max_length=min(data.length, tokenizer.model_max_length))
     if "labels" not in encoded.column_names:
         raise DataError(f"{name}: {split} has no labels to score with; pass its sentences by --data instead")
@@ -63,7 +65,7 @@ def load_scored(name: str, data: Data, model: PreTrainedModel, tokenizer: Any) -
         found = metric.compute(predictions=predicted, references=labels)
         return float(metric.scale * sum(found[key] for key in metric.scores) / len(metric.scores))
 
-    named = f"{' and '.join(metric.scores)} on {name}"
+    named = f"{' and '.join(metric.scores)} on {len(chosen):,} rows of {name}"
     labelled = batches[: -(-LABELLED // BATCH_SIZE)]
     words = f"rows of {name}, {split}"
     return Rows(bare, chosen["text"][:]), words, TaskScore(named, score, labelled, metric.greater_is_better)

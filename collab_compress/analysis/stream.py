@@ -1,6 +1,6 @@
 """Run a model over batches and hand on what its heads show, one batch at a time."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from fnmatch import fnmatch
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
@@ -110,8 +110,10 @@ class Rider(Protocol):
 
 def riding(
     model: PreTrainedModel, batches: Batches, riders: Sequence[Rider], kinds: Collection[Kind] = KINDS
-) -> Iterator[Mapping[str, Tensor]]:
+) -> Generator[Mapping[str, Tensor], None, None]:
     """Yield batches for another measure, and show riders what heads did with each, so that one pass serves all.
+
+    It watches the model until it is used up or closed: wrap it in `contextlib.closing`, as that measure may fail.
 
     Args:
         model: that the other measure runs on each batch before it asks for the next.

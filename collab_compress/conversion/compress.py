@@ -1,6 +1,7 @@
 """Convert the attention of a pretrained model into collaborative form."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from time import perf_counter
 
 import torch
@@ -70,7 +71,8 @@ def compress(
     try:
         for item in planned:
             install_(item.site.module, item.spec, item.parts)
-        drift = compare(before, outputs(model, held_back), held_back)
+        with closing(outputs(model, held_back)) as after:
+            drift = compare(before, after, held_back)
     except BaseException:
         for item in planned:
             uninstall_(item.site.module, item.site.query, item.site.key)

@@ -1,6 +1,6 @@
 """Measure how far a conversion moved the model's outputs."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]
     return list(batches[: len(batches) - held_back]), list(batches[len(batches) - held_back :])
 
 
-def outputs(model: PreTrainedModel, batches: Iterable[Batch]) -> Iterator[tuple[str, Tensor]]:
+def outputs(model: PreTrainedModel, batches: Iterable[Batch]) -> Generator[tuple[str, Tensor], None, None]:
     """Run the model and give the main output of each batch: logits, or else the first output but a loss.
 
     Raises:

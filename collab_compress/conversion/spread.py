@@ -8,7 +8,7 @@ from torch import Tensor
 
 from collab_compress.architectures import DenseSite
 from collab_compress.conversion.plan import Planned, empty_parts
-from collab_compress.errors import CollabCompressError, CompressionError
+from collab_compress.errors import CompressionError
 from collab_compress.processes import processes
 
 
@@ -20,15 +20,15 @@ def plan_together(sites: Sequence[DenseSite], plan: Callable[[Sequence[DenseSite
         plan: what one process does for its modules.
 
     Raises:
-        CollabCompressError: in every process, if the plan of one fails.
+        CompressionError: the plan of another process fails; in that process, what it failed with.
     """
     state = processes()
     rank, count = state.process_index, state.num_processes
     mine: list[Planned] = []
-    error: CollabCompressError | None = None
+    error: Exception | None = None
     try:
         mine = plan(sites[rank::count]) if sites[rank::count] else []
-    except CollabCompressError as found:
+    except Exception as found:  # whatever it is, the others wait for this process
         error = found
     failed = [message for message in gather_object([None if error is None else str(error)]) if message is not None]
     if error is not None:
@@ -45,7 +45,8 @@ def plan_together(sites: Sequence[DenseSite], plan: Callable[[Sequence[DenseSite
         spec, report = described[site.name]
         item = own.get(site.name) or Planned(site, spec, empty_parts(site, spec), report)
         for tensor in _tensors(item):
-            broadcast(tensor, place % count)
+            sent = tensor.to(state.device)  # where processes can reach each other
+            tensor.copy_(broadcast(sent, place % count))
         planned.append(item)
     return planned
 

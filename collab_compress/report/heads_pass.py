@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +75,8 @@ def pass_over(
             heads.append(Covariances(kinds=kinds))
     distances, overlaps = Discrepancies(), Overlaps()
     riders: list[Rider] = [samples, distances, overlaps, *layers, *heads]
-    watched = with_progress(riding(model, batches, riders), progress, "heads")
-    sure = confidence(model, watched, exclude=_ends(tokenizer, model))
+    with closing(riding(model, batches, riders)) as ridden:
+        sure = confidence(model, with_progress(ridden, progress, "heads"), exclude=_ends(tokenizer, model))
     return Pass(sure, distances, overlaps, samples, tuple(layers), tuple(heads))
 
 

@@ -13,7 +13,7 @@ from transformers.trainer_utils import TrainOutput
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.attention import is_collaborative
 from collab_compress.calibration import Batch, Calibration, calibration_batches
-from collab_compress.errors import HeadError
+from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.heads import Tap
 from collab_compress.losses import divergence
 
@@ -52,7 +52,7 @@ def recover_(
         CalibrationError: calibration data is missing or unusable.
     """
     batches = calibration_batches(calibration, dense, tokenizer, sequences=16 * steps, seed=seed + 1000)
-    if calibration == "synthetic" and "input_ids" in batches[0]:
+    if calibration == "synthetic" and batches and "input_ids" in batches[0]:
         separator = getattr(tokenizer, "sep_token_id", None)
         batches = with_copies(batches, separator, getattr(dense.config, "type_vocab_size", 0) > 1, seed)
     with TemporaryDirectory() as scratch:
@@ -82,9 +82,13 @@ def distil_(
         What the `Trainer` says: steps, mean loss, speed.
 
     Raises:
-        HeadError: the model is not converted, or has other attention modules than the dense one.
+        HeadError: the model is not converted, or has other attention modules than the dense one; several GPUs in one
+            process.
+        CalibrationError: there are no batches.
         UnsupportedModelError: the models' family is not known.
     """
+    if not batches:
+        raise CalibrationError("no batches to train on; pass 'synthetic', texts or batches")
     sites, others = (find_attention(each, FAMILIES) for each in (model, dense))
     converted = [site.module for site in sites if is_collaborative(site.module)]
     if not converted:
@@ -96,14 +100,15 @@ def distil_(
         )
     trained = {parameter for module in converted for parameter in _factors(module)}
     before = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    mode = model.training
+    modes = {module: module.training for each in (model, dense) for module in each.modules()}
     try:
         for parameter in before:
             parameter.requires_grad_(parameter in trained)
         with Tap(model, "rows") as tap, Tap(dense, "rows") as target:
             return _Distiller(model, dense, (tap, target), batches, arguments).train()
     finally:
-        model.train(mode)
+        for module, training in modes.items():
+            module.training = training
         for parameter, requires_grad in before.items():
             parameter.requires_grad_(requires_grad)
 
@@ -159,6 +164,11 @@ class _Distiller(Trainer):  # type: ignore[misc]
     ) -> None:
         one_batch = copy(arguments)
         one_batch.per_device_train_batch_size = 1
+        if one_batch.n_gpu > 1:
+            raise HeadError(
+                f"{one_batch.n_gpu} GPUs in one process would share out each batch's heads; start a process for each "
+                "with torchrun, or show one by CUDA_VISIBLE_DEVICES"
+            )
         super().__init__(model, one_batch, train_dataset=list(batches), data_collator=_first)
         self.dense, self.taps = dense.eval().to(arguments.device), taps
         self.model_accepts_loss_kwargs = False

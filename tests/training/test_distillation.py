@@ -5,7 +5,8 @@ import torch
 from transformers import TrainingArguments
 
 from collab_compress import Compression, compress
-from collab_compress.errors import HeadError
+from collab_compress.calibration import calibration_batches
+from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.heads import Tap
 from collab_compress.losses import divergence
 from collab_compress.training import distil_, recover_, with_copies
@@ -35,8 +36,12 @@ def test_attention_comes_nearer_and_nothing_else_moves(family, form, make_tiny, 
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     before, distance = copy.deepcopy(model.state_dict()), apart(model.eval(), dense.eval(), batch)
     model.train()
+    dense.train().encoder.eval() if hasattr(dense, "encoder") else dense.train()
+    modes = [module.training for each in (model, dense) for module in each.modules()]
     done = distil_(model, dense, calibration, arguments(tmp_path))
     assert done.global_step == 4 * len(calibration)
+    assert [module.training for each in (model, dense) for module in each.modules()] == modes
+    dense.eval()
     assert apart(model.eval(), dense, batch) < 0.9 * distance
     moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     projections = {name for name in before if name.endswith((".proj.weight", ".mixing"))}
@@ -79,12 +84,30 @@ def test_copies_without_separator_and_beside_targets():
     assert with_copies([pair], None, False) == [pair]
 
 
-def test_recovery_from_random_tokens_that_repeat(minilm, minilm_tokenizer):
-    """A few steps; what they do is tested above."""
-    minilm.encoder.layer = minilm.encoder.layer[:2]
+def test_recovery_from_random_tokens_that_repeat(minilm, minilm_tokenizer, monkeypatch):
+    """Tokens are others than those of the conversion, repeat behind a separator, and the rate falls to nothing."""
+    seen = []
+    monkeypatch.setattr("collab_compress.training.distillation.distil_", lambda *given: seen.append(given))
+    recover_(minilm, minilm, minilm_tokenizer, steps=2, logging_steps=7)
+    _, _, batches, settings = seen[0]
+    assert (settings.lr_scheduler_type, settings.warmup_steps, settings.logging_steps) == ("cosine", 0.125, 7)
+    assert [batch["input_ids"].shape for batch in batches] == [(16, 64)] * 2
+    used = calibration_batches("synthetic", minilm, minilm_tokenizer)
+    assert not set(batches[0]["input_ids"][0, 1:32].tolist()) & set(used[0]["input_ids"][0, 1:32].tolist())
+    for row, types in zip(batches[0]["input_ids"], batches[0]["token_type_ids"], strict=True):
+        assert row[32] == minilm_tokenizer.sep_token_id
+        assert types.tolist() == [0] * 33 + [1] * 31
+    again = [len(set(row[1:32].tolist()) & set(row[33:63].tolist())) for row in batches[0]["input_ids"]]
+    assert max(again) > 20
+    assert min(again) < 10
+
+
+def test_recovery_on_texts(minilm, minilm_tokenizer):
+    minilm.encoder.layer = minilm.encoder.layer[:1]
     model = copy.deepcopy(minilm)
     compress(model, Compression(rank=48), calibration=None)
-    done = recover_(model, minilm, minilm_tokenizer, steps=3, disable_tqdm=True, use_cpu=True, logging_steps=1)
-    assert done.global_step == 3
     texts = ["one text", "another text"]
     assert recover_(model, minilm, minilm_tokenizer, texts, steps=3, disable_tqdm=True, use_cpu=True).global_step == 1
+    for nothing in (None, "none"):
+        with pytest.raises(CalibrationError, match="no batches to train on; pass 'synthetic', texts or batches"):
+            recover_(model, minilm, minilm_tokenizer, nothing)

@@ -7,6 +7,7 @@ from math import isinf
 from transformers import PreTrainedModel
 
 from collab_compress.analysis import Latency, ModuleCost, module_costs, module_latency, paper_table_1
+from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.calibration import Batch, run_batch, running
 from collab_compress.conversion.compress import compress
 from collab_compress.conversion.expand import expand
@@ -73,7 +74,7 @@ def _length(model: PreTrainedModel, batch: Batch) -> int:
 def _pair(study: Study, rank: int) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Give the model in dense and in converted form; what is not at hand is made, in a form that is timed alike."""
     other = study.baseline
-    if other is not None and bool(read_factors(other)) != study.converted:
+    if other is not None and bool(read_factors(other)) != study.converted and _shapes(other) == _shapes(study.model):
         return (other, study.model) if study.converted else (study.model, other)
     made = deepcopy(study.model)
     if study.converted:
@@ -81,6 +82,12 @@ def _pair(study: Study, rank: int) -> tuple[PreTrainedModel, PreTrainedModel]:
         return made, study.model
     compress(made, Compression(rank=rank, sweeps=1), calibration=None)
     return study.model, made
+
+
+def _shapes(model: PreTrainedModel) -> list[tuple[object, ...]]:
+    """Describe the attention modules of a model in what its two forms have in common."""
+    values = [(site, site.part(site.family.value)) for site in find_attention(model, FAMILIES)]
+    return [(site.name, site.heads, site.head_width, tuple(value.weight.shape)) for site, value in values]
 
 
 def _modules(study: Study, costs: list[ModuleCost]) -> Table:
