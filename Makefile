@@ -2,7 +2,7 @@
 # make test          install what is missing, run the tests
 # make test-extras   install what converted models are tried together with, and try it (docs/company.md)
 # make check         ruff and mypy
-# make bench         factorization, latency, training cost and quality against their references
+# make bench         factorization, latency, training cost, similarity and quality against their references
 
 PYTHON ?= python3
 VENV := .venv
@@ -41,6 +41,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/factorization.py
 	$(BIN)/python benchmarks/latency.py
 	$(BIN)/python benchmarks/heads.py
+	$(BIN)/python benchmarks/similarity.py --quick
 	$(if $(COLLAB_COMPRESS_DATA),$(BIN)/python benchmarks/quality.py --data-dir $(COLLAB_COMPRESS_DATA)/glue,@echo "no real data, so no quality: set COLLAB_COMPRESS_DATA")
 
 $(STAMP): pyproject.toml constraints.txt

@@ -59,7 +59,7 @@ def recover_(
         settings = {
             "output_dir": scratch, "num_train_epochs": 1, "learning_rate": learning_rate,
             "adam_beta2": 0.99, "lr_scheduler_type": "cosine", "warmup_steps": 0.125, "seed": seed, "report_to": [],
-            "save_strategy": "no",
+            "save_strategy": "no", "dataloader_pin_memory": torch.accelerator.is_available(),
         }  # fmt: skip
         return distil_(model, dense, batches[:steps], TrainingArguments(**{**settings, **arguments}))
 
