@@ -1,24 +1,19 @@
 """`collab-analyze`: look at the heads of a model, and write numbers and a page of pictures."""
 
 import inspect
-import logging
-import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
-import transformers
 import tyro
 from tqdm import tqdm
 
-from collab_compress import CollabCompressError
 from collab_compress.checkpoint.directory import refuse_existing
 from collab_compress.report import SECTIONS, Findings, Look, Study, look_at, write_findings
 
 from .analyze_data import Data, load_data
+from .command import silence_libraries, stopping_in_one_line
 from .source import Source, load_source
 
 
@@ -52,23 +47,14 @@ class Arguments:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; errors are one line on standard error and exit code 2."""
-    signal.signal(signal.SIGTERM, _terminate)
-    try:
+    with stopping_in_one_line("collab-analyze"):
         description = inspect.cleandoc(Arguments.__doc__ or "")
         run(tyro.cli(Arguments, prog="collab-analyze", description=description, args=argv))
-    except CollabCompressError as error:
-        print(f"collab-analyze: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("collab-analyze: interrupted; nothing half-written is left", file=sys.stderr)
-        sys.exit(130)
 
 
 def run(arguments: Arguments) -> Findings:
     """Load, look, write and say the most telling numbers."""
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    silence_libraries()
     refuse_existing(arguments.output)
     source = load_source(arguments.model, edited=True)
     other = None if arguments.against is None else load_source(arguments.against, edited=True)
@@ -128,10 +114,6 @@ class Bars:
     def __exit__(self, *_: object) -> None:
         """Take the bar away."""
         self.close()
-
-
-def _terminate(_: int, __: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

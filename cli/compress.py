@@ -1,14 +1,10 @@
 """`collab-compress`: convert a pretrained model's attention into collaborative form, or let its heads mix."""
 
 import inspect
-import logging
 import shutil
-import signal
-import sys
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -30,6 +26,7 @@ from collab_compress.checkpoint.directory import refuse_existing, whole_director
 from collab_compress.processes import processes
 
 from .arguments import Arguments
+from .command import silence_libraries, stopping_in_one_line
 from .source import Source, load_source, sentence_transformers_folders
 from .table import mixing_lines, report_lines
 
@@ -41,22 +38,13 @@ REPLACED = ("config.json", "README.md")
 
 def main() -> None:
     """Run the command; errors are one line on standard error and exit code 2."""
-    signal.signal(signal.SIGTERM, _terminate)
-    try:
+    with stopping_in_one_line("collab-compress"):
         run(tyro.cli(Arguments, prog="collab-compress", description=inspect.cleandoc(Arguments.__doc__ or "")))
-    except CollabCompressError as error:
-        print(f"collab-compress: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("collab-compress: interrupted; nothing half-written is left", file=sys.stderr)
-        sys.exit(130)
 
 
 def run(arguments: Arguments) -> Report | None:
     """Load, convert or mix or both, save and print; returns the report of the conversion."""
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    silence_libraries()
     if arguments.output is not None:
         refuse_existing(arguments.output)
     source = load_source(arguments.model)
@@ -160,10 +148,6 @@ def loading_lines(source: Source, output: Path) -> list[str]:
         f"from transformers import {name}",
         f'model = {name}.from_pretrained("{output}")',
     ]
-
-
-def _terminate(_: int, __: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Literal
 
@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, find_dense_attention
-from collab_compress.attention import CollaborativeSpec, build_parts, install_
+from collab_compress.attention import build_parts, install_
 from collab_compress.attention.edit import CollaborativeEdit
 from collab_compress.checkpoint import path_in_base, record_edit_
+from collab_compress.conversion.plan import shared_spec
 from collab_compress.errors import CompressionError
 
 MixingStart = Literal["concatenation", "ones", "uniform"]
@@ -74,11 +75,8 @@ def from_config(
     modules = {}
     for site in find_dense_attention(model, FAMILIES):
         scale = sqrt(site.heads / attention.rank) if attention.scale == "narrow" else None
-        spec = CollaborativeSpec(
-            query=site.family.query, key=site.family.key, heads=site.heads, head_width=site.head_width,
-            rank=attention.rank, content_bias=site.query.bias is not None, scale=scale,
-            train_mixing=attention.train_mixing, fixed_heads=site.family.fixed_heads,
-        )  # fmt: skip
+        spec = shared_spec(site, attention.rank, content_bias=site.query.bias is not None)
+        spec = replace(spec, scale=scale, train_mixing=attention.train_mixing)
         parts = build_parts(site.module, spec)
         with torch.no_grad():
             for projection, dense in ((parts.query.proj, site.query), (parts.key.proj, site.key)):

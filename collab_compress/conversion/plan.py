@@ -59,10 +59,10 @@ def plan(
         CompressionError: a module cannot be decomposed.
         CalibrationError: a module saw no token, or an input was not finite.
     """
-    exact = all(compression.rank == site.width for site in sites)
+    weighted = bool(batches) and any(compression.rank < site.width for site in sites)
     planned: list[Planned] = []
-    for group in [list(sites)] if exact or not batches else _groups(model, sites):
-        moments = {} if exact or not batches else gather_moments(model, group, batches)
+    for group in _groups(model, sites) if weighted else [list(sites)]:
+        moments = gather_moments(model, group, batches) if weighted else {}
         for site in group:
             if progress is not None:
                 progress(site.name, len(planned), len(sites))

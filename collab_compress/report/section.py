@@ -206,15 +206,3 @@ def numbers(values: Numbers) -> tuple[float | None, ...]:
     """Turn a vector (n,) or a list into numbers, None for those that are not finite."""
     listed: Iterable[float | int | None] = values.tolist() if isinstance(values, Tensor) else values
     return tuple(None if value is None or not isfinite(value) else float(value) for value in listed)
-
-
-def heatmap(title: str, matrix: Tensor, rows: Sequence[str] = (), columns: Sequence[str] = ()) -> Heatmap:
-    """Make a heatmap of a matrix (rows, columns)."""
-    return Heatmap(title, tuple(numbers(row) for row in matrix), tuple(rows), tuple(columns))
-
-
-def ragged(title: str, vectors: Sequence[Tensor], rows: Sequence[str]) -> Heatmap:
-    """Make a heatmap of vectors of any length, a row each, blank where one is shorter than the longest."""
-    longest = max(map(len, vectors))
-    values = tuple(numbers(vector) + (None,) * (longest - len(vector)) for vector in vectors)
-    return Heatmap(title, values, tuple(rows), tuple(map(str, range(longest))))

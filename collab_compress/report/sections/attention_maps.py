@@ -2,7 +2,8 @@
 
 from collab_compress.analysis import AttentionMap
 from collab_compress.analysis import attention_maps as maps_of
-from collab_compress.report.section import Heatmap, Heatmaps, Omitted, Section, heatmap
+from collab_compress.report.heatmaps import heatmap, numbered
+from collab_compress.report.section import Heatmap, Heatmaps, Omitted, Section
 from collab_compress.report.study import Study
 
 TOKENS = 40  # beyond that a map is cut
@@ -41,7 +42,7 @@ def _rows(study: Study, found: dict[str, AttentionMap], place: int) -> Heatmaps:
         row = min(place, len(each.queries) - 1)
         matrix = each.weights[:, row, :TOKENS]  # (H, S)
         title = f"layer {study.label(name)}, from “{each.queries[row]}”"
-        maps.append(heatmap(title, matrix, [str(head) for head in range(len(matrix))], each.keys[:TOKENS]))
+        maps.append(heatmap(title, matrix, numbered(len(matrix)), each.keys[:TOKENS]))
     return Heatmaps(
         "One word's attention",
         "Each row is a head; rows that look alike attend alike, and a column of its own says where a head looks.",

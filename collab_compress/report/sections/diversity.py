@@ -9,6 +9,7 @@ from torch import Tensor
 
 from collab_compress.analysis import Discrepancy, mean_over_pairs
 from collab_compress.report.heads_pass import Pass
+from collab_compress.report.heatmaps import heatmap, numbered, ragged
 from collab_compress.report.section import (
     Cell,
     Column,
@@ -20,8 +21,6 @@ from collab_compress.report.section import (
     Picture,
     Section,
     Table,
-    heatmap,
-    ragged,
 )
 from collab_compress.report.study import Study
 
@@ -119,14 +118,13 @@ def _heads(study: Study, models: list[_Measured]) -> list[Picture]:
 
 
 def _matrices(study: Study, found: _Measured) -> Picture:
-    heads = [[str(head) for head in range(len(each.l2))] for each in found.discrepancy.values()]
     return Heatmaps(
         "1 − cosine of head outputs",
         "Faint cells off the diagonal are heads that point the same way; above 1 they point in opposite ones.",
         "Rotation, section 5.3",
         tuple(
-            heatmap(f"layer {study.label(name)}", each.difference, names, names)
-            for names, (name, each) in zip(heads, found.discrepancy.items(), strict=True)
+            heatmap(f"layer {study.label(name)}", each.difference, *[numbered(len(each.l2))] * 2)
+            for name, each in found.discrepancy.items()
         ),
         0.0, max(1.0, *(float(each.difference.max()) for each in found.discrepancy.values())),
         row_label="head", column_label="head",

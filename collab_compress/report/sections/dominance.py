@@ -5,19 +5,9 @@ from torch import Tensor
 
 from collab_compress.analysis import Dominance, PruningPoint, dominant_heads, pruning_curve, with_progress
 from collab_compress.heads import head_importance
+from collab_compress.report.heatmaps import ragged
 from collab_compress.report.numerals import short
-from collab_compress.report.section import (
-    Cell,
-    Column,
-    Curve,
-    Curves,
-    Heatmaps,
-    Omitted,
-    Panel,
-    Section,
-    Table,
-    ragged,
-)
+from collab_compress.report.section import Cell, Column, Curve, Curves, Heatmaps, Omitted, Panel, Section, Table
 from collab_compress.report.study import Study
 
 
@@ -27,13 +17,14 @@ def dominance(study: Study) -> Section | Omitted:
     cost = _costs(found)
     labels = study.labels(found.changes)
     worst = max(float(values.max()) for values in cost.values())
+    best = min(0.0, *(float(values.min()) for values in cost.values()))
     pictures = (
         Heatmaps(
             "What is lost without each head",
             "The strongest cell of a row is its layer's dominant one; heads with faint ones can go.",
             "DropHead, Table 4",
-            (ragged("", list(cost.values()), labels),), min(0.0, *(float(v.min()) for v in cost.values())), worst,
-            "diverging" if min(float(v.min()) for v in cost.values()) < 0 else "sequential", "layer", "head",
+            (ragged("", list(cost.values()), labels),), best, worst,
+            "diverging" if best < 0 else "sequential", "layer", "head",
         ),
         Curves(
             "Pruning curve",

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from collab_compress.analysis import alpha_matrices, effective_rank, mixing_matrices, skew_symmetry
 from collab_compress.heads import alphas_of
-from collab_compress.report.section import Cell, Column, Heatmaps, Omitted, Section, Table, heatmap
+from collab_compress.report.heatmaps import heatmap, numbered
+from collab_compress.report.section import Cell, Column, Heatmaps, Omitted, Section, Table
 from collab_compress.report.study import Study
 
 CUT = 0.98  # share of entries that the scale of colours reaches to; a few are far larger
@@ -57,7 +58,7 @@ def _mixing_picture(study: Study, matrices: dict[str, Tensor]) -> Heatmaps:
         "A column of one strong cell belongs to one head, one with several to several; the largest 2 % are cut off.",
         "Collaborate, Fig. 2",
         tuple(
-            heatmap(f"layer {study.label(name)}", matrix, [str(head) for head in range(len(matrix))])
+            heatmap(f"layer {study.label(name)}", matrix, numbered(len(matrix)))
             for name, matrix in matrices.items()
         ),
         -reach, reach, "diverging", "head", "component, strongest first",
@@ -81,7 +82,7 @@ def _alpha_picture(study: Study, alphas: dict[str, Tensor]) -> Heatmaps:
         "A strong diagonal keeps heads as they are; what lies off it mixes head j into head i.",
         "Rotation, Figs. 3–4",
         tuple(
-            heatmap(f"layer {study.label(name)}", matrix, *[[str(head) for head in range(len(matrix))]] * 2)
+            heatmap(f"layer {study.label(name)}", matrix, *[numbered(len(matrix))] * 2)
             for name, matrix in alphas.items()
         ),
         -reach, reach, "diverging", "head i that leaves", "head j that enters",

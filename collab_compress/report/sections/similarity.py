@@ -17,6 +17,7 @@ from collab_compress.analysis import (
 )
 from collab_compress.analysis.hsic import Kernel
 from collab_compress.errors import HeadError
+from collab_compress.report.heatmaps import heatmap, numbered
 from collab_compress.report.numerals import short
 from collab_compress.report.section import (
     Cell,
@@ -29,7 +30,6 @@ from collab_compress.report.section import (
     Picture,
     Section,
     Table,
-    heatmap,
 )
 from collab_compress.report.sections.similarity_of_models import between_models
 from collab_compress.report.study import Study
@@ -126,7 +126,7 @@ def _matrices(study: Study, title: str, matrices: Mapping[str, Tensor]) -> Heatm
         "Strong cells off the diagonal are pairs of heads that answer alike.",
         SOURCE,
         tuple(
-            heatmap(f"layer {study.label(name)}", matrix, *[[str(head) for head in range(len(matrix))]] * 2)
+            heatmap(f"layer {study.label(name)}", matrix, *[numbered(len(matrix))] * 2)
             for name, matrix in matrices.items()
         ),
         0.0, 1.0, row_label="head", column_label="head",

@@ -3,8 +3,9 @@
 from transformers import PreTrainedModel
 
 from collab_compress.analysis import JointCovariance, cka, model_covariances, sample_cka, svcca
+from collab_compress.report.heatmaps import heatmap, numbered
 from collab_compress.report.numerals import short
-from collab_compress.report.section import Cell, Column, Curve, Curves, Heatmaps, Panel, Picture, Table, heatmap
+from collab_compress.report.section import Cell, Column, Curve, Curves, Heatmaps, Panel, Picture, Table
 from collab_compress.report.study import Study
 
 
@@ -34,7 +35,7 @@ def between_models(study: Study, baseline: PreTrainedModel) -> tuple[Table, list
             "A strong diagonal means that each head still does what its counterpart does.",
             "Diversity, section 3",
             tuple(
-                heatmap(f"layer {label}", cka(joint), _numbered(len(joint.rows)), _numbered(len(joint.columns)))
+                heatmap(f"layer {label}", cka(joint), numbered(len(joint.rows)), numbered(len(joint.columns)))
                 for label, joint in zip(labels, found.values(), strict=True)
             ),
             0.0, 1.0, row_label=f"head of {study.name}", column_label=f"head of {study.baseline_name}",
@@ -73,7 +74,3 @@ def _whole(joint: JointCovariance) -> JointCovariance:
     """Join the heads of both models into a block each."""
     rows, columns = len(joint.rows), len(joint.columns)
     return joint.merged([rows, columns], ["model", "baseline"], leading=1)
-
-
-def _numbered(heads: int) -> list[str]:
-    return [str(head) for head in range(heads)]
