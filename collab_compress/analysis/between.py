@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.analysis.joint import JointCovariance, RunningCovariance
-from collab_compress.analysis.stream import Batches, Progress, Shown, Use, by_name, read_heads, real_vectors
+from collab_compress.analysis.stream import Batches, Progress, Shown, Use, by_name, read_heads, real_vectors, show
 from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
 from collab_compress.errors import HeadError
 from collab_compress.heads import Part
@@ -50,9 +50,7 @@ def layer_covariance(
         UnsupportedModelError: as for `head_covariances`.
     """
     layers = LayerCovariance(unit, part)
-    read_heads(
-        [model], batches, part, lambda shown: layers.take(shown[0]), kinds=kinds, modules=modules, progress=progress
-    )
+    show(model, batches, layers, kinds, modules, progress)
     return layers.result()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.analysis.means import Means
-from collab_compress.analysis.stream import Batches, Progress, read_heads
+from collab_compress.analysis.stream import Batches, Progress, show
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.errors import HeadError
 from collab_compress.heads import average_distance, confidence
@@ -83,7 +83,7 @@ def discrepancy(
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
     rider = Discrepancies(of)
-    _run(model, batches, rider, kinds, modules, progress)
+    show(model, batches, rider, kinds, modules, progress)
     return rider.result()
 
 
@@ -149,7 +149,7 @@ def overlap(
         UnsupportedModelError: as for `discrepancy`.
     """
     rider = Overlaps()
-    _run(model, batches, rider, kinds, modules, progress)
+    show(model, batches, rider, kinds, modules, progress)
     return rider.result()
 
 
@@ -197,12 +197,3 @@ class Overlaps(Means):
     def result(self) -> dict[str, Tensor]:
         """Give the matrix of each module."""
         return {name: coefficients for name, (coefficients,) in self.means().items()}
-
-
-def _run(
-    model: PreTrainedModel, batches: Batches, rider: Means, kinds: Collection[Kind], modules: str, progress: Progress
-) -> None:
-    read_heads(
-        [model], batches, rider.part, lambda shown: rider.take(shown[0]), kinds=kinds, modules=modules,
-        progress=progress,
-    )  # fmt: skip

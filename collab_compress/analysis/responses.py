@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.analysis.joint import JointCovariance, RunningCovariance
-from collab_compress.analysis.stream import Batches, Progress, Shown, Use, by_name, read_heads, real_vectors
+from collab_compress.analysis.stream import Batches, Progress, Shown, Use, by_name, real_vectors, show
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.errors import HeadError
 from collab_compress.heads import Part
@@ -44,10 +44,7 @@ def head_covariances(
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
     covariances = Covariances(part)
-    read_heads(
-        [model], batches, part, lambda shown: covariances.take(shown[0]), kinds=kinds, modules=modules,
-        progress=progress,
-    )  # fmt: skip
+    show(model, batches, covariances, kinds, modules, progress)
     return covariances.result()
 
 
@@ -83,9 +80,7 @@ def head_samples(
         UnsupportedModelError: as for `head_covariances`.
     """
     samples = Samples(tokens, seed, part)
-    read_heads(
-        [model], batches, part, lambda shown: samples.take(shown[0]), kinds=kinds, modules=modules, progress=progress
-    )
+    show(model, batches, samples, kinds, modules, progress)
     return samples.result()
 
 

@@ -108,6 +108,16 @@ class Rider(Protocol):
         """Take in what one batch showed, in the order in which modules were used."""
 
 
+def show(
+    model: PreTrainedModel, batches: Batches, rider: Rider, kinds: Collection[Kind], modules: str, progress: Progress
+) -> None:
+    """Run a model on all batches for one rider alone; the rest, and what goes wrong, is as for `read_heads`."""
+    read_heads(
+        [model], batches, rider.part, lambda shown: rider.take(shown[0]), kinds=kinds, modules=modules,
+        progress=progress,
+    )  # fmt: skip
+
+
 def riding(
     model: PreTrainedModel, batches: Batches, riders: Sequence[Rider], kinds: Collection[Kind] = KINDS
 ) -> Generator[Mapping[str, Tensor], None, None]:
