@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from collab_compress.experiments.tuning import evaluate, fine_tune
 from collab_compress.experiments.workload import Workload
 from collab_compress.processes import processes
 from collab_compress.tasks import TASKS
+from collab_compress.training import recover_
 
 WORKLOADS: dict[str, type[Workload]] = {
     "classification": Classification,
@@ -35,7 +37,7 @@ WORKLOADS: dict[str, type[Workload]] = {
 """Kind of task → how it is run."""
 
 BASE = ("task", "model", "fresh", "files", "seed", "max_length", "tuning", "heads", "translation")
-CONVERTED = (*BASE, "compression", "calibration")
+CONVERTED = (*BASE, "compression", "calibration", "recovery")
 
 
 def run(recipe: Recipe, find_model: Callable[[str], str | Path] = str) -> list[dict[str, Any]]:
@@ -96,7 +98,7 @@ def _run(recipe: Recipe, find_model: Callable[[str], str | Path], first: str) ->
     name = recipe.conversion_name
     if name is not None:
         folder = recipe.output / name
-        once(lambda: _convert(workload, found, tokenizer, folder))
+        _convert(workload, found, tokenizer, folder)
         stage(name, folder / "model")
         if recipe.again is not None:
             stage(f"{name}-again", folder / "model", recipe.again)
@@ -115,17 +117,25 @@ def _fresh(workload: Workload) -> Path:
 
 
 def _convert(workload: Workload, source: str | Path, tokenizer: Any, folder: Path) -> None:
-    """Convert a model into `folder/model` if it is not there."""
-    recipe = workload.recipe
+    """Convert a model into `folder/model` if it is not there; processes share the work."""
+    recipe, recovery, together = workload.recipe, workload.recipe.recovery, processes()
     if (folder / "model").is_dir() or recipe.compression is None:
         return
-    model = workload.load_model(source).to(processes().device)
-    compression = replace(recipe.compression, seed=recipe.seed)
-    report = compress(model, compression, recipe.calibration, tokenizer=tokenizer)
-    write_whole_json(folder / "report.json", report.to_dict())
-    with whole_directory(folder / "model") as directory:
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
+    model = workload.load_model(source).to(together.device)
+    dense = None if recovery is None else deepcopy(model)
+    compression, spread = replace(recipe.compression, seed=recipe.seed), together.num_processes > 1
+    report = compress(model, compression, recipe.calibration, tokenizer=tokenizer, spread=spread)
+    if dense is not None and recovery is not None:
+        settings = {**asdict(recovery), "seed": recipe.seed, "disable_tqdm": not recipe.progress}
+        recover_(model, dense, tokenizer, recipe.calibration, **settings)
+
+    def save() -> None:
+        write_whole_json(folder / "report.json", report.to_dict())
+        with whole_directory(folder / "model") as directory:
+            model.save_pretrained(directory)
+            tokenizer.save_pretrained(directory)
+
+    once(save)
 
 
 def _claims(recipe: Recipe) -> list[tuple[Path, tuple[str, ...]]]:

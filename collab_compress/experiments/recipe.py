@@ -56,6 +56,21 @@ class Tuning:
 
 
 @dataclass(frozen=True)
+class Recovery:
+    """A short distillation of converted attention, without labels (`collab_compress.training.recover_`)."""
+
+    steps: int = 150
+    """Steps of 16 sequences, in each process."""
+
+    learning_rate: float = 1e-3
+    """At its highest; it rises over the first eighth of the steps and falls along a cosine."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise RecipeError(f"recovery takes {self.steps} steps; expected at least 1, or leave recovery out")
+
+
+@dataclass(frozen=True)
 class TranslationOptions:
     """Between which languages, and how the target is searched for."""
 
@@ -122,6 +137,9 @@ class Recipe:
     calibration: str = "synthetic"
     """What the conversion measures inputs on: synthetic, none, or a file with one text a line."""
 
+    recovery: Recovery | None = None
+    """What brings the converted attention nearer to the dense model's, without labels, on the calibration data."""
+
     again: Tuning | None = None
     """The second fine-tuning, of the converted model."""
 
@@ -149,6 +167,10 @@ class Recipe:
             raise RecipeError("a fresh model is trained first; give tuning")
         if self.again is not None and self.compression is None:
             raise RecipeError("again fine-tunes the converted model; give compression too, or leave again out")
+        if self.recovery is not None and (self.compression is None or self.calibration == "none"):
+            raise RecipeError(
+                "recovery trains a converted model on calibration data; give compression and calibration"
+            )
         if self.tuning is None and self.compression is None:
             raise RecipeError("there is nothing to do; give tuning, compression, or both")
         for name in (self.method, self.conversion):

@@ -27,7 +27,7 @@ FRESH = "fresh"
 FREE = {"seed", "output", "data_dir", "trackers", "progress", "method", "attn_implementation"}
 """Settings that do not decide a score."""
 
-CONVERSION = {"compression", "conversion", "calibration"}
+CONVERSION = {"compression", "conversion", "calibration", "recovery"}
 AGAIN = {"again"}
 
 

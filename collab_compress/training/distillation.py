@@ -39,7 +39,7 @@ def recover_(
         dense: the model it was converted from.
         tokenizer: of both; as for `compress`.
         calibration: as for `compress`; texts are fewer steps where there are fewer than 16 a step.
-        steps: at most how many.
+        steps: at most how many; processes that were started together take 16 sequences each.
         learning_rate: at its highest.
         seed: of tokens and order; the tokens are others than those of a conversion with the same seed.
         arguments: more of `TrainingArguments`.
@@ -51,17 +51,20 @@ def recover_(
         HeadError: as for `distil_`.
         CalibrationError: calibration data is missing or unusable.
     """
-    batches = calibration_batches(calibration, dense, tokenizer, sequences=16 * steps, seed=seed + 1000)
-    if calibration == "synthetic" and batches and "input_ids" in batches[0]:
-        separator = getattr(tokenizer, "sep_token_id", None)
-        batches = with_copies(batches, separator, getattr(dense.config, "type_vocab_size", 0) > 1, seed)
     with TemporaryDirectory() as scratch:
         settings = {
             "output_dir": scratch, "num_train_epochs": 1, "learning_rate": learning_rate,
             "adam_beta2": 0.99, "lr_scheduler_type": "cosine", "warmup_steps": 0.125, "seed": seed, "report_to": [],
             "save_strategy": "no", "dataloader_pin_memory": torch.accelerator.is_available(),
+            "use_cpu": not torch.accelerator.is_available(),
         }  # fmt: skip
-        return distil_(model, dense, batches[:steps], TrainingArguments(**{**settings, **arguments}))
+        training = TrainingArguments(**{**settings, **arguments})
+        count = steps * training.world_size
+        batches = calibration_batches(calibration, dense, tokenizer, sequences=16 * count, seed=seed + 1000)
+        if calibration == "synthetic" and batches and "input_ids" in batches[0]:
+            separator = getattr(tokenizer, "sep_token_id", None)
+            batches = with_copies(batches, separator, getattr(dense.config, "type_vocab_size", 0) > 1, seed)
+        return distil_(model, dense, batches[:count], training)
 
 
 def distil_(

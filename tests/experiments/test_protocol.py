@@ -60,6 +60,38 @@ def test_ranks_share_the_dense_model(start, data_dir, tmp_path):
     assert more[1]["metrics"] == more[0]["metrics"]  # full rank is exact
 
 
+def test_recovery_is_a_part_of_the_conversion(start, data_dir, tmp_path):
+    """Shared projections and mixing come nearer to the dense attention, and nothing else moves."""
+    common = ("again=null", "compression.rank=6", "calibration=synthetic", "tuning.epochs=1")
+    found = {}
+    for name, recovery in (("raw", "null"), ("near", "{steps: 30, learning_rate: 0.01}")):
+        more = (*common, f"conversion={name}", f"recovery={recovery}")
+        records = run(read_recipe(overrides=settings(start, data_dir, tmp_path / "out", *more)))
+        assert [record["stage"] for record in records] == ["tuned", name]
+        found[name] = load(tmp_path / "out" / name / "model")
+    raw, near = (found[name].state_dict() for name in ("raw", "near"))
+    moved = {name for name, value in near.items() if not torch.equal(value, raw[name])}
+    assert moved == {name for name in raw if name.endswith((".proj.weight", ".mixing"))}
+    dense = load(tmp_path / "out" / "tuned" / "model")
+    assert apart(found["near"], dense) < 0.9 * apart(found["raw"], dense)
+    changed = settings(start, data_dir, tmp_path / "out", *common, "conversion=near", "recovery={steps: 31}")
+    with pytest.raises(RecipeError, match="near was made with another recovery"):
+        run(read_recipe(overrides=changed))
+
+
+def load(folder):
+    return AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def apart(one, other):
+    """Distance of two models' attention rows, on pairs of texts of random words."""
+    tokens = torch.randint(4, 16, (16, 40), generator=torch.Generator().manual_seed(0))
+    types = (torch.arange(40) > 20).long().expand_as(tokens)
+    with torch.no_grad():
+        rows = [model(tokens, token_type_ids=types, output_attentions=True).attentions for model in (one, other)]
+    return sum((first - second).abs().sum().item() for first, second in zip(*rows, strict=True))
+
+
 def test_experiments_are_not_mixed(start, data_dir, tmp_path):
     run(read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "again=null")))
     for change, field in (

@@ -50,6 +50,8 @@ def test_every_recipe_in_the_repository_reads():
         ("heads.penalties=[{loss: q}]", "unknown loss 'q'"),
         ("compression.rank=0", "dk is 0; expected at least 1"),
         ("compression=null", "nothing to do"),
+        ("recovery={steps: 0}", "recovery takes 0 steps; expected at least 1"),
+        ("recovery={}", "recovery trains a converted model on calibration data"),
         ("model=null", "either a model to start from, or"),
         ("fresh={layers: 2}", "either a model to start from, or"),
         ("conversion=a/b", "'a/b' cannot name a folder"),
@@ -66,7 +68,8 @@ def test_every_recipe_in_the_repository_reads():
     ],
 )
 def test_mistakes_are_named(path, override, message):
-    overrides = [override, "tuning=null"] if override == "compression=null" else [override]
+    more = {"compression=null": ["tuning=null"], "recovery={}": ["calibration=none"]}
+    overrides = [override, *more.get(override, [])]
     with pytest.raises(RecipeError, match=message):
         read_recipe(path, overrides)
 
