@@ -94,8 +94,8 @@ class TranslationOptions:
 class Recipe:
     """Fine-tune a model on a task, convert it, and fine-tune it again; evaluate after each.
 
-    What is left out is not done: without `tuning` the model is converted as it is, without `compression` it stays
-    as it is, without `again` a converted model is evaluated only.
+    What is left out is not done: without `tuning` the model is evaluated and converted as it is, without
+    `compression` it stays as it is, without `again` a converted model is evaluated only.
     """
 
     task: str
@@ -171,8 +171,6 @@ class Recipe:
             raise RecipeError(
                 "recovery trains a converted model on calibration data; give compression and calibration"
             )
-        if self.tuning is None and self.compression is None:
-            raise RecipeError("there is nothing to do; give tuning, compression, or both")
         for name in (self.method, self.conversion):
             if name is not None and (not name or "/" in name or name.startswith(".")):
                 raise RecipeError(f"{name!r} cannot name a folder")

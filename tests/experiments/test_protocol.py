@@ -58,6 +58,14 @@ def test_ranks_share_the_dense_model(start, data_dir, tmp_path):
     assert more[0] == first[0]
     assert more[1]["stage"] == "dk24"
     assert more[1]["metrics"] == more[0]["metrics"]  # full rank is exact
+    for stage in ("tuned", "dk24"):  # a finished model is evaluated alone, whatever made it
+        model = tmp_path / "out" / stage / "model"
+        output = tmp_path / f"{stage}-as-it-is"
+        given = f"task=mrpc model={model} data_dir={data_dir} output={output} max_length=24"
+        (record,) = run(read_recipe(overrides=given.split()))
+        assert (record["stage"], record["metrics"]) == ("given", first[0]["metrics"])
+        assert {path.name for path in output.iterdir()} == {"recipe.json", "given"}
+        assert {path.name for path in (output / "given").iterdir()} == {"result.json"}
 
 
 def test_recovery_is_a_part_of_the_conversion(start, data_dir, tmp_path):
