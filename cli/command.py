@@ -10,6 +10,7 @@ from types import FrameType
 import transformers
 
 from collab_compress import CollabCompressError
+from collab_compress.processes import leave
 
 
 @contextmanager
@@ -24,6 +25,8 @@ def stopping_in_one_line(name: str) -> Iterator[None]:
     except KeyboardInterrupt:
         print(f"{name}: interrupted; nothing half-written is left", file=sys.stderr)
         sys.exit(130)
+    finally:
+        leave()
 
 
 def silence_libraries() -> None:

@@ -36,7 +36,7 @@ class Arguments:
     """Folder with the outputs of experiments, at any depth; without it the papers' tables are printed as they are."""
 
     against: Annotated[str | None, tyro.conf.arg(metavar="METHOD/STAGE")] = None
-    """What the others are compared with; plain/tuned if not given."""
+    """What the others are compared with; plain/tuned, or plain/given where nothing was tuned, if not given."""
 
     papers: bool = False
     """Show the papers' numbers on the same tasks."""

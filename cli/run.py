@@ -2,12 +2,12 @@
 
 import logging
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from collab_compress.errors import CollabCompressError, RecipeError
 from collab_compress.experiments import read_recipe, read_sweep, run, run_sweep
-from collab_compress.processes import processes
+from collab_compress.processes import leave, processes
 from collab_compress.tasks import TASKS
 
 from .source import find_directory
@@ -19,32 +19,37 @@ def run_script(usage: str, tasks: Collection[str], arguments: list[str] | None =
     Args:
         usage: what to print where there are no arguments.
         tasks: what the script is for.
-        arguments: a recipe file, and `field=value` settings; those of the process if not given.
+        arguments: a recipe file, and settings as `field=value` or `--field value`; those of the process if not given.
     """
-    path, settings = _arguments(usage, arguments)
     try:
+        path, settings = _arguments(usage, arguments)
         recipe = read_recipe(path, settings)
         if recipe.task not in tasks:
             raise RecipeError(f"{recipe.task} is {TASKS[recipe.task].kind}; this script is for {', '.join(tasks)}")
         records = run(recipe, find_directory)
+        main = processes().is_main_process
     except CollabCompressError as error:
         sys.exit(f"error: {error}")
-    for record in records if processes().is_main_process else ():
+    finally:
+        leave()
+    for record in records if main else ():
         print(f"{record['task']:10} {record['stage']:14} {record['score']:.2f}  {record['metrics']}")
 
 
 def run_sweep_script(usage: str, arguments: list[str] | None = None) -> None:
     """Run the sweep that the command line gives, with a line for each stage as it is done."""
-    path, settings = _arguments(usage, arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     level = logging.INFO if processes().is_main_process else logging.ERROR
     logging.getLogger("collab_compress.experiments.sweep").setLevel(level)
     try:
+        path, settings = _arguments(usage, arguments)
         if path is None:
             raise RecipeError("give the file of a sweep")
         failed = run_sweep(read_sweep(path, settings), find_directory)
     except CollabCompressError as error:
         sys.exit(f"error: {error}")
+    finally:
+        leave()
     if failed:
         sys.exit("failed:\n" + "\n".join(failed))
 
@@ -61,5 +66,18 @@ def _arguments(usage: str, arguments: list[str] | None) -> tuple[Path | None, li
     if given[0] in ("-h", "--help"):
         print(usage)
         sys.exit()
-    path = None if "=" in given[0] else Path(given.pop(0))
-    return path, given
+    path = None if "=" in given[0] or given[0].startswith("--") else Path(given.pop(0))
+    return path, list(_settings(given))
+
+
+def _settings(given: list[str]) -> Iterator[str]:
+    """Give settings as `field=value`, whether they are written so, as `--field=value` or as `--field value`."""
+    words = iter(given)
+    for word in words:
+        if not word.startswith("--"):
+            yield word
+            continue
+        name, equals, value = word[2:].partition("=")
+        if not equals and (value := next(words, "--")).startswith("--"):
+            raise RecipeError(f"{word} sets nothing; expected a value after it")
+        yield f"{name if '.' in name else name.replace('-', '_')}={value}"

@@ -13,6 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel
 
+from collab_compress.checkpoint.directory import has_tokenizer
 from collab_compress.checkpoint.edits import METHOD
 from collab_compress.errors import CheckpointError
 
@@ -24,15 +25,6 @@ SHORT_NAMES = {
     "albert-large": "albert/albert-large-v2",
 }
 EMBEDDED = "minilm"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.txt",
-    "vocab.json",
-    "spiece.model",
-    "tokenizer.model",
-    "source.spm",
-)
 
 
 @dataclass(frozen=True)
@@ -134,7 +126,7 @@ def load_model(directory: Path, edited: bool = False) -> PreTrainedModel:
 
 def load_tokenizer(directory: Path) -> Any:
     """Load the tokenizer, or what holds one; None where the model has none."""
-    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+    if not has_tokenizer(directory):
         return None
     try:
         processor = AutoProcessor.from_pretrained(directory)

@@ -1,4 +1,4 @@
-"""Write a directory or a file beside its final place, and rename it when it is whole."""
+"""Write a directory or a file beside its final place, and rename it when it is whole; what a directory holds."""
 
 import json
 import os
@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from collab_compress.errors import CheckpointError
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model",
+    "source.spm",
+)  # fmt: skip
 
 
 @contextmanager
@@ -72,6 +77,11 @@ def write_whole(path: Path, text: str) -> None:
 def write_whole_json(path: Path, value: Any) -> None:
     """Write JSON as `write_whole` writes text; what JSON has no form for is written as its `str`."""
     write_whole(path, json.dumps(value, indent=2, default=str) + "\n")
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Say whether a model directory holds a tokenizer; Transformers may make up an empty one where it does not."""
+    return any((directory / name).exists() for name in TOKENIZER_FILES)
 
 
 def refuse_existing(path: Path) -> None:

@@ -15,6 +15,7 @@ from collab_compress.tasks import TASKS
 
 AVERAGE = "average"
 REFERENCE = "plain/tuned"
+AS_IT_IS = "plain/given"
 ALIKE = ("files", "max_length", "translation", "tuning")
 """Settings in which rows are expected not to differ."""
 
@@ -86,8 +87,8 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
 
     Args:
         results: no two of the same variant, task and seed.
-        against: method/stage of the variant that others of the same model are compared with; plain/tuned if not
-            given and there is one.
+        against: method/stage of the variant that others of the same model are compared with; plain/tuned or
+            plain/given, the first there is, if not given.
 
     Raises:
         RecipeError: no result is of `against`.
@@ -164,7 +165,7 @@ def _reference(variants: Iterable[Variant], against: str | None) -> str | None:
     there = sorted({label(variant) for variant in variants})
     if against is not None and against not in there:
         raise RecipeError(f"nothing to compare with: no result is {against!r}; expected one of {', '.join(there)}")
-    return against or (REFERENCE if REFERENCE in there else None)
+    return against or next((name for name in (REFERENCE, AS_IT_IS) if name in there), None)
 
 
 def _order(variant: Variant, reference: str | None) -> tuple[object, ...]:

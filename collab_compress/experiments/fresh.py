@@ -1,12 +1,16 @@
 """Models that start from nothing: a tokenizer trained on the task's own texts, and untrained weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
     BertConfig,
     BertForSequenceClassification,
     BertLMHeadModel,
@@ -23,12 +27,18 @@ from collab_compress.conversion.fresh import FromScratch, from_config
 from collab_compress.errors import RecipeError
 from collab_compress.tasks import Task, train_tokenizer
 
+HEADS: dict[str, Any] = {"translation": AutoModelForSeq2SeqLM, "language modelling": AutoModelForCausalLM}
+
 
 @dataclass(frozen=True)
 class Fresh:
     """An untrained model: Marian's encoder–decoder for translation, BERT as a decoder for language modelling, BERT
-    with a classifier otherwise.
+    with a classifier otherwise; or what another model's config says.
     """
+
+    config: str | None = None
+    """A model directory, or a name on the hub, whose config.json says what the model is like: family, layers, widths,
+    heads and dropouts; the vocabulary is that of the tokenizer trained on the data."""
 
     layers: int = 6
     """Layers, in the encoder and in the decoder each."""
@@ -67,6 +77,10 @@ class Fresh:
         for name in ("layers", "width", "heads", "max_length"):
             if getattr(self, name) < 1:
                 raise RecipeError(f"{name} is {getattr(self, name)}; expected at least 1")
+        sizes = ("layers", "width", "heads", "feed_forward", "dropout", "attention_dropout")
+        doubled = [f.name for f in fields(self) if f.name in sizes and getattr(self, f.name) != f.default]
+        if self.config is not None and doubled:
+            raise RecipeError(f"{doubled[0]} is what the config says; leave it or config out")
         if self.width % self.heads:
             raise RecipeError(f"width {self.width} cannot be shared out evenly among {self.heads} heads")
 
@@ -83,13 +97,14 @@ def make_fresh(fresh: Fresh, task: Task, train: Dataset, seed: int, folder: Path
 
     Raises:
         DataError: the tokenizer cannot be trained.
+        RecipeError: the config is none for the task.
     """
     texts = chain.from_iterable(train[column] for column in task.text_columns)
     tokenizer = train_tokenizer(
         texts, fresh.vocab_size, fresh.tokenizer, lowercase=fresh.lowercase, start=task.num_labels is not None
     )
     tokenizer.model_max_length = fresh.max_length
-    model_class, config = _architecture(fresh, task, tokenizer)
+    model_class, config = (_usual if fresh.config is None else _like)(fresh, task, tokenizer)
     set_seed(seed)
     model = model_class(config) if fresh.attention is None else from_config(config, fresh.attention, model_class)
     if task.kind == "translation":
@@ -99,7 +114,37 @@ def make_fresh(fresh: Fresh, task: Task, train: Dataset, seed: int, folder: Path
         tokenizer.save_pretrained(directory)
 
 
-def _architecture(
+def _like(
+    fresh: Fresh, task: Task, tokenizer: PreTrainedTokenizerBase
+) -> tuple[type[PreTrainedModel], PretrainedConfig]:
+    """Take a config for another vocabulary; a decoder starts with the end where it did, or with padding.
+
+    Raises:
+        RecipeError: it cannot be read, is that of a converted or quantized model, or its family does no such task.
+    """
+    try:
+        config = AutoConfig.from_pretrained(str(fresh.config))
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"the config of {fresh.config} cannot be read: {error}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise RecipeError(f"{fresh.config} is converted or quantized; take the config of the model before")
+    family = HEADS.get(task.kind, AutoModelForSequenceClassification)._model_mapping
+    if type(config) not in family:
+        raise RecipeError(f"{fresh.config} is a {config.model_type}, which Transformers has not for {task.kind}")
+    tokens = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    if config.is_encoder_decoder:
+        ends = getattr(config, "decoder_start_token_id", None) == config.eos_token_id
+        tokens["decoder_start_token_id"] = tokens["eos_token_id" if ends else "pad_token_id"]
+    if getattr(config, "forced_eos_token_id", None) is not None:
+        tokens["forced_eos_token_id"] = tokens["eos_token_id"]
+    if task.num_labels is not None:
+        config.num_labels = task.num_labels
+    for name, value in {**tokens, "vocab_size": len(tokenizer)}.items():
+        setattr(config, name, value)
+    return family[type(config)], config
+
+
+def _usual(
     fresh: Fresh, task: Task, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[type[PreTrainedModel], PretrainedConfig]:
     inner = fresh.feed_forward or 4 * fresh.width

@@ -1,7 +1,9 @@
 """Language modelling: running text, each next token predicted."""
 
+from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import DatasetDict
 from torch import Tensor
 from transformers import (
@@ -12,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from collab_compress.errors import RecipeError
 from collab_compress.experiments.workload import Workload
 from collab_compress.metrics import token_losses
 from collab_compress.tasks import encode_language_model
@@ -21,6 +24,22 @@ class LanguageModel(Workload):
     """Scored by perplexity over all tokens of a split, ends of lines included."""
 
     model_class = AutoModelForCausalLM
+
+    def load_model(self, directory: str | Path, trained: bool = True) -> PreTrainedModel:
+        """Load a model that sees no tokens but those before the one it predicts.
+
+        Raises:
+            RecipeError: also if it sees others, as an encoder does.
+        """
+        model = super().load_model(directory, trained)
+        tokens = torch.tensor([[0, 1, 2, 0], [0, 1, 2, 1]], device=model.device)
+        with torch.no_grad():
+            before = model(tokens).logits[:, :-1].float()
+        if not torch.allclose(before[0], before[1], rtol=1e-3, atol=1e-4):
+            raise RecipeError(
+                f"{directory} sees the tokens it is to predict; give a decoder, as BERT is with is_decoder: true"
+            )
+        return model
 
     def encode(self, texts: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
         """Cut running text into blocks."""

@@ -1,29 +1,25 @@
 """The papers' protocol: fine-tune, convert, evaluate, fine-tune again, evaluate."""
 
-import json
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from collab_compress.checkpoint.directory import whole_directory, write_whole_json
 from collab_compress.conversion.compress import compress
 from collab_compress.errors import RecipeError
+from collab_compress.experiments.claims import claim
 from collab_compress.experiments.classification import Classification
 from collab_compress.experiments.fresh import make_fresh
 from collab_compress.experiments.language_model import LanguageModel
 from collab_compress.experiments.processes import once
-from collab_compress.experiments.reading import parse
 from collab_compress.experiments.recipe import Recipe, Tuning
 from collab_compress.experiments.record import environment, read_record
 from collab_compress.experiments.trackers import check_trackers
 from collab_compress.experiments.translation import Translation
 from collab_compress.experiments.tuning import evaluate, fine_tune
-from collab_compress.experiments.workload import Workload
+from collab_compress.experiments.workload import Workload, load_tokenizer
 from collab_compress.processes import processes
 from collab_compress.tasks import TASKS
 from collab_compress.training import recover_
@@ -35,9 +31,6 @@ WORKLOADS: dict[str, type[Workload]] = {
     "language modelling": LanguageModel,
 }
 """Kind of task → how it is run."""
-
-BASE = ("task", "model", "fresh", "files", "seed", "max_length", "tuning", "heads", "translation")
-CONVERTED = (*BASE, "compression", "calibration", "recovery")
 
 
 def run(recipe: Recipe, find_model: Callable[[str], str | Path] = str) -> list[dict[str, Any]]:
@@ -63,8 +56,7 @@ def run(recipe: Recipe, find_model: Callable[[str], str | Path] = str) -> list[d
     check_trackers(recipe.trackers)
     first, name = "given" if recipe.tuning is None else "tuned", recipe.conversion_name
     stages = [first] + ([name] if name else []) + ([f"{name}-again"] if recipe.again is not None else [])
-    for folder, fields in _claims(recipe):
-        _claim(folder, recipe, fields)
+    once(lambda: claim(recipe))
     files = [recipe.output / stage / "result.json" for stage in stages]
     if not all(file.is_file() for file in files):
         _run(recipe, find_model, first)
@@ -76,8 +68,8 @@ def _run(recipe: Recipe, find_model: Callable[[str], str | Path], first: str) ->
     workload = WORKLOADS[TASKS[recipe.task].kind](recipe)
     if not workload.scored():
         raise RecipeError(f"{recipe.task} has no split to score in {recipe.data_dir}: none but train has labels")
-    source = _fresh(workload) if recipe.model is None else find_model(recipe.model)
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    source = _fresh(workload, find_model) if recipe.model is None else find_model(recipe.model)
+    tokenizer = load_tokenizer(source)
     encoded = workload.encode(workload.texts, tokenizer)
 
     def stage(name: str, start: str | Path, tuning: Tuning | None = None) -> str | Path:
@@ -90,7 +82,9 @@ def _run(recipe: Recipe, find_model: Callable[[str], str | Path], first: str) ->
         if not (folder / "result.json").is_file():
             model = workload.load_model(start)
             parameters = model.num_parameters()
-            metrics = evaluate(workload, model, encoded, tokenizer, tuning or recipe.tuning or Tuning(), folder)
+            metrics = evaluate(
+                workload, model, encoded, tokenizer, tuning or recipe.tuning or recipe.again or Tuning(), folder
+            )
             once(lambda: write_whole_json(folder / "result.json", _record(workload, name, metrics, parameters)))
         return start
 
@@ -104,13 +98,16 @@ def _run(recipe: Recipe, find_model: Callable[[str], str | Path], first: str) ->
             stage(f"{name}-again", folder / "model", recipe.again)
 
 
-def _fresh(workload: Workload) -> Path:
+def _fresh(workload: Workload, find_model: Callable[[str], str | Path]) -> Path:
     """Make the model to start from if it is not there."""
     fresh, folder = workload.recipe.fresh, workload.recipe.output / "start"
 
     def make() -> None:
         if fresh is not None and not folder.is_dir():
-            make_fresh(fresh, workload.task, workload.texts["train"], workload.recipe.seed, folder)
+            config = None if fresh.config is None else str(find_model(fresh.config))
+            make_fresh(
+                replace(fresh, config=config), workload.task, workload.texts["train"], workload.recipe.seed, folder
+            )
 
     once(make)
     return folder
@@ -125,58 +122,19 @@ def _convert(workload: Workload, source: str | Path, tokenizer: Any, folder: Pat
     dense = None if recovery is None else deepcopy(model)
     compression, spread = replace(recipe.compression, seed=recipe.seed), together.num_processes > 1
     report = compress(model, compression, recipe.calibration, tokenizer=tokenizer, spread=spread)
+    described = report.to_dict()
     if dense is not None and recovery is not None:
         settings = {**asdict(recovery), "seed": recipe.seed, "disable_tqdm": not recipe.progress}
-        recover_(model, dense, tokenizer, recipe.calibration, **settings)
+        done = recover_(model, dense, tokenizer, recipe.calibration, **settings)
+        described["recovery"] = {"steps": done.global_step, "mean_divergence": done.training_loss}
 
     def save() -> None:
-        write_whole_json(folder / "report.json", report.to_dict())
+        write_whole_json(folder / "report.json", described)
         with whole_directory(folder / "model") as directory:
             model.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
 
     once(save)
-
-
-def _claims(recipe: Recipe) -> list[tuple[Path, tuple[str, ...]]]:
-    """List the folders of an experiment, with the settings that decide what is in them."""
-    claims: list[tuple[Path, tuple[str, ...]]] = [(recipe.output, BASE)]
-    name = recipe.conversion_name
-    if name is not None:
-        claims.append((recipe.output / name, CONVERTED))
-    if recipe.again is not None:
-        claims.append((recipe.output / f"{name}-again", (*CONVERTED, "again")))
-    return claims
-
-
-def _claim(folder: Path, recipe: Recipe, fields: tuple[str, ...]) -> None:
-    """Note in a folder what is done there, or check that it is the same; a folder where nothing was made is free.
-
-    Raises:
-        RecipeError: something else was done there, naming the fields that differ.
-    """
-    path = folder / "recipe.json"
-    described = json.loads(json.dumps(asdict(recipe), default=str))
-
-    def check() -> None:
-        there = parse(Recipe, read_record(path), str(path)) if path.is_file() else None
-        wanted = parse(Recipe, described, "the recipe")
-        differing = [name for name in fields if getattr(there, name, None) != getattr(wanted, name)]
-        if there is not None and differing and any(_made(folder)):
-            raise RecipeError(f"{folder} was made with another {', '.join(differing)}; choose another output")
-        if there is None or differing:
-            shutil.rmtree(folder / "start", ignore_errors=True)
-            write_whole_json(path, described)
-
-    once(check)
-
-
-def _made(folder: Path) -> Iterator[Path]:
-    """Find what took work to make, in a folder and in those of its stages."""
-    for place in (folder, *folder.glob("*/")):
-        yield from place.glob("model")
-        yield from place.glob("result.json")
-        yield from place.glob("checkpoints/checkpoint-*")
 
 
 def _record(workload: Workload, stage: str, metrics: dict[str, dict[str, float]], parameters: int) -> dict[str, Any]:

@@ -171,11 +171,20 @@ class Recipe:
             raise RecipeError(
                 "recovery trains a converted model on calibration data; give compression and calibration"
             )
+        if not self.trains and self.heads != HeadTraining():
+            raise RecipeError(
+                "heads acts in fine-tuning, and there is none; give tuning or again, or leave heads out"
+            )
         for name in (self.method, self.conversion):
             if name is not None and (not name or "/" in name or name.startswith(".")):
                 raise RecipeError(f"{name!r} cannot name a folder")
         if self.conversion in ("start", "given", "tuned") or (self.conversion or "").endswith("-again"):
             raise RecipeError(f"a conversion cannot be called {self.conversion!r}, as another stage is")
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a fine-tuning."""
+        return self.tuning is not None or self.again is not None
 
     @property
     def conversion_name(self) -> str | None:

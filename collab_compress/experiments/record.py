@@ -1,6 +1,8 @@
 """Read what an experiment found, and name what it was found with."""
 
 import json
+import os
+import platform
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
@@ -30,10 +32,14 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """Name the versions of what computes, on what, and the git revision of this package if it is a checkout."""
+    """Name the versions of what computes, on what, and the git revision of this package if it is a checkout.
+
+    The mixed precision is that of `accelerate launch`; a recipe's own is among its training arguments.
+    """
     state = processes()
     found: dict[str, Any] = {name: version(name) for name in PACKAGES}
-    found |= {"processes": state.num_processes, "device": str(state.device), "revision": None}
+    found |= {"python": platform.python_version(), "processes": state.num_processes, "device": str(state.device)}
+    found |= {"mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), "revision": None}
     if (CHECKOUT / ".git").exists():
         try:
             done = subprocess.run(

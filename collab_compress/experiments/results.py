@@ -1,6 +1,6 @@
 """What experiments found: the records in a folder."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -36,7 +36,7 @@ class Variant:
     """What was done to which model: a row of a table.
 
     Args:
-        model: what it started from, without the folders it lies in; "fresh" for an untrained one.
+        model: what it started from, of a path no more than tells it from others; "fresh" for an untrained one.
         method: what the recipe calls it.
         stage: tuned, given (as it is), or the name of a conversion, with `-again` after a second fine-tuning.
         conversion: its name; None for the model before.
@@ -107,9 +107,11 @@ def read_results(folder: Path) -> list[Result]:
     """
     if not folder.is_dir():
         raise RecipeError(f"{folder} is no folder; expected one with the outputs of experiments")
+    records = {path: _checked(path) for path in sorted(folder.rglob("result.json"))}
+    names = _model_names(record["recipe"].get("model") or FRESH for record in records.values())
     results: dict[tuple[Variant, Column, int], Result] = {}
-    for path in sorted(folder.rglob("result.json")):
-        result = _result(path)
+    for path, record in records.items():
+        result = _result(path, record, names)
         variant, column, seed = result.variant, result.column, result.seed
         there = results.setdefault((variant, column, seed), result)
         if there is not result:
@@ -122,10 +124,9 @@ def read_results(folder: Path) -> list[Result]:
     return list(results.values())
 
 
-def _result(path: Path) -> Result:
-    record = _checked(path)
+def _result(path: Path, record: Mapping[str, Any], names: Mapping[str, str]) -> Result:
     recipe, conversion, again = record["recipe"], record["conversion"], record["again"]
-    variant = Variant(_model_name(recipe), record["method"], record["stage"], conversion, again)
+    variant = Variant(names[recipe.get("model") or FRESH], record["method"], record["stage"], conversion, again)
     free = FREE | (set() if again else AGAIN) | (set() if conversion else CONVERSION)
     return Result(
         variant=variant,
@@ -155,9 +156,14 @@ def _checked(path: Path) -> dict[str, Any]:
     return record
 
 
-def _model_name(recipe: Mapping[str, Any]) -> str:
-    model = recipe.get("model") or FRESH
-    return "/".join(Path(model).parts[-2:]) if Path(model).is_absolute() else str(model)
+def _model_names(models: Iterable[str]) -> dict[str, str]:
+    """Cut absolute paths down to their last parts, two or as many as it takes to tell them apart."""
+    names = {model: model for model in models}
+    paths = {model: Path(model).parts for model in names if Path(model).is_absolute()}
+    parts = 2
+    while len({path[-parts:] for path in paths.values()}) < len(paths):
+        parts += 1
+    return names | {model: "/".join(path[-parts:]) for model, path in paths.items()}
 
 
 def _column(task_name: str, recipe: Mapping[str, Any]) -> Column:

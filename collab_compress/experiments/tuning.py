@@ -15,7 +15,7 @@ from collab_compress.errors import RecipeError
 from collab_compress.experiments.processes import once
 from collab_compress.experiments.recipe import Tuning
 from collab_compress.experiments.sampling import seeded
-from collab_compress.experiments.trackers import TrackerCallback
+from collab_compress.experiments.trackers import TrackerCallback, log_scores
 from collab_compress.experiments.workload import Workload
 from collab_compress.training import join_trainer_
 
@@ -54,8 +54,7 @@ def fine_tune(
         raise RecipeError("an experiment keeps each model whole in its process; leave FSDP and DeepSpeed out")
     join_trainer_(trainer, recipe.heads)  # also without any, for it averages losses that a stock trainer would add up
     if recipe.trackers:
-        described = {"task": recipe.task, "method": recipe.method, "stage": folder.name, "seed": recipe.seed}
-        trainer.add_callback(TrackerCallback(trainer, recipe.trackers, folder / "logs", described))
+        trainer.add_callback(TrackerCallback(trainer, recipe, folder))
     latest = last_checkpoint(checkpoints)
     if latest is not None and _finished(latest):  # killed before it was saved
         trained = type(model).from_pretrained(latest, dtype=model.dtype)
@@ -85,8 +84,10 @@ def evaluate(
     """Give the task's metrics on each split that has labels, but for the training data; in full precision."""
     checkpoints = folder / "checkpoints"
     kept = {name: value for name, value in tuning.arguments.items() if name in EVALUATION}
-    trainer = _trainer(workload, model, data, tokenizer, Tuning(arguments=kept), checkpoints)
+    trainer = _trainer(workload, model, data, tokenizer, Tuning(arguments=kept), checkpoints, precise=True)
     results = {split: workload.score(trainer, split, data[split], folder) for split in workload.scored()}
+    if workload.recipe.trackers:
+        log_scores(trainer, workload.recipe, folder, results)
     once(lambda: shutil.rmtree(checkpoints, ignore_errors=True))  # the trainer makes it, and nothing is in it
     return results
 
@@ -148,6 +149,7 @@ def _trainer(
     tokenizer: PreTrainedTokenizerBase,
     tuning: Tuning,
     folder: Path,
+    precise: bool = False,
 ) -> Trainer:
     given: dict[str, Any] = {
         "num_train_epochs": tuning.epochs, "max_steps": tuning.max_steps, "learning_rate": tuning.learning_rate,
@@ -163,6 +165,8 @@ def _trainer(
         arguments = workload.arguments_class(str(folder), seed=workload.recipe.seed, **(given | tuning.arguments))
     except (TypeError, ValueError) as error:
         raise RecipeError(f"training arguments: {error}") from error
+    if precise:
+        arguments.mixed_precision = "no"  # whatever `accelerate launch` was told
     validation = next((rows for split, rows in data.items() if split.startswith("validation")), None)
     return seeded(workload.trainer_class)(
         model, arguments, train_dataset=data.get("train"), eval_dataset=validation, processing_class=tokenizer,

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from datasets import Dataset, DatasetDict
 from transformers import (
+    AutoTokenizer,
     EvalPrediction,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -15,6 +16,7 @@ from transformers import (
     set_seed,
 )
 
+from collab_compress.checkpoint.directory import has_tokenizer
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.recipe import Recipe
 from collab_compress.metrics import Metric, load_metric
@@ -42,7 +44,7 @@ class Workload(ABC):
         self.progress = recipe.progress and processes().is_main_process
         self.texts: DatasetDict = load_task(
             recipe.task, recipe.data_dir, source=languages.source, target=languages.target, files=recipe.files,
-            progress=self.progress,
+            train=recipe.trains, progress=self.progress,
         )  # fmt: skip
         self.metric: Metric = load_metric(self.task.metric, **self.metric_options())
 
@@ -116,6 +118,20 @@ class Workload(ABC):
         """
         found = trainer.predict(rows, metric_key_prefix="").metrics
         return {name: found[f"_{name}"] for name in self.metric.scores}
+
+
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer; Transformers makes one without words where a directory has none.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    if Path(source).is_dir() and not has_tokenizer(Path(source)):
+        raise RecipeError(f"{source} has no tokenizer; save it there too, by tokenizer.save_pretrained")
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"the tokenizer of {source} cannot be loaded: {error}") from error
 
 
 def _labelled(rows: Dataset) -> bool:

@@ -28,7 +28,7 @@ def load_hub(task: Task, languages: Languages, splits: Sequence[str] | None, pro
     """
     advice = f"pass --data-dir (data_dir=…) with a folder; {expected_files(task.layouts, languages)}"
     if task.hub is None:
-        raise DataError(f"{task.name} is not on the hub; {advice}")
+        raise DataError(f"{task.name} cannot be had from the hub; {advice}")
     words = _words(languages)
     config = task.hub.config.format(**words) if task.hub.config else None
     place = {"data_dir": config, "revision": EXPORT} if task.hub.exported else {"name": config}
@@ -39,11 +39,10 @@ def load_hub(task: Task, languages: Languages, splits: Sequence[str] | None, pro
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DataError(f"cannot load {task.name} from the hub ({reason}); {advice}") from error
         wanted = splits or dict.fromkeys(split for layout in task.layouts for split in layout.files)
-        names = {split: task.hub.splits.get(split, split) for split in wanted}
-        if splits and (lacking := [split for split, name in names.items() if name not in there]):
+        if splits and (lacking := [split for split in splits if split not in there]):
             raise DataError(f"{task.hub.path} has no split {lacking[0]!r}; it has {', '.join(there)}")
         return DatasetDict(
-            {split: _canonical(task, task.hub, there[name], words) for split, name in names.items() if name in there}
+            {split: _canonical(task, task.hub, there[split], words) for split in wanted if split in there}
         )
 
 

@@ -29,6 +29,7 @@ def load_task(
     source: str | None = None,
     target: str | None = None,
     files: Mapping[str, str | Sequence[str]] | None = None,
+    train: bool = True,
     progress: bool = False,
 ) -> DatasetDict:
     """Load the data set of a task.
@@ -47,6 +48,7 @@ def load_task(
         target: language to translate to.
         files: split → path, or paths to read one after another, in the place of the usual ones; `{lang}` stands for
             the language.
+        train: whether training data are wanted; if not, they need not be there.
         progress: whether to show progress bars.
 
     Returns:
@@ -57,13 +59,13 @@ def load_task(
     """
     if name not in TASKS:
         raise DataError(f"unknown task {name!r}; expected one of {', '.join(sorted(TASKS))}")
-    task = TASKS[name]
+    task = TASKS[name] if train else _without_train(TASKS[name])
     languages = _languages(task, source, target)
     if data_dir is None:
         if files:
             raise DataError(f"{name}: files are looked up in a folder; pass data_dir too")
         return load_hub(task, languages, splits, progress)
-    layouts = [_with_files(task.layouts[0], files)] if files else task.layouts
+    layouts = [_with_files(task.layouts[0], files, train)] if files else task.layouts
     found = find_files(task, layouts, Path(data_dir).expanduser(), languages, splits)
     features = task.features
     return DatasetDict(
@@ -91,8 +93,20 @@ def _languages(task: Task, source: str | None, target: str | None) -> Languages:
     return source, target
 
 
-def _with_files(layout: Layout, files: Mapping[str, str | Sequence[str]]) -> Layout:
-    parts = {split: (paths,) if isinstance(paths, str) else tuple(paths) for split, paths in files.items()}
+def _without_train(task: Task) -> Task:
+    layouts = (
+        replace(layout, files={split: parts for split, parts in layout.files.items() if split != "train"})
+        for layout in task.layouts
+    )
+    return replace(task, layouts=tuple(layouts))
+
+
+def _with_files(layout: Layout, files: Mapping[str, str | Sequence[str]], train: bool) -> Layout:
+    parts = {
+        split: (paths,) if isinstance(paths, str) else tuple(paths)
+        for split, paths in files.items()
+        if train or split != "train"
+    }
     return replace(layout, files=parts, optional=())
 
 

@@ -1,7 +1,7 @@
 """What a task is: where its data are, what the columns mean, and how it is scored."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from datasets import ClassLabel, Features, Value
@@ -26,14 +26,12 @@ class Hub:
         config: which of the repository's data sets; filled in the same way.
         exported: whether only its conversion to Parquet can be read, because the data set itself is a script; the
             config is then a folder there.
-        splits: our split → the split there, where the names differ.
     """
 
     path: str
     columns: Mapping[str, tuple[str, ...]]
     config: str | None = None
     exported: bool = False
-    splits: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ def _prepared(validation: str = "", test: str = "", optional: tuple[str, ...] = 
     return Parallel(files=files, optional=optional)
 
 
-def _iwslt(name: str, campaign: str, validation: tuple[str, ...], test: tuple[str, ...], hub: Hub) -> Task:
+def _iwslt(name: str, campaign: str, validation: tuple[str, ...], test: tuple[str, ...], hub: Hub | None) -> Task:
     """Describe a campaign's TED talks as given out: tagged training files, development and test sets in XML."""
 
     def parts(sets: tuple[str, ...]) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ TRANSLATION = (
     _iwslt(
         "iwslt14", "IWSLT14",
         ("TED.dev2010", "TEDX.dev2012"), ("TED.tst2010", "TED.tst2011", "TED.tst2012"),
-        Hub("bbaaaa/iwslt14-de-en-preprocess", NESTED),
+        None,  # the copies on the hub are programs to be run, or have other splits
     ),
     _iwslt(
         "iwslt17", "IWSLT17", ("TED.dev2010",), tuple(f"TED.tst{year}" for year in range(2010, 2016)),

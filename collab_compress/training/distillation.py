@@ -104,12 +104,16 @@ def distil_(
     trained = {parameter for module in converted for parameter in _factors(module)}
     before = {parameter: parameter.requires_grad for parameter in model.parameters()}
     modes = {module: module.training for each in (model, dense) for module in each.modules()}
+    use_cache = vars(model.config).get("use_cache")  # a Trainer switches it off
     try:
         for parameter in before:
             parameter.requires_grad_(parameter in trained)
         with Tap(model, "rows") as tap, Tap(dense, "rows") as target:
             return _Distiller(model, dense, (tap, target), batches, arguments).train()
     finally:
+        vars(model.config).pop("use_cache", None)
+        if use_cache is not None:
+            model.config.use_cache = use_cache
         for module, training in modes.items():
             module.training = training
         for parameter, requires_grad in before.items():

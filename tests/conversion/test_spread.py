@@ -19,7 +19,7 @@ import torch
 from transformers import BertModel
 from collab_compress import Compression, CompressionError, compress
 from collab_compress.conversion import plan
-from collab_compress.processes import processes
+from collab_compress.processes import leave, processes
 
 folder, rank = sys.argv[1], processes().process_index
 batches = torch.load(folder + "/batches.pt", weights_only=True)
@@ -40,6 +40,7 @@ except CompressionError as error:
     assert "layer.1.attention.self: this cannot be decomposed" in str(error), error
 else:
     raise SystemExit("it went on without the modules of the other process")
+leave()
 """
 
 

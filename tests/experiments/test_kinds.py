@@ -7,10 +7,15 @@ import pytest
 import sacrebleu
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BartConfig,
+    DistilBertConfig,
+    GPT2Config,
+    T5Config,
 )
 
 from collab_compress.errors import DataError, RecipeError
@@ -86,6 +91,27 @@ def test_language_modelling(text, tmp_path):
     assert model.config.is_decoder
 
 
+def test_a_finished_language_model_is_evaluated_in_full_precision(text, tmp_path, monkeypatch):
+    settings = [f"data_dir={text}", "task=text", "max_length=7", "trackers=[]"]
+    [record] = run(recipe(tmp_path / "out", *settings))
+    model = f"model={tmp_path / 'out' / 'tuned' / 'model'}"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch --mixed_precision bf16` does
+    [again] = run(read_recipe(overrides=[*settings, model, f"output={tmp_path / 'again'}"]))
+    assert again["score"] == record["score"]
+    assert again["environment"]["mixed_precision"] == "bf16"
+
+
+def test_a_language_model_that_sees_what_it_predicts(text, tmp_path):
+    run(recipe(tmp_path / "out", "task=text", f"data_dir={text}"))
+    model = tmp_path / "out" / "tuned" / "model"
+    config = AutoConfig.from_pretrained(model)
+    config.is_decoder = False
+    config.save_pretrained(model)
+    given = f"task=text data_dir={text} max_length=24 trackers=[] model={model} output={tmp_path / 'again'}"
+    with pytest.raises(RecipeError, match="model sees the tokens it is to predict; give a decoder"):
+        run(read_recipe(overrides=given.split()))
+
+
 def test_a_classifier_without_pretraining(questions, tmp_path):
     settings = ("task=trec", f"data_dir={questions}", "heads.drophead=[{p: 0.2}]", "fresh.lowercase=true")
     [record] = run(recipe(tmp_path / "out", *settings))
@@ -96,6 +122,45 @@ def test_a_classifier_without_pretraining(questions, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tuned" / "model")
     assert tokenizer("Red")["input_ids"] == tokenizer("red")["input_ids"]
     assert tokenizer("red")["input_ids"][0] == tokenizer.bos_token_id  # the position that the classifier reads
+
+
+TINY = {
+    "bart": ("sentences", "task=parallel", BartConfig(
+        d_model=24, encoder_layers=1, decoder_layers=2, encoder_attention_heads=3, decoder_attention_heads=3,
+        encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=40,
+    )),
+    "t5": ("sentences", "task=parallel", T5Config(d_model=24, d_kv=8, num_heads=3, num_layers=1, d_ff=16)),
+    "gpt2": ("text", "task=text", GPT2Config(n_embd=24, n_head=3, n_layer=1, n_positions=40)),
+    "distilbert": ("questions", "task=trec", DistilBertConfig(dim=24, n_heads=3, n_layers=1, hidden_dim=16)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_a_fresh_model_like_another(name, request, tmp_path):
+    fixture, task, config = TINY[name]
+    config.save_pretrained(tmp_path / name)
+    fresh = f"fresh={{config: {tmp_path / name}, vocab_size: 60, attention: {{rank: 12}}}}"
+    more = (f"data_dir={request.getfixturevalue(fixture)}", task, fresh, "tuning.epochs=1", "compression=null")
+    languages = ("translation={source: aa, target: bb, beams: 1, max_length: 12}",) if fixture == "sentences" else ()
+    [record] = run(recipe(tmp_path / "out", *more, *languages))
+    assert math.isfinite(record["score"])
+    found = AutoConfig.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    assert type(found) is type(config)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    assert (found.vocab_size, found.pad_token_id) == (len(tokenizer), tokenizer.pad_token_id)
+    assert found.num_hidden_layers == config.num_hidden_layers
+    assert found.num_labels == (6 if name == "distilbert" else config.num_labels)
+
+
+def test_configs_that_do_not_fit(text, tmp_path):
+    TINY["t5"][2].save_pretrained(tmp_path / "t5")
+    for more, message in (
+        (f"fresh={{config: {tmp_path / 't5'}, layers: 2}}", "layers is what the config says; leave it or config out"),
+        (f"fresh={{config: {tmp_path / 'nosuch'}}}", "the config of .*nosuch cannot be read"),
+        (f"fresh={{config: {tmp_path / 't5'}}}", "t5 is a t5, which Transformers has not for language modelling"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            run(recipe(tmp_path / "out", "task=text", f"data_dir={text}", more))
 
 
 def test_weights_of_the_last_epochs_are_averaged(text, tmp_path, monkeypatch):
@@ -174,7 +239,7 @@ def test_training_is_tracked(text, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logging = "tuning.arguments={disable_tqdm: true, logging_steps: 1}"
-    run(
+    [record] = run(
         recipe(
             tmp_path / "out", "task=text", f"data_dir={text}", "trackers=[tensorboard]", logging, "tuning.epochs=9"
         )
@@ -184,6 +249,8 @@ def test_training_is_tracked(text, tmp_path):
     losses = events.Scalars("loss")
     assert [event.step for event in losses] == list(range(1, len(losses) + 1))
     assert losses[-1].value < losses[0].value
+    (perplexity,) = events.Scalars("test/perplexity")
+    assert perplexity.value == pytest.approx(record["score"], rel=1e-6)
 
 
 def test_a_tracker_that_is_not_there(text, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from collab_compress.errors import RecipeError
@@ -58,14 +58,43 @@ def test_ranks_share_the_dense_model(start, data_dir, tmp_path):
     assert more[0] == first[0]
     assert more[1]["stage"] == "dk24"
     assert more[1]["metrics"] == more[0]["metrics"]  # full rank is exact
-    for stage in ("tuned", "dk24"):  # a finished model is evaluated alone, whatever made it
-        model = tmp_path / "out" / stage / "model"
-        output = tmp_path / f"{stage}-as-it-is"
-        given = f"task=mrpc model={model} data_dir={data_dir} output={output} max_length=24"
-        (record,) = run(read_recipe(overrides=given.split()))
+    (data_dir / "MRPC" / "train.tsv").unlink()  # what evaluates needs none
+    for stage in ("tuned", "dk24"):
+        record = evaluated(tmp_path / "out" / stage / "model", data_dir, tmp_path / stage)
         assert (record["stage"], record["metrics"]) == ("given", first[0]["metrics"])
-        assert {path.name for path in output.iterdir()} == {"recipe.json", "given"}
-        assert {path.name for path in (output / "given").iterdir()} == {"result.json"}
+        assert {path.name for path in (tmp_path / stage).iterdir()} == {"recipe.json", "given"}
+
+
+def evaluated(model, data_dir, output, *more):
+    """The record of a finished model that is evaluated and no more."""
+    given = f"task=mrpc model={model} data_dir={data_dir} output={output} max_length=24 trackers=[]"
+    (record,) = run(read_recipe(overrides=[*given.split(), *more]))
+    return record
+
+
+def test_a_score_is_not_that_of_another_model_or_other_data(start, data_dir, tmp_path):
+    run(read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "compression=null", "again=null")))
+    model = tmp_path / "out" / "tuned" / "model"
+    record = evaluated(model, data_dir, tmp_path / "scores")
+    assert evaluated(model, data_dir / ".." / "data", tmp_path / "scores") == record  # the same folder
+    other = shutil.copytree(data_dir, tmp_path / "other")
+    with pytest.raises(RecipeError, match="scores was made with another data_dir; choose another output"):
+        evaluated(model, other, tmp_path / "scores")
+    weights = load_file(model / "model.safetensors")
+    weights["classifier.bias"] += 1
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        RecipeError, match=r"made with another model \(its files have changed\); choose another output"
+    ):
+        evaluated(model, data_dir, tmp_path / "scores")
+    for path in model.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(
+        RecipeError, match=r"model has no tokenizer; save it there too, by tokenizer\.save_pretrained"
+    ):
+        evaluated(model, data_dir, tmp_path / "more")
+    with pytest.raises(RecipeError, match="heads acts in fine-tuning, and there is none"):
+        evaluated(model, data_dir, tmp_path / "more", "heads.drophead=[{p: 0.2}]")
 
 
 def test_recovery_is_a_part_of_the_conversion(start, data_dir, tmp_path):
@@ -82,6 +111,10 @@ def test_recovery_is_a_part_of_the_conversion(start, data_dir, tmp_path):
     assert moved == {name for name in raw if name.endswith((".proj.weight", ".mixing"))}
     dense = load(tmp_path / "out" / "tuned" / "model")
     assert apart(found["near"], dense) < 0.9 * apart(found["raw"], dense)
+    reports = [json.loads((tmp_path / "out" / name / "report.json").read_text()) for name in ("raw", "near")]
+    assert "recovery" not in reports[0]
+    assert reports[1].pop("recovery")["steps"] == 30
+    assert reports[1].keys() == reports[0].keys()
     changed = settings(start, data_dir, tmp_path / "out", *common, "conversion=near", "recovery={steps: 31}")
     with pytest.raises(RecipeError, match="near was made with another recovery"):
         run(read_recipe(overrides=changed))

@@ -13,8 +13,9 @@ import yaml
 from transformers import MarianConfig, MarianMTModel
 
 from collab_compress.experiments import read_recipe, read_sweep
+from collab_compress.experiments.claims import BASE, CONVERTED
 from collab_compress.experiments.papers import read_papers, select_tables
-from collab_compress.experiments.protocol import BASE, CONVERTED, WORKLOADS
+from collab_compress.experiments.protocol import WORKLOADS
 from collab_compress.heads import Rotator
 from collab_compress.tasks import TASKS
 
@@ -131,6 +132,12 @@ def test_what_names_a_paper_is_of_its_table(path):
             assert ours <= theirs
         else:
             assert theirs <= ours, table.name
+
+
+def test_every_table_that_takes_training_has_a_file():
+    without = {("collaborate", "Table 1"), ("drophead", "Table 2")}  # sizes and speed, and what the data sets are
+    found = {(table.paper, table.name) for path in [*RECIPES, *SWEEPS] for table in tables(path)}
+    assert {(table.paper, table.name) for table in PAPERS} - found == without
 
 
 def test_a_table_that_does_not_exist_is_noticed(tmp_path):

@@ -82,6 +82,17 @@ def test_differences_are_paired_by_seed(write, tmp_path):
     assert differences["plain/tuned"] == {}
 
 
+def test_models_that_were_only_evaluated(write, tmp_path):
+    """What is not tuned is compared with the model as it was given; two models keep two names."""
+    for model, score in (("/a/mrpc/seed0/tuned/model", 80.0), ("/a/mrpc/seed1/tuned/model", 82.0), ("minilm", 70.0)):
+        write(score, stage="given", recipe={"model": model})
+        write(score - 1, stage="dk128", recipe={"model": model})
+    found = compare(read_results(tmp_path / "runs"))
+    assert found.reference == "plain/given"
+    assert [row.variant.model for row in found.rows[::2]] == ["minilm", "seed0/tuned/model", "seed1/tuned/model"]
+    assert [estimate.mean for row in found.rows for estimate in row.differences.values()] == [-1.0] * 3
+
+
 def test_seeds_of_one_arm_only_are_no_pairs(write, tmp_path):
     for seed, score in enumerate((80.0, 82.0, 84.0)):
         write(score, seed=seed)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from collab_compress_cli.run import run_script
 
 SCRIPTS = Path(__file__).parents[2] / "glue_runs"
 FRESH = "fresh={layers: 1, width: 24, heads: 3, dropout: 0.0, max_length: 40, tokenizer: word, vocab_size: null}"
@@ -19,12 +20,22 @@ CASES = {
 }
 
 
-def start(script, processes, *settings):
+LAUNCHERS = {
+    "python": [],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+    "accelerate": ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"],  # starts one where no GPU is
+}
+
+
+def start(script, launcher, *settings):
     """Run a script whose steps see eight rows, however many processes share them."""
-    tuning = f"tuning={{epochs: 2, learning_rate: 1.0e-3, batch_size: {8 // processes}}}"
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if processes == 2 else []
+    rows = 4 if launcher == "torchrun" else 8
+    tuning = f"tuning={{epochs: 2, learning_rate: 1.0e-3, batch_size: {rows}}}"
     return subprocess.run(
-        [sys.executable, *launch, str(SCRIPTS / script), FRESH, tuning, "compression.rank=12", *settings],
+        [
+            sys.executable, *LAUNCHERS[launcher], str(SCRIPTS / script), FRESH, tuning, "compression.rank=12",
+            *settings,
+        ],
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
@@ -35,25 +46,37 @@ def test_two_processes_give_the_metrics_of_one(script, request, tmp_path):
     fixture, *settings = CASES[script]
     data = f"data_dir={request.getfixturevalue(fixture)}"
     metrics = []
-    for processes in (1, 2):
-        output = tmp_path / str(processes)
-        done = start(script, processes, f"output={output}", data, *settings)
+    for launcher in LAUNCHERS if script == "run_classification.py" else ("python", "torchrun"):
+        output = tmp_path / launcher
+        done = start(script, launcher, f"output={output}", data, *settings)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-9000:]
         found = {file.parent.name: json.loads(file.read_text()) for file in output.glob("*/result.json")}
         metrics.append({name: record["metrics"] for name, record in found.items()})
         for name, record in found.items():
             assert f"{name:14} {record['score']:.2f}" in done.stdout
-    assert metrics[0].keys() == metrics[1].keys() == {"tuned", "dk12"}
-    for stage, splits in metrics[0].items():
-        for split, scores in splits.items():
-            assert metrics[1][stage][split] == pytest.approx(scores, rel=1e-4)
+    for other in metrics[1:]:
+        assert metrics[0].keys() == other.keys() == {"tuned", "dk12"}
+        for stage, splits in metrics[0].items():
+            for split, scores in splits.items():
+                assert other[stage][split] == pytest.approx(scores, rel=1e-4)
 
 
 def test_another_kind_of_task(text, tmp_path):
-    done = start("run_translation.py", 1, "task=text", f"data_dir={text}", f"output={tmp_path / 'out'}")
+    done = start("run_translation.py", "python", "task=text", f"data_dir={text}", f"output={tmp_path / 'out'}")
     assert done.returncode == 1
     message = "error: text is language modelling; this script is for multi30k, iwslt14, iwslt17, wmt14, wmt16, wmt17,"
     assert message in done.stderr
+
+
+def test_settings_may_be_written_as_flags(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr("collab_compress_cli.run.run", lambda recipe, find: seen.append(recipe) or [])
+    flags = "--task mrpc --data-dir=DIR output=out --model minilm --tuning.batch_size 8"
+    run_script("usage", ["mrpc"], flags.split())
+    assert (seen[0].task, str(seen[0].data_dir), seen[0].tuning.batch_size) == ("mrpc", "DIR", 8)
+    for wrong in ("--task", "--task --seed=1"):
+        with pytest.raises(SystemExit, match="error: --task sets nothing; expected a value after it"):
+            run_script("usage", ["mrpc"], wrong.split())
 
 
 @pytest.mark.parametrize("script", ["run_glue.py", "run_translation.py", "sweep.py"])

@@ -80,12 +80,16 @@ def test_a_run_that_fails_does_not_stop_the_others(path, tmp_path):
     assert found == {"tuned", "dk12", "rough"}
 
 
-def test_a_run_that_fails_in_one_of_two_processes(path, tmp_path):
-    """Both go on with what can be run, and recover a conversion together."""
+def test_runs_that_fail_in_two_processes(path, tmp_path):
+    """In both, or in the main one alone: both go on with what can be run, and recover a conversion together."""
+    run_sweep(
+        read_sweep(path, ["only={methods: [plain], seeds: [0]}", "conversions={other: {compression: {rank: 9}}}"])
+    )
     near = "{compression: {rank: 6}, calibration: synthetic, recovery: {steps: 2}}"
     arguments = [
         "only={methods: [plain], seeds: [0]}",
         "conversions={bad: {compression: {rank: 1000}}, dk12: {compression: {rank: 12}}}",
+        "conversions.other={compression: {rank: 8}}",
         f"conversions.near={near}",
     ]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
@@ -94,7 +98,10 @@ def test_a_run_that_fails_in_one_of_two_processes(path, tmp_path):
         [*launch, str(path), *arguments], env=environment, capture_output=True, text=True, check=False, timeout=300
     )
     found = {file.parent.name for file in (tmp_path / "out").rglob("result.json")}
-    assert found == {"tuned", "dk12", "near"}, done.stderr[-5000:]
+    assert found == {"tuned", "dk12", "near", "other"}, done.stderr[-5000:]
+    assert "other was made with another compression" in done.stderr
+    (report,) = (tmp_path / "out").rglob("near/report.json")
+    assert json.loads(report.read_text())["recovery"]["steps"] == 2
     assert done.returncode != 0
     assert "1000" in done.stderr
 

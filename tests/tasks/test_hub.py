@@ -114,6 +114,13 @@ def test_offline_the_error_says_what_to_do(name):
         load_task(name)
 
 
-def test_tasks_of_ones_own_files_are_on_no_hub():
-    with pytest.raises(DataError, match=r"text is not on the hub; pass --data-dir .*train.txt"):
+def test_tasks_that_are_on_no_hub():
+    with pytest.raises(DataError, match=r"text cannot be had from the hub; pass --data-dir .*train.txt"):
         load_task("text")
+    with pytest.raises(DataError, match=r"iwslt14 cannot be had from the hub; pass --data-dir .*IWSLT14.TED.dev2010"):
+        load_task("iwslt14")
+
+
+def test_without_training_data(hub):
+    hub(["train", "validation"], {"sentence": ["a"], "label": [0]})
+    assert list(load_task("sst2", train=False)) == ["validation"]

@@ -38,7 +38,9 @@ def test_attention_comes_nearer_and_nothing_else_moves(family, form, make_tiny, 
     model.train()
     dense.train().encoder.eval() if hasattr(dense, "encoder") else dense.train()
     modes = [module.training for each in (model, dense) for module in each.modules()]
+    config = copy.deepcopy(model.config)
     done = distil_(model, dense, calibration, arguments(tmp_path))
+    assert model.config.to_dict() == config.to_dict()
     assert done.global_step == 4 * len(calibration)
     assert [module.training for each in (model, dense) for module in each.modules()] == modes
     dense.eval()
