@@ -43,7 +43,8 @@ def run(recipe: Recipe, find_model: Callable[[str], str | Path] = str) -> list[d
 
     Args:
         recipe: what to do.
-        find_model: gives the directory, or the name on the hub, of `recipe.model`.
+        find_model: gives the directory, or the name on the hub, of the recipe's model, or of the one whose config a
+            fresh model takes.
 
     Returns:
         The record of each stage: task, method, stage, conversion, whether it was tuned again, seed, metrics of each
