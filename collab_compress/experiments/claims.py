@@ -31,8 +31,11 @@ def claim(recipe: Recipe) -> None:
     if recipe.data_dir is not None:
         described["data_dir"] = str(recipe.data_dir.expanduser().resolve())
     described[WEIGHTS] = None if recipe.model is None else _digest(Path(recipe.model).expanduser())
+    wanted = _parsed(described, "the recipe")
     for folder, fields in _folders(recipe):
-        _claim(folder, described, (*fields, WEIGHTS))
+        if _differs(folder, wanted, (*fields, WEIGHTS)):
+            shutil.rmtree(folder / "start", ignore_errors=True)
+            write_whole_json(folder / "recipe.json", described)
 
 
 def _folders(recipe: Recipe) -> list[tuple[Path, tuple[str, ...]]]:
@@ -46,18 +49,21 @@ def _folders(recipe: Recipe) -> list[tuple[Path, tuple[str, ...]]]:
     return folders
 
 
-def _claim(folder: Path, described: dict[str, Any], fields: tuple[str, ...]) -> None:
+def _differs(folder: Path, wanted: dict[str, Any], fields: tuple[str, ...]) -> bool:
+    """Say whether a folder is still to be noted as that of an experiment.
+
+    Raises:
+        RecipeError: something was made there with other fields.
+    """
     path = folder / "recipe.json"
-    wanted, there = _parsed(described, "the recipe"), None
-    if path.is_file():
-        there = _parsed(read_record(path), str(path))
-    differing = [name for name in fields if there is not None and there[name] != wanted[name]]
+    if not path.is_file():
+        return True
+    there = _parsed(read_record(path), str(path))
+    differing = [name for name in fields if there[name] != wanted[name]]
     if differing and any(_made(folder)):
         named = ", ".join("model (its files have changed)" if name == WEIGHTS else name for name in differing)
         raise RecipeError(f"{folder} was made with another {named}; choose another output")
-    if there is None or differing:
-        shutil.rmtree(folder / "start", ignore_errors=True)
-        write_whole_json(path, described)
+    return bool(differing)
 
 
 def _parsed(described: dict[str, Any], where: str) -> dict[str, Any]:

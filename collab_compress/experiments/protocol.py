@@ -1,7 +1,6 @@
 """The papers' protocol: fine-tune, convert, evaluate, fine-tune again, evaluate."""
 
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -120,13 +119,12 @@ def _convert(workload: Workload, source: str | Path, tokenizer: Any, folder: Pat
     if (folder / "model").is_dir() or recipe.compression is None:
         return
     model = workload.load_model(source).to(together.device)
-    dense = None if recovery is None else deepcopy(model)
     compression, spread = replace(recipe.compression, seed=recipe.seed), together.num_processes > 1
     report = compress(model, compression, recipe.calibration, tokenizer=tokenizer, spread=spread)
     described = report.to_dict()
-    if dense is not None and recovery is not None:
+    if recovery is not None:
         settings = {**asdict(recovery), "seed": recipe.seed, "disable_tqdm": not recipe.progress}
-        done = recover_(model, dense, tokenizer, recipe.calibration, **settings)
+        done = recover_(model, workload.load_model(source), tokenizer, recipe.calibration, **settings)
         described["recovery"] = {"steps": done.global_step, "mean_divergence": done.training_loss}
 
     def save() -> None:

@@ -19,14 +19,11 @@ class Found:
     splits: dict[str, list[tuple[Path, ...]]]
 
 
-def find_files(
-    task: Task, layouts: Sequence[Layout], data_dir: Path, languages: Languages, splits: Sequence[str] | None
-) -> Found:
+def find_files(task: Task, data_dir: Path, languages: Languages, splits: Sequence[str] | None) -> Found:
     """Find the files of a task, laid out in one of several ways.
 
     Args:
         task: the task.
-        layouts: of its files.
         data_dir: the task's folder, or one that holds it.
         languages: of the source and the target, for translation.
         splits: which to find, all needed; every split, the optional ones where they are there, if not given.
@@ -34,6 +31,7 @@ def find_files(
     Raises:
         DataError: no such folder, or files are missing; says what was expected.
     """
+    layouts = task.layouts
     if not data_dir.is_dir():
         raise DataError(f"{task.name}: no folder {data_dir}; {expected_files(layouts, languages)}")
     names = list(dict.fromkeys(split for layout in layouts for split in layout.files))

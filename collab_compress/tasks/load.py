@@ -13,7 +13,7 @@ from tqdm import tqdm
 from collab_compress.errors import DataError
 from collab_compress.tasks.find import Found, Languages, find_files
 from collab_compress.tasks.hub import load_hub
-from collab_compress.tasks.layouts import Layout, Row
+from collab_compress.tasks.layouts import Row
 from collab_compress.tasks.lines import malformed
 from collab_compress.tasks.table import TASKS
 from collab_compress.tasks.task import Task
@@ -59,14 +59,15 @@ def load_task(
     """
     if name not in TASKS:
         raise DataError(f"unknown task {name!r}; expected one of {', '.join(sorted(TASKS))}")
-    task = TASKS[name] if train else _without_train(TASKS[name])
+    task = _with_files(TASKS[name], files) if files else TASKS[name]
+    if not train:
+        task = _without_train(task)
     languages = _languages(task, source, target)
     if data_dir is None:
         if files:
             raise DataError(f"{name}: files are looked up in a folder; pass data_dir too")
         return load_hub(task, languages, splits, progress)
-    layouts = [_with_files(task.layouts[0], files, train)] if files else task.layouts
-    found = find_files(task, layouts, Path(data_dir).expanduser(), languages, splits)
+    found = find_files(task, Path(data_dir).expanduser(), languages, splits)
     features = task.features
     return DatasetDict(
         {
@@ -93,21 +94,19 @@ def _languages(task: Task, source: str | None, target: str | None) -> Languages:
     return source, target
 
 
+def _with_files(task: Task, files: Mapping[str, str | Sequence[str]]) -> Task:
+    """Give the task files in the place of its usual ones."""
+    parts = {split: (paths,) if isinstance(paths, str) else tuple(paths) for split, paths in files.items()}
+    return replace(task, layouts=(replace(task.layouts[0], files=parts, optional=()),))
+
+
 def _without_train(task: Task) -> Task:
+    """Leave the training data out of the task's files."""
     layouts = (
         replace(layout, files={split: parts for split, parts in layout.files.items() if split != "train"})
         for layout in task.layouts
     )
     return replace(task, layouts=tuple(layouts))
-
-
-def _with_files(layout: Layout, files: Mapping[str, str | Sequence[str]], train: bool) -> Layout:
-    parts = {
-        split: (paths,) if isinstance(paths, str) else tuple(paths)
-        for split, paths in files.items()
-        if train or split != "train"
-    }
-    return replace(layout, files=parts, optional=())
 
 
 def _rows(task: Task, found: Found, split: str) -> Iterator[Row]:
