@@ -2,6 +2,7 @@
 # make test          install what is missing, run the tests
 # make test-extras   install what converted models are tried together with, and try it (docs/company.md)
 # make check         ruff and mypy
+# make docs          the documentation, in build/docs; stops at a broken link or a missing docstring
 # make bench         factorization, latency, training cost, similarity and quality against their references
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ export COLLAB_COMPRESS_DATA
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-extras check bench clean
+.PHONY: demo test test-extras check docs bench clean
 
 demo: $(STAMP)
 	rm -rf demo-output
@@ -36,6 +37,10 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(STAMP)
+	$(PIP) install --quiet --editable ".[docs]" --constraint constraints.txt
+	$(BIN)/python -m sphinx -q -W --keep-going --builder html docs build/docs
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/factorization.py
