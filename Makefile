@@ -1,6 +1,6 @@
 # make demo          install, convert a real model, reload it in a new process
 # make test          install what is missing, run the tests
-# make test-extras   install what converted models are tried together with, and try it (docs/company.md)
+# make test-extras   install what converted models are tried together with, and try it (docs/compatibility.md)
 # make check         ruff and mypy
 # make docs          the documentation, in build/docs; stops at a broken link or a missing docstring
 # make bench         factorization, latency, training cost, similarity and quality against their references
