@@ -40,7 +40,7 @@ check: $(STAMP)
 
 docs: $(STAMP)
 	$(PIP) install --quiet --editable ".[docs]" --constraint constraints.txt
-	$(BIN)/python -m sphinx -q -W --keep-going --builder html docs build/docs
+	$(BIN)/python -m sphinx -q -W --keep-going --fresh-env --write-all --builder html docs build/docs
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/factorization.py

@@ -12,7 +12,7 @@ from docutils.parsers.rst import Directive
 from sphinx.application import Sphinx
 from sphinx.util import logging
 
-WIDTH = 100
+WIDTH = 96
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 

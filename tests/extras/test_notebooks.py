@@ -11,7 +11,6 @@ NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs/notebooks").glob("*.ipynb"
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::zmq.error.ZMQVersionError")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_from_top_to_bottom(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -20,7 +19,9 @@ def test_runs_from_top_to_bottom(path: Path, tmp_path: Path, monkeypatch: pytest
     kept = [_printed(cell) for cell in notebook.cells]
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     for cell, before in zip(notebook.cells, kept, strict=True):
-        assert bool(_printed(cell)) == bool(before), f"a cell of {path.name} printed before and not now, or the reverse"
+        assert bool(_printed(cell)) == bool(before), (
+            f"a cell of {path.name} printed before and not now, or the reverse"
+        )
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

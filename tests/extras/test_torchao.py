@@ -80,7 +80,9 @@ def test_int4_values_cost_what_they_cost_the_dense_model(minilm, embed):
     assert other > 0.85
 
 
-@pytest.mark.xfail(raises=ImportError, strict=True, reason="packed int4 needs the CUDA package mslk; docs/compatibility.md")
+@pytest.mark.xfail(
+    raises=ImportError, strict=True, reason="packed int4 needs the CUDA package mslk; docs/compatibility.md"
+)
 def test_packed_int4(converted):
     quantize_(converted, Int4WeightOnlyConfig(group_size=32))
 
