@@ -1,7 +1,7 @@
 # make demo          install, convert a real model, reload it in a new process
 # make test          install what is missing, run the tests
 # make test-extras   install what converted models are tried together with, and try it (docs/compatibility.md)
-# make check         ruff and mypy
+# make check         ruff, mypy and the documentation
 # make docs          the documentation, in build/docs; stops at a broken link or a missing docstring
 # make bench         factorization, latency, training cost, similarity and quality against their references
 
@@ -37,6 +37,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(MAKE) docs
 
 docs: $(STAMP)
 	$(PIP) install --quiet --editable ".[docs]" --constraint constraints.txt
