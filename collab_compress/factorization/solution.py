@@ -36,8 +36,11 @@ class Solution:
         factors: the best factors met.
         errors: relative error after every sweep.
         converged: whether the tolerance, rather than the number of sweeps, ended the run.
+        breakdowns: how many sweeps met a system that could not be solved as it was. Each is tried again on a
+            slightly different system; a run that cannot go on ends with the best factors so far, not converged.
     """
 
     factors: Factors
     errors: tuple[float, ...]
     converged: bool
+    breakdowns: int = 0
