@@ -74,7 +74,7 @@ def als(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
     """
     norm = tensor.squared_norm().item()
     if not isfinite(norm):
-        raise ValueError(f"the heads' squared norm is {norm}; expected a finite one: their values are too large")
+        raise ValueError("the heads' squared norm overflows float64: their values, or the damping, are too large")
     if norm == 0.0:
         return Solution(truncation(tensor, rank), (), converged=True)
     scaled = HeadTensor(tensor.query / norm**0.25, tensor.key / norm**0.25)

@@ -232,6 +232,6 @@ def _check_sizes(
                 f"{side}_moments do not fit the heads: got width {moments.width}, expected {heads.shape[1]}"
             )
     if not 0 <= damping < inf:
-        raise ValueError(f"damping is out of range: got {damping}, expected a finite number, 0 or more")
+        raise ValueError(f"damping is out of range: got {damping}, expected 0 or more, and finite")
     if sweeps is not None and sweeps < 1:
         raise ValueError(f"sweeps is out of range: got {sweeps}, expected 1 or more")
