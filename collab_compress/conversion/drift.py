@@ -1,6 +1,7 @@
 """Measure how far a conversion moved the model's outputs."""
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel
 from collab_compress.calibration import Batch, run_batch, running
 from collab_compress.conversion.report import Drift
 from collab_compress.errors import CalibrationError
+from collab_compress.factorization import has_float64
 
 HELD_BACK = 8  # one batch in this many
 
@@ -29,37 +31,65 @@ def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]
     return list(batches[: len(batches) - held_back]), list(batches[len(batches) - held_back :])
 
 
-def outputs(model: PreTrainedModel, batches: Iterable[Batch]) -> Generator[tuple[str, Tensor], None, None]:
-    """Run the model and give the main output of each batch: logits, or else the first output but a loss.
+def measure(
+    model: PreTrainedModel, batches: Sequence[Batch], converted: Callable[[], AbstractContextManager[None]]
+) -> Drift | None:
+    """Compare a model's main output, logits or else the first output but a loss, with that of its converted self.
+
+    Real tokens count, or everything where the output has no token axis. The outputs of one batch are held at a time.
+
+    Args:
+        model: the dense model.
+        batches: what to run it on.
+        converted: makes the model the converted one as long as the context lasts.
+
+    Returns:
+        The drift; None without batches.
+
+    Raises:
+        CalibrationError: an output is not finite.
+    """
+    name, sequences, difference, norm = "", 0, 0.0, 0.0
+    for batch in batches:
+        name, old = main_output(model, batch)
+        with converted():
+            _, new = main_output(model, batch)
+        mask = _mask(batch, old)
+        for row in range(len(old)):  # one sequence at a time is held in float64
+            real = slice(None) if mask is None else mask[row]
+            was, now = (_exact(output[row][real]) for output in (old, new))
+            difference += float((now - was).square().sum())
+            norm += float(was.square().sum())
+        sequences += len(old)
+    return Drift(name, (difference / norm) ** 0.5 if norm else 0.0, sequences) if sequences else None
+
+
+def main_output(model: PreTrainedModel, batch: Batch) -> tuple[str, Tensor]:
+    """Run the model on one batch; give the name and value of its logits, or else of its first output but a loss.
 
     Raises:
         CalibrationError: the output is not finite.
     """
     with running(model):
-        for batch in batches:
-            output = run_batch(model, batch)
-            named = {name: value for name, value in output.items() if isinstance(value, Tensor) and name != "loss"}
-            name = "logits" if "logits" in named else next(iter(named))
-            if not bool(torch.isfinite(named[name]).all()):
-                raise CalibrationError(f"{name} of {type(model).__name__} is not finite on the calibration data")
-            yield name, named[name].float().cpu()
+        output = run_batch(model, batch)
+    named = {name: value for name, value in output.items() if isinstance(value, Tensor) and name != "loss"}
+    name = "logits" if "logits" in named else next(iter(named))
+    if not bool(torch.isfinite(named[name]).all()):
+        raise CalibrationError(f"{name} of {type(model).__name__} is not finite on the calibration data")
+    return name, named[name]
+
+
+def _mask(batch: Batch, output: Tensor) -> Tensor | None:
+    """Say which tokens of an output (B, T, …) are real; None where all count."""
+    mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
+    if not isinstance(mask, Tensor) or mask.shape != output.shape[:2] or output.dim() != 3:
+        return None
+    return mask.to(output.device).bool()
+
+
+def _exact(values: Tensor) -> Tensor:
+    return values.double() if has_float64(values.device) else values.cpu().double()
 
 
 def _rows(batch: Batch, rows: slice) -> Batch:
     return {name: value[rows] if isinstance(value, Tensor) else value for name, value in batch.items()}
-
-
-def compare(
-    before: Sequence[tuple[str, Tensor]], after: Iterable[tuple[str, Tensor]], batches: Sequence[Batch]
-) -> Drift | None:
-    """Compare outputs over real tokens, or over everything where the output has no token axis."""
-    if not before:
-        return None
-    difference = norm = 0.0
-    for (_, old), (_, new), batch in zip(before, after, batches, strict=True):
-        mask = batch.get("decoder_attention_mask", batch.get("attention_mask", torch.ones(0))).cpu()
-        real = mask.bool() if mask.shape == old.shape[:2] and old.dim() == 3 else slice(None)
-        difference += float((new[real] - old[real]).double().square().sum())
-        norm += float(old[real].double().square().sum())
-    sequences = sum(len(value) for _, value in before)
-    return Drift(before[0][0], (difference / norm) ** 0.5 if norm else 0.0, sequences)

@@ -14,7 +14,7 @@ from collab_compress.calibration import Batch, gather_moments
 from collab_compress.conversion.options import Compression
 from collab_compress.conversion.report import ModuleReport, module_report
 from collab_compress.errors import CompressionError
-from collab_compress.factorization import Moments, factorize
+from collab_compress.factorization import Moments, centres_queries, factorize
 
 Progress = Callable[[str, int, int], None]
 REPORT_LENGTH = 128
@@ -72,6 +72,13 @@ def plan(
     return planned
 
 
+def gets_content_bias(site: DenseSite, compression: Compression, calibrated: bool) -> bool:
+    """Say whether a module will have content biases: where queries have a bias, or where centring is to make them."""
+    biased = site.query.bias is not None
+    folded = calibrated and compression.rank < site.width and centres_queries(biased, compression.centre)
+    return biased or folded
+
+
 def shared_spec(site: DenseSite, rank: int, content_bias: bool) -> CollaborativeSpec:
     """Describe what is to replace the projections of a module, if heads share channels."""
     return CollaborativeSpec(
@@ -120,6 +127,8 @@ def _plan(site: DenseSite, compression: Compression, moments: tuple[Moments, Mom
     if result.sizes is not None:
         spec = PerHeadSpec(**{**vars(spec), "train_mixing": False}, sizes=result.sizes)
     parts = empty_parts(site, spec)
-    found = result.factors
+    found = result.factors.to(dtype=parts.mixing.dtype)  # where they are: not every device has float64
     load_parts_(parts, found.query, found.mixing, found.key, found.content_bias)
-    return Planned(site, spec, parts, module_report(site, spec, result, REPORT_LENGTH, perf_counter() - started))
+    vectors = (0.0, 0.0) if moments is None else (moments[0].count, moments[1].count)
+    report = module_report(site, spec, result, REPORT_LENGTH, perf_counter() - started, vectors)
+    return Planned(site, spec, parts, report)

@@ -150,7 +150,7 @@ def factorize(
             options = SolverOptions(sweeps, tolerance, seed, progress)
             solution = _compressed(SOLVERS[solver], weighted, rank, options)
         apart = per_head_error(weighted, rank)
-    except torch.linalg.LinAlgError as error:
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         raise ValueError(f"the singular value decomposition of the heads failed: {error}") from error
     factors = weighting.undo(solution.factors).normalised()
     if not all(bool(torch.isfinite(part).all()) for part in (factors.query, factors.mixing, factors.key)):

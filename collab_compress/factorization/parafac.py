@@ -64,7 +64,7 @@ def parafac(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
                 callback=record,
             )
             failed = not all(bool(torch.isfinite(factor).all()) for factor in factors)
-        except torch.linalg.LinAlgError:
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             failed = True
     if failed and last is None:
         raise ValueError("the random start's error is not finite; the heads' values are too large")
