@@ -82,8 +82,8 @@ class Compression:
                 raise CompressionError(f"{name} is {value}; expected at least 1")
         if not 0 <= self.damping <= LARGEST_DAMPING:
             raise CompressionError(
-                f"damping is {self.damping}; expected 0 or more, up to {LARGEST_DAMPING:g} (calibration 'none' weighs "
-                "all directions alike)"
+                f"damping is {self.damping}; expected 0 or more, up to {LARGEST_DAMPING:g} (calibration 'none' "
+                "weighs all directions alike)"
             )
         if self.tolerance is not None and not 0 <= self.tolerance < inf:
             raise CompressionError(f"tolerance is {self.tolerance}; expected a finite number, 0 or more")

@@ -3,7 +3,6 @@
 from collab_compress.factorization.decompose import (
     FORMS,
     SOLVERS,
-    Factorization,
     Form,
     centres_queries,
     factorize,
@@ -11,7 +10,7 @@ from collab_compress.factorization.decompose import (
 from collab_compress.factorization.factors import Factors
 from collab_compress.factorization.head_tensor import HeadTensor
 from collab_compress.factorization.moments import Moments, has_float64
-from collab_compress.factorization.solution import Solution, SolverOptions
+from collab_compress.factorization.solution import Factorization, Solution, SolverOptions
 
 __all__ = [
     "FORMS",

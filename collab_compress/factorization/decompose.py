@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from typing import Literal, get_args
 
@@ -16,7 +16,7 @@ from collab_compress.factorization.head_tensor import HeadTensor
 from collab_compress.factorization.moments import Moments, float64_device
 from collab_compress.factorization.parafac import parafac
 from collab_compress.factorization.per_head import per_head, per_head_error
-from collab_compress.factorization.solution import Progress, Solution, SolverOptions
+from collab_compress.factorization.solution import Factorization, Progress, Solution, SolverOptions
 from collab_compress.factorization.start import concatenation
 from collab_compress.factorization.weighting import Weighting
 
@@ -29,36 +29,6 @@ SOLVERS: dict[str, Solver] = {
 
 Form = Literal["shared", "per-head"]
 FORMS: tuple[Form, ...] = get_args(Form)
-
-
-@dataclass(frozen=True)
-class Factorization:
-    r"""The factors of a layer's heads and how well they fit.
-
-    Args:
-        factors: $\tilde W_Q$, M, $\tilde W_K$ and the content bias, in float64.
-        errors: relative error $\|T - \hat T\|_F / \|T\|_F$ of the minimised problem after every sweep,
-            weighted where moments were given; empty if exact.
-        weight_error: relative error of the weights, unweighted.
-        data_error: relative error under the weighting, or None without moments.
-        exact: whether the factors are the heads themselves (rank H·d).
-        sweeps: passes over the three factors that were made.
-        converged: whether progress, rather than the number of sweeps, ended the run.
-        breakdowns: how many sweeps met a system that could not be solved as it was (see `Solution`).
-        per_head_error: what the minimised error is where no channel is shared, at the same rank.
-        sizes: channels of each head where none is shared, which lie side by side; None where all are.
-    """
-
-    factors: Factors
-    errors: tuple[float, ...]
-    weight_error: float
-    data_error: float | None
-    exact: bool
-    sweeps: int
-    converged: bool
-    per_head_error: float
-    sizes: tuple[int, ...] | None = None
-    breakdowns: int = 0
 
 
 def factorize(

@@ -41,7 +41,7 @@ from collab_compress import (
 from collab_compress.architectures import FAMILIES, find_dense_attention
 from collab_compress.attention import install_
 from collab_compress.checkpoint import edits_of
-from collab_compress.conversion.compress import _device
+from collab_compress.conversion.checks import working_device
 from collab_compress.conversion.drift import measure
 from collab_compress.factorization import factorize, moments
 from collab_compress.heads import DropHead, Tap
@@ -414,14 +414,16 @@ def test_a_device_without_float64_leaves_the_decomposition_to_the_cpu(make_tiny,
     assert equal(state(model), state(expected))
 
 
-@pytest.mark.parametrize(("device", "rank", "expected"), [("cuda", "1", "cuda:1"), ("cuda", "7", "cuda"),
-                                                          ("cuda:0", "1", "cuda:0"), ("cuda", "", "cuda")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("device", "rank", "expected"),
+    [("cuda", "1", "cuda:1"), ("cuda", "7", "cuda"), ("cuda:0", "1", "cuda:0"), ("cuda", "", "cuda")],
+)
 def test_cuda_is_the_process_s_own(monkeypatch, device, rank, expected):
     tried = []
     monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch, "zeros", lambda *_, device, **__: tried.append(device) or torch.ones(1))
-    assert _device(device, []) == expected
+    assert working_device(device, []) == expected
     assert tried == [expected]
 
 
