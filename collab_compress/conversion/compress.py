@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import DenseSite, transformers_model
@@ -15,10 +14,10 @@ from collab_compress.attention import install_, uninstall_
 from collab_compress.attention.edit import CollaborativeEdit
 from collab_compress.attention.per_head import PerHeadEdit
 from collab_compress.calibration import Calibration
-from collab_compress.calibration.batches import Batch, noted_batches
+from collab_compress.calibration.batches import noted_batches
 from collab_compress.checkpoint import path_in_base, record_edit_
 from collab_compress.conversion.checks import modules_to_convert, working_device
-from collab_compress.conversion.drift import measure, split_held_back
+from collab_compress.conversion.drift import measure, rows_of, split_held_back
 from collab_compress.conversion.options import Compression
 from collab_compress.conversion.plan import (
     REPORT_LENGTH,
@@ -101,7 +100,7 @@ def compress(
             _logger.warning(warning)
     return Report(
         tuple(item.report for item in planned), parameters_before, model.num_parameters(), REPORT_LENGTH, drift,
-        perf_counter() - started, _sequences(used), warnings,
+        perf_counter() - started, sum(map(rows_of, used)), warnings,
     )  # fmt: skip
 
 
@@ -128,8 +127,3 @@ def _converted(planned: Sequence[Planned]) -> Iterator[None]:
         yield
     finally:
         _uninstall(planned)
-
-
-def _sequences(batches: Sequence[Batch]) -> int:
-    """Count the sequences, or images, of some batches."""
-    return sum(next((len(value) for value in batch.values() if isinstance(value, Tensor)), 0) for batch in batches)

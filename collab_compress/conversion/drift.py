@@ -12,23 +12,39 @@ from collab_compress.conversion.report import Drift
 from collab_compress.errors import CalibrationError
 from collab_compress.factorization import has_float64
 
-HELD_BACK = 8  # one batch in this many
+HELD_BACK = 8  # one sequence in this many
 
 
 def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Split batches into those to calibrate on and those to measure drift on (the last one in eight).
+    """Split batches into those to calibrate on and those to measure drift on: one sequence in eight, at least one.
 
-    A single batch is split by rows; a single sequence is not held back, and no drift is measured.
+    A batch is divided where that is needed and its tensors have one row for each sequence. A single sequence is not
+    held back, and no drift is measured.
     """
-    if len(batches) == 1:
-        sizes = {len(value) for value in batches[0].values() if isinstance(value, Tensor) and value.dim()}
-        rows = max(sizes, default=1)
-        if len(sizes) != 1 or rows == 1:
-            return list(batches), []
-        kept = rows - max(1, rows // HELD_BACK)
-        return [_rows(batches[0], slice(kept))], [_rows(batches[0], slice(kept, None))]
-    held_back = max(1, len(batches) // HELD_BACK) if batches else 0
-    return list(batches[: len(batches) - held_back]), list(batches[len(batches) - held_back :])
+    used, held_back = list(batches), []
+    wanted = max(1, sum(map(rows_of, batches)) // HELD_BACK)
+    while wanted > 0 and used:
+        rows = rows_of(used[-1])
+        divisible = len({len(value) for value in _tensors(used[-1])}) == 1
+        if rows > wanted and divisible:
+            batch = used.pop()
+            held_back.append(_rows(batch, slice(rows - wanted, None)))
+            used.append(_rows(batch, slice(rows - wanted)))
+        elif len(used) > 1 and (rows <= wanted or not held_back):
+            held_back.append(used.pop())
+        else:
+            break
+        wanted -= rows
+    return used, held_back[::-1]
+
+
+def rows_of(batch: Batch) -> int:
+    """Count the sequences, or images, of a batch."""
+    return next((len(value) for value in _tensors(batch)), 0)
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    return [value for value in batch.values() if isinstance(value, Tensor) and value.dim()]
 
 
 def measure(
@@ -49,19 +65,28 @@ def measure(
     Raises:
         CalibrationError: an output is not finite.
     """
-    name, sequences, difference, norm = "", 0, 0.0, 0.0
-    for batch in batches:
-        name, old = main_output(model, batch)
-        with converted():
-            _, new = main_output(model, batch)
-        mask = _mask(batch, old)
-        for row in range(len(old)):  # one sequence at a time is held in float64
-            real = slice(None) if mask is None else mask[row]
-            was, now = (_exact(output[row][real]) for output in (old, new))
-            difference += float((now - was).square().sum())
-            norm += float(was.square().sum())
-        sequences += len(old)
-    return Drift(name, (difference / norm) ** 0.5 if norm else 0.0, sequences) if sequences else None
+    measured = [_measured(model, batch, converted) for batch in batches]
+    if not measured:
+        return None
+    names, sequences, differences, norms = zip(*measured, strict=True)
+    return Drift(names[0], (sum(differences) / sum(norms)) ** 0.5 if sum(norms) else 0.0, sum(sequences))
+
+
+def _measured(
+    model: PreTrainedModel, batch: Batch, converted: Callable[[], AbstractContextManager[None]]
+) -> tuple[str, int, float, float]:
+    """Give an output's name, how many sequences it has, the square of its difference, and its own."""
+    name, old = main_output(model, batch)
+    with converted():
+        _, new = main_output(model, batch)
+    mask = _mask(batch, old)
+    difference = norm = 0.0
+    for row in range(len(old)):  # one sequence at a time is held in float64
+        real = slice(None) if mask is None else mask[row]
+        was, now = (_exact(output[row][real]) for output in (old, new))
+        difference += float((now - was).square().sum())
+        norm += float(was.square().sum())
+    return name, len(old), difference, norm
 
 
 def main_output(model: PreTrainedModel, batch: Batch) -> tuple[str, Tensor]:

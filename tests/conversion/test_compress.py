@@ -42,7 +42,7 @@ from collab_compress.architectures import FAMILIES, find_dense_attention
 from collab_compress.attention import install_
 from collab_compress.checkpoint import edits_of
 from collab_compress.conversion.checks import working_device
-from collab_compress.conversion.drift import measure
+from collab_compress.conversion.drift import measure, split_held_back
 from collab_compress.factorization import factorize, moments
 from collab_compress.heads import DropHead, Tap
 
@@ -365,7 +365,7 @@ def test_sequences_and_length_decide_what_is_read(minilm, minilm_tokenizer, tmp_
     texts = [f"sentence number {number} is " + "very " * (number % 9) + "long" for number in range(40)]
     read = Compression(rank=384)
     report = compress(copy.deepcopy(minilm), read, texts, minilm_tokenizer)
-    assert (report.sequences, report.drift.sequences) == (32, 8)
+    assert (report.sequences, report.drift.sequences) == (35, 5)
     assert report.warnings == ()
     report = compress(copy.deepcopy(minilm), replace(read, sequences=8, length=9), texts, minilm_tokenizer)
     assert (report.sequences, report.drift.sequences) == (7, 1)
@@ -373,7 +373,7 @@ def test_sequences_and_length_decide_what_is_read(minilm, minilm_tokenizer, tmp_
     assert report.warnings[1].endswith("of 8 texts are longer than 9 tokens and are cut there")
     assert set(report.warnings) <= set(caplog.messages)
     report = compress(minilm, replace(read, sequences=24, length=5), "synthetic", minilm_tokenizer)
-    assert (report.sequences, report.drift.sequences) == (16, 8)
+    assert (report.sequences, report.drift.sequences) == (21, 3)
 
 
 def test_drift_holds_the_outputs_of_one_batch(make_tiny, calibration):
@@ -512,6 +512,30 @@ def test_outputs_that_are_not_finite_are_refused(make_tiny, calibration):
     with pytest.raises(CalibrationError, match="logits of BertForSequenceClassification is not finite"):
         compress(model, Compression(rank=8), calibration)
     assert before.keys() == state(model).keys()
+
+
+def test_an_eighth_is_held_back_whatever_the_batches():
+    def sizes(batches):
+        return [len(batch["x"]) for batch in batches]
+
+    def made(*rows, **odd):
+        return [{"x": torch.arange(count), **odd} for count in rows]
+
+    cases = {
+        (16, 16, 8): ([16, 16, 3], [5]),
+        (4,) * 8: ([4] * 7, [4]),
+        (3, 20, 1): ([3, 18], [2, 1]),
+        (9,): ([8], [1]),
+        (1,): ([1], []),
+        (1, 1): ([1], [1]),
+        (): ([], []),
+    }
+    for rows, expected in cases.items():
+        assert tuple(map(sizes, split_held_back(made(*rows)))) == expected
+    assert tuple(map(sizes, split_held_back(made(2, 6, odd=torch.ones(7))))) == ([2], [6])  # cannot be divided
+    assert tuple(map(sizes, split_held_back(made(6, odd=torch.ones(7))))) == ([6], [])
+    used, held_back = split_held_back(made(3, 20, 1))
+    assert torch.cat([batch["x"] for batch in (*used, *held_back)]).tolist() == [*range(3), *range(20), 0]
 
 
 def test_one_batch_is_split_to_measure_drift(make_tiny, calibration):
