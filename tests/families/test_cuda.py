@@ -40,10 +40,10 @@ def test_a_conversion_on_the_gpu_is_that_of_the_cpu(name, form, build, some):
     expected, found = compress(model, options, some(name)), compress(ours, options, some(name))
     assert {parameter.device.type for parameter in ours.parameters()} == {"cuda"}
     for one, other in zip(found.modules, expected.modules, strict=True):
-        assert one.data_error == pytest.approx(other.data_error, rel=0.02)
+        assert one.data_error == pytest.approx(other.data_error, rel=0.05)
         assert one.sizes == other.sizes
         assert (one.query_vectors, one.breakdowns) == (other.query_vectors, 0)
-    assert found.drift.relative_error == pytest.approx(expected.drift.relative_error, rel=0.1)
+    assert found.drift.relative_error == pytest.approx(expected.drift.relative_error, rel=0.25)
     for factors in read_factors(ours).values():
         assert factors.query.device.type == "cuda"
 
