@@ -16,7 +16,7 @@ ALLOWED = {
     "attention": {"errors"},
     "losses": {"errors"},
     "calibration": {"errors", "architectures", "factorization"},
-    "checkpoint": {"errors"},
+    "checkpoint": {"errors", "architectures"},
     "conversion": {
         "errors", "processes", "factorization", "architectures", "attention", "calibration", "checkpoint",
     },

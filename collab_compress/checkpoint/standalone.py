@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from collab_compress.architectures import transformers_model
 from collab_compress.checkpoint.edits import edits_of
 from collab_compress.errors import CheckpointError
 
@@ -71,6 +72,7 @@ def make_standalone_(model: PreTrainedModel) -> None:
     Raises:
         CheckpointError: the model is a stock one, which needs no code.
     """
+    model = transformers_model(model)
     if not edits_of(model):
         raise CheckpointError(f"{type(model).__name__} is not converted, so it has no modelling code to ship")
     model.__class__ = standalone_class(type(model))

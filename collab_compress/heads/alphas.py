@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
+from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention, transformers_model
 from collab_compress.checkpoint import edits_of, forget_edits_, forget_standalone_, path_in_base, record_edit_
 from collab_compress.errors import HeadError
 from collab_compress.heads.mixed_projection import AlphasEdit, MixedProjection, install_alphas_
@@ -30,6 +30,7 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
         HeadError: heads are mixed already; the model is quantized or offloaded; an output projection is no plain
             `nn.Linear`, or shares its weight with another.
     """
+    model = transformers_model(model)
     if any(isinstance(module, MixedProjection) for module in model.modules()):
         raise HeadError(
             f"{type(model).__name__} mixes its heads already; merge_alphas_(model) first, or train the alphas it has"
@@ -82,6 +83,7 @@ def merge_alphas_(model: PreTrainedModel) -> None:
     Raises:
         HeadError: no heads are mixed, or something wraps an output projection.
     """
+    model = transformers_model(model)
     mixed = _mixed(model)
     if not mixed:
         raise HeadError(f"{type(model).__name__} has no alphas to merge; mix_heads_(model) adds them")
@@ -97,6 +99,7 @@ def merge_alphas_(model: PreTrainedModel) -> None:
 
 def _mixed(model: PreTrainedModel) -> list[tuple[AttentionSite, MixedProjection]]:
     """List the attention modules whose heads are mixed, with what mixes them."""
+    model = transformers_model(model)
     edits_of(model)  # refuses a model whose modules are not this package's
     found = ((site, site.part(site.family.output)) for site in find_attention(model, FAMILIES))
     return [(site, part) for site, part in found if isinstance(part, MixedProjection)]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import KINDS, Kind
+from collab_compress.architectures import KINDS, Kind, transformers_model
 from collab_compress.calibration import run_batch, running
 from collab_compress.errors import HeadError
 from collab_compress.heads.tap import Part, Reading, Tap
@@ -103,6 +103,7 @@ def _streamed(
     kinds: Collection[Kind],
 ) -> dict[str, Tensor]:
     """Average `measure` (B, T, H) over all positions that count, keeping only sums."""
+    model = transformers_model(model)
     excluded = _end_tokens(model) if exclude is None else sorted(exclude)
     given = False
     with Tap(model, [part], kinds) as tap, running(model):

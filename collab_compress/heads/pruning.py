@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import FAMILIES, AttentionSite, find_attention
+from collab_compress.architectures import FAMILIES, AttentionSite, find_attention, transformers_model
 from collab_compress.attention import is_collaborative
 from collab_compress.attention.view import acts_of
 from collab_compress.checkpoint import edits_of, path_in_base, record_edit_
@@ -37,6 +37,7 @@ def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -
             shared or offloaded; head outputs are mixed, masked or otherwise acted on; the model is quantized.
         CheckpointError: the model was loaded before this package was imported.
     """
+    model = transformers_model(model)
     chosen = check_heads(find_attention(model, FAMILIES), heads)
     if getattr(model.config, "quantization_config", None) is not None and not edits_of(model):
         raise HeadError(f"{type(model).__name__} is quantized; remove heads from the unquantized checkpoint instead")

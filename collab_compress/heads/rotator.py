@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import FAMILIES, AttentionSite, Kind, find_attention
+from collab_compress.architectures import FAMILIES, AttentionSite, Kind, find_attention, transformers_model
 from collab_compress.errors import HeadError
 from collab_compress.heads.importance import average_distance, confidence
 from collab_compress.heads.pairing import PAIRINGS
@@ -46,7 +46,7 @@ class Rotator:
     """
 
     def __init__(self, model: PreTrainedModel, rotation: RotationOptions) -> None:
-        self.model, self.rotation = model, rotation
+        self.model, self.rotation = transformers_model(model), rotation
         self.history: list[RotationEvent] = []
         self._pairing = PAIRINGS[rotation.strategy]
         self._latest: int | None = None  # epoch that `epoch` was last called for
