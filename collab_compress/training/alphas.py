@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from collab_compress.errors import HeadError
+from collab_compress.heads.sharding import whole
 from collab_compress.losses import nuclear_growth, nuclear_norm
 from collab_compress.training.options import AlphasOptions
 
@@ -40,7 +41,7 @@ class AlphasTraining:
         self.frozen = progress < self.options.frozen
         if not self.frozen and self.options.growth_weight > 0:
             with torch.no_grad():
-                norms = [float(nuclear_norm(matrix)) for matrix in self.alphas]
+                norms = [float(nuclear_norm(whole(matrix))) for matrix in self.alphas]
             self.previous, self.norms = self.norms or norms, norms
 
     def growth(self) -> Tensor | None:
@@ -49,7 +50,7 @@ class AlphasTraining:
             return None
         form, growth = self.options.growth_form, self.options.growth
         pairs = zip(self.alphas, self.previous, strict=True)
-        return torch.stack([nuclear_growth(matrix, norm, growth, form) for matrix, norm in pairs]).sum()
+        return torch.stack([nuclear_growth(whole(matrix), norm, growth, form) for matrix, norm in pairs]).sum()
 
     def remove(self) -> None:
         """Leave the parameters as they were."""

@@ -66,6 +66,7 @@ class HeadSession:
                 if optimizer is None:
                     raise HeadError("rotation moves the optimizer's state with the heads; pass optimizer=")
                 self._rotator = Rotator(model, training.rotation)
+                self._rotator.check(optimizer)
             if training.alphas is not None:
                 self._alphas = AlphasTraining(list(alphas_of(model).values()), training.alphas, optimizer)
             if training.penalties:

@@ -1,0 +1,176 @@
+"""Training whose processes share weights or moments: the same weights as one process, resumed or not.
+
+One process that makes two passes a step, on the data of rank 0 and then of rank 1, and averages their losses, is what
+two processes that make one pass each compute; penalties are means over each pass's own batch on either side. DropHead
+is made to draw in pass r what process r draws. Everything runs in float64, so that what differs is more than rounding.
+"""
+
+import copy
+import json
+
+import pytest
+import torch
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import BertForSequenceClassification, MarianMTModel
+from two_processes import run_both
+
+from collab_compress import Compression, compress
+from collab_compress.errors import HeadError
+from collab_compress.heads import Rotation, Rotator, mix_heads_, merge_alphas_, prune_heads_, swap_heads_
+from collab_compress.training import LOSSES, AlphasOptions, DropHeadOptions, HeadSession, HeadTraining, Penalty
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+EPOCHS, STEPS = 3, 2  # steps an epoch
+LAYERS = {"bert": ["BertLayer"], "marian": ["MarianEncoderLayer", "MarianDecoderLayer"]}
+
+
+def training(losses, rotation):
+    return HeadTraining(
+        drophead=(DropHeadOptions(0.4),),
+        penalties=tuple(Penalty(loss, 0.1) for loss in losses),
+        alphas=AlphasOptions(frozen=0.3, growth_weight=3.0, growth=0.05),
+        rotation=rotation,
+    )
+
+
+CASES = {  # family, collaborative, what acts
+    "dense": ("bert", False, training(sorted(LOSSES), Rotation("hard", (0, 1, 2), k=2, exclude=()))),
+    "collaborative": (
+        "bert", True,
+        training(sorted(set(LOSSES) - {"orthogonality-keys"}),
+                 Rotation("in-layer", (0,), importance="confidence", exclude=(), swap_back_after=2)),
+    ),
+    "seq2seq": ("marian", False, training(["disagreement"], Rotation("soft", (1,), k=2, exclude=()))),
+}  # fmt: skip
+
+
+@pytest.fixture
+def case(request, make_tiny, set_dropout_, make_batch):
+    family, collaborative, acting = CASES[request.param]
+    model = make_tiny(family, {"bert": BertForSequenceClassification, "marian": MarianMTModel}[family])
+    if collaborative:
+        compress(model, Compression(rank=13), calibration=None)
+    mix_heads_(model)
+    set_dropout_(model.double(), 0.0).train()
+    batches = [make_batch(family, seed=seed) for seed in range(2 * STEPS * EPOCHS)]
+    for number, batch in enumerate(batches):
+        batch["labels"] = torch.arange(number, number + 3) % 2 if family == "bert" else batch["decoder_input_ids"]
+    held_out = [make_batch(family, seed=100 + seed) for seed in range(4)]
+    return family, model, acting, batches, held_out
+
+
+class Training:
+    """One process, or one of two."""
+
+    def __init__(self, model, optimizer, acting, batches, held_out, ranks, backward=torch.Tensor.backward):
+        self.model, self.optimizer, self.batches, self.ranks, self.backward = (
+            model,
+            optimizer,
+            batches,
+            ranks,
+            backward,
+        )
+        self.bare = model.module if isinstance(model, DistributedDataParallel) else model
+        self.session = HeadSession(self.bare, acting, optimizer)
+        self.held_out = [batch for rank in ranks for batch in held_out[rank::2]]
+        self.pairs = []
+
+    def run(self, epochs):
+        for epoch in epochs:
+            self.session.epoch(epoch, self.held_out)
+            self.model.train()
+            for step in range(epoch * STEPS, (epoch + 1) * STEPS):
+                self.session.step(step / (EPOCHS * STEPS - 1))
+                for rank in self.ranks:
+                    torch.manual_seed(1000 + 2 * step + rank)
+                    loss = self.model(**self.batches[2 * step + rank]).loss
+                    self.backward((loss + self.session.penalty(loss)) / len(self.ranks))
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return self
+
+    def state(self):
+        return json.loads(json.dumps(self.session.state_dict()))
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def expected(case, epochs=range(EPOCHS)):
+    _, model, *rest = case
+    model = copy.deepcopy(model)
+    alone = Training(model, adamw(model), *rest, ranks=(0, 1)).run(epochs)
+    before = [pair for pair in alone.state()["rotation"]["history"]]
+    assert before, "nothing rotated"
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}, before
+
+
+def fsdp2(family, layers=True):
+    """An accelerator that shards; asked for, for it takes FSDP to need GPUs."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap" if layers else "no_wrap",
+        transformer_cls_names_to_wrap=LAYERS[family] if layers else None, cpu_ram_efficient_loading=False,
+        state_dict_type="SHARDED_STATE_DICT",
+    )  # fmt: skip
+    accelerator = Accelerator(cpu=True)
+    for state in (accelerator.state, PartialState()):
+        state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    assert accelerator.is_fsdp2
+    return accelerator
+
+
+def full(accelerator, model):
+    return {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
+
+
+def sharded_process(rank, case, folder):
+    family, model, *rest = case
+    stock = copy.deepcopy(model)
+    accelerator = fsdp2(family)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    first = Training(model, optimizer, *rest, ranks=(rank,), backward=accelerator.backward).run((0, 1))
+    accelerator.save_state(folder)
+    state = first.state()
+    first.run((2,))
+    straight = full(accelerator, model), first.state()["rotation"]["history"]
+    first.session.close()
+
+    accelerator._models.clear()
+    accelerator._optimizers.clear()
+    again, optimizer = accelerator.prepare(stock, adamw(stock))
+    accelerator.load_state(folder)
+    second = Training(again, optimizer, *rest, ranks=(rank,), backward=accelerator.backward)
+    second.session.load_state_dict(state)
+    second.run((2,))
+    return straight, (full(accelerator, again), second.state()["rotation"]["history"])
+
+
+@pytest.mark.parametrize("case", ["collaborative", "dense"], indirect=True)
+def test_fsdp2_gives_the_weights_of_one_process(case, tmp_path):
+    weights, history = expected(case)
+    (straight, resumed), (_, _) = run_both(sharded_process, case, str(tmp_path / "state"))
+    for got, events in (straight, resumed):
+        assert events == history
+        assert got.keys() == weights.keys()
+        torch.testing.assert_close(got, weights, atol=1e-9, rtol=1e-7)
+
+
+def one_group_process(rank, case):
+    _, model, *rest = case
+    fully_shard(model)  # in a single group, which a forward pass leaves gathered
+    run = Training(model, adamw(model), *rest, ranks=(rank,)).run(range(EPOCHS))
+    options = StateDictOptions(full_state_dict=True)
+    return get_model_state_dict(model, options=options), run.state()["rotation"]["history"]
+
+
+@pytest.mark.parametrize("case", ["seq2seq"], indirect=True)
+def test_a_model_sharded_as_a_whole(case):
+    weights, history = expected(case)
+    for got, events in run_both(one_group_process, case):
+        assert events == history
+        torch.testing.assert_close(got, weights, atol=1e-9, rtol=1e-7)
