@@ -28,8 +28,8 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
 
     Raises:
         UnsupportedModelError: the model's family is not known, or a module lies outside the base model.
-        HeadError: heads are mixed already; the model is quantized, offloaded or sharded; an output projection is no plain
-            `nn.Linear`, or shares its weight with another.
+        HeadError: heads are mixed already; the model is quantized, offloaded or sharded; an output projection is no
+            plain `nn.Linear`, or shares its weight with another.
     """
     refuse_sharded(model, "mix_heads_")
     if any(isinstance(module, MixedProjection) for module in model.modules()):

@@ -58,7 +58,7 @@ def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
     blocks = _collaborative(site, head) if is_collaborative(site.module) else _dense(site, head)
     blocks += _rows(value, head, value.out_features // site.heads)
     for block in blocks:
-        refuse_pieces(site.name, site.module, block.parameter)
+        refuse_pieces(site.name, block.parameter)
         shape = tuple(block.parameter.shape)
         held = len(shape) > block.dim and shape[block.dim] >= block.stop and block.parameter.is_floating_point()
         if not (

@@ -11,7 +11,7 @@ def is_sharded(tensor: Tensor) -> bool:
     """Tell whether processes hold a tensor in parts, as FSDP2 (`fully_shard`) and tensor parallelism let them."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return False
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 (not every build of PyTorch has it)
+    from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
 
@@ -32,7 +32,7 @@ def write_(tensor: Any, full: Tensor) -> None:
     if full is tensor:
         return
     if is_sharded(tensor):
-        from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415
+        from torch.distributed.tensor import DTensor, Replicate
 
         mesh = tensor.device_mesh
         copies = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -48,26 +48,25 @@ def reshard_(model: nn.Module) -> None:
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return
-    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
+    from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def refuse_pieces(where: str, module: nn.Module, parameter: Any) -> None:
+def refuse_pieces(where: str, parameter: Any) -> None:
     """Refuse a parameter that is a piece of a flat buffer, or away between passes.
 
     Args:
         where: what holds it, for the message.
-        module: the module that has it, or one above.
-        parameter: the parameter.
+        parameter: the parameter, or what a module has in its place.
 
     Raises:
         HeadError: FSDP1 or ZeRO-3 holds it.
     """
-    flat = getattr(parameter, "_fsdp_flattened", False)  # with use_orig_params; else a view, which is no parameter
-    view = not isinstance(parameter, nn.Parameter) and getattr(module, "_is_fsdp_managed_module", False)
+    flat = getattr(parameter, "_fsdp_flattened", False)  # with use_orig_params
+    view = getattr(getattr(parameter, "_base", None), "_fsdp_flattened", False)  # without
     holder = "FSDP1" if flat or view else "DeepSpeed ZeRO-3" if hasattr(parameter, "ds_id") else None
     if holder is not None:
         raise HeadError(

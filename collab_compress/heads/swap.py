@@ -125,7 +125,7 @@ def check_optimizer(optimizer: Any, blocks: Sequence[HeadBlock]) -> None:
         return
     if getattr(getattr(optimizer, "optimizer", optimizer), "_overlap_with_ddp", False):
         raise HeadError(
-            "ZeroRedundancyOptimizer(overlap_with_ddp=True) does not show its state; leave the option out"
+            "ZeroRedundancyOptimizer(overlap_with_ddp=True) does not show its state; leave overlap_with_ddp out"
         )
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = [block.parameter for block in blocks if block.parameter.requires_grad]

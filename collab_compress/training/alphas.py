@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from collab_compress.errors import HeadError
-from collab_compress.heads.sharding import whole
+from collab_compress.heads.sharding import refuse_pieces, whole
 from collab_compress.losses import nuclear_growth, nuclear_norm
 from collab_compress.training.options import AlphasOptions
 
@@ -71,6 +71,8 @@ def _check(alphas: list[nn.Parameter], optimizer: Any) -> None:
     """Refuse alphas that would silently never train."""
     if not alphas:
         raise HeadError("the model has no alphas to train; call mix_heads_(model) before making the optimizer")
+    for matrix in alphas:
+        refuse_pieces("alphas", matrix)
     if not all(matrix.requires_grad for matrix in alphas):
         raise HeadError("alphas do not require gradients (adapters freeze what they do not know); set requires_grad")
     if optimizer is None:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.errors import HeadError
 from collab_compress.heads import DropHead, Rotator, alphas_of
+from collab_compress.heads.sharding import reshard_
 from collab_compress.training.alphas import AlphasTraining
 from collab_compress.training.options import HeadTraining
 from collab_compress.training.penalties import LOSSES, HeadLosses
@@ -61,6 +62,7 @@ class HeadSession:
         self._dropheads: list[DropHead] = []
         self._warned: set[str] = set()
         self._closed = False
+        reshard_(model)  # an optimizer knows the parameters of FSDP2 that are in place between passes
         try:
             if training.rotation is not None:
                 if optimizer is None:

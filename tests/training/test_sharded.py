@@ -1,17 +1,20 @@
 """Training whose processes share weights or moments: the same weights as one process, resumed or not.
 
-One process that makes two passes a step, on the data of rank 0 and then of rank 1, and averages their losses, is what
-two processes that make one pass each compute; penalties are means over each pass's own batch on either side. DropHead
-is made to draw in pass r what process r draws. Everything runs in float64, so that what differs is more than rounding.
+One process that makes two passes a step, on the data of rank 0 and then of rank 1, and averages their losses, does
+what two processes do that make one pass each: penalties are means over a pass's own batch on either side, and
+DropHead is seeded to draw in pass r what process r draws. Importance is that of all held-out data, half of which each
+process has. Everything runs in float64, so that what differs is more than rounding.
 """
 
 import copy
 import json
+import warnings
 
 import pytest
 import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertForSequenceClassification, MarianMTModel
@@ -19,7 +22,7 @@ from two_processes import run_both
 
 from collab_compress import Compression, compress
 from collab_compress.errors import HeadError
-from collab_compress.heads import Rotation, Rotator, mix_heads_, merge_alphas_, prune_heads_, swap_heads_
+from collab_compress.heads import Rotation, Rotator, merge_alphas_, mix_heads_, prune_heads_, swap_heads_
 from collab_compress.training import LOSSES, AlphasOptions, DropHeadOptions, HeadSession, HeadTraining, Penalty
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -76,7 +79,6 @@ class Training:
         self.bare = model.module if isinstance(model, DistributedDataParallel) else model
         self.session = HeadSession(self.bare, acting, optimizer)
         self.held_out = [batch for rank in ranks for batch in held_out[rank::2]]
-        self.pairs = []
 
     def run(self, epochs):
         for epoch in epochs:
@@ -104,9 +106,9 @@ def expected(case, epochs=range(EPOCHS)):
     _, model, *rest = case
     model = copy.deepcopy(model)
     alone = Training(model, adamw(model), *rest, ranks=(0, 1)).run(epochs)
-    before = [pair for pair in alone.state()["rotation"]["history"]]
-    assert before, "nothing rotated"
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}, before
+    history = alone.state()["rotation"]["history"]
+    assert history, "nothing rotated"
+    return model.state_dict(), history
 
 
 def fsdp2(family, layers=True):
@@ -174,3 +176,112 @@ def test_a_model_sharded_as_a_whole(case):
     for got, events in run_both(one_group_process, case):
         assert events == history
         torch.testing.assert_close(got, weights, atol=1e-9, rtol=1e-7)
+
+
+def zero(parameters, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own, at the import
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=1e-2, weight_decay=0.1, **options)
+
+
+def zero_process(rank, case):
+    _, model, *rest = case
+    stock = copy.deepcopy(model)
+    wrapped, optimizer = DistributedDataParallel(model), zero(model.parameters())
+    first = Training(wrapped, optimizer, *rest, ranks=(rank,)).run((0, 1))
+    optimizer.consolidate_state_dict(to=0)
+    told = [copy.deepcopy((optimizer.state_dict(), model.state_dict(), first.state())) if rank == 0 else None]
+    torch.distributed.broadcast_object_list(told)
+    kept = len(optimizer.optim.state)
+    first.run((2,))
+    first.session.close()
+
+    stock.load_state_dict(told[0][1])
+    wrapped, optimizer = DistributedDataParallel(stock), zero(stock.parameters(), parameters_as_bucket_view=True)
+    optimizer.load_state_dict(told[0][0])
+    second = Training(wrapped, optimizer, *rest, ranks=(rank,))
+    second.session.load_state_dict(told[0][2])
+    second.run((2,))
+    ends = [(model.state_dict(), first.state()), (stock.state_dict(), second.state())]
+    return kept, [(weights, state["rotation"]["history"]) for weights, state in ends]
+
+
+@pytest.mark.parametrize("case", ["collaborative", "dense"], indirect=True)
+def test_moments_that_processes_share_move_with_the_heads(case):
+    weights, history = expected(case)
+    told = run_both(zero_process, case)
+    assert all(0 < kept < len(list(case[1].parameters())) for kept, _ in told)
+    for got, events in told[0][1] + told[1][1]:
+        assert events == history
+        torch.testing.assert_close(got, weights, atol=1e-9, rtol=1e-7)
+
+
+FIRST, SECOND = "encoder.layer.0.attention.self", "encoder.layer.1.attention.self"
+PAIR = [((FIRST, 0), (SECOND, 1))]
+
+
+def refusal(call, *given, **options):
+    try:
+        call(*given, **options)
+    except (HeadError, TypeError) as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def refusals_process(rank, model, batch):
+    told = {}
+    flat = FSDP1(copy.deepcopy(model), use_orig_params=True, device_id=torch.device("cpu"))
+    told["swap under FSDP1"] = refusal(swap_heads_, flat.module, PAIR)
+    told["rotation under FSDP1"] = refusal(Rotator, flat.module, Rotation("in-layer", (0,)))
+    session = HeadTraining(rotation=Rotation("in-layer", (0,)))
+    views = FSDP1(copy.deepcopy(model), use_orig_params=False, device_id=torch.device("cpu"))
+    told["views under FSDP1"] = refusal(HeadSession, views.module, session, adamw(views))
+    mixed = copy.deepcopy(model)
+    mix_heads_(mixed)
+    flat = FSDP1(mixed, use_orig_params=True, device_id=torch.device("cpu"))
+    told["alphas under FSDP1"] = refusal(HeadSession, flat.module, HeadTraining(alphas=AlphasOptions()), adamw(flat))
+
+    away = copy.deepcopy(model)
+    away.encoder.layer[0].attention.self.query.weight.ds_id = 0  # as ZeRO-3 marks what it keeps away
+    told["rotation under ZeRO-3"] = refusal(Rotator, away, Rotation("random", (0,)))
+
+    optimizer = zero(model.parameters(), overlap_with_ddp=True)
+    told["overlap"] = refusal(swap_heads_, model, PAIR, optimizer)
+    factored = zero(model.parameters())
+    model(**batch).last_hidden_state.sum().backward()
+    factored.step()
+    if rank == 1:
+        for state in factored.optim.state.values():
+            state["exp_avg"] = torch.zeros(1)
+    told["remembered in one process"] = refusal(swap_heads_, model, PAIR, factored)
+
+    rotator = Rotator(model, Rotation("hard", (0,)))
+    told["no data in one process"] = refusal(rotator.epoch, 0, batches=[batch] if rank == 0 else 3)
+    told["rotated"] = str(rotator.history)
+
+    mixed = copy.deepcopy(model)
+    mix_heads_(mixed)
+    for each in (model, mixed):
+        fully_shard(each)
+    told["mix"] = refusal(mix_heads_, model)
+    told["prune"] = refusal(prune_heads_, model, {FIRST: [0]})
+    told["merge"] = refusal(merge_alphas_, mixed)
+    return told
+
+
+def test_what_cannot_be_right_is_refused_in_all_processes(make_tiny, batch):
+    pieces = f"{FIRST}: FSDP1 keeps its weights in pieces that do not follow heads; shard the model with FSDP2"
+    for rank, told in enumerate(run_both(refusals_process, make_tiny("bert"), batch)):
+        for case in ("swap", "rotation", "views"):
+            assert pieces in told[f"{case} under FSDP1"]
+        assert "alphas: FSDP1 keeps its weights in pieces" in told["alphas under FSDP1"]
+        assert f"{FIRST}: DeepSpeed ZeRO-3 keeps its weights in pieces" in told["rotation under ZeRO-3"]
+        assert "overlap_with_ddp=True) does not show its state" in told["overlap"]
+        assert "keeps 'exp_avg' of shape (1,)" in told["remembered in one process"]
+        if rank == 0:
+            assert "process 1 could not measure the importance of heads: TypeError" in told["no data in one process"]
+        assert told["rotated"] == "[]"
+        for name in ("mix_heads_", "merge_alphas_", "prune_heads_"):
+            assert f"{name}: embeddings." in told[name.split("_")[0]]
+            assert "is sharded" in told[name.split("_")[0]]
