@@ -50,11 +50,12 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
     record_edit_(model, AlphasEdit(planned))
 
 
-def alphas_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+def alphas_of(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> dict[str, nn.Parameter]:
     """Give the mixing coefficients of every attention module whose heads are mixed.
 
     Args:
         model: of a known family.
+        kinds: which kinds of attention.
 
     Returns:
         Module path → α (H, H), the parameter itself: α[i, j] is the share of head j in what leaves as head i. Empty
@@ -63,7 +64,12 @@ def alphas_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     Raises:
         UnsupportedModelError: the model's family is not known.
     """
-    return {site.name: mixed.alphas for site, mixed in _mixed(model)}
+    return {name: projection.alphas for name, projection in mixed_projections(model, kinds).items()}
+
+
+def mixed_projections(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> dict[str, MixedProjection]:
+    """Give what mixes the heads of each attention module: its path → the projection, as for `alphas_of`."""
+    return {site.name: projection for site, projection in _mixed(model) if site.kind in kinds}
 
 
 def merge_alphas_(model: PreTrainedModel) -> None:

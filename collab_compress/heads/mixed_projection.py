@@ -21,6 +21,9 @@ class MixedProjection(nn.Module):
         heads: number of heads H.
     """
 
+    frozen = False
+    """Whether α gets a gradient of zeros: it stays in the graph, for distributed training to see it at each step."""
+
     def __init__(self, proj: nn.Linear, heads: int) -> None:
         super().__init__()
         like: dict[str, Any] = {"device": proj.weight.device, "dtype": proj.weight.dtype}
@@ -34,8 +37,9 @@ class MixedProjection(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Mix and project concatenated head outputs (..., H·d) to (..., D)."""
         z = x.reshape(-1, self.heads, x.shape[-1] // self.heads)  # (N, H, d)
+        alphas = self.alphas.detach() + 0 * self.alphas if self.frozen else self.alphas
         # A batched product over tokens: einsum and broadcasting matmul copy their operands, at twice the cost.
-        mixed = torch.bmm(self.alphas.to(x.dtype).expand(z.shape[0], -1, -1), z)
+        mixed = torch.bmm(alphas.to(x.dtype).expand(z.shape[0], -1, -1), z)
         projected: Tensor = self.proj(mixed.reshape(x.shape))
         return projected
 

@@ -13,7 +13,7 @@ from collab_compress.errors import HeadError
 from collab_compress.heads.blocks import head_blocks
 from collab_compress.heads.importance import average_distance, confidence
 from collab_compress.heads.pairing import PAIRINGS
-from collab_compress.heads.rotation import Rotation, as_pairs
+from collab_compress.heads.rotation import RotationOptions, as_pairs
 from collab_compress.heads.swap import Pair, check_optimizer, matched_blocks, swap_heads_
 
 
@@ -33,7 +33,7 @@ class RotationEvent:
 
 
 class Rotator:
-    """Swap heads of a model at the epochs that a `Rotation` names (Multi-Head Rotation, §3.1).
+    """Swap heads of a model at the epochs that a `RotationOptions` names (Multi-Head Rotation, §3.1).
 
     Between epochs the model is always a whole one, which can be saved as it is: a swap changes weights only.
 
@@ -47,7 +47,7 @@ class Rotator:
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
 
-    def __init__(self, model: PreTrainedModel, rotation: Rotation) -> None:
+    def __init__(self, model: PreTrainedModel, rotation: RotationOptions) -> None:
         self.model, self.rotation = model, rotation
         self.history: list[RotationEvent] = []
         self._pairing = PAIRINGS[rotation.strategy]

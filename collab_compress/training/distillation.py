@@ -15,7 +15,7 @@ from collab_compress.attention import is_collaborative
 from collab_compress.calibration import Batch, Calibration, calibration_batches
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.heads import Tap
-from collab_compress.losses import divergence
+from collab_compress.losses import kl_divergence
 
 
 def recover_(
@@ -186,7 +186,7 @@ class _Distiller(Trainer):  # type: ignore[misc]
             self.dense(**inputs)
         model(**inputs)
         losses = [
-            divergence(here.rows, there.rows, here.real.query)
+            kl_divergence(here.rows, there.rows, here.real.query)
             for here, there in zip(*(tap.take() for tap in self.taps), strict=True)
             if is_collaborative(here.site.module) and here.rows is not None and there.rows is not None
         ]

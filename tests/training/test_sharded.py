@@ -22,8 +22,8 @@ from two_processes import run_both
 
 from collab_compress import Compression, compress
 from collab_compress.errors import HeadError
-from collab_compress.heads import Rotation, Rotator, merge_alphas_, mix_heads_, prune_heads_, swap_heads_
-from collab_compress.training import LOSSES, AlphasOptions, DropHeadOptions, HeadSession, HeadTraining, Penalty
+from collab_compress.heads import RotationOptions, Rotator, merge_alphas_, mix_heads_, prune_heads_, swap_heads_
+from collab_compress.training import LOSSES, AlphasOptions, DropHeadOptions, HeadSession, HeadTraining, PenaltyOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 EPOCHS, STEPS = 3, 2  # steps an epoch
@@ -33,20 +33,20 @@ LAYERS = {"bert": ["BertLayer"], "marian": ["MarianEncoderLayer", "MarianDecoder
 def training(losses, rotation):
     return HeadTraining(
         drophead=(DropHeadOptions(0.4),),
-        penalties=tuple(Penalty(loss, 0.1) for loss in losses),
-        alphas=AlphasOptions(frozen=0.3, growth_weight=3.0, growth=0.05),
+        penalties=tuple(PenaltyOptions(loss, 0.1) for loss in losses),
+        alphas=AlphasOptions(frozen_ratio=0.3, growth_weight=3.0, growth=0.05),
         rotation=rotation,
     )
 
 
 CASES = {  # family, collaborative, what acts
-    "dense": ("bert", False, training(sorted(LOSSES), Rotation("hard", (0, 1, 2), k=2, exclude=()))),
+    "dense": ("bert", False, training(sorted(LOSSES), RotationOptions("hard", (0, 1, 2), k=2, exclude=()))),
     "collaborative": (
         "bert", True,
-        training(sorted(set(LOSSES) - {"orthogonality-keys"}),
-                 Rotation("in-layer", (0,), importance="confidence", exclude=(), swap_back_after=2)),
+        training([loss for loss in sorted(LOSSES) if not loss.endswith("-keys")],
+                 RotationOptions("in-layer", (0,), importance="confidence", exclude=(), swap_back_after=2)),
     ),
-    "seq2seq": ("marian", False, training(["disagreement"], Rotation("soft", (1,), k=2, exclude=()))),
+    "seq2seq": ("marian", False, training(["agreement"], RotationOptions("soft", (1,), k=2, exclude=()))),
 }  # fmt: skip
 
 
@@ -233,8 +233,8 @@ def refusals_process(rank, model, batch):
     told = {}
     flat = FSDP1(copy.deepcopy(model), use_orig_params=True, device_id=torch.device("cpu"))
     told["swap under FSDP1"] = refusal(swap_heads_, flat.module, PAIR)
-    told["rotation under FSDP1"] = refusal(Rotator, flat.module, Rotation("in-layer", (0,)))
-    session = HeadTraining(rotation=Rotation("in-layer", (0,)))
+    told["rotation under FSDP1"] = refusal(Rotator, flat.module, RotationOptions("in-layer", (0,)))
+    session = HeadTraining(rotation=RotationOptions("in-layer", (0,)))
     views = FSDP1(copy.deepcopy(model), use_orig_params=False, device_id=torch.device("cpu"))
     told["views under FSDP1"] = refusal(HeadSession, views.module, session, adamw(views))
     mixed = copy.deepcopy(model)
@@ -244,7 +244,7 @@ def refusals_process(rank, model, batch):
 
     away = copy.deepcopy(model)
     away.encoder.layer[0].attention.self.query.weight.ds_id = 0  # as ZeRO-3 marks what it keeps away
-    told["rotation under ZeRO-3"] = refusal(Rotator, away, Rotation("random", (0,)))
+    told["rotation under ZeRO-3"] = refusal(Rotator, away, RotationOptions("random", (0,)))
 
     optimizer = zero(model.parameters(), overlap_with_ddp=True)
     told["overlap"] = refusal(swap_heads_, model, PAIR, optimizer)
@@ -256,7 +256,7 @@ def refusals_process(rank, model, batch):
             state["exp_avg"] = torch.zeros(1)
     told["remembered in one process"] = refusal(swap_heads_, model, PAIR, factored)
 
-    rotator = Rotator(model, Rotation("hard", (0,)))
+    rotator = Rotator(model, RotationOptions("hard", (0,)))
     told["no data in one process"] = refusal(rotator.epoch, 0, batches=[batch] if rank == 0 else 3)
     told["rotated"] = str(rotator.history)
 
