@@ -6,24 +6,35 @@ DropHead is seeded to draw in pass r what process r draws. Importance is that of
 process has. Everything runs in float64, so that what differs is more than rounding.
 """
 
+import contextlib
 import copy
+import dataclasses
 import json
 import warnings
 
 import pytest
 import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
+from accelerate.state import AcceleratorState
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import BertForSequenceClassification, MarianMTModel
+from transformers import BertForSequenceClassification, MarianMTModel, TrainingArguments
 from two_processes import run_both
 
 from collab_compress import Compression, compress
 from collab_compress.errors import HeadError
 from collab_compress.heads import RotationOptions, Rotator, merge_alphas_, mix_heads_, prune_heads_, swap_heads_
-from collab_compress.training import LOSSES, AlphasOptions, DropHeadOptions, HeadSession, HeadTraining, PenaltyOptions
+from collab_compress.training import (
+    LOSSES,
+    AlphasOptions,
+    DropHeadOptions,
+    HeadSession,
+    HeadTrainer,
+    HeadTraining,
+    PenaltyOptions,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 EPOCHS, STEPS = 3, 2  # steps an epoch
@@ -111,17 +122,32 @@ def expected(case, epochs=range(EPOCHS)):
     return model.state_dict(), history
 
 
-def fsdp2(family, layers=True):
-    """An accelerator that shards; asked for, for it takes FSDP to need GPUs."""
+@contextlib.contextmanager
+def sharding_on_cpus():
+    """Let Accelerate shard, which it does on accelerators only, though PyTorch does it on CPUs too."""
+    stock = AcceleratorState.__init__
+
+    def init(self, *given, fsdp_plugin=None, **options):
+        stock(self, *given, fsdp_plugin=fsdp_plugin, **options)
+        if fsdp_plugin is not None:
+            self.fsdp_plugin = fsdp_plugin
+            for state in (self, PartialState()):
+                state.distributed_type = DistributedType.FSDP
+
+    AcceleratorState.__init__ = init
+    try:
+        yield
+    finally:
+        AcceleratorState.__init__ = stock
+
+
+def fsdp2(family):
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap" if layers else "no_wrap",
-        transformer_cls_names_to_wrap=LAYERS[family] if layers else None, cpu_ram_efficient_loading=False,
-        state_dict_type="SHARDED_STATE_DICT",
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=LAYERS[family],
+        cpu_ram_efficient_loading=False, state_dict_type="SHARDED_STATE_DICT",
     )  # fmt: skip
-    accelerator = Accelerator(cpu=True)
-    for state in (accelerator.state, PartialState()):
-        state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = plugin
+    with sharding_on_cpus():
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     assert accelerator.is_fsdp2
     return accelerator
 
@@ -160,6 +186,61 @@ def test_fsdp2_gives_the_weights_of_one_process(case, tmp_path):
         assert events == history
         assert got.keys() == weights.keys()
         torch.testing.assert_close(got, weights, atol=1e-9, rtol=1e-7)
+
+
+class Seeded(HeadTrainer):
+    """Takes the data in order, and draws in pass r of one process what process r of two draws."""
+
+    passes = 0
+
+    def _get_train_sampler(self, *_):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    def compute_loss(self, *given, **options):
+        alone = self.args.world_size == 1
+        torch.manual_seed(2 * self.state.global_step + (self.passes % 2 if alone else self.args.process_index))
+        self.passes += 1
+        return super().compute_loss(*given, **options)
+
+
+def trainer_of(case, folder, sharded):
+    family, model, acting, batches, held_out = case
+    rows = [dict(zip(batch, row, strict=True)) for batch in batches for row in zip(*batch.values(), strict=True)]
+    held = [dict(zip(batch, row, strict=True)) for batch in held_out for row in zip(*batch.values(), strict=True)]
+    sharding = {"fsdp": "full_shard auto_wrap", "fsdp_config": {
+        "fsdp_version": 2, "transformer_layer_cls_to_wrap": LAYERS[family], "cpu_ram_efficient_loading": False,
+    }}  # fmt: skip
+    arguments = TrainingArguments(
+        folder, num_train_epochs=EPOCHS, per_device_train_batch_size=3, per_device_eval_batch_size=3, use_cpu=True,
+        gradient_accumulation_steps=1 if sharded else 2, learning_rate=1e-2, save_steps=2 * STEPS, report_to=[],
+        disable_tqdm=True, weight_decay=0.1, max_grad_norm=0.1, dataloader_pin_memory=False, **sharding if sharded else {},
+    )  # fmt: skip
+    acting = dataclasses.replace(acting, loss_normalization="mean")
+    return Seeded(model, arguments, train_dataset=rows, eval_dataset=held, head_training=acting)
+
+
+def history_of(trainer):
+    return trainer.state.stateful_callbacks["HeadState"]["attributes"]["saved"]["rotation"]["history"]
+
+
+def trainer_process(rank, case, folder):
+    told, stock = [], copy.deepcopy(case[1])
+    for model, resumed in ((case[1], None), (stock, f"{folder}/checkpoint-{2 * STEPS}")):
+        with sharding_on_cpus():
+            trainer = trainer_of((case[0], model, *case[2:]), folder, sharded=True)
+        trainer.train(resume_from_checkpoint=resumed)
+        told.append((full(trainer.accelerator, trainer.model_wrapped), json.loads(json.dumps(history_of(trainer)))))
+    return told
+
+
+@pytest.mark.parametrize("case", ["collaborative"], indirect=True)
+def test_a_trainer_shards(case, tmp_path):
+    alone = trainer_of((case[0], copy.deepcopy(case[1]), *case[2:]), tmp_path / "alone", sharded=False)
+    alone.train()
+    told = run_both(trainer_process, case, str(tmp_path / "both"))
+    for got, events in told[0]:
+        assert events == json.loads(json.dumps(history_of(alone)))
+        torch.testing.assert_close(got, alone.model.state_dict(), atol=1e-9, rtol=1e-7)
 
 
 def one_group_process(rank, case):
