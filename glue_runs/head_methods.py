@@ -24,7 +24,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from collab_compress.heads import RotationOptions, Tap, alphas_of
+from collab_compress.analysis import cka, head_covariances
+from collab_compress.heads import RotationOptions, alphas_of
 from collab_compress.losses import nuclear_norm
 from collab_compress.training import (
     LOSSES,
@@ -65,25 +66,8 @@ def methods(start: dict[str, float]) -> dict[str, Callable[[], HeadTraining]]:
 
 def mean_cka(model: PreTrainedModel, batches: DataLoader) -> float:
     """Linear CKA between the outputs of two heads over all real tokens, averaged over pairs and layers."""
-    moments: dict[str, list[torch.Tensor]] = {}
-    with torch.no_grad(), Tap(model.eval()) as tap:
-        for batch in batches:
-            model(**batch)
-            for reading in tap.take():
-                x = reading.outputs[reading.real.query].flatten(1).double()  # (N, H·d)
-                parts = [torch.tensor(float(len(x))), x.sum(0), x.mT @ x]
-                before = moments.get(reading.site.name)
-                moments[reading.site.name] = (
-                    parts if before is None else [a + b for a, b in zip(before, parts, strict=True)]
-                )
-    values = []
-    for count, total, second in moments.values():
-        heads = model.config.num_attention_heads
-        covariance = second - torch.outer(total, total) / count
-        blocks = covariance.unflatten(0, (heads, -1)).unflatten(2, (heads, -1)).square().sum((1, 3))  # (H, H)
-        cka = blocks / (blocks.diagonal()[:, None] * blocks.diagonal()).sqrt()
-        values.append((cka.sum() - heads) / (heads * (heads - 1)))
-    return float(torch.stack(values).mean())
+    layers = [cka(responses) for responses in head_covariances(model, batches).values()]  # (H, H) each
+    return float(torch.stack([(each.sum() - each.trace()) / (each.numel() - len(each)) for each in layers]).mean())
 
 
 def run(training: HeadTraining, train: list, dev: list, tokenizer, args: argparse.Namespace) -> dict:

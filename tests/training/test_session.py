@@ -90,6 +90,33 @@ def test_kinds_of_a_penalty(make_undropped, make_batch):
     torch.testing.assert_close(session.penalty(), expected)
 
 
+def test_a_penalty_weighs_by_kind(make_undropped, make_batch):
+    model, batch = make_undropped("marian"), make_batch("marian")
+    weights = {"encoder": 1.0, "cross": 3.0}
+    with Tap(model, ("rows",)) as tap:
+        model(**batch)
+        sums = dict.fromkeys(weights, 0.0)
+        for reading in tap.take():
+            if reading.site.kind in weights:
+                sums[reading.site.kind] += LOSSES["bhattacharyya"].function(reading.rows, reading.real.query)
+    penalties = tuple(PenaltyOptions("bhattacharyya", weight, kinds=(kind,)) for kind, weight in weights.items())
+    session = HeadSession(model, HeadTraining(penalties=penalties))
+    model(**batch)
+    torch.testing.assert_close(session.penalty(), sums["encoder"] + 3 * sums["cross"])
+    logs = session.logs()
+    assert logs["bhattacharyya"] == pytest.approx(sums["encoder"].item(), rel=1e-5)  # of the paper's kind
+    assert logs["bhattacharyya/cross"] == pytest.approx(sums["cross"].item(), rel=1e-5)
+
+
+def test_what_drops_heads_of_some_kinds_is_logged_by_them(make_undropped):
+    model = make_undropped("marian")
+    training = HeadTraining(
+        drophead=(DropHeadOptions(0.1, kinds=("cross", "encoder")), DropHeadOptions(0.2, kinds=("decoder",)))
+    )
+    with HeadSession(model, training) as session:
+        assert session.logs() == {"drophead/encoder+cross": 0.1, "drophead/decoder": 0.2}
+
+
 def test_a_penalty_on_attention_that_is_not_there_is_refused(make_tiny):
     model = make_tiny("bert")
     penalties = (PenaltyOptions("agreement"), PenaltyOptions("bhattacharyya", kinds=("cross",)))
@@ -184,6 +211,55 @@ def test_the_hinge_compares_with_the_step_before(make_undropped, batch):
     assert session.logs()["nuclear-growth"] == pytest.approx(2 * (0.1 + 0.04 + 0.1) / 3, rel=1e-4)
 
 
+def test_alphas_of_some_kinds(make_undropped, make_batch):
+    """Others that the model has stay what they are to a stock training, and count for no norm."""
+    model = make_undropped("marian", MarianMTModel)
+    mix_heads_(model)
+    options = AlphasOptions(frozen_ratio=0.5, growth_weight=1.0, growth=0.1, kinds=("cross",))
+    session = HeadSession(model, HeadTraining(alphas=options), torch.optim.SGD(model.parameters()))
+    ids = make_batch("marian")["input_ids"]
+    model(ids, labels=ids).loss.backward()
+    cross = alphas_of(model, kinds=("cross",))
+    assert cross.keys() < alphas_of(model).keys()
+    for name, matrix in alphas_of(model).items():
+        assert matrix.grad.any() == (name not in cross), name
+    session.step(0.5)
+    assert session.penalty().item() == pytest.approx(len(cross) * 0.1)
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    assert all(matrix.grad.any() for matrix in alphas_of(model).values())
+
+
+def test_frozen_alphas_are_exact_and_have_a_gradient_of_zeros(make_undropped, batch):
+    """A gradient there must be, for distributed training waits for it."""
+    model = make_undropped("bert")
+    mix_heads_(model)
+    with torch.no_grad():
+        for matrix in alphas_of(model).values():
+            matrix.normal_()
+    expected = model(**batch)[0]
+    optimizer = torch.optim.SGD(model.parameters())
+    with HeadSession(model, HeadTraining(alphas=AlphasOptions(frozen_ratio=0.5)), optimizer):
+        found = model(**batch)[0]
+        found.square().sum().backward()
+        assert torch.equal(found, expected)
+        assert all(torch.equal(matrix.grad, torch.zeros(3, 3)) for matrix in alphas_of(model).values())
+
+
+@pytest.mark.parametrize(("form", "expected"), [("hinge", 2), ("printed", 1)])
+def test_norms_take_one_decomposition_for_all_matrices(form, expected, make_undropped, monkeypatch):
+    model = make_undropped("bert")
+    mix_heads_(model)
+    options = AlphasOptions(frozen_ratio=0.0, growth_form=form)
+    session = HeadSession(model, HeadTraining(alphas=options), torch.optim.SGD(model.parameters()))
+    shapes, original = [], torch.linalg.svdvals
+    monkeypatch.setattr(torch.linalg, "svdvals", lambda matrix: shapes.append(matrix.shape) or original(matrix))
+    monkeypatch.setattr(torch.Tensor, "item", lambda _: pytest.fail("the host waits"))
+    session.step(0.1)
+    session.penalty().backward()
+    assert shapes == [(2, 3, 3)] * expected
+
+
 def test_alphas_must_be_there_and_trained(make_tiny):
     model, training = make_tiny("bert"), HeadTraining(alphas=AlphasOptions())
     early = torch.optim.SGD(model.parameters())
@@ -259,7 +335,7 @@ def test_a_closed_session_leaves_the_model_as_it_was(make_undropped, batch):
     [
         (
             lambda: PenaltyOptions("diversity"),
-            "unknown loss 'diversity'; expected one of agreement, .*, bhattacharyya",
+            "unknown loss 'diversity'; expected one of agreement, agr",
         ),
         (lambda: PenaltyOptions("hsic", -1.0), "weight of hsic is -1.0; expected 0 or more"),
         (lambda: PenaltyOptions("hsic", schedule="cosine"), "unknown schedule 'cosine'"),

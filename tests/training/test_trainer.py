@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -22,10 +23,11 @@ from transformers import (
 
 from collab_compress import Compression, compress
 from collab_compress.errors import HeadError
-from collab_compress.heads import RotationOptions, alphas_of
+from collab_compress.heads import RotationOptions, alphas_of, merge_alphas_, prune_heads_
 from collab_compress.training import (
     AlphasOptions,
     DropHeadOptions,
+    HeadSeq2SeqTrainer,
     HeadSession,
     HeadTrainer,
     HeadTrainerMixin,
@@ -149,6 +151,77 @@ def test_the_gradient_does_not_depend_on_accumulation(task, smoothing, make_tiny
 
 
 @pytest.mark.parametrize("own", ["labels", "smoothed", "function"])
+@pytest.mark.parametrize("task", [regression, translation])
+def test_with_nothing_on_it_is_the_stock_trainer(task, own, make_tiny, tmp_path):
+    """Bit for bit, dropout included, in weights and logs, though the stock one adds up losses over passes."""
+    if task is regression and own == "smoothed":
+        pytest.skip("labels of a regression cannot be smoothed")
+    found = []
+    for trainer_class in (Trainer, HeadTrainer):
+        model, data = task(make_tiny, lambda model, _: model)
+        trainer = trainer_class(
+            model,
+            arguments(
+                tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=3,
+                label_smoothing_factor=0.1 if own == "smoothed" else 0.0,
+            ),
+            train_dataset=data, compute_loss_func=squared if own == "function" else None,
+        )  # fmt: skip
+        weights = final_weights(trainer)
+        timeless = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+        history = [{key: entry[key] for key in entry if key not in timeless} for entry in trainer.state.log_history]
+        found.append((weights, history))
+    (weights, history), (others, other_history) = found
+    assert history == other_history
+    for name, weight in weights.items():
+        assert torch.equal(others[name], weight), name
+
+
+def squared(outputs, labels, num_items_in_batch=None):
+    return outputs.logits.square().mean()
+
+
+@pytest.mark.parametrize("task", [regression, translation])
+def test_a_stock_loss_adds_up_and_the_penalty_does_not(task, make_tiny, set_dropout_, tmp_path):
+    """The loss of a model that ignores `num_items_in_batch` counts once for each pass, a penalty is their mean."""
+    stock = dataclasses.replace(PENALTIES, loss_normalization="stock")
+    model, data = task(make_tiny, set_dropout_)
+    other, _ = task(make_tiny, set_dropout_)
+    more = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    trainer_of(model, tmp_path, stock, data[:2] * 4, **ONE_STEP, **more).train()
+    session = HeadSession(other.train(), stock)
+    loss = other(**{key: torch.stack([row[key] for row in data[:2]]) for key in data[0]}).loss
+    (4 * loss + session.penalty()).backward()
+    for (name, parameter), found in zip(other.named_parameters(), model.parameters(), strict=True):
+        if parameter.grad is not None:
+            torch.testing.assert_close(found, parameter - 0.1 * parameter.grad, atol=1e-5, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_trainer_that_says_how_its_loss_is_scaled(scaled, make_tiny, set_dropout_, tmp_path):
+    """Four equal passes give the step of one, penalties included."""
+
+    class Own(HeadTrainer):
+        loss_is_scaled_for_ga = scaled
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+        def own_loss(self, outputs, labels, num_items_in_batch=None):
+            return outputs.logits.square().mean() / (self.current_gradient_accumulation_steps if scaled else 1)
+
+    weights = []
+    for passes in (1, 4):
+        model, data = regression(make_tiny, set_dropout_)
+        given = arguments(tmp_path, **ONE_STEP, per_device_train_batch_size=2, gradient_accumulation_steps=passes)
+        trainer = Own(model, given, train_dataset=data[:2] * passes, head_training=PENALTIES)
+        trainer.compute_loss_func = trainer.own_loss
+        weights.append(final_weights(trainer))
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("own", ["labels", "smoothed", "function"])
 def test_the_gradient_is_that_of_loss_plus_penalty(own, make_tiny, set_dropout_, tmp_path):
     """Against one step by hand; the labels keep their meaning whoever computes the loss."""
     model, data = translation(make_tiny, set_dropout_)
@@ -263,6 +336,9 @@ def train_in_process(rank: int, processes: int, folder: str) -> None:
     batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
     loss = wrapped(**batch).loss
     (loss + session.penalty(loss)).backward()
+    logs = session.logs()  # of all, so that each gets the same
+    if rank == processes - 1:
+        (Path(folder) / f"logs-{processes}.json").write_text(json.dumps(logs))
     if rank == 0:
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         torch.save(gradients, Path(folder) / f"gradients-{processes}.pt")
@@ -278,6 +354,9 @@ def test_processes_give_the_gradients_of_one(make_tiny, tmp_path):
     one, two = (torch.load(tmp_path / f"gradients-{count}.pt", weights_only=True) for count in (1, 2))
     for name, gradient in one.items():
         torch.testing.assert_close(two[name], gradient, atol=1e-6, rtol=1e-4)
+    alone, together = (json.loads((tmp_path / f"logs-{count}.json").read_text()) for count in (1, 2))
+    for name in ("agreement", "bhattacharyya"):
+        assert together[name] == pytest.approx(alone[name], rel=1e-4)
 
 
 NEWER = {field.name for field in dataclasses.fields(TrainingArguments)} >= {"activation_checkpointing"}
@@ -308,10 +387,21 @@ def test_an_interrupted_run_leaves_nothing_to_the_next(make_tiny, tmp_path):
     trainer.add_callback(Interrupting())
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
+    assert_left_alone(model)
     trainer.train()
     assert acts == [2] * 6
+    assert_left_alone(model)
+    trainer.close()  # once more
+    merge_alphas_(model)
+    prune_heads_(model, {"bert.encoder.layer.0.attention.self": [1]})
+
+
+def assert_left_alone(model):
     assert not any("head_acts" in vars(module) for module in model.modules())
     assert not any(getattr(module, "frozen", False) for module in model.modules())
+    assert not any(
+        hooks for module in model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)
+    )
 
 
 def test_a_subclass_may_ignore_what_it_does_not_need(make_tiny, tmp_path):
@@ -331,6 +421,55 @@ def test_a_subclass_may_ignore_what_it_does_not_need(make_tiny, tmp_path):
     )
     trainer.train()
     assert "agreement" in trainer.state.log_history[0]
+
+
+def test_penalties_that_are_never_added_are_an_error(make_tiny, tmp_path):
+    class Own(HeadTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs).loss
+
+    model = classifier(make_tiny)
+    trainer = Own(model, arguments(tmp_path), train_dataset=dataset(), head_training=PENALTIES)
+    with pytest.raises(HeadError, match=r"Own\.compute_loss adds no penalties; put HeadTrainerMixin before"):
+        trainer.train()
+    assert_left_alone(model)
+
+
+@pytest.mark.parametrize("trainer_class", [HeadTrainer, HeadSeq2SeqTrainer, HeadTrainerMixin])
+def test_trainers_are_classes_like_others(trainer_class):
+    assert pickle.loads(pickle.dumps(trainer_class)) is trainer_class
+
+
+def test_replicas_in_one_process_are_refused(make_tiny, tmp_path):
+    given = arguments(tmp_path)
+    given._n_gpu = 2
+    with pytest.raises(HeadError, match="DataParallel copies the model"):
+        HeadTrainer(classifier(make_tiny), given, train_dataset=dataset(), head_training=PENALTIES)
+
+
+def test_restored_callbacks_go_on_too(make_tiny, tmp_path, caplog):
+    """A trainer that restores its callbacks makes them anew, and tells which it does not know."""
+    straight = trainer_of(classifier(make_tiny), tmp_path, save_strategy="steps", save_steps=4)
+    expected = final_weights(straight)
+    checkpoint = str(tmp_path / "checkpoint-4")
+    more = {"restore_callback_states_from_checkpoint": True, "save_strategy": "steps", "save_steps": 4}
+    resumed = trainer_of(classifier(make_tiny), tmp_path / "again", **more)
+    found = final_weights(resumed, resume_from_checkpoint=checkpoint)
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+    assert "Ignoring" not in caplog.text
+    again = trainer_of(classifier(make_tiny), tmp_path / "third")
+    for name, weight in final_weights(again, resume_from_checkpoint=str(tmp_path / "again" / "checkpoint-8")).items():
+        assert torch.equal(expected[name], weight), name
+
+
+def test_a_stock_checkpoint_has_no_state_of_heads(make_tiny, tmp_path, caplog):
+    stock = Trainer(classifier(make_tiny), arguments(tmp_path, save_strategy="epoch"), train_dataset=dataset())
+    stock.train()
+    trainer = trainer_of(classifier(make_tiny), tmp_path, PENALTIES, save_strategy="epoch")
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert "the checkpoint was saved without a state of heads" in caplog.text
+    assert trainer.state.global_step == 12
 
 
 def test_models_that_return_tuples(make_tiny, tmp_path):
