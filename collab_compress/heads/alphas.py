@@ -12,6 +12,7 @@ from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, 
 from collab_compress.checkpoint import edits_of, forget_edits_, forget_standalone_, path_in_base, record_edit_
 from collab_compress.errors import HeadError
 from collab_compress.heads.mixed_projection import AlphasEdit, MixedProjection, install_alphas_
+from collab_compress.heads.sharding import refuse_sharded
 
 
 def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
@@ -27,10 +28,11 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
 
     Raises:
         UnsupportedModelError: the model's family is not known, or a module lies outside the base model.
-        HeadError: heads are mixed already; the model is quantized or offloaded; an output projection is no plain
-            `nn.Linear`, or shares its weight with another.
+        HeadError: heads are mixed already; the model is quantized, offloaded or sharded; an output projection is no
+            plain `nn.Linear`, or shares its weight with another.
     """
     model = transformers_model(model)
+    refuse_sharded(model, "mix_heads_")
     if any(isinstance(module, MixedProjection) for module in model.modules()):
         raise HeadError(
             f"{type(model).__name__} mixes its heads already; merge_alphas_(model) first, or train the alphas it has"
@@ -81,9 +83,10 @@ def merge_alphas_(model: PreTrainedModel) -> None:
         model: one whose heads are mixed.
 
     Raises:
-        HeadError: no heads are mixed, or something wraps an output projection.
+        HeadError: no heads are mixed, something wraps an output projection, or the model is sharded.
     """
     model = transformers_model(model)
+    refuse_sharded(model, "merge_alphas_")
     mixed = _mixed(model)
     if not mixed:
         raise HeadError(f"{type(model).__name__} has no alphas to merge; mix_heads_(model) adds them")

@@ -15,6 +15,7 @@ from collab_compress.checkpoint import edits_of, path_in_base, record_edit_
 from collab_compress.errors import CompressionError, HeadError
 from collab_compress.heads.choice import check_heads
 from collab_compress.heads.removal import KeptHeads, PrunedEdit, plan_removal
+from collab_compress.heads.sharding import refuse_sharded
 
 
 def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -> None:
@@ -34,10 +35,12 @@ def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -
     Raises:
         UnsupportedModelError: the model's family is not known, or a module lies outside the base model.
         HeadError: a module or head is not known; no head would be left; a projection is no plain `nn.Linear`, is
-            shared or offloaded; head outputs are mixed, masked or otherwise acted on; the model is quantized.
+            shared or offloaded; head outputs are mixed, masked or otherwise acted on; the model is quantized or
+            sharded.
         CheckpointError: the model was loaded before this package was imported.
     """
     model = transformers_model(model)
+    refuse_sharded(model, "prune_heads_")
     chosen = check_heads(find_attention(model, FAMILIES), heads)
     if getattr(model.config, "quantization_config", None) is not None and not edits_of(model):
         raise HeadError(f"{type(model).__name__} is quantized; remove heads from the unquantized checkpoint instead")
