@@ -26,7 +26,7 @@ EXTRAS = {  # packages that not everyone has → the extra that installs them
     "tensorly": "parafac",
 }  # fmt: skip
 CLEARER = (  # the parser's words → ours
-    (r"no type matching (?:\{None\}\|)?(.+) could be instantiated from \[(.+)\]\.?$", r"expected \1, got \2"),
+    (r"no type matching (?:\{None\}\|)?(.+) could be instantiated from \[([^\[]*)\]\.?$", r"expected \1, got \2"),
     (r"^Missing from [\w-]+: (.+)\(required\)$", r"missing \1"),
 )
 BROKEN_PIPE = 128 + 13  # what a shell gives for a process that SIGPIPE ends
@@ -163,7 +163,6 @@ def _unboxed(box: str) -> str:
             break
         words += row.split()
     line = " ".join(words)
-    line = re.sub(
-        r"no type matching (?:\{None\}\|)?(.+) could be instantiated from (.+?)\.?$", r"expected \1, got \2", line
-    )
-    return re.sub(r"^Missing from [\w-]+: (.+)\(required\)$", r"missing \1", line).strip()
+    for pattern, words_for in CLEARER:
+        line = re.sub(pattern, words_for, line)
+    return line.strip()

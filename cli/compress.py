@@ -1,5 +1,6 @@
 """`collab-compress`: convert a pretrained model's attention into collaborative form, or let its heads mix."""
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -12,6 +13,7 @@ import transformers
 from tqdm import tqdm
 
 from collab_compress import (
+    CheckpointError,
     CollabCompressError,
     Compression,
     Report,
@@ -22,6 +24,7 @@ from collab_compress import (
 )
 from collab_compress.checkpoint.companions import companions_of, copy_companions
 from collab_compress.checkpoint.directory import refuse_place, to_json, whole_directory, whole_file
+from collab_compress.checkpoint.load import one_line
 from collab_compress.conversion.card import CARD, Origin, loading_lines, model_card
 from collab_compress.processes import processes
 
@@ -100,7 +103,10 @@ def _save(source: Source, directory: Path, title: str, arguments: Arguments, rep
     if arguments.standalone:
         make_standalone_(source.model)
     copy_companions(source.directory, directory)
-    source.model.save_pretrained(directory)
+    try:
+        source.model.save_pretrained(directory)
+    except ValueError as error:  # settings of generation that Transformers reads, but does not write
+        raise CheckpointError(f"{source.directory} cannot be saved again: {one_line(error)}") from error
     compression, calibration = None, None
     if report is not None:
         compression = Compression(**asdict(arguments.compression))
@@ -129,9 +135,10 @@ def _record(source: Source, arguments: Arguments, report: Report | None) -> dict
 
 def _check_json(path: Path, output: Path, model: Path) -> None:
     """Find out before the work, not after it, that the report has no place."""
-    if path.is_dir() or not path.resolve().parent.is_dir():
+    final, place = os.path.realpath(path), Path(os.path.realpath(output))
+    if os.path.isdir(final) or not os.path.isdir(os.path.dirname(final)):
         raise CollabCompressError(f"--json {path}: expected a file in a directory that exists")
-    if path.resolve().is_relative_to(output.resolve()):
+    if Path(final).is_relative_to(place):
         raise CollabCompressError(f"--json {path}: lies in the output, which has the report as {RECORD} anyway")
     refuse_place(path, model)
 

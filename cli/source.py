@@ -85,7 +85,7 @@ def find_directory(name: str) -> Path:
         if not _is_directory(name):
             raise CheckpointError(f"{name} is not a directory; pass a model directory or a hub name")
         if not os.path.isfile(path / "config.json"):
-            raise CheckpointError(f"{name} has no config.json, so it is no model directory")
+            raise CheckpointError(f"{path} has no config.json, so it is no model directory")
         return path
     repository = SHORT_NAMES.get(name, name)
     try:

@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from collab_compress.errors import CheckpointError
 
 TOKENIZER_FILES = (
@@ -208,13 +210,7 @@ def _clear_abandoned(path: Path) -> None:
 
 
 def _alive(pid: int) -> bool:
-    """Say whether a process runs; on Windows, where to ask by `os.kill` ends it, yes."""
-    if os.name == "nt":
-        return True
     try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
+        return psutil.pid_exists(pid)  # os.kill(pid, 0) would end the process on Windows
+    except OverflowError:  # no number that a process has, so not what we wrote
         return True
-    return True

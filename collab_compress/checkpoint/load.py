@@ -27,6 +27,8 @@ def load_config(source: str | Path) -> Any:
     Raises:
         CheckpointError: it cannot be read, or wants code that comes with the model.
     """
+    if (Path(source) / "config.json").is_file():
+        _json_object(Path(source) / "config.json")
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
@@ -178,4 +180,6 @@ def _reason(error: BaseException) -> str:
     words = one_line(error)
     if "trust_remote_code" in words:
         return "it wants code that it brings along, which is not run"
+    if isinstance(error, AttributeError | TypeError | LookupError | ArithmeticError):
+        return f"an entry of the config has a value of the wrong kind ({type(error).__name__}: {words})"
     return words if words else type(error).__name__

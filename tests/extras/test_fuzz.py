@@ -148,7 +148,7 @@ for line, words in {
     "model --dk 8 --device meta": "device 'meta' cannot be used",
     "model --dk 8 --kinds purple": "invalid choice 'purple' for argument '--kinds'",
     "model --dk 8 --kinds": "kinds are none",
-    "model --dk 8 --kinds cross": "no attention",
+    "model --dk 8 --kinds cross": "with kind cross",
     "model --dk 8 --modules nothing": "matches 'nothing'",
     "model --dk 8 --calibration nowhere.txt": "cannot read calibration texts from nowhere.txt",
     "model --dk 8 --calibration model": "cannot read calibration texts from model",
@@ -169,7 +169,7 @@ for line, words in {
     add("collab-compress", line, words)
 for arguments, words in (
     (["model", "--dk", ""], "--dk: expected INT, got ''"),
-    (["", "--dk", "8"], "has no config.json"),
+    (["", "--dk", "8"], ". has no config.json"),
     (["mod\0el", "--dk", "8"], "neither a directory nor a model on the hub"),
     (["model", "--dk", "8", "--modules", ""], "matches ''"),
     (["model", "--dk", "8", "--device", ""], "device '' cannot be used"),
@@ -234,7 +234,11 @@ for entries, words in (
     ({"model_type": 3}, "config.json"),
     ({"model_type": None}, "config.json"),
     ({"model_type": ["bert"]}, "config.json"),
-    ({"model_type": "t5"}, "names BertForSequenceClassification, which takes a BertConfig, but describes a t5"),
+    ({"model_type": "t5"}, "config.json"),
+    (
+        {"model_type": "roberta"},
+        "names BertForSequenceClassification, which takes a BertConfig, but describes a roberta",
+    ),
     ({"architectures": [3]}, "architectures"),
     ({"architectures": {"BertModel": 1}}, "architectures"),
     ({"architectures": "BertModel"}, "architectures"),
@@ -269,7 +273,7 @@ for entries, words in (
     ({"dtype": "float99"}, "float99"),
     ({"dtype": [1]}, ""),
     ({"layer_norm_eps": "x"}, "layer_norm_eps"),
-    ({"id2label": ["a"]}, "id2label"),
+    ({"id2label": ["a"]}, "an entry of the config has a value of the wrong kind"),
     ({"id2label": {"a": "b"}}, "config.json"),
     ({"attn_implementation": "flash_attention_2"}, "attn_implementation is 'flash_attention_2'"),
     ({"attn_implementation": "magic"}, "attn_implementation is 'magic'"),
@@ -277,11 +281,11 @@ for entries, words in (
     ({"attn_implementation": 3}, "attn_implementation is 3"),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantized (gptq)"),
     ({"quantization_config": {"quant_method": "collab_compress", "version": 1, "edits": []}}, "already converted"),
-    ({"quantization_config": {"quant_method": "collab_compress", "version": 99}}, "config.json"),
-    ({"quantization_config": {"quant_method": "collab_compress", "edits": [3]}}, "config.json"),
+    ({"quantization_config": {"quant_method": "collab_compress", "version": 99}}, "already converted"),
+    ({"quantization_config": {"quant_method": "collab_compress", "edits": [3]}}, "already converted"),
     ({"quantization_config": {}}, "quantized"),
-    ({"quantization_config": []}, "quantized"),
-    ({"quantization_config": 3}, "quantized"),
+    ({"quantization_config": []}, "config.json: an entry of the config has a value of the wrong kind"),
+    ({"quantization_config": 3}, "config.json: an entry of the config has a value of the wrong kind"),
     ({"transformers_weights": "../other.safetensors"}, "only safetensors in the model's own folder"),
     ({"transformers_weights": "/other.safetensors"}, "only safetensors in the model's own folder"),
     ({"transformers_weights": "pytorch_model.bin"}, "only safetensors in the model's own folder"),
@@ -298,11 +302,11 @@ add("collab-analyze", "model --output out", "which is not run", write("model/evi
 add("collab-compress", "model --dk 8", "is not run", write("model/evil.py", EVIL),
     change("model/config.json", auto_map=EVIL_CONFIG, architectures=["Model"]))  # fmt: skip
 add("collab-compress", "model --dk 8", "which is not run", write("model/evil.py", EVIL),
-    change("model/tokenizer_config.json", tokenizer_class="Evil", auto_map={"AutoTokenizer": ["evil.Tokenizer", None]}),
+    write("model/processor_config.json", {"processor_class": "Evil", "auto_map": {"AutoProcessor": "evil.Processor"}})
     )  # fmt: skip
-add("collab-compress", "model --dk 8", "which is not run", write("model/evil.py", EVIL),
-    write("model/processor_config.json", {"processor_class": "Evil", "auto_map": {"AutoProcessor": "evil.Processor"}}),
-    )  # fmt: skip
+add("collab-compress", "model --dk 8", "which is not run", write("model/evil.py", EVIL), 
+    remove("model/tokenizer.json"), write("model/vocab.txt", "[UNK]\n"), write("model/tokenizer_config.json", {
+        "tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}))  # fmt: skip
 
 # Weights.
 for name, spoil in {
@@ -380,7 +384,7 @@ for line, words in {
     "model --output out --rounds 1": "rounds is 1",
     "model --output out --rounds 1.5": "--rounds",
     "model --output out --sections colour": "unknown section colour",
-    "model --output out --sections": "nothing to show",
+    "model --output out --sections": "unknown section none",
     "model --output out --lengths 0": "lengths are 0",
     "model --output out --dk 0": "dk is 0",
     "model --output out --sentences 0": "expected at least 1",
@@ -389,7 +393,7 @@ for line, words in {
     "model --output out --head-sequences 0": "head_sequences is 0",
     "model --output out --input-sequences 0": "input_sequences is 0",
     "model --output out --seed abc": "--seed",
-    f"model --output out --seed {2**64}": "seed",
+    f"model --output out --seed {2**64}": f"seed is {2**64}",
     "model --output out --device abacus": "device 'abacus' cannot be used",
     "model --output out --device cuda:99": "device 'cuda:99' cannot be used",
     "model --output out --data nowhere.txt": "cannot read",
