@@ -81,7 +81,7 @@ def load_processor(source: str | Path) -> Any:
     Raises:
         CheckpointError: it cannot be read, or wants code that comes with it.
     """
-    return _load_texts(AutoProcessor, source)
+    return _load_texts(AutoProcessor, source)  # which tries the tokenizer, and hides why that failed
 
 
 def one_line(error: BaseException) -> str:
@@ -97,6 +97,8 @@ def _load_texts(auto_class: Any, source: str | Path) -> Any:
         damaged = _damaged(Path(source))
         if damaged is not None:
             raise CheckpointError(f"cannot load the tokenizer in {source}: {damaged}") from error
+        if auto_class is not AutoTokenizer:
+            load_tokenizer(source)  # says why, if it is the tokenizer
         raise CheckpointError(f"cannot load the tokenizer in {source}: {_reason(error)}") from error
 
 

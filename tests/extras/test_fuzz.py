@@ -304,7 +304,7 @@ add("collab-compress", "model --dk 8", "is not run", write("model/evil.py", EVIL
 add("collab-compress", "model --dk 8", "which is not run", write("model/evil.py", EVIL),
     write("model/processor_config.json", {"processor_class": "Evil", "auto_map": {"AutoProcessor": "evil.Processor"}})
     )  # fmt: skip
-add("collab-compress", "model --dk 8", "which is not run", write("model/evil.py", EVIL), 
+add("collab-compress", "model --dk 8", "cannot load the tokenizer in model", write("model/evil.py", EVIL), 
     remove("model/tokenizer.json"), write("model/vocab.txt", "[UNK]\n"), write("model/tokenizer_config.json", {
         "tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}))  # fmt: skip
 
