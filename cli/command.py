@@ -29,6 +29,7 @@ CLEARER = (  # the parser's words → ours
     (r"no type matching (?:\{None\}\|)?(.+) could be instantiated from \[([^\[]*)\]\.?$", r"expected \1, got \2"),
     (r"^Missing from [\w-]+: (.+)\(required\)$", r"missing \1"),
 )
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 BROKEN_PIPE = 128 + 13  # what a shell gives for a process that SIGPIPE ends
 
 
@@ -155,13 +156,14 @@ def _close_output() -> None:
 
 
 def _unboxed(box: str) -> str:
-    """Give the first paragraph of a message that stands in a box, in one line."""
-    rows = [row.strip(" │") for row in box.splitlines() if not row.startswith(("╭", "╰"))]
+    """Give the first paragraph of a message that stands under a title, in a box or not, in one line."""
+    _, *rows = [row.strip(" │") for row in COLOURS.sub("", box).strip("\n").splitlines()] or [""]
     words: list[str] = []
     for row in rows:
-        if words and (not row or set(row) == {"─"} or row.startswith("Perhaps you meant")):
+        ends = not row or set(row) <= set("─-╰╯") or row.startswith("Perhaps you meant")
+        if ends and words:
             break
-        words += row.split()
+        words += [] if ends else row.split()
     line = " ".join(words)
     for pattern, words_for in CLEARER:
         line = re.sub(pattern, words_for, line)
