@@ -15,8 +15,8 @@ TRAVELS = (
 )  # fmt: skip
 STAYS = (
     "config.json", "README.md", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
-    "model.onnx",    "modeling.py", "training_args.bin", "optimizer.pt", "notes.md", "customers.csv", "trainer_state.json", ".env",
-    "runs/events", "other/config.json", "2_Dense/code.py", "2_Dense/pytorch_model.bin",
+    "model.onnx", "modeling.py", "training_args.bin", "optimizer.pt", "notes.md", "customers.csv",
+    "trainer_state.json", ".env", "runs/events", "other/config.json", "2_Dense/code.py", "2_Dense/pytorch_model.bin",
 )  # fmt: skip
 
 

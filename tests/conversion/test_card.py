@@ -48,7 +48,8 @@ def test_it_says_what_the_model_is_and_was(converted, source):
     before, after = report.parameters_before, report.parameters_after
     for part in (
         "# small-dk8", "`BertForSequenceClassification` with shared attention, made from `org/small`",
-        "\n".join(loading_lines(model, "small-dk8")), "of 2 attention modules", "R = 8", "seed 3", "calibrated on texts",
+        "\n".join(loading_lines(model, "small-dk8")), "of 2 attention modules", "R = 8", "seed 3",
+        "calibrated on texts",
         f"| parameters | {before:,} → {after:,} |", f"{report.drift.relative_error:.2%}", "other (friendly)",
     ):  # fmt: skip
         assert part in card.content
