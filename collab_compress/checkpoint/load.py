@@ -126,20 +126,18 @@ def _check_weights(source: str | Path) -> None:
     """
     if _file(source, "adapter_config.json") is not None:
         raise CheckpointError(f"{source} holds a PEFT adapter; merge it into its model and save that")
-    index = INDEX if _file(source, WEIGHTS) is None else None
-    if Path(source).is_dir() and (Path(source) / "config.json").is_file():
-        named = _json_object(Path(source) / "config.json").get("transformers_weights")
-        if named is not None:
-            _check_shard(Path(source) / "config.json", named, (".safetensors", ".safetensors.index.json"))
-            index = named if named.endswith(".json") else None
-    path = None if index is None else _file(source, index)
-    if path is None:
-        return
-    shards = _json_object(path).get("weight_map")
-    if not isinstance(shards, dict) or not shards:
-        raise CheckpointError(f"cannot read {path}: expected a weight_map that names a file for each weight")
-    for shard in shards.values():
-        _check_shard(path, shard, (".safetensors",))
+    indices = [] if (Path(source) / WEIGHTS).exists() else [INDEX]
+    config = _file(source, "config.json")
+    named = None if config is None else _json_object(config).get("transformers_weights")
+    if config is not None and named is not None:
+        _check_shard(config, named, (".safetensors", ".safetensors.index.json"))
+        indices.append(named)
+    for path in filter(None, (_file(source, index) for index in indices if index.endswith(".json"))):
+        shards = _json_object(path).get("weight_map")
+        if not isinstance(shards, dict) or not shards:
+            raise CheckpointError(f"cannot read {path}: expected a weight_map that names a file for each weight")
+        for shard in shards.values():
+            _check_shard(path, shard, (".safetensors",))
 
 
 def _check_shard(path: Path, shard: Any, endings: tuple[str, ...]) -> None:
