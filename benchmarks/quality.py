@@ -23,6 +23,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 from transformers.utils.logging import disable_progress_bar
 
 from collab_compress import Compression, compress
+from collab_compress.checkpoint.load import load_model, load_tokenizer
 from collab_compress.training import recover_
 
 
@@ -112,8 +113,8 @@ def main() -> None:
     path = get_model_path()
     results = sweep("STS-B", AutoModel.from_pretrained(path), AutoTokenizer.from_pretrained(path), sts_b, args)
     if args.classifier:
-        classifier = AutoModelForSequenceClassification.from_pretrained(args.classifier)
-        results += sweep("MRPC", classifier, AutoTokenizer.from_pretrained(args.classifier), mrpc, args)
+        classifier = load_model(AutoModelForSequenceClassification, args.classifier)[0]
+        results += sweep("MRPC", classifier, load_tokenizer(args.classifier), mrpc, args)
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
