@@ -1,4 +1,4 @@
-"""What we rely on beyond the public interface of Transformers and its company: each failure names the part that moved.
+"""What we rely on beyond the public interface of Transformers and its company: failures name the part that moved.
 
 A part that another version lacks, or has in another form, breaks conversions in ways that are hard to read. Here each
 is tried by itself, and named with the file of ours that uses it.
@@ -178,8 +178,8 @@ PARTS = [
          takes(transformers.TrainingArguments, "train_sampling_strategy")),
     Part("get_length_grouped_indices", "experiments/sampling.py", "get_length_grouped_indices", lengths_are_grouped),
     Part("evaluate.Metric._finalize and what it calls", "metrics/base.py", "_finalize",
-         mentions(inspect.getmodule(evaluate.Metric), "self._finalize()", "self._init_writer(", "self._build_data_dir()", "self.writer",
-                  "self.selected_feature_format", "self.data")),
+         mentions(inspect.getmodule(evaluate.Metric), "self._finalize()", "self._init_writer(", "self.writer",
+                  "self._build_data_dir()", "self.selected_feature_format", "self.data")),
     Part("accelerate.utils.gather_object and broadcast", "conversion/spread.py", "gather_object",
          lambda: takes(accelerate.utils.gather_object, "object")()
          and takes(accelerate.utils.broadcast, "tensor", "from_process")()),

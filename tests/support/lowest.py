@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 def lowest_versions() -> dict[str, str]:
     """Return the lower bound of each requirement of the package, and of its extras, that has one."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    lines = sum(project["optional-dependencies"].values(), project["dependencies"])
     found = [re.match(r"([\w.-]+)>=([\w.]+)", line) for line in lines]
     return {match[1]: match[2] for match in found if match is not None}
 
