@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from collab_compress.errors import CheckpointError
 
 TOKENIZER_FILES = (
@@ -103,9 +105,6 @@ def _clear_abandoned(path: Path) -> None:
 
 def _alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
+        return psutil.pid_exists(pid)  # os.kill(pid, 0) would end the process on Windows
+    except OverflowError:  # no number that a process has, so not what we wrote
         return True
-    return True

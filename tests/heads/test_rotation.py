@@ -362,6 +362,7 @@ def _replica(rank, file, results):
     distributed.destroy_process_group()
 
 
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_replicas_stay_the_same(tmp_path):
     context = multiprocessing.get_context("fork")
