@@ -53,7 +53,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 	@for name in chromium chromium-browser google-chrome; do command -v $$name > /dev/null && exit; done; \
 		echo "no Chromium: make test skips what looks at reports in a browser (apt-get install chromium)"
 
