@@ -47,6 +47,7 @@ def test_body_and_head_exchange_checkpoints(make_tiny, batch, tmp_path):
     assert torch.equal(outputs(body, batch), outputs(classifier.bert, batch))
     body.save_pretrained(tmp_path / "body")
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "body")
+    assert read_factors(again).keys() == read_factors(classifier).keys()
     for name, factors in read_factors(again).items():
         assert torch.equal(factors.query, read_factors(classifier)[name].query)
 

@@ -457,7 +457,7 @@ def test_weights_that_are_not_finite_are_refused(make_tiny, value):
 def test_every_error_is_of_the_family(make_tiny):
     assert issubclass(CompressionError, CollabCompressError)
     assert issubclass(UnsupportedModelError, CollabCompressError)
-    with pytest.raises(CollabCompressError):
+    with pytest.raises(CollabCompressError, match=r"nothing\*"):
         compress(make_tiny("bert"), Compression(rank=8, modules="nothing*"), calibration=None)
 
 
@@ -477,7 +477,7 @@ def test_attention_outside_the_base_model_is_refused_before_anything_changes(mak
         compress(model, Compression(rank=8), calibration=None)
     assert equal(before, state(model))
     compress(model, Compression(rank=8, modules="bert.*"), calibration=None)
-    assert all(name.startswith("bert.") for name in read_factors(model))
+    assert {name.partition(".")[0] for name in read_factors(model)} == {"bert"}
 
 
 def test_a_linear_layer_that_does_more_is_refused(make_tiny):

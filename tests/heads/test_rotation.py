@@ -359,6 +359,7 @@ def _replica(rank, batches):
     return event.pairs, model
 
 
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_processes_measure_together():
     """Each has other data, of which there is less in one; all swap what one process that has all of it would."""
