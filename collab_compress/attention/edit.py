@@ -12,6 +12,7 @@ from collab_compress.attention.collaborative import (
     install_,
     is_collaborative,
 )
+from collab_compress.attention.view import IMPLEMENTATIONS
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class CollaborativeEdit:
 
     modules: dict[str, CollaborativeSpec]
     kind: ClassVar[str] = "collaborative"
+    implementations: ClassVar[tuple[str, ...]] = IMPLEMENTATIONS
 
     def to_dict(self) -> dict[str, Any]:
         """Describe the edit in JSON types."""
@@ -34,6 +36,11 @@ class CollaborativeEdit:
     def from_dict(cls, data: Mapping[str, Any]) -> "CollaborativeEdit":
         """Rebuild the edit from what `to_dict` gave."""
         return cls({name: CollaborativeSpec(**spec) for name, spec in data["modules"].items()})
+
+    def is_in(self, model: PreTrainedModel) -> bool:
+        """Whether a module of `model` is collaborative."""
+        found = dict(model.base_model.named_modules())
+        return any(is_collaborative(found.get(name)) for name in self.modules)
 
     def apply_(self, model: PreTrainedModel) -> None:
         """Put empty collaborative attention into `model` in place, for weights to be loaded into."""

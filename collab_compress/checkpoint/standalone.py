@@ -33,6 +33,7 @@ RUNTIME = (
     "collab_compress.heads.mixed_projection",
     "collab_compress.heads.removal",
     "collab_compress.checkpoint.edits",
+    "collab_compress.checkpoint.guard",
     "collab_compress.checkpoint.quantizer",
 )
 

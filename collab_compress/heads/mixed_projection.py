@@ -27,9 +27,6 @@ class MixedProjection(nn.Module):
         self.heads = heads
         self.proj = proj
         self.alphas = nn.Parameter(torch.eye(heads, **like))
-        # Saved under the stock weight's name, with a shape that can never be the stock one: loading the checkpoint
-        # into a stock model fails, instead of leaving its output projections silently random.
-        self.register_buffer("weight", torch.empty(0, **like))
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix and project concatenated head outputs (..., H·d) to (..., D)."""
@@ -51,6 +48,7 @@ class AlphasEdit:
 
     modules: dict[str, int]
     kind: ClassVar[str] = "alphas"
+    implementations: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Describe the edit in JSON types."""
@@ -60,6 +58,11 @@ class AlphasEdit:
     def from_dict(cls, data: Mapping[str, Any]) -> "AlphasEdit":
         """Rebuild the edit from what `to_dict` gave."""
         return cls(dict(data["modules"]))
+
+    def is_in(self, model: PreTrainedModel) -> bool:
+        """Whether an output projection of `model` mixes heads."""
+        found = dict(model.base_model.named_modules())
+        return any(isinstance(found.get(name), MixedProjection) for name in self.modules)
 
     def apply_(self, model: PreTrainedModel) -> None:
         """Let output projections of `model` mix their heads by the identity, in place."""

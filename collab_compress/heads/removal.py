@@ -63,6 +63,7 @@ class PrunedEdit:
 
     modules: dict[str, KeptHeads]
     kind: ClassVar[str] = "pruned"
+    implementations: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Describe the edit in JSON types."""
@@ -74,6 +75,12 @@ class PrunedEdit:
         return cls(
             {name: KeptHeads(**{**kept, "kept": tuple(kept["kept"])}) for name, kept in data["modules"].items()}
         )
+
+    def is_in(self, model: PreTrainedModel) -> bool:
+        """Whether a module of `model` has lost heads."""
+        found = dict(model.base_model.named_modules())
+        heads = ((getattr(found.get(name), kept.heads, kept.before), kept) for name, kept in self.modules.items())
+        return any(left < kept.before for left, kept in heads)
 
     def apply_(self, model: PreTrainedModel) -> None:
         """Cut the heads out of `model` in place; its weights may still be empty."""
