@@ -37,11 +37,6 @@ class CollaborativeEdit:
         """Rebuild the edit from what `to_dict` gave."""
         return cls({name: CollaborativeSpec(**spec) for name, spec in data["modules"].items()})
 
-    def is_in(self, model: PreTrainedModel) -> bool:
-        """Whether a module of `model` is collaborative."""
-        found = dict(model.base_model.named_modules())
-        return any(is_collaborative(found.get(name)) for name in self.modules)
-
     def apply_(self, model: PreTrainedModel) -> None:
         """Put empty collaborative attention into `model` in place, for weights to be loaded into."""
         base = model.base_model

@@ -32,6 +32,11 @@ class SharedProjection(nn.Module):
         self.padding = -width % multiple
 
     @property
+    def weight(self) -> Tensor:
+        """Weight (R or R + H, D), which stock models look for when they initialise."""
+        return self.proj.weight
+
+    @property
     def width(self) -> int:
         """How many channels leave, zeros included."""
         return self.proj.out_features + self.padding

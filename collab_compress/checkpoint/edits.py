@@ -14,6 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from collab_compress.errors import CheckpointError
 
 METHOD = "collab_compress"
+MARK = "collab_edited"  # attribute of live edited models
 VERSION = 2  # 1: guards were zero-length tensors under stock names
 
 
@@ -35,10 +36,6 @@ class ModelEdit(Protocol):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "ModelEdit":
         """Rebuild the edit from what `to_dict` gave."""
-        ...
-
-    def is_in(self, model: PreTrainedModel) -> bool:
-        """Whether `model` has this edit: one built anew from an edited model's config has not."""
         ...
 
     def apply_(self, model: PreTrainedModel) -> None:
@@ -95,14 +92,14 @@ def _decode(data: Mapping[str, Any]) -> ModelEdit:
 
 
 def edits_of(model: PreTrainedModel) -> list[ModelEdit]:
-    """Return the edits that made `model` what it is; empty for a stock model.
+    """Return the edits that made `model` what it is; empty for a stock model, also one of an edited model's config.
 
     Raises:
         CheckpointError: the model was rebuilt by the modelling code that its checkpoint ships.
     """
     config = getattr(model.config, "quantization_config", None)
     if isinstance(config, EditConfig):
-        return list(config.edits) if any(edit.is_in(model) for edit in config.edits) else []
+        return list(config.edits) if any(MARK in vars(part) for part in model.modules()) else []
     if getattr(config, "quant_method", None) == METHOD:
         raise CheckpointError(
             f"{type(model).__name__} was loaded before collab_compress was imported; import it first, then load"

@@ -13,7 +13,7 @@ from transformers.quantizers.auto import (
 )
 from transformers.quantizers.base import HfQuantizer
 
-from collab_compress.checkpoint.edits import METHOD, EditConfig, ModelEdit, edits_of
+from collab_compress.checkpoint.edits import MARK, METHOD, EditConfig, ModelEdit, edits_of
 from collab_compress.checkpoint.guard import configs_of, guard_, own_configs_, take_out_guard_, unguard_
 from collab_compress.errors import UnsupportedModelError
 
@@ -98,12 +98,18 @@ def forget_edits_(model: PreTrainedModel, kind: str) -> None:
 
 
 def _describe_(model: PreTrainedModel, edits: Sequence[ModelEdit]) -> None:
-    """Let the configs in `model` describe these edits, in place; without any they are those of a stock model."""
+    """Let `model` and its configs say that it has these edits, in place; without any they are a stock model's."""
     for config in configs_of(model):
         if edits:
             guard_(config, EditConfig(list(edits)))
         else:
             unguard_(config)
+    for part in model.modules():
+        part._is_hf_initialized = True  # else a model built around this one would initialise new parts once more
+        if isinstance(part, PreTrainedModel):
+            vars(part).pop(MARK, None)
+            if edits:
+                setattr(part, MARK, True)
 
 
 def _mark_as_ordinary_(model: PreTrainedModel) -> None:

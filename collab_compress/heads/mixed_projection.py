@@ -28,6 +28,11 @@ class MixedProjection(nn.Module):
         self.proj = proj
         self.alphas = nn.Parameter(torch.eye(heads, **like))
 
+    @property
+    def weight(self) -> Tensor:
+        """Weight of the projection by itself, which stock models look for when they initialise."""
+        return self.proj.weight
+
     def forward(self, x: Tensor) -> Tensor:
         """Mix and project concatenated head outputs (..., H·d) to (..., D)."""
         z = x.reshape(-1, self.heads, x.shape[-1] // self.heads)  # (N, H, d)
@@ -58,11 +63,6 @@ class AlphasEdit:
     def from_dict(cls, data: Mapping[str, Any]) -> "AlphasEdit":
         """Rebuild the edit from what `to_dict` gave."""
         return cls(dict(data["modules"]))
-
-    def is_in(self, model: PreTrainedModel) -> bool:
-        """Whether an output projection of `model` mixes heads."""
-        found = dict(model.base_model.named_modules())
-        return any(isinstance(found.get(name), MixedProjection) for name in self.modules)
 
     def apply_(self, model: PreTrainedModel) -> None:
         """Let output projections of `model` mix their heads by the identity, in place."""

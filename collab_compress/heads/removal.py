@@ -76,12 +76,6 @@ class PrunedEdit:
             {name: KeptHeads(**{**kept, "kept": tuple(kept["kept"])}) for name, kept in data["modules"].items()}
         )
 
-    def is_in(self, model: PreTrainedModel) -> bool:
-        """Whether a module of `model` has lost heads."""
-        found = dict(model.base_model.named_modules())
-        heads = ((getattr(found.get(name), kept.heads, kept.before), kept) for name, kept in self.modules.items())
-        return any(left < kept.before for left, kept in heads)
-
     def apply_(self, model: PreTrainedModel) -> None:
         """Cut the heads out of `model` in place; its weights may still be empty."""
         for cut in plan_removal(model, self):
