@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, DenseSite, find_attention, find_dense_attention
 from collab_compress.attention import is_collaborative
-from collab_compress.checkpoint import edits_of
+from collab_compress.checkpoint import is_quantized
 from collab_compress.conversion.options import Compression
 from collab_compress.conversion.plan import gets_content_bias, shared_spec
 from collab_compress.errors import CompressionError
@@ -30,7 +30,7 @@ def modules_to_convert(model: PreTrainedModel, compression: Compression, calibra
         UnsupportedModelError: a module cannot be converted.
         CompressionError: as `compress`.
     """
-    if getattr(model.config, "quantization_config", None) is not None and not edits_of(model):
+    if is_quantized(model):
         raise CompressionError(f"{type(model).__name__} is quantized; convert the unquantized checkpoint instead")
     implementation = model.config._attn_implementation
     if implementation not in ("eager", "sdpa"):

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import multiprocessing
 from typing import get_args
 
 import pytest
