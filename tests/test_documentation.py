@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,6 @@ def test_what_is_imported_is_there(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_are_there(page: Path) -> None:
-    tomllib = pytest.importorskip("tomllib")
     commands = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
     named = set(re.findall(r"^(collab-[a-z]+)", "\n".join(blocks(page, "")), re.MULTILINE))
     named |= set(re.findall(r"`(collab-[a-z]+)[ `]", page.read_text(encoding="utf-8")))
