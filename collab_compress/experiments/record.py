@@ -26,7 +26,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """
     try:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RecipeError(f"cannot read the record {path}: {error}") from error
     return record
 
