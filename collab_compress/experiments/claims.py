@@ -84,7 +84,7 @@ def _clear(recipe: Recipe, stages: Sequence[str]) -> None:
         forget(recipe.output / name)
     if not any(_made(recipe.output)):
         discard(recipe.output / "start")
-        forget(recipe.output)
+        forget(recipe.output, remove=False)  # `locked` does so if it made it
 
 
 @contextmanager

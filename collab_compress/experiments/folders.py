@@ -42,8 +42,13 @@ def discard(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def forget(folder: Path) -> None:
-    """Remove a folder that an experiment made where nothing but its notes and other such folders is in it."""
+def forget(folder: Path, remove: bool = True) -> None:
+    """Remove a folder that an experiment made where nothing but its notes and other such folders is in it.
+
+    Args:
+        folder: it stays if it is not ours.
+        remove: whether the folder goes too; its notes alone if not, as for one that may have been there before.
+    """
     if not is_ours(folder):
         return
     for inner in folder.glob("*/"):
@@ -52,7 +57,8 @@ def forget(folder: Path) -> None:
     if set(folder.iterdir()) <= notes:
         for path in notes:
             path.unlink(missing_ok=True)
-        folder.rmdir()
+        if remove:
+            folder.rmdir()
 
 
 @contextmanager
