@@ -47,10 +47,12 @@ def load_scored(
         DataError: no such task, one that is not classification or regression, data that are not there or malformed,
             or a model that does not answer it.
     """
-    rows = load_task(name, data.data_dir, train=False)
+    try:
+        rows = load_task(name, data.data_dir, train=False)
+    except DataError:
+        rows = load_task(name, data.data_dir)  # where there are none but training data
     task = TASKS[name]
     _check(task, model, tokenizer)
-    rows = rows or load_task(name, data.data_dir)
     split = next(each for each in SPLITS if each in rows)
     chosen = rows[split].shuffle(seed=seed).select(range(min(len(rows[split]), data.sentences)))
     encoded = encode_classification(chosen, tokenizer, max_length=min(data.length, tokenizer.model_max_length))

@@ -97,7 +97,7 @@ def _print(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        sys.stdout = None  # type: ignore[assignment]  # what is left in it would be tried again at the end
+        sys.stdout = None  # what is left in it would be tried again at the end
         raise RecipeError(f"cannot print: {error.strerror}") from error
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed
 from accelerate.utils import broadcast_object_list, gather_object
-from torch.distributed import PrefixStore, distributed_c10d
+from torch.distributed import distributed_c10d
 
 from collab_compress.errors import CollabCompressError, RecipeError
 from collab_compress.processes import PATIENCE, processes
@@ -90,7 +90,7 @@ def _part(error: BaseException) -> str | None:
     """Close what the processes share, and open it anew; gives what another said that failed before this one."""
     state, backend = processes(), torch.distributed.get_backend()
     shared = distributed_c10d._get_default_store()
-    store, stopped = PrefixStore("failed", shared), not isinstance(error, Exception)
+    store, stopped = distributed_c10d.PrefixStore("failed", shared), not isinstance(error, Exception)
     store.set(str(state.process_index), json.dumps([store.add("order", 1), stopped, _words(error)]))
     distributed_c10d._abort_process_group()
     if stopped or backend != "gloo":
@@ -100,7 +100,7 @@ def _part(error: BaseException) -> str | None:
     said = sorted((*json.loads(store.get(name)), int(name)) for name in names)
     if not any(stopping for _, stopping, _, _ in said):
         torch.distributed.init_process_group(
-            backend, store=PrefixStore("again", shared), rank=state.process_index,
+            backend, store=distributed_c10d.PrefixStore("again", shared), rank=state.process_index,
             world_size=state.num_processes, timeout=PATIENCE,
         )  # fmt: skip
     _, _, words, number = said[0]
