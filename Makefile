@@ -1,8 +1,9 @@
 # make demo          install what it needs, convert a real model, reload it in a new process
 # make test          install what is missing, run the tests
-# make test-extras   install what converted models are tried together with, and try it (docs/company.md)
+# make test-extras   install what converted models are tried together with, and try it (docs/compatibility.md)
 # make test-lowest   try the lowest versions that pyproject.toml allows, in an environment of their own
-# make check         ruff, mypy and the import contracts
+# make check         ruff, mypy, the import contracts and the documentation
+# make docs          the documentation, in build/docs; stops at a broken link or a missing docstring
 # make bench         factorization, latency, training cost, similarity and quality against their references
 
 PYTHON ?= python3
@@ -12,10 +13,12 @@ LOWEST := .venv-lowest
 # Errors only: installing otherwise warns of indexes that lack a package another one has.
 PIP_OPTIONS := --disable-pip-version-check --quiet --quiet
 PIP := $(BIN)/python -m pip $(PIP_OPTIONS)
-# What is installed: enough for the commands, for working on the project, for its company.
+# What is installed: enough for the commands, for working on the project, for what goes with it, for
+# its documentation.
 CORE := $(VENV)/.installed-core
 STAMP := $(VENV)/.installed
 EXTRAS := $(VENV)/.installed-extras
+DOCS := $(VENV)/.installed-docs
 
 # Real GLUE tasks, where they are at hand; tests that need them say so when they skip.
 COLLAB_COMPRESS_DATA ?= $(wildcard $(abspath ../shared/data))
@@ -23,7 +26,7 @@ export COLLAB_COMPRESS_DATA
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-extras test-lowest check bench clean
+.PHONY: demo test test-extras test-lowest check docs bench clean
 
 demo: $(CORE)
 	rm -rf demo-output
@@ -41,7 +44,7 @@ test-extras: $(EXTRAS)
 # What meets other packages; their warnings count for nothing here. Torch is the exception: its version is that of
 # constraints.txt, because each other one is gigabytes.
 LOWEST_TESTS := $(addprefix tests/,attention checkpoint cli experiments/test_kinds.py experiments/test_results.py \
-	factorization/test_parafac.py families metrics tasks training/test_trainer.py test_company.py test_private_parts.py)
+	factorization/test_parafac.py families metrics tasks training/test_trainer.py test_compatibility.py test_private_parts.py)
 test-lowest:
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python tests/support/lowest.py > $(LOWEST)/constraints.txt
@@ -56,6 +59,10 @@ check: $(STAMP)
 	$(BIN)/lint-imports --no-logo
 	@for name in chromium chromium-browser google-chrome; do command -v $$name > /dev/null && exit; done; \
 		echo "no Chromium: make test skips what looks at reports in a browser (apt-get install chromium)"
+	$(MAKE) docs
+
+docs: $(DOCS)
+	$(BIN)/python -m sphinx -q -W --keep-going --fresh-env --write-all --builder html docs build/docs
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/factorization.py
@@ -77,6 +84,10 @@ $(STAMP): $(CORE)
 
 $(EXTRAS): $(STAMP)
 	$(PIP) install --editable ".[extras]" --constraint constraints.txt
+	touch $@
+
+$(DOCS): $(STAMP)
+	$(PIP) install --editable ".[docs]" --constraint constraints.txt
 	touch $@
 
 clean:

@@ -12,7 +12,7 @@ from collab_compress import Compression, compress
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = [
-    pytest.mark.skipif(not COMPILER, reason="no C++ compiler; docs/company.md"),
+    pytest.mark.skipif(not COMPILER, reason="no C++ compiler; docs/compatibility.md"),
     # torch's compiler imports a module of torch's own that decorates by what torch deprecates.
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]

@@ -80,7 +80,9 @@ def test_int4_values_cost_what_they_cost_the_dense_model(minilm, embed):
     assert other > 0.85
 
 
-@pytest.mark.xfail(raises=ImportError, strict=True, reason="packed int4 needs the CUDA package mslk; docs/company.md")
+@pytest.mark.xfail(
+    raises=ImportError, strict=True, reason="packed int4 needs the CUDA package mslk; docs/compatibility.md"
+)
 def test_packed_int4(converted):
     quantize_(converted, Int4WeightOnlyConfig(group_size=32))
 
@@ -103,7 +105,7 @@ def test_a_state_dict_can_be_stored(converted, embed, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
-@pytest.mark.xfail(raises=RuntimeError, strict=True, reason="fails for stock models too; docs/company.md")
+@pytest.mark.xfail(raises=RuntimeError, strict=True, reason="fails for stock models too; docs/compatibility.md")
 def test_save_pretrained(converted, tmp_path):
     quantized(converted, Int8WeightOnlyConfig()).save_pretrained(tmp_path)
 

@@ -1,6 +1,6 @@
 """A conversion is used like any other model: sentence-transformers, pipelines, Trainer, Accelerate, half precision.
 
-What needs packages of its own, or long, is in tests/extras; docs/company.md has a line for each.
+What needs packages of its own, or long, is in tests/extras; docs/compatibility.md has a line for each.
 """
 
 import re
@@ -217,7 +217,8 @@ def test_weights_of_a_class_of_their_own_are_refused(make_tiny):
 
 def test_the_table_names_tests_and_versions_that_are_there():
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    rows = re.findall(r"\| (\S+ \S+) \| `(\S+)::(\w+)` \|$", (ROOT / "docs/company.md").read_text("utf-8"), re.M)
+    page = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
+    rows = re.findall(r"\| (\S+ \S+) \| `(\S+)::(\w+)` \|$", page, re.MULTILINE)
     assert len(rows) > 15
     for version, path, test in rows:
         assert version.replace(" ", "==") in pins

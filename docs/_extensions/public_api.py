@@ -1,0 +1,229 @@
+"""The API reference: a page for each package, of what its `__all__` has; names in the text link to it.
+
+Docstrings are Markdown as in the code (`code`, $formula$) with Google's sections.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.transforms import SphinxTransform
+from sphinx.util import logging
+
+import collab_compress
+
+PAGES = "reference/packages"
+ATTRIBUTES: dict[str, list[str]] = {}  # docstrings as they went into napoleon
+# Indented lines after an empty one, before any section.
+CODE_BLOCK = re.compile(r"(?<=\n\n)((?: {4}.*(?:\n|$)|\n(?= {4}))+)(?=\n|$)")
+SECTION = re.compile(r"^(Args|Returns|Raises|Yields):$", re.MULTILINE)
+PARTS = re.compile(r"(\$\$.+?\$\$|\$[^$\n]+?\$|``.+?``|`[^`]+`)", re.DOTALL)
+MARKUP = re.compile(r"\*(?=\S)|\||(?<=\w)_(?!\w)")
+
+
+def packages() -> list[ModuleType]:
+    """Give the package itself and those in it that say what is public."""
+    inner = (f"collab_compress.{found.name}" for found in pkgutil.iter_modules(collab_compress.__path__))
+    return [collab_compress, *(each for each in map(importlib.import_module, inner) if getattr(each, "__all__", ()))]
+
+
+def documented() -> dict[str, str]:
+    """Give where an object is documented: by its short name, where that is unique, and by its full ones."""
+    found: dict[str, str] = {}
+    things: dict[str, Any] = {}
+    homes: dict[int, str] = {}
+    for package in packages():  # the package itself comes first, so that it is the home of all that it exports
+        for name in package.__all__:
+            thing = getattr(package, name)
+            home = homes.setdefault(id(thing), f"{package.__name__}.{name}")
+            found[f"{package.__name__}.{name}"] = home
+            if things.setdefault(name, thing) is thing:
+                found.setdefault(name, home)
+            else:
+                found.pop(name, None)
+            if hasattr(thing, "__qualname__"):
+                found.setdefault(f"{thing.__module__}.{thing.__qualname__}", home)
+    return found
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register all of it."""
+    app.connect("builder-inited", _write_pages)
+    app.connect("autodoc-process-docstring", _from_markdown, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", _keep_attributes, priority=600)  # after napoleon
+    app.connect("autodoc-skip-member", _skip)
+    app.connect("missing-reference", _moved)
+    app.add_transform(LinkNames)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+class LinkNames(SphinxTransform):
+    """Make links of code that is just the name of something public."""
+
+    default_priority = 850
+
+    def apply(self, **_: Any) -> None:
+        """Go through the document."""
+        known = documented()
+        for literal in list(self.document.findall(nodes.literal)):
+            path = known.get(literal.astext().removesuffix("()"))
+            inside = (nodes.reference, nodes.title, addnodes.pending_xref, addnodes.desc_signature)
+            if path is None or any(isinstance(parent, inside) for parent in _parents(literal)):
+                continue
+            link = addnodes.pending_xref(
+                "", refdomain="py", reftype="obj", reftarget=path, refexplicit=True, refwarn=True
+            )
+            literal.replace_self(link)
+            link += literal
+
+
+def _parents(node: nodes.Node) -> list[nodes.Node]:
+    found = []
+    while (node := node.parent) is not None:
+        found.append(node)
+    return found
+
+
+def _write_pages(app: Sphinx) -> None:
+    """Write the pages, and complain of what is public and says nothing of itself."""
+    folder = Path(app.srcdir) / PAGES
+    folder.mkdir(parents=True, exist_ok=True)
+    pages = {}
+    for package in packages():
+        name = package.__name__
+        for silent in _undocumented(package):
+            logging.getLogger(__name__).warning("%s is public and has no docstring", silent)
+        _say_types_plainly(package)
+        pages[f"{name}.md"] = "\n".join(_page(package))
+    for path in folder.glob("*.md"):
+        if path.name not in pages:
+            path.unlink()
+    for page, text in pages.items():
+        path = folder / page
+        if not path.is_file() or path.read_text("utf-8") != text:
+            path.write_text(text, "utf-8")
+
+
+def _page(package: ModuleType) -> Iterator[str]:
+    """Write a page; what another package exports too is described once, and linked to."""
+    known, here = documented(), package.__name__
+    own = [name for name in package.__all__ if known[f"{here}.{name}"] == f"{here}.{name}"]
+    shared = [name for name in package.__all__ if name not in own]
+    yield f"# `{here}`\n\n```{{eval-rst}}\n.. automodule:: {here}"
+    if shared:
+        yield f"   :exclude-members: {', '.join(shared)}"
+    yield from _tables(package, own)
+    yield "```\n"
+    if shared:
+        yield "Also exported here: " + ", ".join(f"`{known[f'{here}.{name}']}`" for name in shared) + ".\n"
+
+
+def _tables(package: ModuleType, names: list[str]) -> Iterator[str]:
+    """Describe what has no docstring of its own: tables by their names, types and constants by their values."""
+    for name in names:
+        thing = getattr(package, name)
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            continue
+        if isinstance(thing, Mapping):
+            words = "Has " + ", ".join(f"``{key}``" for key in thing) + "."
+        else:
+            words = f"``{str(thing).replace('typing.', '')}``"
+        yield f"\n.. py:data:: {name}\n   :module: {package.__name__}\n\n   {words}"
+
+
+def _say_types_plainly(package: ModuleType) -> None:
+    """Leave out of annotations what they tell the command line."""
+    for name in package.__all__:
+        thing = getattr(package, name)
+        if dataclasses.is_dataclass(thing):
+            for annotated in (thing, thing.__init__):
+                plain = typing.get_type_hints(annotated)
+                annotated.__annotations__.update({key: plain[key] for key in annotated.__annotations__})
+
+
+def _undocumented(package: ModuleType) -> list[str]:
+    found = [] if package.__doc__ else [package.__name__]
+    for name in package.__all__:
+        thing = getattr(package, name)
+        if not (inspect.isclass(thing) or inspect.isfunction(thing)):
+            continue  # a table or a type, which its own module explains
+        things = {f"{package.__name__}.{name}": thing}
+        if inspect.isclass(thing):
+            members = {key: value for key, value in vars(thing).items() if not key.startswith("_")}
+            things |= {
+                f"{package.__name__}.{name}.{key}": value
+                for key, value in members.items()
+                if inspect.isfunction(value) or isinstance(value, property | classmethod | staticmethod)
+            }
+        found += [path for path, each in things.items() if not inspect.getdoc(each)]
+    return found
+
+
+def _skip(app: Sphinx, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
+    """Leave out the fields of named tuples, which say only their number."""
+    return True if type(thing).__name__ == "_tuplegetter" else None
+
+
+def _moved(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, contents: nodes.TextElement) -> Any:
+    """Find what an annotation names by the module it is written in, where it is documented; else leave it plain."""
+    target = node.get("reftarget", "")
+    if node.get("refdomain") != "py" or node.get("refexplicit"):
+        return None
+    path = documented().get(target)
+    if path is None or path == target:
+        return contents if target.startswith("collab_compress.") or "." not in target else None
+    domain = env.get_domain("py")
+    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", path, node, contents)
+
+
+def _from_markdown(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Rewrite a docstring's code and formulas as reStructuredText, and let nothing else be markup."""
+    written = "\n".join(lines)
+    section = SECTION.search(written)
+    end = section.start() if section else len(written)
+    blocks = CODE_BLOCK.split(written[:end])
+    blocks[-1] += written[end:]
+    text = "".join(_prose(block) if place % 2 == 0 else f"::\n\n{block}" for place, block in enumerate(blocks))
+    lines[:] = text.split("\n")
+    if what == "attribute":
+        ATTRIBUTES[name] = list(lines)
+
+
+def _prose(markdown: str) -> str:
+    parts = PARTS.split(markdown)
+    text = ""
+    for place, part in enumerate(parts):
+        if place % 2 == 0:
+            text += MARKUP.sub(r"\\\g<0>", part)
+        elif part.startswith("$$"):
+            last = text.rpartition("\n")[2]
+            indent = " " * (len(last) - len(last.lstrip()))
+            formula = " ".join(part.strip("$").split())
+            text = f"{text.rstrip()}\n\n{indent}.. math::\n\n{indent}    {formula}\n\n{indent}"
+        elif part.startswith("$"):
+            text += f":math:`{part.strip('$')}`" + _apart(parts, place)
+        else:
+            text += f"``{part.strip('`')}``" + _apart(parts, place)
+    return text
+
+
+def _keep_attributes(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Undo napoleon's idea that what is before a colon would be the type."""
+    if what == "attribute":
+        lines[:] = ATTRIBUTES[name]
+
+
+def _apart(parts: list[str], place: int) -> str:
+    """End inline markup where a letter follows it."""
+    return "\\ " if re.match(r"\w", parts[place + 1]) else ""
