@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from collab_compress.checkpoint.directory import whole_directory
+from collab_compress.checkpoint.load import load_model
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.processes import once
 from collab_compress.experiments.recipe import Tuning
@@ -56,7 +57,7 @@ def fine_tune(
         trainer.add_callback(TrackerCallback(trainer, recipe, folder))
     latest = last_checkpoint(checkpoints)
     if latest is not None and _finished(latest):  # killed before it was saved
-        trained = type(model).from_pretrained(latest, dtype=model.dtype)
+        trained, _ = load_model(type(model), latest, dtype=model.dtype)
     else:
         trainer.train(resume_from_checkpoint=None if latest is None else str(latest))
         trained = trainer.accelerator.unwrap_model(trainer.model)
@@ -132,7 +133,8 @@ def _average_(model: PreTrainedModel, checkpoints: Path, count: int) -> None:
         raise RecipeError(f"average is {count}, but training left {len(paths)} checkpoints; train for more epochs")
     sums: dict[str, Tensor] = {}
     for path in paths:
-        for name, value in type(model).from_pretrained(path, dtype=model.dtype).state_dict().items():
+        checkpoint, _ = load_model(type(model), path, dtype=model.dtype)
+        for name, value in checkpoint.state_dict().items():
             if value.is_floating_point():
                 sums[name] = sums.get(name, 0) + value.double()
     with torch.no_grad():

@@ -8,10 +8,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
-from collab_compress.checkpoint import edits_of, forget_edits_, forget_standalone_, path_in_base, record_edit_
+from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention, transformers_model
+from collab_compress.checkpoint import (
+    edits_of,
+    forget_edits_,
+    forget_standalone_,
+    is_quantized,
+    path_in_base,
+    record_edit_,
+)
 from collab_compress.errors import HeadError
 from collab_compress.heads.mixed_projection import AlphasEdit, MixedProjection, install_alphas_
+from collab_compress.heads.sharding import refuse_sharded
 
 
 def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
@@ -27,14 +35,16 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
 
     Raises:
         UnsupportedModelError: the model's family is not known, or a module lies outside the base model.
-        HeadError: heads are mixed already; the model is quantized or offloaded; an output projection is no plain
-            `nn.Linear`, or shares its weight with another.
+        HeadError: heads are mixed already; the model is quantized, offloaded or sharded; an output projection is no
+            plain `nn.Linear`, or shares its weight with another.
     """
+    model = transformers_model(model)
+    refuse_sharded(model, "mix_heads_")
     if any(isinstance(module, MixedProjection) for module in model.modules()):
         raise HeadError(
             f"{type(model).__name__} mixes its heads already; merge_alphas_(model) first, or train the alphas it has"
         )
-    if getattr(model.config, "quantization_config", None) is not None and not edits_of(model):
+    if is_quantized(model):
         raise HeadError(f"{type(model).__name__} is quantized; mix the heads of the unquantized checkpoint instead")
     sites = find_attention(model, FAMILIES, kinds=kinds)
     outputs = [_plain_output(site) for site in sites]
@@ -80,8 +90,10 @@ def merge_alphas_(model: PreTrainedModel) -> None:
         model: one whose heads are mixed.
 
     Raises:
-        HeadError: no heads are mixed, or something wraps an output projection.
+        HeadError: no heads are mixed, something wraps an output projection, or the model is sharded.
     """
+    model = transformers_model(model)
+    refuse_sharded(model, "merge_alphas_")
     mixed = _mixed(model)
     if not mixed:
         raise HeadError(f"{type(model).__name__} has no alphas to merge; mix_heads_(model) adds them")
@@ -97,6 +109,7 @@ def merge_alphas_(model: PreTrainedModel) -> None:
 
 def _mixed(model: PreTrainedModel) -> list[tuple[AttentionSite, MixedProjection]]:
     """List the attention modules whose heads are mixed, with what mixes them."""
+    model = transformers_model(model)
     edits_of(model)  # refuses a model whose modules are not this package's
     found = ((site, site.part(site.family.output)) for site in find_attention(model, FAMILIES))
     return [(site, part) for site, part in found if isinstance(part, MixedProjection)]

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 
 from collab_compress.errors import HeadError
 from collab_compress.heads.mixed_projection import MixedProjection
+from collab_compress.heads.sharding import refuse_pieces, whole
 from collab_compress.losses import nuclear_growth, nuclear_norm
 from collab_compress.training.options import AlphasOptions
 
@@ -45,7 +45,7 @@ class AlphasTraining:
         if not self._frozen and self.options.growth_weight > 0 and self.options.growth_form == "hinge":
             with torch.no_grad():
                 norms = nuclear_norm(self._together())
-            self._previous, self.norms = norms if self.norms is None else self.norms.to(norms.device), norms
+            self._previous, self.norms = norms if self.norms is None else self.norms.to(norms), norms
 
     def growth(self) -> Tensor | None:
         """Give the nuclear growth loss, summed over all matrices, not weighted; None while alphas are frozen."""
@@ -66,7 +66,7 @@ class AlphasTraining:
 
     def _together(self) -> Tensor:
         """Stack all matrices, (modules, H, H) with the most heads; zeros around the others leave their norms."""
-        matrices = [_whole(projection.alphas) for projection in self.projections]
+        matrices = [whole(projection.alphas) for projection in self.projections]
         most = max(len(matrix) for matrix in matrices)
         return torch.stack([pad(matrix, (0, most - len(matrix)) * 2).to(matrices[0].device) for matrix in matrices])
 
@@ -76,15 +76,12 @@ class AlphasTraining:
                 projection.alphas.grad = None
 
 
-def _whole(matrix: Tensor) -> Tensor:
-    """Gather a matrix of which each process holds a part."""
-    return matrix.full_tensor() if isinstance(matrix, DTensor) else matrix
-
-
 def _check(projections: Sequence[MixedProjection], optimizer: Any) -> None:
     """Refuse alphas that would silently never train."""
     if not projections:
         raise HeadError("the model has no alphas to train; call mix_heads_(model) before making the optimizer")
+    for projection in projections:
+        refuse_pieces("alphas", projection.alphas)
     if not all(projection.alphas.requires_grad for projection in projections):
         raise HeadError("alphas do not require gradients (adapters freeze what they do not know); set requires_grad")
     if optimizer is None:

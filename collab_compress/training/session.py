@@ -12,6 +12,7 @@ from collab_compress.architectures import KINDS
 from collab_compress.errors import HeadError
 from collab_compress.heads import DropHead, Rotator
 from collab_compress.heads.alphas import mixed_projections
+from collab_compress.heads.sharding import reshard_
 from collab_compress.training.alphas import AlphasTraining
 from collab_compress.training.options import HeadTraining, of_kinds
 from collab_compress.training.penalties import LOSSES, HeadLosses
@@ -70,11 +71,13 @@ class HeadSession:
         self._device = next(model.parameters()).device
         self.penalised = False
         self._closed = False
+        reshard_(model)  # an optimizer knows the parameters of FSDP2 that are in place between passes
         try:
             if training.rotation is not None:
                 if optimizer is None:
                     raise HeadError("rotation moves the optimizer's state with the heads; pass optimizer=")
                 self._rotator = Rotator(model, training.rotation)
+                self._rotator.check(optimizer)
             if training.alphas is not None:
                 mixed = list(mixed_projections(model, training.alphas.kinds).values())
                 self._alphas = AlphasTraining(mixed, training.alphas, optimizer)
@@ -176,7 +179,7 @@ class HeadSession:
             self._rotator.load_state_dict(state["rotation"])
         if self._alphas is not None:
             norms = state.get("norms")
-            self._alphas.norms = None if norms is None else torch.tensor(norms)
+            self._alphas.norms = None if norms is None else torch.tensor(norms, dtype=torch.float64)
 
     def close(self) -> None:
         """Leave the model as it was, but for its weights."""

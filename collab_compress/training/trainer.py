@@ -223,8 +223,12 @@ def _check(trainer: Any, training: HeadTraining) -> None:
         raise HeadError(
             "DataParallel copies the model in each step; start one process for each GPU instead (torchrun)"
         )
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        raise HeadError("FSDP and DeepSpeed share out weights; leave them out while anything acts on heads")
+    if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2):
+        name = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP1"
+        raise HeadError(
+            f"{name} keeps weights in pieces that do not follow heads; shard the model with FSDP2 instead "
+            "(fsdp_config={'fsdp_version': 2}), or leave it whole"
+        )
     if _measures(training) and trainer.eval_dataset is None:
         raise HeadError(
             "rotation measures the importance of heads on validation data; pass eval_dataset to the trainer"

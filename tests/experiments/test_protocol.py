@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -249,7 +248,7 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(start, data_dir, tmp_path):
     deadline = time.monotonic() + 120
     while last_checkpoint(checkpoints) is None and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.wait()
     if not (tmp_path / "killed" / "tuned" / "model").is_dir():  # unless it was faster than the signal
         assert last_checkpoint(checkpoints) is not None

@@ -35,8 +35,16 @@ def test_fields_and_overrides(path):
     assert recipe.heads.rotation.pairs == ((("a", 0), ("b", 1)),)
 
 
+def test_calibration_is_a_choice(path):
+    recipe = read_recipe(path, ["compression.sequences=500", "compression.length=32", "calibration=texts.txt"])
+    assert (recipe.compression.sequences, recipe.compression.length) == (500, 32)
+    assert read_recipe(path).compression.sequences is None
+
+
 def test_every_recipe_in_the_repository_reads():
-    for path in (Path(__file__).parents[2] / "glue_runs" / "recipes").glob("*.yaml"):
+    paths = list((Path(__file__).parents[2] / "glue_runs" / "recipes").glob("*.yaml"))
+    assert len(paths) >= 4
+    for path in paths:
         assert read_recipe(path, ["output=out"]).task
 
 
@@ -49,6 +57,7 @@ def test_every_recipe_in_the_repository_reads():
         ("task=foo", "unknown task 'foo'; expected one of ag_news"),
         ("heads.penalties=[{name: q}]", "unknown loss 'q'"),
         ("compression.rank=0", "dk is 0; expected at least 1"),
+        ("compression.sequences=0", "sequences is 0; expected at least 1"),
         ("recovery={steps: 0}", "recovery takes 0 steps; expected at least 1"),
         ("recovery={}", "recovery trains a converted model on calibration data"),
         ("model=null", "either a model to start from, or"),

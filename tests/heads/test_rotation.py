@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 import torch
-from torch import distributed
 from transformers import BertConfig, BertModel
+from two_processes import run_both
 
 from collab_compress import Compression, UnsupportedModelError, compress
 from collab_compress.architectures import FAMILIES, find_attention
@@ -354,26 +354,21 @@ def test_a_state_that_is_none_is_refused():
     assert rotator.state_dict() == state
 
 
-def _replica(rank, file, results):
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+def _replica(rank, batches):
     model = bert(2)
-    ids = torch.arange(5, 21).view(2, 8) + 20 * rank  # each sees other data, so would choose other heads
-    Rotator(model, RotationOptions("hard", epochs=(0,), k=4)).epoch(0, batches=[{"input_ids": ids}])
-    results.put([parameter.detach().double().sum().item() for parameter in model.parameters()])
-    distributed.destroy_process_group()
+    event = Rotator(model, RotationOptions("hard", epochs=(0,), k=4)).epoch(0, batches=batches[rank])[0]
+    return event.pairs, model
 
 
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_replicas_stay_the_same(tmp_path):
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    processes = [
-        context.Process(target=_replica, args=(rank, tmp_path / "meet", results), daemon=True) for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    one, other = (results.get(timeout=60) for _ in processes)
-    for process in processes:
-        process.join()
-    assert one == other
+def test_processes_measure_together():
+    """Each has other data, of which there is less in one; all swap what one process that has all of it would."""
+    texts = [{"input_ids": torch.arange(5, 21).view(2, 8) + 20 * place} for place in range(2)]
+    texts.append({"input_ids": texts[0]["input_ids"].flip(0, 1)})
+    alone = [_replica(0, [batches]) for batches in (texts, texts[:1], texts[1:])]
+    together = run_both(_replica, [texts[:1], texts[1:]])
+    for pairs, model in together:
+        assert pairs == alone[0][0]
+        assert equal(model, alone[0][1])
+    assert alone[0][0] not in (alone[1][0], alone[2][0])  # what either would swap by its own data

@@ -169,7 +169,9 @@ def step_alphas(training, progress, seed=0, weight_decay=0.1):
     norm = nn.utils.clip_grad_norm_(list(alphas_of(model).values()), 1e9)
     optimizer.step()
     session.close()
-    return list(alphas_of(model).values()), norm, optimizer
+    alphas = list(alphas_of(model).values())
+    assert alphas
+    return alphas, norm, optimizer
 
 
 def test_alphas_are_frozen_then_train():
