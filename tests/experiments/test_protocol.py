@@ -19,7 +19,7 @@ from collab_compress.errors import CollabCompressError, RecipeError
 from collab_compress.experiments import read_recipe, run
 from collab_compress.experiments import tuning as tuning_module
 from collab_compress.experiments.tuning import last_checkpoint
-from collab_compress.training import join_trainer_
+from collab_compress.training import HeadTrainer
 
 SCRIPT = Path(__file__).parents[2] / "glue_runs" / "run_glue.py"
 TUNING = "{epochs: 4, learning_rate: 1.0e-3, batch_size: 8, arguments: {use_cpu: true, disable_tqdm: true}}"
@@ -212,7 +212,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(start, data_dir, tmp_pa
                 patch.setattr(tuning_module, "whole_directory", broken)
             else:
                 patch.setattr(Stopping, "limit", limit)
-                patch.setattr(tuning_module, "join_trainer_", Stopping.join)
+                patch.setattr(HeadTrainer, "train", Stopping.train)
             with pytest.raises(KeyboardInterrupt):
                 attempt(moment)
         attempt(moment)
@@ -231,10 +231,10 @@ class Stopping(TrainerCallback):
 
     limit = 0
 
-    @classmethod
-    def join(cls, trainer, heads):
-        join_trainer_(trainer, heads)
-        trainer.add_callback(cls())
+    @staticmethod
+    def train(trainer, original=HeadTrainer.train, **given):
+        trainer.add_callback(Stopping)
+        return original(trainer, **given)
 
     def on_step_begin(self, args, state, control, **_):
         if state.global_step == self.limit:
