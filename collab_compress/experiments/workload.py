@@ -22,6 +22,7 @@ from collab_compress.experiments.recipe import Recipe
 from collab_compress.metrics import Metric, load_metric
 from collab_compress.processes import processes
 from collab_compress.tasks import TASKS, Task, load_task
+from collab_compress.training import HeadTrainer
 
 
 class Workload(ABC):
@@ -35,7 +36,7 @@ class Workload(ABC):
     """
 
     model_class: ClassVar[Any]
-    trainer_class: ClassVar[type[Trainer]] = Trainer
+    trainer_class: ClassVar[type[Trainer]] = HeadTrainer
     arguments_class: ClassVar[type[TrainingArguments]] = TrainingArguments
 
     def __init__(self, recipe: Recipe) -> None:

@@ -38,7 +38,7 @@ def test_covariances_are_those_of_all_real_tokens(either, real_responses):
 def test_the_model_is_left_as_it_was(bert, batch):
     bert.train()
     head_covariances(bert, [batch])
-    with pytest.raises(CalibrationError):
+    with pytest.raises(CalibrationError, match="index"):
         head_covariances(bert, [{"input_ids": batch["input_ids"] + 1000}])
     assert bert.training
     assert torch.is_grad_enabled()

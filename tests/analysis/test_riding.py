@@ -29,5 +29,6 @@ def test_any_measure_can_be_ridden_along_with(bert, batch):
     samples = Samples(5)
     head_energy(bert, riding(bert, [batch], [samples]))
     expected = head_samples(bert, [batch], 5)
+    assert samples.result().keys() == expected.keys()
     assert all(torch.equal(found, expected[name]) for name, found in samples.result().items())
     assert not any(acts_of(layer.attention.self) for layer in bert.encoder.layer)

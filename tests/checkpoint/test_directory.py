@@ -5,6 +5,7 @@ import subprocess
 import sys
 from functools import partial
 
+import psutil
 import pytest
 from safetensors import SafetensorError
 
@@ -54,16 +55,29 @@ def test_a_place_that_cannot_be_written(tmp_path):
 
 def test_a_killed_writer_leaves_no_result_and_the_next_clears_up(tmp_path):
     code = (
-        "import os, signal, sys; from pathlib import Path\n"
+        "import os, sys; from pathlib import Path\n"
         "from collab_compress.checkpoint.directory import whole_directory\n"
         "with whole_directory(Path(sys.argv[1])) as d:\n"
-        "    (d / 'file').write_text('half'); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    (d / 'file').write_text('half'); os._exit(9)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "model")], check=False)
     assert not (tmp_path / "model").exists()
     with whole_directory(tmp_path / "model"):
         pass
     assert os.listdir(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize("pid", [4321, 10**12])
+def test_who_writes_is_asked_without_a_signal(tmp_path, monkeypatch, pid):
+    """On Windows `os.kill` ends the process, whatever the signal."""
+    (tmp_path / f".model.partial-{pid}").mkdir()
+    exists = psutil.pid_exists
+    monkeypatch.setattr(psutil, "pid_exists", lambda number: number == 4321 or exists(number))
+    if pid == 4321:
+        monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a signal was sent"))
+    with whole_directory(tmp_path / "model"):
+        pass
+    assert sorted(os.listdir(tmp_path)) == [f".model.partial-{pid}", "model"]
 
 
 def test_json_appears_whole_and_replaces(tmp_path):

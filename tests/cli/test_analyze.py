@@ -81,6 +81,7 @@ def test_a_converted_model_against_the_dense_one(run, tmp_path):
     assert set(numbers["sections"]) == {
         "energy", "mixing", "cost", "similarity", "diversity", "attention_maps", "dominance", "content",
     }  # fmt: skip
+    assert len(numbers["highlights"]) > 5
     assert all(line in printed for line in numbers["highlights"])
     assert numbers["facts"]["model"] == "converted, BertForSequenceClassification, converted"
     assert numbers["facts"]["data"].startswith("sentences of sentences.txt: 12 sequences, 84 tokens")

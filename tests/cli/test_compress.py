@@ -66,6 +66,37 @@ def test_converts_a_classifier_and_says_how_to_load_it(run, loaded, model_dir, t
     assert len(stored["report"]["modules"]) == 2
 
 
+def test_how_much_is_calibrated_on_is_an_option_and_said(run, model_dir, tmp_path):
+    texts = tmp_path / "texts.txt"
+    texts.write_text("".join(f"text number {n} of a user\n" for n in range(30)), encoding="utf-8")
+    options = ("--dk", 8, "--calibration", texts, "--sequences", 24, "--length", 6, "--seed", 2)
+    code, printed, error = run(model_dir, *options, "--output", tmp_path / "out")
+    assert code == 0, error
+    assert "Calibrated on 21 sequences; each module saw 126 vectors or more." in printed
+    assert "calibration uses 24 of 30 texts, drawn at random" in error
+    assert "24 of 24 texts are longer than 6 tokens and are cut there" in error
+    stored = json.loads((tmp_path / "out" / "collab_compress.json").read_text(encoding="utf-8"))
+    assert (stored["compression"]["sequences"], stored["compression"]["length"]) == (24, 6)
+    assert len(stored["report"]["warnings"]) == 2
+    assert [module["query_vectors"] for module in stored["report"]["modules"]] == [126, 126]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--damping", "inf", "damping is inf; expected 0 or more, up to 1e+06"),
+        ("--damping", "1e308", "damping is 1e+308; expected 0 or more, up to 1e+06"),
+        ("--seed", str(2**64), "expected a whole number from 0 to 2³² − 1"),
+        ("--tolerance", "nan", "tolerance is nan; expected a finite number, 0 or more"),
+        ("--tolerance", "-1", "tolerance is -1.0; expected a finite number, 0 or more"),
+        ("--sequences", "0", "sequences is 0; expected at least 1"),
+        ("--length", "0", "length is 0; expected at least 1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(fails, model_dir, option, value, message):
+    assert message in fails(model_dir, "--dk", 8, option, value)
+
+
 def test_heads_that_share_no_channels(run, loaded, monkeypatch, model_dir, tmp_path):
     monkeypatch.chdir(tmp_path)
     code, printed, error = run("tiny", "--dk", 13, "--form", "per-head")
@@ -220,8 +251,9 @@ runpy.run_module("collab_compress_cli.compress", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)])
-def test_interrupt_and_kill_leave_no_output(minilm_path, tmp_path, signum, code):
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sees in /proc how far the command is")
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 130), ("SIGKILL", -9)])
+def test_interrupt_and_kill_leave_no_output(minilm_path, tmp_path, name, code):
     process = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTIBLE, "minilm", "--dk", "128", "--output", "out",
          "--sweeps", "100000", "--tolerance", "0"],
@@ -234,13 +266,13 @@ def test_interrupt_and_kill_leave_no_output(minilm_path, tmp_path, signum, code)
             assert time.monotonic() < deadline
             time.sleep(0.01)
         time.sleep(1)  # at work on the first module
-        process.send_signal(signum)
+        process.send_signal(signal.Signals[name])
         _, error = process.communicate(timeout=60)
     finally:
         process.kill()  # it would go on for hours
     assert process.returncode == code
     assert not (tmp_path / "out").exists()
-    if signum != signal.SIGKILL:
+    if name != "SIGKILL":
         assert os.listdir(tmp_path) == []
         assert "nothing half-written is left" in error
         assert "Traceback" not in error

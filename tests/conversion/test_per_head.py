@@ -113,6 +113,7 @@ def test_comes_back_as_it_was(family, rank, make_tiny, batch, tmp_path, load_cle
     loaded = load_cleanly(AutoModel, tmp_path / "one")
     assert "collab" not in capfd.readouterr().err.lower()
     assert torch.equal(hidden(loaded, batch), hidden(model, batch))
+    assert read_factors(loaded).keys() == read_factors(model).keys()
     assert all(torch.equal(f.mixing, read_factors(model)[name].mixing) for name, f in read_factors(loaded).items())
     loaded.save_pretrained(tmp_path / "two")
     for name in ("config.json", "model.safetensors"):

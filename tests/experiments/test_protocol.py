@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -239,7 +238,7 @@ def command(*arguments):
 
 
 def test_a_killed_run_ends_as_an_uninterrupted_one(start, data_dir, tmp_path):
-    heads = "heads={drophead: [{p: 0.2}], penalties: [{loss: disagreement, weight: 0.1}]}"
+    heads = "heads={drophead: [{p: 0.2}], penalties: [{name: agreement, weight: 0.1}]}"
     given = settings(start, data_dir, tmp_path / "whole", heads, "compression=null", "again=null")
     arguments, environment = command(*given)
     subprocess.run(arguments, env=environment, check=True, capture_output=True)
@@ -249,7 +248,7 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(start, data_dir, tmp_path):
     deadline = time.monotonic() + 120
     while last_checkpoint(checkpoints) is None and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.wait()
     if not (tmp_path / "killed" / "tuned" / "model").is_dir():  # unless it was faster than the signal
         assert last_checkpoint(checkpoints) is not None

@@ -180,7 +180,7 @@ def test_diversity_table_5_has_each_strength():
     found = []
     for recipe in sweep_of("diversity-table5").recipes():
         found += [("DROPHEAD", options.p) for options in recipe.heads.drophead]
-        found += [(names[penalty.loss], penalty.weight) for penalty in recipe.heads.penalties]
+        found += [(names[penalty.name], penalty.weight) for penalty in recipe.heads.penalties]
     baseline, *others = (row.method for row in select_tables(PAPERS, "diversity", "5")[0].rows)
     printed = [name.removeprefix("+").split() for name in others]
     assert baseline == "Baseline"
@@ -200,12 +200,13 @@ def test_bhattacharyya_has_the_papers_settings():
 
 def test_rotations_name_heads_that_the_model_has():
     """On a model as deep and with as many heads, but narrow."""
-    for recipe in sweep_of("rotation-tables2-5").recipes():
-        if recipe.heads.rotation is not None:
-            layers, heads = recipe.fresh.layers, recipe.fresh.heads
-            config = MarianConfig(
+    found = [recipe for recipe in sweep_of("rotation-tables2-5").recipes() if recipe.heads.rotation is not None]
+    assert len(found) > 1
+    for recipe in found:
+        layers, heads = recipe.fresh.layers, recipe.fresh.heads
+        config = MarianConfig(
                 vocab_size=8, d_model=2 * heads, encoder_layers=layers, decoder_layers=layers, encoder_ffn_dim=4,
                 decoder_ffn_dim=4, encoder_attention_heads=heads, decoder_attention_heads=heads, pad_token_id=0,
                 eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=1, max_position_embeddings=8,
             )  # fmt: skip
-            Rotator(MarianMTModel(config), recipe.heads.rotation)
+        Rotator(MarianMTModel(config), recipe.heads.rotation)

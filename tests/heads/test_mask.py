@@ -129,7 +129,7 @@ def test_a_tap_reads_heads_before_they_are_masked(make_tiny, batch):
     model = make_tiny("bert")
     with HeadMask(model, {name: mask * 0 for name, mask in random_masks(model).items()}), Tap(model) as tap:
         hidden(model, batch)
-        assert all(reading.outputs.abs().sum() > 0 for reading in tap.take())
+        assert [bool(reading.outputs.any()) for reading in tap.take()] == [True] * 2
 
 
 def test_only_the_kinds_asked_for_can_be_masked(make_tiny):

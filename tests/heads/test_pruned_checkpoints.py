@@ -124,6 +124,7 @@ def test_the_stored_form(make_tiny, tmp_path):
 def test_applying_again_changes_nothing(family, make_tiny):
     model = live(make_tiny(family), "pruned twice")
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    assert edits_of(model)
     for edit in edits_of(model):
         assert isinstance(edit, PrunedEdit)
         edit.apply_(model)

@@ -49,6 +49,7 @@ def test_rows_and_values_make_the_outputs(model, batch, implementation):
     with Tap(model, ("outputs", "rows", "values")) as tap:
         model(**batch)
         readings = tap.take()
+    assert readings
     for reading in readings:
         assert not reading.rows[:, :, :, :][~_keys(reading)].any()  # padding gets no attention
         outputs = torch.einsum("bhts,bshd->bthd", reading.rows, reading.values)
@@ -67,6 +68,7 @@ def test_rows_are_those_the_model_returns(model, batch):
     with Tap(model, ("rows",)) as tap:
         output = model(**batch, output_attentions=True)
         readings = tap.take()
+    assert readings
     kinds = {"encoder": "encoder_attentions", "decoder": "decoder_attentions", "cross": "cross_attentions"}
     for kind, name in kinds.items():
         name = name if name in output else "attentions"

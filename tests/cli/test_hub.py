@@ -1,0 +1,107 @@
+"""A hub on this machine, which the hub's own client asks: nothing of ours or of the client is replaced."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from collab_compress_cli.source import SHORT_NAMES, find_directory
+from huggingface_hub import constants
+
+from collab_compress.errors import CheckpointError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+WANTED = {
+    "config.json": b"{}",
+    "model.safetensors": b"weights",
+    "vocab.txt": b"words",
+    "1_Pooling/config.json": b"{ }",
+}
+FILES = WANTED | {
+    "README.md": b"card", "pytorch_model.bin": b"pickle", "modeling_evil.py": b"raise", "onnx/config.json": b"{}",
+}  # fmt: skip
+MODELS = {"someone/tiny", SHORT_NAMES["bert-base"]}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Lists and serves the files of a few models, of which each has the same."""
+
+    protocol_version = "HTTP/1.1"
+    broken = False
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        path = unquote(urlsplit(self.path).path).strip("/")
+        found = next((name for name in MODELS if name in path), None)
+        if self.broken:
+            return self.answer(500, b"")
+        if found is None:
+            return self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        if f"/tree/{COMMIT}" in path:
+            listed = [
+                {"type": "file", "path": name, "size": len(text), "oid": self.oid(text)}
+                for name, text in FILES.items()
+            ]
+            return self.answer(200, json.dumps(listed).encode())
+        if path.startswith("api/models/"):
+            listed = [{"rfilename": name} for name in FILES]
+            return self.answer(200, json.dumps({"id": found, "sha": COMMIT, "siblings": listed}).encode())
+        text = FILES[path.split(f"/resolve/{COMMIT}/")[1]]
+        return self.answer(200, text, {"ETag": f'"{self.oid(text)}"', "X-Repo-Commit": COMMIT})
+
+    @staticmethod
+    def oid(text):
+        return hashlib.sha1(b"blob %d\0" % len(text) + text).hexdigest()
+
+    def answer(self, status, body, headers=None):
+        self.send_response(status)
+        for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path) -> Iterator[type[Hub]]:
+    handler = type("OneHub", (Hub,), {})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    yield handler
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_name_on_the_hub_gives_the_files_that_are_needed(hub, monkeypatch):
+    found = find_directory("someone/tiny")
+    there = {path.relative_to(found).as_posix(): path.read_bytes() for path in found.rglob("*") if path.is_file()}
+    assert there == WANTED
+    hub.broken = True  # from now on it comes from the cache
+    assert find_directory("someone/tiny") == found
+
+
+def test_a_short_name(hub):
+    assert (find_directory("bert-base") / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_a_name_that_the_hub_does_not_have(hub):
+    with pytest.raises(CheckpointError, match="someone/other is neither a directory nor a model on the hub"):
+        find_directory("someone/other")

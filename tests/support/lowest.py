@@ -1,0 +1,21 @@
+"""Print the lowest versions that pyproject.toml allows, as constraints for pip; torch as constraints.txt has it."""
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def lowest_versions() -> dict[str, str]:
+    """Return the lower bound of each requirement of the package, and of its extras, that has one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = sum(project["optional-dependencies"].values(), project["dependencies"])
+    found = [re.match(r"([\w.-]+)>=([\w.]+)", line) for line in lines]
+    return {match[1]: match[2] for match in found if match is not None}
+
+
+if __name__ == "__main__":
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    for name, version in (lowest_versions() | {"torch": re.findall(r"^torch==(.+)$", pinned, re.M)[0]}).items():
+        print(f"{name}=={version}")

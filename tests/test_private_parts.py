@@ -1,0 +1,202 @@
+"""What we rely on beyond the public interface of Transformers and its company: failures name the part that moved.
+
+A part that another version lacks, or has in another form, breaks conversions in ways that are hard to read. Here each
+is tried by itself, and named with the file of ours that uses it.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import accelerate
+import evaluate
+import pytest
+import torch
+import transformers
+from transformers import BertConfig, BertModel, PreTrainedModel, Trainer
+from transformers.models.auto import modeling_auto
+
+from collab_compress.architectures import FAMILIES
+
+PACKAGE = Path(__file__).parents[1] / "collab_compress"
+CLASSES = [
+    pytest.param(family, model_type.replace("-", "_"), name, id=f"{model_type}-{name}")
+    for model_type, family in FAMILIES.items()
+    for name in family.attention_classes
+]
+
+
+def moved(part: str, file: str, found: Any) -> None:
+    versions = f"Transformers {transformers.__version__}, torch {torch.__version__}, evaluate {evaluate.__version__}"
+    pytest.fail(f"{part} is not what collab_compress/{file} relies on ({versions}): {found}", pytrace=False)
+
+
+def modelling(model_type: str) -> Any:
+    return importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+
+
+@pytest.mark.parametrize(("family", "model_type", "name"), CLASSES)
+def test_attention_is_looked_up_by_the_config_of_its_module(family, model_type, name):
+    source = inspect.getsource(getattr(modelling(model_type), name).forward)
+    for used in ("ALL_ATTENTION_FUNCTIONS", "self.config._attn_implementation"):
+        if used not in source:
+            moved(f"{used} in {model_type}'s {name}.forward", "attention/view.py", "it is not read there")
+
+
+@pytest.mark.parametrize(("family", "model_type", "name"), CLASSES)
+def test_heads_are_as_many_as_projections_give(family, model_type, name):
+    source = inspect.getsource(getattr(modelling(model_type), name).forward)
+    expected = (f"self.{family.heads}" if family.fixed_heads else "-1") + f", self.{family.head_width})"
+    if expected not in source:
+        moved(f"the view (…, {expected} in {model_type}'s {name}.forward", "attention/projections.py", "not there")
+
+
+@pytest.mark.parametrize(("family", "model_type", "name"), CLASSES)
+def test_stock_eager_attention_stands_beside_its_module(family, model_type, name):
+    part = f"eager_attention_forward of {model_type}"
+    function = getattr(modelling(model_type), "eager_attention_forward", None)
+    if function is None:
+        moved(part, "attention/functions.py", "it is gone")
+    found = list(inspect.signature(function).parameters)
+    expected = ["module", "query", "key", "value", "attention_mask"]
+    if found[:5] != expected or not {"scaling", "dropout", "kwargs"} <= set(found):
+        moved(part, "attention/functions.py", f"it takes {found}")
+
+
+class Part(NamedTuple):
+    """Something relied on: its name, the file of ours, how that file writes it, and what must be true of it."""
+
+    name: str
+    file: str
+    word: str
+    holds: Callable[[], bool]
+
+
+def takes(function: Callable[..., Any], *names: str) -> Callable[[], bool]:
+    """Whether a function has parameters of these names."""
+    return lambda: set(names) <= set(inspect.signature(function).parameters)
+
+
+def mentions(thing: Any, *texts: str) -> Callable[[], bool]:
+    """Whether these texts stand in the source of something."""
+    return lambda: all(text in inspect.getsource(thing) for text in texts)
+
+
+def sdpa_takes_no_more() -> bool:
+    """Whether a keyword was added that ours would not know."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    known = {
+        "module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "position_bias",
+        "cache", "kwargs",
+    }  # fmt: skip
+    found = set(inspect.signature(sdpa_attention_forward).parameters)
+    return found <= known and known - {"cache"} <= found
+
+
+def quantizers_are_plugged_in() -> bool:
+    from transformers.quantizers import auto
+
+    return all(isinstance(vars(auto)[name], dict) and "gptq" in vars(auto)[name]
+               for name in ("AUTO_QUANTIZER_MAPPING", "AUTO_QUANTIZATION_CONFIG_MAPPING"))  # fmt: skip
+
+
+def quantizer_runs(hook: str, caller: str) -> Callable[[], bool]:
+    from transformers.quantizers.base import HfQuantizer
+
+    return lambda: f"self.{hook}(model" in inspect.getsource(vars(HfQuantizer)[caller])
+
+
+def auto_classes_list_models() -> bool:
+    lists = modeling_auto.AutoModelForSequenceClassification._model_mapping._model_mapping
+    return lists["bert"] == "BertForSequenceClassification"
+
+
+def bert() -> PreTrainedModel:
+    return BertModel(BertConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=9))
+
+
+def hooks_are_listed() -> bool:
+    module = torch.nn.Linear(1, 1)
+    handle = module.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
+    return list(module._forward_pre_hooks) == list(module._forward_pre_hooks_with_kwargs) == [handle.id]
+
+
+def gpt2_splits_by_an_attribute() -> bool:
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+
+    return ".split(self.split_size, dim=2)" in inspect.getsource(GPT2Attention.forward)
+
+
+def lengths_are_grouped() -> bool:
+    from transformers.trainer_pt_utils import get_length_grouped_indices
+
+    return takes(get_length_grouped_indices, "lengths", "batch_size", "generator")()
+
+
+PARTS = [
+    Part("the parameters of sdpa_attention_forward", "attention/functions.py", "sdpa_attention_forward",
+         sdpa_takes_no_more),
+    Part("PreTrainedConfig._attn_implementation", "conversion/compress.py", "_attn_implementation",
+         lambda: bert().config._attn_implementation == "sdpa"),
+    Part("split_size of GPT2Attention", "attention/collaborative.py", "split_size", gpt2_splits_by_an_attribute),
+    Part("the mappings of transformers.quantizers.auto", "checkpoint/quantizer.py", "AUTO_QUANTIZER_MAPPING",
+         quantizers_are_plugged_in),
+    Part("HfQuantizer._process_model_before_weight_loading", "checkpoint/quantizer.py",
+         "_process_model_before_weight_loading",
+         quantizer_runs("_process_model_before_weight_loading", "preprocess_model")),
+    Part("HfQuantizer._process_model_after_weight_loading", "checkpoint/quantizer.py",
+         "_process_model_after_weight_loading",
+         quantizer_runs("_process_model_after_weight_loading", "postprocess_model")),
+    Part("hf_quantizer of a model that is saved", "checkpoint/quantizer.py", "hf_quantizer",
+         mentions(PreTrainedModel.save_pretrained, "hf_quantizer", "is_serializable")),
+    Part("PreTrainedModel.is_quantized", "checkpoint/quantizer.py", "is_quantized",
+         mentions(PreTrainedModel.half, "is_quantized")),
+    Part("PreTrainedModel._no_split_modules", "checkpoint/quantizer.py", "_no_split_modules",
+         lambda: hasattr(bert(), "_no_split_modules")),
+    Part("PreTrainedModel.is_remote_code", "checkpoint/standalone.py", "is_remote_code",
+         lambda: BertModel.is_remote_code() is False),
+    Part("_model_mapping of the auto classes", "checkpoint/standalone.py", "_model_mapping",
+         auto_classes_list_models),
+    Part("save_pretrained(is_main_process=)", "checkpoint/standalone.py", "is_main_process",
+         takes(PreTrainedModel.save_pretrained, "save_directory", "is_main_process")),
+    Part("Cache.is_compileable", "attention/static_cache.py", "is_compileable",
+         lambda: "is_compileable" in dir(transformers.Cache)),
+    Part("torch.nn.Module._forward_pre_hooks", "attention/static_cache.py", "_forward_pre_hooks", hooks_are_listed),
+    Part("Trainer.compute_loss", "training/trainer.py", "compute_loss",
+         takes(Trainer.compute_loss, "model", "inputs", "return_outputs", "num_items_in_batch")),
+    Part("how Trainer scales its loss", "training/trainer.py", "current_gradient_accumulation_steps",
+         mentions(Trainer, "self.model_accepts_loss_kwargs", "self.compute_loss_func",
+                  "self.current_gradient_accumulation_steps", "self.label_smoother")),
+    Part("TrainerState.stateful_callbacks", "training/trainer.py", "stateful_callbacks",
+         lambda: "stateful_callbacks" in vars(transformers.TrainerState())),
+    Part("Trainer._get_train_sampler", "experiments/sampling.py", "_get_train_sampler",
+         takes(Trainer._get_train_sampler, "train_dataset")),
+    Part("TrainingArguments.train_sampling_strategy", "experiments/sampling.py", "train_sampling_strategy",
+         takes(transformers.TrainingArguments, "train_sampling_strategy")),
+    Part("get_length_grouped_indices", "experiments/sampling.py", "get_length_grouped_indices", lengths_are_grouped),
+    Part("evaluate.Metric._finalize and what it calls", "metrics/base.py", "_finalize",
+         mentions(inspect.getmodule(evaluate.Metric), "self._finalize()", "self._init_writer(", "self.writer",
+                  "self._build_data_dir()", "self.selected_feature_format", "self.data")),
+    Part("accelerate.utils.gather_object and broadcast", "conversion/spread.py", "gather_object",
+         lambda: takes(accelerate.utils.gather_object, "object")()
+         and takes(accelerate.utils.broadcast, "tensor", "from_process")()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_a_part_is_as_it_was(part):
+    try:
+        holds = part.holds()
+    except Exception as error:
+        moved(part.name, part.file, f"{type(error).__name__}: {error}")
+    if not holds:
+        moved(part.name, part.file, "it is there in another form")
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_a_part_is_still_used(part):
+    """A line that is not true any more goes."""
+    assert part.word in (PACKAGE / part.file).read_text(encoding="utf-8")
