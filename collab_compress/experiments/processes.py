@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed
@@ -14,6 +15,8 @@ from collab_compress.processes import PATIENCE, processes
 
 Done = TypeVar("Done")
 EVERYWHERE = "_known_to_all_processes"
+GRACE = timedelta(seconds=10)
+"""How long one that failed waits for the others to notice."""
 
 
 def once(work: Callable[[], Done]) -> Done:
@@ -65,8 +68,8 @@ def failing_together() -> Iterator[None]:
     """Bring an error of one process to all of them at once, wherever they wait for it, so that they can go on.
 
     What the processes share is closed, which ends the waiting of the others, and opened anew when all have said what
-    went wrong. NCCL cannot be told from outside that another process has failed: there the one that fails stops, and
-    `torchrun` ends the others.
+    went wrong. Where the others cannot be woken, as in the middle of a training step or in NCCL, they are not met
+    again (`can_meet`): the process that failed is to end, which ends the waiting of the others.
 
     Raises:
         RecipeError: what went wrong in the process that failed first, which raises the error itself.
@@ -74,7 +77,7 @@ def failing_together() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if processes().num_processes == 1 or getattr(error, EVERYWHERE, False):
+        if processes().num_processes == 1 or getattr(error, EVERYWHERE, False) or not can_meet():
             raise
         if (first := _part(error)) is None:
             raise
@@ -90,21 +93,28 @@ def _part(error: BaseException) -> str | None:
     """Close what the processes share, and open it anew; gives what another said that failed before this one."""
     state, backend = processes(), torch.distributed.get_backend()
     shared = distributed_c10d._get_default_store()
-    store, stopped = distributed_c10d.PrefixStore("failed", shared), not isinstance(error, Exception)
-    store.set(str(state.process_index), json.dumps([store.add("order", 1), stopped, _words(error)]))
+    store = distributed_c10d.PrefixStore("failed", shared)
+    place, own = store.add("order", 1), state.process_index
+
+    def say(stop: bool) -> None:
+        store.set(str(own), json.dumps([place, stop, _words(error)]))
+
+    say(not isinstance(error, Exception) or backend != "gloo")
     distributed_c10d._abort_process_group()
-    if stopped or backend != "gloo":
-        return None
     names = [str(number) for number in range(state.num_processes)]
-    store.wait(names, PATIENCE)
+    try:
+        store.wait(names, GRACE)
+    except RuntimeError:  # some wait where they cannot be told, until this process is gone
+        say(True)
+        return None
     said = sorted((*json.loads(store.get(name)), int(name)) for name in names)
-    if not any(stopping for _, stopping, _, _ in said):
+    if not any(stop for _, stop, _, _ in said):
         torch.distributed.init_process_group(
-            backend, store=distributed_c10d.PrefixStore("again", shared), rank=state.process_index,
+            backend, store=distributed_c10d.PrefixStore("again", shared), rank=own,
             world_size=state.num_processes, timeout=PATIENCE,
         )  # fmt: skip
     _, _, words, number = said[0]
-    return None if number == state.process_index else f"process {number}: {words}"
+    return None if number == own else f"process {number}: {words}"
 
 
 def _words(error: BaseException) -> str:

@@ -86,7 +86,8 @@ def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
 def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = str) -> list[str]:
     """Run what is not finished yet. It can be stopped at any point, and started again.
 
-    A run that fails, for whatever reason, does not keep the others from running; an interrupt stops the sweep.
+    A run that fails, for whatever reason, does not keep the others from running. An interrupt stops the sweep, and so
+    does an error of one of several processes in the middle of a training step, where the others cannot be told.
 
     Args:
         sweep: what to run.
@@ -94,6 +95,9 @@ def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = str) -> li
 
     Returns:
         What went wrong, with the folder it went wrong in.
+
+    Raises:
+        RecipeError: one of several processes failed where the others cannot be told.
     """
     failed = []
     for recipe in sweep.recipes():
@@ -101,10 +105,12 @@ def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = str) -> li
             for record in run(recipe, find_model):
                 logger.info("%s %s: %.2f", recipe.output, record["stage"], record["score"])
         except Exception as error:
-            if not can_meet():
-                raise
             known = isinstance(error, CollabCompressError)
             words = str(error) if known else f"{type(error).__name__}: {error}"
+            if not can_meet():
+                raise RecipeError(
+                    f"{recipe.output}: {words}; the sweep stops, for processes wait; start it again"
+                ) from error
             logger.error("%s: %s", recipe.output, words)
             failed.append(f"{recipe.output}: {words}")
     return failed

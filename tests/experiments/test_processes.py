@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 PROGRAM = """
-import sys, time
+import os, sys, time
 import torch
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.processes import can_meet, each, failing_together, once
@@ -17,6 +17,9 @@ def fail(where, kind):
         time.sleep(0.5)
         raise kind(f"{kind.__name__} of {where}")
 
+def say(name, words):
+    os.write(1, f"{rank} {name}: {words}\\n".encode())  # at once, for two processes write
+
 def reduce():
     ones = torch.ones(1)
     torch.distributed.all_reduce(ones)
@@ -26,9 +29,9 @@ def attempt(name, work):
     try:
         with failing_together():
             work()
-        print(f"{rank} {name}: done", flush=True)
+        say(name, "done")
     except Exception as error:
-        print(f"{rank} {name}: {type(error).__name__}: {error}", flush=True)
+        say(name, f"{type(error).__name__}: {error}")
     assert can_meet()
     assert reduce() == 2  # both go on
 
