@@ -26,18 +26,22 @@ from transformers import AutoModelForSequenceClassification, BertConfig, PreTrai
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from collab_compress.heads import mix_heads_
-from collab_compress.training import AlphasOptions, DropHeadOptions, HeadSession, HeadTraining, Penalty
+from collab_compress.training import AlphasOptions, DropHeadOptions, HeadSession, HeadTraining, PenaltyOptions
 
 BATCH, LENGTH = 32, 64
 METHODS: dict[str, tuple[str, HeadTraining, float]] = {
     # name: attention of the plain step it stands against, what acts, the most it may cost
     "DropHead": ("sdpa", HeadTraining(drophead=(DropHeadOptions(0.2),)), 1.03),
-    "alphas": ("sdpa", HeadTraining(alphas=AlphasOptions(frozen=0.0)), 1.05),
-    "alphas, nuclear growth": ("sdpa", HeadTraining(alphas=AlphasOptions(frozen=0.0, growth_weight=40.0)), 1.05),
-    "HSIC": ("sdpa", HeadTraining(penalties=(Penalty("hsic"),)), 1.15),
-    "orthogonality": ("sdpa", HeadTraining(penalties=(Penalty("orthogonality"),)), 1.15),
-    "disagreement": ("sdpa", HeadTraining(penalties=(Penalty("disagreement"),)), 1.15),
-    "Bhattacharyya": ("eager", HeadTraining(penalties=(Penalty("bhattacharyya"),)), 1.35),
+    "alphas": ("sdpa", HeadTraining(alphas=AlphasOptions(frozen_ratio=0.0, growth_weight=0.0)), 1.05),
+    "alphas, nuclear growth": (
+        "sdpa",
+        HeadTraining(alphas=AlphasOptions(frozen_ratio=0.0)),
+        1.05,
+    ),
+    "HSIC": ("sdpa", HeadTraining(penalties=(PenaltyOptions("hsic"),)), 1.15),
+    "orthogonality": ("sdpa", HeadTraining(penalties=(PenaltyOptions("orthogonality"),)), 1.15),
+    "agreement": ("sdpa", HeadTraining(penalties=(PenaltyOptions("agreement"),)), 1.15),
+    "Bhattacharyya": ("eager", HeadTraining(penalties=(PenaltyOptions("bhattacharyya"),)), 1.35),
 }
 
 
@@ -121,7 +125,7 @@ def main() -> None:
         "minilm": ratios(AutoModelForSequenceClassification.from_pretrained(get_model_path()), METHODS, rounds)
     }
     print_rows(results["minilm"])
-    chosen = {name: METHODS[name] for name in ("HSIC", "orthogonality", "disagreement", "Bhattacharyya")}
+    chosen = {name: METHODS[name] for name in ("HSIC", "orthogonality", "agreement", "Bhattacharyya")}
     for heads in (4, 12, 48):
         config = BertConfig(hidden_size=384, num_attention_heads=heads, num_hidden_layers=2, intermediate_size=1536)
         results[f"{heads} heads"] = ratios(AutoModelForSequenceClassification.from_config(config), chosen, rounds)

@@ -23,6 +23,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 from transformers.utils.logging import disable_progress_bar
 
 from collab_compress import Compression, compress
+from collab_compress.checkpoint.load import load_model, load_tokenizer
 from collab_compress.training import recover_
 
 
@@ -48,8 +49,9 @@ def sts_b(model, tokenizer, data: Path) -> float:
         texts = [row[column] for row in rows]
         pooled = torch.empty(len(texts), model.config.hidden_size)
         for places, batch in batches(tokenizer, texts):
+            batch = batch.to(model.device)
             hidden, mask = model(**batch).last_hidden_state, batch["attention_mask"].unsqueeze(-1)
-            pooled[places] = (hidden * mask).sum(1) / mask.sum(1)
+            pooled[places] = ((hidden * mask).sum(1) / mask.sum(1)).cpu()
         vectors.append(pooled)
     gold = [float(row[-1]) for row in rows]
     return 100 * spearmanr(torch.cosine_similarity(*vectors), gold).statistic
@@ -62,7 +64,7 @@ def mrpc(model, tokenizer, data: Path) -> float:
     right = 0
     for places, batch in batches(tokenizer, [row[3] for row in rows], [row[4] for row in rows]):
         labels = torch.tensor([int(rows[place][0]) for place in places])
-        right += int((model(**batch).logits.argmax(-1) == labels).sum())
+        right += int((model(**batch.to(model.device)).logits.argmax(-1).cpu() == labels).sum())
     return 100 * right / len(rows)
 
 
@@ -111,8 +113,8 @@ def main() -> None:
     path = get_model_path()
     results = sweep("STS-B", AutoModel.from_pretrained(path), AutoTokenizer.from_pretrained(path), sts_b, args)
     if args.classifier:
-        classifier = AutoModelForSequenceClassification.from_pretrained(args.classifier)
-        results += sweep("MRPC", classifier, AutoTokenizer.from_pretrained(args.classifier), mrpc, args)
+        classifier = load_model(AutoModelForSequenceClassification, args.classifier)[0]
+        results += sweep("MRPC", classifier, load_tokenizer(args.classifier), mrpc, args)
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 

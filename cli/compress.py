@@ -1,18 +1,19 @@
 """`collab-compress`: convert a pretrained model's attention into collaborative form, or let its heads mix."""
 
-import inspect
-import shutil
-from dataclasses import asdict
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-import tyro
 from tqdm import tqdm
 
 from collab_compress import (
+    CheckpointError,
     CollabCompressError,
     Compression,
     Report,
@@ -21,38 +22,39 @@ from collab_compress import (
     make_standalone_,
     mix_heads_,
 )
-from collab_compress.checkpoint import edits_of
-from collab_compress.checkpoint.directory import refuse_existing, whole_directory, write_whole_json
+from collab_compress.checkpoint.companions import companions_of, copy_companions
+from collab_compress.checkpoint.directory import refuse_place, to_json, whole_directory, whole_file
+from collab_compress.checkpoint.load import one_line
+from collab_compress.conversion.card import CARD, Origin, loading_lines, model_card
 from collab_compress.processes import processes
 
 from .arguments import Arguments
-from .command import silence_libraries, stopping_in_one_line
-from .source import Source, load_source, sentence_transformers_folders
+from .command import parse, silence_libraries, stopping_in_one_line
+from .source import Source, device_of, find_directory, load_source, put_on, title_of
 from .table import mixing_lines, report_lines
 
-WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".index.json")
 RECORD = "collab_compress.json"
-EDITED = {"collaborative": "shared attention", "per-head": "smaller heads", "alphas": "mixed heads"}
-REPLACED = ("config.json", "README.md")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; errors are one line on standard error and exit code 2."""
     with stopping_in_one_line("collab-compress"):
-        run(tyro.cli(Arguments, prog="collab-compress", description=inspect.cleandoc(Arguments.__doc__ or "")))
+        run(parse(Arguments, "collab-compress", argv))
 
 
 def run(arguments: Arguments) -> Report | None:
     """Load, convert or mix or both, save and print; returns the report of the conversion."""
     silence_libraries()
-    if arguments.output is not None:
-        refuse_existing(arguments.output)
-    source = load_source(arguments.model)
-    sentence_transformers_folders(source.directory)
-    output = arguments.output or Path(source.name + arguments.suffix)
-    refuse_existing(output)
+    directory = find_directory(arguments.model)
+    output = arguments.output or Path(title_of(arguments.model) + arguments.suffix)
+    refuse_place(output, directory)
     if arguments.json is not None:
-        _check_json(arguments.json, output)
+        _check_json(arguments.json, output, directory)
+    companions_of(directory)
+    device = device_of(arguments.compression.device)
+    arguments = replace(arguments, compression=replace(arguments.compression, device=device))
+    source = load_source(arguments.model)
+    put_on(source.model, device)
     report = None if arguments.compression.rank is None else _convert(source, arguments)
     if arguments.mix:
         mix_heads_(source.model)
@@ -60,15 +62,17 @@ def run(arguments: Arguments) -> Report | None:
     together.wait_for_everyone()
     if not together.is_main_process:
         return report
-    with whole_directory(output) as directory:
-        _save(source, directory, arguments, report)
-        if arguments.json is not None:
-            write_whole_json(arguments.json, _record(source, arguments, report))
+    with ExitStack() as both:
+        described = None if arguments.json is None else both.enter_context(whole_file(arguments.json))
+        partial = both.enter_context(whole_directory(output))
+        _save(source, partial, output.name, arguments, report)
+        if described is not None:
+            described.write_text(to_json(_record(source, arguments, report)), encoding="utf-8")
     lines = [] if report is None else report_lines(report, arguments.calibration)
     for line in lines + mixing_lines(_mixed(source)):
         print(line)
     print(f"\nSaved to {output}. To use it:\n")
-    for line in loading_lines(source, output):
+    for line in loading_lines(source.model, output):
         print(f"    {line}")
     return report
 
@@ -94,24 +98,23 @@ def _mixed(source: Source) -> dict[str, int]:
     return {name: len(alphas) for name, alphas in alphas_of(source.model).items()}
 
 
-def _save(source: Source, directory: Path, arguments: Arguments, report: Report | None) -> None:
-    """Save the model, what travels along with it, and how it was made."""
+def _save(source: Source, directory: Path, title: str, arguments: Arguments, report: Report | None) -> None:
+    """Save the model, what travels along with it, its card, and how it was made."""
     if arguments.standalone:
         make_standalone_(source.model)
-    _copy_companions(source.directory, directory)
-    source.model.save_pretrained(directory)
-    write_whole_json(directory / RECORD, _record(source, arguments, report))
-
-
-def _copy_companions(source: Path, directory: Path) -> None:
-    """Copy tokenizer, processor and sentence-transformers files; leave weights, code, and what is written anew."""
-    for path in source.iterdir():
-        if path.is_file() and not (
-            path.name in REPLACED or path.name.startswith(".") or path.name.endswith((*WEIGHTS, ".py"))
-        ):
-            shutil.copyfile(path, directory / path.name)
-    for folder in sentence_transformers_folders(source):
-        shutil.copytree(source / folder, directory / folder, copy_function=shutil.copyfile)
+    copy_companions(source.directory, directory)
+    try:
+        source.model.save_pretrained(directory)
+    except ValueError as error:  # settings of generation that Transformers reads, but does not write
+        raise CheckpointError(f"{source.directory} cannot be saved again: {one_line(error)}") from error
+    compression, calibration = None, None
+    if report is not None:
+        compression = Compression(**asdict(arguments.compression))
+        calibration = {"synthetic": "random tokens", "none": None}.get(arguments.calibration, "texts")
+    origin = Origin(source.name, source.directory, source.repository)
+    card = model_card(source.model, title, origin, compression, calibration, report)
+    (directory / CARD).write_text(str(card), encoding="utf-8")
+    (directory / RECORD).write_text(to_json(_record(source, arguments, report)), encoding="utf-8")
 
 
 def _record(source: Source, arguments: Arguments, report: Report | None) -> dict[str, Any]:
@@ -130,24 +133,14 @@ def _record(source: Source, arguments: Arguments, report: Report | None) -> dict
     }
 
 
-def _check_json(path: Path, output: Path) -> None:
+def _check_json(path: Path, output: Path, model: Path) -> None:
     """Find out before the work, not after it, that the report has no place."""
-    if path.is_dir() or not path.resolve().parent.is_dir():
+    final, place = os.path.realpath(path), Path(os.path.realpath(output))
+    if os.path.isdir(final) or not os.path.isdir(os.path.dirname(final)):
         raise CollabCompressError(f"--json {path}: expected a file in a directory that exists")
-    if path.resolve().is_relative_to(output.resolve()):
+    if Path(final).is_relative_to(place):
         raise CollabCompressError(f"--json {path}: lies in the output, which has the report as {RECORD} anyway")
-
-
-def loading_lines(source: Source, output: Path) -> list[str]:
-    """Say how to load the result, in three lines."""
-    name = type(source.model).__name__
-    kinds = {edit.kind for edit in edits_of(source.model)}
-    edited = " and ".join(words for kind, words in EDITED.items() if kind in kinds)
-    return [
-        f"import collab_compress  # lets Transformers rebuild the {edited}",
-        f"from transformers import {name}",
-        f'model = {name}.from_pretrained("{output}")',
-    ]
+    refuse_place(path, model)
 
 
 if __name__ == "__main__":

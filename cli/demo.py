@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel
 from transformers.utils.logging import disable_progress_bar
 
-import collab_compress  # noqa: F401  (lets from_pretrained rebuild the shared attention)
+from collab_compress.checkpoint.load import load_model, load_tokenizer
 
 from .source import EMBEDDED, find_directory
 
@@ -20,7 +20,7 @@ SENTENCES = (
 
 def embed(path: Path) -> torch.Tensor:
     """Mean-pooled, normalised sentence embeddings, (sentences, width)."""
-    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModel.from_pretrained(path)
+    tokenizer, (model, _) = load_tokenizer(path), load_model(AutoModel, path)
     batch = tokenizer(list(SENTENCES), padding=True, return_tensors="pt")
     with torch.no_grad():
         hidden = model(**batch).last_hidden_state

@@ -1,6 +1,5 @@
 """`collab-results`: a table of what experiments found, with the papers' numbers beside it."""
 
-import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +8,13 @@ from typing import Annotated, Literal
 
 import tyro
 
-from collab_compress import CollabCompressError
-from collab_compress.checkpoint.directory import write_whole
+from collab_compress.checkpoint.directory import refuse_place, write_new
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.comparison import compare
 from collab_compress.experiments.papers import read_papers, select_tables
 from collab_compress.experiments.results import read_results
 
+from .command import parse, stopping_in_one_line
 from .results_csv import comparison_csv, papers_csv
 from .results_markdown import comparison_markdown, papers_markdown
 
@@ -51,24 +50,19 @@ class Arguments:
     """Tables to read, or a line for each number."""
 
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write there instead of printing."""
+    """Write there instead of printing; must not exist."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; errors are one line on standard error and exit code 2."""
-    try:
-        run(
-            tyro.cli(
-                Arguments, prog="collab-results", description=inspect.cleandoc(Arguments.__doc__ or ""), args=argv
-            )
-        )
-    except CollabCompressError as error:
-        print(f"collab-results: {error}", file=sys.stderr)
-        sys.exit(2)
+    with stopping_in_one_line("collab-results"):
+        run(parse(Arguments, "collab-results", argv))
 
 
 def run(arguments: Arguments) -> None:
     """Read, compare and print or write."""
+    if arguments.output is not None:
+        refuse_place(arguments.output)
     chosen = arguments.paper is not None or arguments.table is not None
     tables = select_tables(read_papers(), arguments.paper, arguments.table) if arguments.papers or chosen else []
     if arguments.folder is None:
@@ -89,7 +83,7 @@ def run(arguments: Arguments) -> None:
     if arguments.output is None:
         print(text, end="")
     else:
-        write_whole(arguments.output, text)
+        write_new(arguments.output, text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Turn what a person types for MODEL into a loaded model."""
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +9,14 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoProcessor, PreTrainedModel
+from transformers import PreTrainedModel
 
+from collab_compress.checkpoint import load
+from collab_compress.checkpoint.companions import COMPANIONS
 from collab_compress.checkpoint.directory import has_tokenizer
 from collab_compress.checkpoint.edits import METHOD
-from collab_compress.errors import CheckpointError
+from collab_compress.errors import CheckpointError, CompressionError
+from collab_compress.processes import processes
 
 SHORT_NAMES = {
     "bert-base": "google-bert/bert-base-uncased",
@@ -25,6 +26,9 @@ SHORT_NAMES = {
     "albert-large": "albert/albert-large-v2",
 }
 EMBEDDED = "minilm"
+EMBEDDED_REPOSITORY = "sentence-transformers/all-MiniLM-L6-v2"
+FETCHED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "README.md", "*/config.json", *COMPANIONS]
+RUNS_AS = (None, "eager", "sdpa")  # attention that can be read from a config
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,14 @@ class Source:
         directory: where its files are.
         model: in its own class and dtype, in evaluation mode.
         tokenizer: its tokenizer, or None where it has none.
+        repository: its name on the hub, where that is where it is from.
     """
 
     name: str
     directory: Path
     model: PreTrainedModel
     tokenizer: Any
+    repository: str | None = None
 
 
 def load_source(name: str, edited: bool = False) -> Source:
@@ -56,8 +62,14 @@ def load_source(name: str, edited: bool = False) -> Source:
     """
     directory = find_directory(name)
     model = load_model(directory, edited)
-    title = Path(name).resolve().name if Path(name).expanduser().is_dir() else name.rpartition("/")[2]
-    return Source(title, directory, model, load_tokenizer(directory))
+    known = {**SHORT_NAMES, EMBEDDED: EMBEDDED_REPOSITORY}
+    repository = None if _is_directory(name) else known.get(name, name)
+    return Source(title_of(name), directory, model, load_tokenizer(directory), repository)
+
+
+def title_of(name: str) -> str:
+    """Give the short name of MODEL, for titles and output directories."""
+    return _expanded(name).resolve().name if _is_directory(name) else name.rpartition("/")[2]
 
 
 def find_directory(name: str) -> Path:
@@ -66,22 +78,21 @@ def find_directory(name: str) -> Path:
     Raises:
         CheckpointError: no such directory, no model in it, or a hub that does not answer.
     """
-    path = Path(name).expanduser()
-    if name == EMBEDDED and not path.is_dir():
+    path = _expanded(name)
+    if name == EMBEDDED and not _is_directory(name):
         return _embedded_directory()
-    if path.exists() or name.startswith((".", "/", "~")):
-        if not path.is_dir():
+    if os.path.lexists(path) or name.startswith((".", "/", "~")):
+        if not _is_directory(name):
             raise CheckpointError(f"{name} is not a directory; pass a model directory or a hub name")
-        if not (path / "config.json").is_file():
-            raise CheckpointError(f"{name} has no config.json, so it is no model directory")
+        if not os.path.isfile(path / "config.json"):
+            raise CheckpointError(f"{path} has no config.json, so it is no model directory")
         return path
     repository = SHORT_NAMES.get(name, name)
-    patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.spm", "*/config.json"]
     try:
-        return Path(snapshot_download(repository, allow_patterns=patterns, ignore_patterns=["onnx/*", "openvino/*"]))
+        return Path(snapshot_download(repository, allow_patterns=FETCHED, ignore_patterns=["onnx/*", "openvino/*"]))
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise CheckpointError(
-            f"{name} is neither a directory nor a model on the hub: {_first_line(error)}"
+            f"{name} is neither a directory nor a model on the hub: {load.one_line(error)}"
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise CheckpointError(
@@ -100,18 +111,16 @@ def load_model(directory: Path, edited: bool = False) -> PreTrainedModel:
     Raises:
         CheckpointError: config or weights are missing, damaged, incomplete, not finite, or already converted.
     """
-    try:
-        config = AutoConfig.from_pretrained(directory)
-    except Exception as error:
-        raise CheckpointError(f"cannot read {directory / 'config.json'}: {_first_line(error)}") from error
+    config = load.load_config(directory)
     _refuse_quantized(directory, config, edited)
-    model_class = _model_class(directory, config)
-    try:
-        model, found = model_class.from_pretrained(
-            directory, dtype="auto", use_safetensors=True, output_loading_info=True
+    runs_as = getattr(config, "_attn_implementation", None)
+    if runs_as not in RUNS_AS:
+        raise CheckpointError(
+            f"{directory / 'config.json'}: attn_implementation is {runs_as!r}; collaborative attention runs as eager "
+            "or sdpa, so take that entry out"
         )
-    except (OSError, RuntimeError, ValueError, SafetensorError, KeyError) as error:
-        raise CheckpointError(f"cannot load weights from {directory}: {_first_line(error)}") from error
+    model_class = _model_class(directory, config)
+    model, found = load.load_model(model_class, directory, dtype="auto")
     if found["missing_keys"]:
         raise CheckpointError(
             f"{directory} lacks weights that {model_class.__name__} needs, such as "
@@ -128,30 +137,55 @@ def load_tokenizer(directory: Path) -> Any:
     """Load the tokenizer, or what holds one; None where the model has none."""
     if not has_tokenizer(directory):
         return None
-    try:
-        processor = AutoProcessor.from_pretrained(directory)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise CheckpointError(f"cannot load the tokenizer in {directory}: {_first_line(error)}") from error
+    processor = load.load_processor(directory)
     return getattr(processor, "tokenizer", processor)
 
 
-def sentence_transformers_folders(directory: Path) -> list[str]:
-    """List the folders of a sentence-transformers model's further modules; empty for other models.
+def device_of(asked: str | None) -> str | None:
+    """Say where this process works: of several on one machine, each has a device of its own.
+
+    Args:
+        asked: as torch names it; None for where a model is loaded.
 
     Raises:
-        CheckpointError: `modules.json` cannot be read, or names a folder outside the model.
+        CompressionError: one device is named for several processes.
     """
-    listing = directory / "modules.json"
-    if not listing.is_file():
-        return []
+    together = processes()
+    if asked is None or together.num_processes == 1 or asked == "cpu":
+        return asked
+    kind, _, number = asked.partition(":")
+    if number:
+        raise CompressionError(
+            f"device {asked!r} would hold all {together.num_processes} processes; pass {kind}, and each takes its own"
+        )
+    return f"{kind}:{together.local_process_index}"
+
+
+def put_on(model: PreTrainedModel, device: str | None) -> None:
+    """Move a model, in place.
+
+    Raises:
+        CompressionError: there is no such device, or it is full.
+    """
+    if device is not None:
+        try:
+            model.to(device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            raise CompressionError(f"device {device!r} cannot be used: {load.one_line(error)}") from error
+
+
+def _expanded(name: str) -> Path:
     try:
-        folders = [module["path"] for module in json.loads(listing.read_text(encoding="utf-8")) if module["path"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"cannot read {listing}: {type(error).__name__}: {_first_line(error)}") from error
-    for folder in folders:
-        if not (directory / folder).resolve().is_relative_to(directory.resolve()):
-            raise CheckpointError(f"{listing} names {folder!r}, which lies outside the model")
-    return [folder for folder in folders if (directory / folder).is_dir()]
+        return Path(name).expanduser()
+    except RuntimeError as error:  # ~someone, whom nobody knows
+        raise CheckpointError(f"{name} is not a directory: {load.one_line(error)}") from error
+
+
+def _is_directory(name: str) -> bool:
+    try:
+        return _expanded(name).is_dir()
+    except OSError:  # too long a name, or not to be looked at
+        return False
 
 
 def _embedded_directory() -> Path:
@@ -177,17 +211,26 @@ def _refuse_quantized(directory: Path, config: Any, edited: bool) -> None:
 
 
 def _model_class(directory: Path, config: Any) -> type[PreTrainedModel]:
+    """Find the class that a config names, which must be one for such configs.
+
+    Raises:
+        CheckpointError: it names none of Transformers, or one for another kind of model.
+    """
     names = config.architectures or []
-    found = [getattr(transformers, name) for name in names if hasattr(transformers, name)]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{directory / 'config.json'}: architectures is {names!r}; expected names of classes")
+    named = [getattr(transformers, name, None) for name in names]
+    found = [each for each in named if isinstance(each, type) and issubclass(each, PreTrainedModel)]
     if names and not found:
         raise CheckpointError(
-            f"{directory} wants the class {names[0]}, which Transformers does not have; code that a model brings "
+            f"{directory} wants the class {names[0]}, which is no model of Transformers; code that a model brings "
             "along is not run"
         )
     model_class: type[PreTrainedModel] = found[0] if found else transformers.AutoModel
+    expected = getattr(model_class, "config_class", None)
+    if expected is not None and not isinstance(config, expected):
+        raise CheckpointError(
+            f"{directory / 'config.json'} names {model_class.__name__}, which takes a {expected.__name__}, but "
+            f"describes a {config.model_type}"
+        )
     return model_class
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].replace(os.getcwd() + os.sep, "") if lines else type(error).__name__

@@ -55,6 +55,9 @@ def _summary(report: Report, calibrated_on: str) -> list[str]:
             f"Drift of {report.drift.output} on {report.drift.sequences} held-back sequences ({calibrated_on}): "
             f"{report.drift.relative_error:.2%} of its norm."
         )
+    seen = min((min(module.query_vectors, module.key_vectors) for module in report.modules), default=0)
+    if report.sequences and seen:
+        lines.append(f"Calibrated on {report.sequences:,} sequences; each module saw {seen:,} vectors or more.")
     lines.append(f"Converted in {report.seconds:.1f} s.")
     return lines
 

@@ -1,7 +1,7 @@
 """Fine-tune a classifier in a bare Accelerate loop with methods that act on heads: an example to copy from.
 
     python glue_runs/accelerate_loop.py task=mrpc model=minilm data_dir=DIR output=outputs/loop tuning.epochs=3 \\
-        heads.drophead='[{p: 0.2}]' heads.alphas.frozen=0.3 tuning.arguments='{gradient_accumulation_steps: 2}'
+        heads.drophead='[{p: 0.2}]' heads.alphas.frozen_ratio=0.3 tuning.arguments='{gradient_accumulation_steps: 2}'
 
 With `torchrun --nproc_per_node 2` or `accelerate launch` there are several processes, each with batches of its own.
 Of a recipe it takes task, model, data_dir, output, seed, max_length, heads, trackers, and of tuning whole epochs,
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from collab_compress import mix_heads_
+from collab_compress.checkpoint.load import load_model, load_tokenizer
 from collab_compress.errors import CollabCompressError, RecipeError
 from collab_compress.experiments import Recipe, read_recipe
 from collab_compress.experiments.trackers import check_trackers
@@ -41,8 +42,8 @@ def train(recipe: Recipe) -> None:
     )  # fmt: skip
     set_seed(recipe.seed)
     directory = find_directory(recipe.model)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(directory, num_labels=task.num_labels)
+    tokenizer = load_tokenizer(directory)
+    model, _ = load_model(transformers.AutoModelForSequenceClassification, directory, num_labels=task.num_labels)
     if recipe.heads.alphas is not None:
         mix_heads_(model)  # before the optimizer is made, so that it steps the alphas
     rows = encode_classification(load_task(task.name, recipe.data_dir), tokenizer, max_length=recipe.max_length)

@@ -21,19 +21,19 @@ from transformers import (
     AutoTokenizer,
     DataCollatorWithPadding,
     PreTrainedModel,
-    Trainer,
     TrainingArguments,
 )
 
-from collab_compress.heads import Rotation, Tap, alphas_of
+from collab_compress.analysis import cka, head_covariances
+from collab_compress.heads import RotationOptions, alphas_of
 from collab_compress.losses import nuclear_norm
 from collab_compress.training import (
     LOSSES,
     AlphasOptions,
     DropHeadOptions,
+    HeadTrainer,
     HeadTraining,
-    Penalty,
-    join_trainer_,
+    PenaltyOptions,
     measure,
 )
 
@@ -41,58 +41,41 @@ SHARE = 0.1  # of the loss at the start, which is log 2
 LOSS = 0.693
 GROWTH = 1e-3
 HEADS = 12
-MEASURED = ("hsic", "orthogonality", "disagreement", "disagreement-rows", "bhattacharyya-mean")
+MEASURED = ("hsic", "orthogonality", "agreement", "agreement-rows", "bhattacharyya-mean")
 
 
-def methods(start: dict[str, float]) -> dict[str, Callable[[], HeadTraining | None]]:
+def methods(start: dict[str, float]) -> dict[str, Callable[[], HeadTraining]]:
     """What each run does, given each loss of the untrained classifier's heads."""
 
     def penalty(name: str) -> Callable[[], HeadTraining]:
         # The mean cosine of outputs starts near 0: there it is a tenth of the loss where it can go, to −1/(H − 1).
-        size = 1 / (HEADS - 1) if name == "disagreement" else start[name]
-        return lambda: HeadTraining(penalties=(Penalty(name, SHARE * LOSS / size),))
+        size = 1 / (HEADS - 1) if name == "agreement" else start[name]
+        return lambda: HeadTraining(penalties=(PenaltyOptions(name, SHARE * LOSS / size),))
 
-    growing = AlphasOptions(frozen=0.31, growth_weight=SHARE * LOSS / (6 * GROWTH), growth=GROWTH)
+    growing = AlphasOptions(frozen_ratio=0.31, growth_weight=SHARE * LOSS / (6 * GROWTH), growth=GROWTH)
     return {
-        "plain": lambda: None,
+        "plain": HeadTraining,
         "DropHead 0.2": lambda: HeadTraining(drophead=(DropHeadOptions(0.2),)),
         "DropHead 0.2, scheduled": lambda: HeadTraining(drophead=(DropHeadOptions(0.2, "scheduled"),)),
-        "alphas": lambda: HeadTraining(alphas=AlphasOptions()),
+        "alphas": lambda: HeadTraining(alphas=AlphasOptions(growth_weight=0.0)),
         "alphas, nuclear growth": lambda: HeadTraining(alphas=growing),
-        "rotation, in-layer": lambda: HeadTraining(rotation=Rotation("in-layer", (0,))),
+        "rotation, in-layer": lambda: HeadTraining(rotation=RotationOptions("in-layer", (0,))),
         **{name: penalty(name) for name in MEASURED},
     }
 
 
 def mean_cka(model: PreTrainedModel, batches: DataLoader) -> float:
     """Linear CKA between the outputs of two heads over all real tokens, averaged over pairs and layers."""
-    moments: dict[str, list[torch.Tensor]] = {}
-    with torch.no_grad(), Tap(model.eval()) as tap:
-        for batch in batches:
-            model(**batch)
-            for reading in tap.take():
-                x = reading.outputs[reading.real.query].flatten(1).double()  # (N, H·d)
-                parts = [torch.tensor(float(len(x))), x.sum(0), x.mT @ x]
-                before = moments.get(reading.site.name)
-                moments[reading.site.name] = (
-                    parts if before is None else [a + b for a, b in zip(before, parts, strict=True)]
-                )
-    values = []
-    for count, total, second in moments.values():
-        heads = model.config.num_attention_heads
-        covariance = second - torch.outer(total, total) / count
-        blocks = covariance.unflatten(0, (heads, -1)).unflatten(2, (heads, -1)).square().sum((1, 3))  # (H, H)
-        cka = blocks / (blocks.diagonal()[:, None] * blocks.diagonal()).sqrt()
-        values.append((cka.sum() - heads) / (heads * (heads - 1)))
-    return float(torch.stack(values).mean())
+    layers = [cka(responses) for responses in head_covariances(model, batches).values()]  # (H, H) each
+    return float(torch.stack([(each.sum() - each.trace()) / (each.numel() - len(each)) for each in layers]).mean())
 
 
-def run(training: HeadTraining | None, train: list, dev: list, tokenizer, args: argparse.Namespace) -> dict:
+def run(training: HeadTraining, train: list, dev: list, tokenizer, args: argparse.Namespace) -> dict:
     """Fine-tune once and measure."""
     torch.manual_seed(args.seed)
     model = AutoModelForSequenceClassification.from_pretrained(get_model_path(), num_labels=2)
     collator = DataCollatorWithPadding(tokenizer)
-    trainer = Trainer(
+    trainer = HeadTrainer(
         model,
         TrainingArguments(
             str(args.output), per_device_train_batch_size=32, per_device_eval_batch_size=64,
@@ -100,9 +83,8 @@ def run(training: HeadTraining | None, train: list, dev: list, tokenizer, args: 
             seed=args.seed, save_strategy="no", logging_steps=20, report_to=[], disable_tqdm=True,
         ),
         train_dataset=train, eval_dataset=dev, data_collator=collator, compute_metrics=metrics,
+        head_training=training,
     )  # fmt: skip
-    if training is not None:
-        join_trainer_(trainer, training)
     trainer.train()
     result = {key: value for key, value in trainer.evaluate().items() if key in ("eval_accuracy", "eval_f1")}
     batches = DataLoader(dev, batch_size=64, collate_fn=collator)

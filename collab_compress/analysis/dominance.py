@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.analysis.stream import Batches, Progress, with_progress
 from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention, real_tokens
-from collab_compress.conversion.drift import outputs
+from collab_compress.conversion.drift import main_output
 from collab_compress.errors import HeadError
 from collab_compress.heads import HeadMask, least_important, masks_without
 
@@ -185,7 +185,7 @@ def _drifts(
 
 def _real_output(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """The model's main output at real tokens, or all of it where it has no token axis, in float64."""
-    ((_, output),) = outputs(model, [dict(batch)])
+    output = main_output(model, dict(batch))[1].cpu()
     kind: Kind = "decoder" if model.config.is_encoder_decoder else "encoder"
     mask = real_tokens(model, (), (), batch)[kind].query
     real = mask is not None and output.dim() == 3 and mask.shape == output.shape[:2]

@@ -17,6 +17,7 @@ from collab_compress.architectures.gpt2 import GPT2
 from collab_compress.architectures.m2m_100 import M2M_100
 from collab_compress.architectures.marian import MARIAN
 from collab_compress.architectures.mbart import MBART
+from collab_compress.architectures.model import transformers_model
 from collab_compress.architectures.opt import OPT
 from collab_compress.architectures.padding import RealTokens, forward_arguments, real_tokens
 from collab_compress.architectures.pegasus import PEGASUS
@@ -64,4 +65,5 @@ __all__ = [
     "forward_arguments",
     "real_tokens",
     "split_heads",
+    "transformers_model",
 ]

@@ -48,11 +48,10 @@ def real_tokens(
     given = {**dict(zip(names, args, strict=False)), **kwargs}
 
     def mask(name: str) -> Tensor | None:
-        found: Tensor | None = given.get(name)
-        if found is not None and found.dim() != 2:
-            raise HeadError(
-                f"{name} has shape {tuple(found.shape)}; padding can be told only from a mask (batch, tokens)"
-            )
+        found = given.get(name)
+        if found is not None and (not isinstance(found, Tensor) or found.dim() != 2):
+            got = f"has shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"is a {type(found).__name__}"
+            raise HeadError(f"{name} {got}; padding can be told only from a mask (batch, tokens)")
         return None if found is None else found != 0
 
     own = mask("attention_mask")

@@ -10,6 +10,7 @@ from torch import nn
 
 from collab_compress.architectures.family import AttentionFamily
 from collab_compress.architectures.fused import FusedSlice, fused_slice
+from collab_compress.architectures.model import transformers_model
 from collab_compress.architectures.refusal import refuse_interposed, refuse_unknown
 from collab_compress.errors import UnsupportedModelError
 
@@ -67,7 +68,7 @@ def find_attention(
     """List the attention modules of `model`, in the model's order, each once.
 
     Args:
-        model: a Transformers model, stock or edited.
+        model: a Transformers model, stock or edited; as for `transformers_model`.
         families: `config.model_type` → family.
         modules: glob on module paths; only matching modules are listed.
         kinds: only modules of these kinds are listed.
@@ -76,6 +77,7 @@ def find_attention(
         UnsupportedModelError: unknown family; something between projection and dot product (rotary embedding,
             query/key normalisation); no module matches; a module lacks an attribute its family promises.
     """
+    model = transformers_model(model)
     refuse_interposed(model, families)
     config: Any = getattr(model, "config", None)
     family = families.get(getattr(config, "model_type", ""))

@@ -1,24 +1,28 @@
 """What the model is run on to learn which directions of its inputs matter: random tokens, texts, or batches."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from collab_compress.calibration.layout import fitting
+from collab_compress.calibration.synthetic import BATCH_SIZE, Batch, image_batches, synthetic_batches
 from collab_compress.errors import CalibrationError
 
-Batch: TypeAlias = dict[str, Tensor]
+__all__ = ["BATCH_SIZE", "Batch", "Calibration", "calibration_batches", "noted_batches", "read_texts"]
+
 Text: TypeAlias = str | tuple[str, str]
 Calibration: TypeAlias = str | Path | Sequence[Text] | Iterable[Mapping[str, Tensor]] | None
 
 _Item = TypeVar("_Item")
+_logger = logging.getLogger(__name__)
 
 SEQUENCES = 128
 LENGTH = 64
-BATCH_SIZE = 16
 
 
 def calibration_batches(
@@ -26,11 +30,11 @@ def calibration_batches(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
-    sequences: int = SEQUENCES,
-    length: int = LENGTH,
+    sequences: int | None = None,
+    length: int | None = None,
     seed: int = 0,
 ) -> list[Batch]:
-    """Turn any accepted form of calibration data into batches for `model`.
+    """Turn any accepted form of calibration data into batches for `model`; what is left out is logged as a warning.
 
     Args:
         calibration: "synthetic" (random tokens, or noise for images), "none" or None, the path of a text file with
@@ -38,8 +42,9 @@ def calibration_batches(
             batches.
         model: the model they are for; bounds the vocabulary and the length.
         tokenizer: needed for everything but ready batches, images and none.
-        sequences: number of random sequences; of more texts than that a random sample is used.
-        length: tokens in a random sequence; texts are cut there.
+        sequences: number of random sequences, 128 if not given; of more texts than that a random sample is used, and
+            all of them if not given.
+        length: tokens in a random sequence, 64 if not given; texts are cut there, or else at the model's limit.
         seed: seed of the random tokens, and of the sample and order of texts.
 
     Returns:
@@ -49,17 +54,39 @@ def calibration_batches(
         CalibrationError: no tokenizer, no data, a file that cannot be read, something that is no data, or texts for
             a model that does not read any.
     """
+    batches, notes = noted_batches(calibration, model, tokenizer, sequences=sequences, length=length, seed=seed)
+    for note in notes:
+        _logger.warning(note)
+    return batches
+
+
+def noted_batches(
+    calibration: Calibration,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    sequences: int | None,
+    length: int | None,
+    seed: int,
+) -> tuple[list[Batch], list[str]]:
+    """Do as `calibration_batches`, and say what was left out instead of logging it.
+
+    Returns:
+        The batches, and one sentence for each way in which texts are not used as they are.
+    """
     if calibration is None or calibration == "none":
-        return []
+        return [], []
+    notes: list[str] = []
     if hasattr(calibration, "column_names"):
         raise CalibrationError(
             f"got a data set with columns {calibration.column_names}; pass the one with the texts, as in "
             "calibration=data['text']"
         )
-    if not isinstance(calibration, str | Path) and _holds_batches(calibration):
-        batches = [dict(batch) for batch in cast("Iterable[Mapping[str, Tensor]]", calibration)]
+    items = None if isinstance(calibration, str | Path) else _items(calibration)
+    if items is not None and any(isinstance(item, Mapping) for item in items):
+        batches = [_batch(place, item) for place, item in enumerate(items)]
     elif model.main_input_name != "input_ids":
-        batches = _noise(calibration, model, sequences, seed)
+        batches = _noise(calibration, model, sequences or SEQUENCES, seed)
     elif tokenizer is None:
         raise CalibrationError(
             "calibration from random tokens or texts needs the model's tokenizer, and there is none: pass "
@@ -71,14 +98,21 @@ def calibration_batches(
             "input_ids and decoder_input_ids, or calibration 'synthetic'"
         )
     elif calibration == "synthetic":
-        batches = synthetic_batches(model, tokenizer, sequences, _fitting(length, model, tokenizer), seed)
+        limit = fitting(length or LENGTH, model, tokenizer)
+        batches = synthetic_batches(model, tokenizer, sequences or SEQUENCES, limit or LENGTH, seed)
     else:
         texts = (
             read_texts(Path(calibration))
             if isinstance(calibration, str | Path)
-            else list(cast("Sequence[Text]", calibration))
+            else [_text(place, item) for place, item in enumerate(items or [])]
         )
-        batches = text_batches(tokenizer, _sample(texts, sequences, seed), _fitting(length, model, tokenizer), seed)
+        sample = _sample(texts, len(texts) if sequences is None else sequences, seed)
+        if len(sample) < len(texts):
+            notes.append(f"calibration uses {len(sample)} of {len(texts)} texts, drawn at random")
+        limit = fitting(length, model, tokenizer)
+        batches, cut = text_batches(tokenizer, sample, limit, seed)
+        if cut:
+            notes.append(f"{cut} of {len(sample)} texts are longer than {limit} tokens and are cut there")
     size = getattr(model.config, "vocab_size", None)
     largest = max((int(batch["input_ids"].max()) for batch in batches if "input_ids" in batch), default=0)
     if size is not None and largest >= size:
@@ -88,7 +122,7 @@ def calibration_batches(
         )
     if not batches:
         raise CalibrationError("calibration data is empty; pass at least one batch or text, or None")
-    return batches
+    return batches, notes
 
 
 def _noise(calibration: Any, model: PreTrainedModel, sequences: int, seed: int) -> list[Batch]:
@@ -101,73 +135,30 @@ def _noise(calibration: Any, model: PreTrainedModel, sequences: int, seed: int) 
     return image_batches(model, sequences, seed)
 
 
-def image_batches(model: PreTrainedModel, images: int, seed: int) -> list[Batch]:
-    """Draw images of the size in the model's config, with mean 0 and variance 1 as processors make them.
+def text_batches(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], length: int | None, seed: int
+) -> tuple[list[Batch], int]:
+    """Tokenize texts or text pairs, similar lengths together, padded within each batch; batches in random order.
 
-    Each is noise at every scale: a sum of noise on grids of 1, 2, 4, … cells a side, so that what patches hold does
-    not average out.
+    Texts are cut at `length` tokens, if one is given.
 
-    Raises:
-        CalibrationError: the config does not say how large images are.
+    Returns:
+        The batches, and how many texts were cut.
     """
-    size, channels = (getattr(model.config, name, None) for name in ("image_size", "num_channels"))
-    if size is None or channels is None:
-        raise CalibrationError(
-            f"the config of {type(model).__name__} does not say image_size and num_channels; pass batches of "
-            "pixel_values"
-        )
-    height, width = (size, size) if isinstance(size, int) else size
-    generator = torch.Generator().manual_seed(seed)
-    pixels = torch.zeros(images, channels, height, width)
-    for cells in (2**power for power in range(max(height, width).bit_length())):
-        grid = torch.randn(images, channels, min(cells, height), min(cells, width), generator=generator)
-        pixels += torch.nn.functional.interpolate(grid, (height, width))
-    return [{"pixel_values": part} for part in (pixels / pixels.std()).split(BATCH_SIZE)]
-
-
-def synthetic_batches(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sequences: int, length: int, seed: int
-) -> list[Batch]:
-    """Draw token ids uniformly from the non-special vocabulary, with the tokenizer's special tokens at the ends."""
-    size = min(len(tokenizer), getattr(model.config, "vocab_size", len(tokenizer)))
-    special = set(tokenizer.all_special_ids)
-    ordinary = torch.tensor([token for token in range(size) if token not in special])
-    ends: list[int] = tokenizer("")["input_ids"]
-    first = ends[:1] if ends and ends[0] in (tokenizer.cls_token_id, tokenizer.bos_token_id) else []
-    last = ends[len(first) :]
-    drawn = length - len(first) - len(last)
-    if drawn < 1 or not len(ordinary):
-        raise CalibrationError(f"no room for random tokens in sequences of {length}, vocabulary of {size}")
-    generator = torch.Generator().manual_seed(seed)
-    middle = ordinary[torch.randint(len(ordinary), (sequences, drawn), generator=generator)]
-    ids = torch.cat([torch.tensor([first] * sequences).long(), middle, torch.tensor([last] * sequences).long()], 1)
-    batches = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids.split(BATCH_SIZE)]
-    if model.config.is_encoder_decoder:
-        targets = ordinary[torch.randint(len(ordinary), (sequences, length), generator=generator)]
-        targets[:, 0] = _start_token(model.config)
-        for batch, part in zip(batches, targets.split(BATCH_SIZE), strict=True):
-            batch["decoder_input_ids"], batch["decoder_attention_mask"] = part, torch.ones_like(part)
-    return batches
-
-
-def _start_token(config: Any) -> int:
-    """The token that decoders begin with; where a language code would be it (mBART), the one before that."""
-    names = ("decoder_start_token_id", "eos_token_id", "bos_token_id", "pad_token_id")
-    return next((token for token in (getattr(config, name, None) for name in names) if isinstance(token, int)), 0)
-
-
-def text_batches(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], length: int, seed: int) -> list[Batch]:
-    """Tokenize texts or text pairs, similar lengths together, padded within each batch; batches in random order."""
+    options = {"truncation": length is not None, "max_length": length, "padding": True, "return_tensors": "pt"}
+    cut = 0
     texts = sorted(texts, key=lambda text: len(text) if isinstance(text, str) else len(text[0]) + len(text[1]))
     batches = []
     for start in range(0, len(texts), BATCH_SIZE):
         part = list(texts[start : start + BATCH_SIZE])
         try:
-            encoded = tokenizer(part, truncation=True, max_length=length, padding=True, return_tensors="pt")
+            encoded = tokenizer(part, **options)
+            if length is not None and encoded["input_ids"].shape[1] == length:
+                cut += sum(len(tokens) > length for tokens in tokenizer(part, verbose=False)["input_ids"])
         except (ValueError, TypeError) as error:
             raise CalibrationError(f"the tokenizer cannot batch the texts: {error}") from error
         batches.append(dict(encoded))
-    return _sample(batches, len(batches), seed)
+    return _sample(batches, len(batches), seed), cut
 
 
 def _sample(items: Sequence[_Item], count: int, seed: int) -> list[_Item]:
@@ -191,21 +182,35 @@ def read_texts(path: Path) -> list[Text]:
     return texts
 
 
-def _holds_batches(calibration: Any) -> bool:
-    if isinstance(calibration, Sequence):
-        kinds = {isinstance(item, Mapping) for item in calibration}
-        if len(kinds) == 2:
-            raise CalibrationError("calibration mixes batches and texts; pass one or the other")
-        return kinds == {True}
-    if not isinstance(calibration, Iterable):
+def _items(calibration: Any) -> list[Any]:
+    """List the texts or batches of a calibration that is no name and no file."""
+    if isinstance(calibration, bytes | Mapping) or not isinstance(calibration, Iterable):
         raise CalibrationError(
             f"calibration is a {type(calibration).__name__}; expected 'synthetic', 'none', a file of texts, texts, "
             "or batches"
         )
-    return True
+    items = list(calibration)
+    if len({isinstance(item, Mapping) for item in items}) == 2:
+        raise CalibrationError("calibration mixes batches and texts; pass one or the other")
+    return items
 
 
-def _fitting(length: int, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Shorten sequences to what model and tokenizer can take."""
-    positions = getattr(model.config, "max_position_embeddings", None) or length
-    return min(length, int(positions), int(tokenizer.model_max_length))
+def _batch(place: int, item: Mapping[str, Any]) -> Batch:
+    """Check that a batch can be one."""
+    batch = dict(item)
+    ids = batch.get("input_ids", torch.zeros(1))
+    if not isinstance(ids, Tensor) or not ids.numel():
+        got = "empty" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+        raise CalibrationError(f"calibration batch {place}: input_ids is {got}; expected a tensor of token ids")
+    return batch
+
+
+def _text(place: int, item: Any) -> Text:
+    """Check that a text, or a pair of texts, is one."""
+    if isinstance(item, str):
+        return item
+    if isinstance(item, tuple | list) and len(item) == 2 and all(isinstance(part, str) for part in item):
+        return item[0], item[1]
+    raise CalibrationError(
+        f"calibration item {place} is a {type(item).__name__}; expected a text, a pair of texts, or a batch"
+    )

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import DenseSite, Kind, RealTokens, real_tokens
 from collab_compress.calibration.batches import Batch
-from collab_compress.errors import CalibrationError
+from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.factorization import Moments
 
 
@@ -36,7 +36,7 @@ def gather_moments(
         Site name → moments of query inputs, moments of key inputs.
 
     Raises:
-        CalibrationError: a module saw no token, or an input was not finite.
+        CalibrationError: a module saw no token, an input was not finite, or a mask is none of (batch, tokens).
     """
     queries: dict[str, Moments | None] = {site.name: None for site in sites}
     keys: dict[str, Moments | None] = dict(queries)
@@ -63,7 +63,7 @@ def gather_moments(
             for site in sites:
                 watch(site)
             for batch in batches:
-                real = real_tokens(model, (), (), batch)
+                real = _masks(model, batch)
                 run_batch(model, batch)
                 if on_batch is not None:
                     on_batch()
@@ -71,6 +71,14 @@ def gather_moments(
             for handle in handles:
                 handle.remove()
     return {name: _both(name, queries[name], keys[name]) for name in queries}
+
+
+def _masks(model: PreTrainedModel, batch: Batch) -> dict[Kind, RealTokens]:
+    """Read the masks of a batch."""
+    try:
+        return real_tokens(model, (), (), batch)
+    except HeadError as error:
+        raise CalibrationError(f"a calibration batch's {error}") from error
 
 
 def _pooled(name: str, so_far: Moments | None, tokens: Tensor) -> Moments | None:

@@ -1,7 +1,10 @@
 """Write a directory or a file beside its final place, and rename it when it is whole; what a directory holds."""
 
+import glob
 import json
 import os
+import platform
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,14 +19,15 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model",
     "source.spm",
 )  # fmt: skip
+RUST_OS_ERROR = re.compile(r"\(os error \d+\)")  # how safetensors and tokenizers tell of a full disk
 
 
 @contextmanager
 def whole_directory(path: Path) -> Iterator[Path]:
     """Yield an empty directory that becomes `path` if the block succeeds, and is removed if it does not.
 
-    A process killed outright can leave its working directory `.<name>.partial-<pid>`, never `path`; the next write
-    to the same path clears those whose process is gone.
+    A process killed outright can leave its working directory `.<name>.partial-<host>-<pid>`, never `path`; the next
+    write to the same path clears those whose process is gone.
 
     Args:
         path: where the result is wanted; must not exist.
@@ -32,53 +36,83 @@ def whole_directory(path: Path) -> Iterator[Path]:
         CheckpointError: `path` exists, or nothing can be written there.
     """
     refuse_existing(path)
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    missing = [parent for parent in path.parents if not parent.exists()]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _clear_abandoned(path)
+    with _cannot_write(path), _made_parents(_final(path)) as final:
+        _clear_abandoned(final)
+        partial = _partial(final)
         partial.mkdir()
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
-    try:
-        yield partial
-        refuse_existing(path)
-        partial.rename(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        if not path.exists():
-            for parent in missing:
-                with suppress(OSError):
-                    parent.rmdir()
+        try:
+            yield partial
+            refuse_existing(path)
+            partial.rename(final)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write to; what is there becomes `path` if the block succeeds, and is removed if it does not.
+
+    Args:
+        path: where the file is wanted; must not exist. Directories that are missing are made.
+
+    Raises:
+        CheckpointError: `path` exists, or nothing can be written there.
+    """
+    refuse_existing(path)
+    with _cannot_write(path), _made_parents(_final(path)) as final:
+        partial = _partial(final)
+        try:
+            yield partial
+            refuse_existing(path)
+            partial.rename(final)
+        finally:
+            with suppress(OSError):
+                partial.unlink()
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write text to a file that must not be there yet; all of it or nothing.
+
+    Raises:
+        CheckpointError: something is there, or nothing can be written there.
+    """
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def write_whole(path: Path, text: str) -> None:
     """Write text beside `path` and rename it when it is whole; a file that is there is replaced.
+
+    This is for files that were written here before. Where a person says where to write, `write_new` is used.
 
     Args:
         path: where the file is wanted; directories that are missing are made.
         text: what to write.
 
     Raises:
-        CheckpointError: nothing can be written there.
+        CheckpointError: what is there is no regular file, or nothing can be written there.
     """
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
+    with _cannot_write(path):
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise CheckpointError(f"cannot write {path}: it is no regular file")
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            partial.unlink()
+        partial = _partial(path)
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+        finally:
+            with suppress(OSError):
+                partial.unlink()
+
+
+def to_json(value: Any) -> str:
+    """Give a value as the JSON that files hold; what JSON has no form for is its `str`."""
+    return json.dumps(value, indent=2, default=str) + "\n"
 
 
 def write_whole_json(path: Path, value: Any) -> None:
     """Write JSON as `write_whole` writes text; what JSON has no form for is written as its `str`."""
-    write_whole(path, json.dumps(value, indent=2, default=str) + "\n")
+    write_whole(path, to_json(value))
 
 
 def has_tokenizer(directory: Path) -> bool:
@@ -87,19 +121,91 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def refuse_existing(path: Path) -> None:
-    """Refuse to overwrite.
+    """Refuse to overwrite: whatever is at `path`, a link, a device or a pipe too, stays as it is.
 
     Raises:
-        CheckpointError: something is at `path`.
+        CheckpointError: something is at `path`, or nothing can be.
     """
-    if path.exists() or path.is_symlink():
-        raise CheckpointError(f"{path} exists; choose another output or remove it")
+    with _cannot_write(path):
+        if os.path.lexists(path) or os.path.lexists(_final(path)):  # `new/..` is there, though `new` is not
+            raise CheckpointError(f"{path} exists; choose another output or remove it")
+
+
+def refuse_place(path: Path, *inputs: Path) -> None:
+    """Refuse, before the work that leads to it, an output that could not be written or would change an input.
+
+    Args:
+        path: of a file or a directory to be written.
+        inputs: files and directories that are read.
+
+    Raises:
+        CheckpointError: something is at `path`, it lies inside an input, or nothing can be written there.
+    """
+    refuse_existing(path)
+    with _cannot_write(path):
+        final = _final(path)
+        for read in inputs:
+            if final.is_relative_to(_final(read)):
+                raise CheckpointError(f"{path} lies in {read}, which is read; choose an output elsewhere")
+        parent = next(each for each in final.parents if each.exists())
+        if not parent.is_dir():
+            raise CheckpointError(f"cannot write {path}: {parent} is not a directory")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise CheckpointError(f"cannot write {path}: Permission denied")
+        with suppress(FileNotFoundError):
+            os.lstat(parent / _partial(final).name)  # is the name short enough?
+
+
+@contextmanager
+def _cannot_write(path: Path) -> Iterator[None]:
+    """Turn errors of the file system into ours, whichever language they are told in."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError):
+            reason = error.strerror or str(error)
+        elif RUST_OS_ERROR.search(str(error)) or "null byte" in str(error):
+            reason = str(error)
+        else:
+            raise
+        raise CheckpointError(f"cannot write {path}: {reason}") from error
+
+
+@contextmanager
+def _made_parents(path: Path) -> Iterator[Path]:
+    """Make the directories above a path; take them away again where nothing came to be."""
+    missing = [parent for parent in path.parents if not parent.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield path
+    finally:
+        if not path.exists():
+            for parent in missing:
+                with suppress(OSError):
+                    parent.rmdir()
+
+
+def _final(path: Path) -> Path:
+    """Follow links and `..`; unlike `Path.resolve`, a circle of links is no error here."""
+    return Path(os.path.realpath(path))
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial-{_host()}-{os.getpid()}")
+
+
+def _host() -> str:
+    return re.sub(r"\W", "", platform.node())[:32] or "host"
 
 
 def _clear_abandoned(path: Path) -> None:
-    for left in path.parent.glob(f".{path.name}.partial-*"):
-        pid = left.name.rpartition("-")[2]
-        if pid.isdigit() and not _alive(int(pid)):
+    """Remove what processes of this machine that are gone left of the same output."""
+    start = f".{path.name}.partial-{_host()}-"
+    for left in path.parent.glob(glob.escape(start) + "*"):
+        pid = left.name[len(start) :]
+        if pid.isdigit() and left.is_dir() and not left.is_symlink() and not _alive(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
 
 

@@ -1,6 +1,7 @@
 """Measure how far a conversion moved the model's outputs."""
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -9,57 +10,111 @@ from transformers import PreTrainedModel
 from collab_compress.calibration import Batch, run_batch, running
 from collab_compress.conversion.report import Drift
 from collab_compress.errors import CalibrationError
+from collab_compress.factorization import has_float64
 
-HELD_BACK = 8  # one batch in this many
+HELD_BACK = 8  # one sequence in this many
 
 
 def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Split batches into those to calibrate on and those to measure drift on (the last one in eight).
+    """Split batches into those to calibrate on and those to measure drift on: one sequence in eight, at least one.
 
-    A single batch is split by rows; a single sequence is not held back, and no drift is measured.
+    A batch is divided where that is needed and its tensors have one row for each sequence. A single sequence is not
+    held back, and no drift is measured.
     """
-    if len(batches) == 1:
-        sizes = {len(value) for value in batches[0].values() if isinstance(value, Tensor) and value.dim()}
-        rows = max(sizes, default=1)
-        if len(sizes) != 1 or rows == 1:
-            return list(batches), []
-        kept = rows - max(1, rows // HELD_BACK)
-        return [_rows(batches[0], slice(kept))], [_rows(batches[0], slice(kept, None))]
-    held_back = max(1, len(batches) // HELD_BACK) if batches else 0
-    return list(batches[: len(batches) - held_back]), list(batches[len(batches) - held_back :])
+    used, held_back = list(batches), []
+    wanted = max(1, sum(map(rows_of, batches)) // HELD_BACK)
+    while wanted > 0 and used:
+        rows = rows_of(used[-1])
+        divisible = len({len(value) for value in _tensors(used[-1])}) == 1
+        if rows > wanted and divisible:
+            batch = used.pop()
+            held_back.append(_rows(batch, slice(rows - wanted, None)))
+            used.append(_rows(batch, slice(rows - wanted)))
+        elif len(used) > 1 and (rows <= wanted or not held_back):
+            held_back.append(used.pop())
+        else:
+            break
+        wanted -= rows
+    return used, held_back[::-1]
 
 
-def outputs(model: PreTrainedModel, batches: Iterable[Batch]) -> Generator[tuple[str, Tensor], None, None]:
-    """Run the model and give the main output of each batch: logits, or else the first output but a loss.
+def rows_of(batch: Batch) -> int:
+    """Count the sequences, or images, of a batch."""
+    return next((len(value) for value in _tensors(batch)), 0)
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    return [value for value in batch.values() if isinstance(value, Tensor) and value.dim()]
+
+
+def measure(
+    model: PreTrainedModel, batches: Sequence[Batch], converted: Callable[[], AbstractContextManager[None]]
+) -> Drift | None:
+    """Compare a model's main output, logits or else the first output but a loss, with that of its converted self.
+
+    Real tokens count, or everything where the output has no token axis. The outputs of one batch are held at a time.
+
+    Args:
+        model: the dense model.
+        batches: what to run it on.
+        converted: makes the model the converted one as long as the context lasts.
+
+    Returns:
+        The drift; None without batches.
+
+    Raises:
+        CalibrationError: an output is not finite.
+    """
+    measured = [_measured(model, batch, converted) for batch in batches]
+    if not measured:
+        return None
+    names, sequences, differences, norms = zip(*measured, strict=True)
+    return Drift(names[0], (sum(differences) / sum(norms)) ** 0.5 if sum(norms) else 0.0, sum(sequences))
+
+
+def _measured(
+    model: PreTrainedModel, batch: Batch, converted: Callable[[], AbstractContextManager[None]]
+) -> tuple[str, int, float, float]:
+    """Give an output's name, how many sequences it has, the square of its difference, and its own."""
+    name, old = main_output(model, batch)
+    with converted():
+        _, new = main_output(model, batch)
+    mask = _mask(batch, old)
+    difference = norm = 0.0
+    for row in range(len(old)):  # one sequence at a time is held in float64
+        real = slice(None) if mask is None else mask[row]
+        was, now = (_exact(output[row][real]) for output in (old, new))
+        difference += float((now - was).square().sum())
+        norm += float(was.square().sum())
+    return name, len(old), difference, norm
+
+
+def main_output(model: PreTrainedModel, batch: Batch) -> tuple[str, Tensor]:
+    """Run the model on one batch; give the name and value of its logits, or else of its first output but a loss.
 
     Raises:
         CalibrationError: the output is not finite.
     """
     with running(model):
-        for batch in batches:
-            output = run_batch(model, batch)
-            named = {name: value for name, value in output.items() if isinstance(value, Tensor) and name != "loss"}
-            name = "logits" if "logits" in named else next(iter(named))
-            if not bool(torch.isfinite(named[name]).all()):
-                raise CalibrationError(f"{name} of {type(model).__name__} is not finite on the calibration data")
-            yield name, named[name].float().cpu()
+        output = run_batch(model, batch)
+    named = {name: value for name, value in output.items() if isinstance(value, Tensor) and name != "loss"}
+    name = "logits" if "logits" in named else next(iter(named))
+    if not bool(torch.isfinite(named[name]).all()):
+        raise CalibrationError(f"{name} of {type(model).__name__} is not finite on the calibration data")
+    return name, named[name]
+
+
+def _mask(batch: Batch, output: Tensor) -> Tensor | None:
+    """Say which tokens of an output (B, T, …) are real; None where all count."""
+    mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
+    if not isinstance(mask, Tensor) or mask.shape != output.shape[:2] or output.dim() != 3:
+        return None
+    return mask.to(output.device).bool()
+
+
+def _exact(values: Tensor) -> Tensor:
+    return values.double() if has_float64(values.device) else values.cpu().double()
 
 
 def _rows(batch: Batch, rows: slice) -> Batch:
     return {name: value[rows] if isinstance(value, Tensor) else value for name, value in batch.items()}
-
-
-def compare(
-    before: Sequence[tuple[str, Tensor]], after: Iterable[tuple[str, Tensor]], batches: Sequence[Batch]
-) -> Drift | None:
-    """Compare outputs over real tokens, or over everything where the output has no token axis."""
-    if not before:
-        return None
-    difference = norm = 0.0
-    for (_, old), (_, new), batch in zip(before, after, batches, strict=True):
-        mask = batch.get("decoder_attention_mask", batch.get("attention_mask", torch.ones(0))).cpu()
-        real = mask.bool() if mask.shape == old.shape[:2] and old.dim() == 3 else slice(None)
-        difference += float((new[real] - old[real]).double().square().sum())
-        norm += float(old[real].double().square().sum())
-    sequences = sum(len(value) for _, value in before)
-    return Drift(before[0][0], (difference / norm) ** 0.5 if norm else 0.0, sequences)

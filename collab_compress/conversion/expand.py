@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from collab_compress.architectures import transformers_model
 from collab_compress.attention import CollaborativeSpec, is_collaborative, read_parts, uninstall_
 from collab_compress.attention.edit import CollaborativeEdit
 from collab_compress.attention.per_head import PerHeadEdit
@@ -48,6 +49,7 @@ def expand(model: PreTrainedModel) -> Expansion:
         CompressionError: the model holds no collaborative attention.
         UnsupportedModelError: a projection carries an adapter, is quantized or offloaded.
     """
+    model = transformers_model(model)
     edits_of(model)  # refuses a model whose modules are not this package's
     sites = [(name, module) for name, module in model.named_modules() if is_collaborative(module)]
     if not sites:

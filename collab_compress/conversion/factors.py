@@ -2,6 +2,7 @@
 
 from transformers import PreTrainedModel
 
+from collab_compress.architectures import transformers_model
 from collab_compress.attention import is_collaborative, read_parts
 from collab_compress.checkpoint import edits_of
 from collab_compress.factorization import Factors
@@ -21,6 +22,7 @@ def read_factors(model: PreTrainedModel) -> dict[str, Factors]:
         UnsupportedModelError: a projection carries an adapter, is quantized or offloaded.
         CheckpointError: the model was loaded before this package was imported.
     """
+    model = transformers_model(model)
     edits_of(model)  # refuses a model whose modules are not this package's
     factors = {}
     for name, module in model.named_modules():

@@ -1,6 +1,7 @@
 """What to convert and how: the same dataclass in the Python API and on the command line."""
 
 from dataclasses import dataclass
+from math import inf
 from typing import Annotated
 
 import tyro
@@ -8,6 +9,8 @@ import tyro
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import FORMS, SOLVERS, Form
+
+LARGEST_DAMPING = 1e6
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,16 @@ class Compression:
     damping: float = 1e-3
     """Share of the mean input variance added to every direction, so that unseen ones keep some weight."""
 
-    centre: bool = True
-    """Weigh by covariances, and fold what the mean query loses into the content bias."""
+    centre: bool | None = None
+    """Weigh by covariances, and fold what the mean query loses into the content bias; None centres keys alone where
+    queries have no bias (T5), so that no content bias appears there, which would take room in key caches."""
+
+    sequences: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Calibration sequences: so many random ones (128 if not given), or a random sample of the texts (all of them if
+    not given)."""
+
+    length: Annotated[int | None, tyro.conf.arg(metavar="T")] = None
+    """Tokens of a random sequence (64 if not given), or where texts are cut (the model's limit if not given)."""
 
     modules: Annotated[str, tyro.conf.arg(metavar="GLOB")] = "*"
     """Convert only attention modules whose path matches."""
@@ -45,7 +56,8 @@ class Compression:
     """Seed of random tokens and random starts."""
 
     device: str | None = None
-    """Where to decompose, as torch names it (cpu, cuda:0); where the model is if not given."""
+    """Where to decompose, as torch names it (cpu, cuda:0; cuda is each process's own GPU); where the model is if not
+    given, or the CPU if that device has no float64."""
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
@@ -62,7 +74,18 @@ class Compression:
             raise CompressionError(f"kinds are {', '.join(unknown) or 'none'}; expected some of {', '.join(KINDS)}")
         if self.solver not in SOLVERS:
             raise CompressionError(f"unknown solver {self.solver!r}; expected one of {', '.join(sorted(SOLVERS))}")
-        if self.sweeps is not None and self.sweeps < 1:
-            raise CompressionError(f"sweeps is {self.sweeps}; expected at least 1")
-        if self.damping < 0:
-            raise CompressionError(f"damping is {self.damping}; expected 0 or more")
+        for name in ("sweeps", "sequences", "length"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, int):
+                raise CompressionError(f"{name} is {value!r}; expected a whole number")
+            if value is not None and value < 1:
+                raise CompressionError(f"{name} is {value}; expected at least 1")
+        if not 0 <= self.damping <= LARGEST_DAMPING:
+            raise CompressionError(
+                f"damping is {self.damping}; expected 0 or more, up to {LARGEST_DAMPING:g} (calibration 'none' "
+                "weighs all directions alike)"
+            )
+        if self.tolerance is not None and not 0 <= self.tolerance < inf:
+            raise CompressionError(f"tolerance is {self.tolerance}; expected a finite number, 0 or more")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+            raise CompressionError(f"seed is {self.seed}; expected a whole number from 0 to 2³² − 1")

@@ -14,10 +14,11 @@ from collab_compress.calibration import Batch, gather_moments
 from collab_compress.conversion.options import Compression
 from collab_compress.conversion.report import ModuleReport, module_report
 from collab_compress.errors import CompressionError
-from collab_compress.factorization import Moments, factorize
+from collab_compress.factorization import Moments, centres_queries, factorize
 
 Progress = Callable[[str, int, int], None]
 REPORT_LENGTH = 128
+FEW = 4  # vectors for each dimension of the inputs: with fewer, a covariance is mostly chance
 STATISTICS_SHARE = 1 / 16  # of the model's own bytes: what moments may take at a time, …
 STATISTICS_BYTES = 64 * 2**20  # … or this much, where that is more
 
@@ -72,6 +73,13 @@ def plan(
     return planned
 
 
+def gets_content_bias(site: DenseSite, compression: Compression, calibrated: bool) -> bool:
+    """Say whether a module will have content biases: where queries have a bias, or where centring is to make them."""
+    biased = site.query.bias is not None
+    folded = calibrated and compression.rank < site.width and centres_queries(biased, compression.centre)
+    return biased or folded
+
+
 def shared_spec(site: DenseSite, rank: int, content_bias: bool) -> CollaborativeSpec:
     """Describe what is to replace the projections of a module, if heads share channels."""
     return CollaborativeSpec(
@@ -120,6 +128,40 @@ def _plan(site: DenseSite, compression: Compression, moments: tuple[Moments, Mom
     if result.sizes is not None:
         spec = PerHeadSpec(**{**vars(spec), "train_mixing": False}, sizes=result.sizes)
     parts = empty_parts(site, spec)
-    found = result.factors
+    found = result.factors.to(dtype=parts.mixing.dtype)  # where they are: not every device has float64
     load_parts_(parts, found.query, found.mixing, found.key, found.content_bias)
-    return Planned(site, spec, parts, module_report(site, spec, result, REPORT_LENGTH, perf_counter() - started))
+    vectors = (0.0, 0.0) if moments is None else (moments[0].count, moments[1].count)
+    report = module_report(site, spec, result, REPORT_LENGTH, perf_counter() - started, vectors)
+    return Planned(site, spec, parts, report)
+
+
+def few_vectors(planned: Sequence[Planned]) -> list[str]:
+    """Say so where modules saw too few vectors for what is made of them."""
+    few = [
+        (vectors, width, item.site.name)
+        for item in planned
+        for vectors, width in (
+            (item.report.query_vectors, item.site.query.in_features),
+            (item.report.key_vectors, item.site.key.in_features),
+        )
+        if 0 < vectors < FEW * width
+    ]
+    if not few:
+        return []
+    vectors, width, name = min(few, key=lambda seen: seen[0] / seen[1])
+    others = len({name for _, _, name in few}) - 1
+    return [
+        f"{name}{f' and {others} more modules' if others else ''} saw few calibration vectors: {vectors} of width "
+        f"{width}, where {FEW} times the width would be {FEW * width}; pass more data, or more sequences of it"
+    ]
+
+
+def breakdowns(planned: Sequence[Planned]) -> list[str]:
+    """Say so where a solver met systems that it could not solve."""
+    return [
+        f"{item.site.name}: {item.report.breakdowns} sweeps of the solver met a singular system; "
+        + ("it went on with a shifted one" if item.report.sweeps else "it kept its start")
+        + "; look at the module's error, or raise the damping"
+        for item in planned
+        if item.report.breakdowns
+    ]

@@ -35,10 +35,14 @@ class ModuleReport:
         break_even_length: T*, the number of tokens beyond which the converted scores cost more.
         sweeps: passes of the solver; 0 if exact.
         converged: whether the solver stopped because it made no more progress.
+        breakdowns: how many sweeps of the solver met a system that could not be solved as it was; it then goes on
+            with a slightly different one or, where none helps, stops with the best factors so far.
         seconds: time the decomposition took.
         per_head_error: what the minimised error (data_error, or weight_error without data) is in the per-head form.
         per_head_macs: the multiply-accumulates of the per-head form.
         sizes: channels of each head in the per-head form, else None.
+        query_vectors: how many vectors the moments of the query projection's inputs were taken from; 0 without data.
+        key_vectors: the same for keys.
     """
 
     name: str
@@ -56,6 +60,9 @@ class ModuleReport:
     per_head_error: float
     per_head_macs: int
     sizes: tuple[int, ...] | None = None
+    query_vectors: int = 0
+    key_vectors: int = 0
+    breakdowns: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,11 +86,14 @@ class Report:
 
     Args:
         modules: one entry for each converted module.
-        parameters_before: of the whole model, dense.
+        parameters_before: of the whole model, as it was given.
         parameters_after: of the whole model, converted.
         length: tokens T for which multiply-accumulates are counted.
         drift: drift of the outputs, or None without calibration data.
         seconds: time the conversion took, calibration included.
+        sequences: how many sequences the conversion was calibrated on, those held back not counted.
+        warnings: what may have gone otherwise than expected: texts that were cut or left out, modules that saw few
+            vectors, solvers that broke down.
     """
 
     modules: tuple[ModuleReport, ...]
@@ -92,6 +102,8 @@ class Report:
     length: int
     drift: Drift | None
     seconds: float
+    sequences: int = 0
+    warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Give the report in JSON types; an infinite break-even length becomes None."""
@@ -103,7 +115,12 @@ class Report:
 
 
 def module_report(
-    site: DenseSite, spec: CollaborativeSpec, result: Factorization, length: int, seconds: float
+    site: DenseSite,
+    spec: CollaborativeSpec,
+    result: Factorization,
+    length: int,
+    seconds: float,
+    vectors: tuple[float, float] = (0, 0),
 ) -> ModuleReport:
     """Put together what is known of one converted module.
 
@@ -113,6 +130,7 @@ def module_report(
         result: how its heads were decomposed.
         length: tokens T for which multiply-accumulates are counted.
         seconds: time it took.
+        vectors: how many inputs of queries and of keys were seen.
     """
     width, content = site.key.in_features, spec.content_bias
     sizes = (width, site.heads, spec.rank)
@@ -139,4 +157,7 @@ def module_report(
         per_head_error=result.per_head_error,
         per_head_macs=apart_macs,
         sizes=result.sizes,
+        query_vectors=int(vectors[0]),
+        key_vectors=int(vectors[1]),
+        breakdowns=result.breakdowns,
     )

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 from datasets import DatasetDict
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
     EvalPrediction,
@@ -14,7 +13,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from collab_compress.errors import RecipeError
+from collab_compress.checkpoint.load import load_config
+from collab_compress.errors import CheckpointError, RecipeError
 from collab_compress.experiments.workload import Workload
 from collab_compress.tasks import encode_classification
 
@@ -41,7 +41,10 @@ class Classification(Workload):
             RecipeError: also if they are in another.
         """
         if trained and self.task.kind == "classification":
-            names = AutoConfig.from_pretrained(directory).label2id
+            try:
+                names = load_config(directory).label2id
+            except CheckpointError as error:
+                raise RecipeError(f"{directory} cannot be loaded for {self.task.name}: {error}") from error
             order = [label.lower() for label in sorted(names, key=names.__getitem__)]
             wanted = [label.lower() for label in self.task.labels]
             if order != wanted and sorted(order) == sorted(wanted):

@@ -7,7 +7,6 @@ from typing import Any
 
 from datasets import Dataset
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
@@ -23,8 +22,9 @@ from transformers import (
 )
 
 from collab_compress.checkpoint.directory import whole_directory
+from collab_compress.checkpoint.load import load_config
 from collab_compress.conversion.fresh import FromScratch, from_config
-from collab_compress.errors import RecipeError
+from collab_compress.errors import CheckpointError, RecipeError
 from collab_compress.tasks import Task, train_tokenizer
 
 HEADS: dict[str, Any] = {"translation": AutoModelForSeq2SeqLM, "language modelling": AutoModelForCausalLM}
@@ -123,8 +123,8 @@ def _like(
         RecipeError: it cannot be read, is that of a converted or quantized model, or its family does no such task.
     """
     try:
-        config = AutoConfig.from_pretrained(str(fresh.config))
-    except (OSError, ValueError) as error:
+        config = load_config(str(fresh.config))
+    except CheckpointError as error:
         raise RecipeError(f"the config of {fresh.config} cannot be read: {error}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise RecipeError(f"{fresh.config} is converted or quantized; take the config of the model before")

@@ -123,7 +123,9 @@ def _convert(workload: Workload, source: str | Path, tokenizer: Any, folder: Pat
     report = compress(model, compression, recipe.calibration, tokenizer=tokenizer, spread=spread)
     described = report.to_dict()
     if recovery is not None:
-        settings = {**asdict(recovery), "seed": recipe.seed, "disable_tqdm": not recipe.progress}
+        settings = {
+            **asdict(recovery), "seed": recipe.seed, "length": compression.length, "disable_tqdm": not recipe.progress
+        }  # fmt: skip
         done = recover_(model, workload.load_model(source), tokenizer, recipe.calibration, **settings)
         described["recovery"] = {"steps": done.global_step, "mean_divergence": done.training_loss}
 

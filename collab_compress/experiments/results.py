@@ -1,15 +1,17 @@
 """What experiments found: the records in a folder."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 from collab_compress.errors import RecipeError
+from collab_compress.experiments.reading import parse
 from collab_compress.experiments.record import read_record
 from collab_compress.metrics import METRICS
 from collab_compress.tasks import TASKS
+from collab_compress.training import HeadTraining
 
 FIELDS: dict[str, tuple[type, ...]] = {
     "task": (str,),
@@ -26,6 +28,9 @@ OPTIONAL: dict[str, Any] = {"parameters": None, "recipe": {}}
 FRESH = "fresh"
 FREE = {"seed", "output", "data_dir", "trackers", "progress", "method", "attn_implementation"}
 """Settings that do not decide a score."""
+
+RENAMED = {"frozen": "frozen_ratio", "loss": "name"}
+"""What settings of heads were called in older records."""
 
 CONVERSION = {"compression", "conversion", "calibration", "recovery"}
 AGAIN = {"again"}
@@ -134,9 +139,27 @@ def _result(path: Path, record: Mapping[str, Any], names: Mapping[str, str]) -> 
         seed=record["seed"],
         score=float(record["score"]),
         parameters=record["parameters"],
-        recipe={name: value for name, value in recipe.items() if name not in free},
+        recipe={
+            name: _heads(value) if name == "heads" else value for name, value in recipe.items() if name not in free
+        },
         path=path,
     )
+
+
+def _heads(recorded: Any) -> Any:
+    """Give what acts on heads by today's names, and all of it; as it is recorded where it is not known."""
+    try:
+        return asdict(parse(HeadTraining, _renamed(recorded), "heads"))
+    except (AttributeError, RecipeError):
+        return recorded
+
+
+def _renamed(recorded: Any) -> Any:
+    if isinstance(recorded, Mapping):
+        return {RENAMED.get(name, name): _renamed(value) for name, value in recorded.items()}
+    if isinstance(recorded, list):
+        return [_renamed(value) for value in recorded]
+    return recorded.replace("disagreement", "agreement") if isinstance(recorded, str) else recorded
 
 
 def _checked(path: Path) -> dict[str, Any]:

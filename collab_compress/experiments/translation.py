@@ -10,7 +10,6 @@ from transformers import (
     DataCollatorForSeq2Seq,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
 )
@@ -19,13 +18,14 @@ from collab_compress.checkpoint.directory import write_whole
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.workload import Workload
 from collab_compress.tasks import encode_translation
+from collab_compress.training import HeadSeq2SeqTrainer
 
 
 class Translation(Workload):
     """Scored by sacreBLEU against the reference as it is written, not as its tokens spell it."""
 
     model_class = AutoModelForSeq2SeqLM
-    trainer_class = Seq2SeqTrainer
+    trainer_class = HeadSeq2SeqTrainer
     arguments_class = Seq2SeqTrainingArguments
 
     def load_model(self, directory: str | Path, trained: bool = True) -> PreTrainedModel:

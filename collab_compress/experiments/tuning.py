@@ -11,13 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from collab_compress.checkpoint.directory import whole_directory
+from collab_compress.checkpoint.load import load_model
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.processes import once
 from collab_compress.experiments.recipe import Tuning
 from collab_compress.experiments.sampling import seeded
 from collab_compress.experiments.trackers import TrackerCallback, log_scores
 from collab_compress.experiments.workload import Workload
-from collab_compress.training import join_trainer_
+from collab_compress.training import HeadTraining
 
 CHECKPOINT_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")  # the state is written last
 EVALUATION = {
@@ -49,15 +50,14 @@ def fine_tune(
         RecipeError: the training arguments are none, or no such tracker.
     """
     checkpoints, recipe = folder / "checkpoints", workload.recipe
-    trainer = _trainer(workload, model, data, tokenizer, tuning, checkpoints)
+    trainer = _trainer(workload, model, data, tokenizer, tuning, checkpoints, recipe.heads)
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise RecipeError("an experiment keeps each model whole in its process; leave FSDP and DeepSpeed out")
-    join_trainer_(trainer, recipe.heads)  # also without any, for it averages losses that a stock trainer would add up
     if recipe.trackers:
         trainer.add_callback(TrackerCallback(trainer, recipe, folder))
     latest = last_checkpoint(checkpoints)
     if latest is not None and _finished(latest):  # killed before it was saved
-        trained = type(model).from_pretrained(latest, dtype=model.dtype)
+        trained, _ = load_model(type(model), latest, dtype=model.dtype)
     else:
         trainer.train(resume_from_checkpoint=None if latest is None else str(latest))
         trained = trainer.accelerator.unwrap_model(trainer.model)
@@ -133,7 +133,8 @@ def _average_(model: PreTrainedModel, checkpoints: Path, count: int) -> None:
         raise RecipeError(f"average is {count}, but training left {len(paths)} checkpoints; train for more epochs")
     sums: dict[str, Tensor] = {}
     for path in paths:
-        for name, value in type(model).from_pretrained(path, dtype=model.dtype).state_dict().items():
+        checkpoint, _ = load_model(type(model), path, dtype=model.dtype)
+        for name, value in checkpoint.state_dict().items():
             if value.is_floating_point():
                 sums[name] = sums.get(name, 0) + value.double()
     with torch.no_grad():
@@ -149,6 +150,7 @@ def _trainer(
     tokenizer: PreTrainedTokenizerBase,
     tuning: Tuning,
     folder: Path,
+    heads: HeadTraining | None = None,
     precise: bool = False,
 ) -> Trainer:
     given: dict[str, Any] = {
@@ -170,5 +172,5 @@ def _trainer(
     validation = next((rows for split, rows in data.items() if split.startswith("validation")), None)
     return seeded(workload.trainer_class)(
         model, arguments, train_dataset=data.get("train"), eval_dataset=validation, processing_class=tokenizer,
-        data_collator=workload.collator(model, tokenizer), **workload.options(),
+        data_collator=workload.collator(model, tokenizer), head_training=heads, **workload.options(),
     )  # fmt: skip

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import torch
 from datasets import Dataset, DatasetDict
 from transformers import (
-    AutoTokenizer,
     EvalPrediction,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -16,12 +15,14 @@ from transformers import (
     set_seed,
 )
 
+from collab_compress.checkpoint import load
 from collab_compress.checkpoint.directory import has_tokenizer
-from collab_compress.errors import RecipeError
+from collab_compress.errors import CheckpointError, RecipeError
 from collab_compress.experiments.recipe import Recipe
 from collab_compress.metrics import Metric, load_metric
 from collab_compress.processes import processes
 from collab_compress.tasks import TASKS, Task, load_task
+from collab_compress.training import HeadTrainer
 
 
 class Workload(ABC):
@@ -35,7 +36,7 @@ class Workload(ABC):
     """
 
     model_class: ClassVar[Any]
-    trainer_class: ClassVar[type[Trainer]] = Trainer
+    trainer_class: ClassVar[type[Trainer]] = HeadTrainer
     arguments_class: ClassVar[type[TrainingArguments]] = TrainingArguments
 
     def __init__(self, recipe: Recipe) -> None:
@@ -67,10 +68,10 @@ class Workload(ABC):
         chosen = self.recipe.attn_implementation
         attention = {} if chosen is None else {"attn_implementation": chosen}
         try:
-            model, found = self.model_class.from_pretrained(
-                directory, output_loading_info=True, dtype=torch.float32, **attention, **self.head()
+            model, found = load.load_model(
+                self.model_class, directory, dtype=torch.float32, **attention, **self.head()
             )
-        except (OSError, RuntimeError, ValueError) as error:
+        except CheckpointError as error:
             raise RecipeError(f"{directory} cannot be loaded for {self.task.name}: {error}") from error
         if trained and found["missing_keys"]:
             raise RecipeError(
@@ -129,9 +130,10 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     if Path(source).is_dir() and not has_tokenizer(Path(source)):
         raise RecipeError(f"{source} has no tokenizer; save it there too, by tokenizer.save_pretrained")
     try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
+        tokenizer: PreTrainedTokenizerBase = load.load_tokenizer(source)
+    except CheckpointError as error:
         raise RecipeError(f"the tokenizer of {source} cannot be loaded: {error}") from error
+    return tokenizer
 
 
 def _labelled(rows: Dataset) -> bool:

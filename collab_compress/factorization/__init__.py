@@ -1,10 +1,16 @@
 """Decompose the query-key products of attention heads into shared projections and a mixing matrix."""
 
-from collab_compress.factorization.decompose import FORMS, SOLVERS, Factorization, Form, factorize
+from collab_compress.factorization.decompose import (
+    FORMS,
+    SOLVERS,
+    Form,
+    centres_queries,
+    factorize,
+)
 from collab_compress.factorization.factors import Factors
 from collab_compress.factorization.head_tensor import HeadTensor
-from collab_compress.factorization.moments import Moments
-from collab_compress.factorization.solution import Solution, SolverOptions
+from collab_compress.factorization.moments import Moments, has_float64
+from collab_compress.factorization.solution import Factorization, Solution, SolverOptions
 
 __all__ = [
     "FORMS",
@@ -16,5 +22,7 @@ __all__ = [
     "Moments",
     "Solution",
     "SolverOptions",
+    "centres_queries",
     "factorize",
+    "has_float64",
 ]

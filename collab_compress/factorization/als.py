@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 
 from collab_compress.factorization.factors import Factors
 from collab_compress.factorization.head_tensor import HeadTensor
-from collab_compress.factorization.iterate import Direction, Iterate
+from collab_compress.factorization.iterate import SHIFT, Direction, Iterate
 from collab_compress.factorization.line_search import Line
 from collab_compress.factorization.solution import Solution, SolverOptions
 from collab_compress.factorization.start import truncation
@@ -22,6 +23,9 @@ WINDOW = 10
 FIXED = 1e-10
 # Most weight of the last direction in the next one, against the same amplification.
 LARGEST_TURN = 2.0
+# What is added to the diagonal of a sweep's systems, by turns, until all of them can be solved; the last is about
+# 1e-6 R, next to a diagonal of 1.
+SHIFTS = (SHIFT, 1e3 * SHIFT, 1e6 * SHIFT, 1e9 * SHIFT)
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,13 @@ def als(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
 
     Returns:
         The best factors met, and the lowest error so far after every sweep.
+
+    Raises:
+        ValueError: the squares of the heads are beyond what float64 holds.
     """
     norm = tensor.squared_norm().item()
+    if not isfinite(norm):
+        raise ValueError("the heads' squared norm overflows float64: their values, or the damping, are too large")
     if norm == 0.0:
         return Solution(truncation(tensor, rank), (), converged=True)
     scaled = HeadTensor(tensor.query / norm**0.25, tensor.key / norm**0.25)
@@ -73,7 +82,7 @@ def als(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
     run.descend()
     best = run.best
     factors = Factors(best.query * norm**0.25, best.mixing, best.key * norm**0.25)
-    return Solution(factors, tuple(run.errors), run.converged)
+    return Solution(factors, tuple(run.errors), run.converged, run.breakdowns)
 
 
 class _Run:
@@ -93,9 +102,10 @@ class _Run:
         self.lowest = self.point.relative_error(tensor, self.norm)
         self.errors: list[float] = []
         self.converged = self.lowest < EXACT
+        self.breakdowns = 0
 
     def descend(self) -> None:
-        """Sweep until the error is rounding, progress stalls without a ridge, or the sweeps are spent."""
+        """Sweep until the error is rounding, progress stalls without a ridge, or no sweep is left or possible."""
         step: Direction | None = None
         direction: Direction | None = None
         recent: list[float] = []
@@ -105,7 +115,10 @@ class _Run:
             if self.converged:
                 break
             ridge = 0.0 if faded else self.unit * fading.ridge(sweep, self.sweeps)
-            step, direction = self._advance(ridge, step, direction)
+            swept = self._swept(ridge)
+            if swept is None:
+                break
+            step, direction = self._advance(swept, ridge, step, direction)
             recent.append(self._record())
             stalled = direction is None or (
                 len(recent) > WINDOW and abs(recent[-1 - WINDOW] - recent[-1]) < WINDOW * self.tolerance
@@ -114,11 +127,19 @@ class _Run:
             if stalled and not faded:
                 faded, recent, step = True, [], None
 
+    def _swept(self, ridge: float) -> Iterate | None:
+        """Sweep once, with as large a shift as it takes; None where none helps."""
+        for shift in SHIFTS:
+            swept = self.point.swept(self.tensor, ridge, shift)
+            if isfinite(swept.dot(swept).item()):
+                return swept
+            self.breakdowns += shift == SHIFT
+        return None
+
     def _advance(
-        self, ridge: float, last_step: Direction | None, last_direction: Direction | None
+        self, swept: Iterate, ridge: float, last_step: Direction | None, last_direction: Direction | None
     ) -> tuple[Direction, Direction | None]:
         """Move the point; return the sweep's step and the direction taken, None at a fixed point."""
-        swept = self.point.swept(self.tensor, ridge)
         step = swept.plus(self.point, -1.0)
         if not step.dot(step).item() > FIXED**2 * swept.dot(swept).item():
             self.point = swept

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from math import inf
 from typing import Literal, get_args
 
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor
 from collab_compress.factorization.als import als
 from collab_compress.factorization.factors import Factors
 from collab_compress.factorization.head_tensor import HeadTensor
-from collab_compress.factorization.moments import Moments
+from collab_compress.factorization.moments import Moments, float64_device
 from collab_compress.factorization.parafac import parafac
 from collab_compress.factorization.per_head import per_head, per_head_error
-from collab_compress.factorization.solution import Progress, Solution, SolverOptions
+from collab_compress.factorization.solution import Factorization, Progress, Solution, SolverOptions
 from collab_compress.factorization.start import concatenation
 from collab_compress.factorization.weighting import Weighting
 
@@ -28,34 +29,6 @@ SOLVERS: dict[str, Solver] = {
 
 Form = Literal["shared", "per-head"]
 FORMS: tuple[Form, ...] = get_args(Form)
-
-
-@dataclass(frozen=True)
-class Factorization:
-    r"""The factors of a layer's heads and how well they fit.
-
-    Args:
-        factors: $\tilde W_Q$, M, $\tilde W_K$ and the content bias, in float64.
-        errors: relative error $\|T - \hat T\|_F / \|T\|_F$ of the minimised problem after every sweep,
-            weighted where moments were given; empty if exact.
-        weight_error: relative error of the weights, unweighted.
-        data_error: relative error under the weighting, or None without moments.
-        exact: whether the factors are the heads themselves (rank H·d).
-        sweeps: passes over the three factors that were made.
-        converged: whether progress, rather than the number of sweeps, ended the run.
-        per_head_error: what the minimised error is where no channel is shared, at the same rank.
-        sizes: channels of each head where none is shared, which lie side by side; None where all are.
-    """
-
-    factors: Factors
-    errors: tuple[float, ...]
-    weight_error: float
-    data_error: float | None
-    exact: bool
-    sweeps: int
-    converged: bool
-    per_head_error: float
-    sizes: tuple[int, ...] | None = None
 
 
 def factorize(
@@ -72,7 +45,7 @@ def factorize(
     sweeps: int | None = None,
     tolerance: float | None = None,
     damping: float = 1e-3,
-    centre: bool = True,
+    centre: bool | None = None,
     device: torch.device | str | None = None,
     progress: Progress | None = None,
 ) -> Factorization:
@@ -83,7 +56,9 @@ def factorize(
     as in section 3.3 of "Multi-Head Attention: Collaborate Instead of Concatenate", equations 9 to 11. With
     moments the error of the scores on such inputs is minimised instead of the error of the weights (see
     `Weighting`). The content bias $v_i = K_i b_i$ is kept exactly; with centred query moments it also
-    takes the residual's part at the mean query, $(T_i - \hat T_i)^\top \mu_Q$.
+    takes the residual's part at the mean query, $(T_i - \hat T_i)^\top \mu_Q$. Without a query bias there is no
+    content bias unless `centre` asks for it; queries are weighed by second moments then, which leaves the mean
+    query's part to the factors.
 
     Args:
         query: $Q_i$, (H, Dq, d), any floating dtype.
@@ -98,22 +73,24 @@ def factorize(
         sweeps: most passes over the three factors; None for the solver's default.
         tolerance: stop once a sweep lowers the relative error by less; None for the solver's default.
         damping: multiple of the moments' mean diagonal added to their diagonal.
-        centre: weigh by covariances rather than by second moments.
-        device: where to work and to leave the result, or None for where `query` is. Float64 must exist there.
+        centre: weigh queries and keys by covariances rather than by second moments; None does so for keys, and for
+            queries where they have a bias.
+        device: where to work and to leave the result; it must have float64. None for where `query` is, or for the
+            CPU where that has none.
         progress: called with the sweep's number and the relative error so far.
 
     Returns:
         The factors, in float64, with their errors.
 
     Raises:
-        ValueError: a shape does not fit, a value is not finite, the rank is out of range, the solver is unknown
-            or the moments are singular.
+        ValueError: a shape does not fit, a value is not finite or too large, the rank is out of range, the solver
+            is unknown, the moments are singular, or a singular value decomposition fails.
     """
     if solver not in SOLVERS:
         raise ValueError(f"unknown solver: got {solver!r}, expected one of {', '.join(sorted(SOLVERS))}")
     if form not in FORMS:
         raise ValueError(f"unknown form: got {form!r}, expected one of {', '.join(FORMS)}")
-    device = query.device if device is None else torch.device(device)
+    device = float64_device(query.device) if device is None else torch.device(device)
     tensor = HeadTensor(_checked("query", query, device), _checked("key", key, device))
     bias = None if query_bias is None else _checked("query_bias", query_bias, device)
     _check_sizes(tensor, rank, bias, query_moments, key_moments, damping, sweeps)
@@ -129,17 +106,26 @@ def factorize(
         query_moments = query_moments.to(device, torch.float64)
     if key_moments is not None:
         key_moments = key_moments.to(device, torch.float64)
-    weighting = Weighting.of(query_moments, key_moments, damping=damping, centre=centre)
+    centred = centres_queries(bias is not None, centre)
+    weighting = Weighting.of(
+        query_moments, key_moments, damping=damping, centre=centre is not False, centre_query=centred
+    )
     weighted = weighting.apply(tensor)
     sizes = None
-    if form == "per-head":
-        closed, sizes = per_head(weighted, rank)
-        solution = Solution(closed, (), converged=True)
-    else:
-        options = SolverOptions(sweeps, tolerance, seed, progress)
-        solution = _compressed(SOLVERS[solver], weighted, rank, options)
+    try:
+        if form == "per-head":
+            closed, sizes = per_head(weighted, rank)
+            solution = Solution(closed, (), converged=True)
+        else:
+            options = SolverOptions(sweeps, tolerance, seed, progress)
+            solution = _compressed(SOLVERS[solver], weighted, rank, options)
+        apart = per_head_error(weighted, rank)
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        raise ValueError(f"the singular value decomposition of the heads failed: {error}") from error
     factors = weighting.undo(solution.factors).normalised()
-    if centre and query_moments is not None:
+    if not all(bool(torch.isfinite(part).all()) for part in (factors.query, factors.mixing, factors.key)):
+        raise ValueError("the factors are not finite; the moments are too close to singular: raise the damping")
+    if centred and query_moments is not None:
         folded = tensor.residual_transpose_times(factors, query_moments.mean)
         own = folded if own is None else own + folded
     return Factorization(
@@ -150,9 +136,15 @@ def factorize(
         exact=False,
         sweeps=len(solution.errors),
         converged=solution.converged,
-        per_head_error=per_head_error(weighted, rank),
+        per_head_error=apart,
         sizes=sizes,
+        breakdowns=solution.breakdowns,
     )
+
+
+def centres_queries(query_bias: bool, centre: bool | None) -> bool:
+    """Say whether queries are weighed by their covariance, and what that leaves out goes into the content bias."""
+    return query_bias if centre is None else centre
 
 
 def _compressed(solver: Solver, tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
@@ -179,7 +171,7 @@ def _checked(name: str, values: Tensor, device: torch.device) -> Tensor:
         raise ValueError(f"{name} is not floating point: got {values.dtype}, expected a floating dtype")
     if not bool(torch.isfinite(values).all()):
         raise ValueError(f"{name} is not finite: got nan or inf, expected finite weights")
-    return values.detach().to(device=device, dtype=torch.float64)
+    return values.detach().to(device).to(torch.float64)  # in this order: not every device has float64
 
 
 def _check_sizes(
@@ -209,7 +201,7 @@ def _check_sizes(
             raise ValueError(
                 f"{side}_moments do not fit the heads: got width {moments.width}, expected {heads.shape[1]}"
             )
-    if not damping >= 0:
-        raise ValueError(f"damping is out of range: got {damping}, expected 0 or more")
+    if not 0 <= damping < inf:
+        raise ValueError(f"damping is out of range: got {damping}, expected 0 or more, and finite")
     if sweeps is not None and sweeps < 1:
         raise ValueError(f"sweeps is out of range: got {sweeps}, expected 1 or more")

@@ -10,6 +10,8 @@ from torch import Tensor
 from collab_compress.factorization.factors import Factors
 from collab_compress.factorization.head_tensor import HeadTensor, relative
 
+SHIFT = 16.0
+
 
 @dataclass(frozen=True)
 class Direction:
@@ -80,7 +82,7 @@ class Iterate(Direction):
         squared = (self.query_gram * self.mixing_gram * self.key_gram).sum()
         return relative((norm - 2 * inner + squared).item(), norm)
 
-    def swept(self, tensor: HeadTensor, ridge: float) -> Iterate:
+    def swept(self, tensor: HeadTensor, ridge: float, shift: float = SHIFT) -> Iterate:
         """Return the point after least squares for mixing, query, mixing again, and key.
 
         The mixing matrix costs next to nothing, and solving it before either projection saves about a
@@ -89,20 +91,21 @@ class Iterate(Direction):
         Args:
             tensor: the heads.
             ridge: weight of the factors' squared norms beside the squared error.
+            shift: as in `least_squares`; NaNs in the point say that a system was singular even so.
         """
-        point = self._with_mixing(tensor, ridge)
+        point = self._with_mixing(tensor, ridge, shift)
         right = tensor.query_mttkrp(point.mixing, point.projected_key)
-        query = least_squares(point.key_gram * point.mixing_gram, right, ridge)
+        query = least_squares(point.key_gram * point.mixing_gram, right, ridge, shift)
         point = replace(
             point, query=query, query_gram=query.mT @ query, projected_query=tensor.project_query(query)
-        )._with_mixing(tensor, ridge)
+        )._with_mixing(tensor, ridge, shift)
         right = tensor.key_mttkrp(point.mixing, point.projected_query)
-        key = least_squares(point.query_gram * point.mixing_gram, right, ridge)
+        key = least_squares(point.query_gram * point.mixing_gram, right, ridge, shift)
         return replace(point, key=key, key_gram=key.mT @ key, projected_key=tensor.project_key(key))._balanced()
 
-    def _with_mixing(self, tensor: HeadTensor, ridge: float) -> Iterate:
+    def _with_mixing(self, tensor: HeadTensor, ridge: float, shift: float) -> Iterate:
         right = tensor.mixing_mttkrp(self.projected_query, self.projected_key)
-        mixing = least_squares(self.query_gram * self.key_gram, right, ridge)
+        mixing = least_squares(self.query_gram * self.key_gram, right, ridge, shift)
         return replace(self, mixing=mixing, mixing_gram=mixing.mT @ mixing)
 
     def _balanced(self) -> Iterate:
@@ -120,16 +123,17 @@ class Iterate(Direction):
         )  # fmt: skip
 
 
-def least_squares(gram: Tensor, right: Tensor, ridge: float) -> Tensor:
+def least_squares(gram: Tensor, right: Tensor, ridge: float, shift: float = SHIFT) -> Tensor:
     """Return X minimising the quadratic whose normal equations are X (gram + ridge·I) = right.
 
     Args:
         gram: positive semidefinite, possibly singular, (R, R).
         right: (n, R).
         ridge: added to the diagonal.
+        shift: added to the diagonal once it is scaled to 1, in units of R times the rounding of one number.
 
     Returns:
-        (n, R).
+        (n, R); all NaN where the system has no Cholesky factorization even so, which needs no wait for a device.
     """
     system = gram.clone()
     diagonal = system.diagonal()
@@ -137,7 +141,7 @@ def least_squares(gram: Tensor, right: Tensor, ridge: float) -> Tensor:
     # With a unit diagonal, rounding of every size of component is covered by one small shift.
     scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt()
     system *= torch.outer(scale, scale)
-    shift = 16 * torch.finfo(gram.dtype).eps * len(gram)
-    system.diagonal().add_(shift)
-    root, _ = torch.linalg.cholesky_ex(system)
-    return torch.cholesky_solve((right * scale).mT, root).mT * scale
+    system.diagonal().add_(shift * torch.finfo(gram.dtype).eps * len(gram))
+    root, info = torch.linalg.cholesky_ex(system)
+    found = torch.cholesky_solve((right * scale).mT, root).mT * scale
+    return torch.where(info == 0, found, torch.nan)

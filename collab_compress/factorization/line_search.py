@@ -75,6 +75,8 @@ def positive_minimiser(coefficients: Tensor) -> float:
     companion = torch.zeros(degree, degree, dtype=slope.dtype)
     companion[1:, :-1] = torch.eye(degree - 1, dtype=slope.dtype)
     companion[:, -1] = -slope[:degree] / slope[degree]
+    if not bool(torch.isfinite(companion).all()):
+        return 0.0
     roots = torch.linalg.eigvals(companion)
     steps = roots.real[(roots.imag.abs() <= 1e-6 * roots.abs()) & (roots.real > 0)].clamp_max(LONGEST_STEP)
     if not len(steps):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+WITHOUT_FLOAT64 = ("mps",)
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -40,12 +42,12 @@ class Moments:
 
     @classmethod
     def of(cls, inputs: Tensor) -> Moments:
-        """Return the moments of sampled vectors in float64.
+        """Return the moments of sampled vectors in float64, on their device or, where it has no float64, on the CPU.
 
         Args:
             inputs: (..., D), every leading position one vector.
         """
-        rows = inputs.reshape(-1, inputs.shape[-1]).double()
+        rows = inputs.reshape(-1, inputs.shape[-1]).to(float64_device(inputs.device)).double()
         return cls(rows.mean(0), rows.mT @ rows / len(rows), float(len(rows)))
 
     @classmethod
@@ -82,3 +84,13 @@ class Moments:
         return Moments(
             self.mean.to(device=device, dtype=dtype), self.second.to(device=device, dtype=dtype), self.count
         )
+
+
+def float64_device(device: torch.device) -> torch.device:
+    """Return the device itself, or the CPU where it computes nothing in float64 (Apple's MPS)."""
+    return device if has_float64(device) else torch.device("cpu")
+
+
+def has_float64(device: torch.device) -> bool:
+    """Say whether a device computes in float64."""
+    return device.type not in WITHOUT_FLOAT64

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from math import isfinite
 from typing import Any
+
+import torch
 
 from collab_compress.factorization.factors import Factors
 from collab_compress.factorization.head_tensor import HeadTensor
@@ -25,35 +28,55 @@ def parafac(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
         options: its seed seeds the random start.
 
     Returns:
-        The factors, mixing as the first mode's, and the relative error of every sweep.
+        The factors, mixing as the first mode's, and the relative error of every sweep. Where a system is singular or
+        gives NaNs, those of the sweep before it, or else the random start's.
 
     Raises:
         ImportError: tensorly is not installed.
     """
     tl, decompose = _tensorly()
     errors: list[float] = []
+    last: Any = None
 
-    def record(_: Any, error: Any) -> None:
+    def record(point: Any, error: Any) -> bool:
+        nonlocal last
+        if not isfinite(error):
+            return True  # tensorly stops
         errors.append(float(error))
+        last = (point.weights, list(point.factors))  # tensorly puts new tensors into its own list
         if options.progress is not None and len(errors) > 1:
             options.progress(len(errors) - 1, errors[-1])
+        return False
 
     sweeps = SWEEPS if options.sweeps is None else options.sweeps
     # At tolerance 0 tensorly computes no error for the callback to report.
     tolerance = TOLERANCE if options.tolerance is None else max(options.tolerance, sys.float_info.min)
+    failed = False
     with tl.backend_context("pytorch"):
-        weights, (mixing, query, key) = decompose(
-            tensor.dense(),
-            rank,
-            n_iter_max=sweeps,
-            init="random",
-            tol=tolerance,
-            random_state=options.seed,
-            callback=record,
-        )
+        try:
+            weights, factors = decompose(
+                tensor.dense(),
+                rank,
+                n_iter_max=sweeps,
+                init="random",
+                tol=tolerance,
+                random_state=options.seed,
+                callback=record,
+            )
+            failed = not all(bool(torch.isfinite(factor).all()) for factor in factors)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            failed = True
+    if failed and last is None:
+        raise ValueError("the random start's error is not finite; the heads' values are too large")
+    if failed:
+        weights, factors = last
+    mixing, query, key = factors
     # The first call of the callback is the random start, before any sweep.
     swept = tuple(errors[1:])
-    return Solution(Factors(query, mixing * weights, key), swept, converged=len(swept) < sweeps)
+    return Solution(
+        Factors(query, mixing * weights, key), swept, converged=len(swept) < sweeps and not failed,
+        breakdowns=int(failed),
+    )  # fmt: skip
 
 
 def _tensorly() -> tuple[Any, Any]:

@@ -32,7 +32,15 @@ class Weighting:
     key: Tensor | None
 
     @classmethod
-    def of(cls, query: Moments | None, key: Moments | None, *, damping: float, centre: bool) -> Weighting:
+    def of(
+        cls,
+        query: Moments | None,
+        key: Moments | None,
+        *,
+        damping: float,
+        centre: bool = True,
+        centre_query: bool | None = None,
+    ) -> Weighting:
         r"""Build the weighting from the moments of the query and key inputs.
 
         Args:
@@ -42,12 +50,14 @@ class Weighting:
                 visits otherwise get no weight at all.
             centre: weigh by covariances. Softmax ignores what is constant over the keys, and what is
                 constant over the queries goes into the content bias.
+            centre_query: the same for queries alone; as `centre` if not given.
 
         Raises:
-            ValueError: a moment matrix is singular even after damping.
+            ValueError: a moment matrix is singular even after damping, or too large.
         """
+        centre_query = centre if centre_query is None else centre_query
         return cls(
-            None if query is None else _root("query", query, damping, centre),
+            None if query is None else _root("query", query, damping, centre_query),
             None if key is None else _root("key", key, damping, centre),
         )
 
@@ -76,6 +86,8 @@ def _root(side: str, moments: Moments, damping: float, centre: bool) -> Tensor:
     matrix = moments.covariance() if centre else (moments.second + moments.second.mT) / 2
     damped = matrix.clone()
     damped.diagonal().add_(damping * matrix.diagonal().mean())
+    if not bool(torch.isfinite(damped).all()):
+        raise ValueError(f"the moments of the {side} inputs are not finite with damping {damping}; lower it")
     root: Tensor
     root, info = torch.linalg.cholesky_ex(damped, upper=True)
     if info.item() != 0:

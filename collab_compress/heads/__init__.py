@@ -7,7 +7,7 @@ from collab_compress.heads.gradient_importance import head_importance
 from collab_compress.heads.importance import average_distance, confidence
 from collab_compress.heads.mask import HeadMask, masks_without
 from collab_compress.heads.pruning import prune_heads_
-from collab_compress.heads.rotation import Rotation
+from collab_compress.heads.rotation import RotationOptions
 from collab_compress.heads.rotator import RotationEvent, Rotator
 from collab_compress.heads.swap import swap_heads_
 from collab_compress.heads.tap import PARTS, Part, Reading, Tap
@@ -18,8 +18,8 @@ __all__ = [
     "HeadMask",
     "Part",
     "Reading",
-    "Rotation",
     "RotationEvent",
+    "RotationOptions",
     "Rotator",
     "Tap",
     "alphas_of",

@@ -8,10 +8,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
-from collab_compress.checkpoint import edits_of, forget_edits_, forget_standalone_, path_in_base, record_edit_
+from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention, transformers_model
+from collab_compress.checkpoint import (
+    edits_of,
+    forget_edits_,
+    forget_standalone_,
+    is_quantized,
+    path_in_base,
+    record_edit_,
+)
 from collab_compress.errors import HeadError
 from collab_compress.heads.mixed_projection import AlphasEdit, MixedProjection, install_alphas_
+from collab_compress.heads.sharding import refuse_sharded
 
 
 def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
@@ -27,14 +35,16 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
 
     Raises:
         UnsupportedModelError: the model's family is not known, or a module lies outside the base model.
-        HeadError: heads are mixed already; the model is quantized or offloaded; an output projection is no plain
-            `nn.Linear`, or shares its weight with another.
+        HeadError: heads are mixed already; the model is quantized, offloaded or sharded; an output projection is no
+            plain `nn.Linear`, or shares its weight with another.
     """
+    model = transformers_model(model)
+    refuse_sharded(model, "mix_heads_")
     if any(isinstance(module, MixedProjection) for module in model.modules()):
         raise HeadError(
             f"{type(model).__name__} mixes its heads already; merge_alphas_(model) first, or train the alphas it has"
         )
-    if getattr(model.config, "quantization_config", None) is not None and not edits_of(model):
+    if is_quantized(model):
         raise HeadError(f"{type(model).__name__} is quantized; mix the heads of the unquantized checkpoint instead")
     sites = find_attention(model, FAMILIES, kinds=kinds)
     outputs = [_plain_output(site) for site in sites]
@@ -48,11 +58,12 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
     record_edit_(model, AlphasEdit(planned))
 
 
-def alphas_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+def alphas_of(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> dict[str, nn.Parameter]:
     """Give the mixing coefficients of every attention module whose heads are mixed.
 
     Args:
         model: of a known family.
+        kinds: which kinds of attention.
 
     Returns:
         Module path → α (H, H), the parameter itself: α[i, j] is the share of head j in what leaves as head i. Empty
@@ -61,7 +72,12 @@ def alphas_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     Raises:
         UnsupportedModelError: the model's family is not known.
     """
-    return {site.name: mixed.alphas for site, mixed in _mixed(model)}
+    return {name: projection.alphas for name, projection in mixed_projections(model, kinds).items()}
+
+
+def mixed_projections(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> dict[str, MixedProjection]:
+    """Give what mixes the heads of each attention module: its path → the projection, as for `alphas_of`."""
+    return {site.name: projection for site, projection in _mixed(model) if site.kind in kinds}
 
 
 def merge_alphas_(model: PreTrainedModel) -> None:
@@ -74,8 +90,10 @@ def merge_alphas_(model: PreTrainedModel) -> None:
         model: one whose heads are mixed.
 
     Raises:
-        HeadError: no heads are mixed, or something wraps an output projection.
+        HeadError: no heads are mixed, something wraps an output projection, or the model is sharded.
     """
+    model = transformers_model(model)
+    refuse_sharded(model, "merge_alphas_")
     mixed = _mixed(model)
     if not mixed:
         raise HeadError(f"{type(model).__name__} has no alphas to merge; mix_heads_(model) adds them")
@@ -91,6 +109,7 @@ def merge_alphas_(model: PreTrainedModel) -> None:
 
 def _mixed(model: PreTrainedModel) -> list[tuple[AttentionSite, MixedProjection]]:
     """List the attention modules whose heads are mixed, with what mixes them."""
+    model = transformers_model(model)
     edits_of(model)  # refuses a model whose modules are not this package's
     found = ((site, site.part(site.family.output)) for site in find_attention(model, FAMILIES))
     return [(site, part) for site, part in found if isinstance(part, MixedProjection)]

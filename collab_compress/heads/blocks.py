@@ -10,6 +10,7 @@ from collab_compress.architectures.sites import read
 from collab_compress.attention import is_collaborative
 from collab_compress.attention.per_head import PerHeadSpec
 from collab_compress.errors import HeadError
+from collab_compress.heads.sharding import refuse_pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +49,7 @@ def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
         Blocks in an order that is the same for every head of modules of the same form.
 
     Raises:
-        HeadError: the module has no such head, or its parameters do not hold it, as when they are sharded.
+        HeadError: the module has no such head, or its parameters do not hold it, as in FSDP1 and ZeRO-3.
         UnsupportedModelError: a projection is no plain `nn.Linear`.
     """
     if not 0 <= head < site.heads:
@@ -57,6 +58,7 @@ def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
     blocks = _collaborative(site, head) if is_collaborative(site.module) else _dense(site, head)
     blocks += _rows(value, head, value.out_features // site.heads)
     for block in blocks:
+        refuse_pieces(site.name, block.parameter)
         shape = tuple(block.parameter.shape)
         held = len(shape) > block.dim and shape[block.dim] >= block.stop and block.parameter.is_floating_point()
         if not (

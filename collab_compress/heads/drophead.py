@@ -32,31 +32,37 @@ class DropHead:
     wants_rows = False
 
     def __init__(self, model: PreTrainedModel, p: float = 0.0, kinds: Collection[Kind] = KINDS) -> None:
-        self._p = torch.zeros(
-            (), dtype=torch.float64
-        )  # a tensor, so that a schedule does not make `torch.compile` start anew
-        self.p = p
         self._modules = [site.module for site in find_attention(model, FAMILIES, kinds=kinds)]
+        # Tensors, so that a schedule does not make `torch.compile` start anew; on each device, for none to be copied.
+        devices = {parameter.device for module in self._modules for parameter in module.parameters()}
+        self._tensors = {device: torch.zeros((), device=device) for device in devices}
+        self._tensors.setdefault(torch.device("cpu"), torch.zeros(()))
+        self.p = p
         for module in self._modules:
             add_act_(module, self)
 
     @property
     def p(self) -> float:
         """Probability of dropping a head."""
-        return float(self._p)
+        return self._p
 
     @p.setter
     def p(self, p: float) -> None:
         if not 0 <= p < 1:
             raise HeadError(f"DropHead's p is {p}; expected a probability of dropping, from 0 to below 1")
-        self._p.fill_(p)
+        self._p = p
+        for tensor in self._tensors.values():
+            tensor.fill_(p)
 
     def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
         """Drop heads of outputs (B, T, H, dv)."""
         if not call.module.training:
             return outputs
         drawn = torch.rand(outputs.shape[0], outputs.shape[2], device=outputs.device)
-        return outputs * head_scales(drawn, self._p).to(outputs.dtype)[:, None, :, None]
+        p = self._tensors.get(outputs.device)
+        if p is None:  # the model has moved since
+            p = self._tensors[torch.device("cpu")].to(outputs.device)
+        return outputs * head_scales(drawn, p).to(outputs.dtype)[:, None, :, None]
 
     def remove(self) -> None:
         """Leave the model as it was."""
@@ -70,5 +76,5 @@ def head_scales(drawn: Tensor, p: Tensor) -> Tensor:
 
     The largest draw always stays. Where any head stays, that one does; where none would, it is a random one.
     """
-    kept = (drawn >= p.to(drawn.device)) | (drawn == drawn.amax(1, keepdim=True))
+    kept = (drawn >= p) | (drawn == drawn.amax(1, keepdim=True))
     return kept * (drawn.shape[1] / kept.sum(1, keepdim=True))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from collab_compress.architectures import transformers_model
 from collab_compress.calibration import running
 from collab_compress.errors import HeadError
 from collab_compress.heads.mask import HeadMask
@@ -42,6 +43,7 @@ def head_importance(
         UnsupportedModelError: the model's family is not known.
         HeadError: no batches, no loss or one without gradient, a gradient that is not finite.
     """
+    model = transformers_model(model)
     with HeadMask(model) as mask, running(model), torch.enable_grad():
         sums = {name: torch.zeros(heads, dtype=torch.float64) for name, heads in mask.heads.items()}
         samples = 0

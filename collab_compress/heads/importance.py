@@ -1,13 +1,13 @@
 """How important attention heads are: their confidence, and how far each lies from the others of its layer."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import KINDS, Kind
+from collab_compress.architectures import KINDS, Kind, transformers_model
 from collab_compress.calibration import run_batch, running
 from collab_compress.errors import HeadError
 from collab_compress.heads.tap import Part, Reading, Tap
@@ -19,6 +19,7 @@ def confidence(
     *,
     exclude: Collection[int] | None = None,
     kinds: Collection[Kind] = KINDS,
+    together: bool = False,
 ) -> dict[str, Tensor]:
     """Measure how much of its attention each head gives to a single token (Multi-Head Rotation, equation 5).
 
@@ -32,16 +33,19 @@ def confidence(
             config if not given. Add what the tokenizer ends sequences with where the config does not say, as
             `tokenizer.sep_token_id`.
         kinds: which kinds of attention.
+        together: measure on the batches of all processes of a distributed training, each of which must make the call,
+            and give all of them the same. Where FSDP shards the model, with as many batches each.
 
     Returns:
         Path of each module → (H,) in float64, between 0 and 1.
 
     Raises:
-        HeadError: there are no batches, a module saw no token that counts, or its attention is not finite.
+        HeadError: there are no batches, a module saw no token that counts, or its attention is not finite; with
+            `together`, in every process.
         CalibrationError: the model does not take such batches.
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
-    return _streamed(model, batches, "rows", _largest, exclude, kinds)
+    return _streamed(model, batches, "rows", _largest, exclude, kinds, together)
 
 
 def average_distance(
@@ -51,6 +55,7 @@ def average_distance(
     of: Literal["outputs", "rows"] = "outputs",
     exclude: Collection[int] | None = None,
     kinds: Collection[Kind] = KINDS,
+    together: bool = False,
 ) -> dict[str, Tensor]:
     """Measure how far each head lies from the others of its layer, AVG_L2 (Multi-Head Rotation, equation 6).
 
@@ -62,6 +67,7 @@ def average_distance(
         of: what H_i is: the head's output (dv numbers a position), or its attention row (S numbers).
         exclude: as for `confidence`.
         kinds: which kinds of attention.
+        together: as for `confidence`.
 
     Returns:
         Path of each module → (H,) in float64, not negative.
@@ -73,7 +79,7 @@ def average_distance(
     """
     if of not in ("outputs", "rows"):
         raise HeadError(f"cannot measure distances between heads' {of!r}; expected 'outputs' or 'rows'")
-    return _streamed(model, batches, of, _distances, exclude, kinds)
+    return _streamed(model, batches, of, _distances, exclude, kinds, together)
 
 
 def _largest(reading: Reading) -> Tensor:
@@ -101,9 +107,39 @@ def _streamed(
     measure: Callable[[Reading], Tensor],
     exclude: Collection[int] | None,
     kinds: Collection[Kind],
+    together: bool,
 ) -> dict[str, Tensor]:
     """Average `measure` (B, T, H) over all positions that count, keeping only sums."""
+    model = transformers_model(model)
     excluded = _end_tokens(model) if exclude is None else sorted(exclude)
+    if not (together and distributed.is_available() and distributed.is_initialized()):
+        return _means([_sums(model, batches, part, measure, excluded, kinds)])
+    told: list[Any] = [None] * distributed.get_world_size()
+    try:
+        own: Any = _sums(model, batches, part, measure, excluded, kinds)
+    except Exception as error:
+        distributed.all_gather_object(told, f"{type(error).__name__}: {error}")  # the others wait for an answer
+        raise
+    distributed.all_gather_object(told, own)
+    for rank, each in enumerate(told):
+        if isinstance(each, str):
+            raise HeadError(f"process {rank} could not measure the importance of heads: {each}")
+    return _means(told)
+
+
+Sums: TypeAlias = dict[str, tuple[Tensor, int]]
+"""Path of each module → sum (H,) over positions that count, and their number; empty where there were no batches."""
+
+
+def _sums(
+    model: PreTrainedModel,
+    batches: Iterable[Mapping[str, Tensor]],
+    part: Part,
+    measure: Callable[[Reading], Tensor],
+    excluded: list[int],
+    kinds: Collection[Kind],
+) -> Sums:
+    """Add up `measure` (B, T, H) over all positions that count."""
     given = False
     with Tap(model, [part], kinds) as tap, running(model):
         sums = {site.name: torch.zeros(site.heads, dtype=torch.float64) for site in tap.sites}
@@ -117,9 +153,18 @@ def _streamed(
                 values = values[_counting(reading, values, ids.get(reading.site.kind), excluded)]  # (N, H)
                 sums[reading.site.name] += values.double().sum(0).cpu()
                 counts[reading.site.name] += len(values)
+    return {name: (sums[name], counts[name]) for name in sums} if given else {}
+
+
+def _means(sums: list[Sums]) -> dict[str, Tensor]:
+    """Divide the sums of all processes by their counts."""
+    given = [each for each in sums if each]
     if not given:
         raise HeadError("no batches to measure the importance of heads on; pass some, of held-out data")
-    return {name: _mean(name, total, counts[name]) for name, total in sums.items()}
+    return {
+        name: _mean(name, torch.stack([each[name][0] for each in given]).sum(0), sum(each[name][1] for each in given))
+        for name in given[0]
+    }
 
 
 def _mean(name: str, total: Tensor, count: int) -> Tensor:

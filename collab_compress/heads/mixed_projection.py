@@ -21,21 +21,27 @@ class MixedProjection(nn.Module):
         heads: number of heads H.
     """
 
+    frozen = False
+    """Whether α gets a gradient of zeros: it stays in the graph, for distributed training to see it at each step."""
+
     def __init__(self, proj: nn.Linear, heads: int) -> None:
         super().__init__()
         like: dict[str, Any] = {"device": proj.weight.device, "dtype": proj.weight.dtype}
         self.heads = heads
         self.proj = proj
         self.alphas = nn.Parameter(torch.eye(heads, **like))
-        # Saved under the stock weight's name, with a shape that can never be the stock one: loading the checkpoint
-        # into a stock model fails, instead of leaving its output projections silently random.
-        self.register_buffer("weight", torch.empty(0, **like))
+
+    @property
+    def weight(self) -> Tensor:
+        """Weight of the projection by itself, which stock models look for when they initialise."""
+        return self.proj.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix and project concatenated head outputs (..., H·d) to (..., D)."""
         z = x.reshape(-1, self.heads, x.shape[-1] // self.heads)  # (N, H, d)
+        alphas = self.alphas.detach() + 0 * self.alphas if self.frozen else self.alphas
         # A batched product over tokens: einsum and broadcasting matmul copy their operands, at twice the cost.
-        mixed = torch.bmm(self.alphas.to(x.dtype).expand(z.shape[0], -1, -1), z)
+        mixed = torch.bmm(alphas.to(x.dtype).expand(z.shape[0], -1, -1), z)
         projected: Tensor = self.proj(mixed.reshape(x.shape))
         return projected
 
@@ -51,6 +57,7 @@ class AlphasEdit:
 
     modules: dict[str, int]
     kind: ClassVar[str] = "alphas"
+    implementations: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Describe the edit in JSON types."""

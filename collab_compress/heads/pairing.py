@@ -8,31 +8,31 @@ from torch import Tensor
 
 from collab_compress.architectures import AttentionSite
 from collab_compress.errors import HeadError
-from collab_compress.heads.rotation import Rotation, Strategy
+from collab_compress.heads.rotation import RotationOptions, Strategy
 from collab_compress.heads.swap import Head, Pair
 
 Scores = Mapping[str, Tensor]
 
 
-def manual(rotation: Rotation, sites: Sequence[AttentionSite], scores: Scores, epoch: int) -> list[Pair]:
+def manual(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: int) -> list[Pair]:
     """Take the given pairs whose first head is in one of `sites`."""
     names = {site.name for site in sites}
     return [pair for pair in rotation.pairs if pair[0][0] in names]
 
 
-def hard(rotation: Rotation, sites: Sequence[AttentionSite], scores: Scores, epoch: int) -> list[Pair]:
+def hard(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: int) -> list[Pair]:
     """Pair the k least important heads of all layers with the k most important (algorithm 1)."""
     heads = _from_least(sites, scores)
     _check_k(rotation, len(heads) // 2, sites)
     return list(zip(heads[: rotation.k], heads[::-1], strict=False))
 
 
-def in_layer(rotation: Rotation, sites: Sequence[AttentionSite], scores: Scores, epoch: int) -> list[Pair]:
+def in_layer(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: int) -> list[Pair]:
     """Pair the k least important heads of each layer with its k most important (§3.1.1, there by hand)."""
     return [pair for site in sites for pair in hard(rotation, [site], scores, epoch)]
 
 
-def soft(rotation: Rotation, sites: Sequence[AttentionSite], scores: Scores, epoch: int) -> list[Pair]:
+def soft(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: int) -> list[Pair]:
     """Pair the k least important heads of lower layers with those of upper ones (algorithm 2).
 
     Layer i meets L+1−i, or as printed L−i, for i = 1 … t_max. The two are never the same layer, so k may be up to H,
@@ -53,7 +53,7 @@ def soft(rotation: Rotation, sites: Sequence[AttentionSite], scores: Scores, epo
     return pairs
 
 
-def random(rotation: Rotation, sites: Sequence[AttentionSite], scores: Scores, epoch: int) -> list[Pair]:
+def random(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: int) -> list[Pair]:
     """Draw k pairs of different heads from all layers (algorithm 3); the same for the same seed, kind and epoch."""
     heads = _heads(sites)
     _check_k(rotation, len(heads) // 2, sites)
@@ -72,7 +72,7 @@ class Pairing:
         crosses: whether it may pair heads of different modules.
     """
 
-    pair: Callable[[Rotation, Sequence[AttentionSite], Scores, int], list[Pair]]
+    pair: Callable[[RotationOptions, Sequence[AttentionSite], Scores, int], list[Pair]]
     measures: bool
     crosses: bool
 
@@ -95,7 +95,7 @@ def _from_least(sites: Sequence[AttentionSite], scores: Scores) -> list[Head]:
     return sorted(_heads(sites), key=lambda head: float(scores[head[0]][head[1]]))
 
 
-def _check_k(rotation: Rotation, most: int, sites: Sequence[AttentionSite]) -> None:
+def _check_k(rotation: RotationOptions, most: int, sites: Sequence[AttentionSite]) -> None:
     if rotation.k > most:
         raise HeadError(
             f"k is {rotation.k} for {rotation.strategy!r} among {len(sites)} modules of {sites[0].kind} attention "

@@ -14,7 +14,7 @@ Importance = Literal["distance", "confidence"]
 
 
 @dataclass(frozen=True)
-class Rotation:
+class RotationOptions:
     """Which heads swap places, and when (Multi-Head Rotation, §3.1).
 
     Heads of different kinds of attention never swap; with several kinds, every strategy but `manual` works on each

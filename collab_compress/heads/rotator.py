@@ -5,15 +5,16 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import FAMILIES, AttentionSite, Kind, find_attention
+from collab_compress.architectures import FAMILIES, AttentionSite, Kind, find_attention, transformers_model
 from collab_compress.errors import HeadError
+from collab_compress.heads.blocks import head_blocks
 from collab_compress.heads.importance import average_distance, confidence
 from collab_compress.heads.pairing import PAIRINGS
-from collab_compress.heads.rotation import Rotation, as_pairs
-from collab_compress.heads.swap import Pair, matched_blocks, swap_heads_
+from collab_compress.heads.rotation import RotationOptions, as_pairs
+from collab_compress.heads.swap import Pair, check_optimizer, matched_blocks, swap_heads_
 
 
 @dataclass(frozen=True)
@@ -32,21 +33,22 @@ class RotationEvent:
 
 
 class Rotator:
-    """Swap heads of a model at the epochs that a `Rotation` names (Multi-Head Rotation, §3.1).
+    """Swap heads of a model at the epochs that a `RotationOptions` names (Multi-Head Rotation, §3.1).
 
     Between epochs the model is always a whole one, which can be saved as it is: a swap changes weights only.
 
     Args:
-        model: stock or edited; not its `DistributedDataParallel` wrapper.
+        model: stock or edited, whole or sharded by FSDP2; not its `DistributedDataParallel` wrapper.
         rotation: which heads swap, and when.
 
     Raises:
-        HeadError: the model does not have the heads that the strategy needs, or they cannot be swapped.
+        HeadError: the model does not have the heads that the strategy needs, or they cannot be swapped, as under
+            FSDP1 and ZeRO-3.
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
 
-    def __init__(self, model: PreTrainedModel, rotation: Rotation) -> None:
-        self.model, self.rotation = model, rotation
+    def __init__(self, model: PreTrainedModel, rotation: RotationOptions) -> None:
+        self.model, self.rotation = transformers_model(model), rotation
         self.history: list[RotationEvent] = []
         self._pairing = PAIRINGS[rotation.strategy]
         self._latest: int | None = None  # epoch that `epoch` was last called for
@@ -55,6 +57,8 @@ class Rotator:
         self._awake = 0  # first epoch after the rest
         matched_blocks(model, rotation.pairs)
         for sites in self._sites().values():
+            for site in sites if not rotation.pairs else ():
+                head_blocks(site, 0)
             zeros = {site.name: torch.zeros(site.heads) for site in sites}
             self._pairing.pair(rotation, sites, zeros, 0)
             for site in sites[1:] if self._pairing.crosses else ():
@@ -65,7 +69,8 @@ class Rotator:
     ) -> tuple[RotationEvent, ...]:
         """Swap what is due at the start of an epoch; nothing if it has begun before, as after resuming.
 
-        Every process of a distributed training must call it; where importance decides, all follow the first one.
+        Every process of a distributed training must call it; where importance decides, it is measured on the batches
+        of all of them, so that all swap the same heads. Where FSDP shards the model, each must give as many batches.
 
         Args:
             epoch: from 0.
@@ -98,6 +103,16 @@ class Rotator:
                 self._swapped, self._due = pairs, epoch + self.rotation.swap_back_after
         self._latest = epoch
         return tuple(self.history[before:])
+
+    def check(self, optimizer: Any) -> None:
+        """Refuse, before training, an optimizer whose state could not move with the heads.
+
+        Raises:
+            HeadError: it does not step the parameters of heads that may swap.
+        """
+        pairs = [block for blocks in matched_blocks(self.model, self.rotation.pairs) for block in blocks]
+        sites = [] if self.rotation.pairs else [site for sites in self._sites().values() for site in sites]
+        check_optimizer(optimizer, pairs + [block for site in sites for block in head_blocks(site, 0)])
 
     def state_dict(self) -> dict[str, Any]:
         """Describe in JSON types all that a resumed training needs beside the model's and optimizer's own states."""
@@ -145,11 +160,7 @@ class Rotator:
             for sites in self._sites().values()
             for pair in self._pairing.pair(self.rotation, sites, scores, epoch)
         ]
-        if not (self._pairing.measures and distributed.is_available() and distributed.is_initialized()):
-            return tuple(pairs)
-        agreed = [pairs]  # rounding, or other batches, must not let replicas of the model part
-        distributed.broadcast_object_list(agreed, src=0)
-        return tuple(agreed[0])
+        return tuple(pairs)  # the same in all processes, which measure together
 
     def _measure(self, epoch: int, batches: Iterable[Mapping[str, Tensor]] | None) -> dict[str, Tensor]:
         if batches is None:
@@ -158,4 +169,4 @@ class Rotator:
                 "pass batches=, of held-out data"
             )
         measure = confidence if self.rotation.importance == "confidence" else average_distance
-        return measure(self.model, batches, exclude=self.rotation.exclude, kinds=self.rotation.kinds)
+        return measure(self.model, batches, exclude=self.rotation.exclude, kinds=self.rotation.kinds, together=True)

@@ -1,15 +1,17 @@
 """Swap attention heads: the elementary step of Multi-Head Rotation."""
 
+import sys
 from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from collab_compress.architectures import FAMILIES, AttentionSite, find_attention
 from collab_compress.attention import is_collaborative
 from collab_compress.errors import HeadError
 from collab_compress.heads.blocks import HeadBlock, head_blocks
+from collab_compress.heads.sharding import reshard_, whole, write_
 
 Head: TypeAlias = tuple[str, int]
 """Path of an attention module in the model, and the number of one of its heads, from 0."""
@@ -24,24 +26,42 @@ def swap_heads_(model: nn.Module, pairs: Sequence[Pair], optimizer: Any = None) 
     optimizer state shaped like its parameter; never the output projection. In the collaborative form a head is its
     row of the mixing matrix, its content bias and its values. Swapping the same pairs again restores every bit.
 
+    Parameters may be sharded by FSDP2, and the optimizer may be PyTorch's `ZeroRedundancyOptimizer`; every process
+    must make the call then.
+
     Args:
         model: a Transformers model, stock or edited; not its `DistributedDataParallel` wrapper.
         pairs: heads to swap, each named in one pair only.
-        optimizer: a `torch.optim.Optimizer`, or a wrapper that shows its `state`, as Accelerate's do.
+        optimizer: a `torch.optim.Optimizer`, or a wrapper that shows its `state` and `param_groups`, as Accelerate's
+            do. It must step all the parameters that move and require gradients.
 
     Raises:
         HeadError: a module or head does not exist; a head is in two pairs or paired with itself; the two are of
-            different kinds or shapes, or of different collaborative modules; or only one of them has a gradient or
+            different kinds or shapes, or of different collaborative modules; FSDP1 or ZeRO-3 holds the weights; the
+            optimizer steps other parameters, such as master copies; or only one head of a pair has a gradient or
             optimizer state, or one has state that is not kept weight by weight. Nothing has moved then.
         UnsupportedModelError: the model's family is not known, or a projection is no plain `nn.Linear`.
     """
-    state = {} if optimizer is None else optimizer.state
-    moves = [move for blocks in matched_blocks(model, pairs) for move in _moves(*blocks, state)]
+    matched = matched_blocks(model, pairs)
+    check_optimizer(optimizer, [block for blocks in matched for block in blocks])
+    inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
     with torch.no_grad():
-        for one, other in moves:
-            kept = one.clone()
-            one.copy_(other)
-            other.copy_(kept)
+        if _spreads_state(inner):
+            moves = [move for one, other in matched for move in _moves(one, other, {})]
+            states = _gathered_states([block for blocks in matched for block in blocks], inner)
+        else:
+            state = {} if inner is None else inner.state
+            moves, states = [move for one, other in matched for move in _moves(one, other, state)], []
+        for (one, tensor), (other, other_tensor) in moves:
+            full = whole(tensor)
+            other_full = full if other_tensor is tensor else whole(other_tensor)
+            kept = one.of(full).clone()
+            one.of(full).copy_(other.of(other_full))
+            other.of(other_full).copy_(kept)
+            write_(tensor, full)
+            write_(other_tensor, other_full)
+        for own, new in states:
+            own.copy_(new)
 
 
 def matched_blocks(model: nn.Module, pairs: Sequence[Pair]) -> list[tuple[HeadBlock, HeadBlock]]:
@@ -50,6 +70,7 @@ def matched_blocks(model: nn.Module, pairs: Sequence[Pair]) -> list[tuple[HeadBl
     Raises:
         HeadError: as `swap_heads_`, but for what concerns gradients and optimizers.
     """
+    reshard_(model)
     sites = {site.name: site for site in find_attention(model, FAMILIES)}
     seen: set[Head] = set()
     found = []
@@ -94,24 +115,59 @@ def _described(shapes: list[tuple[torch.Size, torch.dtype]]) -> str:
     return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in shapes)
 
 
-def _moves(one: HeadBlock, other: HeadBlock, state: Any) -> list[tuple[Tensor, Tensor]]:
-    """List the pairs of views to swap for one pair of slices: of the parameter, its gradient, its moments."""
-    tensors, others = (_companions(block.parameter, state) for block in (one, other))
-    if tensors.keys() != others.keys():
-        differing = ", ".join(sorted(map(str, tensors.keys() ^ others.keys())))
+def check_optimizer(optimizer: Any, blocks: Sequence[HeadBlock]) -> None:
+    """Refuse an optimizer whose state of heads would not move with them, and whose next step would undo the move.
+
+    Raises:
+        HeadError: it does not step all parameters of the heads.
+    """
+    if optimizer is None:
+        return
+    if getattr(getattr(optimizer, "optimizer", optimizer), "_overlap_with_ddp", False):
+        raise HeadError(
+            "ZeroRedundancyOptimizer(overlap_with_ddp=True) does not show its state; leave overlap_with_ddp out"
+        )
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = [block.parameter for block in blocks if block.parameter.requires_grad]
+    missing = [parameter for parameter in parameters if id(parameter) not in stepped]
+    if missing:
+        raise HeadError(
+            f"{type(getattr(optimizer, 'optimizer', optimizer)).__name__} does not step {len(missing)} of "
+            f"{len(parameters)} parameters of the heads to swap, the first of shape {tuple(missing[0].shape)}: it is "
+            "another model's, or steps master copies of the weights (as DeepSpeed's do), which would undo the swap; "
+            "pass the optimizer that steps the model's own parameters, and freeze what none steps"
+        )
+
+
+_Part: TypeAlias = tuple[HeadBlock, Tensor]
+
+
+def _moves(one: HeadBlock, other: HeadBlock, state: Any) -> list[tuple[_Part, _Part]]:
+    """List what to swap for one pair of slices: those of the parameter, its gradient, its moments."""
+    tensors, others = (_own(block.parameter) | _remembered(block.parameter, state) for block in (one, other))
+    _check_alike(one, tensors, others)
+    return [((one, tensor), (other, others[name])) for name, tensor in tensors.items()]
+
+
+def _check_alike(one: HeadBlock, names: Collection[str], others: Collection[str]) -> None:
+    if set(names) != set(others):
+        differing = ", ".join(sorted(set(names) ^ set(others)))
         raise HeadError(
             f"only one of two heads to swap has {differing}, for parameters of shape "
             f"{tuple(one.parameter.shape)}; train or freeze both modules alike, and clear gradients "
             "with zero_grad() before swapping"
         )
-    return [(one.of(tensor), other.of(others[name])) for name, tensor in tensors.items()]
 
 
-def _companions(parameter: nn.Parameter, state: Any) -> dict[str, Tensor]:
-    """Gather the parameter, its gradient and all optimizer state of its shape, by what they are called."""
-    found: dict[str, Tensor] = {"weights": parameter.detach()}
-    if parameter.grad is not None:
-        found["a gradient"] = parameter.grad
+def _own(parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Gather the parameter and its gradient, by what they are called."""
+    gradient = {} if parameter.grad is None else {"a gradient": parameter.grad}
+    return {"weights": parameter} | gradient
+
+
+def _remembered(parameter: nn.Parameter, state: Any) -> dict[str, Tensor]:
+    """Gather all optimizer state of the parameter's shape, by what it is called."""
+    found = {}
     for name, tensor in state.get(parameter, {}).items():
         if not isinstance(tensor, Tensor) or tensor.dim() == 0:
             continue
@@ -123,3 +179,45 @@ def _companions(parameter: nn.Parameter, state: Any) -> dict[str, Tensor]:
             )
         found[f"optimizer state {name!r}"] = tensor
     return found
+
+
+def _spreads_state(optimizer: Any) -> bool:
+    """Tell whether each process remembers some parameters only, all of which it lists (PyTorch's ZeRO-1)."""
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")  # imported by who made one
+    return zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer)
+
+
+def _gathered_states(blocks: Sequence[HeadBlock], optimizer: Any) -> list[tuple[Tensor, Tensor]]:
+    """Let processes tell each other what they remember of heads.
+
+    Args:
+        blocks: of paired heads, one after the other.
+        optimizer: a `ZeroRedundancyOptimizer`.
+
+    Returns:
+        What this process remembers, as views, each with what is to be written there.
+
+    Raises:
+        HeadError: in all processes, what any of them refuses.
+    """
+    own: list[dict[str, Tensor]] = []
+    refused: HeadError | None = None
+    try:
+        for block in blocks:
+            remembered = _remembered(block.parameter, optimizer.optim.state)
+            own.append({name: block.of(tensor) for name, tensor in remembered.items()})
+    except HeadError as error:
+        refused = error
+    told: list[Any] = [None] * distributed.get_world_size(optimizer.process_group)
+    copies = [{name: tensor.to("cpu", copy=True) for name, tensor in each.items()} for each in own]
+    distributed.all_gather_object(told, refused or copies, group=optimizer.process_group)
+    for each in told:
+        if isinstance(each, HeadError):
+            raise each
+    every = [next(filter(None, states), {}) for states in zip(*told, strict=True)]
+    moves = []
+    for place in range(0, len(blocks), 2):
+        _check_alike(blocks[place], every[place], every[place + 1])
+        for at, other in ((place, place + 1), (place + 1, place)):
+            moves += [(tensor, every[other][name]) for name, tensor in own[at].items()]
+    return moves

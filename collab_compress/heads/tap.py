@@ -17,6 +17,7 @@ from collab_compress.architectures import (
     find_attention,
     forward_arguments,
     real_tokens,
+    transformers_model,
 )
 from collab_compress.attention.view import HeadCall, add_act_, remove_act_
 from collab_compress.errors import HeadError
@@ -79,6 +80,7 @@ class Tap:
         if unknown:
             raise HeadError(f"a tap cannot read {', '.join(sorted(unknown))}; it reads {', '.join(PARTS)}")
         self.training = training
+        model = transformers_model(model)
         self.sites = find_attention(model, FAMILIES, kinds=kinds)
         for site in self.sites:
             if "keys" in self.parts and hasattr(site.module, "collaborative"):

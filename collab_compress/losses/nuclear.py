@@ -19,19 +19,19 @@ def nuclear_norm(alphas: Tensor) -> Tensor:
     it is one of the subgradients.
 
     Args:
-        alphas: (H, H), row i the weights of head i's mixture.
+        alphas: (…, H, H), row i the weights of head i's mixture.
 
     Returns:
-        A scalar in float32, or float64 if alphas is.
+        One for each matrix, (…), in float32, or float64 if alphas is.
 
     Raises:
-        ValueError: the matrix is not square.
+        ValueError: a matrix is not square.
     """
-    if alphas.ndim != 2 or alphas.shape[0] != alphas.shape[1]:
-        raise ValueError(f"alphas have the wrong shape: got {tuple(alphas.shape)}, expected (H, H)")
+    if alphas.ndim < 2 or alphas.shape[-2] != alphas.shape[-1]:
+        raise ValueError(f"alphas have the wrong shape: got {tuple(alphas.shape)}, expected (…, H, H)")
     with no_autocast(alphas):
-        norm: Tensor = torch.linalg.svdvals(full_precision(alphas)).sum()
-    return norm
+        norms: Tensor = torch.linalg.svdvals(full_precision(alphas)).sum(-1)
+    return norms
 
 
 def nuclear_growth(
@@ -49,16 +49,16 @@ def nuclear_growth(
       norm is pushed up without end.
 
     Args:
-        alphas: (H, H).
-        previous: the nuclear norm one step before, taken as a constant; `printed` ignores it, None will do.
+        alphas: (…, H, H).
+        previous: the nuclear norms one step before, (…), taken as constants; `printed` ignores them, None will do.
         growth: $\Delta_r$.
         form: `hinge` or `printed`.
 
     Returns:
-        A scalar in float32, or float64 if alphas is.
+        One for each matrix, (…), in float32, or float64 if alphas is.
 
     Raises:
-        ValueError: the matrix is not square, the form is unknown or the hinge has no previous norm.
+        ValueError: a matrix is not square, the form is unknown or the hinge has no previous norm.
     """
     if form not in ("hinge", "printed"):
         raise ValueError(f"unknown form of nuclear growth: got {form!r}, expected 'hinge' or 'printed'")

@@ -40,5 +40,7 @@ class Look:
                 raise HeadError(f"{name} is {getattr(self, name)}; expected at least {least}")
         if self.dk is not None and self.dk < 1:
             raise HeadError(f"dk is {self.dk}; expected at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise HeadError(f"seed is {self.seed}; expected a whole number from 0 to 2³² − 1")
         if min(self.lengths, default=1) < 1:
             raise HeadError(f"lengths are {', '.join(map(str, self.lengths))}; expected at least 1 token")

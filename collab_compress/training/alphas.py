@@ -1,12 +1,16 @@
 """Train alphas: frozen at first, then pushed to spread ("Multi-Head Mixing", stepwise nuclear growth)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 
 from collab_compress.errors import HeadError
+from collab_compress.heads.mixed_projection import MixedProjection
+from collab_compress.heads.sharding import refuse_pieces, whole
 from collab_compress.losses import nuclear_growth, nuclear_norm
 from collab_compress.training.options import AlphasOptions
 
@@ -15,10 +19,10 @@ class AlphasTraining:
     """Keep alphas as they are for the first part of training, and give the nuclear growth loss after it.
 
     Frozen alphas stay in the optimizer and in the graph, so that distributed training sees the same parameters
-    throughout; their gradient is zeroed as it arrives and taken away before the optimizer steps.
+    throughout; their gradient is zero, and taken away before the optimizer steps.
 
     Args:
-        alphas: the matrices, (H, H) each.
+        projections: what mixes heads by the matrices, (H, H) each.
         options: when and how.
         optimizer: the one that steps them.
 
@@ -26,54 +30,62 @@ class AlphasTraining:
         HeadError: there are none, they are frozen for good, or the optimizer does not step them.
     """
 
-    def __init__(self, alphas: list[nn.Parameter], options: AlphasOptions, optimizer: Any) -> None:
-        _check(alphas, optimizer)
-        self.alphas, self.options, self.frozen = alphas, options, options.frozen > 0
-        self.norms: list[float] | None = None  # at the start of the step, once alphas train
-        self.previous: list[float] | None = None  # a step before
-        self._handles: list[RemovableHandle] = [matrix.register_hook(self._zeroed) for matrix in alphas]
+    def __init__(self, projections: Sequence[MixedProjection], options: AlphasOptions, optimizer: Any) -> None:
+        _check(projections, optimizer)
+        self.projections, self.options = projections, options
+        self.norms: Tensor | None = None  # at the start of the step, for the hinge, (modules,)
+        self._previous: Tensor | None = None  # a step before
+        self._frozen = False
         inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
-        self._handles.append(inner.register_step_pre_hook(self._forget))
+        self._handle: RemovableHandle = inner.register_step_pre_hook(self._forget)
 
     def step(self, progress: float) -> None:
         """Begin an optimizer step."""
-        self.frozen = progress < self.options.frozen
-        if not self.frozen and self.options.growth_weight > 0:
+        self._freeze(progress < self.options.frozen_ratio)
+        if not self._frozen and self.options.growth_weight > 0 and self.options.growth_form == "hinge":
             with torch.no_grad():
-                norms = [float(nuclear_norm(matrix)) for matrix in self.alphas]
-            self.previous, self.norms = self.norms or norms, norms
+                norms = nuclear_norm(self._together())
+            self._previous, self.norms = norms if self.norms is None else self.norms.to(norms), norms
 
     def growth(self) -> Tensor | None:
         """Give the nuclear growth loss, summed over all matrices, not weighted; None while alphas are frozen."""
-        if self.frozen or self.options.growth_weight == 0 or self.previous is None:
+        if self._frozen or self.options.growth_weight == 0:
             return None
-        form, growth = self.options.growth_form, self.options.growth
-        pairs = zip(self.alphas, self.previous, strict=True)
-        return torch.stack([nuclear_growth(matrix, norm, growth, form) for matrix, norm in pairs]).sum()
+        options = self.options
+        return nuclear_growth(self._together(), self._previous, options.growth, options.growth_form).sum()
 
     def remove(self) -> None:
-        """Leave the parameters as they were."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """Leave the modules as they were."""
+        self._freeze(False)
+        self._handle.remove()
 
-    def _zeroed(self, gradient: Tensor) -> Tensor:
-        return torch.zeros_like(gradient) if self.frozen else gradient
+    def _freeze(self, frozen: bool) -> None:
+        self._frozen = frozen
+        for projection in self.projections:
+            projection.frozen = frozen
+
+    def _together(self) -> Tensor:
+        """Stack all matrices, (modules, H, H) with the most heads; zeros around the others leave their norms."""
+        matrices = [whole(projection.alphas) for projection in self.projections]
+        most = max(len(matrix) for matrix in matrices)
+        return torch.stack([pad(matrix, (0, most - len(matrix)) * 2).to(matrices[0].device) for matrix in matrices])
 
     def _forget(self, *_: object) -> None:
-        if self.frozen:
-            for matrix in self.alphas:
-                matrix.grad = None
+        if self._frozen:
+            for projection in self.projections:
+                projection.alphas.grad = None
 
 
-def _check(alphas: list[nn.Parameter], optimizer: Any) -> None:
+def _check(projections: Sequence[MixedProjection], optimizer: Any) -> None:
     """Refuse alphas that would silently never train."""
-    if not alphas:
+    if not projections:
         raise HeadError("the model has no alphas to train; call mix_heads_(model) before making the optimizer")
-    if not all(matrix.requires_grad for matrix in alphas):
+    for projection in projections:
+        refuse_pieces("alphas", projection.alphas)
+    if not all(projection.alphas.requires_grad for projection in projections):
         raise HeadError("alphas do not require gradients (adapters freeze what they do not know); set requires_grad")
     if optimizer is None:
         raise HeadError("alphas are held still through their optimizer; pass optimizer=")
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if not all(id(matrix) in stepped for matrix in alphas):
+    if not all(id(projection.alphas) in stepped for projection in projections):
         raise HeadError("the optimizer does not step the alphas; call mix_heads_(model) before making the optimizer")

@@ -15,7 +15,7 @@ from collab_compress.attention import is_collaborative
 from collab_compress.calibration import Batch, Calibration, calibration_batches
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.heads import Tap
-from collab_compress.losses import divergence
+from collab_compress.losses import kl_divergence
 
 
 def recover_(
@@ -27,6 +27,7 @@ def recover_(
     steps: int = 150,
     learning_rate: float = 1e-3,
     seed: int = 0,
+    length: int | None = None,
     **arguments: Any,
 ) -> TrainOutput:
     """Bring the attention of a converted model nearer to the dense model's, without labels, in place.
@@ -42,6 +43,7 @@ def recover_(
         steps: at most how many; processes that were started together take 16 sequences each.
         learning_rate: at its highest.
         seed: of tokens and order; the tokens are others than those of a conversion with the same seed.
+        length: tokens of a random sequence, or where texts are cut; as for `calibration_batches`.
         arguments: more of `TrainingArguments`.
 
     Returns:
@@ -60,7 +62,9 @@ def recover_(
         }  # fmt: skip
         training = TrainingArguments(**{**settings, **arguments})
         count = steps * training.world_size
-        batches = calibration_batches(calibration, dense, tokenizer, sequences=16 * count, seed=seed + 1000)
+        batches = calibration_batches(
+            calibration, dense, tokenizer, sequences=16 * count, length=length, seed=seed + 1000
+        )
         if calibration == "synthetic" and batches and "input_ids" in batches[0]:
             separator = getattr(tokenizer, "sep_token_id", None)
             batches = with_copies(batches, separator, getattr(dense.config, "type_vocab_size", 0) > 1, seed)
@@ -186,7 +190,7 @@ class _Distiller(Trainer):  # type: ignore[misc]
             self.dense(**inputs)
         model(**inputs)
         losses = [
-            divergence(here.rows, there.rows, here.real.query)
+            kl_divergence(here.rows, there.rows, here.real.query)
             for here, there in zip(*(tap.take() for tap in self.taps), strict=True)
             if is_collaborative(here.site.module) and here.rows is not None and there.rows is not None
         ]

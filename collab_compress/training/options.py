@@ -1,11 +1,12 @@
 """What acts on heads while a model trains: the same dataclasses in Python, in a recipe and on a command line."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.errors import HeadError
-from collab_compress.heads import Rotation
+from collab_compress.heads import RotationOptions
 from collab_compress.training.penalties import LOSSES
 from collab_compress.training.schedules import SCHEDULES
 
@@ -31,14 +32,15 @@ class DropHeadOptions:
             if value is not None and not 0 <= value < 1:
                 raise HeadError(f"DropHead's {name} is {value}; expected a probability, from 0 to below 1")
         _known("schedule", self.schedule, SCHEDULES)
+        _known_kinds("DropHead", self.kinds)
 
 
 @dataclass(frozen=True)
-class Penalty:
+class PenaltyOptions:
     """Add a loss over heads to the training loss."""
 
-    loss: str
-    """Which: hsic, orthogonality, disagreement, bhattacharyya, or a variant (`collab_compress.training.LOSSES`)."""
+    name: str
+    """Which loss: hsic, orthogonality, agreement, bhattacharyya, or a variant (`collab_compress.training.LOSSES`)."""
 
     weight: float | None = None
     """What it is multiplied by; the paper's weight if not given."""
@@ -50,21 +52,28 @@ class Penalty:
     """Which attention: encoder, decoder, cross; the paper's choice if not given."""
 
     def __post_init__(self) -> None:
-        _known("loss", self.loss, LOSSES)
+        _known("loss", self.name, LOSSES)
         _known("schedule", self.schedule, SCHEDULES)
         if self.weight is not None and not self.weight >= 0:
-            raise HeadError(f"the weight of {self.loss} is {self.weight}; expected 0 or more")
+            raise HeadError(f"the weight of {self.name} is {self.weight}; expected 0 or more")
+        if self.kinds is not None:
+            _known_kinds(f"penalty {self.name}", self.kinds)
+
+    @property
+    def acts_on(self) -> tuple[Kind, ...]:
+        """The kinds of attention, the paper's where none are given."""
+        return LOSSES[self.name].kinds if self.kinds is None else self.kinds
 
 
 @dataclass(frozen=True)
 class AlphasOptions:
     """Mix head outputs by matrices that start as the identity, and train these ("alphas")."""
 
-    frozen: float = 0.31
+    frozen_ratio: float = 0.31
     """Share of training during which they stay the identity."""
 
-    growth_weight: float = 0.0
-    """What the nuclear growth loss is multiplied by, summed over all matrices, once they train; the paper has 40."""
+    growth_weight: float = 40.0
+    """What the nuclear growth loss is multiplied by, summed over all matrices, once they train; 0 for none."""
 
     growth: float = 1e-4
     """Δr: by how much a matrix's nuclear norm should grow in a step."""
@@ -72,12 +81,16 @@ class AlphasOptions:
     growth_form: Literal["hinge", "printed"] = "hinge"
     """Against the norm a step ago and clipped at 0, or as the paper prints it."""
 
+    kinds: tuple[Kind, ...] = KINDS
+    """Which attention has its heads mixed: encoder, decoder, cross."""
+
     def __post_init__(self) -> None:
-        if not 0 <= self.frozen <= 1:
-            raise HeadError(f"alphas are frozen for {self.frozen} of training; expected 0 to 1")
-        if self.growth_weight < 0:
+        if not 0 <= self.frozen_ratio <= 1:
+            raise HeadError(f"alphas are frozen for {self.frozen_ratio} of training; expected 0 to 1")
+        if not self.growth_weight >= 0:
             raise HeadError(f"the weight of nuclear growth is {self.growth_weight}; expected 0 or more")
         _known("growth form", self.growth_form, ("hinge", "printed"))
+        _known_kinds("alphas", self.kinds)
 
 
 @dataclass(frozen=True)
@@ -87,14 +100,17 @@ class HeadTraining:
     drophead: tuple[DropHeadOptions, ...] = ()
     """DropHead, once for each kind of attention that has its own probability or schedule."""
 
-    penalties: tuple[Penalty, ...] = ()
-    """Losses over heads."""
+    penalties: tuple[PenaltyOptions, ...] = ()
+    """Losses over heads; one may be given several times, for kinds of attention with weights of their own."""
 
     alphas: AlphasOptions | None = None
     """Alphas mixing."""
 
-    rotation: Rotation | None = None
+    rotation: RotationOptions | None = None
     """Head rotation."""
+
+    loss_normalization: Literal["stock", "mean"] = "stock"
+    """How a Trainer's loss adds up over the passes and processes of a step: as without us, or as a mean of means."""
 
     def __post_init__(self) -> None:
         for name in ("drophead", "penalties"):
@@ -105,12 +121,26 @@ class HeadTraining:
         kinds = [kind for options in self.drophead for kind in options.kinds]
         if len(set(kinds)) < len(kinds):
             raise HeadError(f"DropHead acts on {', '.join(kinds)} attention; give each kind once")
-        names = [penalty.loss for penalty in self.penalties]
-        if len(set(names)) < len(names):
-            raise HeadError(f"penalties {', '.join(names)}: each loss may be given once")
+        losses = Counter((each.name, kind) for each in self.penalties for kind in each.acts_on)
+        for (name, kind), count in losses.items():
+            if count > 1:
+                raise HeadError(f"penalty {name} acts {count} times on {kind} attention; give each kind once")
+        _known("loss normalization", self.loss_normalization, ("stock", "mean"))
+
+
+def of_kinds(name: str, kinds: tuple[Kind, ...], usual: tuple[Kind, ...]) -> str:
+    """Name what acts on some kinds of attention, in logs: its name alone where it acts on the usual ones."""
+    return name if set(kinds) == set(usual) else f"{name}/{'+'.join(kind for kind in KINDS if kind in kinds)}"
 
 
 def _known(what: str, name: str, table: object) -> None:
     known: list[str] = sorted(table)  # type: ignore[call-overload]
     if name not in known:
         raise HeadError(f"unknown {what} {name!r}; expected one of {', '.join(known)}")
+
+
+def _known_kinds(what: str, kinds: tuple[Kind, ...]) -> None:
+    if isinstance(kinds, str) or not kinds or len(set(kinds)) < len(kinds):
+        raise HeadError(f"{what}: kinds are {kinds!r}; expected some of {', '.join(KINDS)}, each once")
+    for kind in kinds:
+        _known(f"kind of attention for {what}", kind, KINDS)

@@ -16,7 +16,7 @@ from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
 from collab_compress.calibration import run_batch, running
 from collab_compress.errors import CalibrationError
 from collab_compress.heads import Part, Reading, Tap
-from collab_compress.losses import bhattacharyya, disagreement, disagreement_rows, hsic, orthogonality
+from collab_compress.losses import agreement, agreement_rows, bhattacharyya, hsic, orthogonality
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,11 @@ LOSSES: dict[str, Loss] = {
     "orthogonality": Loss(orthogonality, "values", "mean", 1.0),
     "orthogonality-queries": Loss(orthogonality, "queries", "mean", 1.0),
     "orthogonality-keys": Loss(orthogonality, "keys", "mean", 1.0),
-    "disagreement": Loss(disagreement, "outputs", "mean", 1.0),
-    "disagreement-values": Loss(disagreement, "values", "mean", 1.0),
-    "disagreement-rows": Loss(disagreement_rows, "rows", "mean", 1.0),
+    "agreement": Loss(agreement, "outputs", "mean", 1.0),
+    "agreement-values": Loss(agreement, "values", "mean", 1.0),
+    "agreement-queries": Loss(agreement, "queries", "mean", 1.0),
+    "agreement-keys": Loss(agreement, "keys", "mean", 1.0),
+    "agreement-rows": Loss(agreement_rows, "rows", "mean", 1.0),
     "bhattacharyya": Loss(bhattacharyya, "rows", "sum", 1.0, ("encoder",)),
     "bhattacharyya-mean": Loss(bhattacharyya, "rows", "mean", 1.0, ("encoder",)),
 }
@@ -57,27 +59,31 @@ class HeadLosses:
 
     Args:
         model: stock or edited.
-        kinds: name of each loss → kinds of attention it looks at.
+        losses: any name → a loss in `LOSSES`, and the kinds of attention it looks at.
         training: read the model in training mode only.
 
     Raises:
         UnsupportedModelError: the model has no attention of a loss's kinds.
     """
 
-    def __init__(self, model: PreTrainedModel, kinds: Mapping[str, Collection[Kind]], training: bool = True) -> None:
-        self.kinds = kinds
-        read = {kind for chosen in kinds.values() for kind in chosen}
-        for chosen in kinds.values():
+    def __init__(
+        self, model: PreTrainedModel, losses: Mapping[str, tuple[str, Collection[Kind]]], training: bool = True
+    ) -> None:
+        self.losses = losses
+        read = {kind for _, chosen in losses.values() for kind in chosen}
+        for _, chosen in losses.values():
             find_attention(model, FAMILIES, kinds=chosen)  # raises where there is none
-        self.tap = Tap(model, {LOSSES[name].part for name in kinds}, read, training)
+        self.tap = Tap(model, {LOSSES[loss].part for loss, _ in losses.values()}, read, training)
 
     def values(self) -> dict[str, Tensor]:
         """Give each loss, not weighted, of the last forward pass; nothing for attention that it did not run."""
         readings = self.tap.take()
-        found = {
-            name: [reading for reading in readings if reading.site.kind in self.kinds[name]] for name in self.kinds
-        }
-        return {name: _value(LOSSES[name], chosen) for name, chosen in found.items() if chosen}
+        found = {}
+        for name, (loss, kinds) in self.losses.items():
+            chosen = [reading for reading in readings if reading.site.kind in kinds]
+            if chosen:
+                found[name] = _value(LOSSES[loss], chosen)
+        return found
 
     def remove(self) -> None:
         """Leave the model as it was."""
@@ -110,7 +116,7 @@ def measure(
         UnsupportedModelError: the model's family is not known, or it has no attention of a loss's kinds.
     """
     found: list[dict[str, Tensor]] = []
-    heads = HeadLosses(model, {name: LOSSES[name].kinds for name in losses}, training=False)
+    heads = HeadLosses(model, {name: (name, LOSSES[name].kinds) for name in losses}, training=False)
     try:
         with running(model):
             for batch in batches:

@@ -5,17 +5,21 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
+from collab_compress.architectures import KINDS
 from collab_compress.errors import HeadError
-from collab_compress.heads import DropHead, Rotator, alphas_of
+from collab_compress.heads import DropHead, Rotator
+from collab_compress.heads.alphas import mixed_projections
+from collab_compress.heads.sharding import reshard_
 from collab_compress.training.alphas import AlphasTraining
-from collab_compress.training.options import HeadTraining
+from collab_compress.training.options import HeadTraining, of_kinds
 from collab_compress.training.penalties import LOSSES, HeadLosses
 from collab_compress.training.schedules import SCHEDULES
 
 logger = logging.getLogger(__name__)
+GROWTH = "nuclear-growth"
 FAINT = 1e-4  # a penalty below this share of the loss hardly acts
 
 
@@ -36,6 +40,8 @@ class HeadSession:
     what it gives is divided by the number of passes, as the loss is. Of several passes before `penalty` the last one
     counts.
 
+    `training.loss_normalization` is a Trainer's; in a loop of one's own the loop decides.
+
     Args:
         model: the bare model, not its distributed wrapper; with `training.alphas` it has alphas (`mix_heads_`).
         training: what acts on its heads.
@@ -54,23 +60,30 @@ class HeadSession:
         self.training, self.optimizer, self.warmup = training, optimizer, warmup
         self._alphas: AlphasTraining | None = None
         self._rotator: Rotator | None = None
+        self._penalties = {
+            of_kinds(each.name, each.acts_on, LOSSES[each.name].kinds): each for each in training.penalties
+        }
         self._weights: dict[str, float] = {}
-        self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, int] = {}
+        self._sums: dict[str, tuple[Tensor, int]] = {}  # since the last logs, and of how many passes
         self._losses: HeadLosses | None = None
         self._dropheads: list[DropHead] = []
         self._warned: set[str] = set()
+        self._device = next(model.parameters()).device
+        self.penalised = False
         self._closed = False
+        reshard_(model)  # an optimizer knows the parameters of FSDP2 that are in place between passes
         try:
             if training.rotation is not None:
                 if optimizer is None:
                     raise HeadError("rotation moves the optimizer's state with the heads; pass optimizer=")
                 self._rotator = Rotator(model, training.rotation)
+                self._rotator.check(optimizer)
             if training.alphas is not None:
-                self._alphas = AlphasTraining(list(alphas_of(model).values()), training.alphas, optimizer)
+                mixed = list(mixed_projections(model, training.alphas.kinds).values())
+                self._alphas = AlphasTraining(mixed, training.alphas, optimizer)
             if training.penalties:
-                kinds = {each.loss: each.kinds or LOSSES[each.loss].kinds for each in training.penalties}
-                self._losses = HeadLosses(model, kinds)
+                losses = {name: (each.name, each.acts_on) for name, each in self._penalties.items()}
+                self._losses = HeadLosses(model, losses)
             for options in training.drophead:
                 self._dropheads.append(DropHead(model, 0.0, options.kinds))
             self.step(0.0)
@@ -86,12 +99,13 @@ class HeadSession:
         """
         if self._closed:
             raise HeadError("the session is closed; open a new one")
+        self.penalised = False
         for drophead, options in zip(self._dropheads, self.training.drophead, strict=True):
             start = options.p if options.start is None else options.start
             drophead.p = SCHEDULES[options.schedule](progress, self.warmup, start, options.p)
-        for penalty in self.training.penalties:
-            weight = LOSSES[penalty.loss].weight if penalty.weight is None else penalty.weight
-            self._weights[penalty.loss] = SCHEDULES[penalty.schedule](progress, self.warmup, weight, weight)
+        for name, penalty in self._penalties.items():
+            weight = LOSSES[penalty.name].weight if penalty.weight is None else penalty.weight
+            self._weights[name] = SCHEDULES[penalty.schedule](progress, self.warmup, weight, weight)
         if self._alphas is not None:
             self._alphas.step(progress)
 
@@ -111,32 +125,43 @@ class HeadSession:
         Args:
             loss: the training loss, to warn where a penalty is too faint to act.
         """
+        self.penalised = True
         values = self._losses.values() if self._losses is not None else {}
         if self._losses is not None and not values:
             self._warn("nothing", "no head was read in this step, so there is no penalty; is the model in train()?")
         weights = dict(self._weights)
         growth = self._alphas.growth() if self._alphas is not None else None
         if growth is not None and self.training.alphas is not None:
-            values["nuclear-growth"], weights["nuclear-growth"] = growth, self.training.alphas.growth_weight
+            values[GROWTH], weights[GROWTH] = growth, self.training.alphas.growth_weight
+        total = torch.zeros((), device=self._device)
         for name, value in values.items():
+            weighted = weights[name] * value
+            total = total + weighted.to(self._device)
             self._note(name, value)
             if loss is not None:
-                self._note(f"{name}/share", (weights[name] * value / loss.to(value.device)).abs())
-        total = torch.zeros(())
-        for name, value in values.items():
-            total = total.to(value.device) + weights[name] * value
+                self._note(f"{name}/share", (weighted / loss.to(value.device)).abs())
         return total
 
     def logs(self) -> dict[str, float]:
-        """Give the mean of each penalty, not weighted, and its share of the loss, since the last call."""
-        means = {name: float(total) / self._counts[name] for name, total in self._sums.items()}
+        """Give the mean of each penalty, not weighted, and its share of the loss, over passes since the last call.
+
+        The mean is over processes too, so that all of them must call it.
+        """
+        names = [name + what for name in (*self._penalties, GROWTH) for what in ("", "/share")]
+        pairs = [self._sums.get(name, (torch.zeros(()), 0)) for name in names]
+        totals = torch.stack([total.float().to(self._device) for total, _ in pairs])
+        table = torch.stack([totals, torch.tensor([float(count) for _, count in pairs], device=self._device)], 1)
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.all_reduce(table)
+        means = {name: total / count for name, (total, count) in zip(names, table.tolist(), strict=True) if count}
+        self._sums = {}
         for name, share in means.items():
-            if name.endswith("/share") and name.removesuffix("/share") in self._steady and 0 < share < FAINT:
-                self._warn(
-                    name, f"penalty {name.removesuffix('/share')} is {share:.1e} of the loss: raise its weight"
-                )
-        self._sums, self._counts = {}, {}
-        return means | {f"drophead/{place}": drop.p for place, drop in enumerate(self._dropheads)}
+            penalty = name.removesuffix("/share")
+            if name != penalty and penalty in self._steady and 0 < share < FAINT:
+                self._warn(name, f"penalty {penalty} is {share:.1e} of the loss: raise its weight")
+        for drophead, options in zip(self._dropheads, self.training.drophead, strict=True):
+            means[of_kinds("drophead", options.kinds, KINDS)] = drophead.p
+        return means
 
     def state_dict(self) -> dict[str, Any]:
         """Give what a resumed run needs to go on identically, in JSON types."""
@@ -144,7 +169,8 @@ class HeadSession:
         if self._rotator is not None:
             state["rotation"] = self._rotator.state_dict()
         if self._alphas is not None:
-            state["norms"] = self._alphas.norms
+            norms = self._alphas.norms
+            state["norms"] = None if norms is None else norms.tolist()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -152,7 +178,8 @@ class HeadSession:
         if self._rotator is not None and "rotation" in state:
             self._rotator.load_state_dict(state["rotation"])
         if self._alphas is not None:
-            self._alphas.norms = state.get("norms")
+            norms = state.get("norms")
+            self._alphas.norms = None if norms is None else torch.tensor(norms, dtype=torch.float64)
 
     def close(self) -> None:
         """Leave the model as it was, but for its weights."""
@@ -171,9 +198,15 @@ class HeadSession:
         self.close()
 
     @property
+    def penalises(self) -> bool:
+        """Whether anything is to be added to the loss."""
+        alphas = self.training.alphas
+        return bool(self.training.penalties) or (alphas is not None and alphas.growth_weight > 0)
+
+    @property
     def _steady(self) -> set[str]:
         """Penalties that are meant to act all the time."""
-        return {each.loss for each in self.training.penalties if each.schedule == "constant"}
+        return {name for name, each in self._penalties.items() if each.schedule == "constant"}
 
     def _warn(self, once: str, message: str) -> None:
         if once not in self._warned:
@@ -181,6 +214,5 @@ class HeadSession:
             logger.warning("%s", message)
 
     def _note(self, name: str, value: Tensor) -> None:
-        total = self._sums.get(name)
-        self._sums[name] = value.detach() if total is None else total + value.detach()
-        self._counts[name] = self._counts.get(name, 0) + 1
+        total, count = self._sums.get(name, (0.0, 0))
+        self._sums[name] = total + value.detach(), count + 1

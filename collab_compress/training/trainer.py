@@ -1,4 +1,4 @@
-"""Join a Transformers `Trainer`: one line in an existing script."""
+"""Transformers' trainers, with everything that acts on heads."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -7,9 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    Seq2SeqTrainer,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_callback import ExportableState
 
-from collab_compress.calibration import running
 from collab_compress.errors import HeadError
 from collab_compress.heads import alphas_of, mix_heads_
 from collab_compress.heads.pairing import PAIRINGS
@@ -17,72 +25,155 @@ from collab_compress.training.options import HeadTraining
 from collab_compress.training.session import HeadSession
 
 logger = logging.getLogger(__name__)
-STATE = "collab_compress_heads"  # in the checkpoint's trainer_state.json
 
 
-def join_trainer_(trainer: Trainer, training: HeadTraining) -> None:
-    """Let a trainer act on the heads of its model while it trains, in place.
+class HeadTrainerMixin:
+    """What makes a trainer act on the heads of its model; stands before the trainer's own class.
 
-        trainer = Trainer(model, args, train_dataset=...)
-        join_trainer_(trainer, HeadTraining(drophead=(DropHeadOptions(p=0.2),)))
-        trainer.train()
+        class HeadSFTTrainer(HeadTrainerMixin, SFTTrainer): ...
 
-    Works with any subclass of `Trainer`. Penalties are added to the loss that the trainer computes, so labels, label
-    smoothing and a loss function of one's own keep their meaning; they are means over a batch, and gradient
-    accumulation averages them over its passes (and the loss of models that ignore `num_items_in_batch`, whose means
-    a stock trainer adds up over passes and processes). Logs hold each penalty, and `loss` is the sum. Checkpoints
-    hold what a resumed run needs. Alphas are put into the model at once, for the optimizer to find them.
+    Penalties are added to the loss that the trainer computes, so labels, label smoothing and a loss function of one's
+    own keep their meaning. They are means over a batch, and over the passes and processes of a step. The loss itself
+    adds up as `HeadTraining.loss_normalization` says:
+
+    - `stock`: as the trainer does it by itself. One that finds that its model takes `num_items_in_batch` adds losses
+      up over passes and processes, for it expects them to be shares of one mean. Many models take it and ignore it
+      (regression, BERT's classifiers, Marian): their gradient grows with the number of passes and processes, and a
+      penalty weighs less beside it.
+    - `mean`: the mean over passes and processes of each batch's own mean, whatever the model takes. One batch of four
+      rows and four passes of one row give the same gradient where rows count alike; where tokens count, those in a
+      short batch weigh more. A loss function of one's own gets None for `num_items_in_batch`.
+
+    Logs hold each penalty, and `loss` is the sum. Checkpoints hold what a resumed run needs. Alphas are put into the
+    model when it is handed over, for the optimizer to find them.
 
     Args:
-        trainer: its optimizer not yet made, where alphas are to be added.
-        training: what acts on heads.
+        head_training: what acts on heads; nothing if not given.
+        given: as the trainer's own class takes them.
 
     Raises:
-        HeadError: the trainer was joined before; alphas or rotation lack what they need; the trainer replicates its
-            model within one process.
+        HeadError: alphas or rotation lack what they need; the trainer replicates its model within one process, or
+            shares it out in a way that cannot work.
     """
-    if isinstance(trainer, _HeadTrainer):
-        raise HeadError("the trainer was joined before; make a new one")
-    if trainer.args.n_gpu > 1:
-        raise HeadError(
-            "DataParallel copies the model in each step; start one process for each GPU instead (torchrun)"
+
+    def __init__(self, *args: Any, head_training: HeadTraining | None = None, **given: Any) -> None:
+        self.head_training = HeadTraining() if head_training is None else head_training
+        super().__init__(*args, **given)
+        self._callback = _HeadCallback(self)
+        trainer: Any = self
+        _check(trainer, self.head_training)
+        _mix_(trainer.model, self.head_training)
+        trainer.add_callback(HeadState)
+        trainer.add_callback(self._callback)
+
+    def call_model_init(self, trial: Any = None) -> PreTrainedModel:
+        """Make the model as the trainer does, with alphas if they are to be trained."""
+        trainer: Any = super()
+        model: PreTrainedModel = trainer.call_model_init(trial)
+        _mix_(model, self.head_training)
+        return model
+
+    def train(self, *args: Any, **given: Any) -> Any:
+        """Train as the trainer does; whatever happens, nothing acts on the model's heads afterwards."""
+        trainer: Any = super()
+        try:
+            return trainer.train(*args, **given)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Leave the model as it was, but for its weights; does nothing where that is so."""
+        self._callback.close()
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None, **given: Any) -> Tensor:
+        """Take a pass as the trainer does, with losses that are means over their batches if it should be so."""
+        trainer: Any = super()
+        items = None if self.head_training.loss_normalization == "mean" else num_items_in_batch
+        loss: Tensor = trainer.training_step(model, inputs, items, **given)
+        return loss
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **given: Any
+    ) -> Any:
+        """Compute the loss as the trainer does, and add the penalties while the model trains."""
+        trainer: Any = super()
+        result = trainer.compute_loss(
+            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **given
         )
-    if _measures(training) and trainer.eval_dataset is None:
-        raise HeadError(
-            "rotation measures the importance of heads on validation data; pass eval_dataset to the trainer"
-        )
-    if training.alphas is not None and not alphas_of(trainer.model):
-        if trainer.model_init is not None:
-            raise HeadError("train() makes the model anew; call mix_heads_(model) in model_init")
-        mix_heads_(trainer.model)
-    base = type(trainer)
-    trainer.__class__ = type(base.__name__, (_HeadTrainer, base), {"__module__": base.__module__})
-    trainer.add_callback(HeadCallback(trainer, training))
+        session = self._callback.session
+        if not model.training or session is None:
+            return result
+        loss = result[0] if return_outputs else result
+        passes = _passes(self, num_items_in_batch)
+        if self.head_training.loss_normalization == "mean" and getattr(self, "loss_is_scaled_for_ga", None) is None:
+            loss = loss / passes
+        if session.penalises:
+            loss = loss + session.penalty(loss.detach() * passes).to(loss.device) / passes
+        return (loss, result[1]) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], *args: Any, **given: Any) -> None:
+        """Log the penalties beside the loss."""
+        session = self._callback.session
+        if session is not None and "loss" in logs:
+            logs |= session.logs()
+        trainer: Any = super()
+        trainer.log(logs, *args, **given)
 
 
-class HeadCallback(TrainerCallback):  # type: ignore[misc]
+class HeadTrainer(HeadTrainerMixin, Trainer):  # type: ignore[misc]
+    """A Transformers `Trainer` that acts on heads.
+
+        training = HeadTraining(drophead=(DropHeadOptions(p=0.2),))
+        trainer = HeadTrainer(model, args, train_dataset=..., head_training=training)
+        trainer.train()
+
+    Without anything in `head_training` it trains as a `Trainer` does, bit for bit. See `HeadTrainerMixin`.
+    """
+
+
+class HeadSeq2SeqTrainer(HeadTrainerMixin, Seq2SeqTrainer):  # type: ignore[misc]
+    """A Transformers `Seq2SeqTrainer` that acts on heads, as `HeadTrainer` does."""
+
+
+class HeadState(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """What a resumed run needs to know of heads, in a checkpoint's `trainer_state.json`."""
+
+    session: HeadSession | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Give it in JSON types, in the form that Transformers wants."""
+        return {"args": {}, "attributes": {"saved": {} if self.session is None else self.session.state_dict()}}
+
+
+STATE = HeadState.__name__  # Transformers looks for it by the name of the class
+
+
+class _HeadCallback(TrainerCallback):  # type: ignore[misc]
     """Opens a `HeadSession` when training begins, moves it on with each step and epoch, and closes it."""
 
-    def __init__(self, trainer: Trainer, training: HeadTraining) -> None:
-        self.trainer, self.training = trainer, training
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
         self.session: HeadSession | None = None
         self.epoch = 0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Open the session, and bring it to where a checkpoint left it."""
-        self._close()  # an interrupted run does not come to its end
-        steps = max(state.max_steps, 1)
+        trainer, steps = self.trainer, max(state.max_steps, 1)
         warmup = args.get_warmup_steps(steps) / steps
-        self.session = HeadSession(self.trainer.model, self.training, self.trainer.optimizer, warmup)
+        self.session = HeadSession(trainer.model, trainer.head_training, trainer.optimizer, warmup)
         self.epoch = int((state.epoch or 0) + 1e-6)
         if STATE in state.stateful_callbacks:
-            self.session.load_state_dict(state.stateful_callbacks[STATE])
+            self.session.load_state_dict(state.stateful_callbacks[STATE]["attributes"]["saved"])
+        elif trainer.head_training != HeadTraining():
+            logger.warning("the checkpoint was saved without a state of heads; they begin as in a new run")
+        self._holder().session = self.session
+        state.stateful_callbacks[STATE] = self._holder().state()
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Begin an epoch."""
         if self.session is not None:
             with torch.random.fork_rng(devices=[]):  # data loaders draw a seed, which a resumed run would not
-                self.session.epoch(self.epoch, self._validation() if _measures(self.training) else None)
+                self.session.epoch(self.epoch, self._validation())
         self.epoch += 1  # `state.epoch` is a share of the steps where the data has no length
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -91,20 +182,32 @@ class HeadCallback(TrainerCallback):  # type: ignore[misc]
             self.session.step(state.global_step / max(state.max_steps - 1, 1))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Have the state at hand when a checkpoint is written, which happens after this."""
-        if self.session is not None:
-            state.stateful_callbacks[STATE] = self.session.state_dict()
+        """See that the penalties were added."""
+        if self.session is not None and self.session.penalises and not self.session.penalised:
+            name = type(self.trainer).__name__
+            raise HeadError(
+                f"{name}.compute_loss adds no penalties; put HeadTrainerMixin before the class that has it, or "
+                "let it call super().compute_loss"
+            )
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Close the session."""
-        self._close()
+        """Have the state at hand for whoever saves it after training."""
+        state.stateful_callbacks[STATE] = self._holder().state()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the session, if one is open."""
         if self.session is not None:
             self.session.close()
-            self.session = None
+            self.session = self._holder().session = None
 
-    def _validation(self) -> Iterable[Mapping[str, Tensor]]:
+    def _holder(self) -> "HeadState":
+        """Find what saves the state; a trainer that restores callbacks from a checkpoint makes it anew."""
+        callbacks = self.trainer.callback_handler.callbacks
+        return next(callback for callback in callbacks if isinstance(callback, HeadState))
+
+    def _validation(self) -> Iterable[Mapping[str, Tensor]] | None:
+        if not _measures(self.trainer.head_training):
+            return None
         names = self.trainer.eval_dataset
         if not isinstance(names, dict):
             loader: Iterable[Mapping[str, Tensor]] = self.trainer.get_eval_dataloader()
@@ -112,80 +215,37 @@ class HeadCallback(TrainerCallback):  # type: ignore[misc]
         return chain.from_iterable(self.trainer.get_eval_dataloader(name) for name in names)
 
 
-class _HeadTrainer:
-    """What a joined trainer does differently; stands before the trainer's own class."""
+def _check(trainer: Any, training: HeadTraining) -> None:
+    """Refuse what cannot work."""
+    if training == HeadTraining(loss_normalization=training.loss_normalization):
+        return
+    if trainer.args.n_gpu > 1:
+        raise HeadError(
+            "DataParallel copies the model in each step; start one process for each GPU instead (torchrun)"
+        )
+    if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2):
+        name = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP1"
+        raise HeadError(
+            f"{name} keeps weights in pieces that do not follow heads; shard the model with FSDP2 instead "
+            "(fsdp_config={'fsdp_version': 2}), or leave it whole"
+        )
+    if _measures(training) and trainer.eval_dataset is None:
+        raise HeadError(
+            "rotation measures the importance of heads on validation data; pass eval_dataset to the trainer"
+        )
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any) -> Any:
-        """Compute the loss as the trainer does, and add the penalties while the model trains."""
-        trainer: Any = super()
-        session = _session(self)
-        if not model.training or session is None:
-            return trainer.compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
-        items = kwargs.get("num_items_in_batch")
-        if items is not None and _unsure(self):
-            with torch.random.fork_rng(), running(model):
-                probed = [_probe(trainer, model, inputs, scale * items) for scale in (1, 2)]
-            _decide_(self, probed)
-        result = trainer.compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
-        loss = result[0] if return_outputs else result
-        passes = _passes(self, items)
-        loss = loss + session.penalty(loss.detach() * passes).to(loss.device) / passes
-        return (loss, result[1]) if return_outputs else loss
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log the penalties beside the loss."""
-        session = _session(self)
-        if session is not None and "loss" in logs:
-            logs |= session.logs()
-        trainer: Any = super()
-        trainer.log(logs, *args, **kwargs)
+def _mix_(model: PreTrainedModel, training: HeadTraining) -> None:
+    if training.alphas is not None and not alphas_of(model):
+        mix_heads_(model, training.alphas.kinds)
 
 
 def _measures(training: HeadTraining) -> bool:
     return training.rotation is not None and PAIRINGS[training.rotation.strategy].measures
 
 
-def _session(trainer: Any) -> HeadSession | None:
-    callbacks = trainer.callback_handler.callbacks
-    return next((callback.session for callback in callbacks if isinstance(callback, HeadCallback)), None)
-
-
-def _unsure(trainer: Any) -> bool:
-    """Whether the trainer takes the loss to be normalised over a step because of a signature only.
-
-    It goes by `forward` accepting `num_items_in_batch`; but many heads (regression, BERT's classifiers, Marian)
-    accept and ignore it, so that their means would be added up over passes and processes instead of averaged.
-    """
-    own = trainer.compute_loss_func is not None or trainer.label_smoother is not None
-    told = getattr(trainer, "loss_is_scaled_for_ga", None) is not None or hasattr(trainer, "_normalised")
-    processes = trainer.accelerator.num_processes if trainer.args.average_tokens_across_devices else 1
-    adds_up = trainer.current_gradient_accumulation_steps * processes > 1
-    return adds_up and trainer.model_accepts_loss_kwargs and not own and not told
-
-
-def _probe(trainer: Any, model: Any, inputs: dict[str, Any], items: Tensor | int) -> float:
-    return float(trainer.compute_loss(model, dict(inputs), num_items_in_batch=items))
-
-
-def _decide_(trainer: Any, losses: list[float]) -> None:
-    """Tell the trainer, once it can be told, that the loss does not depend on the number of items.
-
-    Processes decide together: they would wait for each other if they counted items differently.
-
-    Args:
-        losses: of this process's batch, by its number of items and by twice as many.
-    """
-    every = trainer.accelerator.gather(torch.tensor([losses], device=trainer.args.device))  # (processes, 2)
-    telling = every[every.isfinite().all(1) & (every[:, 0] != 0)]
-    if len(telling):
-        trainer._normalised = bool((telling[:, 0] != telling[:, 1]).any())
-        if not trainer._normalised:
-            logger.info("the model ignores num_items_in_batch: its loss is averaged over passes and processes")
-            trainer.model_accepts_loss_kwargs = False
-
-
 def _passes(trainer: Any, items: Tensor | int | None) -> int:
-    """Say by what the penalty must be divided: the passes of a step where the loss is already scaled for them."""
+    """Say by what a mean must be divided: the passes of a step, where the trainer does not divide the loss itself."""
     scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
     if scaled is None:
         own = trainer.compute_loss_func is not None

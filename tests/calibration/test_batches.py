@@ -1,6 +1,20 @@
+import json
+
 import pytest
 import torch
+import transformers
 from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    GPT2Config,
+    GPT2Model,
+    MBart50Tokenizer,
+    MBartTokenizer,
+    NllbTokenizer,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaModel,
+)
 
 from collab_compress.calibration import calibration_batches
 from collab_compress.errors import CalibrationError
@@ -56,6 +70,142 @@ def test_texts_pairs_and_a_column_of_a_data_set(minilm, minilm_tokenizer):
     assert pairs["token_type_ids"].tolist() == [[0, 0, 0, 0, 1, 1, 1]]
 
 
+def test_texts_are_read_whole_and_all_of_them(minilm, minilm_tokenizer, caplog):
+    texts = ["word " * (number % 100 + 1) for number in range(200)]
+    batches = calibration_batches((text for text in texts), minilm, minilm_tokenizer)
+    assert sum(len(batch["input_ids"]) for batch in batches) == 200
+    assert sum(int(batch["attention_mask"].sum()) for batch in batches) == sum(len(text) // 5 + 2 for text in texts)
+    assert caplog.messages == []
+
+
+def test_what_is_left_out_of_texts_is_said(minilm, minilm_tokenizer, caplog):
+    texts = ["word " * 70 for _ in range(3)] + ["word " * 300 for _ in range(20)] + [("word " * 200, "word " * 100)]
+    minilm.config.max_position_embeddings = 256
+    batches = calibration_batches(texts, minilm, minilm_tokenizer)
+    assert max(batch["input_ids"].shape[1] for batch in batches) == 256
+    assert caplog.messages == ["21 of 24 texts are longer than 256 tokens and are cut there"]
+    caplog.clear()
+    batches = calibration_batches(texts, minilm, minilm_tokenizer, sequences=5, length=72)
+    assert caplog.messages[0] == "calibration uses 5 of 24 texts, drawn at random"
+    assert caplog.messages[1].endswith("of 5 texts are longer than 72 tokens and are cut there")
+    assert sum(len(batch["input_ids"]) for batch in batches) == 5
+
+
+def test_positions_behind_the_pad_token_are_the_models_limit(words):
+    config = RobertaConfig(vocab_size=61, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+                           intermediate_size=8, max_position_embeddings=20, pad_token_id=1)  # fmt: skip
+    model = RobertaModel(config)
+    (batch,) = calibration_batches(["w7 " * 50], model, words)
+    assert batch["input_ids"].shape == (1, 18)
+    assert model(**batch)[0].isfinite().all()
+
+
+@pytest.fixture(scope="module")
+def words():
+    inner = Tokenizer(models.WordLevel({"[UNK]": 0, "[PAD]": 1, **{f"w{n}": n for n in range(2, 61)}}, "[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]")
+
+
+def test_a_tokenizer_without_special_tokens_adds_none(words):
+    config = GPT2Config(vocab_size=61, n_embd=8, n_layer=1, n_head=2, n_positions=20)
+    (batch,) = calibration_batches("synthetic", GPT2Model(config), words, sequences=3, length=9)
+    assert batch["input_ids"].shape == (3, 9)
+    assert int(batch["input_ids"].min()) > 1
+
+
+SETTINGS = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}  # fmt: skip
+
+
+def translator(name, start=None):
+    """A model of this class whose vocabulary has room for the languages of any of the tokenizers."""
+    config = getattr(transformers, f"{name}Config")(vocab_size=600, decoder_start_token_id=start, **SETTINGS)
+    return getattr(transformers, f"{name}Model")(config)
+
+
+LETTERS = ["▁", *"abcdefgh"]
+
+
+@pytest.mark.parametrize("target", ["fra_Latn", None])
+def test_nllb_has_its_language_in_front(target):
+    vocabulary = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, **{piece: 4 + n for n, piece in enumerate(LETTERS)}}
+    tokenizer = NllbTokenizer(vocab=vocabulary, merges=[], src_lang="deu_Latn", tgt_lang=target)
+    (batch,) = calibration_batches("synthetic", translator("M2M100", 2), tokenizer, sequences=9, length=7)
+    source, decoder = (batch[name] for name in ("input_ids", "decoder_input_ids"))
+    one, other = tokenizer.convert_tokens_to_ids(["deu_Latn", target or "deu_Latn"])
+    assert one > 3
+    assert tokenizer("abc")["input_ids"][0] == one
+    assert (source[:, 0] == one).all()
+    assert (source[:, -1] == 2).all()
+    assert ordinary(source[:, 1:-1], tokenizer)
+    assert (decoder[:, :2] == torch.tensor([2, other])).all()
+    assert ordinary(decoder[:, 2:], tokenizer)
+    assert tokenizer.tgt_lang == target
+
+
+def ordinary(tokens, tokenizer):
+    return not torch.isin(tokens, torch.tensor(tokenizer.all_special_ids)).any()
+
+
+def test_mbart_has_its_language_behind_and_mbart50_in_front():
+    pieces = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((piece, -1.0) for piece in LETTERS)]
+    for kind, behind in ((MBartTokenizer, True), (MBart50Tokenizer, False)):
+        vocabulary = pieces + [(code, 0.0) for code in ("de_DE", "fr_XX", "en_XX")] if behind else pieces
+        tokenizer = kind(vocab=vocabulary, src_lang="de_DE", tgt_lang="fr_XX")
+        german, french = tokenizer.convert_tokens_to_ids(["de_DE", "fr_XX"])
+        model = translator("MBart", None if behind else 2)
+        (batch,) = calibration_batches("synthetic", model, tokenizer, sequences=9, length=7)
+        source, decoder = (batch[name] for name in ("input_ids", "decoder_input_ids"))
+        probe, rows = tokenizer("abc")["input_ids"], slice(0, 5) if behind else slice(1, 6)
+        if behind:
+            assert probe[-2:] == [2, german]
+            assert (source[:, -2:] == torch.tensor([2, german])).all()
+        else:
+            assert probe[0] == german
+            assert (source[:, 0] == german).all()
+            assert (source[:, -1] == 2).all()
+        assert ordinary(source[:, rows], tokenizer)
+        start = [french] if behind else [2, french]
+        assert (decoder[:, : len(start)] == torch.tensor(start)).all()
+        assert ordinary(decoder[:, len(start) :], tokenizer)
+
+
+def test_m2m100_has_its_language_in_front(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    sentences = iter(["abc abd", "bcd cde", "def efg", "abcdefgh"] * 50)
+    with (tmp_path / "spm.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=sentences, model_writer=file, vocab_size=16)
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", *LETTERS]
+    (tmp_path / "vocab.json").write_text(json.dumps({piece: n for n, piece in enumerate(pieces)}))
+    tokenizer = transformers.M2M100Tokenizer(
+        str(tmp_path / "vocab.json"), str(tmp_path / "spm.model"), src_lang="de", tgt_lang=None
+    )
+    (batch,) = calibration_batches("synthetic", translator("M2M100", 2), tokenizer, sequences=9, length=7)
+    german = tokenizer.get_lang_id("de")
+    assert (batch["input_ids"][:, 0] == german).all()
+    assert (batch["input_ids"][:, -1] == 2).all()
+    assert (batch["decoder_input_ids"][:, :2] == torch.tensor([2, german])).all()
+
+
+def test_a_tokenizer_of_nothing_is_refused(words, minilm):
+    class Mute:
+        all_special_ids: tuple[int, ...] = ()
+        model_max_length = 9
+
+        def __len__(self):
+            return 5
+
+        def decode(self, _):
+            return ""
+
+        def __call__(self, _, **__):
+            return {"input_ids": []}
+
+    with pytest.raises(CalibrationError, match="the tokenizer makes no tokens of any text"):
+        calibration_batches("synthetic", minilm, Mute())
+
+
 def test_ready_batches_pass_through_and_need_no_tokenizer(minilm, batch):
     assert calibration_batches([batch], minilm) == [batch]
     assert calibration_batches(iter([batch]), minilm) == [batch]
@@ -74,6 +224,11 @@ def test_none(minilm, nothing):
         ([], True, "calibration data is empty"),
         (7, True, "calibration is a int; expected"),
         (["text", {"input_ids": torch.ones(1, 1)}], True, "mixes batches and texts"),
+        (["text", 3], True, "calibration item 1 is a int; expected a text, a pair of texts, or a batch"),
+        ([("one", "two", "three")], True, "calibration item 0 is a tuple; expected a text, a pair of texts"),
+        ([{"input_ids": [[1, 2]]}], True, "batch 0: input_ids is a list; expected a tensor"),
+        ([{"input_ids": torch.ones(0, 4).long()}], True, "batch 0: input_ids is empty; expected a tensor"),
+        ({"input_ids": torch.ones(1, 4).long()}, True, "calibration is a dict; expected"),
         (Dataset.from_dict({"text": ["a"]}), True, r"columns \['text'\]; pass the one with the texts"),
     ],
 )

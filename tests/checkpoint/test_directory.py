@@ -1,12 +1,22 @@
 import json
 import os
+import resource
 import subprocess
 import sys
+from functools import partial
 
 import psutil
 import pytest
+from safetensors import SafetensorError
 
-from collab_compress.checkpoint.directory import whole_directory, write_whole_json
+from collab_compress.checkpoint.directory import (
+    refuse_place,
+    whole_directory,
+    whole_file,
+    write_new,
+    write_whole,
+    write_whole_json,
+)
 from collab_compress.errors import CheckpointError
 
 
@@ -98,3 +108,82 @@ def test_json_without_a_place_leaves_nothing(tmp_path, place):
         write_whole_json(tmp_path / place, {})
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
     assert os.listdir(tmp_path / "folder") == []
+
+
+def kinds(folder):
+    """Something of every kind that an output may not replace."""
+    (folder / "file").write_text("theirs", encoding="utf-8")
+    (folder / "folder").mkdir()
+    (folder / "link").symlink_to("file")
+    (folder / "dangling").symlink_to("nowhere")
+    (folder / "circle").symlink_to("circle")
+    os.mkfifo(folder / "pipe")
+    return ("file", "folder", "link", "dangling", "circle", "pipe", "new/..")
+
+
+def test_what_is_there_is_not_replaced_whatever_it_is(tmp_path):
+    for name in kinds(tmp_path):
+        before = sorted(os.listdir(tmp_path))
+        for refuse in (refuse_place, partial(write_new, text="ours"), lambda path: whole_directory(path).__enter__()):
+            with pytest.raises(CheckpointError, match="exists; choose another output"):
+                refuse(tmp_path / name)
+        assert sorted(os.listdir(tmp_path)) == before
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "theirs"
+    assert os.readlink(tmp_path / "link") == "file"
+
+
+@pytest.mark.parametrize("name", ["folder", "link", "dangling", "circle", "pipe"])
+def test_only_a_regular_file_is_written_anew(tmp_path, name):
+    kinds(tmp_path)
+    with pytest.raises(CheckpointError, match="no regular file"):
+        write_whole(tmp_path / name, "ours")
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "theirs"
+
+
+def test_places_that_are_refused_before_the_work(tmp_path):
+    kinds(tmp_path)
+    for place, words in (
+        ("folder/out", "lies in .*folder, which is read"),
+        ("folder/deep/er/out", "lies in .*folder, which is read"),
+        ("file/out", "file is not a directory"),
+        ("x" * 300, "File name too long"),
+        ("x" * 250, "File name too long"),  # with what is put before and after it while it is written
+        ("a\0b", "null byte"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            refuse_place(tmp_path / place, tmp_path / "folder")
+    refuse_place(tmp_path / "new" / "out", tmp_path / "folder")
+    assert "new" not in os.listdir(tmp_path)
+
+
+def test_a_name_is_no_pattern(tmp_path):
+    """`*` once matched, and removed, what another process was writing."""
+    left = [f".other.partial-{os.uname().nodename}-{2**22 + 1}", f".other.partial-{2**22 + 1}"]
+    for name in left:
+        (tmp_path / name).mkdir()
+    with whole_directory(tmp_path / "*"):
+        pass
+    assert sorted(os.listdir(tmp_path)) == sorted([*left, "*"])
+
+
+@pytest.mark.parametrize("error", [SafetensorError, Exception])
+def test_a_full_disk_is_told_as_such_whoever_tells_it(tmp_path, error):
+    for write in (whole_directory, whole_file):
+        with pytest.raises(CheckpointError, match=r"cannot write .*out: .*No space left"), write(tmp_path / "out"):
+            raise error("I/O error: No space left on device (os error 28)")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_while_a_model_is_saved(make_tiny, tmp_path):
+    """Stands in for a full disk: no file may grow beyond 4 KB."""
+    model, before = make_tiny("bert"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with (
+            pytest.raises(CheckpointError, match=r"cannot write .*out"),
+            whole_directory(tmp_path / "out") as directory,
+        ):
+            model.save_pretrained(directory)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(tmp_path) == []

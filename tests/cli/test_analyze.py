@@ -137,6 +137,10 @@ def test_a_translator_reads_pairs(run):
         (["dense", "--task", "mrpc", "--data-dir", "data/nothing"], "data/nothing"),
         (["translator", "--task", "mrpc", "--data-dir", "data"], "MarianModel does not answer mrpc"),
         (["dense", "--sentences", "0"], "expected at least 1"),
+        (["dense", "--seed", str(2**64)], "expected a whole number from 0 to 2³² − 1"),
+        (["dense", "--device", "abacus"], "device 'abacus' cannot be used"),
+        (["dense", "--against", "converted", "--device", "cuda:99"], "device 'cuda:99' cannot be used"),
+        (["dense", "--rounds", "few"], "--rounds: invalid literal"),
         (["dense", "--rounds", "1"], "rounds is 1; expected at least 2"),
         (["dense", "--sections", "colour"], "unknown section colour"),
         (["dense", "--sections", "mixing"], "nothing to show: mixing: heads of a dense model"),
@@ -157,6 +161,16 @@ def test_nothing_is_overwritten(run, tmp_path):
     code, _, error, _ = run("dense")
     assert code == 2
     assert "exists; choose another output" in error
+
+
+def test_nothing_is_written_into_a_model(folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    for place in ("dense/heads", "converted/heads"):
+        with pytest.raises(SystemExit) as stop:
+            command.main(["dense", "--against", "converted", "--output", place])
+        assert stop.value.code == 2
+        assert f"{place} lies in" in capsys.readouterr().err
+        assert not os.path.exists(place)
 
 
 def test_a_bar_is_shown_and_taken_away(monkeypatch, capsys):

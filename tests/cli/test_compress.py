@@ -8,14 +8,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from collab_compress_cli import source
 from collab_compress_cli.source import SHORT_NAMES, find_directory
+from huggingface_hub import ModelCard
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, BertForSequenceClassification
 
-from collab_compress import Compression, compress, read_factors
+from collab_compress import Compression, CompressionError, compress, read_factors
 
 
 @pytest.fixture
@@ -60,6 +64,37 @@ def test_converts_a_classifier_and_says_how_to_load_it(run, loaded, model_dir, t
     assert stored == json.loads((output / "collab_compress.json").read_text(encoding="utf-8"))
     assert stored["compression"]["rank"] == 8
     assert len(stored["report"]["modules"]) == 2
+
+
+def test_how_much_is_calibrated_on_is_an_option_and_said(run, model_dir, tmp_path):
+    texts = tmp_path / "texts.txt"
+    texts.write_text("".join(f"text number {n} of a user\n" for n in range(30)), encoding="utf-8")
+    options = ("--dk", 8, "--calibration", texts, "--sequences", 24, "--length", 6, "--seed", 2)
+    code, printed, error = run(model_dir, *options, "--output", tmp_path / "out")
+    assert code == 0, error
+    assert "Calibrated on 21 sequences; each module saw 126 vectors or more." in printed
+    assert "calibration uses 24 of 30 texts, drawn at random" in error
+    assert "24 of 24 texts are longer than 6 tokens and are cut there" in error
+    stored = json.loads((tmp_path / "out" / "collab_compress.json").read_text(encoding="utf-8"))
+    assert (stored["compression"]["sequences"], stored["compression"]["length"]) == (24, 6)
+    assert len(stored["report"]["warnings"]) == 2
+    assert [module["query_vectors"] for module in stored["report"]["modules"]] == [126, 126]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--damping", "inf", "damping is inf; expected 0 or more, up to 1e+06"),
+        ("--damping", "1e308", "damping is 1e+308; expected 0 or more, up to 1e+06"),
+        ("--seed", str(2**64), "expected a whole number from 0 to 2³² − 1"),
+        ("--tolerance", "nan", "tolerance is nan; expected a finite number, 0 or more"),
+        ("--tolerance", "-1", "tolerance is -1.0; expected a finite number, 0 or more"),
+        ("--sequences", "0", "sequences is 0; expected at least 1"),
+        ("--length", "0", "length is 0; expected at least 1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(fails, model_dir, option, value, message):
+    assert message in fails(model_dir, "--dk", 8, option, value)
 
 
 def test_heads_that_share_no_channels(run, loaded, monkeypatch, model_dir, tmp_path):
@@ -292,3 +327,86 @@ def test_a_config_that_names_no_class_is_loaded_bare(run, model_dir, tmp_path):
     code, printed, _ = run(model_dir, "--dk", 8, "--calibration", "none", "--output", tmp_path / "out")
     assert code == 0
     assert "BertModel.from_pretrained" in printed
+
+
+def test_a_card_and_the_licence_travel_along(run, model_dir, tmp_path):
+    (model_dir / "README.md").write_text("---\nlicense: mit\nlanguage: en\n---\n# Theirs\n", encoding="utf-8")
+    (model_dir / "LICENSE").write_text("do as you like", encoding="utf-8")
+    (model_dir / "customers.csv").write_text("secret", encoding="utf-8")
+    code, _, error = run(model_dir, "--dk", 8, "--output", tmp_path / "out")
+    assert code == 0, error
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert (card.data.license, card.data.language, card.data.library_name) == ("mit", "en", "transformers")
+    for part in ("# out", "made from `tiny`", "R = 8", "calibrated on random tokens", 'from_pretrained("out")'):
+        assert part in card.content
+    assert str(tmp_path) not in card.content
+    assert (tmp_path / "out" / "LICENSE").read_text(encoding="utf-8") == "do as you like"
+    assert not (tmp_path / "out" / "customers.csv").exists()
+
+
+def test_the_embedded_model_is_named_as_on_the_hub(run, tmp_path):
+    code, *_ = run("minilm", "--dk", 384, "--output", tmp_path / "out", "--calibration", "none")
+    assert code == 0
+    data = ModelCard.load(tmp_path / "out" / "README.md").data
+    assert data.base_model == "sentence-transformers/all-MiniLM-L6-v2"
+    assert (data.license, data.library_name) == ("apache-2.0", "sentence-transformers")
+
+
+@pytest.mark.parametrize("name", ["texts.txt", "link", "pipe", "/dev/null"])
+def test_a_report_replaces_nothing(fails, monkeypatch, model_dir, tmp_path, name):
+    monkeypatch.chdir(tmp_path)
+    Path("texts.txt").write_text("one\ntwo\n", encoding="utf-8")
+    Path("link").symlink_to("texts.txt")
+    os.mkfifo("pipe")
+    line = fails("tiny", "--dk", 8, "--calibration", "texts.txt", "--json", name)
+    assert f"{name} exists; choose another output" in line
+    assert Path("texts.txt").read_text(encoding="utf-8") == "one\ntwo\n"
+
+
+@pytest.mark.parametrize("option", ["--output", "--json"])
+def test_nothing_is_written_into_the_model(fails, model_dir, option):
+    before = sorted(os.listdir(model_dir))
+    assert "which is read" in fails(model_dir, "--dk", 8, option, model_dir / "out")
+    assert sorted(os.listdir(model_dir)) == before
+
+
+def test_a_full_disk(fails, monkeypatch, model_dir, tmp_path):
+    def save(self, directory, **_):
+        (directory / "model.safetensors").write_bytes(b"half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(BertForSequenceClassification, "save_pretrained", save)
+    line = fails(model_dir, "--dk", 8, "--output", tmp_path / "out", "--json", tmp_path / "report.json")
+    assert "cannot write" in line
+    assert "No space left on device" in line
+
+
+def test_arguments_that_cannot_be_read_are_one_line(fails, model_dir):
+    assert "--dk: expected INT, got 'abc'" in fails(model_dir, "--dk", "abc")
+    assert "Unrecognized options: --colour" in fails(model_dir, "--dk", 8, "--colour", 3)
+    assert "missing MODEL" in fails("--dk", 8)
+
+
+def test_the_model_is_where_it_was_asked_to_be(run, monkeypatch, model_dir, tmp_path):
+    moved = []
+    monkeypatch.setattr(BertForSequenceClassification, "to", lambda self, device: moved.append(device))
+    code, _, error = run(model_dir, "--dk", 8, "--device", "cpu", "--output", tmp_path / "out")
+    assert code == 0, error
+    assert moved == ["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "processes", "expected"),
+    [(None, 2, None), ("cpu", 2, "cpu"), ("cuda", 2, "cuda:1"), ("cuda:0", 1, "cuda:0"), ("cuda", 1, "cuda")],
+)
+def test_each_process_has_a_device_of_its_own(monkeypatch, asked, processes, expected):
+    together = SimpleNamespace(num_processes=processes, local_process_index=1)
+    monkeypatch.setattr(source, "processes", lambda: together)
+    assert source.device_of(asked) == expected
+
+
+def test_one_device_for_all_processes_is_refused(monkeypatch):
+    together = SimpleNamespace(num_processes=2, local_process_index=1)
+    monkeypatch.setattr(source, "processes", lambda: together)
+    with pytest.raises(CompressionError, match="'cuda:0' would hold all 2 processes; pass cuda"):
+        source.device_of("cuda:0")

@@ -159,9 +159,11 @@ def test_output_is_whole_or_not_there(capsys, write, tmp_path, monkeypatch):
         raise OSError(28, os.strerror(28))
 
     with monkeypatch.context() as patched:
-        patched.setattr("pathlib.Path.replace", fail)
-        code, _, error = run(capsys, folder, "--format", "csv", "--output", output)
+        patched.setattr("pathlib.Path.rename", fail)
+        code, _, error = run(capsys, folder, "--output", tmp_path / "other.md")
     assert (code, "No space left" in error) == (2, True)
+    code, _, error = run(capsys, folder, "--format", "csv", "--output", output)
+    assert (code, "table.md exists; choose another output" in error) == (2, True)
     assert output.read_text(encoding="utf-8") == printed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "table.md"]
 

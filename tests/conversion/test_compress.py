@@ -1,10 +1,20 @@
+import contextlib
 import copy
+import gc
+import itertools
 import json
+import logging
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    BertForMaskedLM,
     BertForMultipleChoice,
     BertForSequenceClassification,
     BertModel,
@@ -16,13 +26,25 @@ from collab_compress import (
     CollabCompressError,
     Compression,
     CompressionError,
+    HeadMask,
     UnsupportedModelError,
+    alphas_of,
     compress,
+    expand,
+    head_importance,
+    make_standalone_,
+    merge_alphas_,
+    mix_heads_,
+    prune_heads_,
     read_factors,
 )
 from collab_compress.architectures import FAMILIES, find_dense_attention
+from collab_compress.attention import install_
 from collab_compress.checkpoint import edits_of
-from collab_compress.factorization import factorize
+from collab_compress.conversion.checks import working_device
+from collab_compress.conversion.drift import measure, split_held_back
+from collab_compress.factorization import factorize, moments
+from collab_compress.heads import DropHead, Tap
 
 
 def state(model):
@@ -142,16 +164,22 @@ def test_nothing_changes_when_a_module_cannot_be_decomposed(family, make_tiny, m
     assert edits_of(model) == []
 
 
-def test_nothing_changes_when_interrupted_after_the_swap(family, make_tiny, batch, calibration, monkeypatch):
+@pytest.mark.parametrize("at", [0, 1], ids=["while drift is measured", "at last"])
+def test_nothing_changes_when_interrupted_in_the_swap(family, make_tiny, batch, calibration, monkeypatch, at):
     model = make_tiny(family)
     before = state(model)
     with torch.no_grad():
         expected = model(**batch).last_hidden_state
 
-    def interrupt(*_):
-        raise KeyboardInterrupt
+    calls, last = itertools.count(), len(find_dense_attention(model, FAMILIES)) - 1
 
-    monkeypatch.setattr("collab_compress.conversion.compress.compare", interrupt)
+    def interrupt(*args):
+        if next(calls) % (last + 1) == last and next(rounds) == at:
+            raise KeyboardInterrupt
+        install_(*args)
+
+    rounds = itertools.count()
+    monkeypatch.setattr("collab_compress.conversion.compress.install_", interrupt)
     with pytest.raises(KeyboardInterrupt):
         compress(model, Compression(rank=8), calibration)
     assert equal(before, state(model))
@@ -170,7 +198,16 @@ def test_nothing_changes_when_interrupted_after_the_swap(family, make_tiny, batc
         ({"rank": 25}, r"dk is 25, but 3 heads × 8 = 24 is exact already; pass dk between 1 and 24"),
         ({"rank": 8, "solver": "magic"}, "unknown solver 'magic'; expected one of als"),
         ({"rank": 8, "sweeps": 0}, "sweeps is 0; expected at least 1"),
+        ({"rank": 8, "sequences": 0}, "sequences is 0; expected at least 1"),
+        ({"rank": 8, "length": 2.5}, r"length is 2\.5; expected a whole number"),
         ({"rank": 8, "damping": -1.0}, r"damping is -1\.0; expected 0 or more"),
+        ({"rank": 8, "damping": float("inf")}, r"damping is inf; expected 0 or more, up to 1e\+06"),
+        ({"rank": 8, "damping": 1e308}, r"damping is 1e\+308; expected 0 or more, up to 1e\+06"),
+        ({"rank": 8, "damping": float("nan")}, "damping is nan; expected 0 or more"),
+        ({"rank": 8, "tolerance": float("nan")}, "tolerance is nan; expected a finite number, 0 or more"),
+        ({"rank": 8, "tolerance": -1.0}, r"tolerance is -1\.0; expected a finite number, 0 or more"),
+        ({"rank": 8, "seed": 2**64}, "seed is 18446744073709551616; expected a whole number from 0 to"),
+        ({"rank": 8, "seed": -1}, "seed is -1; expected a whole number from 0 to"),
     ],
 )
 def test_bad_options_say_what_to_do(make_tiny, options, message):
@@ -178,11 +215,227 @@ def test_bad_options_say_what_to_do(make_tiny, options, message):
         compress(make_tiny("bert"), Compression(**options), calibration=None)
 
 
-def test_converting_twice_is_refused(make_tiny):
+def test_converting_a_module_twice_is_refused(make_tiny):
     model = make_tiny("bert")
-    compress(model, Compression(rank=8), calibration=None)
-    with pytest.raises(CompressionError, match="already converted; expand it first"):
+    compress(model, Compression(rank=8, modules="*layer.1*"), calibration=None)
+    before = state(model)
+    with pytest.raises(
+        CompressionError, match=r"^encoder\.layer\.1\..* is already converted; leave it out by modules"
+    ):
         compress(model, Compression(rank=8), calibration=None)
+    assert equal(before, state(model))
+
+
+def test_what_is_still_dense_may_be_converted_later(make_tiny, make_batch, tmp_path, load_cleanly):
+    """Ranks and forms by kind and layer: the same as each by itself, through a checkpoint, and back."""
+    dense, batch = make_tiny("marian"), make_batch("marian")
+    parts = [
+        Compression(rank=7, kinds=["encoder"], modules="*layers.0*"),
+        Compression(rank=24, kinds=["encoder"], modules="*layers.1*"),
+        Compression(rank=9, kinds=["decoder"], form="per-head"),
+        Compression(rank=12, kinds=["cross"]),
+    ]
+    model, factors = copy.deepcopy(dense), {}
+    for part in parts:
+        alone = copy.deepcopy(dense)
+        expected = compress(alone, part, calibration=None)
+        before = model.num_parameters()
+        report = compress(model, part, calibration=None)
+        assert [replace(module, seconds=0) for module in report.modules] == [
+            replace(module, seconds=0) for module in expected.modules
+        ]
+        assert (report.parameters_before, report.parameters_after) == (before, model.num_parameters())
+        factors |= read_factors(alone)
+    found = read_factors(model)
+    assert found.keys() == factors.keys()
+    assert sorted(each.rank for each in found.values()) == [7, 9, 9, 12, 12, 24]
+    assert all(torch.equal(found[name].key, factors[name].key) for name in found)
+    model.save_pretrained(tmp_path)
+    again = load_cleanly(type(model), tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(**batch)[0], model(**batch)[0])
+    expand(again)
+    assert edits_of(again) == []
+    assert again.state_dict().keys() == dense.state_dict().keys()
+
+
+def test_drift_of_a_second_conversion_is_that_of_the_second_alone(make_tiny, calibration):
+    model = make_tiny("bert")
+    compress(model, Compression(rank=8, modules="*layer.0*"), calibration)
+    report = compress(model, Compression(rank=24, modules="*layer.1*"), calibration)
+    assert report.drift.relative_error < 1e-5
+
+
+def test_a_sentence_transformer_is_converted_by_its_transformers_model(minilm_path, tmp_path):
+    library = pytest.importorskip("sentence_transformers")
+    model = library.SentenceTransformer(str(minilm_path), device="cpu")
+    texts = ["a dog runs", "two men play a long game of chess in the park"]
+    dense = model.encode(texts)
+    report = compress(model, Compression(rank=96, sweeps=2, sequences=16, length=16))
+    assert report.drift.sequences == 2
+    converted = model.encode(texts)
+    assert len(read_factors(model)) == 6
+    assert not np.allclose(converted, dense, atol=1e-3)
+    model.save(str(tmp_path / "saved"))
+    again = library.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    np.testing.assert_allclose(again.encode(texts), converted, atol=1e-6)
+    expand(again)
+    assert read_factors(again) == {}
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Linear(2, 2), "^Linear is no Transformers model; pass a transformers.PreTrainedModel"),
+        (nn.Sequential(nn.Linear(2, 2)), "^Sequential is no Transformers model; pass a"),
+        (nn.Sequential(), "^Sequential is no Transformers model; pass a"),
+        (None, "^NoneType is no Transformers model; pass a"),
+        (SimpleNamespace(module=SimpleNamespace(config=1)), "pass the model inside, model.module"),
+    ],
+)
+def test_what_is_no_transformers_model_is_refused(model, message):
+    for function in (
+        lambda: compress(model, Compression(rank=8), calibration=None),
+        lambda: expand(model),
+        lambda: read_factors(model),
+        lambda: mix_heads_(model),
+        lambda: alphas_of(model),
+        lambda: merge_alphas_(model),
+        lambda: make_standalone_(model),
+        lambda: prune_heads_(model, {}),
+        lambda: head_importance(model, []),
+        lambda: HeadMask(model),
+        lambda: Tap(model),
+        lambda: DropHead(model, 0.1),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
+            function()
+
+
+def test_the_report_says_how_much_was_seen(family, make_tiny, calibration):
+    report = compress(make_tiny(family), Compression(rank=8), calibration)
+    assert report.sequences == 28  # of 8 batches of 4, one is held back
+    real, target = (
+        sum(int(batch.get(name, batch["attention_mask"]).sum()) for batch in calibration[:7])
+        for name in ("attention_mask", "decoder_attention_mask")
+    )
+    for module in report.modules:
+        passes = 3 if family == "albert" else 1
+        query = real if family != "marian" or "encoder.layers" in module.name else target
+        key = target if "decoder" in module.name and "encoder_attn" not in module.name else real
+        assert (module.query_vectors, module.key_vectors) == (passes * query, passes * key)
+    assert report.warnings == ()
+    without = compress(make_tiny(family), Compression(rank=8), calibration=None)
+    assert (without.modules[0].query_vectors, without.sequences) == (0, 0)
+
+
+def test_few_vectors_are_said(make_tiny, calibration, caplog):
+    few = [{name: value[:3, :6] for name, value in batch.items()} for batch in calibration[:2]]
+    with caplog.at_level(logging.WARNING, logger="collab_compress"):
+        report = compress(make_tiny("bert"), Compression(rank=8), few)
+    assert len(report.warnings) == 1
+    seen = report.modules[0].query_vectors
+    assert (
+        f"self and 1 more modules saw few calibration vectors: {seen} of width 24, where 4 times the width would "
+        "be 96" in report.warnings[0]
+    )
+    assert report.warnings[0] in caplog.messages
+    assert report.to_dict()["warnings"] == report.warnings
+
+
+@pytest.mark.parametrize("broken", [1, 10**6])
+def test_a_solver_that_breaks_down_is_said(make_tiny, monkeypatch, caplog, broken):
+    found, calls = torch.linalg.cholesky_ex, itertools.count()
+
+    def fails(matrix, **options):
+        root, info = found(matrix, **options)
+        return (root, torch.ones_like(info)) if next(calls) < broken else (root, info)
+
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", fails)
+    model = make_tiny("bert")
+    report = compress(model, Compression(rank=8, modules="*layer.0*"), calibration=None)
+    assert report.modules[0].breakdowns == 1
+    assert report.modules[0].converged == (broken == 1)
+    assert "layer.0.attention.self: 1 sweeps of the solver met a singular system; it " in report.warnings[0]
+    assert report.warnings[0] in caplog.messages
+    assert all(torch.isfinite(value).all() for value in state(model).values())
+
+
+def test_sequences_and_length_decide_what_is_read(minilm, minilm_tokenizer, tmp_path, caplog):
+    texts = [f"sentence number {number} is " + "very " * (number % 9) + "long" for number in range(40)]
+    read = Compression(rank=384)
+    report = compress(copy.deepcopy(minilm), read, texts, minilm_tokenizer)
+    assert (report.sequences, report.drift.sequences) == (35, 5)
+    assert report.warnings == ()
+    report = compress(copy.deepcopy(minilm), replace(read, sequences=8, length=9), texts, minilm_tokenizer)
+    assert (report.sequences, report.drift.sequences) == (7, 1)
+    assert report.warnings[0] == "calibration uses 8 of 40 texts, drawn at random"
+    assert report.warnings[1].endswith("of 8 texts are longer than 9 tokens and are cut there")
+    assert set(report.warnings) <= set(caplog.messages)
+    report = compress(minilm, replace(read, sequences=24, length=5), "synthetic", minilm_tokenizer)
+    assert (report.sequences, report.drift.sequences) == (21, 3)
+
+
+def test_drift_holds_the_outputs_of_one_batch(make_tiny, calibration):
+    """No more than the two outputs of a batch are there at a time, and float64 copies are those of one sequence."""
+    model, alive, most, widest = make_tiny("bert", BertForMaskedLM), [], [], []
+
+    def watch(_, __, output):
+        gc.collect()
+        alive.append(weakref.ref(output.logits))
+        most.append(sum(each() is not None for each in alive))
+
+    class Widest(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor) and found.dtype == torch.float64:
+                widest.append(found.numel())
+            return found
+
+    handle = model.register_forward_hook(watch)
+    with Widest():
+        drift = measure(model, calibration, contextlib.nullcontext)
+    handle.remove()
+    rows, length = calibration[0]["input_ids"].shape
+    assert drift.sequences == len(calibration) * rows
+    assert len(most) == 2 * len(calibration)
+    assert max(most) == 2
+    assert max(widest) <= length * model.config.vocab_size
+
+
+def test_a_device_without_float64_leaves_the_decomposition_to_the_cpu(make_tiny, calibration, monkeypatch, caplog):
+    expected = copy.deepcopy(make_tiny("bert"))
+    compress(expected, Compression(rank=8), calibration)
+    monkeypatch.setattr(moments, "WITHOUT_FLOAT64", ("cpu",))  # as if the model were on such a device
+    model = make_tiny("bert")
+    with caplog.at_level(logging.INFO, logger="collab_compress"):
+        compress(model, Compression(rank=8), calibration)
+    assert "cpu has no float64, so modules are decomposed on the CPU" in caplog.messages
+    assert equal(state(model), state(expected))
+
+
+@pytest.mark.parametrize(
+    ("device", "rank", "expected"),
+    [("cuda", "1", "cuda:1"), ("cuda", "7", "cuda"), ("cuda:0", "1", "cuda:0"), ("cuda", "", "cuda")],
+)
+def test_cuda_is_the_process_s_own(monkeypatch, device, rank, expected):
+    tried = []
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device, **__: tried.append(device) or torch.ones(1))
+    assert working_device(device, []) == expected
+    assert tried == [expected]
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 12, 12), (4, 12, 12)])
+def test_masks_that_are_none_of_tokens_are_refused(make_tiny, calibration, shape):
+    batch = {**calibration[0], "attention_mask": torch.ones(shape)}
+    message = r"a calibration batch's attention_mask has shape \(4, .*padding can be told only from a mask \(batch, "
+    with pytest.raises(CalibrationError, match=message):
+        compress(make_tiny("bert"), Compression(rank=8), [batch, batch])
+    listed = {**calibration[0], "attention_mask": calibration[0]["attention_mask"].tolist()}
+    with pytest.raises(CalibrationError, match="attention_mask is a list; padding can be told only"):
+        compress(make_tiny("bert"), Compression(rank=8), [listed, listed])
 
 
 def test_a_quantized_model_is_refused(make_tiny):
@@ -259,6 +512,30 @@ def test_outputs_that_are_not_finite_are_refused(make_tiny, calibration):
     with pytest.raises(CalibrationError, match="logits of BertForSequenceClassification is not finite"):
         compress(model, Compression(rank=8), calibration)
     assert before.keys() == state(model).keys()
+
+
+def test_an_eighth_is_held_back_whatever_the_batches():
+    def sizes(batches):
+        return [len(batch["x"]) for batch in batches]
+
+    def made(*rows, **odd):
+        return [{"x": torch.arange(count), **odd} for count in rows]
+
+    cases = {
+        (16, 16, 8): ([16, 16, 3], [5]),
+        (4,) * 8: ([4] * 7, [4]),
+        (3, 20, 1): ([3, 18], [2, 1]),
+        (9,): ([8], [1]),
+        (1,): ([1], []),
+        (1, 1): ([1], [1]),
+        (): ([], []),
+    }
+    for rows, expected in cases.items():
+        assert tuple(map(sizes, split_held_back(made(*rows)))) == expected
+    assert tuple(map(sizes, split_held_back(made(2, 6, odd=torch.ones(7))))) == ([2], [6])  # cannot be divided
+    assert tuple(map(sizes, split_held_back(made(6, odd=torch.ones(7))))) == ([6], [])
+    used, held_back = split_held_back(made(3, 20, 1))
+    assert torch.cat([batch["x"] for batch in (*used, *held_back)]).tolist() == [*range(3), *range(20), 0]
 
 
 def test_one_batch_is_split_to_measure_drift(make_tiny, calibration):

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorWithPadding,
-    Trainer,
     TrainingArguments,
     set_seed,
 )
@@ -23,11 +23,11 @@ from collab_compress.errors import RecipeError
 from collab_compress.experiments import read_recipe
 from collab_compress.heads import alphas_of
 from collab_compress.tasks import encode_classification, load_task
-from collab_compress.training import HeadSession, join_trainer_
+from collab_compress.training import HeadSession, HeadTrainer
 
 SCRIPT = Path(__file__).parents[2] / "glue_runs" / "accelerate_loop.py"
-PENALTY = "heads.penalties=[{loss: disagreement, weight: 0.3}]"
-ALPHAS = "heads.alphas={frozen: 0.3, growth_weight: 1.0, growth: 0.01}"
+PENALTY = "heads.penalties=[{name: agreement, weight: 0.3}]"
+ALPHAS = "heads.alphas={frozen_ratio: 0.3, growth_weight: 1.0, growth: 0.01}"
 DROPHEAD = "heads.drophead=[{p: 0.3, schedule: scheduled}]"
 ROTATION = "heads.rotation={strategy: in-layer, epochs: [0, 1], exclude: []}"
 
@@ -91,7 +91,7 @@ def test_two_processes_train_as_one(start, data_dir, tmp_path):
 
 
 @pytest.mark.parametrize(("size", "accumulated"), [(8, 1), (2, 15)])
-def test_it_trains_as_a_joined_trainer(size, accumulated, train, start, data_dir, tmp_path, monkeypatch):
+def test_it_trains_as_a_trainer_that_averages(size, accumulated, train, start, data_dir, tmp_path, monkeypatch):
     """With sixteen batches of two an epoch, a step of fifteen passes is followed by one of one."""
     begin = HeadSession.step
 
@@ -109,7 +109,7 @@ def test_it_trains_as_a_joined_trainer(size, accumulated, train, start, data_dir
     model = AutoModelForSequenceClassification.from_pretrained(start, num_labels=2)
     tokenizer = AutoTokenizer.from_pretrained(start)
     rows = encode_classification(load_task("mrpc", data_dir), tokenizer, max_length=24)
-    trainer = Trainer(
+    trainer = HeadTrainer(
         model,
         TrainingArguments(
             str(tmp_path / "trainer"), use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
@@ -118,8 +118,8 @@ def test_it_trains_as_a_joined_trainer(size, accumulated, train, start, data_dir
         ),
         train_dataset=rows["train"], eval_dataset=rows["validation"],
         data_collator=DataCollatorWithPadding(tokenizer),
+        head_training=replace(recipe.heads, loss_normalization="mean"),
     )  # fmt: skip
-    join_trainer_(trainer, recipe.heads)
     trainer.train()
     model.save_pretrained(tmp_path / "trainer")
     assert_same(weights(tmp_path / "loop"), weights(tmp_path / "trainer"), atol=1e-6, rtol=1e-5)
@@ -137,7 +137,7 @@ def test_what_is_logged(start, data_dir, tmp_path):
     assert done.returncode == 0, done.stderr[-9000:]
     logs = reader.EventAccumulator(str(tmp_path / "out" / "collab_compress")).Reload()
     steps = {name: [event.step for event in logs.Scalars(name)] for name in logs.Tags()["scalars"]}
-    assert steps.items() >= {"loss": [10], "disagreement": [10], "validation/f1": [4, 8, 12]}.items()
+    assert steps.items() >= {"loss": [10], "agreement": [10], "validation/f1": [4, 8, 12]}.items()
 
 
 @pytest.mark.parametrize("more", ["task=stsb", "compression.rank=12"])

@@ -238,7 +238,7 @@ def command(*arguments):
 
 
 def test_a_killed_run_ends_as_an_uninterrupted_one(start, data_dir, tmp_path):
-    heads = "heads={drophead: [{p: 0.2}], penalties: [{loss: disagreement, weight: 0.1}]}"
+    heads = "heads={drophead: [{p: 0.2}], penalties: [{name: agreement, weight: 0.1}]}"
     given = settings(start, data_dir, tmp_path / "whole", heads, "compression=null", "again=null")
     arguments, environment = command(*given)
     subprocess.run(arguments, env=environment, check=True, capture_output=True)

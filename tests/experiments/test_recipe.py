@@ -13,8 +13,8 @@ tuning: {epochs: 1, learning_rate: 5.0e-5, arguments: {weight_decay: 0.01}}
 compression: {rank: 128}
 heads:
   drophead: [{p: 0.2, schedule: scheduled, kinds: [encoder]}]
-  penalties: [{loss: hsic, weight: 1}]
-  alphas: {frozen: 0.3}
+  penalties: [{name: hsic, weight: 1}]
+  alphas: {frozen_ratio: 0.3}
   rotation: {strategy: manual, epochs: [0], pairs: [[[a, 0], [b, 1]]]}
 """
 
@@ -35,6 +35,12 @@ def test_fields_and_overrides(path):
     assert recipe.heads.rotation.pairs == ((("a", 0), ("b", 1)),)
 
 
+def test_calibration_is_a_choice(path):
+    recipe = read_recipe(path, ["compression.sequences=500", "compression.length=32", "calibration=texts.txt"])
+    assert (recipe.compression.sequences, recipe.compression.length) == (500, 32)
+    assert read_recipe(path).compression.sequences is None
+
+
 def test_every_recipe_in_the_repository_reads():
     paths = list((Path(__file__).parents[2] / "glue_runs" / "recipes").glob("*.yaml"))
     assert len(paths) >= 4
@@ -46,11 +52,12 @@ def test_every_recipe_in_the_repository_reads():
     ("override", "message"),
     [
         ("ranks=1", 'can not match "ranks"'),
-        ("heads.penalties=[{loss: hsic, wt: 1}]", 'can not match "wt"'),
+        ("heads.penalties=[{name: hsic, wt: 1}]", 'can not match "wt"'),
         ("seed=a", 'wrong value type for field "seed"'),
         ("task=foo", "unknown task 'foo'; expected one of ag_news"),
-        ("heads.penalties=[{loss: q}]", "unknown loss 'q'"),
+        ("heads.penalties=[{name: q}]", "unknown loss 'q'"),
         ("compression.rank=0", "dk is 0; expected at least 1"),
+        ("compression.sequences=0", "sequences is 0; expected at least 1"),
         ("recovery={steps: 0}", "recovery takes 0 steps; expected at least 1"),
         ("recovery={}", "recovery trains a converted model on calibration data"),
         ("model=null", "either a model to start from, or"),

@@ -180,7 +180,7 @@ def test_diversity_table_5_has_each_strength():
     found = []
     for recipe in sweep_of("diversity-table5").recipes():
         found += [("DROPHEAD", options.p) for options in recipe.heads.drophead]
-        found += [(names[penalty.loss], penalty.weight) for penalty in recipe.heads.penalties]
+        found += [(names[penalty.name], penalty.weight) for penalty in recipe.heads.penalties]
     baseline, *others = (row.method for row in select_tables(PAPERS, "diversity", "5")[0].rows)
     printed = [name.removeprefix("+").split() for name in others]
     assert baseline == "Baseline"

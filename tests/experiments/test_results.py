@@ -3,6 +3,8 @@
 import json
 import math
 import statistics
+from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ from scipy import stats
 
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.comparison import compare, estimate
+from collab_compress.experiments.reading import parse
 from collab_compress.experiments.results import read_results
+from collab_compress.training import HeadTraining
 
 
 @pytest.fixture
@@ -286,3 +290,22 @@ def test_the_same_result_twice(write, tmp_path):
         read_results(tmp_path)
     assert str(copy) in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+def test_records_in_the_repository_are_read_by_todays_names():
+    records = Path(__file__).parents[2] / "glue_runs" / "records"
+    heads = [result.recipe["heads"] for result in read_results(records)]
+    names = {penalty["name"] for each in heads for penalty in each["penalties"]}
+    assert names == {"hsic", "orthogonality", "bhattacharyya"}
+    assert {each["alphas"]["frozen_ratio"] for each in heads if each["alphas"] is not None} == {0.31}
+    assert all(each == asdict(parse(HeadTraining, each, "a record")) for each in heads)
+
+
+def test_older_names_are_no_other_settings(write, tmp_path):
+    older = {"penalties": [{"loss": "disagreement-rows", "weight": 1.0}], "alphas": {"frozen": 0.3}}
+    newer = {"penalties": [{"name": "agreement-rows", "weight": 1.0}], "alphas": {"frozen_ratio": 0.3}}
+    for seed, heads in enumerate((older, newer, {"penalties": [], "alphas": None}, {})):
+        write(80.0, seed=seed, recipe={"heads": heads})
+    found = [result.recipe["heads"] for result in read_results(tmp_path / "runs")]
+    assert found[0] == found[1]
+    assert found[2] == found[3]

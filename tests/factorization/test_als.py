@@ -100,6 +100,62 @@ def test_tolerance_ends_the_run_and_progress_is_told(make_heads):
     assert not als(tensor, 5, SolverOptions(sweeps=5)).converged
 
 
+def broken(monkeypatch, systems):
+    """Let the given Cholesky factorizations fail, counted from 0, as LAPACK says it: by `info`, not by an error."""
+    found, calls = torch.linalg.cholesky_ex, itertools.count()
+
+    def fail(matrix, **options):
+        root, info = found(matrix, **options)
+        return (root, torch.ones_like(info)) if next(calls) in systems else (root, info)
+
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", fail)
+
+
+def test_a_system_that_cannot_be_solved_is_shifted_and_said(make_heads, monkeypatch):
+    tensor = make_heads(3, 12, 11, 4)
+    whole = als(tensor, 5, SolverOptions(sweeps=60))
+    assert whole.breakdowns == 0
+    broken(monkeypatch, {9, 40})
+    solution = als(tensor, 5, SolverOptions(sweeps=60))
+    assert solution.breakdowns == 2
+    assert solution.errors[-1] == pytest.approx(whole.errors[-1], rel=0.02)
+
+
+@pytest.mark.parametrize(("good", "sweeps"), [(0, 0), (12, 3)])
+def test_a_solver_that_cannot_go_on_keeps_the_best_point_and_has_not_converged(make_heads, monkeypatch, good, sweeps):
+    tensor = make_heads(3, 12, 11, 4)
+    broken(monkeypatch, range(good, 10**6))
+    solution = als(tensor, 5, SolverOptions())
+    assert not solution.converged
+    assert solution.breakdowns == 1
+    assert len(solution.errors) == sweeps
+    best = solution.errors[-1] if sweeps else tensor.relative_error(truncation(tensor, 5))
+    assert tensor.relative_error(solution.factors) == pytest.approx(best, rel=1e-6)
+
+
+@pytest.mark.parametrize("after", [0, 7])
+def test_nans_end_the_run_and_are_no_convergence(make_heads, monkeypatch, after):
+    tensor, calls, product = make_heads(3, 12, 11, 4), itertools.count(), HeadTensor.query_mttkrp
+
+    def poisoned(self, *args):
+        return product(self, *args) * (float("nan") if next(calls) >= after else 1.0)
+
+    monkeypatch.setattr(HeadTensor, "query_mttkrp", poisoned)
+    solution = als(tensor, 5, SolverOptions())
+    factors = solution.factors
+    assert not solution.converged
+    assert solution.breakdowns == 1
+    assert len(solution.errors) == after
+    assert all(torch.isfinite(part).all() for part in (factors.query, factors.mixing, factors.key))
+    assert tensor.relative_error(factors) <= tensor.relative_error(truncation(tensor, 5)) + 1e-9
+
+
+def test_heads_whose_squares_overflow_are_refused(make_heads):
+    heads = make_heads(2, 5, 5, 2)
+    with pytest.raises(ValueError, match="squared norm overflows float64"):
+        als(HeadTensor(heads.query * 1e90, heads.key * 1e90), 3, SolverOptions())
+
+
 def test_ridge_fades_and_ends():
     ridge = Continuation(start=0.1, end=0.01, share=0.8)
     values = [ridge.ridge(sweep, 100) for sweep in range(100)]

@@ -106,7 +106,7 @@ def test_weighting_lowers_the_weighted_error_and_costs_the_unweighted(make_heads
     tensor = make_heads(3, 8, 8, 3)
     moments = Moments.of(sample(50, 8, 3))
     plain = factorize(tensor.query, tensor.key, 4)
-    aware = factorize(tensor.query, tensor.key, 4, query_moments=moments, key_moments=moments)
+    aware = factorize(tensor.query, tensor.key, 4, query_moments=moments, key_moments=moments, centre=True)
     roots = Weighting.of(moments, moments, damping=1e-3, centre=True)
     weighted = roots.apply(tensor).relative_error(
         type(plain.factors)(roots.query @ plain.factors.query, plain.factors.mixing, roots.key @ plain.factors.key)
@@ -115,6 +115,41 @@ def test_weighting_lowers_the_weighted_error_and_costs_the_unweighted(make_heads
     assert plain.weight_error < aware.weight_error
     assert plain.data_error is None
     assert plain.factors.content_bias is None
+
+
+@pytest.mark.parametrize("form", ["shared", "per-head"])
+def test_queries_without_a_bias_get_no_content_bias_unless_asked(make_heads, form):
+    """The mean query's part stays in the factors: those of second moments, keys centred, are the ones found."""
+    tensor, moments = make_heads(3, 8, 8, 3), Moments.of(sample(50, 8, 3))
+    arguments = {"query_moments": moments, "key_moments": moments, "form": form}
+    silent, folded = (factorize(tensor.query, tensor.key, 4, centre=centre, **arguments) for centre in (None, True))
+    assert silent.factors.content_bias is None
+    assert folded.factors.content_bias is not None
+    roots = Weighting.of(moments, moments, damping=1e-3, centre_query=False)
+    factors = silent.factors
+    mapped = type(factors)(roots.query @ factors.query, factors.mixing, roots.key @ factors.key)
+    assert roots.apply(tensor).relative_error(mapped) == pytest.approx(silent.data_error, rel=1e-6)
+    biased = factorize(tensor.query, tensor.key, 4, query_bias=bias_of(tensor), **arguments)
+    assert biased.data_error == folded.data_error
+
+
+def test_a_breakdown_is_passed_on(make_heads, monkeypatch):
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda matrix, **_: (matrix, torch.ones(())))
+    tensor = make_heads(3, 8, 8, 3)
+    result = factorize(tensor.query, tensor.key, 4)
+    assert result.breakdowns == 1
+    assert not result.converged
+    assert result.sweeps == 0
+
+
+def test_a_decomposition_that_fails_is_a_value_error(make_heads, monkeypatch):
+    def fail(*_, **__):
+        raise torch.linalg.LinAlgError("did not converge")
+
+    monkeypatch.setattr(torch.linalg, "svd", fail)
+    tensor = make_heads(3, 8, 8, 3)
+    with pytest.raises(ValueError, match="singular value decomposition of the heads failed: did not converge"):
+        factorize(tensor.query, tensor.key, 4)
 
 
 def test_narrow_heads_give_the_same_error_in_their_span(make_heads):

@@ -64,5 +64,11 @@ def test_least_squares_of_singular_systems_are_finite():
     assert solution[0, 2] == 0.0
 
 
+def test_least_squares_that_fail_are_nan():
+    indefinite = torch.tensor([[1.0, 2.0], [2.0, 1.0]], dtype=torch.float64)
+    assert least_squares(indefinite, torch.ones(1, 2).double(), 0.0).isnan().all()
+    assert least_squares(indefinite, torch.ones(1, 2).double(), 0.0, shift=1e16).isfinite().all()
+
+
 def _projector(matrix):
     return matrix @ torch.linalg.pinv(matrix)

@@ -55,6 +55,7 @@ def test_minimiser_beats_a_grid(coefficients):
         ([-1.0, 0.0], 0.0),
         ([float("nan"), 1.0], 0.0),
         ([-1e6, 1.0], 100.0),
+        ([-1e300, 1e-5, 0.0], 0.0),
     ],
 )
 def test_minimiser_of_simple_polynomials(coefficients, expected):

@@ -40,6 +40,26 @@ def test_seed_sweeps_tolerance_and_progress_are_heeded(make_heads):
     assert parafac(tensor, 4, SolverOptions(tolerance=0.5)).converged
 
 
+@pytest.mark.parametrize("how", ["singular", "nan"])
+def test_a_breakdown_gives_the_sweep_before_it(make_heads, monkeypatch, how):
+    tensor, solve, calls = make_heads(3, 8, 7, 2), torch.linalg.solve, []
+    whole = parafac(tensor, 4, SolverOptions(sweeps=2, tolerance=0.0))
+
+    def fails_in_the_third_sweep(a, b):
+        calls.append(1)
+        if len(calls) <= 6:
+            return solve(a, b)
+        return solve(a * 0, b) if how == "singular" else solve(a, b) * float("nan")
+
+    with tensorly.backend_context("pytorch"):
+        monkeypatch.setattr(tensorly, "solve", fails_in_the_third_sweep)
+        solution = parafac(tensor, 4, SolverOptions(sweeps=50, tolerance=0.0))
+    assert solution.breakdowns == 1
+    assert not solution.converged
+    assert solution.errors == whole.errors
+    assert torch.equal(solution.factors.query, whole.factors.query)
+
+
 def test_missing_tensorly_is_named(make_heads, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorly", None)
     with pytest.raises(ImportError, match="the parafac solver needs tensorly, which is not installed"):

@@ -57,7 +57,14 @@ def test_minimises_the_error_of_the_scores(make_heads, dense_of):
     )
     moments = Moments.of(inputs)
     result = factorize(
-        tensor.query, tensor.key, 5, query_moments=moments, key_moments=moments, form="per-head", damping=0.0
+        tensor.query,
+        tensor.key,
+        5,
+        query_moments=moments,
+        key_moments=moments,
+        form="per-head",
+        damping=0.0,
+        centre=True,
     )
     root = torch.linalg.cholesky(moments.covariance()).mT
     lost = total = 0.0

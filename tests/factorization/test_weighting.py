@@ -62,3 +62,15 @@ def test_singular_moments_are_refused():
         Weighting.of(None, constant, damping=1e-3, centre=True)
     with pytest.raises(ValueError, match="the second moment of the query inputs is singular: got damping 0"):
         Weighting.of(constant, None, damping=0.0, centre=False)
+
+
+def test_moments_beyond_float64_are_refused():
+    with pytest.raises(ValueError, match="the moments of the key inputs are not finite with damping 1e"):
+        Weighting.of(None, Moments.of(inputs(3, 0) * 1e10), damping=1e300)
+
+
+def test_queries_may_be_weighed_by_second_moments_and_keys_by_covariances():
+    moments = Moments.of(inputs(4, 0))
+    mixed = Weighting.of(moments, moments, damping=1e-3, centre_query=False)
+    assert torch.equal(mixed.query, Weighting.of(moments, None, damping=1e-3, centre=False).query)
+    assert torch.equal(mixed.key, Weighting.of(None, moments, damping=1e-3).key)

@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
+from transformers import OPTConfig, OPTModel
 
-from collab_compress import Compression, UnsupportedModelError, compress
+from collab_compress import Compression, CompressionError, UnsupportedModelError, compress, read_factors
 from collab_compress.analysis import module_costs
 
 WAYS = {
@@ -45,16 +46,54 @@ def cached(model, batch):
     ("name", "rank", "keys"),
     [("gpt2", 8, 16), ("gpt2", 13, 16), ("marian", 8, 16), ("marian", 5, 8), ("t5", 8, 8), ("opt", 8, 24)],
 )
-def test_key_cache_bytes_before_and_after(name, rank, keys, build, inputs):
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_key_cache_bytes_before_and_after(name, rank, keys, calibrated, build, inputs):
     """R + H numbers a token, rounded up to whole heads of 8 (no content biases in T5; OPT saves nothing)."""
     model, batch = build(name), inputs(name)
     layers = len(cached(model, batch))
     assert layers > 0
     assert cached(model, batch) == [(4 * 24, 4 * 24)] * layers
     assert counted(model) == [4 * 24] * layers
-    compress(model, Compression(rank=rank), calibration=None)
+    compress(
+        model, Compression(rank=rank, sweeps=3), [inputs(name, seed) for seed in range(3)] if calibrated else None
+    )
     assert cached(model, batch) == [(4 * keys, 4 * 24)] * layers
     assert counted(model) == [4 * keys] * layers
+
+
+def test_content_biases_where_queries_have_none_are_a_choice(build, inputs):
+    model, batch = build("t5"), inputs("t5")
+    compress(model, Compression(rank=8, centre=True, sweeps=3), [inputs("t5", seed) for seed in range(3)])
+    assert {keys for keys, _ in cached(model, batch)} == {4 * 16}
+    assert all(factors.content_bias is not None for factors in read_factors(model).values())
+
+
+@pytest.mark.parametrize("form", ["shared", "per-head"])
+@pytest.mark.parametrize("centre", [None, True, False])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_the_room_of_opt_is_known_before_any_work(form, centre, biased, calibrated, inputs, tinies, monkeypatch):
+    """The largest rank that is let through is one that works; what is refused is refused before calibration."""
+    config = OPTConfig(**{**tinies["opt"].settings, "enable_bias": biased})
+    batches = [inputs("opt", seed) for seed in range(3)] if calibrated else None
+    biases = biased or (calibrated and centre is True)
+    largest = 24 - 3 if biases else 24
+    # at the full rank nothing is left to be folded into a content bias, so there is room again
+    refused = [rank for rank in (22, 23, 24) if biases and (rank < 24 or biased)]
+    for rank in (21, 22, 23, 24):
+        model = OPTModel(config)
+        options = Compression(rank=rank, form=form, centre=centre, sweeps=None if form == "per-head" else 1)
+        if rank in refused:
+            with monkeypatch.context() as patched:
+                patched.setattr("collab_compress.conversion.compress.noted_batches", None)  # not reached
+                with pytest.raises(CompressionError, match=f"got dk {rank} and 3 content biases .* up to {largest}"):
+                    compress(model, options, batches)
+        else:
+            compress(model, options, batches)
+            assert all(
+                (each.content_bias is not None) == ((rank < 24 and biases) or biased)
+                for each in read_factors(model).values()
+            )
 
 
 def counted(model):

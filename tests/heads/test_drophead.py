@@ -149,3 +149,50 @@ def test_compiles_once_for_a_whole_schedule(make_tiny, batch):
 def test_p_is_a_probability_below_one(make_tiny, p):
     with pytest.raises(HeadError, match="expected a probability of dropping, from 0 to below 1"):
         DropHead(make_tiny("bert"), p)
+
+
+def test_a_schedule_does_not_compile_anew(make_tiny, batch):
+    torch.compiler.reset()
+    model = make_tiny("bert").train()
+    drophead, compilations = DropHead(model, 0.5), []
+
+    def count(graph, _):
+        compilations.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, fullgraph=True, backend=count)
+    for p in (0.5, 0.25, 0.0):
+        drophead.p = p
+        torch.manual_seed(0)
+        found = compiled(**batch)[0]
+        torch.manual_seed(0)
+        torch.testing.assert_close(found, model(**batch)[0])
+    assert len(compilations) == 1
+
+
+def test_nothing_is_in_double_precision(make_tiny, batch):
+    """Some accelerators have none."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class NoDouble(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for value in (*args, out):
+                assert not isinstance(value, torch.Tensor) or value.dtype != torch.float64, func
+            return out
+
+    model = make_tiny("bert").train()
+    with NoDouble():
+        drophead = DropHead(model, 0.5)
+        drophead.p = 1 / 3
+        model(**batch)
+    assert drophead.p == 1 / 3
+
+
+def test_a_model_that_moved_is_dropped_from_there(make_tiny):
+    model = make_tiny("bert").train()
+    drophead = DropHead(model, 0.5)
+    model.to("meta")
+    ids = torch.ones(2, 5, dtype=torch.long, device="meta")
+    assert model(ids)[0].device.type == "meta"
+    drophead.remove()

@@ -8,13 +8,13 @@ from typing import get_args
 
 import pytest
 import torch
-from torch import distributed
 from transformers import BertConfig, BertModel
+from two_processes import run_both
 
 from collab_compress import Compression, UnsupportedModelError, compress
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.errors import HeadError
-from collab_compress.heads import Rotation, Rotator, average_distance, confidence, swap_heads_
+from collab_compress.heads import RotationOptions, Rotator, average_distance, confidence, swap_heads_
 from collab_compress.heads.pairing import PAIRINGS
 from collab_compress.heads.rotation import Strategy
 
@@ -66,7 +66,7 @@ def test_hard_swaps_the_least_with_the_most_important_of_all_layers(k, importanc
     expected = [(order[i], order[-1 - i]) for i in range(k)]
     reference = copy.deepcopy(model)
     swap_heads_(reference, expected)
-    rotation = Rotation("hard", epochs=(2,), k=k, importance=importance)
+    rotation = RotationOptions("hard", epochs=(2,), k=k, importance=importance)
     assert first_pairs(model, rotation, calibration) == expected
     assert equal(model, reference)
 
@@ -77,7 +77,7 @@ def test_in_layer_stays_in_each_layer(k, calibration):
     scores = average_distance(model, calibration)
     orders = [ranked({name: values}) for name, values in scores.items()]
     expected = [(order[i], order[-1 - i]) for order in orders for i in range(k)]
-    assert first_pairs(model, Rotation("in-layer", epochs=(0,), k=k), calibration) == expected
+    assert first_pairs(model, RotationOptions("in-layer", epochs=(0,), k=k), calibration) == expected
 
 
 @pytest.mark.parametrize("printed", [False, True])
@@ -90,7 +90,7 @@ def test_soft_swaps_the_least_important_of_lower_and_upper_layers(layers, t_max,
         upper = layers - i if printed else layers + 1 - i
         least = [ranked({layer(n): scores[layer(n)]}) for n in (i, upper)]
         expected += [(least[0][j], least[1][j]) for j in range(k)]
-    rotation = Rotation("soft", epochs=(0,), k=k, t_max=t_max, printed=printed)
+    rotation = RotationOptions("soft", epochs=(0,), k=k, t_max=t_max, printed=printed)
     if printed and t_max > (layers - 1) // 2:  # layer 3 of 6 would meet itself
         with pytest.raises(
             HeadError, match="t_max is 3 for 6 layers of encoder attention; expected at most 2, for pri"
@@ -102,14 +102,14 @@ def test_soft_swaps_the_least_important_of_lower_and_upper_layers(layers, t_max,
 
 def test_printed_soft_can_be_the_papers_own_manual_swap(calibration):
     """All heads of layers 1 and 5 of 6."""
-    pairs = first_pairs(bert(), Rotation("soft", epochs=(0,), k=4, printed=True), calibration)
+    pairs = first_pairs(bert(), RotationOptions("soft", epochs=(0,), k=4, printed=True), calibration)
     assert sorted(one for one, _ in pairs) == [(layer(1), head) for head in range(4)]
     assert sorted(other for _, other in pairs) == [(layer(5), head) for head in range(4)]
 
 
 def test_random_draws_k_pairs_of_different_heads_from_seed_and_epoch():
     def drawn(seed, epoch):
-        pairs = first_pairs(bert(), Rotation("random", epochs=(epoch,), k=12, seed=seed), None)
+        pairs = first_pairs(bert(), RotationOptions("random", epochs=(epoch,), k=12, seed=seed), None)
         assert len(pairs) == 12
         assert len({head for pair in pairs for head in pair}) == 24
         return pairs
@@ -125,10 +125,10 @@ def test_every_kind_rotates_by_itself(make_tiny):
     for strategy in ("hard", "random", "soft"):
         ids = torch.arange(5, 21).view(2, 8)
         batches = [{"input_ids": ids, "decoder_input_ids": ids + 20}]
-        pairs = first_pairs(make_tiny("marian"), Rotation(strategy, epochs=(0,), k=2), batches)
+        pairs = first_pairs(make_tiny("marian"), RotationOptions(strategy, epochs=(0,), k=2), batches)
         assert [kinds[one[0]] for one, _ in pairs] == [kind for kind in ("encoder", "decoder", "cross") for _ in "ab"]
         assert all(kinds[one[0]] == kinds[other[0]] for one, other in pairs)
-    pairs = first_pairs(model, Rotation("random", epochs=(0,), kinds=("cross",)), None)
+    pairs = first_pairs(model, RotationOptions("random", epochs=(0,), kinds=("cross",)), None)
     assert [kinds[one[0]] for one, _ in pairs] == ["cross"]
 
 
@@ -138,7 +138,7 @@ def test_all_families_and_forms_rotate_inside_their_layers(family, make_tiny, ca
         if form == "collaborative":
             compress(model, Compression(rank=8), calibration=None)
         before, sites = copy.deepcopy(model), find_attention(model, FAMILIES)
-        rotator = Rotator(model, Rotation("in-layer", epochs=(0,), swap_back_after=1))
+        rotator = Rotator(model, RotationOptions("in-layer", epochs=(0,), swap_back_after=1))
         (event,) = rotator.epoch(0, batches=calibration)
         assert len(event.pairs) == len(sites)
         assert not equal(model, before)
@@ -181,7 +181,7 @@ S, B = "swap", "swap-back"
     ],
 )
 def test_schedules(settings, epochs, expected):
-    rotation = Rotation("manual", pairs=(PAIR,), **settings)
+    rotation = RotationOptions("manual", pairs=(PAIR,), **settings)
     assert events_of(rotation, epochs) == expected
 
 
@@ -190,7 +190,7 @@ def test_swapping_back_restores_weights_and_moments_and_goes_on_from_there(calib
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step(model, optimizer, calibration[0])
     before, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
-    rotator = Rotator(model, Rotation("manual", epochs=(0,), pairs=(PAIR,), swap_back_after=1))
+    rotator = Rotator(model, RotationOptions("manual", epochs=(0,), pairs=(PAIR,), swap_back_after=1))
     rotator.epoch(0, optimizer)
     assert not equal(model, before)
     rotator.epoch(1, optimizer)
@@ -209,7 +209,7 @@ def step(model, optimizer, batch):
 @pytest.mark.parametrize("strategy", ["hard", "random", "soft", "in-layer"])
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
 def test_a_resumed_training_rotates_as_if_never_stopped(strategy, stop, calibration):
-    rotation = Rotation(strategy, epochs=(1, 2, 4, 5), k=2, swap_back_after=1, rest=1)
+    rotation = RotationOptions(strategy, epochs=(1, 2, 4, 5), k=2, swap_back_after=1, rest=1)
 
     def run(model, optimizer, rotator, epochs):
         for epoch in epochs:
@@ -242,7 +242,7 @@ def test_a_resumed_training_rotates_as_if_never_stopped(strategy, stop, calibrat
 
 def test_an_epoch_that_began_before_the_training_stopped_swaps_no_more():
     model = bert(2)
-    first, again = (Rotator(model, Rotation("manual", epochs=(1,), pairs=(PAIR,))) for _ in "ab")
+    first, again = (Rotator(model, RotationOptions("manual", epochs=(1,), pairs=(PAIR,))) for _ in "ab")
     first.epoch(1)
     again.load_state_dict(json.loads(json.dumps(first.state_dict())))
     swapped = copy.deepcopy(model)
@@ -251,8 +251,10 @@ def test_an_epoch_that_began_before_the_training_stopped_swaps_no_more():
 
 
 def test_settings_survive_json():
-    rotation = Rotation("manual", epochs=(1, 2), pairs=(PAIR,), kinds=("encoder",), exclude=(1,), swap_back_after=3)
-    assert Rotation(**json.loads(json.dumps(dataclasses.asdict(rotation)))) == rotation
+    rotation = RotationOptions(
+        "manual", epochs=(1, 2), pairs=(PAIR,), kinds=("encoder",), exclude=(1,), swap_back_after=3
+    )
+    assert RotationOptions(**json.loads(json.dumps(dataclasses.asdict(rotation)))) == rotation
     assert hash(rotation) == hash(copy.deepcopy(rotation))
 
 
@@ -282,7 +284,7 @@ def test_every_strategy_has_its_function():
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):
     with pytest.raises(HeadError, match=message):
-        Rotation(**{"strategy": "hard", "epochs": (0,), **settings})
+        RotationOptions(**{"strategy": "hard", "epochs": (0,), **settings})
 
 
 @pytest.mark.parametrize(
@@ -300,7 +302,7 @@ def test_settings_that_make_no_sense_are_refused(settings, message):
 )
 def test_what_a_model_cannot_do_is_refused_before_training(settings, message):
     with pytest.raises(HeadError, match=message):
-        Rotator(bert(), Rotation(**settings, epochs=(0,)))
+        Rotator(bert(), RotationOptions(**settings, epochs=(0,)))
 
 
 @pytest.mark.parametrize("strategy", ["hard", "soft", "random"])
@@ -309,24 +311,24 @@ def test_collaborative_modules_rotate_inside_layers_only(strategy, modules, make
     model = make_tiny("bert")
     compress(model, Compression(rank=8, modules=modules), calibration=None)
     with pytest.raises(HeadError, match="heads of a collaborative module share its queries and keys"):
-        Rotator(model, Rotation(strategy, epochs=(0,)))
-    Rotator(model, Rotation("in-layer", epochs=(0,)))
+        Rotator(model, RotationOptions(strategy, epochs=(0,)))
+    Rotator(model, RotationOptions("in-layer", epochs=(0,)))
 
 
 def test_a_shared_layer_has_no_other_to_swap_with(make_tiny, calibration):
     with pytest.raises(HeadError, match=r"t_max is 1 for 1 layers .* more modules than a single shared one"):
-        Rotator(make_tiny("albert"), Rotation("soft", epochs=(0,)))
-    pairs = first_pairs(make_tiny("albert"), Rotation("hard", epochs=(0,)), calibration)
+        Rotator(make_tiny("albert"), RotationOptions("soft", epochs=(0,)))
+    pairs = first_pairs(make_tiny("albert"), RotationOptions("hard", epochs=(0,)), calibration)
     assert len(pairs) == 1
 
 
 def test_kinds_that_a_model_lacks_are_refused():
     with pytest.raises(UnsupportedModelError, match="cross"):
-        Rotator(bert(), Rotation("random", epochs=(0,), kinds=("cross",)))
+        Rotator(bert(), RotationOptions("random", epochs=(0,), kinds=("cross",)))
 
 
 def test_importance_needs_data(calibration):
-    rotator = Rotator(bert(), Rotation("hard", epochs=(1,)))
+    rotator = Rotator(bert(), RotationOptions("hard", epochs=(1,)))
     rotator.epoch(0)
     with pytest.raises(HeadError, match="'hard' swaps heads by importance at epoch 1 and got no batches"):
         rotator.epoch(1)
@@ -335,14 +337,14 @@ def test_importance_needs_data(calibration):
 
 
 def test_epochs_do_not_run_backwards():
-    rotator = Rotator(bert(), Rotation("random", epochs=(1, 2)))
+    rotator = Rotator(bert(), RotationOptions("random", epochs=(1, 2)))
     rotator.epoch(2)
     with pytest.raises(HeadError, match="epoch 1 comes after epoch 2"):
         rotator.epoch(1)
 
 
 def test_a_state_that_is_none_is_refused():
-    rotator = Rotator(bert(), Rotation("random", epochs=(1,), swap_back_after=1))
+    rotator = Rotator(bert(), RotationOptions("random", epochs=(1,), swap_back_after=1))
     with pytest.raises(HeadError, match=r"cannot read the state of a Rotator .* pass what its"):
         rotator.load_state_dict({"latest": 1})
     rotator.epoch(1)
@@ -352,27 +354,21 @@ def test_a_state_that_is_none_is_refused():
     assert rotator.state_dict() == state
 
 
-def _replica(rank, file, results):
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+def _replica(rank, batches):
     model = bert(2)
-    ids = torch.arange(5, 21).view(2, 8) + 20 * rank  # each sees other data, so would choose other heads
-    Rotator(model, Rotation("hard", epochs=(0,), k=4)).epoch(0, batches=[{"input_ids": ids}])
-    results.put([parameter.detach().double().sum().item() for parameter in model.parameters()])
-    distributed.destroy_process_group()
+    event = Rotator(model, RotationOptions("hard", epochs=(0,), k=4)).epoch(0, batches=batches[rank])[0]
+    return event.pairs, model
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_replicas_stay_the_same(tmp_path):
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    processes = [
-        context.Process(target=_replica, args=(rank, tmp_path / "meet", results), daemon=True) for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    one, other = (results.get(timeout=60) for _ in processes)
-    for process in processes:
-        process.join()
-    assert one == other
+def test_processes_measure_together():
+    """Each has other data, of which there is less in one; all swap what one process that has all of it would."""
+    texts = [{"input_ids": torch.arange(5, 21).view(2, 8) + 20 * place} for place in range(2)]
+    texts.append({"input_ids": texts[0]["input_ids"].flip(0, 1)})
+    alone = [_replica(0, [batches]) for batches in (texts, texts[:1], texts[1:])]
+    together = run_both(_replica, [texts[:1], texts[1:]])
+    for pairs, model in together:
+        assert pairs == alone[0][0]
+        assert equal(model, alone[0][1])
+    assert alone[0][0] not in (alone[1][0], alone[2][0])  # what either would swap by its own data

@@ -285,6 +285,26 @@ def test_state_that_mixes_heads_is_refused(make_tiny, batch):
     swap_heads_(model, [((FIRST, 0), (FIRST, 1))])
 
 
+def test_an_optimizer_of_other_weights_is_refused(make_tiny, batch):
+    """Another model's optimizer, or one of master copies, whose step would put back the weights that it holds."""
+    model = make_tiny("bert")
+    before = copy.deepcopy(model.state_dict())
+    masters = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    for others in (make_tiny("bert").parameters(), masters):
+        with pytest.raises(HeadError, match=r"SGD does not step 12 of 12 parameters .* \(24, 24\).* master copies"):
+            swap_heads_(model, [((FIRST, 0), (SECOND, 1))], torch.optim.SGD(others))
+    values = [module.attention.self.value for module in model.encoder.layer]
+    some = torch.optim.SGD([parameter for value in values for parameter in value.parameters()])
+    with pytest.raises(HeadError, match=r"does not step 8 of 12 .* freeze what none steps"):
+        swap_heads_(model, [((FIRST, 0), (SECOND, 1))], some)
+    assert same(model.state_dict(), before)
+    model.requires_grad_(False)
+    for value in values:
+        value.requires_grad_(True)
+    swap_heads_(model, [((FIRST, 0), (SECOND, 1))], some)
+    assert not same(model.state_dict(), before)
+
+
 def test_swaps_stay_out_of_the_graph(make_tiny, batch):
     model = make_tiny("bert")
     swap_heads_(model, [((FIRST, 0), (SECOND, 1))])

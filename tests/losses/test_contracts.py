@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from collab_compress.losses import (
+    agreement,
+    agreement_rows,
     bhattacharyya,
-    disagreement,
-    disagreement_rows,
     hsic,
     nuclear_growth,
     orthogonality,
@@ -21,9 +21,9 @@ VECTORS = {
     "hsic": hsic,
     "hsic, rbf": partial(hsic, kernel="rbf"),
     "orthogonality": orthogonality,
-    "disagreement": disagreement,
+    "agreement": agreement,
 }
-ROWS = {"disagreement, rows": disagreement_rows, "bhattacharyya": bhattacharyya}
+ROWS = {"agreement, rows": agreement_rows, "bhattacharyya": bhattacharyya}
 LOSSES = VECTORS | ROWS
 OVER_PAIRS = sorted(LOSSES.keys() - {"orthogonality"})
 

@@ -89,7 +89,7 @@ def test_following_the_hinge_grows_the_norm_by_about_its_step():
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError, match=r"alphas have the wrong shape: got \(2, 3\), expected \(H, H\)"):
+    with pytest.raises(ValueError, match=r"alphas have the wrong shape: got \(2, 3\), expected \(…, H, H\)"):
         nuclear_norm(torch.ones(2, 3))
     with pytest.raises(ValueError, match="unknown form of nuclear growth: got 'linear', expected 'hinge' or"):
         nuclear_growth(torch.eye(2), 2.0, 0.1, "linear")

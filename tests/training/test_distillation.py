@@ -8,7 +8,7 @@ from collab_compress import Compression, compress
 from collab_compress.calibration import calibration_batches
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.heads import Tap
-from collab_compress.losses import divergence
+from collab_compress.losses import kl_divergence
 from collab_compress.training import distil_, recover_, with_copies
 
 
@@ -24,7 +24,7 @@ def apart(model, dense, batch):
         model(**batch)
         dense(**batch)
         pairs = zip(tap.take(), target.take(), strict=True)
-        return sum(divergence(one.rows, other.rows, one.real.query) for one, other in pairs).item()
+        return sum(kl_divergence(one.rows, other.rows, one.real.query) for one, other in pairs).item()
 
 
 @pytest.mark.parametrize("form", ["shared", "per-head"])

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from transformers import BertForSequenceClassification, Trainer, TrainingArguments
+from transformers import BertForSequenceClassification, TrainingArguments
 
 from collab_compress.heads import alphas_of
 from collab_compress.losses import nuclear_norm
-from collab_compress.training import AlphasOptions, HeadTraining, Penalty, join_trainer_, measure
+from collab_compress.training import AlphasOptions, HeadTrainer, HeadTraining, PenaltyOptions, measure
 
 SHARE, LOSS = 0.1, 0.7
 
@@ -27,22 +27,19 @@ def trained(make_tiny, folder, training):
         str(folder), max_steps=20, per_device_train_batch_size=8, learning_rate=1e-3, use_cpu=True, report_to="none",
         disable_tqdm=True, save_strategy="no", seed=0,
     )  # fmt: skip
-    trainer = Trainer(model, arguments, train_dataset=rows())
-    if training is not None:
-        join_trainer_(trainer, training)
-    trainer.train()
+    HeadTrainer(model, arguments, train_dataset=rows(), head_training=training).train()
     return model
 
 
 @pytest.mark.parametrize(
     "loss",
-    ["hsic", "orthogonality", "disagreement", "disagreement-values", "disagreement-rows", "bhattacharyya-mean"],
+    ["hsic", "orthogonality", "agreement", "agreement-values", "agreement-rows", "bhattacharyya-mean"],
 )
 def test_a_penalty_lowers_what_it_penalises(loss, make_tiny, tmp_path):
     torch.manual_seed(0)
     start = abs(measure(BertForSequenceClassification(make_tiny("bert").config), [batch()], [loss])[loss])
     plain = measure(trained(make_tiny, tmp_path, None), [batch()], [loss])[loss]
-    penalty = Penalty(loss, SHARE * LOSS / start)
+    penalty = PenaltyOptions(loss, SHARE * LOSS / start)
     penalised = measure(trained(make_tiny, tmp_path, HeadTraining(penalties=(penalty,))), [batch()], [loss])[loss]
     assert penalised < plain - 0.001 * abs(plain)
 
@@ -50,7 +47,7 @@ def test_a_penalty_lowers_what_it_penalises(loss, make_tiny, tmp_path):
 def test_nuclear_growth_grows_the_norms(make_tiny, tmp_path):
     norms = []
     for weight in (0.0, SHARE * LOSS / (2 * 1e-3)):
-        options = AlphasOptions(frozen=0.1, growth_weight=weight, growth=1e-3)
+        options = AlphasOptions(frozen_ratio=0.1, growth_weight=weight, growth=1e-3)
         model = trained(make_tiny, tmp_path, HeadTraining(alphas=options))
         norms.append(sum(float(nuclear_norm(matrix.detach())) for matrix in alphas_of(model).values()))
     assert norms[1] > norms[0]

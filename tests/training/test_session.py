@@ -8,14 +8,14 @@ from transformers import BertForSequenceClassification, MarianMTModel
 
 from collab_compress import Compression, compress
 from collab_compress.errors import HeadError, UnsupportedModelError
-from collab_compress.heads import Rotation, Tap, alphas_of, mix_heads_
+from collab_compress.heads import RotationOptions, Tap, alphas_of, mix_heads_
 from collab_compress.training import (
     LOSSES,
     AlphasOptions,
     DropHeadOptions,
     HeadSession,
     HeadTraining,
-    Penalty,
+    PenaltyOptions,
 )
 
 
@@ -39,7 +39,7 @@ def test_a_penalty_is_its_loss_over_modules(loss, family, make_undropped, batch)
             for reading in tap.take()
             if reading.site.kind in chosen.kinds
         ]
-    session = HeadSession(model, HeadTraining(penalties=(Penalty(loss, weight=3.0),)))
+    session = HeadSession(model, HeadTraining(penalties=(PenaltyOptions(loss, weight=3.0),)))
     model(**batch)
     expected = torch.stack(values).mean() if chosen.reduction == "mean" else sum(values)
     expected = expected.detach()
@@ -48,11 +48,11 @@ def test_a_penalty_is_its_loss_over_modules(loss, family, make_undropped, batch)
     session.close()
 
 
-@pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"orthogonality-keys"}))
+@pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"orthogonality-keys", "agreement-keys"}))
 def test_penalties_reach_collaborative_models(loss, family, make_undropped, batch):
     model = make_undropped(family)
     compress(model, Compression(rank=13), calibration=None)
-    session = HeadSession(model, HeadTraining(penalties=(Penalty(loss, weight=1.0),)))
+    session = HeadSession(model, HeadTraining(penalties=(PenaltyOptions(loss, weight=1.0),)))
     model(**batch)
     session.penalty().backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -62,7 +62,11 @@ def test_penalties_reach_collaborative_models(loss, family, make_undropped, batc
 
 def test_penalties_combine_and_are_logged_one_by_one(make_undropped, batch):
     model = make_undropped("bert")
-    penalties = (Penalty("disagreement", 0.5), Penalty("bhattacharyya", 2.0), Penalty("orthogonality", 0.1))
+    penalties = (
+        PenaltyOptions("agreement", 0.5),
+        PenaltyOptions("bhattacharyya", 2.0),
+        PenaltyOptions("orthogonality", 0.1),
+    )
     session = HeadSession(model, HeadTraining(penalties=penalties))
     totals = []
     for seed in range(2):
@@ -70,9 +74,9 @@ def test_penalties_combine_and_are_logged_one_by_one(make_undropped, batch):
         model(**{**batch, "input_ids": torch.randint(5, 61, (3, 9))})
         totals.append(session.penalty(torch.tensor(2.0)).item())
     logs = session.logs()
-    weighted = sum(penalty.weight * logs[penalty.loss] for penalty in penalties)
+    weighted = sum(penalty.weight * logs[penalty.name] for penalty in penalties)
     assert weighted == pytest.approx(sum(totals) / 2, rel=1e-5)
-    assert logs["disagreement/share"] == pytest.approx(abs(0.5 * logs["disagreement"]) / 2, rel=1e-4)
+    assert logs["agreement/share"] == pytest.approx(abs(0.5 * logs["agreement"]) / 2, rel=1e-4)
     assert not {name for name in session.logs() if not name.startswith("drophead")}
 
 
@@ -81,14 +85,41 @@ def test_kinds_of_a_penalty(make_undropped, make_batch):
     with Tap(model, ("rows",), kinds=("cross",)) as tap:
         model(**batch)
         expected = sum(LOSSES["bhattacharyya"].function(r.rows, r.real.query) for r in tap.take())
-    session = HeadSession(model, HeadTraining(penalties=(Penalty("bhattacharyya", 1.0, kinds=("cross",)),)))
+    session = HeadSession(model, HeadTraining(penalties=(PenaltyOptions("bhattacharyya", 1.0, kinds=("cross",)),)))
     model(**batch)
     torch.testing.assert_close(session.penalty(), expected)
 
 
+def test_a_penalty_weighs_by_kind(make_undropped, make_batch):
+    model, batch = make_undropped("marian"), make_batch("marian")
+    weights = {"encoder": 1.0, "cross": 3.0}
+    with Tap(model, ("rows",)) as tap:
+        model(**batch)
+        sums = dict.fromkeys(weights, 0.0)
+        for reading in tap.take():
+            if reading.site.kind in weights:
+                sums[reading.site.kind] += LOSSES["bhattacharyya"].function(reading.rows, reading.real.query)
+    penalties = tuple(PenaltyOptions("bhattacharyya", weight, kinds=(kind,)) for kind, weight in weights.items())
+    session = HeadSession(model, HeadTraining(penalties=penalties))
+    model(**batch)
+    torch.testing.assert_close(session.penalty(), sums["encoder"] + 3 * sums["cross"])
+    logs = session.logs()
+    assert logs["bhattacharyya"] == pytest.approx(sums["encoder"].item(), rel=1e-5)  # of the paper's kind
+    assert logs["bhattacharyya/cross"] == pytest.approx(sums["cross"].item(), rel=1e-5)
+
+
+def test_what_drops_heads_of_some_kinds_is_logged_by_them(make_undropped):
+    model = make_undropped("marian")
+    training = HeadTraining(
+        drophead=(DropHeadOptions(0.1, kinds=("cross", "encoder")), DropHeadOptions(0.2, kinds=("decoder",)))
+    )
+    with HeadSession(model, training) as session:
+        assert session.logs() == {"drophead/encoder+cross": 0.1, "drophead/decoder": 0.2}
+
+
 def test_a_penalty_on_attention_that_is_not_there_is_refused(make_tiny):
     model = make_tiny("bert")
-    penalties = (Penalty("disagreement"), Penalty("bhattacharyya", kinds=("cross",)))
+    penalties = (PenaltyOptions("agreement"), PenaltyOptions("bhattacharyya", kinds=("cross",)))
     with pytest.raises(UnsupportedModelError, match="with kind cross"):
         HeadSession(model, HeadTraining(penalties=penalties))
     assert not any("head_acts" in vars(module) for module in model.modules())
@@ -98,7 +129,7 @@ def test_schedules_move_with_progress(make_undropped, batch):
     model = make_undropped("bert")
     training = HeadTraining(
         drophead=(DropHeadOptions(0.4, "scheduled", start=0.2),),
-        penalties=(Penalty("disagreement", 2.0, "curriculum"),),
+        penalties=(PenaltyOptions("agreement", 2.0, "curriculum"),),
     )
     session = HeadSession(model, training, warmup=0.5)
     for progress, p, weight in ((0.0, 0.2, 0.0), (0.25, 0.1, 0.5), (0.5, 0.0, 1.0), (1.0, 0.4, 2.0)):
@@ -106,13 +137,13 @@ def test_schedules_move_with_progress(make_undropped, batch):
         model(**batch)
         penalty = session.penalty().item()
         logs = session.logs()
-        assert logs["drophead/0"] == pytest.approx(p)
-        assert penalty == pytest.approx(weight * logs["disagreement"])
+        assert logs["drophead"] == pytest.approx(p)
+        assert penalty == pytest.approx(weight * logs["agreement"])
 
 
 def test_a_faint_penalty_is_warned_of(make_undropped, batch, caplog):
     model = make_undropped("bert")
-    session = HeadSession(model, HeadTraining(penalties=(Penalty("hsic", 1e-12),)))
+    session = HeadSession(model, HeadTraining(penalties=(PenaltyOptions("hsic", 1e-12),)))
     model(**batch)
     session.penalty(torch.tensor(1.0))
     with caplog.at_level(logging.WARNING):
@@ -144,7 +175,7 @@ def step_alphas(training, progress, seed=0, weight_decay=0.1):
 
 
 def test_alphas_are_frozen_then_train():
-    training = HeadTraining(alphas=AlphasOptions(frozen=0.3))
+    training = HeadTraining(alphas=AlphasOptions(frozen_ratio=0.3))
     frozen, norm, optimizer = step_alphas(training, 0.29)
     assert all(torch.equal(matrix, torch.eye(3)) for matrix in frozen)  # weight decay included
     assert norm == 0  # so that clipping does not see them
@@ -156,8 +187,8 @@ def test_alphas_are_frozen_then_train():
 
 @pytest.mark.parametrize("form", ["hinge", "printed"])
 def test_nuclear_growth_pushes_the_norms_up(form):
-    plain, _, _ = step_alphas(HeadTraining(alphas=AlphasOptions(frozen=0.0)), 0.5)
-    options = AlphasOptions(frozen=0.0, growth_weight=1e4, growth=0.5, growth_form=form)
+    plain, _, _ = step_alphas(HeadTraining(alphas=AlphasOptions(frozen_ratio=0.0, growth_weight=0.0)), 0.5)
+    options = AlphasOptions(frozen_ratio=0.0, growth_weight=1e4, growth=0.5, growth_form=form)
     grown, _, _ = step_alphas(HeadTraining(alphas=options), 0.5)
     for one, other in zip(plain, grown, strict=True):
         assert torch.linalg.svdvals(other).sum() > torch.linalg.svdvals(one).sum()
@@ -167,7 +198,7 @@ def test_nuclear_growth_pushes_the_norms_up(form):
 def test_the_hinge_compares_with_the_step_before(make_undropped, batch):
     model = make_undropped("bert")
     mix_heads_(model)
-    options = AlphasOptions(frozen=0.5, growth_weight=2.0, growth=0.1)
+    options = AlphasOptions(frozen_ratio=0.5, growth_weight=2.0, growth=0.1)
     session = HeadSession(model, HeadTraining(alphas=options), torch.optim.SGD(model.parameters()))
     assert session.penalty().item() == 0  # frozen
     session.step(0.5)
@@ -180,6 +211,55 @@ def test_the_hinge_compares_with_the_step_before(make_undropped, batch):
     session.step(0.7)
     assert session.penalty().item() == pytest.approx(2 * 2 * 0.1, rel=1e-4)
     assert session.logs()["nuclear-growth"] == pytest.approx(2 * (0.1 + 0.04 + 0.1) / 3, rel=1e-4)
+
+
+def test_alphas_of_some_kinds(make_undropped, make_batch):
+    """Others that the model has stay what they are to a stock training, and count for no norm."""
+    model = make_undropped("marian", MarianMTModel)
+    mix_heads_(model)
+    options = AlphasOptions(frozen_ratio=0.5, growth_weight=1.0, growth=0.1, kinds=("cross",))
+    session = HeadSession(model, HeadTraining(alphas=options), torch.optim.SGD(model.parameters()))
+    ids = make_batch("marian")["input_ids"]
+    model(ids, labels=ids).loss.backward()
+    cross = alphas_of(model, kinds=("cross",))
+    assert cross.keys() < alphas_of(model).keys()
+    for name, matrix in alphas_of(model).items():
+        assert matrix.grad.any() == (name not in cross), name
+    session.step(0.5)
+    assert session.penalty().item() == pytest.approx(len(cross) * 0.1)
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    assert all(matrix.grad.any() for matrix in alphas_of(model).values())
+
+
+def test_frozen_alphas_are_exact_and_have_a_gradient_of_zeros(make_undropped, batch):
+    """A gradient there must be, for distributed training waits for it."""
+    model = make_undropped("bert")
+    mix_heads_(model)
+    with torch.no_grad():
+        for matrix in alphas_of(model).values():
+            matrix.normal_()
+    expected = model(**batch)[0]
+    optimizer = torch.optim.SGD(model.parameters())
+    with HeadSession(model, HeadTraining(alphas=AlphasOptions(frozen_ratio=0.5)), optimizer):
+        found = model(**batch)[0]
+        found.square().sum().backward()
+        assert torch.equal(found, expected)
+        assert all(torch.equal(matrix.grad, torch.zeros(3, 3)) for matrix in alphas_of(model).values())
+
+
+@pytest.mark.parametrize(("form", "expected"), [("hinge", 2), ("printed", 1)])
+def test_norms_take_one_decomposition_for_all_matrices(form, expected, make_undropped, monkeypatch):
+    model = make_undropped("bert")
+    mix_heads_(model)
+    options = AlphasOptions(frozen_ratio=0.0, growth_form=form)
+    session = HeadSession(model, HeadTraining(alphas=options), torch.optim.SGD(model.parameters()))
+    shapes, original = [], torch.linalg.svdvals
+    monkeypatch.setattr(torch.linalg, "svdvals", lambda matrix: shapes.append(matrix.shape) or original(matrix))
+    monkeypatch.setattr(torch.Tensor, "item", lambda _: pytest.fail("the host waits"))
+    session.step(0.1)
+    session.penalty().backward()
+    assert shapes == [(2, 3, 3)] * expected
 
 
 def test_alphas_must_be_there_and_trained(make_tiny):
@@ -201,12 +281,12 @@ def test_a_session_that_cannot_open_leaves_nothing_behind(make_undropped):
     model = make_undropped("bert")
     mix_heads_(model)
     optimizer = torch.optim.SGD(model.parameters())
-    rotation = Rotation("soft", (0,), t_max=9)
+    rotation = RotationOptions("soft", (0,), t_max=9)
     with pytest.raises(HeadError, match="t_max"):
-        HeadSession(model, HeadTraining(alphas=AlphasOptions(frozen=0.5), rotation=rotation), optimizer)
-    assert not any(matrix._backward_hooks for matrix in alphas_of(model).values())
+        HeadSession(model, HeadTraining(alphas=AlphasOptions(frozen_ratio=0.5), rotation=rotation), optimizer)
+    assert not any(getattr(module, "frozen", False) for module in model.modules())
     with pytest.raises(HeadError, match="rotation moves the optimizer's state"):
-        HeadSession(model, HeadTraining(rotation=Rotation("random", (0,))))
+        HeadSession(model, HeadTraining(rotation=RotationOptions("random", (0,))))
 
 
 def test_a_closed_session_does_not_go_on(make_tiny):
@@ -218,7 +298,7 @@ def test_a_closed_session_does_not_go_on(make_tiny):
 
 def test_a_pass_without_gradients_in_between_changes_nothing(make_undropped, batch):
     model = make_undropped("bert")
-    with HeadSession(model, HeadTraining(penalties=(Penalty("disagreement", 1.0),))) as session:
+    with HeadSession(model, HeadTraining(penalties=(PenaltyOptions("agreement", 1.0),))) as session:
         model(**batch)
         with torch.no_grad():
             model(**{**batch, "input_ids": batch["input_ids"].flip(0)})
@@ -230,7 +310,7 @@ def test_a_pass_without_gradients_in_between_changes_nothing(make_undropped, bat
 
 def test_reading_nothing_is_warned_of_once(make_tiny, batch, caplog):
     model = make_tiny("bert").eval()
-    with HeadSession(model, HeadTraining(penalties=(Penalty("disagreement"),))) as session:
+    with HeadSession(model, HeadTraining(penalties=(PenaltyOptions("agreement"),))) as session:
         for _ in range(2):
             model(**batch)
             assert session.penalty().item() == 0
@@ -242,8 +322,8 @@ def test_a_closed_session_leaves_the_model_as_it_was(make_undropped, batch):
     stock = copy.deepcopy(model)
     training = HeadTraining(
         drophead=(DropHeadOptions(0.5, kinds=("encoder",)), DropHeadOptions(0.3, kinds=("cross",))),
-        penalties=tuple(Penalty(loss) for loss in LOSSES),
-        rotation=Rotation("random", (1,)),
+        penalties=tuple(PenaltyOptions(loss) for loss in LOSSES),
+        rotation=RotationOptions("random", (1,)),
     )
     HeadSession(model, training, torch.optim.SGD(model.parameters())).close()
     for module, other in zip(model.modules(), stock.modules(), strict=True):
@@ -255,19 +335,30 @@ def test_a_closed_session_leaves_the_model_as_it_was(make_undropped, batch):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Penalty("diversity"), "unknown loss 'diversity'; expected one of bhattacharyya"),
-        (lambda: Penalty("hsic", -1.0), "weight of hsic is -1.0; expected 0 or more"),
-        (lambda: Penalty("hsic", schedule="cosine"), "unknown schedule 'cosine'"),
+        (
+            lambda: PenaltyOptions("diversity"),
+            "unknown loss 'diversity'; expected one of agreement, agr",
+        ),
+        (lambda: PenaltyOptions("hsic", -1.0), "weight of hsic is -1.0; expected 0 or more"),
+        (lambda: PenaltyOptions("hsic", schedule="cosine"), "unknown schedule 'cosine'"),
         (lambda: DropHeadOptions(1.0), "p is 1.0; expected a probability"),
         (lambda: DropHeadOptions(start=2.0), "start is 2.0"),
-        (lambda: AlphasOptions(frozen=31), "frozen for 31 of training; expected 0 to 1"),
+        (lambda: AlphasOptions(frozen_ratio=31), "frozen for 31 of training; expected 0 to 1"),
         (lambda: AlphasOptions(growth_form="square"), "unknown growth form 'square'"),
         (
             lambda: HeadTraining(drophead=DropHeadOptions()),
             r"drophead is a DropHeadOptions; expected several .*=\(…,\)",
         ),
         (lambda: HeadTraining(drophead=(DropHeadOptions(), DropHeadOptions())), "give each kind once"),
-        (lambda: HeadTraining(penalties=(Penalty("hsic"), Penalty("hsic"))), "each loss may be given once"),
+        (
+            lambda: HeadTraining(penalties=(PenaltyOptions("hsic"), PenaltyOptions("hsic", kinds=("cross",)))),
+            "penalty hsic acts 2 times on cross attention; give each kind once",
+        ),
+        (lambda: HeadTraining(loss_normalization="sum"), "unknown loss normalization 'sum'"),
+        (lambda: PenaltyOptions("hsic", kinds=("self",)), "unknown kind of attention for penalty hsic 'self'"),
+        (lambda: DropHeadOptions(kinds=("self",)), "unknown kind of attention for DropHead 'self'"),
+        (lambda: DropHeadOptions(kinds=()), "DropHead: kinds are .*; expected some of encoder"),
+        (lambda: AlphasOptions(kinds="cross"), "alphas: kinds are 'cross'; expected some of encoder"),
     ],
 )
 def test_bad_options_are_refused(make, message):

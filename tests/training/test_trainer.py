@@ -1,8 +1,9 @@
-"""Joining a stock `Trainer`, a bare Accelerate loop, and distributed training."""
+"""Trainers that act on heads, a bare Accelerate loop, and distributed training."""
 
 import dataclasses
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -22,22 +23,24 @@ from transformers import (
 
 from collab_compress import Compression, compress
 from collab_compress.errors import HeadError
-from collab_compress.heads import Rotation, alphas_of
+from collab_compress.heads import RotationOptions, alphas_of, merge_alphas_, prune_heads_
 from collab_compress.training import (
     AlphasOptions,
     DropHeadOptions,
+    HeadSeq2SeqTrainer,
     HeadSession,
+    HeadTrainer,
+    HeadTrainerMixin,
     HeadTraining,
-    Penalty,
-    join_trainer_,
+    PenaltyOptions,
 )
 
 EVERYTHING = HeadTraining(
     drophead=(DropHeadOptions(0.3, "scheduled"),),
-    penalties=(Penalty("hsic", 1e-3), Penalty("disagreement", 0.3), Penalty("bhattacharyya", 0.1),
-               Penalty("orthogonality", 0.01)),
-    alphas=AlphasOptions(frozen=0.3, growth_weight=1.0, growth=0.01),
-    rotation=Rotation("in-layer", (0, 1, 2, 3), k=1, swap_back_after=1, rest=0, exclude=()),
+    penalties=(PenaltyOptions("hsic", 1e-3), PenaltyOptions("agreement", 0.3), PenaltyOptions("bhattacharyya", 0.1),
+               PenaltyOptions("orthogonality", 0.01)),
+    alphas=AlphasOptions(frozen_ratio=0.3, growth_weight=1.0, growth=0.01),
+    rotation=RotationOptions("in-layer", (0, 1, 2, 3), k=1, swap_back_after=1, rest=0, exclude=()),
 )  # fmt: skip
 
 
@@ -64,23 +67,23 @@ def classifier(make_tiny, family="bert", rank=None):
     return model
 
 
-def joined(model, folder, training=EVERYTHING, data=None, **more):
+def trainer_of(model, folder, training=EVERYTHING, data=None, **more):
     given = arguments(folder, **more)
-    trainer = Trainer(model, given, train_dataset=data or dataset(), eval_dataset=dataset(8, 7, 1))
-    join_trainer_(trainer, training)
-    return trainer
+    return HeadTrainer(
+        model, given, train_dataset=data or dataset(), eval_dataset=dataset(8, 7, 1), head_training=training
+    )
 
 
 @pytest.mark.parametrize("rank", [None, 13])
 @pytest.mark.parametrize("family", ["bert", "albert", "distilbert"])
 def test_every_method_at_once(family, rank, make_tiny, tmp_path):
     model = classifier(make_tiny, family, rank)
-    trainer = joined(model, tmp_path)
+    trainer = trainer_of(model, tmp_path)
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logs) == 12
     for entry in logs:
-        assert {"hsic", "disagreement", "bhattacharyya", "orthogonality", "drophead/0"} <= entry.keys()
+        assert {"hsic", "agreement", "bhattacharyya", "orthogonality", "drophead"} <= entry.keys()
     assert "nuclear-growth" not in logs[3]
     assert "nuclear-growth" in logs[4]  # 0.3 · 11 steps = 3.3
     assert {torch.equal(matrix, torch.eye(3)) for matrix in alphas_of(model).values()} == {False}
@@ -94,20 +97,22 @@ def final_weights(trainer, **kwargs):
 
 @pytest.mark.parametrize("step", [6, 8])  # in the middle of an epoch, and between two
 def test_a_resumed_run_equals_a_straight_one(step, make_tiny, tmp_path):
-    straight = joined(classifier(make_tiny), tmp_path, save_strategy="steps", save_steps=step)
+    straight = trainer_of(classifier(make_tiny), tmp_path, save_strategy="steps", save_steps=step)
     expected = final_weights(straight)
-    resumed = joined(classifier(make_tiny), tmp_path, save_strategy="no")
+    resumed = trainer_of(classifier(make_tiny), tmp_path, save_strategy="no")
     found = final_weights(resumed, resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
     assert expected.keys() == found.keys()
     for name, weight in expected.items():
         assert torch.equal(found[name], weight), name
     state = json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())
-    history = state["stateful_callbacks"]["collab_compress_heads"]["rotation"]["history"]
+    history = state["stateful_callbacks"]["HeadState"]["attributes"]["saved"]["rotation"]["history"]
     assert [event["reason"] for event in history] == ["swap", "swap-back", "swap"][: len(history)]
     assert len(history) >= 2
 
 
-PENALTIES = HeadTraining(penalties=(Penalty("disagreement", 5.0), Penalty("bhattacharyya", 5.0)))
+PENALTIES = HeadTraining(
+    penalties=(PenaltyOptions("agreement", 5.0), PenaltyOptions("bhattacharyya", 5.0)), loss_normalization="mean"
+)
 ONE_STEP = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "warmup_steps": 0}
 
 
@@ -136,10 +141,81 @@ def test_the_gradient_does_not_depend_on_accumulation(task, smoothing, make_tiny
     weights = []
     for size, passes in ((8, 1), (2, 4)):
         model, data = task(make_tiny, set_dropout_)
-        trainer = joined(
+        trainer = trainer_of(
             model, tmp_path, PENALTIES, data, **ONE_STEP, per_device_train_batch_size=size,
             gradient_accumulation_steps=passes, label_smoothing_factor=smoothing,
         )  # fmt: skip
+        weights.append(final_weights(trainer))
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("own", ["labels", "smoothed", "function"])
+@pytest.mark.parametrize("task", [regression, translation])
+def test_with_nothing_on_it_is_the_stock_trainer(task, own, make_tiny, tmp_path):
+    """Bit for bit, dropout included, in weights and logs, though the stock one adds up losses over passes."""
+    if task is regression and own == "smoothed":
+        pytest.skip("labels of a regression cannot be smoothed")
+    found = []
+    for trainer_class in (Trainer, HeadTrainer):
+        model, data = task(make_tiny, lambda model, _: model)
+        trainer = trainer_class(
+            model,
+            arguments(
+                tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=3,
+                label_smoothing_factor=0.1 if own == "smoothed" else 0.0,
+            ),
+            train_dataset=data, compute_loss_func=squared if own == "function" else None,
+        )  # fmt: skip
+        weights = final_weights(trainer)
+        timeless = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+        history = [{key: entry[key] for key in entry if key not in timeless} for entry in trainer.state.log_history]
+        found.append((weights, history))
+    (weights, history), (others, other_history) = found
+    assert history == other_history
+    for name, weight in weights.items():
+        assert torch.equal(others[name], weight), name
+
+
+def squared(outputs, labels, num_items_in_batch=None):
+    return outputs.logits.square().mean()
+
+
+@pytest.mark.parametrize("task", [regression, translation])
+def test_a_stock_loss_adds_up_and_the_penalty_does_not(task, make_tiny, set_dropout_, tmp_path):
+    """The loss of a model that ignores `num_items_in_batch` counts once for each pass, a penalty is their mean."""
+    stock = dataclasses.replace(PENALTIES, loss_normalization="stock")
+    model, data = task(make_tiny, set_dropout_)
+    other, _ = task(make_tiny, set_dropout_)
+    more = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    trainer_of(model, tmp_path, stock, data[:2] * 4, **ONE_STEP, **more).train()
+    session = HeadSession(other.train(), stock)
+    loss = other(**{key: torch.stack([row[key] for row in data[:2]]) for key in data[0]}).loss
+    (4 * loss + session.penalty()).backward()
+    for (name, parameter), found in zip(other.named_parameters(), model.parameters(), strict=True):
+        if parameter.grad is not None:
+            torch.testing.assert_close(found, parameter - 0.1 * parameter.grad, atol=1e-5, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_trainer_that_says_how_its_loss_is_scaled(scaled, make_tiny, set_dropout_, tmp_path):
+    """Four equal passes give the step of one, penalties included."""
+
+    class Own(HeadTrainer):
+        loss_is_scaled_for_ga = scaled
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+        def own_loss(self, outputs, labels, num_items_in_batch=None):
+            return outputs.logits.square().mean() / (self.current_gradient_accumulation_steps if scaled else 1)
+
+    weights = []
+    for passes in (1, 4):
+        model, data = regression(make_tiny, set_dropout_)
+        given = arguments(tmp_path, **ONE_STEP, per_device_train_batch_size=2, gradient_accumulation_steps=passes)
+        trainer = Own(model, given, train_dataset=data[:2] * passes, head_training=PENALTIES)
+        trainer.compute_loss_func = trainer.own_loss
         weights.append(final_weights(trainer))
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, atol=1e-6, rtol=1e-4)
@@ -151,12 +227,11 @@ def test_the_gradient_is_that_of_loss_plus_penalty(own, make_tiny, set_dropout_,
     model, data = translation(make_tiny, set_dropout_)
     other, _ = translation(make_tiny, set_dropout_)
     more = {"label_smoothing_factor": 0.1} if own == "smoothed" else {}
-    trainer = Trainer(
+    trainer = HeadTrainer(
         model, arguments(tmp_path, **ONE_STEP, per_device_train_batch_size=8, **more), train_dataset=data,
-        compute_loss_func=doubled if own == "function" else None,
+        compute_loss_func=doubled if own == "function" else None, head_training=PENALTIES,
     )  # fmt: skip
     given = {key: torch.stack([row[key] for row in data]) for key in data[0]}
-    join_trainer_(trainer, PENALTIES)
     trainer.train()
     session = HeadSession(other.train(), PENALTIES)
     logits = other(given["input_ids"], given["attention_mask"], decoder_input_ids=given["decoder_input_ids"]).logits
@@ -176,8 +251,8 @@ def doubled(outputs, labels, num_items_in_batch=None):
 def test_evaluation_has_no_penalty(make_tiny, tmp_path):
     model = classifier(make_tiny)
     plain = Trainer(model, arguments(tmp_path), eval_dataset=dataset()).evaluate()["eval_loss"]
-    trainer = joined(model, tmp_path, HeadTraining(penalties=(Penalty("disagreement", 100.0),)), learning_rate=0.0,
-                     eval_strategy="epoch")  # fmt: skip
+    training = HeadTraining(penalties=(PenaltyOptions("agreement", 100.0),))
+    trainer = trainer_of(model, tmp_path, training, learning_rate=0.0, eval_strategy="epoch")
     trainer.eval_dataset = dataset()
     trainer.train()
     assert [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry] == [plain] * 3
@@ -191,11 +266,13 @@ def test_a_subclass_keeps_its_ways(make_tiny, tmp_path):
             seen.append(inputs["labels"])
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    trainer = Own(classifier(make_tiny), arguments(tmp_path, max_steps=2), train_dataset=dataset())
-    join_trainer_(trainer, PENALTIES)
+    class OwnHeads(HeadTrainerMixin, Own):
+        pass
+
+    trainer = OwnHeads(
+        classifier(make_tiny), arguments(tmp_path, max_steps=2), train_dataset=dataset(), head_training=PENALTIES
+    )
     trainer.train()
-    assert isinstance(trainer, Own)
-    assert type(trainer).__name__ == "Own"
     assert len(seen) == 2
     trainer.train()  # again
     assert len(seen) == 4
@@ -204,7 +281,7 @@ def test_a_subclass_keeps_its_ways(make_tiny, tmp_path):
 def test_checkpoints_reload(make_tiny, tmp_path):
     """Alphas and all, through stock `from_pretrained`."""
     model = classifier(make_tiny, rank=13)
-    trainer = joined(model, tmp_path, save_strategy="epoch")
+    trainer = trainer_of(model, tmp_path, save_strategy="epoch")
     trainer.train()
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "checkpoint-12")
     batch = {"input_ids": dataset()[0]["input_ids"][None]}
@@ -234,7 +311,7 @@ def test_a_bare_accelerate_loop(make_tiny):
             prepared.step()
             prepared.zero_grad()
             done += 1
-    assert session.logs()["disagreement"] < 1
+    assert session.logs()["agreement"] < 1
     assert {torch.equal(matrix, torch.eye(3)) for matrix in alphas_of(model).values()} == {False}
     session.close()
 
@@ -259,6 +336,9 @@ def train_in_process(rank: int, processes: int, folder: str) -> None:
     batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
     loss = wrapped(**batch).loss
     (loss + session.penalty(loss)).backward()
+    logs = session.logs()  # of all, so that each gets the same
+    if rank == processes - 1:
+        (Path(folder) / f"logs-{processes}.json").write_text(json.dumps(logs))
     if rank == 0:
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         torch.save(gradients, Path(folder) / f"gradients-{processes}.pt")
@@ -274,6 +354,9 @@ def test_processes_give_the_gradients_of_one(make_tiny, tmp_path):
     one, two = (torch.load(tmp_path / f"gradients-{count}.pt", weights_only=True) for count in (1, 2))
     for name, gradient in one.items():
         torch.testing.assert_close(two[name], gradient, atol=1e-6, rtol=1e-4)
+    alone, together = (json.loads((tmp_path / f"logs-{count}.json").read_text()) for count in (1, 2))
+    for name in ("agreement", "bhattacharyya"):
+        assert together[name] == pytest.approx(alone[name], rel=1e-4)
 
 
 NEWER = {field.name for field in dataclasses.fields(TrainingArguments)} >= {"activation_checkpointing"}
@@ -284,15 +367,15 @@ CHECKPOINTING = "activation_checkpointing" if NEWER else "gradient_checkpointing
 def test_checkpointing_and_compilation_change_nothing(option, make_tiny, set_dropout_, tmp_path):
     more = {"torch_compile_backend": "aot_eager"} if option == "torch_compile" else {}
     model, other = (set_dropout_(classifier(make_tiny), 0.0) for _ in range(2))
-    expected = final_weights(joined(model, tmp_path, max_steps=6))
-    found = final_weights(joined(other, tmp_path, max_steps=6, **{option: True}, **more))
+    expected = final_weights(trainer_of(model, tmp_path, max_steps=6))
+    found = final_weights(trainer_of(other, tmp_path, max_steps=6, **{option: True}, **more))
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=1e-4, msg=name)
 
 
 def test_an_interrupted_run_leaves_nothing_to_the_next(make_tiny, tmp_path):
     model = classifier(make_tiny)
-    trainer = joined(model, tmp_path, max_steps=4)
+    trainer = trainer_of(model, tmp_path, max_steps=4)
     acts = []
 
     class Interrupting(TrainerCallback):
@@ -304,10 +387,21 @@ def test_an_interrupted_run_leaves_nothing_to_the_next(make_tiny, tmp_path):
     trainer.add_callback(Interrupting())
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
+    assert_left_alone(model)
     trainer.train()
     assert acts == [2] * 6
+    assert_left_alone(model)
+    trainer.close()  # once more
+    merge_alphas_(model)
+    prune_heads_(model, {"bert.encoder.layer.0.attention.self": [1]})
+
+
+def assert_left_alone(model):
     assert not any("head_acts" in vars(module) for module in model.modules())
-    assert not any(matrix._backward_hooks for matrix in alphas_of(model).values())
+    assert not any(getattr(module, "frozen", False) for module in model.modules())
+    assert not any(
+        hooks for module in model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)
+    )
 
 
 def test_a_subclass_may_ignore_what_it_does_not_need(make_tiny, tmp_path):
@@ -316,20 +410,72 @@ def test_a_subclass_may_ignore_what_it_does_not_need(make_tiny, tmp_path):
             loss = model(**inputs).loss
             return (loss, {}) if return_outputs else loss
 
-    trainer = Own(
+    class OwnHeads(HeadTrainerMixin, Own):
+        pass
+
+    trainer = OwnHeads(
         classifier(make_tiny),
         arguments(tmp_path, max_steps=2, gradient_accumulation_steps=2),
         train_dataset=dataset(),
+        head_training=PENALTIES,
     )
-    join_trainer_(trainer, PENALTIES)
     trainer.train()
-    assert "disagreement" in trainer.state.log_history[0]
+    assert "agreement" in trainer.state.log_history[0]
+
+
+def test_penalties_that_are_never_added_are_an_error(make_tiny, tmp_path):
+    class Own(HeadTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs).loss
+
+    model = classifier(make_tiny)
+    trainer = Own(model, arguments(tmp_path), train_dataset=dataset(), head_training=PENALTIES)
+    with pytest.raises(HeadError, match=r"Own\.compute_loss adds no penalties; put HeadTrainerMixin before"):
+        trainer.train()
+    assert_left_alone(model)
+
+
+@pytest.mark.parametrize("trainer_class", [HeadTrainer, HeadSeq2SeqTrainer, HeadTrainerMixin])
+def test_trainers_are_classes_like_others(trainer_class):
+    assert pickle.loads(pickle.dumps(trainer_class)) is trainer_class
+
+
+def test_replicas_in_one_process_are_refused(make_tiny, tmp_path):
+    given = arguments(tmp_path)
+    given._n_gpu = 2
+    with pytest.raises(HeadError, match="DataParallel copies the model"):
+        HeadTrainer(classifier(make_tiny), given, train_dataset=dataset(), head_training=PENALTIES)
+
+
+def test_restored_callbacks_go_on_too(make_tiny, tmp_path, caplog):
+    """A trainer that restores its callbacks makes them anew, and tells which it does not know."""
+    straight = trainer_of(classifier(make_tiny), tmp_path, save_strategy="steps", save_steps=4)
+    expected = final_weights(straight)
+    checkpoint = str(tmp_path / "checkpoint-4")
+    more = {"restore_callback_states_from_checkpoint": True, "save_strategy": "steps", "save_steps": 4}
+    resumed = trainer_of(classifier(make_tiny), tmp_path / "again", **more)
+    found = final_weights(resumed, resume_from_checkpoint=checkpoint)
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+    assert "Ignoring" not in caplog.text
+    again = trainer_of(classifier(make_tiny), tmp_path / "third")
+    for name, weight in final_weights(again, resume_from_checkpoint=str(tmp_path / "again" / "checkpoint-8")).items():
+        assert torch.equal(expected[name], weight), name
+
+
+def test_a_stock_checkpoint_has_no_state_of_heads(make_tiny, tmp_path, caplog):
+    stock = Trainer(classifier(make_tiny), arguments(tmp_path, save_strategy="epoch"), train_dataset=dataset())
+    stock.train()
+    trainer = trainer_of(classifier(make_tiny), tmp_path, PENALTIES, save_strategy="epoch")
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert "the checkpoint was saved without a state of heads" in caplog.text
+    assert trainer.state.global_step == 12
 
 
 def test_models_that_return_tuples(make_tiny, tmp_path):
     model = classifier(make_tiny)
     model.config.return_dict = False
-    trainer = joined(model, tmp_path, PENALTIES, max_steps=2, gradient_accumulation_steps=2)
+    trainer = trainer_of(model, tmp_path, PENALTIES, max_steps=2, gradient_accumulation_steps=2)
     trainer.train()
     assert trainer.state.global_step == 2
 
@@ -342,44 +488,48 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def test_epochs_are_passes_over_the_data(make_tiny, tmp_path):
-    training = HeadTraining(rotation=Rotation("random", (0, 1, 2)))
-    trainer = joined(classifier(make_tiny), tmp_path, training, Stream(), max_steps=12)
+    training = HeadTraining(rotation=RotationOptions("random", (0, 1, 2)))
+    trainer = trainer_of(classifier(make_tiny), tmp_path, training, Stream(), max_steps=12)
     trainer.train()
-    history = trainer.state.stateful_callbacks["collab_compress_heads"]["rotation"]["history"]
+    history = trainer.state.stateful_callbacks["HeadState"]["attributes"]["saved"]["rotation"]["history"]
     assert [event["epoch"] for event in history] == [0, 1, 2]
 
 
 def test_validation_data_may_be_several(make_tiny, tmp_path):
-    training = HeadTraining(rotation=Rotation("in-layer", (0,), exclude=()))
-    trainer = joined(classifier(make_tiny), tmp_path, training, max_steps=1)
+    training = HeadTraining(rotation=RotationOptions("in-layer", (0,), exclude=()))
+    trainer = trainer_of(classifier(make_tiny), tmp_path, training, max_steps=1)
     trainer.eval_dataset = {"one": dataset(4, 7, 1), "two": dataset(4, 7, 2)}
     trainer.train()
-    trainer = Trainer(classifier(make_tiny), arguments(tmp_path), train_dataset=dataset())
     with pytest.raises(HeadError, match="pass eval_dataset to the trainer"):
-        join_trainer_(trainer, training)
+        HeadTrainer(classifier(make_tiny), arguments(tmp_path), train_dataset=dataset(), head_training=training)
 
 
-def test_joining_refuses_what_would_silently_not_train(make_tiny, tmp_path):
-    alphas = HeadTraining(alphas=AlphasOptions())
-    trainer = joined(classifier(make_tiny), tmp_path, alphas)
-    with pytest.raises(HeadError, match="joined before"):
-        join_trainer_(trainer, alphas)
+def test_alphas_that_would_silently_not_train_are_refused(make_tiny, tmp_path):
     model = classifier(make_tiny)
     own = torch.optim.SGD(model.parameters())
-    trainer = Trainer(model, arguments(tmp_path), train_dataset=dataset(), optimizers=(own, None))
-    join_trainer_(trainer, alphas)
+    trainer = HeadTrainer(
+        model, arguments(tmp_path), train_dataset=dataset(), optimizers=(own, None),
+        head_training=HeadTraining(alphas=AlphasOptions()),
+    )  # fmt: skip
     with pytest.raises(HeadError, match="the optimizer does not step the alphas"):
         trainer.train()
-    made = Trainer(model_init=lambda: classifier(make_tiny), args=arguments(tmp_path), train_dataset=dataset())
-    with pytest.raises(HeadError, match=r"call mix_heads_\(model\) in model_init"):
-        join_trainer_(made, alphas)
+
+
+def test_a_model_that_is_made_anew_has_alphas(make_tiny, tmp_path):
+    trainer = HeadTrainer(
+        model_init=lambda: classifier(make_tiny), args=arguments(tmp_path, max_steps=4), train_dataset=dataset(),
+        head_training=HeadTraining(alphas=AlphasOptions(frozen_ratio=0.3)),
+    )  # fmt: skip
+    for _ in range(2):
+        trainer.train()
+        assert not any(torch.equal(matrix, torch.eye(3)) for matrix in alphas_of(trainer.model).values())
 
 
 ADDING_UP = """
 import sys
 import torch
-from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
-from collab_compress.training import HeadTraining, join_trainer_
+from transformers import AutoModelForSequenceClassification, TrainingArguments
+from collab_compress.training import HeadTrainer, HeadTraining
 
 torch.manual_seed(0)
 model = AutoModelForSequenceClassification.from_pretrained(sys.argv[1])
@@ -389,8 +539,7 @@ arguments = TrainingArguments(
     sys.argv[2], max_steps=1, optim="sgd", learning_rate=0.1, max_grad_norm=0.0, warmup_steps=0, use_cpu=True,
     per_device_train_batch_size=int(sys.argv[3]), report_to="none", disable_tqdm=True, save_strategy="no",
 )
-trainer = Trainer(model, arguments, train_dataset=data)
-join_trainer_(trainer, HeadTraining())
+trainer = HeadTrainer(model, arguments, train_dataset=data, head_training=HeadTraining(loss_normalization="mean"))
 trainer.train()
 if trainer.is_world_process_zero():
     model.save_pretrained(sys.argv[2])

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collab_compress.losses import disagreement, disagreement_rows
+from collab_compress.losses import agreement, agreement_rows
 
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
 
@@ -23,35 +23,35 @@ def oracle(x, mask, mean_over_pairs):
 @given(SHAPES, st.integers(0, 99))
 def test_it_is_the_mean_cosine(make_vectors, mean_over_pairs, assert_same_gradient, shape, seed):
     x, mask = make_vectors(*shape, seed=seed)
-    assert_same_gradient(x, disagreement(x, mask), oracle(x, mask, mean_over_pairs))
+    assert_same_gradient(x, agreement(x, mask), oracle(x, mask, mean_over_pairs))
 
 
 @given(SHAPES, st.integers(0, 99))
 def test_rows_are_compared_query_by_query(make_rows, mean_over_pairs, assert_same_gradient, shape, seed):
     rows, mask = make_rows(*shape, seed=seed)
-    assert_same_gradient(rows, disagreement_rows(rows, mask), oracle(rows.transpose(1, 2), mask, mean_over_pairs))
+    assert_same_gradient(rows, agreement_rows(rows, mask), oracle(rows.transpose(1, 2), mask, mean_over_pairs))
 
 
 def test_gradient_by_differences(make_vectors, make_rows):
     x, mask = make_vectors(2, 3, 3, 4)
-    assert torch.autograd.gradcheck(lambda x: disagreement(x, mask), x)
+    assert torch.autograd.gradcheck(lambda x: agreement(x, mask), x)
     rows, mask = make_rows(2, 3, 3, 4)
-    assert torch.autograd.gradcheck(lambda rows: disagreement_rows(rows, mask), rows)
+    assert torch.autograd.gradcheck(lambda rows: agreement_rows(rows, mask), rows)
 
 
 def test_extremes():
     alike = torch.arange(1.0, 5).expand(2, 3, 4, 4)
-    assert disagreement(alike).item() == pytest.approx(1.0, abs=1e-6)
-    assert disagreement(torch.eye(4).expand(2, 3, 4, 4)).item() == 0.0
+    assert agreement(alike).item() == pytest.approx(1.0, abs=1e-6)
+    assert agreement(torch.eye(4).expand(2, 3, 4, 4)).item() == 0.0
     opposite = torch.tensor([[1.0, 2.0], [-1.0, -2.0]]).expand(2, 3, 2, 2)
-    assert disagreement(opposite).item() == pytest.approx(-1.0, abs=1e-6)
+    assert agreement(opposite).item() == pytest.approx(-1.0, abs=1e-6)
 
 
 def test_a_dropped_head_agrees_with_nobody_and_gets_no_gradient():
     x = torch.ones(1, 2, 3, 4)
     x[:, :, 1] = 0.0
     x.requires_grad_()
-    value = disagreement(x)
+    value = agreement(x)
     value.backward()
     assert value.item() == pytest.approx(1 / 3, abs=1e-6)
     assert torch.isfinite(x.grad).all()
@@ -61,7 +61,7 @@ def test_a_dropped_head_agrees_with_nobody_and_gets_no_gradient():
 def test_vectors_of_every_size_count_alike(make_vectors):
     x, mask = make_vectors(2, 5, 4, 8, dtype=torch.float32)
     for scale in (1e-12, 1e12):
-        torch.testing.assert_close(disagreement(x * scale, mask), disagreement(x, mask), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(agreement(x * scale, mask), agreement(x, mask), rtol=1e-5, atol=1e-5)
 
 
 def test_a_vanishing_vector_has_no_gradient_that_drowns_the_rest():
@@ -70,10 +70,10 @@ def test_a_vanishing_vector_has_no_gradient_that_drowns_the_rest():
     x[0, 1, 2] *= 1e-13
     x[1, 2, 0] *= 1e-6
     x.requires_grad_()
-    disagreement(x).backward()
+    agreement(x).backward()
     assert torch.isfinite(x.grad).all()
     assert x.grad.abs().max() < 1
     with torch.no_grad():
         zeroed = x.clone()
         zeroed[0, 1, 2] = zeroed[1, 2, 0] = 0.0
-    torch.testing.assert_close(disagreement(x), disagreement(zeroed))
+    torch.testing.assert_close(agreement(x), agreement(zeroed))

@@ -9,7 +9,7 @@ from collab_compress.losses.precision import check, full_precision, mean_over_re
 EPSILON = 1e-9  # keeps the logarithm finite where a row is 0
 
 
-def divergence(rows: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
+def kl_divergence(rows: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
     r"""Return the mean Kullback–Leibler divergence of attention rows, over real queries and heads, in nats.
 
     $$KL(p \,\|\, q) = \sum_j p_j \log \frac{p_j}{q_j}$$

@@ -1,4 +1,4 @@
-"""Disagreement regularizer: the mean cosine between heads."""
+"""Agreement of heads: the mean cosine between them, which the disagreement regularizer lowers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collab_compress.losses.precision import check, full_precision, mean_over_re
 FAINT = 1e-4  # of the root mean square length; trained models do have such vectors
 
 
-def disagreement(x: Tensor, mask: Tensor | None = None) -> Tensor:
+def agreement(x: Tensor, mask: Tensor | None = None) -> Tensor:
     r"""Return the mean cosine between two heads' vectors, over pairs of heads and real tokens.
 
-    The regularizer of Li et al. 2018, "Multi-Head Attention with Disagreement Regularization", with the sign of
-    a loss: the lower, the more the heads disagree. Without a loop over pairs,
+    The disagreement regularizer of Li et al. 2018, "Multi-Head Attention with Disagreement Regularization", with
+    the sign of a loss: the lower, the more the heads disagree. Without a loop over pairs,
 
     $$\sum_{a < b} \cos(x_a, x_b) = \tfrac12 \Big( \big\| \sum_h \hat x_h \big\|^2 - \sum_h \|\hat x_h\|^2 \Big)$$
 
@@ -35,10 +35,10 @@ def disagreement(x: Tensor, mask: Tensor | None = None) -> Tensor:
     return _mean_cosine(x, 2, mask)
 
 
-def disagreement_rows(rows: Tensor, mask: Tensor | None = None) -> Tensor:
+def agreement_rows(rows: Tensor, mask: Tensor | None = None) -> Tensor:
     r"""Return the mean cosine between two heads' attention rows, over pairs of heads and real queries.
 
-    `disagreement` with the attention weights of one query as the head's vector.
+    `agreement` with the attention weights of one query as the head's vector.
 
     Args:
         rows: attention weights, (B, H, T, S), finite, 0 at padded keys.

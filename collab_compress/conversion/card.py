@@ -1,0 +1,161 @@
+"""The model card of an edited model: what it was made from, how, what that cost, and how to load it."""
+
+from dataclasses import dataclass
+from math import isinf
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+from transformers import PreTrainedModel
+
+from collab_compress.checkpoint import edits_of
+from collab_compress.conversion.options import Compression
+from collab_compress.conversion.report import Report
+
+CARD = "README.md"
+TAGS = ("collab_compress", "collaborative-attention")
+EDITED = {
+    "collaborative": "shared attention", "per-head": "smaller heads", "alphas": "mixed heads",
+    "pruned": "fewer heads",
+}  # fmt: skip
+TAKEN = ("license", "license_name", "license_link", "language", "pipeline_tag", "library_name", "datasets")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What an edited model was made from.
+
+    Args:
+        name: as people know it.
+        directory: its files, whose card says licence, languages and task.
+        repository: its name on the hub, if it is there.
+    """
+
+    name: str
+    directory: Path | None = None
+    repository: str | None = None
+
+
+def model_card(
+    model: PreTrainedModel,
+    title: str,
+    origin: Origin,
+    compression: Compression | None = None,
+    calibration: str | None = None,
+    report: Report | None = None,
+) -> ModelCard:
+    """Write the card of an edited model.
+
+    Licence, languages, task and library are those of the source's card, where it has one that can be read.
+
+    Args:
+        model: edited.
+        title: heading of the card, and what stands for the model's place in the lines that load it.
+        origin: what it was made from.
+        compression: how it was converted, if it was.
+        calibration: what it was calibrated on, in words.
+        report: of the conversion.
+    """
+    source = _source_card(origin.directory)
+    taken = {name: source[name] for name in TAKEN if _is_text(source.get(name))}
+    tags = source.get("tags")
+    base = origin.repository or source.get("base_model")
+    data = ModelCardData(
+        base_model=base if _is_text(base) else None,
+        tags=list(dict.fromkeys([*(tags if _is_text(tags) and isinstance(tags, list) else []), *TAGS])),
+        **{"library_name": "transformers", **taken},
+    )
+    text = [
+        f"# {title}",
+        f"`{type(model).__name__}` with {edited_words(model)}, made from `{origin.repository or origin.name}` "
+        "with collab-compress.",
+        "## Use",
+        "```python\n" + "\n".join(loading_lines(model, title)) + "\n```",
+        "## How it was made",
+        *_made(model, compression, calibration, report),
+        *_figures(report),
+        "## Licence",
+        _licence(taken),
+    ]
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(text) + "\n")
+
+
+def loading_lines(model: PreTrainedModel, path: str | Path) -> list[str]:
+    """Say how to load an edited model, in three lines."""
+    name = type(model).__name__
+    return [
+        f"import collab_compress  # lets Transformers rebuild the {edited_words(model)}",
+        f"from transformers import {name}",
+        f'model = {name}.from_pretrained("{path}")',
+    ]
+
+
+def edited_words(model: PreTrainedModel) -> str:
+    """Say what is different about an edited model."""
+    kinds = {edit.kind for edit in edits_of(model)}
+    return " and ".join(words for kind, words in EDITED.items() if kind in kinds)
+
+
+def _made(
+    model: PreTrainedModel, compression: Compression | None, calibration: str | None, report: Report | None
+) -> list[str]:
+    lines = []
+    if compression is not None:
+        form = "a shared query/key space" if compression.form == "shared" else "query/key channels of each head's own"
+        modules = "" if report is None else f" of {len(report.modules)} attention modules"
+        lines.append(
+            f"Queries and keys{modules} were decomposed into {form} of R = {compression.rank} "
+            f"(`{compression.form}`, solver `{compression.solver}`, damping {compression.damping:g}, "
+            f"seed {compression.seed}{'' if calibration is None else f', calibrated on {calibration}'}), "
+            "without retraining. Values and outputs are the source's own."
+        )
+    if any(edit.kind == "alphas" for edit in edits_of(model)):
+        lines.append("Heads mix before the output projection; the mixture is the identity until it is trained.")
+    return lines
+
+
+def _figures(report: Report | None) -> list[str]:
+    if report is None:
+        return []
+    modules = report.modules
+    before, after = (sum(getattr(each, f"parameters_{when}") for each in modules) for when in ("before", "after"))
+    errors = [each.weight_error if each.data_error is None else each.data_error for each in modules]
+    lengths = min(each.break_even_length for each in modules)
+    rows = {
+        "query/key parameters": f"{before:,} → {after:,}",
+        "parameters": f"{report.parameters_before:,} → {report.parameters_after:,}",
+        "relative error of scores, mean over modules": f"{mean(errors):.4f}",
+        "scores take fewer operations": "at any length" if isinf(lengths) else f"up to {lengths:.0f} tokens",
+    }
+    if report.drift is not None:
+        rows[f"drift of {report.drift.output} on held-back sequences"] = f"{report.drift.relative_error:.2%}"
+    table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+    return ["## Figures", table]
+
+
+def _licence(taken: dict[str, Any]) -> str:
+    if "license" not in taken:
+        return "The source's card names none."
+    name = taken["license"] if isinstance(taken["license"], str) else ", ".join(taken["license"])
+    named = taken.get("license_name")
+    return f"That of the source: {name}{f' ({named})' if isinstance(named, str) else ''}."
+
+
+def _source_card(directory: Path | None) -> dict[str, Any]:
+    """Read the head of the source's card; empty where it has none, or none that can be read."""
+    if directory is None or not (directory / CARD).is_file():
+        return {}
+    try:
+        text = (directory / CARD).read_text(encoding="utf-8")
+        data: Any = ModelCard(text, ignore_metadata_errors=True).data
+        return dict(data.to_dict())
+    except Exception:  # a card is written by hand, and nothing depends on it
+        return {}
+
+
+def _is_text(value: Any) -> bool:
+    """Say whether a field of a card is a text, or a list of texts."""
+    return isinstance(value, str) or (
+        isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
+    )

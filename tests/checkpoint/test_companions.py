@@ -1,0 +1,59 @@
+"""What travels along with a model is a list: tokenizer, processor, licences, folders of sentence-transformers."""
+
+import json
+
+import pytest
+
+from collab_compress.checkpoint.companions import companions_of, copy_companions, sentence_transformers_folders
+from collab_compress.errors import CheckpointError
+
+TRAVELS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "merges.txt", "source.spm",
+    "sentencepiece.bpe.model", "chat_template.jinja", "preprocessor_config.json", "generation_config.json",
+    "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "LICENSE", "LICENSE.txt",
+    "NOTICE", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors",
+)  # fmt: skip
+STAYS = (
+    "config.json", "README.md", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+    "model.onnx", "modeling.py", "training_args.bin", "optimizer.pt", "notes.md", "customers.csv",
+    "trainer_state.json", ".env", "runs/events", "other/config.json", "2_Dense/code.py", "2_Dense/pytorch_model.bin",
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    model = tmp_path / "model"
+    for name in (*TRAVELS, *STAYS):
+        (model / name).parent.mkdir(parents=True, exist_ok=True)
+        (model / name).write_text(name, encoding="utf-8")
+    modules = [{"path": path} for path in ("", "1_Pooling", "2_Dense", "1_Pooling", "3_Normalize")]
+    (model / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
+    return model
+
+
+def test_a_list_of_files_is_copied_and_nothing_else(folder, tmp_path):
+    assert sorted(map(str, companions_of(folder))) == sorted(TRAVELS)
+    copy_companions(folder, tmp_path / "out")
+    copied = sorted(
+        str(each.relative_to(tmp_path / "out")) for each in (tmp_path / "out").rglob("*") if each.is_file()
+    )
+    assert copied == sorted(TRAVELS)
+    for name in TRAVELS:
+        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_folder_named_twice_is_one(folder):
+    assert sentence_transformers_folders(folder) == ["1_Pooling", "2_Dense"]
+
+
+def test_pickled_weights_of_a_module_do_not_travel_half(folder):
+    (folder / "2_Dense" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="2_Dense has weights that are no safetensors"):
+        companions_of(folder)
+
+
+@pytest.mark.parametrize("path", [5, None, ["a"], "a\0b", ".", "..", "/etc", "1_Pooling/../.."])
+def test_a_name_that_is_no_folder_of_the_model(folder, path):
+    (folder / "modules.json").write_text(json.dumps([{"path": path}]), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"modules\.json names "):
+        companions_of(folder)

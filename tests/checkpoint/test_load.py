@@ -1,0 +1,119 @@
+"""What others made is loaded without running or unpickling any of it, and errors name the file."""
+
+import io
+import json
+import os
+import pickle
+import sys
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, BertModel
+
+from collab_compress.checkpoint.load import load_config, load_model, load_processor, load_tokenizer
+from collab_compress.errors import CheckpointError
+
+EVIL = """
+import pathlib
+pathlib.Path("executed").write_text("")
+from transformers import BertConfig, BertModel, BertTokenizer
+class Config(BertConfig): model_type = "evil"
+class Model(BertModel): config_class = Config
+class Tokenizer(BertTokenizer): pass
+"""
+
+
+class Payload:
+    def __reduce__(self):
+        return (os.system, ("touch executed",))
+
+
+@pytest.fixture
+def folder(make_tiny, tmp_path, monkeypatch):
+    """A model in the current directory, where somebody answers yes to whatever is asked."""
+    make_tiny("bert").save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("yes\n" * 100))
+    return tmp_path
+
+
+def change(path, **entries):
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    path.write_text(json.dumps({**found, **entries}), encoding="utf-8")
+
+
+def fails(load, *arguments, words):
+    with pytest.raises(CheckpointError) as caught:
+        load(*arguments)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not os.path.exists("executed")
+
+
+def test_code_of_a_model_is_not_run(folder):
+    (folder / "model" / "evil.py").write_text(EVIL, encoding="utf-8")
+    code = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}
+    change(folder / "model" / "config.json", model_type="evil", auto_map=code)
+    fails(load_config, "model", words="it wants code that it brings along, which is not run")
+    fails(load_model, AutoModel, "model", words="it wants code that it brings along, which is not run")
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, load_processor])
+def test_code_of_a_tokenizer_is_not_run(folder, load):
+    (folder / "model" / "evil.py").write_text(EVIL, encoding="utf-8")
+    (folder / "model" / "vocab.txt").write_text("[UNK]\n", encoding="utf-8")
+    code = {"AutoTokenizer": ["evil.Tokenizer", None]}
+    change(folder / "model" / "tokenizer_config.json", tokenizer_class="Evil", auto_map=code)
+    fails(load, "model", words="cannot load the tokenizer in model")
+
+
+def test_a_pickle_is_not_opened(folder):
+    (folder / "model" / "model.safetensors").unlink()
+    (folder / "model" / "pytorch_model.bin").write_bytes(pickle.dumps(Payload()))
+    fails(load_model, BertModel, "model", words="no file named model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "shard", ["pytorch_model.bin", "../other.safetensors", "/other.safetensors", "..\\other.safetensors", 3]
+)
+def test_an_index_names_safetensors_of_the_model_alone(folder, shard):
+    (folder / "model" / "model.safetensors").rename(folder / "other.safetensors")
+    (folder / "model" / "pytorch_model.bin").write_bytes(pickle.dumps(Payload()))
+    index = {"metadata": {}, "weight_map": {"embeddings.word_embeddings.weight": shard}}
+    change(folder / "model" / "model.safetensors.index.json", **index)
+    fails(load_model, BertModel, "model", words="only safetensors in the model's own folder are read")
+    (folder / "model" / "model.safetensors.index.json").unlink()
+    change(folder / "model" / "config.json", transformers_weights=shard)
+    fails(load_model, BertModel, "model", words="only safetensors in the model's own folder are read")
+
+
+def test_sharded_weights_are_read(folder, make_tiny):
+    model = make_tiny("bert")
+    model.save_pretrained(folder / "sharded", max_shard_size="10KB")
+    assert not (folder / "sharded" / "model.safetensors").exists()
+    loaded, found = load_model(BertModel, folder / "sharded")
+    assert not found["missing_keys"]
+    assert all(value.equal(model.state_dict()[name]) for name, value in loaded.state_dict().items())
+
+
+def test_a_tensor_of_another_shape_is_named(folder):
+    path, name = folder / "model" / "model.safetensors", "encoder.layer.0.attention.self.query.weight"
+    tensors = load_file(path)
+    save_file({**tensors, name: tensors[name][:, :7].clone()}, path, metadata={"format": "pt"})
+    fails(load_model, BertModel, "model", words=f"{name} has shape (24, 7), the config makes it (24, 24)")
+
+
+def test_the_whole_of_a_validation_error_is_told(folder):
+    change(folder / "model" / "config.json", hidden_size="x")
+    fails(load_config, "model", words="'hidden_size': TypeError: Field 'hidden_size' expected int, got str")
+
+
+def test_the_damaged_file_of_a_tokenizer_is_named(folder, minilm_path):
+    text = (minilm_path / "tokenizer.json").read_text(encoding="utf-8")
+    (folder / "model" / "tokenizer.json").write_text(text[: len(text) // 2], encoding="utf-8")
+    fails(load_tokenizer, "model", words="cannot read model/tokenizer.json")
+
+
+def test_an_adapter_is_no_model(folder):
+    change(folder / "model" / "adapter_config.json", base_model_name_or_path="elsewhere")
+    fails(load_model, BertModel, "model", words="model holds a PEFT adapter")

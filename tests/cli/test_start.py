@@ -1,0 +1,121 @@
+"""The commands as processes: interrupts, what nobody installed, outputs that are full, and code that is not run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from transformers import BertForSequenceClassification
+
+COMMANDS = {"collab-compress": "compress", "collab-analyze": "analyze", "collab-results": "results"}
+START = "import sys; sys.argv[0] = 'x'; from collab_compress_cli import start; start.{}()"
+LACKING = """
+import sys
+class Lacking:
+    def find_spec(self, name, *_):
+        if name.partition('.')[0] in {lacking!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Lacking())
+"""
+# What runs in the background ignores SIGINT, and so would what it starts.
+HEARING = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+SLOW = """
+import sys, time
+class Slow:
+    def find_spec(self, name, *_):
+        if name == {name!r}:
+            print("importing", flush=True)
+            time.sleep(60)
+sys.meta_path.insert(0, Slow())
+"""
+
+
+def run(command, *arguments, before="", cwd=None, **options):
+    code = before + START.format(COMMANDS[command])
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, cwd=cwd, **options
+    )
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("name", ["torch", "transformers.modeling_utils", "collab_compress_cli.source"])
+def test_an_interrupt_while_libraries_are_loaded(tmp_path, name, signum):
+    code = HEARING + SLOW.format(name=name) + START.format("compress")
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "minilm", "--dk", "8"], cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert process.stdout.readline() == "importing\n"
+        time.sleep(0.1)
+        process.send_signal(signum)
+        _, error = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert error == "collab-compress: interrupted; nothing half-written is left\n"
+    assert os.listdir(tmp_path) == []
+
+
+def test_versions():
+    for command in COMMANDS:
+        done = run(command, "--version")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith(f"{command} 0.")
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "package"),
+    [
+        ("collab-results", ["--papers"], "datasets"),
+        ("collab-analyze", ["minilm", "--task", "mrpc", "--output", "out"], "datasets"),
+        ("collab-compress", ["minilm", "--dk", "8", "--solver", "parafac", "--calibration", "none"], "tensorly"),
+    ],
+)
+def test_what_nobody_installed(tmp_path, command, arguments, package):
+    lacking = LACKING.format(lacking={package})
+    done = run(command, *arguments, before=lacking, cwd=tmp_path)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert package in done.stderr
+    assert "pip install" in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_an_output_that_is_full_or_gone():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", START.format("results"), "--papers"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (done.returncode, done.stderr) == (2, "collab-results: cannot write the output: No space left on device\n")
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-c", START.format("results"), "--papers"], stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_yes_runs_nothing(make_tiny, tmp_path):
+    make_tiny("bert", BertForSequenceClassification).save_pretrained(tmp_path / "evil")
+    code = "import pathlib; pathlib.Path('executed').write_text('')\nfrom transformers import *\n"
+    code += "class Config(BertConfig): model_type = 'evil'\nclass Model(BertModel): config_class = Config\n"
+    (tmp_path / "evil" / "evil.py").write_text(code, encoding="utf-8")
+    config = json.loads((tmp_path / "evil" / "config.json").read_text(encoding="utf-8"))
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}}
+    (tmp_path / "evil" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    done = run("collab-compress", "evil", "--dk", 8, cwd=tmp_path, input="yes\n" * 100)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "collab-compress: cannot read evil/config.json: it wants code that it brings along, which is not run\n"
+    )
+    assert os.listdir(tmp_path) == ["evil"]

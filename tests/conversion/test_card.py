@@ -1,0 +1,80 @@
+"""The card that is written beside an edited model."""
+
+import pytest
+from huggingface_hub import ModelCard
+from transformers import BertForSequenceClassification
+
+from collab_compress import Compression, compress, mix_heads_
+from collab_compress.conversion.card import Origin, loading_lines, model_card
+
+SOURCE = """---
+license: other
+license_name: friendly
+license_link: LICENSE
+language: [en, de]
+library_name: sentence-transformers
+pipeline_tag: sentence-similarity
+tags: [sentence-transformers, bert]
+base_model: org/parent
+model-index: [{name: x, results: []}]
+---
+
+# Theirs
+"""
+
+
+@pytest.fixture
+def converted(make_tiny, calibration):
+    model = make_tiny("bert", BertForSequenceClassification)
+    return model, compress(model, Compression(rank=8, seed=3), calibration)
+
+
+@pytest.fixture
+def source(tmp_path):
+    (tmp_path / "README.md").write_text(SOURCE, encoding="utf-8")
+    return tmp_path
+
+
+def test_it_says_what_the_model_is_and_was(converted, source):
+    model, report = converted
+    origin = Origin("small", source, "org/small")
+    card = model_card(model, "small-dk8", origin, Compression(rank=8, seed=3), "texts", report)
+    data = ModelCard(str(card)).data.to_dict()
+    assert data == {
+        "base_model": "org/small", "license": "other", "license_name": "friendly", "license_link": "LICENSE",
+        "language": ["en", "de"], "library_name": "sentence-transformers", "pipeline_tag": "sentence-similarity",
+        "tags": ["sentence-transformers", "bert", "collab_compress", "collaborative-attention"],
+    }  # fmt: skip
+    before, after = report.parameters_before, report.parameters_after
+    for part in (
+        "# small-dk8", "`BertForSequenceClassification` with shared attention, made from `org/small`",
+        "\n".join(loading_lines(model, "small-dk8")), "of 2 attention modules", "R = 8", "seed 3",
+        "calibrated on texts",
+        f"| parameters | {before:,} → {after:,} |", f"{report.drift.relative_error:.2%}", "other (friendly)",
+    ):  # fmt: skip
+        assert part in card.content
+
+
+def test_a_base_model_that_is_not_on_the_hub_is_that_of_its_card(converted, source):
+    model, report = converted
+    card = model_card(model, "out", Origin("mine", source), Compression(rank=8), None, report)
+    assert card.data.base_model == "org/parent"
+    assert "made from `mine`" in card.content
+    assert str(source) not in card.content
+
+
+@pytest.mark.parametrize(
+    "text", [None, "no head", "---\nlicense: [1]\ntags: 3\n---\n", "---\na: [\n---\n", "---\n- 1\n---\n"]
+)
+def test_a_source_without_a_card_that_can_be_read(make_tiny, tmp_path, text):
+    if text is not None:
+        (tmp_path / "README.md").write_text(text, encoding="utf-8")
+    model = make_tiny("bert")
+    mix_heads_(model)
+    card = model_card(model, "mixed", Origin("mine", tmp_path))
+    assert card.data.to_dict() == {
+        "library_name": "transformers", "tags": ["collab_compress", "collaborative-attention"]
+    }  # fmt: skip
+    assert "The source's card names none." in card.content
+    assert "the mixture is the identity until it is trained" in card.content
+    assert "Figures" not in card.content

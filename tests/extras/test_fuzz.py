@@ -1,0 +1,571 @@
+"""Bad command lines and bad files: one line on standard error, exit code 2, and nothing changed on disk.
+
+Each case starts from the same small folder, spoils something, and runs a command in this process while somebody
+answers yes to whatever is asked. What it says is compared with what the person has to be told.
+"""
+
+import io
+import json
+import os
+import pickle
+import random
+import runpy
+import shutil
+import signal
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from collab_compress_cli import analyze, compress, results
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertForSequenceClassification
+
+from collab_compress.tasks import train_tokenizer
+
+ROOT = Path(__file__).parents[2]
+WORDS = ("red", "blue", "green", "cat", "dog", "bird", "runs", "sleeps", "sings", "now", "later", "never")
+SECONDS = 60  # for one case; a command that hangs fails
+LONG, DEEP = "x" * 300, 100_000
+EVIL = """
+import pathlib
+pathlib.Path("executed").write_text("by the command")
+from transformers import BertConfig, BertModel, BertTokenizer
+class Config(BertConfig): model_type = "evil"
+class Model(BertModel): config_class = Config
+class Tokenizer(BertTokenizer): pass
+class Processor(BertTokenizer): pass
+"""
+
+
+class Payload:
+    """What unpickling it runs."""
+
+    def __reduce__(self):
+        return (os.system, ("touch executed",))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line, what is spoilt before it, and words that the error must hold."""
+
+    command: str
+    arguments: tuple[str, ...]
+    words: str
+    spoil: tuple[Callable[[], object], ...] = field(default=())
+
+
+CASES: dict[str, Case] = {}
+
+
+def add(command: str, line: str | list[str], words: str, *spoil: Callable[[], object]) -> None:
+    arguments = tuple(line.split() if isinstance(line, str) else line)
+    name = f"{len(CASES):03}-{command}-{'-'.join(arguments)[:40]}".replace("/", "|").replace("\0", "NUL")
+    CASES[name] = Case(command, arguments, words, spoil)
+
+
+def write(path: str, value: object) -> Callable[[], object]:
+    """Write text, bytes, or JSON of anything else."""
+
+    def spoil() -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(value, bytes):
+            Path(path).write_bytes(value)
+        else:
+            Path(path).write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
+
+    return spoil
+
+
+def change(path: str, **entries: object) -> Callable[[], object]:
+    """Set entries of a JSON file; None takes one out."""
+
+    def spoil() -> None:
+        found = {**json.loads(Path(path).read_text(encoding="utf-8")), **entries}
+        Path(path).write_text(json.dumps({key: value for key, value in found.items() if value is not ...}))
+
+    return spoil
+
+
+def weights(alter: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[], object]:
+    def spoil() -> None:
+        found = load_file("model/model.safetensors")
+        alter(found)
+        save_file(found, "model/model.safetensors", metadata={"format": "pt"})
+
+    return spoil
+
+
+def remove(path: str) -> Callable[[], object]:
+    return lambda: Path(path).unlink()
+
+
+def indexed(weight_map: object, **more: object) -> tuple[Callable[[], object], ...]:
+    """Name the weights' files by an index."""
+    index = {"metadata": {}, "weight_map": weight_map, **more}
+    moved = [lambda: Path("model/model.safetensors").rename("other.safetensors")]
+    return (*moved, write("model/model.safetensors.index.json", index))
+
+
+def pickled(path: str) -> Callable[[], object]:
+    return write(path, pickle.dumps(Payload()))
+
+
+# The command line of collab-compress.
+for line, words in {
+    "": "missing MODEL",
+    "model": "nothing to do: pass --dk N",
+    "--dk 8": "missing MODEL",
+    "model --dk": "Missing value for argument '--dk'",
+    "model --dk abc": "--dk: expected INT, got 'abc'",
+    "model --dk 1.5": "--dk: expected INT, got '1.5'",
+    "model --dk 0": "dk is 0; expected at least 1",
+    "model --dk=-4": "dk is -4; expected at least 1",
+    "model --dk 25": "pass dk between 1 and 24",
+    f"model --dk {10**30}": "pass dk between 1 and 24",
+    "model --dk 8 --colour 3": "Unrecognized options: --colour, 3",
+    "model extra --dk 8": "Unrecognized options: extra",
+    "model --dk 8 --form odd": "invalid choice 'odd' for argument '--form'",
+    "model --dk 8 --form per-head --sweeps 5": "leave out solver, sweeps, tolerance",
+    "model --dk 8 --solver magic": "unknown solver 'magic'",
+    "model --dk 8 --sweeps 0": "sweeps is 0",
+    "model --dk 8 --sweeps many": "--sweeps: expected INT, got 'many'",
+    "model --dk 8 --tolerance nan": "tolerance is nan",
+    "model --dk 8 --tolerance=-1": "tolerance is -1",
+    "model --dk 8 --tolerance little": "--tolerance: expected FLOAT, got 'little'",
+    "model --dk 8 --damping=-1": "damping is -1",
+    "model --dk 8 --damping nan": "damping is nan",
+    "model --dk 8 --damping inf": "damping is inf",
+    "model --dk 8 --damping 1e308": "damping is 1e+308",
+    "model --dk 8 --damping some": "--damping",
+    f"model --dk 8 --seed {2**64}": f"seed is {2**64}",
+    "model --dk 8 --seed 1.5": "--seed",
+    "model --dk 8 --device abacus": "device 'abacus' cannot be used",
+    "model --dk 8 --device cuda:99": "device 'cuda:99' cannot be used",
+    "model --dk 8 --device meta": "device 'meta' cannot be used",
+    "model --dk 8 --kinds purple": "invalid choice 'purple' for argument '--kinds'",
+    "model --dk 8 --kinds": "kinds are none",
+    "model --dk 8 --kinds cross": "with kind cross",
+    "model --dk 8 --modules nothing": "matches 'nothing'",
+    "model --dk 8 --calibration nowhere.txt": "cannot read calibration texts from nowhere.txt",
+    "model --dk 8 --calibration model": "cannot read calibration texts from model",
+    "model --dk 8 --calibration /dev/null": "/dev/null has no text",
+    "model --mix --solver parafac": "--solver belongs to a conversion",
+    "model --mix --calibration none": "--calibration belongs to a conversion",
+    "model --mix --dk 0": "dk is 0",
+    "nothing --dk 8": "nothing is no directory here, and the hub cannot be reached",
+    "a/b/c --dk 8": "a/b/c is neither a directory nor a model on the hub",
+    "./nowhere --dk 8": "./nowhere is not a directory",
+    "~nouser/x --dk 8": "~nouser/x is not a directory",
+    f"{LONG} --dk 8": f"{LONG} is neither a directory nor a model on the hub",
+    f"./{LONG} --dk 8": "is not a directory",
+    "texts.txt --dk 8": "texts.txt is not a directory",
+    "data --dk 8": "data has no config.json",
+    "model/config.json --dk 8": "model/config.json is not a directory",
+}.items():
+    add("collab-compress", line, words)
+for arguments, words in (
+    (["model", "--dk", ""], "--dk: expected INT, got ''"),
+    (["", "--dk", "8"], ". has no config.json"),
+    (["mod\0el", "--dk", "8"], "neither a directory nor a model on the hub"),
+    (["model", "--dk", "8", "--modules", ""], "matches ''"),
+    (["model", "--dk", "8", "--device", ""], "device '' cannot be used"),
+    (["model", "--dk", "8", "--calibration", ""], "cannot read calibration texts"),
+):
+    add("collab-compress", arguments, words)
+add("collab-compress", "model --dk 8 --calibration t", "t has no text", write("t", " \n\n"))
+add(
+    "collab-compress", "model --dk 8 --calibration t", "cannot read calibration texts from t", write("t", b"a \xff\n")
+)
+
+# Where it writes.
+LINKS = (
+    lambda: Path("link").symlink_to("texts.txt"),
+    lambda: Path("dangling").symlink_to("nowhere"),
+    lambda: Path("circle").symlink_to("circle"),
+    lambda: os.mkfifo("pipe"),
+)
+for place in ("texts.txt", "link", "dangling", "circle", "pipe", "/dev/null", "/dev/full", "model/config.json"):
+    add("collab-compress", f"model --dk 8 --json {place}", f"{place} exists; choose another output", *LINKS)
+    add("collab-compress", f"model --dk 8 --output {place}", f"{place} exists; choose another output", *LINKS)
+for place, words in {
+    "model": "expected a file in a directory that exists",
+    "nowhere/report.json": "expected a file in a directory that exists",
+    "circle/report.json": "expected a file",
+    "model/report.json": "model/report.json lies in model",
+    "model/1_Pooling/report.json": "lies in model",
+    "out/report.json": "expected a file in a directory that exists",
+    LONG: "File name too long",
+}.items():
+    add("collab-compress", f"model --dk 8 --output out --json {place}", words, *LINKS)
+for place, words in {
+    "model": "model exists",
+    ".": "exists",
+    "..": "exists",
+    "/": "/ exists",
+    "nope/..": "nope/.. exists",
+    "nope/../model": "exists",
+    "model/out": "model/out lies in model",
+    "model/1_Pooling/out": "model/1_Pooling/out lies in model",
+    "model/../model/out": "lies in model",
+    "texts.txt/out": "texts.txt is not a directory",
+    "circle/out": "cannot write circle/out",
+    "/dev/null/out": "/dev/null is not a directory",
+    LONG: "File name too long",
+}.items():
+    add("collab-compress", f"model --dk 8 --output {place}", words, *LINKS)
+add("collab-compress", "model --dk 8 --calibration texts.txt --json texts.txt", "texts.txt exists")
+add("collab-compress", ["model", "--dk", "8", "--output", "a\0b"], "null byte")
+add("collab-compress", "model --dk 8", "model-dk8 exists", lambda: Path("model-dk8").mkdir())
+
+# config.json
+for text, words in {
+    "{": "config.json", "": "config.json", "[]": "config.json", "null": "config.json", "3": "config.json",
+    '"x"': "config.json", "[" * DEEP: "config.json", "{}": "model_type",
+}.items():  # fmt: skip
+    add("collab-compress", "model --dk 8", words, write("model/config.json", text))
+add("collab-compress", "model --dk 8", "config.json", write("model/config.json", b"\xff\xfe{"))
+for entries, words in (
+    ({"model_type": ...}, "model_type"),
+    ({"model_type": "odd"}, "odd"),
+    ({"model_type": 3}, "config.json"),
+    ({"model_type": None}, "config.json"),
+    ({"model_type": ["bert"]}, "config.json"),
+    ({"model_type": "t5"}, "config.json"),
+    (
+        {"model_type": "roberta"},
+        "names BertForSequenceClassification, which takes a BertConfig, but describes a roberta",
+    ),
+    ({"architectures": [3]}, "architectures"),
+    ({"architectures": {"BertModel": 1}}, "architectures"),
+    ({"architectures": "BertModel"}, "architectures"),
+    ({"architectures": ["BertTokenizer"]}, "wants the class BertTokenizer, which is no model of Transformers"),
+    ({"architectures": ["pipeline"]}, "wants the class pipeline, which is no model"),
+    ({"architectures": ["Trainer"]}, "wants the class Trainer, which is no model"),
+    ({"architectures": ["utils"]}, "wants the class utils, which is no model"),
+    ({"architectures": [""]}, "which is no model"),
+    ({"architectures": ["SomeoneElses"]}, "wants the class SomeoneElses, which is no model"),
+    ({"architectures": ["T5Model"]}, "names T5Model, which takes a T5Config, but describes a bert"),
+    ({"architectures": ["PreTrainedModel"]}, "PreTrainedModel"),
+    ({"hidden_size": "x"}, "hidden_size"),
+    ({"hidden_size": None}, "hidden_size"),
+    ({"hidden_size": -3}, ""),
+    ({"hidden_size": 0}, ""),
+    ({"hidden_size": 25}, "25"),
+    ({"hidden_size": 48}, "has shape"),
+    ({"num_attention_heads": 0}, ""),
+    ({"num_attention_heads": -1}, ""),
+    ({"num_attention_heads": 7}, "7"),
+    ({"num_attention_heads": "3"}, "num_attention_heads"),
+    ({"num_attention_heads": None}, "num_attention_heads"),
+    ({"num_hidden_layers": "x"}, "num_hidden_layers"),
+    ({"num_hidden_layers": 3}, "lacks weights"),
+    ({"vocab_size": -1}, ""),
+    ({"vocab_size": 7}, "has shape"),
+    ({"vocab_size": 2.5}, "vocab_size"),
+    ({"max_position_embeddings": 3}, "has shape"),
+    ({"hidden_act": "magic"}, "magic"),
+    ({"hidden_act": 3}, "hidden_act"),
+    ({"dtype": 3}, ""),
+    ({"dtype": "float99"}, "float99"),
+    ({"dtype": [1]}, ""),
+    ({"layer_norm_eps": "x"}, "layer_norm_eps"),
+    ({"id2label": ["a"]}, "an entry of the config has a value of the wrong kind"),
+    ({"id2label": {"a": "b"}}, "config.json"),
+    ({"attn_implementation": "flash_attention_2"}, "attn_implementation is 'flash_attention_2'"),
+    ({"attn_implementation": "magic"}, "attn_implementation is 'magic'"),
+    ({"attn_implementation": "someone/kernels"}, "attn_implementation is 'someone/kernels'"),
+    ({"attn_implementation": 3}, "attn_implementation is 3"),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantized (gptq)"),
+    ({"quantization_config": {"quant_method": "collab_compress", "version": 1, "edits": []}}, "already converted"),
+    ({"quantization_config": {"quant_method": "collab_compress", "version": 99}}, "already converted"),
+    ({"quantization_config": {"quant_method": "collab_compress", "edits": [3]}}, "already converted"),
+    ({"quantization_config": {}}, "quantized"),
+    ({"quantization_config": []}, "config.json: an entry of the config has a value of the wrong kind"),
+    ({"quantization_config": 3}, "config.json: an entry of the config has a value of the wrong kind"),
+    ({"transformers_weights": "../other.safetensors"}, "only safetensors in the model's own folder"),
+    ({"transformers_weights": "/other.safetensors"}, "only safetensors in the model's own folder"),
+    ({"transformers_weights": "pytorch_model.bin"}, "only safetensors in the model's own folder"),
+    ({"transformers_weights": 3}, "only safetensors in the model's own folder"),
+):
+    add("collab-compress", "model --dk 8", words, change("model/config.json", **entries))
+
+# Code of a model's own.
+EVIL_CONFIG = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}
+add("collab-compress", "model --dk 8", "which is not run", write("model/evil.py", EVIL),
+    change("model/config.json", model_type="evil", auto_map=EVIL_CONFIG, architectures=["Model"]))  # fmt: skip
+add("collab-analyze", "model --output out", "which is not run", write("model/evil.py", EVIL),
+    change("model/config.json", model_type="evil", auto_map=EVIL_CONFIG, architectures=["Model"]))  # fmt: skip
+add("collab-compress", "model --dk 8", "is not run", write("model/evil.py", EVIL),
+    change("model/config.json", auto_map=EVIL_CONFIG, architectures=["Model"]))  # fmt: skip
+add("collab-compress", "model --dk 8", "which is not run", write("model/evil.py", EVIL),
+    write("model/processor_config.json", {"processor_class": "Evil", "auto_map": {"AutoProcessor": "evil.Processor"}})
+    )  # fmt: skip
+add("collab-compress", "model --dk 8", "cannot load the tokenizer in model", write("model/evil.py", EVIL), 
+    remove("model/tokenizer.json"), write("model/vocab.txt", "[UNK]\n"), write("model/tokenizer_config.json", {
+        "tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}))  # fmt: skip
+
+# Weights.
+for name, spoil in {
+    "is missing": remove("model/model.safetensors"),
+    "is empty": write("model/model.safetensors", b""),
+    "is noise": write("model/model.safetensors", random.Random(0).randbytes(1000)),
+    "has an endless header": write("model/model.safetensors", b"\xff" * 8 + b"{}"),
+    "is text": write("model/model.safetensors", "version https://git-lfs\n"),
+    "is pickled": pickled("model/model.safetensors"),
+    "is cut": lambda: os.truncate("model/model.safetensors", 5000),
+    "lacks the end": lambda: os.truncate(
+        "model/model.safetensors", Path("model/model.safetensors").stat().st_size - 100
+    ),
+    "is a folder": lambda: (os.unlink("model/model.safetensors"), os.mkdir("model/model.safetensors")),
+}.items():
+    add("collab-compress", ["model", "--dk", "8", "--seed", str(len(name))], "cannot load weights from model", spoil)
+add("collab-compress", "model --dk 8", "cannot load weights", remove("model/model.safetensors"),
+    pickled("model/pytorch_model.bin"))  # fmt: skip
+QUERY = "bert.encoder.layer.0.attention.self.query.weight"
+add("collab-compress", "model --dk 8", f"{QUERY} holds NaN", weights(lambda w: w[QUERY].fill_(float("nan"))))
+add("collab-compress", "model --dk 8", f"{QUERY} holds NaN", weights(lambda w: w[QUERY].fill_(float("inf"))))
+add("collab-compress", "model --dk 8", f"such as {QUERY}", weights(lambda w: w.pop(QUERY)))
+add("collab-compress", "model --dk 8", f"{QUERY} has shape (24, 23), the config makes it (24, 24)",
+    weights(lambda w: w.update({QUERY: torch.zeros(24, 23)})))  # fmt: skip
+add(
+    "collab-compress", "model --dk 8", "adapter", write("model/adapter_config.json", {"base_model_name_or_path": "x"})
+)
+for value in (None, [], [1], 3, {}, "x"):
+    add("collab-compress", "model --dk 8", "weight_map", *indexed(value))
+for shard in (
+    3, None, "pytorch_model.bin", "../other.safetensors", "/other.safetensors", "a/../../other.safetensors",
+    "C:\\other.safetensors", "..\\other.safetensors", "",
+):  # fmt: skip
+    add("collab-compress", "model --dk 8", "only safetensors in the model's own folder are read",
+        *indexed({QUERY: shard}), pickled("model/pytorch_model.bin"))  # fmt: skip
+add("collab-compress", "model --dk 8", "cannot load weights", *indexed({QUERY: "nowhere.safetensors"}))
+for text in ("[]", "{", "3", "[" * DEEP):
+    add("collab-compress", "model --dk 8", "model.safetensors.index.json", remove("model/model.safetensors"),
+        write("model/model.safetensors.index.json", text))  # fmt: skip
+
+# Tokenizers.
+for name in ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json"):
+    for text in ("[]", "3", "{", "null", "[" * DEEP):
+        add("collab-compress", "model --dk 8", name, write(f"model/{name}", text))
+    add("collab-compress", "model --dk 8", name, write(f"model/{name}", b"\xff\xfe"))
+add("collab-compress", "model --dk 8", "tokenizer.json", write("model/tokenizer.json", {}))
+add("collab-compress", "model --dk 8", "tokenizer.json", write("model/tokenizer.json", {"model": {"type": "odd"}}))
+add("collab-compress", "model --dk 8", "calibration 'none'",
+    lambda: [path.unlink() for path in Path("model").glob("*token*")])  # fmt: skip
+
+# Folders of sentence-transformers.
+for value, words in (
+    ("{", "modules.json"), ({}, ""), (3, "modules.json"), (None, "modules.json"), (["x"], "modules.json"),
+    ("[" * DEEP, "modules.json"), ([{"idx": 0}], "KeyError"),
+    ([{"path": 5}], "names 5"), ([{"path": None}], "names None"), ([{"path": ["1_Pooling"]}], "names ['1_Pooling']"),
+    ([{"path": "a\0b"}], "names 'a\\x00b'"), ([{"path": "."}], "names '.'"), ([{"path": ".."}], "names '..'"),
+    ([{"path": "/etc"}], "names '/etc'"), ([{"path": "1_Pooling/../.."}], "names '1_Pooling/../..'"),
+):  # fmt: skip
+    if value != {}:  # an empty list of modules is one
+        add("collab-compress", "model --dk 8", words, write("model/modules.json", value))
+add("collab-compress", "model --dk 8", "weights that are no safetensors", pickled("model/2_Dense/pytorch_model.bin"),
+    write("model/modules.json", [{"path": "2_Dense"}]))  # fmt: skip
+
+# collab-analyze
+for line, words in {
+    "": "missing",
+    "model": "missing --output DIR",
+    "model --output": "Missing value for argument '--output'",
+    "model --output model": "model exists",
+    "model --output texts.txt": "texts.txt exists",
+    "model --output model/heads": "model/heads lies in model",
+    "model --output nope/..": "nope/.. exists",
+    "model --output out --against ./nowhere": "./nowhere is not a directory",
+    "nowhere/at/all --output out": "nowhere/at/all",
+    "model --output out --rounds 1": "rounds is 1",
+    "model --output out --rounds 1.5": "--rounds",
+    "model --output out --sections colour": "unknown section colour",
+    "model --output out --sections": "unknown section none",
+    "model --output out --lengths 0": "lengths are 0",
+    "model --output out --dk 0": "dk is 0",
+    "model --output out --sentences 0": "expected at least 1",
+    "model --output out --length=-1": "expected at least 1",
+    "model --output out --kernel-tokens 3": "kernel_tokens is 3",
+    "model --output out --head-sequences 0": "head_sequences is 0",
+    "model --output out --input-sequences 0": "input_sequences is 0",
+    "model --output out --seed abc": "--seed",
+    f"model --output out --seed {2**64}": f"seed is {2**64}",
+    "model --output out --device abacus": "device 'abacus' cannot be used",
+    "model --output out --device cuda:99": "device 'cuda:99' cannot be used",
+    "model --output out --data nowhere.txt": "cannot read",
+    "model --output out --data texts.txt --task mrpc": "give one of them",
+    "model --output out --data-dir data": "give --task NAME too",
+    "model --output out --task odd": "unknown task 'odd'",
+    "model --output out --task mrpc --data-dir nowhere": "nowhere",
+    "model --output out --colour red": "Unrecognized options: --colour",
+}.items():
+    add("collab-analyze", line, words)
+
+# collab-results
+for line, words in {
+    "": "no results: give a folder",
+    "nowhere": "nowhere",
+    "data": "data",
+    "records other": "Unrecognized options: other",
+    "records --against odd": "odd",
+    "records --format odd": "invalid choice 'odd'",
+    "--paper odd": "odd",
+    "--paper collaborate --table 99": "99",
+    "--papers --output texts.txt": "texts.txt exists",
+    "--papers --output data": "data exists",
+    "--papers --output link": "link exists",
+    "--papers --output pipe": "pipe exists",
+    "--papers --output /dev/full": "/dev/full exists",
+    "--papers --output nope/..": "nope/.. exists",
+    "--papers --output texts.txt/table.md": "texts.txt is not a directory",
+    "--table": "Missing value for argument '--table'",
+}.items():
+    add("collab-results", line, words, *LINKS)
+RECORD = "records/mrpc/plain/seed0/tuned/result.json"
+for text in ("{", "", "[]", "3", "null", "[" * DEEP, b"\xff\xfe"):
+    add("collab-results", "records", "result.json", write(RECORD, text))
+for entries in ({"score": 10**400}, {"score": "high"}, {"score": float("nan")}, {"task": 3}, {"recipe": []}):
+    add("collab-results", "records", "result.json", change(RECORD, **entries))
+for entries in ({"model": 3}, {"model": ["minilm"]}, {"translation": "de-en"}, {"seed": "zero"}):
+    described = {
+        **json.loads((ROOT / "glue_runs" / "records" / "glue" / RECORD[8:]).read_text())["recipe"],
+        **entries,
+    }
+    add("collab-results", "records", "result.json", change(RECORD, recipe=described))
+
+# Experiments.
+GIVEN = "task=mrpc model=model data_dir=data output=out"
+for line, words in {
+    f"{GIVEN} colour=red": "colour",
+    f"{GIVEN} task=odd": "odd",
+    f"{GIVEN} model=./nowhere": "nowhere",
+    f"{GIVEN} data_dir=nowhere": "nowhere",
+    f"{GIVEN} seed=-1": "seed",
+    f"{GIVEN} seed={2**70}": "seed",
+    f"{GIVEN} seed=abc": "seed",
+    f"{GIVEN} max_length=0": "max_length",
+    f"{GIVEN} tuning.learning_rate=.nan": "learning_rate",
+    f"{GIVEN} tuning.epochs=-1": "epochs",
+    f"{GIVEN} tuning.arguments.weight_decay=abc": "weight_decay",
+    f"{GIVEN} tuning.arguments.colour=red": "colour",
+    f"{GIVEN} tuning.arguments.per_device_eval_batch_size=0": "batch_size",
+    f"{GIVEN} files={{validation:3}}": "files",
+    f"{GIVEN} trackers=odd": "odd",
+    f"{GIVEN} output=texts.txt": "texts.txt",
+    f"{GIVEN} output=mine": "mine",
+    "nowhere.yaml": "nowhere.yaml",
+    "list.yaml": "list.yaml",
+    "broken.yaml": "broken.yaml",
+    "deep.yaml": "deep.yaml",
+    "bytes.yaml": "bytes.yaml",
+    "model": "model",
+    "--task": "task",
+}.items():
+    add("run_glue", line, words, write("list.yaml", "- 1\n- 2\n"), write("broken.yaml", "a: [1\nb: {"),
+        write("deep.yaml", "[" * 3000), write("bytes.yaml", b"\xff\xfe\x00"), write("mine/start/notes.txt", "mine"),
+        write("mine/given/checkpoints/notes.txt", "mine"))  # fmt: skip
+add("run_glue", GIVEN, "recipe.json", write("out/recipe.json", "[]"))
+add("run_glue", f"{GIVEN} output=mine", "mine", write("mine/tuned/result.json", "{}"))
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny classifier with its tokenizer, texts, a task, and a record of an experiment."""
+    folder, generator = tmp_path_factory.mktemp("pristine"), random.Random(0)
+    tokenizer = train_tokenizer(WORDS, kind="word", vocab_size=None, start=True)
+    tokenizer.model_max_length = 40
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=24, num_attention_heads=3, num_hidden_layers=2, intermediate_size=32,
+        max_position_embeddings=40, initializer_range=0.4, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    BertForSequenceClassification(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "model" / "special_tokens_map.json").write_text("{}")
+    (folder / "model" / "1_Pooling").mkdir()
+    (folder / "model" / "1_Pooling" / "config.json").write_text("{}")
+    lines = [" ".join(generator.choice(WORDS) for _ in range(5)) for _ in range(12)]
+    (folder / "texts.txt").write_text("\n".join(lines) + "\n")
+    (folder / "data" / "MRPC").mkdir(parents=True)
+    for name in ("train.tsv", "dev.tsv"):
+        rows = [f"{row % 2}\t{row}\t{row}\t{lines[row]}\t{lines[-row]}" for row in range(8)]
+        text = "\n".join(["Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", *rows]) + "\n"
+        (folder / "data" / "MRPC" / name).write_text(text)
+    (folder / RECORD).parent.mkdir(parents=True)
+    shutil.copyfile(ROOT / "glue_runs" / "records" / "glue" / RECORD[8:], folder / RECORD)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, object]:
+    """Everything in a folder: bytes of files, targets of links, kinds of the rest."""
+    found: dict[str, object] = {}
+    for path in sorted(folder.rglob("*")):
+        mode = path.lstat().st_mode
+        if stat.S_ISLNK(mode):
+            found[str(path)] = os.readlink(path)
+        else:
+            found[str(path)] = path.read_bytes() if stat.S_ISREG(mode) else stat.S_IFMT(mode)
+    return found
+
+
+@pytest.fixture
+def limited() -> Iterator[None]:
+    """Fail a command that does not end."""
+
+    def fail(*_: object) -> None:
+        pytest.fail(f"still running after {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def run(case: Case, monkeypatch: pytest.MonkeyPatch) -> int | str | None:
+    mains = {"collab-compress": compress.main, "collab-analyze": analyze.main, "collab-results": results.main}
+    try:
+        if case.command in mains:
+            mains[case.command](list(case.arguments))
+        else:
+            script = ROOT / "glue_runs" / f"{case.command}.py"
+            monkeypatch.setattr(sys, "argv", [str(script), *case.arguments])
+            runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as stop:
+        if isinstance(stop.code, str):  # as Python does where it ends
+            print(stop.code, file=sys.stderr)
+            return 1
+        return stop.code
+    return 0
+
+
+def test_there_are_many_cases() -> None:
+    assert len(CASES) >= 200
+
+
+@pytest.mark.usefixtures("limited")
+@pytest.mark.parametrize("name", CASES)
+def test_one_line_and_nothing_changed(
+    name: str, pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    case, folder = CASES[name], tmp_path / "work"
+    shutil.copytree(pristine, folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("yes\n" * 1000))
+    for spoil in case.spoil:
+        spoil()
+    before = contents(tmp_path)
+    code = run(case, monkeypatch)
+    printed, told = capfd.readouterr()
+    assert contents(tmp_path) == before
+    lines = [line for line in told.splitlines() if line.strip()]
+    assert len(lines) == 1, told
+    assert case.words in lines[0]
+    assert "Traceback" not in printed + told
+    assert code == 2
+    assert printed == ""

@@ -1,0 +1,202 @@
+"""Conversion, attention and heads on a GPU: the same as on the CPU."""
+
+import copy
+
+import pytest
+import torch
+
+from collab_compress import Compression, HeadMask, compress, expand, head_importance, read_factors
+from collab_compress.attention.kernels import attend, folded, fused
+from collab_compress.calibration import calibration_batches
+from collab_compress.heads import DropHead, Tap
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: what runs on CUDA was not tried")
+NAMES = ["albert", "bert", "distilbert", "gpt2", "marian", "opt", "t5", "vit"]
+CLOSE = {torch.float32: {"atol": 2e-4, "rtol": 2e-3}, torch.bfloat16: {"atol": 0.15, "rtol": 0.1}}
+
+
+@pytest.fixture(autouse=True)
+def exact_products(monkeypatch):
+    """Products in float32, not TF32, so that both devices compute alike."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def on_gpu(batch):
+    return {name: value.cuda() for name, value in batch.items()}
+
+
+@pytest.fixture
+def some(inputs):
+    return lambda name: [inputs(name, seed) for seed in range(4)]
+
+
+@pytest.mark.parametrize("form", ["shared", "per-head"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_conversion_on_the_gpu_is_that_of_the_cpu(name, form, build, some):
+    model = build(name)
+    ours = copy.deepcopy(model).cuda()
+    options = Compression(rank=9, form=form)
+    expected, found = compress(model, options, some(name)), compress(ours, options, some(name))
+    assert {parameter.device.type for parameter in ours.parameters()} == {"cuda"}
+    for one, other in zip(found.modules, expected.modules, strict=True):
+        assert one.data_error == pytest.approx(other.data_error, rel=0.05)
+        assert one.sizes == other.sizes
+        assert (one.query_vectors, one.breakdowns) == (other.query_vectors, 0)
+    assert found.drift.relative_error == pytest.approx(expected.drift.relative_error, rel=0.25)
+    for factors in read_factors(ours).values():
+        assert factors.query.device.type == "cuda"
+
+
+@pytest.mark.parametrize("name", ["bert", "marian"])
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0"])
+def test_where_to_decompose_is_a_choice(name, device, build, some):
+    model = build(name).cuda() if device == "cpu" else build(name)
+    place = next(model.parameters()).device
+    report = compress(model, Compression(rank=9, device=device), some(name))
+    assert {parameter.device for parameter in model.parameters()} == {place}
+    assert report.drift.relative_error < 2
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("form", ["shared", "per-head"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_are_those_of_the_cpu(name, implementation, form, dtype, build, inputs, run):
+    model, batch = build(name), inputs(name)
+    compress(model, Compression(rank=9, form=form), calibration=None)
+    model.set_attn_implementation(implementation)
+    expected = run(model, batch)
+    found = run(copy.deepcopy(model).to("cuda", dtype), on_gpu(batch) if dtype == torch.float32 else {
+        key: value.to(dtype) if value.is_floating_point() else value for key, value in on_gpu(batch).items()
+    })  # fmt: skip
+    assert found.dtype == dtype
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(found.float().cpu() / scale, expected / scale, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])
+def test_full_rank_is_the_dense_model(name, dtype, build, inputs, run):
+    dense = build(name).to("cuda", dtype)
+    model, batch = copy.deepcopy(dense), on_gpu(inputs(name))
+    compress(model, Compression(rank=24), calibration=None)
+    expected = run(dense, batch).float()
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(run(model, batch).float() / scale, expected / scale, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("form", ["shared", "per-head"])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_those_of_the_cpu(name, form, build, inputs):
+    model, batch = build(name), inputs(name)
+    compress(model, Compression(rank=9, form=form), calibration=None)
+    ours = copy.deepcopy(model).cuda()
+    for each, given in ((model, batch), (ours, on_gpu(batch))):
+        each(**given)[0].square().mean().backward()
+    for (path, one), (_, other) in zip(model.named_parameters(), ours.named_parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), path
+        if one.grad is not None:
+            scale = one.grad.abs().max().item() or 1.0
+            torch.testing.assert_close(other.grad.cpu() / scale, one.grad / scale, atol=2e-3, rtol=2e-2, msg=path)
+
+
+@pytest.mark.parametrize("form", ["shared", "per-head"])
+def test_generation_is_that_of_the_cpu(generator, form, build, inputs, tinies):
+    model, batch = build(generator, tinies[generator].generates), inputs(generator)
+    if "encoder_hidden_states" in batch:
+        pytest.skip("stock BERT cannot generate with a cache when it gets encoder states by hand")
+    compress(model, Compression(rank=9, form=form), calibration=None)
+    ours = copy.deepcopy(model).cuda()
+    given = {key: value for key, value in batch.items() if not key.startswith("decoder")}
+    if not model.config.is_encoder_decoder:
+        given["attention_mask"] = torch.ones_like(given["attention_mask"])
+    for options in ({}, {"num_beams": 3}):
+        settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, **options}
+        assert torch.equal(ours.generate(**on_gpu(given), **settings).cpu(), model.generate(**given, **settings))
+
+
+@pytest.mark.parametrize("name", ["bert", "marian", "gpt2"])
+def test_heads_are_read_masked_dropped_and_scored(name, build, inputs):
+    model, batch = build(name), inputs(name)
+    compress(model, Compression(rank=9), calibration=None)
+    ours = copy.deepcopy(model).cuda()
+    read = []
+    for each, given in ((model, batch), (ours, on_gpu(batch))):
+        with torch.no_grad(), Tap(each, ["outputs", "rows"]) as tap:
+            each(**given)
+            read.append(tap.take())
+    for one, other in zip(*read, strict=True):
+        torch.testing.assert_close(other.outputs.cpu(), one.outputs, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(other.rows.cpu(), one.rows, atol=1e-3, rtol=1e-3)
+    with HeadMask(ours) as mask, torch.no_grad():
+        whole = ours(**on_gpu(batch))[0]
+        mask.set({path: torch.zeros(heads) for path, heads in mask.heads.items()})
+        assert not torch.allclose(ours(**on_gpu(batch))[0], whole)
+    drop = DropHead(ours.train(), 0.5)
+    torch.manual_seed(0)
+    one, other = (ours(**on_gpu(batch))[0] for _ in range(2))
+    assert not torch.allclose(one, other)
+    drop.remove()
+
+    def loss(outputs, _):
+        return outputs[0].square().flatten(1).mean(1)
+
+    expected, found = head_importance(model, [batch], loss), head_importance(ours, [on_gpu(batch)], loss)
+    for path, scores in expected.items():
+        torch.testing.assert_close(found[path], scores, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("kernel", [attend, fused, folded])
+@pytest.mark.parametrize("mask", ["none", "padding", "bias", "causal"])
+@pytest.mark.parametrize("content", [True, False])
+def test_kernels_are_exact(kernel, mask, content, dtype):
+    """At the shapes of a real module, against float64 on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    batch, heads, length, rank, width = 2, 12, 33, 52, 64
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    parts = [normal(batch, length, rank), normal(batch, length, rank), normal(batch, length, heads) if content else
+             None, normal(heads, rank), normal(batch, heads, length, width)]  # fmt: skip
+    masks = {
+        "padding": torch.arange(length).expand(batch, 1, 1, length) < 20,
+        "bias": normal(1, heads, length, length),
+    }
+    rounded = [part if part is None else part.to(dtype).double() for part in (*parts, masks.get(mask))]
+    if mask == "padding":
+        rounded[-1] = masks[mask]
+    expected = folded(*rounded, 0.1, 0.0, mask == "causal")
+    given = [
+        part if part is None else part.cuda() if part.dtype == torch.bool else part.to("cuda", dtype)
+        for part in rounded
+    ]
+    found = kernel(*given, 0.1, 0.0, mask == "causal")
+    assert found.dtype == dtype
+    tolerance = 1e-4 if dtype == torch.float32 else 0.03
+    torch.testing.assert_close(found.double().cpu(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_a_checkpoint_goes_through_the_gpu_and_back(make_tiny, batch, tmp_path, load_cleanly):
+    model = make_tiny("bert").cuda()
+    compress(model, Compression(rank=9), calibration=None)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model(**on_gpu(batch))[0].cpu()
+        torch.testing.assert_close(load_cleanly(type(model), tmp_path)(**batch)[0], expected, atol=1e-3, rtol=1e-3)
+    assert expand(model).errors
+    assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+
+
+def test_the_real_model(minilm, minilm_tokenizer):
+    """Calibration, decomposition and drift of MiniLM on the GPU, in float32 and bfloat16."""
+    batches = calibration_batches("synthetic", minilm, minilm_tokenizer)
+    expected = compress(copy.deepcopy(minilm), Compression(rank=128, sweeps=20), batches)
+    found = compress(copy.deepcopy(minilm).cuda(), Compression(rank=128, sweeps=20), batches)
+    half = compress(copy.deepcopy(minilm).to("cuda", torch.bfloat16), Compression(rank=128, sweeps=20), batches)
+    for report in (found, half):
+        assert report.drift.relative_error == pytest.approx(expected.drift.relative_error, rel=0.1)
+        for one, other in zip(report.modules, expected.modules, strict=True):
+            assert one.data_error == pytest.approx(other.data_error, rel=0.02)

@@ -1,0 +1,60 @@
+"""Run a function in two processes that train together on the CPU, forked, so that they need not import anew."""
+
+import io
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+
+def run_both(function: Callable[..., Any], *given: Any, seconds: float = 240) -> list[Any]:
+    """Call `function(rank, *given)` in both, and give what they return; what one of them raises fails the test."""
+    context = multiprocessing.get_context("fork")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    results = context.Queue()
+    processes = [
+        context.Process(target=_run, args=(rank, port, results, function, given), daemon=True) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    told: dict[int, Any] = {}
+    try:
+        for _ in processes:
+            rank, failure, result = results.get(timeout=seconds)
+            assert failure is None, f"process {rank}: {failure}"
+            told[rank] = torch.load(io.BytesIO(result), weights_only=False)
+    finally:
+        for process in processes:
+            process.join(timeout=20 if len(told) == 2 else 0)
+            if process.is_alive():
+                process.kill()
+    return [told[rank] for rank in range(2)]
+
+
+def _run(rank: int, port: int, results: Any, function: Callable[..., Any], given: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    try:
+        torch.distributed.init_process_group("gloo")
+        told = io.BytesIO()
+        torch.save(function(rank, *given), told)  # in bytes, for shared memory is gone when the process ends
+        results.put((rank, None, told.getvalue()))
+    except BaseException:
+        results.put((rank, traceback.format_exc(), None))
+    finally:
+        results.close()
+        results.join_thread()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

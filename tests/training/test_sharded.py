@@ -1,0 +1,368 @@
+"""Training whose processes share weights or moments: the same weights as one process, resumed or not.
+
+One process that makes two passes a step, on the data of rank 0 and then of rank 1, and averages their losses, does
+what two processes do that make one pass each: penalties are means over a pass's own batch on either side, and
+DropHead is seeded to draw in pass r what process r draws. Importance is that of all held-out data, half of which each
+process has. Everything runs in float64, so that what differs is more than rounding.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import json
+import warnings
+
+import pytest
+import torch
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
+from accelerate.state import AcceleratorState
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import BertForSequenceClassification, MarianMTModel, TrainingArguments
+from two_processes import run_both
+
+from collab_compress import Compression, compress
+from collab_compress.errors import HeadError
+from collab_compress.heads import RotationOptions, Rotator, merge_alphas_, mix_heads_, prune_heads_, swap_heads_
+from collab_compress.training import (
+    LOSSES,
+    AlphasOptions,
+    DropHeadOptions,
+    HeadSession,
+    HeadTrainer,
+    HeadTraining,
+    PenaltyOptions,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+EPOCHS, STEPS = 3, 2  # steps an epoch
+LAYERS = {"bert": ["BertLayer"], "marian": ["MarianEncoderLayer", "MarianDecoderLayer"]}
+
+
+def training(losses, rotation):
+    return HeadTraining(
+        drophead=(DropHeadOptions(0.4),),
+        penalties=tuple(PenaltyOptions(loss, 0.1) for loss in losses),
+        alphas=AlphasOptions(frozen_ratio=0.3, growth_weight=3.0, growth=0.05),
+        rotation=rotation,
+    )
+
+
+CASES = {  # family, collaborative, what acts
+    "dense": ("bert", False, training(sorted(LOSSES), RotationOptions("hard", (0, 1, 2), k=2, exclude=()))),
+    "collaborative": (
+        "bert", True,
+        training([loss for loss in sorted(LOSSES) if not loss.endswith("-keys")],
+                 RotationOptions("in-layer", (0,), importance="confidence", exclude=(), swap_back_after=2)),
+    ),
+    "seq2seq": ("marian", False, training(["agreement"], RotationOptions("soft", (1,), k=2, exclude=()))),
+}  # fmt: skip
+
+
+@pytest.fixture
+def case(request, make_tiny, set_dropout_, make_batch):
+    family, collaborative, acting = CASES[request.param]
+    model = make_tiny(family, {"bert": BertForSequenceClassification, "marian": MarianMTModel}[family])
+    if collaborative:
+        compress(model, Compression(rank=13), calibration=None)
+    mix_heads_(model)
+    set_dropout_(model.double(), 0.0).train()
+    batches = [make_batch(family, seed=seed) for seed in range(2 * STEPS * EPOCHS)]
+    for number, batch in enumerate(batches):
+        batch["labels"] = torch.arange(number, number + 3) % 2 if family == "bert" else batch["decoder_input_ids"]
+    held_out = [make_batch(family, seed=100 + seed) for seed in range(4)]
+    return family, model, acting, batches, held_out
+
+
+class Training:
+    """One process, or one of two."""
+
+    def __init__(self, model, optimizer, acting, batches, held_out, ranks, backward=torch.Tensor.backward):
+        self.model, self.optimizer, self.batches, self.ranks, self.backward = (
+            model,
+            optimizer,
+            batches,
+            ranks,
+            backward,
+        )
+        self.bare = model.module if isinstance(model, DistributedDataParallel) else model
+        self.session = HeadSession(self.bare, acting, optimizer)
+        self.held_out = [batch for rank in ranks for batch in held_out[rank::2]]
+
+    def run(self, epochs):
+        for epoch in epochs:
+            self.session.epoch(epoch, self.held_out)
+            self.model.train()
+            for step in range(epoch * STEPS, (epoch + 1) * STEPS):
+                self.session.step(step / (EPOCHS * STEPS - 1))
+                for rank in self.ranks:
+                    torch.manual_seed(1000 + 2 * step + rank)
+                    loss = self.model(**self.batches[2 * step + rank]).loss
+                    self.backward((loss + self.session.penalty(loss)) / len(self.ranks))
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return self
+
+    def state(self):
+        return json.loads(json.dumps(self.session.state_dict()))
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def expected(case, epochs=range(EPOCHS)):
+    _, model, *rest = case
+    model = copy.deepcopy(model)
+    alone = Training(model, adamw(model), *rest, ranks=(0, 1)).run(epochs)
+    history = alone.state()["rotation"]["history"]
+    assert history, "nothing rotated"
+    return model.state_dict(), history
+
+
+@contextlib.contextmanager
+def sharding_on_cpus():
+    """Let Accelerate shard, which it does on accelerators only, though PyTorch does it on CPUs too."""
+    stock = AcceleratorState.__init__
+
+    def init(self, *given, fsdp_plugin=None, **options):
+        stock(self, *given, fsdp_plugin=fsdp_plugin, **options)
+        if fsdp_plugin is not None:
+            self.fsdp_plugin = fsdp_plugin
+            for state in (self, PartialState()):
+                state.distributed_type = DistributedType.FSDP
+
+    AcceleratorState.__init__ = init
+    try:
+        yield
+    finally:
+        AcceleratorState.__init__ = stock
+
+
+def fsdp2(family):
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=LAYERS[family],
+        cpu_ram_efficient_loading=False, state_dict_type="SHARDED_STATE_DICT",
+    )  # fmt: skip
+    with sharding_on_cpus():
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    assert accelerator.is_fsdp2
+    return accelerator
+
+
+def full(accelerator, model):
+    return {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
+
+
+def sharded_process(rank, case, folder):
+    family, model, *rest = case
+    stock = copy.deepcopy(model)
+    accelerator = fsdp2(family)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    first = Training(model, optimizer, *rest, ranks=(rank,), backward=accelerator.backward).run((0, 1))
+    accelerator.save_state(folder)
+    state = first.state()
+    first.run((2,))
+    straight = full(accelerator, model), first.state()["rotation"]["history"]
+    first.session.close()
+
+    accelerator._models.clear()
+    accelerator._optimizers.clear()
+    again, optimizer = accelerator.prepare(stock, adamw(stock))
+    accelerator.load_state(folder)
+    second = Training(again, optimizer, *rest, ranks=(rank,), backward=accelerator.backward)
+    second.session.load_state_dict(state)
+    second.run((2,))
+    return straight, (full(accelerator, again), second.state()["rotation"]["history"])
+
+
+@pytest.mark.parametrize("case", ["collaborative", "dense"], indirect=True)
+def test_fsdp2_gives_the_weights_of_one_process(case, tmp_path):
+    weights, history = expected(case)
+    (straight, resumed), (_, _) = run_both(sharded_process, case, str(tmp_path / "state"))
+    for got, events in (straight, resumed):
+        assert events == history
+        assert got.keys() == weights.keys()
+        torch.testing.assert_close(got, weights, atol=1e-9, rtol=1e-7)
+
+
+class Seeded(HeadTrainer):
+    """Takes the data in order, and draws in pass r of one process what process r of two draws."""
+
+    passes = 0
+
+    def _get_train_sampler(self, *_):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    def compute_loss(self, *given, **options):
+        alone = self.args.world_size == 1
+        torch.manual_seed(2 * self.state.global_step + (self.passes % 2 if alone else self.args.process_index))
+        self.passes += 1
+        return super().compute_loss(*given, **options)
+
+
+def trainer_of(case, folder, sharded):
+    family, model, acting, batches, held_out = case
+    rows = [dict(zip(batch, row, strict=True)) for batch in batches for row in zip(*batch.values(), strict=True)]
+    held = [dict(zip(batch, row, strict=True)) for batch in held_out for row in zip(*batch.values(), strict=True)]
+    sharding = {"fsdp": "full_shard auto_wrap", "fsdp_config": {
+        "fsdp_version": 2, "transformer_layer_cls_to_wrap": LAYERS[family], "cpu_ram_efficient_loading": False,
+    }}  # fmt: skip
+    arguments = TrainingArguments(
+        folder, num_train_epochs=EPOCHS, per_device_train_batch_size=3, per_device_eval_batch_size=3, use_cpu=True,
+        gradient_accumulation_steps=1 if sharded else 2, learning_rate=1e-2, save_steps=2 * STEPS, report_to=[],
+        disable_tqdm=True, weight_decay=0.1, max_grad_norm=0.1, dataloader_pin_memory=False, **sharding if sharded else {},
+    )  # fmt: skip
+    acting = dataclasses.replace(acting, loss_normalization="mean")
+    return Seeded(model, arguments, train_dataset=rows, eval_dataset=held, head_training=acting)
+
+
+def history_of(trainer):
+    return trainer.state.stateful_callbacks["HeadState"]["attributes"]["saved"]["rotation"]["history"]
+
+
+def trainer_process(rank, case, folder):
+    told, stock = [], copy.deepcopy(case[1])
+    for model, resumed in ((case[1], None), (stock, f"{folder}/checkpoint-{2 * STEPS}")):
+        with sharding_on_cpus():
+            trainer = trainer_of((case[0], model, *case[2:]), folder, sharded=True)
+        trainer.train(resume_from_checkpoint=resumed)
+        told.append((full(trainer.accelerator, trainer.model_wrapped), json.loads(json.dumps(history_of(trainer)))))
+    return told
+
+
+@pytest.mark.parametrize("case", ["collaborative"], indirect=True)
+def test_a_trainer_shards(case, tmp_path):
+    alone = trainer_of((case[0], copy.deepcopy(case[1]), *case[2:]), tmp_path / "alone", sharded=False)
+    alone.train()
+    told = run_both(trainer_process, case, str(tmp_path / "both"))
+    for got, events in told[0]:
+        assert events == json.loads(json.dumps(history_of(alone)))
+        torch.testing.assert_close(got, alone.model.state_dict(), atol=1e-9, rtol=1e-7)
+
+
+def one_group_process(rank, case):
+    _, model, *rest = case
+    fully_shard(model)  # in a single group, which a forward pass leaves gathered
+    run = Training(model, adamw(model), *rest, ranks=(rank,)).run(range(EPOCHS))
+    options = StateDictOptions(full_state_dict=True)
+    return get_model_state_dict(model, options=options), run.state()["rotation"]["history"]
+
+
+@pytest.mark.parametrize("case", ["seq2seq"], indirect=True)
+def test_a_model_sharded_as_a_whole(case):
+    weights, history = expected(case)
+    for got, events in run_both(one_group_process, case):
+        assert events == history
+        torch.testing.assert_close(got, weights, atol=1e-9, rtol=1e-7)
+
+
+def zero(parameters, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own, at the import
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=1e-2, weight_decay=0.1, **options)
+
+
+def zero_process(rank, case):
+    _, model, *rest = case
+    stock = copy.deepcopy(model)
+    wrapped, optimizer = DistributedDataParallel(model), zero(model.parameters())
+    first = Training(wrapped, optimizer, *rest, ranks=(rank,)).run((0, 1))
+    optimizer.consolidate_state_dict(to=0)
+    told = [copy.deepcopy((optimizer.state_dict(), model.state_dict(), first.state())) if rank == 0 else None]
+    torch.distributed.broadcast_object_list(told)
+    kept = len(optimizer.optim.state)
+    first.run((2,))
+    first.session.close()
+
+    stock.load_state_dict(told[0][1])
+    wrapped, optimizer = DistributedDataParallel(stock), zero(stock.parameters(), parameters_as_bucket_view=True)
+    optimizer.load_state_dict(told[0][0])
+    second = Training(wrapped, optimizer, *rest, ranks=(rank,))
+    second.session.load_state_dict(told[0][2])
+    second.run((2,))
+    ends = [(model.state_dict(), first.state()), (stock.state_dict(), second.state())]
+    return kept, [(weights, state["rotation"]["history"]) for weights, state in ends]
+
+
+@pytest.mark.parametrize("case", ["collaborative", "dense"], indirect=True)
+def test_moments_that_processes_share_move_with_the_heads(case):
+    weights, history = expected(case)
+    told = run_both(zero_process, case)
+    assert all(0 < kept < len(list(case[1].parameters())) for kept, _ in told)
+    for got, events in told[0][1] + told[1][1]:
+        assert events == history
+        torch.testing.assert_close(got, weights, atol=1e-9, rtol=1e-7)
+
+
+FIRST, SECOND = "encoder.layer.0.attention.self", "encoder.layer.1.attention.self"
+PAIR = [((FIRST, 0), (SECOND, 1))]
+
+
+def refusal(call, *given, **options):
+    try:
+        call(*given, **options)
+    except (HeadError, TypeError) as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def refusals_process(rank, model, batch):
+    told = {}
+    flat = FSDP1(copy.deepcopy(model), use_orig_params=True, device_id=torch.device("cpu"))
+    told["swap under FSDP1"] = refusal(swap_heads_, flat.module, PAIR)
+    told["rotation under FSDP1"] = refusal(Rotator, flat.module, RotationOptions("in-layer", (0,)))
+    session = HeadTraining(rotation=RotationOptions("in-layer", (0,)))
+    views = FSDP1(copy.deepcopy(model), use_orig_params=False, device_id=torch.device("cpu"))
+    told["views under FSDP1"] = refusal(HeadSession, views.module, session, adamw(views))
+    mixed = copy.deepcopy(model)
+    mix_heads_(mixed)
+    flat = FSDP1(mixed, use_orig_params=True, device_id=torch.device("cpu"))
+    told["alphas under FSDP1"] = refusal(HeadSession, flat.module, HeadTraining(alphas=AlphasOptions()), adamw(flat))
+
+    away = copy.deepcopy(model)
+    away.encoder.layer[0].attention.self.query.weight.ds_id = 0  # as ZeRO-3 marks what it keeps away
+    told["rotation under ZeRO-3"] = refusal(Rotator, away, RotationOptions("random", (0,)))
+
+    optimizer = zero(model.parameters(), overlap_with_ddp=True)
+    told["overlap"] = refusal(swap_heads_, model, PAIR, optimizer)
+    factored = zero(model.parameters())
+    model(**batch).last_hidden_state.sum().backward()
+    factored.step()
+    if rank == 1:
+        for state in factored.optim.state.values():
+            state["exp_avg"] = torch.zeros(1)
+    told["remembered in one process"] = refusal(swap_heads_, model, PAIR, factored)
+
+    rotator = Rotator(model, RotationOptions("hard", (0,)))
+    told["no data in one process"] = refusal(rotator.epoch, 0, batches=[batch] if rank == 0 else 3)
+    told["rotated"] = str(rotator.history)
+
+    mixed = copy.deepcopy(model)
+    mix_heads_(mixed)
+    for each in (model, mixed):
+        fully_shard(each)
+    told["mix"] = refusal(mix_heads_, model)
+    told["prune"] = refusal(prune_heads_, model, {FIRST: [0]})
+    told["merge"] = refusal(merge_alphas_, mixed)
+    return told
+
+
+def test_what_cannot_be_right_is_refused_in_all_processes(make_tiny, batch):
+    pieces = f"{FIRST}: FSDP1 keeps its weights in pieces that do not follow heads; shard the model with FSDP2"
+    for rank, told in enumerate(run_both(refusals_process, make_tiny("bert"), batch)):
+        for case in ("swap", "rotation", "views"):
+            assert pieces in told[f"{case} under FSDP1"]
+        assert "alphas: FSDP1 keeps its weights in pieces" in told["alphas under FSDP1"]
+        assert f"{FIRST}: DeepSpeed ZeRO-3 keeps its weights in pieces" in told["rotation under ZeRO-3"]
+        assert "overlap_with_ddp=True) does not show its state" in told["overlap"]
+        assert "keeps 'exp_avg' of shape (1,)" in told["remembered in one process"]
+        if rank == 0:
+            assert "process 1 could not measure the importance of heads: TypeError" in told["no data in one process"]
+        assert told["rotated"] == "[]"
+        for name in ("mix_heads_", "merge_alphas_", "prune_heads_"):
+            assert f"{name}: embeddings." in told[name.split("_")[0]]
+            assert "is sharded" in told[name.split("_")[0]]
