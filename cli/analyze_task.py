@@ -47,7 +47,10 @@ def load_scored(
         DataError: no such task, one that is not classification or regression, data that are not there or malformed,
             or a model that does not answer it.
     """
-    rows = load_task(name, data.data_dir)
+    try:
+        rows = load_task(name, data.data_dir, train=False)
+    except DataError:
+        rows = load_task(name, data.data_dir)  # where there are none but training data
     task = TASKS[name]
     _check(task, model, tokenizer)
     split = next(each for each in SPLITS if each in rows)

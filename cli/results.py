@@ -21,7 +21,7 @@ from .results_markdown import comparison_markdown, papers_markdown
 
 @dataclass(frozen=True)
 class Arguments:
-    """Put the results of experiments into a table: means over seeds, and differences paired by seed.
+    """Put the results of experiments into a table: means over seeds, and differences paired by seed with t-intervals.
 
     Examples:
       collab-results outputs/glue
@@ -81,9 +81,18 @@ def run(arguments: Arguments) -> None:
         render = comparison_markdown if arguments.format == "markdown" else comparison_csv
         text = render(comparison, shown)
     if arguments.output is None:
-        print(text, end="")
+        _print(text)
     else:
         write_new(arguments.output, text)
+
+
+def _print(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        sys.stdout = None  # what is left in it would be tried again at the end
+        raise RecipeError(f"cannot print: {error.strerror}") from error
 
 
 if __name__ == "__main__":

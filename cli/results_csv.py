@@ -13,14 +13,15 @@ from .results_markdown import place
 
 FIELDS = (
     "from", "model", "method", "stage", "parameters", "task", "metric", "greater_is_better",
-    "mean", "sd", "n", "reference", "difference", "se", "pairs", "printed",
+    "mean", "sd", "n", "reference", "difference", "low", "high", "pairs", "printed",
 )  # fmt: skip
 
 
 def comparison_csv(comparison: Comparison, papers: Sequence[PaperTable]) -> str:
     """Give each score with its difference to the reference, and the papers' on the same tasks below ours.
 
-    What is not there is left empty: the deviation of one seed, and differences that have no pair.
+    `low` and `high` are the ends of the difference's 95 % t-interval. What is not there is left empty: the deviation
+    and the interval of one seed, and differences that have no pair.
     """
     lines: list[dict[str, Any]] = []
     for row in comparison.rows:
@@ -36,9 +37,10 @@ def comparison_csv(comparison: Comparison, papers: Sequence[PaperTable]) -> str:
             }  # fmt: skip
             if (difference := row.differences.get(column)) is not None:
                 line |= {
-                    "reference": comparison.reference, "difference": difference.mean, "se": difference.error,
-                    "pairs": difference.count,
+                    "reference": row.reference, "difference": difference.mean, "pairs": difference.count,
                 }  # fmt: skip
+                if (half := difference.interval) is not None:
+                    line |= {"low": difference.mean - half, "high": difference.mean + half}
             lines.append(line)
     for table in papers:
         for paper_row in table.rows_for([column.name for column in comparison.columns]):

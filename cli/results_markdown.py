@@ -30,8 +30,8 @@ def comparison_markdown(comparison: Comparison, papers: Sequence[PaperTable]) ->
     if differences:
         header = [*header[:words], *(_header(column, "negative") for column in columns)]
         blocks += [
-            f"Difference to {comparison.reference} of the same model, task and seed: mean ± standard error "
-            "(number of pairs)." + _about_differences(comparison, papers),
+            f"Difference to {comparison.reference} of the same model, task and seed: mean ± half of its "
+            "95 % t-interval (number of pairs)." + _about_differences(comparison, papers),
             _grid(header, differences, words),
         ]
     notes = [f"* {note}." for note in comparison.notes] + [f"* {_conditions(table)}" for table in papers]
@@ -104,7 +104,7 @@ def _cell(estimate: Estimate) -> str:
 
 
 def _signed(difference: Estimate) -> str:
-    spread = "" if difference.error is None else f" ± {difference.error:.2f}"
+    spread = "" if difference.interval is None else f" ± {difference.interval:.2f}"
     return f"{difference.mean:+.2f}{spread} ({difference.count})"
 
 

@@ -3,55 +3,69 @@
 import logging
 import sys
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from collab_compress.errors import CollabCompressError, RecipeError
+from tqdm import tqdm
+
+from collab_compress.errors import RecipeError
 from collab_compress.experiments import read_recipe, read_sweep, run, run_sweep
-from collab_compress.processes import leave, processes
+from collab_compress.processes import processes
 from collab_compress.tasks import TASKS
 
+from .command import silence_libraries, stopping_in_one_line
 from .source import find_directory
 
 
 def run_script(usage: str, tasks: Collection[str], arguments: list[str] | None = None) -> None:
     """Run the recipe that the command line gives, and print a line for each stage.
 
+    Errors are one line on standard error and exit code 2; an interrupt is one and 130.
+
     Args:
         usage: what to print where there are no arguments.
         tasks: what the script is for.
         arguments: a recipe file, and settings as `field=value` or `--field value`; those of the process if not given.
     """
-    try:
+    with stopping_in_one_line("error"), _bars_closed():
         path, settings = _arguments(usage, arguments)
         recipe = read_recipe(path, settings)
         if recipe.task not in tasks:
             raise RecipeError(f"{recipe.task} is {TASKS[recipe.task].kind}; this script is for {', '.join(tasks)}")
+        silence_libraries()
         records = run(recipe, find_directory)
-        main = processes().is_main_process
-    except CollabCompressError as error:
-        sys.exit(f"error: {error}")
-    finally:
-        leave()
-    for record in records if main else ():
-        print(f"{record['task']:10} {record['stage']:14} {record['score']:.2f}  {record['metrics']}")
+        for record in records if processes().is_main_process else ():
+            print(f"{record['task']:10} {record['stage']:14} {record['score']:.2f}  {record['metrics']}")
 
 
 def run_sweep_script(usage: str, arguments: list[str] | None = None) -> None:
-    """Run the sweep that the command line gives, with a line for each stage as it is done."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    level = logging.INFO if processes().is_main_process else logging.ERROR
-    logging.getLogger("collab_compress.experiments.sweep").setLevel(level)
-    try:
+    """Run the sweep that the command line gives, with a line for each stage as it is done.
+
+    Where some of the runs fail the exit code is 1; where the sweep cannot be run at all it is 2, with one line.
+    """
+    with stopping_in_one_line("error"), _bars_closed():
         path, settings = _arguments(usage, arguments)
         if path is None:
             raise RecipeError("give the file of a sweep")
-        failed = run_sweep(read_sweep(path, settings), find_directory)
-    except CollabCompressError as error:
-        sys.exit(f"error: {error}")
-    finally:
-        leave()
-    if failed:
-        sys.exit("failed:\n" + "\n".join(failed))
+        sweep = read_sweep(path, settings)
+        silence_libraries()
+        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        level = logging.INFO if processes().is_main_process else logging.CRITICAL
+        logging.getLogger("collab_compress.experiments.sweep").setLevel(level)
+        failed = run_sweep(sweep, find_directory)
+        if failed:
+            sys.exit("failed:\n" + "\n".join(failed) if processes().is_main_process else 1)
+
+
+@contextmanager
+def _bars_closed() -> Iterator[None]:
+    """Close progress bars before an error is printed, which would stand behind one otherwise."""
+    try:
+        yield
+    except BaseException:
+        for bar in list(getattr(tqdm, "_instances", ())):
+            bar.close()
+        raise
 
 
 def tasks_of(*kinds: str) -> list[str]:

@@ -169,6 +169,7 @@ def put_on(model: PreTrainedModel, device: str | None) -> None:
     """
     if device is not None:
         try:
+            torch.zeros(1, device=device).item()  # a device that is there, and holds values
             model.to(device)
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             raise CompressionError(f"device {device!r} cannot be used: {load.one_line(error)}") from error

@@ -6,7 +6,8 @@
 With `torchrun --nproc_per_node 2` or `accelerate launch` there are several processes, each with batches of its own.
 Of a recipe it takes task, model, data_dir, output, seed, max_length, heads, trackers, and of tuning whole epochs,
 learning_rate, batch_size, warmup and arguments, which are the Accelerator's here (mixed_precision: bf16, …).
-Converting and resuming is for run_glue.py.
+Losses are averaged over passes and processes, as by `heads.loss_normalization=mean` in a Trainer. Converting and
+resuming is for run_glue.py.
 """
 
 import math

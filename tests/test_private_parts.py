@@ -139,7 +139,7 @@ def lengths_are_grouped() -> bool:
 PARTS = [
     Part("the parameters of sdpa_attention_forward", "attention/functions.py", "sdpa_attention_forward",
          sdpa_takes_no_more),
-    Part("PreTrainedConfig._attn_implementation", "conversion/compress.py", "_attn_implementation",
+    Part("PreTrainedConfig._attn_implementation", "attention/view.py", "_attn_implementation",
          lambda: bert().config._attn_implementation == "sdpa"),
     Part("split_size of GPT2Attention", "attention/collaborative.py", "split_size", gpt2_splits_by_an_attribute),
     Part("the mappings of transformers.quantizers.auto", "checkpoint/quantizer.py", "AUTO_QUANTIZER_MAPPING",

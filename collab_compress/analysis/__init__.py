@@ -16,10 +16,10 @@ from collab_compress.analysis.cost import (
 from collab_compress.analysis.diversity import (
     Discrepancy,
     average_distance,
+    bhattacharyya,
     confidence,
     discrepancy,
     discrepancy_growth,
-    overlap,
 )
 from collab_compress.analysis.dominance import Dominance, PruningPoint, dominant_heads, pruning_curve
 from collab_compress.analysis.energy import Energy, head_energy, tensor_energy
@@ -48,6 +48,7 @@ __all__ = [
     "alpha_matrices",
     "attention_maps",
     "average_distance",
+    "bhattacharyya",
     "cka",
     "confidence",
     "content_share",
@@ -66,7 +67,6 @@ __all__ = [
     "model_covariances",
     "module_costs",
     "module_latency",
-    "overlap",
     "paper_table_1",
     "pruning_curve",
     "sample_cka",

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.analysis.joint import JointCovariance, RunningCovariance
-from collab_compress.analysis.stream import Batches, Progress, Shown, Use, by_name, read_heads, real_vectors, show
+from collab_compress.analysis.stream import Batches, Progress, Shown, Use, by_name, observe, read_heads, real_vectors
 from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
 from collab_compress.errors import HeadError
 from collab_compress.heads import Part
@@ -50,7 +50,7 @@ def layer_covariance(
         UnsupportedModelError: as for `head_covariances`.
     """
     layers = LayerCovariance(unit, part)
-    show(model, batches, layers, kinds, modules, progress)
+    observe(model, batches, layers, kinds, modules, progress)
     return layers.result()
 
 
@@ -109,7 +109,7 @@ def model_covariances(
 
 
 class LayerCovariance:
-    """Gathers what `layer_covariance` gives; rides along as a `Rider`.
+    """Gathers what `layer_covariance` gives; an `Observer`.
 
     Args:
         unit: as for `layer_covariance`.

@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.analysis.means import Means
-from collab_compress.analysis.stream import Batches, Progress, show
+from collab_compress.analysis.stream import Batches, Progress, observe
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.errors import HeadError
 from collab_compress.heads import average_distance, confidence
 
 Measure = Literal["cosine", "difference", "l2"]
 
-__all__ = ["Discrepancy", "average_distance", "confidence", "discrepancy", "discrepancy_growth", "overlap"]
+__all__ = ["Discrepancy", "average_distance", "bhattacharyya", "confidence", "discrepancy", "discrepancy_growth"]
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ def discrepancy(
         CalibrationError: the model does not take such batches.
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
-    rider = Discrepancies(of)
-    show(model, batches, rider, kinds, modules, progress)
-    return rider.result()
+    observer = Discrepancies(of)
+    observe(model, batches, observer, kinds, modules, progress)
+    return observer.result()
 
 
 def discrepancy_growth(
@@ -117,7 +117,7 @@ def discrepancy_growth(
     return growth
 
 
-def overlap(
+def bhattacharyya(
     model: PreTrainedModel,
     batches: Batches,
     *,
@@ -148,9 +148,9 @@ def overlap(
         CalibrationError: as for `discrepancy`.
         UnsupportedModelError: as for `discrepancy`.
     """
-    rider = Overlaps()
-    show(model, batches, rider, kinds, modules, progress)
-    return rider.result()
+    observer = Coefficients()
+    observe(model, batches, observer, kinds, modules, progress)
+    return observer.result()
 
 
 def _distances(vectors: Tensor) -> tuple[Tensor, ...]:
@@ -188,8 +188,8 @@ class Discrepancies(Means):
         return {name: Discrepancy(cosine + 1, l2) for name, (cosine, l2) in self.means().items()}
 
 
-class Overlaps(Means):
-    """Gathers what `overlap` gives."""
+class Coefficients(Means):
+    """Gathers what `bhattacharyya` gives."""
 
     def __init__(self) -> None:
         super().__init__("rows", _coefficients)

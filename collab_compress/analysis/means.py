@@ -11,7 +11,7 @@ from collab_compress.heads import Part
 
 
 class Means:
-    """Averages a measure of the heads of each module over real positions; rides along as a `Rider`.
+    """Averages a measure of the heads of each module over real positions; an `Observer`.
 
     Args:
         part: what is measured.

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.analysis.joint import JointCovariance, RunningCovariance
-from collab_compress.analysis.stream import Batches, Progress, Shown, Use, by_name, real_vectors, show
+from collab_compress.analysis.stream import Batches, Progress, Shown, Use, by_name, observe, real_vectors
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.errors import HeadError
 from collab_compress.heads import Part
@@ -44,7 +44,7 @@ def head_covariances(
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
     covariances = Covariances(part)
-    show(model, batches, covariances, kinds, modules, progress)
+    observe(model, batches, covariances, kinds, modules, progress)
     return covariances.result()
 
 
@@ -80,12 +80,12 @@ def head_samples(
         UnsupportedModelError: as for `head_covariances`.
     """
     samples = Samples(tokens, seed, part)
-    show(model, batches, samples, kinds, modules, progress)
+    observe(model, batches, samples, kinds, modules, progress)
     return samples.result()
 
 
 class Covariances:
-    """Gathers what `head_covariances` gives; rides along as a `Rider`.
+    """Gathers what `head_covariances` gives; an `Observer`.
 
     Args:
         part: as for `head_covariances`.
@@ -116,7 +116,7 @@ class Covariances:
 
 
 class Samples:
-    """What heads answer at tokens that are drawn as they come; rides along as a `Rider`.
+    """What heads answer at tokens that are drawn as they come; an `Observer`.
 
     Args:
         tokens: as for `head_samples`.

@@ -99,7 +99,7 @@ def read_heads(
         raise HeadError("no batches to run the model on; pass some, and a list where they are read more than once")
 
 
-class Rider(Protocol):
+class Observer(Protocol):
     """Takes in what heads show while another measure runs the model."""
 
     part: Part
@@ -108,35 +108,40 @@ class Rider(Protocol):
         """Take in what one batch showed, in the order in which modules were used."""
 
 
-def show(
-    model: PreTrainedModel, batches: Batches, rider: Rider, kinds: Collection[Kind], modules: str, progress: Progress
+def observe(
+    model: PreTrainedModel,
+    batches: Batches,
+    observer: Observer,
+    kinds: Collection[Kind],
+    modules: str,
+    progress: Progress,
 ) -> None:
-    """Run a model on all batches for one rider alone; the rest, and what goes wrong, is as for `read_heads`."""
+    """Run a model on all batches for one observer alone; the rest, and what goes wrong, is as for `read_heads`."""
     read_heads(
-        [model], batches, rider.part, lambda shown: rider.take(shown[0]), kinds=kinds, modules=modules,
+        [model], batches, observer.part, lambda shown: observer.take(shown[0]), kinds=kinds, modules=modules,
         progress=progress,
     )  # fmt: skip
 
 
-def riding(
-    model: PreTrainedModel, batches: Batches, riders: Sequence[Rider], kinds: Collection[Kind] = KINDS
+def observed(
+    model: PreTrainedModel, batches: Batches, observers: Sequence[Observer], kinds: Collection[Kind] = KINDS
 ) -> Generator[Mapping[str, Tensor], None, None]:
-    """Yield batches for another measure, and show riders what heads did with each, so that one pass serves all.
+    """Yield batches for another measure, and let observers see what heads did with each, so that one pass serves all.
 
     It watches the model until it is used up or closed: wrap it in `contextlib.closing`, as that measure may fail.
 
     Args:
         model: that the other measure runs on each batch before it asks for the next.
         batches: keyword arguments for the model.
-        riders: what is to see them too.
+        observers: what is to see them too.
         kinds: which kinds of attention.
     """
-    with Tap(model, {rider.part for rider in riders}, kinds) as tap:
+    with Tap(model, {observer.part for observer in observers}, kinds) as tap:
         for batch in batches:
             yield batch
             shown = _uses(tap.take(), "*")
-            for rider in riders:
-                rider.take(shown)
+            for observer in observers:
+                observer.take(shown)
 
 
 def by_name(values: Mapping[Use, _Value]) -> dict[str, _Value]:

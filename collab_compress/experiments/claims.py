@@ -1,87 +1,214 @@
 """Which experiment a folder holds, so that results of two are never taken for one another."""
 
-import hashlib
 import json
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from collab_compress.checkpoint.directory import write_whole_json
 from collab_compress.errors import RecipeError
+from collab_compress.experiments.contents import contents_of, differing_contents
+from collab_compress.experiments.folders import discard, forget, is_free, is_ours, locked, mark
 from collab_compress.experiments.reading import parse
 from collab_compress.experiments.recipe import Recipe
 from collab_compress.experiments.record import read_record
 
 BASE = ("task", "model", "fresh", "data_dir", "files", "seed", "max_length", "tuning", "heads", "translation")
 CONVERTED = (*BASE, "compression", "calibration", "recovery")
-WEIGHTS = "weights"
+NOTES = ("weights", "contents")  # beside the fields of the recipe
+STAGE_FILES = {"model", "result.json", "report.json", "recipe.json", "checkpoints", "logs"}
+START_FILES = {
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
 
 
-def claim(recipe: Recipe) -> None:
-    """Note in an experiment's folders what is done there, or check that it is the same.
+@contextmanager
+def claimed(recipe: Recipe, stages: Sequence[str]) -> Iterator[bool]:
+    """Hold an experiment's folders, and note in them what is done there, or check that it is the same.
 
-    A folder where nothing was made is free.
+    A folder is ours that has our mark; one that revision eb8769f or one before it made has none, and is taken for
+    ours where its `recipe.json` has what only we write there. Where the work ends in an error before anything was
+    made, the notes go too. Where all stages are finished nothing is written.
+
+    Args:
+        recipe: of the experiment.
+        stages: names of its stages.
+
+    Yields:
+        Whether all stages are finished.
 
     Raises:
-        RecipeError: something else was done there, naming the fields that differ.
+        RecipeError: a folder is not ours, holds something else, naming what differs, or another process works there.
+        DataError: the data are not there.
     """
+    output = recipe.output
     described = json.loads(json.dumps(asdict(recipe), default=str))
     if recipe.data_dir is not None:
-        described["data_dir"] = str(recipe.data_dir.expanduser().resolve())
-    described[WEIGHTS] = None if recipe.model is None else _digest(Path(recipe.model).expanduser())
-    wanted = _parsed(described, "the recipe")
-    for folder, fields in _folders(recipe):
-        if _differs(folder, wanted, (*fields, WEIGHTS)):
-            shutil.rmtree(folder / "start", ignore_errors=True)
-            write_whole_json(folder / "recipe.json", described)
+        described["data_dir"] = str(recipe.data_dir.resolve())
+    wanted = {train: contents_of(recipe, train) for train in {recipe.trains, recipe.tuning is not None}}
+    folders = [(folder, fields, {**described, **wanted[train]}) for folder, fields, train in _folders(recipe)]
+
+    def to_note() -> list[tuple[Path, dict[str, Any]]]:
+        _refuse_foreign(recipe, stages)
+        return [(folder, noted) for folder, fields, noted in folders if _differs(folder, noted, fields)]
+
+    def finished() -> bool:
+        return all((output / stage / "result.json").is_file() for stage in stages)
+
+    with ExitStack() as held:
+        with _usable(output):
+            _refuse_inside(recipe)
+            noting = to_note()
+            if noting or not finished():
+                held.enter_context(locked(output))
+                noting = to_note()  # again, for another process may have been there
+                held.callback(_clear, recipe, stages)
+                _adopt(recipe, stages)
+                if not any(_made(output)):
+                    discard(output / "start")
+                for folder, noted in noting:
+                    mark(folder)
+                    write_whole_json(folder / "recipe.json", noted)
+        yield finished()
 
 
-def _folders(recipe: Recipe) -> list[tuple[Path, tuple[str, ...]]]:
-    """List the folders of an experiment, with the settings that decide what is in them."""
-    folders: list[tuple[Path, tuple[str, ...]]] = [(recipe.output, BASE)]
-    name = recipe.conversion_name
+def _clear(recipe: Recipe, stages: Sequence[str]) -> None:
+    """Leave nothing behind where nothing was made."""
+    for name in stages:
+        forget(recipe.output / name)
+    if not any(_made(recipe.output)):
+        discard(recipe.output / "start")
+        forget(recipe.output, remove=False)  # `locked` does so if it made it
+
+
+@contextmanager
+def _usable(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise RecipeError(f"cannot use {output} as output: {getattr(error, 'strerror', None) or error}") from error
+
+
+def read_result(recipe: Recipe, stage: str) -> dict[str, Any]:
+    """Read the record of a stage.
+
+    Raises:
+        RecipeError: it is not there, or is that of something else.
+    """
+    path = recipe.output / stage / "result.json"
+    record: Any = read_record(path)
+    if not isinstance(record, dict) or not {"score", "metrics", "recipe"} <= record.keys():
+        raise RecipeError(f"{path} is no record of an experiment; remove it, or choose another output")
+    for name, wanted in (("task", recipe.task), ("stage", stage), ("seed", recipe.seed)):
+        if record.get(name) != wanted:
+            raise RecipeError(f"{path} has {name} {record.get(name)!r}, not {wanted!r}; choose another output")
+    return record
+
+
+def _folders(recipe: Recipe) -> list[tuple[Path, tuple[str, ...], bool]]:
+    """List an experiment's folders, the settings that decide what is in them, and whether training data do."""
+    name, tuned = recipe.conversion_name, recipe.tuning is not None
+    folders: list[tuple[Path, tuple[str, ...], bool]] = [(recipe.output, BASE, tuned)]
     if name is not None:
-        folders.append((recipe.output / name, CONVERTED))
+        folders.append((recipe.output / name, CONVERTED, tuned))
     if recipe.again is not None:
-        folders.append((recipe.output / f"{name}-again", (*CONVERTED, "again")))
+        folders.append((recipe.output / f"{name}-again", (*CONVERTED, "again"), True))
     return folders
+
+
+def _refuse_inside(recipe: Recipe) -> None:
+    """Refuse a model in the output, which would be taken for a part of the experiment."""
+    config = None if recipe.fresh is None else recipe.fresh.config
+    for name in (recipe.model, config):
+        if name is not None and Path(name).is_dir() and Path(name).resolve().is_relative_to(recipe.output.resolve()):
+            raise RecipeError(f"the model {name} lies in the output {recipe.output}; choose another output")
+
+
+def _refuse_foreign(recipe: Recipe, stages: Sequence[str]) -> None:
+    """Refuse folders that are there and are not ours.
+
+    Raises:
+        RecipeError: naming one.
+    """
+    output = recipe.output
+    if not is_free(output) and not is_ours(output) and not _is_early(output):
+        raise RecipeError(f"{output} is there, and is no output of an experiment; choose another, or an empty folder")
+    early = not is_ours(output)
+    names = [*stages, *(f"{stage}/checkpoints" for stage in stages), *(["start"] if recipe.fresh else [])]
+    for folder in (output / name for name in names):
+        if not is_free(folder) and not is_ours(folder) and not (early and _is_early_stage(folder)):
+            raise RecipeError(f"{folder} is there, and no experiment made it; choose another output, or remove it")
+
+
+def _adopt(recipe: Recipe, stages: Sequence[str]) -> None:
+    """Mark the folders of an experiment that was made when there were no marks; the output's comes last."""
+    output = recipe.output
+    if is_ours(output) or not _is_early(output):
+        return
+    names = [*stages, *(f"{stage}/checkpoints" for stage in stages)]
+    if read_record(output / "recipe.json")["fresh"] is not None:
+        names.append("start")
+    for folder in (output / name for name in names):
+        if folder.is_dir() and _is_early_stage(folder):
+            mark(folder)
+    mark(output)
+
+
+def _is_early(folder: Path) -> bool:
+    """Say whether a folder without a mark has the notes that experiments of revision eb8769f wrote."""
+    try:
+        noted: Any = read_record(folder / "recipe.json")
+        named = isinstance(noted, dict) and {*BASE, "output", "method", "weights"} <= noted.keys()
+        return named and bool(_parsed(noted))
+    except RecipeError:
+        return False
+
+
+def _is_early_stage(folder: Path) -> bool:
+    """Say whether nothing is in a folder but what a stage of revision eb8769f left there."""
+    names = {path.name for path in folder.iterdir()}
+    if folder.name == "checkpoints":
+        return all(name.startswith("checkpoint-") for name in names)
+    if folder.name == "start":
+        return {"config.json", "model.safetensors", "tokenizer.json"} <= names <= START_FILES
+    return all(name in STAGE_FILES or name.endswith(".txt") or name.startswith(".model.partial-") for name in names)
 
 
 def _differs(folder: Path, wanted: dict[str, Any], fields: tuple[str, ...]) -> bool:
     """Say whether a folder is still to be noted as that of an experiment.
 
     Raises:
-        RecipeError: something was made there with other fields.
+        RecipeError: something was made there with other fields or data.
     """
     path = folder / "recipe.json"
     if not path.is_file():
+        if any(_made(folder)):
+            raise RecipeError(
+                f"{folder} has lost its recipe.json, so what was made there is not known; choose another output"
+            )
         return True
-    there = _parsed(read_record(path), str(path))
-    differing = [name for name in fields if there[name] != wanted[name]]
+    there = read_record(path)
+    if not isinstance(there, dict):
+        raise RecipeError(f"{path} holds a {type(there).__name__}; expected what an experiment noted")
+    try:
+        differing = differing_contents(_parsed(there, str(path)), _parsed(wanted), fields)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RecipeError(f"{path} is not as an experiment notes it: {error}") from error
     if differing and any(_made(folder)):
-        named = ", ".join("model (its files have changed)" if name == WEIGHTS else name for name in differing)
-        raise RecipeError(f"{folder} was made with another {named}; choose another output")
-    return bool(differing)
+        raise RecipeError(f"{folder} was made with another {', '.join(differing)}; choose another output")
+    return bool(differing) or not is_ours(folder) or "contents" not in there
 
 
-def _parsed(described: dict[str, Any], where: str) -> dict[str, Any]:
+def _parsed(noted: dict[str, Any], where: str = "the recipe") -> dict[str, Any]:
     """Give all fields, those that are not written down too."""
-    fields = {name: value for name, value in described.items() if name != WEIGHTS}
-    return {**asdict(parse(Recipe, fields, where)), WEIGHTS: described.get(WEIGHTS)}
-
-
-def _digest(model: Path) -> str | None:
-    """Tell a model directory's config and weights from others; None for names on the hub, whose weights stay."""
-    if not model.is_dir():
-        return None
-    digest = hashlib.sha256()
-    for path in sorted([*model.glob("config.json"), *model.glob("*.safetensors")]):
-        with path.open("rb") as file:
-            while part := file.read(1 << 24):
-                digest.update(part)
-    return digest.hexdigest()
+    fields = {name: value for name, value in noted.items() if name not in NOTES}
+    return {**asdict(parse(Recipe, fields, where)), **{name: noted.get(name) for name in NOTES}}
 
 
 def _made(folder: Path) -> Iterator[Path]:

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy.special import stdtrit
 
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.results import Column, Result, Variant
+from collab_compress.experiments.results import FRESH, UNSHAPED, Column, Result, Variant
 from collab_compress.tasks import TASKS
 
 AVERAGE = "average"
 REFERENCE = "plain/tuned"
 AS_IT_IS = "plain/given"
-ALIKE = ("files", "max_length", "translation", "tuning")
+ALIKE = ("files", "fresh", "max_length", "translation", "tuning")
 """Settings in which rows are expected not to differ."""
 
 
@@ -35,9 +36,14 @@ class Estimate:
     count: int
 
     @property
-    def error(self) -> float | None:
-        """The standard error of the mean, deviation / √n; None for one value."""
-        return None if self.deviation is None else self.deviation / math.sqrt(self.count)
+    def interval(self) -> float | None:
+        """Half the width of the 95 % confidence interval of the mean, t · deviation / √n; None for one value.
+
+        t is the 97.5 % quantile of Student's distribution with n − 1 degrees of freedom (Biometrika 6, 1908).
+        """
+        if self.deviation is None:
+            return None
+        return float(stdtrit(self.count - 1, 0.975)) * self.deviation / math.sqrt(self.count)
 
 
 @dataclass(frozen=True)
@@ -50,12 +56,14 @@ class Row:
         scores: column → mean over seeds.
         differences: column → mean over the seeds that the reference has too of score − the reference's score; empty
             for the reference itself and for models without one.
+        reference: what differences are to, as method/stage; None for models without one.
     """
 
     variant: Variant
     parameters: float | None
     scores: Mapping[Column, Estimate]
     differences: Mapping[Column, Estimate]
+    reference: str | None
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,8 @@ class Comparison:
         columns: tasks, and `AVERAGE` over all of them last, where there is one.
         rows: of one model after another; within one the reference's method first, and within a method the model
             before conversion, then conversions, without and with a second fine-tuning.
-        reference: what differences are to, as method/stage; None if no variant is it.
+        reference: what differences are to, as method/stage; None if no variant is it. Untrained models of another
+            shape are compared with the one of their shape that has its recipe otherwise.
         notes: what is doubtful about the results.
     """
 
@@ -100,10 +109,11 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
     average = _average_column(tasks)
     series = {variant: _series(members, tasks, average) for variant, members in grouped.items()}
     reference = _reference(grouped, against)
-    references = {variant.model: one for variant, one in series.items() if label(variant) == reference}
+    references = _references(grouped, reference)
     rows = []
-    for variant in sorted(grouped, key=lambda variant: _order(variant, reference)):
-        own, other = series[variant], references.get(variant.model, {})
+    for variant in sorted(grouped, key=lambda variant: _order(variant, references.get(variant.model))):
+        own, against_it = series[variant], references.get(variant.model)
+        other = {} if against_it is None else series[against_it]
         counts = [result.parameters for result in grouped[variant] if result.parameters is not None]
         rows.append(
             Row(
@@ -111,12 +121,17 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
                 sum(counts) / len(counts) if counts else None,
                 {column: estimate(by_seed.values()) for column, by_seed in own.items()},
                 {} if own is other else _differences(own, other),
+                None if against_it is None else label(against_it),
             )
         )
     averaged = [average] if average is not None and any(average in row.scores for row in rows) else []
-    return Comparison(
-        (*tasks, *averaged), tuple(rows), reference, (*_seeds_apart(grouped), *_rows_apart(grouped, reference))
+    notes = (
+        *_compared_otherwise(grouped, references, reference),
+        *_no_numbers(grouped),
+        *_seeds_apart(grouped),
+        *_rows_apart(grouped, references),
     )
+    return Comparison((*tasks, *averaged), tuple(rows), reference, notes)
 
 
 def label(variant: Variant) -> str:
@@ -168,9 +183,54 @@ def _reference(variants: Iterable[Variant], against: str | None) -> str | None:
     return against or next((name for name in (REFERENCE, AS_IT_IS) if name in there), None)
 
 
-def _order(variant: Variant, reference: str | None) -> tuple[object, ...]:
+def _references(grouped: Mapping[Variant, Sequence[Result]], reference: str | None) -> dict[str, Variant]:
+    """Give what the variants of each model are compared with.
+
+    An untrained model of another shape has the method of the reference under another name: it is the variant whose
+    recipe is the reference's but for the shape.
+    """
+    found = {variant.model: variant for variant in grouped if label(variant) == reference}
+    theirs = [
+        (variant.stage, column, _unshaped(recipes[0]))
+        for variant in found.values()
+        for column, recipes in _recipes(grouped[variant]).items()
+        if recipes[0].get("fresh")
+    ]
+    for variant in sorted(grouped, key=lambda variant: variant.method):
+        for column, recipes in _recipes(grouped[variant]).items():
+            if variant.model not in found and (variant.stage, column, _unshaped(recipes[0])) in theirs:
+                found[variant.model] = variant
+    return found
+
+
+def _unshaped(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    return {**recipe, "fresh": {name: (recipe.get("fresh") or {}).get(name) for name in UNSHAPED}}
+
+
+def _compared_otherwise(
+    grouped: Iterable[Variant], references: Mapping[str, Variant], reference: str | None
+) -> Iterator[str]:
+    """Say which untrained models are compared with something else, or with nothing."""
+    for model in sorted({variant.model for variant in grouped}):
+        other = references.get(model)
+        if other is not None and label(other) != reference:
+            yield f"{model} is compared with {label(other)}, which is {reference} in its shape"
+        if other is None and reference is not None and model.startswith(FRESH):
+            yield f"{model} is compared with nothing: no result is {reference} in its shape"
+
+
+def _no_numbers(grouped: Mapping[Variant, Sequence[Result]]) -> Iterator[str]:
+    """Name the scores that are no finite numbers."""
+    for variant, results in grouped.items():
+        for result in results:
+            if not math.isfinite(result.score):
+                where = f"{label(variant)} of {variant.model} on {result.column.name}"
+                yield f"{where}: the score of seed {result.seed} is {result.score}, and so is what is made of it"
+
+
+def _order(variant: Variant, reference: Variant | None) -> tuple[object, ...]:
     """Sort conversions by the numbers in their names, largest first: those of ranks come with less and less of it."""
-    method = (reference or REFERENCE).rpartition("/")[0]
+    method = REFERENCE.rpartition("/")[0] if reference is None else reference.method
     sizes = [-int(number) for number in re.findall(r"\d+", variant.conversion or "")]
     return (
         variant.model, variant.method != method, variant.method, variant.conversion is not None,
@@ -187,15 +247,24 @@ def _seeds_apart(grouped: Mapping[Variant, Sequence[Result]]) -> Iterator[str]:
                 yield f"{label(variant)} of {variant.model} on {column.name}: seeds differ in {differing}"
 
 
-def _rows_apart(grouped: Mapping[Variant, Sequence[Result]], reference: str | None) -> Iterator[str]:
+def _rows_apart(grouped: Mapping[Variant, Sequence[Result]], references: Mapping[str, Variant]) -> Iterator[str]:
     """Name the settings, other than what a row is about, in which it differs from what it is compared with."""
-    others = {variant.model: _recipes(results) for variant, results in grouped.items() if label(variant) == reference}
     for variant, results in grouped.items():
+        if (other := references.get(variant.model)) is None:
+            continue
+        theirs = _recipes(grouped[other])
         for column, recipes in _recipes(results).items():
-            both = recipes[:1] + others.get(variant.model, {}).get(column, [])[:1]
-            differing = _differing(both, set(ALIKE).intersection(*both))
+            both = [_flat(recipe) for recipe in (*recipes[:1], *theirs.get(column, [])[:1])]
+            differing = _differing(both, set.intersection(*map(set, both)))
             if differing:
-                yield f"{label(variant)} and {reference} of {variant.model} on {column.name} differ in {differing}"
+                yield f"{label(variant)} and {label(other)} of {variant.model} on {column.name} differ in {differing}"
+
+
+def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the settings in which rows are expected not to differ, those of a fresh model one by one."""
+    flat = {name: recipe[name] for name in ALIKE if name in recipe}
+    fresh = flat.pop("fresh", None) or {}
+    return flat | {f"fresh.{name}": value for name, value in fresh.items() if name != "attention"}
 
 
 def _recipes(results: Iterable[Result]) -> dict[Column, list[Mapping[str, Any]]]:

@@ -25,6 +25,7 @@ from collab_compress.checkpoint.directory import whole_directory
 from collab_compress.checkpoint.load import load_config
 from collab_compress.conversion.fresh import FromScratch, from_config
 from collab_compress.errors import CheckpointError, RecipeError
+from collab_compress.experiments.folders import mark
 from collab_compress.tasks import Task, train_tokenizer
 
 HEADS: dict[str, Any] = {"translation": AutoModelForSeq2SeqLM, "language modelling": AutoModelForCausalLM}
@@ -112,6 +113,7 @@ def make_fresh(fresh: Fresh, task: Task, train: Dataset, seed: int, folder: Path
     with whole_directory(folder) as directory:
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
+        mark(directory)
 
 
 def _like(

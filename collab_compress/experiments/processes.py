@@ -1,29 +1,127 @@
-"""What processes that run an experiment together do once for all of them."""
+"""What processes that run an experiment together do once for all of them, and how an error of one reaches all."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
 
-from accelerate.utils import broadcast_object_list
+import torch.distributed
+from accelerate.utils import broadcast_object_list, gather_object
+from torch.distributed import distributed_c10d
 
 from collab_compress.errors import CollabCompressError, RecipeError
-from collab_compress.processes import processes
+from collab_compress.processes import PATIENCE, processes
+
+Done = TypeVar("Done")
+EVERYWHERE = "_known_to_all_processes"
+GRACE = timedelta(seconds=10)
+"""How long one that failed waits for the others to notice."""
 
 
-def once(work: Callable[[], object]) -> None:
-    """Let the main process do something while the others wait; if it fails on purpose, it fails in all of them.
+def once(work: Callable[[], Done]) -> Done:
+    """Let the main process do something while the others wait, and tell them what came out.
 
     Raises:
-        RecipeError: what went wrong.
+        RecipeError: what went wrong in the main process, which raises the error itself.
     """
-    state, failed = processes(), [None]
-    error: CollabCompressError | None = None
+    state = processes()
+    if state.num_processes == 1:
+        return work()
+    told: list[Any] = [None, None]
+    error: Exception | None = None
     if state.is_main_process:
         try:
-            work()
-        except CollabCompressError as found:
-            error, failed = found, [str(found)]  # type: ignore[list-item]
-    if state.num_processes > 1:
-        broadcast_object_list(failed)
-    if error is not None:
-        raise error
-    if failed[0] is not None:
-        raise RecipeError(failed[0])
+            told[0] = work()
+        except Exception as found:
+            error, told[1] = found, _words(found)
+    broadcast_object_list(told)
+    if told[1] is not None:
+        raise _known(error or RecipeError(told[1]))
+    done: Done = told[0]
+    return done
+
+
+def each(work: Callable[[], Done]) -> Done:
+    """Let each process do something in which they do not meet; if it fails in one, it fails in all.
+
+    Raises:
+        RecipeError: what went wrong in another process; one's own error is raised itself.
+    """
+    state = processes()
+    if state.num_processes == 1:
+        return work()
+    error: Exception | None = None
+    try:
+        done = work()
+    except Exception as found:
+        error = found
+    said = gather_object([None if error is None else _words(error)])
+    for number, words in enumerate(said):
+        if words is not None:
+            raise _known(error or RecipeError(f"process {number}: {words}"))
+    return done
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Bring an error of one process to all of them at once, wherever they wait for it, so that they can go on.
+
+    What the processes share is closed, which ends the waiting of the others, and opened anew when all have said what
+    went wrong. Where the others cannot be woken, as in the middle of a training step or in NCCL, they are not met
+    again (`can_meet`): the process that failed is to end, which ends the waiting of the others.
+
+    Raises:
+        RecipeError: what went wrong in the process that failed first, which raises the error itself.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if processes().num_processes == 1 or getattr(error, EVERYWHERE, False) or not can_meet():
+            raise
+        if (first := _part(error)) is None:
+            raise
+        raise RecipeError(first) from error
+
+
+def can_meet() -> bool:
+    """Say whether the processes can go on together, after an error too."""
+    return processes().num_processes == 1 or torch.distributed.is_initialized()
+
+
+def _part(error: BaseException) -> str | None:
+    """Close what the processes share, and open it anew; gives what another said that failed before this one."""
+    state, backend = processes(), torch.distributed.get_backend()
+    shared = distributed_c10d._get_default_store()
+    store = distributed_c10d.PrefixStore("failed", shared)
+    place, own = store.add("order", 1), state.process_index
+
+    def say(stop: bool) -> None:
+        store.set(str(own), json.dumps([place, stop, _words(error)]))
+
+    say(not isinstance(error, Exception) or backend != "gloo")
+    distributed_c10d._abort_process_group()
+    names = [str(number) for number in range(state.num_processes)]
+    try:
+        store.wait(names, GRACE)
+    except RuntimeError:  # some wait where they cannot be told, until this process is gone
+        say(True)
+        return None
+    said = sorted((*json.loads(store.get(name)), int(name)) for name in names)
+    if not any(stop for _, stop, _, _ in said):
+        torch.distributed.init_process_group(
+            backend, store=distributed_c10d.PrefixStore("again", shared), rank=own,
+            world_size=state.num_processes, timeout=PATIENCE,
+        )  # fmt: skip
+    _, _, words, number = said[0]
+    return None if number == own else f"process {number}: {words}"
+
+
+def _words(error: BaseException) -> str:
+    known = isinstance(error, CollabCompressError)
+    return str(error) if known else f"{type(error).__name__}: {error}"
+
+
+def _known(error: Exception) -> Exception:
+    setattr(error, EVERYWHERE, True)
+    return error

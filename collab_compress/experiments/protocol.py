@@ -1,6 +1,7 @@
 """The papers' protocol: fine-tune, convert, evaluate, fine-tune again, evaluate."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -8,16 +9,17 @@ from typing import Any
 from collab_compress.checkpoint.directory import whole_directory, write_whole_json
 from collab_compress.conversion.compress import compress
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.claims import claim
+from collab_compress.experiments.claims import claimed, read_result
 from collab_compress.experiments.classification import Classification
+from collab_compress.experiments.folders import is_free, is_ours, mark
 from collab_compress.experiments.fresh import make_fresh
 from collab_compress.experiments.language_model import LanguageModel
-from collab_compress.experiments.processes import once
+from collab_compress.experiments.processes import each, failing_together, once
 from collab_compress.experiments.recipe import Recipe, Tuning
-from collab_compress.experiments.record import environment, read_record
+from collab_compress.experiments.record import environment
 from collab_compress.experiments.trackers import check_trackers
 from collab_compress.experiments.translation import Translation
-from collab_compress.experiments.tuning import evaluate, fine_tune
+from collab_compress.experiments.tuning import evaluate, fine_tune, training_arguments
 from collab_compress.experiments.workload import Workload, load_tokenizer
 from collab_compress.processes import processes
 from collab_compress.tasks import TASKS
@@ -56,31 +58,30 @@ def run(recipe: Recipe, find_model: Callable[[str], str | Path] = str) -> list[d
     check_trackers(recipe.trackers)
     first, name = "given" if recipe.tuning is None else "tuned", recipe.conversion_name
     stages = [first] + ([name] if name else []) + ([f"{name}-again"] if recipe.again is not None else [])
-    once(lambda: claim(recipe))
-    files = [recipe.output / stage / "result.json" for stage in stages]
-    if not all(file.is_file() for file in files):
-        _run(recipe, find_model, first)
-    return [read_record(file) for file in files]
+    with failing_together(), ExitStack() as held:
+        if not once(lambda: held.enter_context(claimed(recipe, stages))):
+            _run(recipe, find_model, first)
+        return once(lambda: [read_result(recipe, stage) for stage in stages])
 
 
 def _run(recipe: Recipe, find_model: Callable[[str], str | Path], first: str) -> None:
     """Run the stages that are not finished."""
-    workload = WORKLOADS[TASKS[recipe.task].kind](recipe)
-    if not workload.scored():
-        raise RecipeError(f"{recipe.task} has no split to score in {recipe.data_dir}: none but train has labels")
-    source = _fresh(workload, find_model) if recipe.model is None else find_model(recipe.model)
-    tokenizer = load_tokenizer(source)
-    encoded = workload.encode(workload.texts, tokenizer)
+    workload = each(lambda: _checked(recipe))
+    source = _fresh(workload, find_model) if recipe.model is None else each(lambda: find_model(str(recipe.model)))
+    tokenizer = each(lambda: load_tokenizer(source))
+    encoded = each(lambda: workload.encode(workload.texts, tokenizer))
 
     def stage(name: str, start: str | Path, tuning: Tuning | None = None) -> str | Path:
         """Make a stage's model if it is not there, and its record; gives where the model is."""
         folder = recipe.output / name
+        trained, scored = once(lambda: _begin(folder))
         if tuning is not None:
-            if not (folder / "model").is_dir():
-                fine_tune(workload, workload.load_model(start, trained=False), encoded, tokenizer, tuning, folder)
+            if not trained:
+                model = each(lambda: workload.load_model(start, trained=False))
+                fine_tune(workload, model, encoded, tokenizer, tuning, folder)
             start = folder / "model"
-        if not (folder / "result.json").is_file():
-            model = workload.load_model(start)
+        if not scored:
+            model = each(lambda: workload.load_model(start))
             parameters = model.num_parameters()
             metrics = evaluate(
                 workload, model, encoded, tokenizer, tuning or recipe.tuning or recipe.again or Tuning(), folder
@@ -98,12 +99,30 @@ def _run(recipe: Recipe, find_model: Callable[[str], str | Path], first: str) ->
             stage(f"{name}-again", folder / "model", recipe.again)
 
 
+def _checked(recipe: Recipe) -> Workload:
+    """Load the data, and check what only shows when it is used otherwise, which may be hours later."""
+    workload = WORKLOADS[TASKS[recipe.task].kind](recipe)
+    if not workload.scored():
+        raise RecipeError(f"{recipe.task} has no split to score in {recipe.data_dir}: none but train has labels")
+    for tuning in (recipe.tuning, recipe.again):
+        if tuning is not None:
+            training_arguments(workload, tuning, recipe.output)
+    return workload
+
+
+def _begin(folder: Path) -> tuple[bool, bool]:
+    """Make a stage's folder, and say whether its model and its record are there."""
+    if is_free(folder):
+        mark(folder)
+    return (folder / "model").is_dir(), (folder / "result.json").is_file()
+
+
 def _fresh(workload: Workload, find_model: Callable[[str], str | Path]) -> Path:
     """Make the model to start from if it is not there."""
     fresh, folder = workload.recipe.fresh, workload.recipe.output / "start"
 
     def make() -> None:
-        if fresh is not None and not folder.is_dir():
+        if fresh is not None and not is_ours(folder):
             config = None if fresh.config is None else str(find_model(fresh.config))
             make_fresh(
                 replace(fresh, config=config), workload.task, workload.texts["train"], workload.recipe.seed, folder
@@ -116,9 +135,9 @@ def _fresh(workload: Workload, find_model: Callable[[str], str | Path]) -> Path:
 def _convert(workload: Workload, source: str | Path, tokenizer: Any, folder: Path) -> None:
     """Convert a model into `folder/model` if it is not there; processes share the work."""
     recipe, recovery, together = workload.recipe, workload.recipe.recovery, processes()
-    if (folder / "model").is_dir() or recipe.compression is None:
+    if recipe.compression is None or once(lambda: (folder / "model").is_dir()):
         return
-    model = workload.load_model(source).to(together.device)
+    model = each(lambda: workload.load_model(source)).to(together.device)
     compression, spread = replace(recipe.compression, seed=recipe.seed), together.num_processes > 1
     report = compress(model, compression, recipe.calibration, tokenizer=tokenizer, spread=spread)
     described = report.to_dict()
@@ -126,7 +145,7 @@ def _convert(workload: Workload, source: str | Path, tokenizer: Any, folder: Pat
         settings = {
             **asdict(recovery), "seed": recipe.seed, "length": compression.length, "disable_tqdm": not recipe.progress
         }  # fmt: skip
-        done = recover_(model, workload.load_model(source), tokenizer, recipe.calibration, **settings)
+        done = recover_(model, each(lambda: workload.load_model(source)), tokenizer, recipe.calibration, **settings)
         described["recovery"] = {"steps": done.global_step, "mean_divergence": done.training_loss}
 
     def save() -> None:

@@ -1,5 +1,7 @@
 """Read recipes from YAML files and settings such as `compression.rank=128`."""
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,16 +47,16 @@ def parse(described: type[Described], data: Mapping[str, Any], where: str) -> De
         RecipeError: a field is not known or missing, or a value is none for it; `where` says where it stands.
     """
     try:
-        return from_dict(described, data, Config(strict=True, cast=[Path, tuple], type_hooks={float: float}))
-    except (CollabCompressError, DaciteError, TypeError, ValueError) as error:
-        raise RecipeError(f"{where}: {error}") from error
+        return from_dict(described, data, Config(strict=True, cast=[Path, tuple], type_hooks=HOOKS))
+    except (CollabCompressError, DaciteError, TypeError, ValueError, RecursionError) as error:
+        raise RecipeError(f"{where}: {_line(error)}") from error
 
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"cannot read the recipe {path}: {error}") from error
+        data = _yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise RecipeError(f"cannot read the recipe {path}: {_line(error)}") from error
     if not isinstance(data, dict):
         raise RecipeError(f"{path} holds a {type(data).__name__}; expected fields and their values")
     return data
@@ -74,6 +76,33 @@ def _set(data: dict[str, Any], override: str) -> None:
         inner[part] = dict(found)  # a copy: an alias in the file may have it stand elsewhere too
         inner = inner[part]
     try:
-        inner[last] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{override!r}: the value is not YAML: {error}") from error
+        inner[last] = _yaml(text)
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise RecipeError(f"{override[:80]!r}: the value is not YAML: {_line(error)}") from error
+
+
+def _yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)
+
+
+def _line(error: Exception) -> str:
+    return "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+
+
+def _finite(value: Any) -> float:
+    if isinstance(value, bool) or not math.isfinite(number := float(value)):
+        raise ValueError(f"got {value}; expected a finite number")
+    return number
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads 1e-4 as a number, as YAML 1.2 does and 1.1 does not."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+)
+HOOKS: dict[Any, Any] = {
+    float: _finite,
+    tuple[str, ...]: lambda value: (value,) if isinstance(value, str) else value,
+}

@@ -1,7 +1,7 @@
 """An experiment as data: the same dataclasses in Python, in YAML files and on command lines."""
 
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,9 @@ class Tuning:
         doubled = own & self.arguments.keys()
         if doubled:
             raise RecipeError(f"arguments hold {', '.join(sorted(doubled))}, which a recipe says by its own fields")
+        for name in ("epochs", "learning_rate"):
+            if not 0 <= (value := getattr(self, name)) < inf:
+                raise RecipeError(f"{name} is {value}; expected a number that is not negative")
         if not 0 <= self.warmup < 1:
             raise RecipeError(f"warmup is {self.warmup}; expected a share of the steps, from 0 to below 1")
         if self.batch_size < 1:
@@ -53,6 +56,18 @@ class Tuning:
             raise RecipeError(f"average is {self.average}; expected at least 1 checkpoint")
         if self.max_steps <= 0 and "save_strategy" not in self.arguments and self.average > ceil(self.epochs):
             raise RecipeError(f"average is {self.average}, but {self.epochs:g} epochs leave fewer checkpoints")
+
+
+def expanded(path: Path) -> Path:
+    """Put the home directory where a path has ~.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise RecipeError(f"{path}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -159,6 +174,15 @@ class Recipe:
     """Whether the main process shows progress bars."""
 
     def __post_init__(self) -> None:
+        for place in ("output", "data_dir"):
+            if (path := getattr(self, place)) is not None:
+                object.__setattr__(self, place, expanded(Path(path)))
+        if not 0 <= self.seed < 1 << 32:
+            raise RecipeError(f"seed is {self.seed}; expected a number from 0 to 2**32 - 1")
+        for split, names in (self.files or {}).items():
+            listed = [names] if isinstance(names, str) else names
+            if not isinstance(listed, list | tuple) or not all(isinstance(name, str) for name in listed):
+                raise RecipeError(f"files of {split} are {names!r}; expected a path, or a list of paths")
         if self.task not in TASKS:
             raise RecipeError(f"unknown task {self.task!r}; expected one of {', '.join(sorted(TASKS))}")
         if (self.model is None) == (self.fresh is None):

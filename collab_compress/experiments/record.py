@@ -8,6 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from collab_compress.errors import RecipeError
 from collab_compress.processes import processes
 
@@ -26,19 +28,20 @@ def read_record(path: Path) -> dict[str, Any]:
     """
     try:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RecipeError(f"cannot read the record {path}: {error}") from error
     return record
 
 
 def environment() -> dict[str, Any]:
-    """Name the versions of what computes, on what, and the git revision of this package if it is a checkout.
+    """Name the versions of what computes, on what hardware, and the git revision of this package in a checkout.
 
     The mixed precision is that of `accelerate launch`; a recipe's own is among its training arguments.
     """
     state = processes()
     found: dict[str, Any] = {name: version(name) for name in PACKAGES}
     found |= {"python": platform.python_version(), "processes": state.num_processes, "device": str(state.device)}
+    found |= {"threads": torch.get_num_threads(), "hardware": _hardware()}
     found |= {"mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), "revision": None}
     if (CHECKOUT / ".git").exists():
         try:
@@ -50,3 +53,14 @@ def environment() -> dict[str, Any]:
         except (OSError, subprocess.SubprocessError):
             pass  # no git, or a checkout that it does not trust
     return found
+
+
+def _hardware() -> str:
+    """Name the accelerator, or else the CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

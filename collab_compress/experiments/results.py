@@ -1,5 +1,6 @@
 """What experiments found: the records in a folder."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -7,6 +8,7 @@ from types import NoneType
 from typing import Any
 
 from collab_compress.errors import RecipeError
+from collab_compress.experiments.fresh import Fresh
 from collab_compress.experiments.reading import parse
 from collab_compress.experiments.record import read_record
 from collab_compress.metrics import METRICS
@@ -25,6 +27,13 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "recipe": (dict,),
 }
 OPTIONAL: dict[str, Any] = {"parameters": None, "recipe": {}}
+SETTINGS: dict[str, tuple[type, ...]] = {
+    "model": (str, NoneType),
+    "fresh": (dict, NoneType),
+    "translation": (dict, NoneType),
+}
+"""Settings of a recipe that tables are made by."""
+
 FRESH = "fresh"
 FREE = {"seed", "output", "data_dir", "trackers", "progress", "method", "attn_implementation"}
 """Settings that do not decide a score."""
@@ -34,6 +43,8 @@ RENAMED = {"frozen": "frozen_ratio", "loss": "name"}
 
 CONVERSION = {"compression", "conversion", "calibration", "recovery"}
 AGAIN = {"again"}
+UNSHAPED = {"dropout", "attention_dropout", "attention"}
+"""Settings of a fresh model that methods differ in; those with others are other models."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,8 @@ class Variant:
     """What was done to which model: a row of a table.
 
     Args:
-        model: what it started from, of a path no more than tells it from others; "fresh" for an untrained one.
+        model: what it started from, of a path no more than tells it from others; "fresh" for an untrained one, with
+            what tells it from untrained ones of other shapes on the same task.
         method: what the recipe calls it.
         stage: tuned, given (as it is), or the name of a conversion, with `-again` after a second fine-tuning.
         conversion: its name; None for the model before.
@@ -113,10 +125,11 @@ def read_results(folder: Path) -> list[Result]:
     if not folder.is_dir():
         raise RecipeError(f"{folder} is no folder; expected one with the outputs of experiments")
     records = {path: _checked(path) for path in sorted(folder.rglob("result.json"))}
-    names = _model_names(record["recipe"].get("model") or FRESH for record in records.values())
+    names = _model_names(record["recipe"]["model"] for record in records.values() if record["recipe"].get("model"))
+    fresh = _fresh_names(records)
     results: dict[tuple[Variant, Column, int], Result] = {}
     for path, record in records.items():
-        result = _result(path, record, names)
+        result = _result(path, record, fresh.get(path) or names[record["recipe"]["model"]])
         variant, column, seed = result.variant, result.column, result.seed
         there = results.setdefault((variant, column, seed), result)
         if there is not result:
@@ -129,9 +142,15 @@ def read_results(folder: Path) -> list[Result]:
     return list(results.values())
 
 
-def _result(path: Path, record: Mapping[str, Any], names: Mapping[str, str]) -> Result:
+def shape(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Give what a fresh model is like, but for what methods differ in."""
+    fresh = {**asdict(Fresh()), **(recipe.get("fresh") or {})}
+    return {name: value for name, value in fresh.items() if name not in UNSHAPED}
+
+
+def _result(path: Path, record: Mapping[str, Any], model: str) -> Result:
     recipe, conversion, again = record["recipe"], record["conversion"], record["again"]
-    variant = Variant(names[recipe.get("model") or FRESH], record["method"], record["stage"], conversion, again)
+    variant = Variant(model, record["method"], record["stage"], conversion, again)
     free = FREE | (set() if again else AGAIN) | (set() if conversion else CONVERSION)
     return Result(
         variant=variant,
@@ -171,22 +190,47 @@ def _checked(path: Path) -> dict[str, Any]:
     for name, types in FIELDS.items():
         if name not in record:
             raise RecipeError(f"{path} is no record of an experiment: it has no {name}; remove or rename it")
-        if type(record[name]) not in types:
-            expected = " or ".join("null" if kind is NoneType else kind.__name__ for kind in types)
-            raise RecipeError(f"{path}: {name} is {record[name]!r}; expected {expected}")
+        _check(path, name, record[name], types)
+    for name, types in SETTINGS.items():
+        _check(path, f"recipe.{name}", record["recipe"].get(name), types)
     if record["task"] not in TASKS:
         raise RecipeError(f"{path}: unknown task {record['task']!r}; expected one of {', '.join(sorted(TASKS))}")
     return record
+
+
+def _check(path: Path, name: str, value: Any, types: tuple[type, ...]) -> None:
+    if type(value) not in types:
+        expected = " or ".join("null" if kind is NoneType else kind.__name__ for kind in types)
+        raise RecipeError(f"{path}: {name} is {repr(value)[:80]}; expected {expected}")
+    if type(value) is int and abs(value) >= 1 << 63:
+        raise RecipeError(f"{path}: {name} has {value.bit_length()} bits; expected at most 63")
 
 
 def _model_names(models: Iterable[str]) -> dict[str, str]:
     """Cut absolute paths down to their last parts, two or as many as it takes to tell them apart."""
     names = {model: model for model in models}
     paths = {model: Path(model).parts for model in names if Path(model).is_absolute()}
-    parts = 2
-    while len({path[-parts:] for path in paths.values()}) < len(paths):
+    parts, apart = 2, len(set(paths.values()))
+    while len({path[-parts:] for path in paths.values()}) < apart:
         parts += 1
     return names | {model: "/".join(path[-parts:]) for model, path in paths.items()}
+
+
+def _fresh_names(records: Mapping[Path, Mapping[str, Any]]) -> dict[Path, str]:
+    """Name untrained models, those of several shapes on one task by what tells them apart."""
+    columns: dict[Column, dict[Path, dict[str, Any]]] = defaultdict(dict)
+    for path, record in records.items():
+        if not record["recipe"].get("model"):
+            columns[_column(record["task"], record["recipe"])][path] = shape(record["recipe"])
+    names = {}
+    for shapes in columns.values():
+        fields = [
+            name for name in next(iter(shapes.values())) if len({str(one.get(name)) for one in shapes.values()}) > 1
+        ]
+        for path, found in shapes.items():
+            told = ", ".join(f"{name} {found.get(name)}" for name in fields)
+            names[path] = f"{FRESH} ({told})" if told else FRESH
+    return names
 
 
 def _column(task_name: str, recipe: Mapping[str, Any]) -> Column:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from collab_compress.errors import CollabCompressError, RecipeError
+from collab_compress.experiments.processes import can_meet
 from collab_compress.experiments.protocol import run
 from collab_compress.experiments.reading import parse, read_settings
-from collab_compress.experiments.recipe import Recipe
+from collab_compress.experiments.recipe import Recipe, expanded
 
 logger = logging.getLogger(__name__)
 Settings = dict[str, Any]
@@ -43,6 +44,7 @@ class Sweep:
     """Which of the tasks, methods, conversions and seeds to run now; all of those not named here."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "output", expanded(Path(self.output)))
         for axis, names in self.only.items():
             if axis not in AXES:
                 raise RecipeError(f"only holds {axis!r}; expected some of {', '.join(AXES)}")
@@ -84,7 +86,8 @@ def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
 def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = str) -> list[str]:
     """Run what is not finished yet. It can be stopped at any point, and started again.
 
-    A run that fails on purpose, for lack of data say, does not keep the others from running.
+    A run that fails, for whatever reason, does not keep the others from running. An interrupt stops the sweep, and so
+    does an error of one of several processes in the middle of a training step, where the others cannot be told.
 
     Args:
         sweep: what to run.
@@ -92,15 +95,24 @@ def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = str) -> li
 
     Returns:
         What went wrong, with the folder it went wrong in.
+
+    Raises:
+        RecipeError: one of several processes failed where the others cannot be told.
     """
     failed = []
     for recipe in sweep.recipes():
         try:
             for record in run(recipe, find_model):
                 logger.info("%s %s: %.2f", recipe.output, record["stage"], record["score"])
-        except CollabCompressError as error:
-            logger.error("%s: %s", recipe.output, error)
-            failed.append(f"{recipe.output}: {error}")
+        except Exception as error:
+            known = isinstance(error, CollabCompressError)
+            words = str(error) if known else f"{type(error).__name__}: {error}"
+            if not can_meet():
+                raise RecipeError(
+                    f"{recipe.output}: {words}; the sweep stops, for processes wait; start it again"
+                ) from error
+            logger.error("%s: %s", recipe.output, words)
+            failed.append(f"{recipe.output}: {words}")
     return failed
 
 

@@ -1,18 +1,23 @@
 """Fine-tune a model so that it can be stopped at any point, and evaluate one."""
 
 import json
-import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import torch
 from datasets import DatasetDict
+from safetensors import SafetensorError
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 from collab_compress.checkpoint.directory import whole_directory
 from collab_compress.checkpoint.load import load_model
 from collab_compress.errors import RecipeError
+from collab_compress.experiments.folders import discard, mark
 from collab_compress.experiments.processes import once
 from collab_compress.experiments.recipe import Tuning
 from collab_compress.experiments.sampling import seeded
@@ -26,6 +31,15 @@ EVALUATION = {
     "use_cpu", "disable_tqdm", "generation_max_length", "generation_num_beams",
 }  # fmt: skip
 """Training arguments that also hold while a model is evaluated."""
+POSITIVE = {"per_device_eval_batch_size", "gradient_accumulation_steps", "generation_num_beams"}
+PLAIN: dict[Any, Callable[[Any], bool]] = {
+    NoneType: lambda value: value is None,
+    bool: lambda value: isinstance(value, bool),
+    int: lambda value: isinstance(value, int) and not isinstance(value, bool),
+    float: lambda value: isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value),
+    str: lambda value: isinstance(value, str),
+}
+"""Type of a training argument → whether a value is one."""
 
 
 def fine_tune(
@@ -50,16 +64,18 @@ def fine_tune(
         RecipeError: the training arguments are none, or no such tracker.
     """
     checkpoints, recipe = folder / "checkpoints", workload.recipe
+    once(lambda: mark(checkpoints))
     trainer = _trainer(workload, model, data, tokenizer, tuning, checkpoints, recipe.heads)
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise RecipeError("an experiment keeps each model whole in its process; leave FSDP and DeepSpeed out")
     if recipe.trackers:
         trainer.add_callback(TrackerCallback(trainer, recipe, folder))
-    latest = last_checkpoint(checkpoints)
-    if latest is not None and _finished(latest):  # killed before it was saved
+    latest = once(lambda: last_checkpoint(checkpoints))
+    if latest is not None and once(lambda: _finished(latest)):  # killed before it was saved
         trained, _ = load_model(type(model), latest, dtype=model.dtype)
     else:
-        trainer.train(resume_from_checkpoint=None if latest is None else str(latest))
+        with _writing(checkpoints):
+            trainer.train(resume_from_checkpoint=None if latest is None else str(latest))
         trained = trainer.accelerator.unwrap_model(trainer.model)
 
     def save() -> None:
@@ -68,7 +84,7 @@ def fine_tune(
         with whole_directory(folder / "model") as directory:
             trained.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
-        shutil.rmtree(checkpoints, ignore_errors=True)
+        discard(checkpoints)
 
     once(save)
 
@@ -82,13 +98,12 @@ def evaluate(
     folder: Path,
 ) -> dict[str, dict[str, float]]:
     """Give the task's metrics on each split that has labels, but for the training data; in full precision."""
-    checkpoints = folder / "checkpoints"
     kept = {name: value for name, value in tuning.arguments.items() if name in EVALUATION}
-    trainer = _trainer(workload, model, data, tokenizer, Tuning(arguments=kept), checkpoints, precise=True)
+    trainer = _trainer(workload, model, data, tokenizer, Tuning(arguments=kept), folder, precise=True)
     results = {split: workload.score(trainer, split, data[split], folder) for split in workload.scored()}
     if workload.recipe.trackers:
         log_scores(trainer, workload.recipe, folder, results)
-    once(lambda: shutil.rmtree(checkpoints, ignore_errors=True))  # the trainer makes it, and nothing is in it
+    once(lambda: discard(folder / "checkpoints"))  # where the process was killed after it saved the model
     return results
 
 
@@ -153,6 +168,22 @@ def _trainer(
     heads: HeadTraining | None = None,
     precise: bool = False,
 ) -> Trainer:
+    arguments = training_arguments(workload, tuning, folder)
+    if precise:
+        arguments.mixed_precision = "no"  # whatever `accelerate launch` was told
+    validation = next((rows for split, rows in data.items() if split.startswith("validation")), None)
+    return seeded(workload.trainer_class)(
+        model, arguments, train_dataset=data.get("train"), eval_dataset=validation, processing_class=tokenizer,
+        data_collator=workload.collator(model, tokenizer), head_training=heads, **workload.options(),
+    )  # fmt: skip
+
+
+def training_arguments(workload: Workload, tuning: Tuning, folder: Path) -> TrainingArguments:
+    """Give a trainer's arguments, checked as far as it can be done before anything is trained.
+
+    Raises:
+        RecipeError: one is not known, or its value is none for it.
+    """
     given: dict[str, Any] = {
         "num_train_epochs": tuning.epochs, "max_steps": tuning.max_steps, "learning_rate": tuning.learning_rate,
         "warmup_steps": tuning.warmup, "per_device_train_batch_size": tuning.batch_size,
@@ -163,14 +194,28 @@ def _trainer(
     }  # fmt: skip
     if workload.task.kind == "regression" and tuning.arguments.get("label_smoothing_factor"):
         raise RecipeError(f"{workload.task.name} has scores, not classes; leave label_smoothing_factor out")
+    hints = get_type_hints(workload.arguments_class)
+    for name, value in tuning.arguments.items():
+        kinds = set(get_args(hints.get(name)) or (hints.get(name),))
+        if kinds <= PLAIN.keys() and not any(PLAIN[kind](value) for kind in kinds):
+            expected = " or ".join(sorted("null" if kind is NoneType else kind.__name__ for kind in kinds))
+            raise RecipeError(f"training arguments: {name} is {value!r}; expected {expected}")
+        if name in POSITIVE and isinstance(value, int) and value < 1:
+            raise RecipeError(f"training arguments: {name} is {value}; expected at least 1")
     try:
-        arguments = workload.arguments_class(str(folder), seed=workload.recipe.seed, **(given | tuning.arguments))
-    except (TypeError, ValueError) as error:
+        return workload.arguments_class(str(folder), seed=workload.recipe.seed, **(given | tuning.arguments))
+    except (TypeError, ValueError, ImportError) as error:
         raise RecipeError(f"training arguments: {error}") from error
-    if precise:
-        arguments.mixed_precision = "no"  # whatever `accelerate launch` was told
-    validation = next((rows for split, rows in data.items() if split.startswith("validation")), None)
-    return seeded(workload.trainer_class)(
-        model, arguments, train_dataset=data.get("train"), eval_dataset=validation, processing_class=tokenizer,
-        data_collator=workload.collator(model, tokenizer), head_training=heads, **workload.options(),
-    )  # fmt: skip
+
+
+@contextmanager
+def _writing(checkpoints: Path) -> Iterator[None]:
+    """Turn what is raised where a disk is full into one line."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise RecipeError(f"training stopped, cannot write {checkpoints}: {error}") from error
+    except RuntimeError as error:
+        if "PytorchStreamWriter" not in str(error) and "inline_container" not in str(error):
+            raise
+        raise RecipeError(f"training stopped, cannot write {checkpoints}: {str(error).splitlines()[0]}") from error

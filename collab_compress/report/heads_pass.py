@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from collab_compress.analysis import confidence, with_progress
 from collab_compress.analysis.between import LayerCovariance
-from collab_compress.analysis.diversity import Discrepancies, Overlaps
+from collab_compress.analysis.diversity import Coefficients, Discrepancies
 from collab_compress.analysis.responses import Covariances, Samples
-from collab_compress.analysis.stream import Progress, Rider, riding
+from collab_compress.analysis.stream import Observer, Progress, observed
 from collab_compress.architectures import FAMILIES, AttentionSite, Kind, find_attention
 from collab_compress.calibration import Batch
 
@@ -29,7 +29,7 @@ class Pass:
     Args:
         confidence: as `confidence` gives.
         distances: has what `discrepancy` gives.
-        overlaps: has what `overlap` gives.
+        overlaps: has what `bhattacharyya` gives.
         samples: has what `head_samples` gives.
         layers: have what `layer_covariance` gives, by head, of modules that read the same tokens.
         heads: have what `head_covariances` gives, of modules that are too wide for that.
@@ -37,7 +37,7 @@ class Pass:
 
     confidence: dict[str, Tensor]
     distances: Discrepancies
-    overlaps: Overlaps
+    overlaps: Coefficients
     samples: Samples
     layers: tuple[LayerCovariance, ...]
     heads: tuple[Covariances, ...]
@@ -73,10 +73,10 @@ def pass_over(
             layers.append(LayerCovariance("head", kinds=kinds))
         elif chosen:
             heads.append(Covariances(kinds=kinds))
-    distances, overlaps = Discrepancies(), Overlaps()
-    riders: list[Rider] = [samples, distances, overlaps, *layers, *heads]
-    with closing(riding(model, batches, riders)) as ridden:
-        sure = confidence(model, with_progress(ridden, progress, "heads"), exclude=_ends(tokenizer, model))
+    distances, overlaps = Discrepancies(), Coefficients()
+    observers: list[Observer] = [samples, distances, overlaps, *layers, *heads]
+    with closing(observed(model, batches, observers)) as watched:
+        sure = confidence(model, with_progress(watched, progress, "heads"), exclude=_ends(tokenizer, model))
     return Pass(sure, distances, overlaps, samples, tuple(layers), tuple(heads))
 
 

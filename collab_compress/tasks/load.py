@@ -57,12 +57,7 @@ def load_task(
     Raises:
         DataError: no such task, files that are missing or malformed (with file and line), or no hub to be reached.
     """
-    if name not in TASKS:
-        raise DataError(f"unknown task {name!r}; expected one of {', '.join(sorted(TASKS))}")
-    task = _with_files(TASKS[name], files) if files else TASKS[name]
-    if not train:
-        task = _without_train(task)
-    languages = _languages(task, source, target)
+    task, languages = _chosen(name, source, target, files, train)
     if data_dir is None:
         if files:
             raise DataError(f"{name}: files are looked up in a folder; pass data_dir too")
@@ -79,6 +74,44 @@ def load_task(
             for split in found.splits
         }
     )
+
+
+def task_files(
+    name: str,
+    data_dir: str | Path,
+    *,
+    source: str | None = None,
+    target: str | None = None,
+    files: Mapping[str, str | Sequence[str]] | None = None,
+    train: bool = True,
+) -> dict[str, list[Path]]:
+    """Find the files that `load_task` reads, which takes the same arguments.
+
+    Returns:
+        Split → files, or folders of them, in the order in which they are read.
+
+    Raises:
+        DataError: no such task, or files are missing.
+    """
+    task, languages = _chosen(name, source, target, files, train)
+    found = find_files(task, Path(data_dir).expanduser(), languages, None)
+    return {split: [path for part in parts for path in part] for split, parts in found.splits.items()}
+
+
+def _chosen(
+    name: str,
+    source: str | None,
+    target: str | None,
+    files: Mapping[str, str | Sequence[str]] | None,
+    train: bool,
+) -> tuple[Task, Languages]:
+    """Give a task, with the files and the languages that were asked for."""
+    if name not in TASKS:
+        raise DataError(f"unknown task {name!r}; expected one of {', '.join(sorted(TASKS))}")
+    task = _with_files(TASKS[name], files) if files else TASKS[name]
+    if not train:
+        task = _without_train(task)
+    return task, _languages(task, source, target)
 
 
 def _languages(task: Task, source: str | None, target: str | None) -> Languages:

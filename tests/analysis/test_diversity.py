@@ -5,16 +5,16 @@ import torch
 
 from collab_compress.analysis import (
     average_distance,
+    bhattacharyya,
     confidence,
     discrepancy,
     discrepancy_growth,
     mean_over_pairs,
-    overlap,
 )
 from collab_compress.analysis.diversity import Discrepancy
 from collab_compress.errors import HeadError
 from collab_compress.heads import Tap
-from collab_compress.losses import bhattacharyya
+from collab_compress.losses import bhattacharyya as loss
 
 NAME = "encoder.layer.0.attention.self"
 
@@ -78,9 +78,9 @@ def test_mean_distance_of_a_head_is_avg_l2(either):
             torch.testing.assert_close(found[name].l2.sum(1) / 2, distance, atol=1e-5, rtol=1e-5)
 
 
-def test_overlap_is_the_bhattacharyya_coefficient(either):
+def test_bhattacharyya_coefficients(either):
     model, batches = either
-    found = overlap(model, batches)
+    found = bhattacharyya(model, batches)
     right = rows_of(model, batches)
     assert found.keys() == right.keys()
     for name, parts in right.items():
@@ -93,8 +93,8 @@ def test_overlap_is_the_bhattacharyya_coefficient(either):
 def test_overlap_agrees_with_the_loss(bert, batch):
     with Tap(bert, ["rows"]) as tap, torch.no_grad():
         bert(**batch)
-        losses = {r.site.name: float(bhattacharyya(r.rows, r.real.query)) for r in tap.take()}
-    for name, matrix in overlap(bert, [batch]).items():
+        losses = {r.site.name: float(loss(r.rows, r.real.query)) for r in tap.take()}
+    for name, matrix in bhattacharyya(bert, [batch]).items():
         assert mean_over_pairs(matrix) == pytest.approx(losses[name], abs=1e-5)
 
 
@@ -135,7 +135,7 @@ def test_one_head_and_one_token(make_tiny):
     found = discrepancy(model, [batch])[NAME]
     assert found.l2.tolist() == [[0]]
     assert float(found.cosine) == pytest.approx(2)
-    assert float(overlap(model, [batch])[NAME]) == pytest.approx(1)
+    assert float(bhattacharyya(model, [batch])[NAME]) == pytest.approx(1)
     with pytest.raises(HeadError, match="a single head has no pairs"):
         mean_over_pairs(found.l2)
 
@@ -144,7 +144,9 @@ def test_padding_does_not_count(bert, batch):
     longer = {name: torch.nn.functional.pad(value, (0, 4)) for name, value in batch.items()}
     short, padded = discrepancy(bert, [batch])[NAME], discrepancy(bert, [longer])[NAME]
     torch.testing.assert_close(short.l2, padded.l2, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(overlap(bert, [batch])[NAME], overlap(bert, [longer])[NAME], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        bhattacharyya(bert, [batch])[NAME], bhattacharyya(bert, [longer])[NAME], atol=1e-5, rtol=1e-5
+    )
 
 
 def test_confidence_is_at_hand(bert, batch):
@@ -163,7 +165,7 @@ def test_what_cannot_be_measured_is_refused(bert, batch):
     with pytest.raises(HeadError, match="a: the baseline's l2 discrepancy is 0"):
         discrepancy_growth({"a": zero}, {"a": zero})
     with pytest.raises(HeadError, match="saw no token that is no padding"):
-        overlap(bert, [{"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[0, 0]])}])
+        bhattacharyya(bert, [{"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[0, 0]])}])
     bert.get_submodule(NAME).value.weight.data[0, 0] = torch.nan
     with pytest.raises(HeadError, match=f"{NAME}: what its heads compute is not finite"):
         discrepancy(bert, [batch])

@@ -66,15 +66,15 @@ def test_converts_a_classifier_and_says_how_to_load_it(run, loaded, model_dir, t
     assert len(stored["report"]["modules"]) == 2
 
 
-def test_how_much_is_calibrated_on_is_an_option_and_said(run, model_dir, tmp_path):
+def test_how_much_is_calibrated_on_is_an_option_and_said(run, model_dir, tmp_path, caplog):
     texts = tmp_path / "texts.txt"
     texts.write_text("".join(f"text number {n} of a user\n" for n in range(30)), encoding="utf-8")
     options = ("--dk", 8, "--calibration", texts, "--sequences", 24, "--length", 6, "--seed", 2)
     code, printed, error = run(model_dir, *options, "--output", tmp_path / "out")
     assert code == 0, error
     assert "Calibrated on 21 sequences; each module saw 126 vectors or more." in printed
-    assert "calibration uses 24 of 30 texts, drawn at random" in error
-    assert "24 of 24 texts are longer than 6 tokens and are cut there" in error
+    assert "calibration uses 24 of 30 texts, drawn at random" in caplog.messages
+    assert "24 of 24 texts are longer than 6 tokens and are cut there" in caplog.messages
     stored = json.loads((tmp_path / "out" / "collab_compress.json").read_text(encoding="utf-8"))
     assert (stored["compression"]["sequences"], stored["compression"]["length"]) == (24, 6)
     assert len(stored["report"]["warnings"]) == 2

@@ -5,6 +5,9 @@ import io
 import json
 import os
 import statistics
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from collab_compress_cli import results as command
@@ -72,9 +75,10 @@ def test_means_and_differences(capsys, write):
             mean, deviation = statistics.fmean(arm[task]), statistics.stdev(arm[task])
             assert row[name] == f"{mean:.2f} ± {deviation:.2f} (3)"
     (change,) = differences
-    assert change["mrpc (accuracy+f1)"] == f"-1.33 ± {stats.sem([1.0, 0.5, 2.5]):.2f} (3)"
-    assert change["ptb (perplexity, negative is better)"] == f"+0.17 ± {stats.sem([1.0, -1.0, 0.5]):.2f} (3)"
-    assert "Difference to plain/tuned" in printed
+    t = stats.t.ppf(0.975, 2)
+    assert change["mrpc (accuracy+f1)"] == f"-1.33 ± {t * stats.sem([1.0, 0.5, 2.5]):.2f} (3)"
+    assert change["ptb (perplexity, negative is better)"] == f"+0.17 ± {t * stats.sem([1.0, -1.0, 0.5]):.2f} (3)"
+    assert "Difference to plain/tuned of the same model, task and seed: mean ± half of its 95 % t-interval" in printed
 
 
 def test_the_papers_beside_ours(capsys, write):
@@ -133,7 +137,8 @@ def test_csv(capsys, write):
     assert float(reference["sd"]) == pytest.approx(statistics.stdev(PLAIN["mrpc"]))
     assert (reference["n"], reference["difference"], reference["reference"]) == ("3", "", "")
     assert float(change["difference"]) == pytest.approx(-4 / 3)
-    assert float(change["se"]) == pytest.approx(stats.sem([1.0, 0.5, 2.5]))
+    low, high = stats.t.interval(0.95, 2, -4 / 3, stats.sem([1.0, 0.5, 2.5]))
+    assert (float(change["low"]), float(change["high"])) == (pytest.approx(low), pytest.approx(high))
     assert (change["reference"], change["pairs"], change["greater_is_better"]) == ("plain/tuned", "3", "True")
     paper = next(line for line in lines if line["model"] == "BERT-base" and line["task"] == "mrpc")
     assert (paper["mean"], paper["printed"], paper["parameters"]) == ("86.3", "88.8/83.8", "108300000")
@@ -175,6 +180,16 @@ def test_notes(capsys, write):
     path.write_text(json.dumps({**record, "recipe": {**record["recipe"], "max_length": 64}}))
     _, printed, _ = run(capsys, folder)
     assert "* plain/tuned of minilm|x on mrpc: seeds differ in max_length." in printed
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_nowhere_to_print():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "collab_compress_cli.results", "--papers"],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, "collab-results: cannot print: No space left on device\n")
 
 
 def test_tasks_that_no_paper_has(capsys, write):

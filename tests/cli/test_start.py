@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from collab_compress_cli.command import stopping_in_one_line
 from transformers import BertForSequenceClassification
 
 COMMANDS = {"collab-compress": "compress", "collab-analyze": "analyze", "collab-results": "results"}
@@ -119,3 +120,44 @@ def test_yes_runs_nothing(make_tiny, tmp_path):
         "collab-compress: cannot read evil/config.json: it wants code that it brings along, which is not run\n"
     )
     assert os.listdir(tmp_path) == ["evil"]
+
+
+def interrupted(work, capsys):
+    """Run what a signal stops; everything about it must be as it is for a command."""
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit) as stop, stopping_in_one_line("x"):
+        work()
+    assert stop.value.code == 130
+    assert capsys.readouterr().err == "x: interrupted; nothing half-written is left\n"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_signal_does_not_disturb_the_clearing_up(capsys):
+    cleared = []
+
+    def work():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            cleared.append(True)
+
+    interrupted(work, capsys)
+    assert cleared == [True]
+
+
+def test_an_interrupt_that_python_swallows_is_not_lost(capsys):
+    class Goes:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    def work():
+        Goes()
+        time.sleep(10)
+
+    interrupted(work, capsys)
+
+
+def test_a_fault_of_ours_shows_where_it_is():
+    with pytest.raises(ZeroDivisionError), stopping_in_one_line("x"):
+        1 / 0  # noqa: B018

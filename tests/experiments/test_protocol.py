@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -10,14 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification, TrainerCallback
+from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, TrainerCallback
 
-from collab_compress.errors import RecipeError
+from collab_compress.errors import CollabCompressError, RecipeError
 from collab_compress.experiments import read_recipe, run
 from collab_compress.experiments import tuning as tuning_module
 from collab_compress.experiments.tuning import last_checkpoint
-from collab_compress.training import join_trainer_
+from collab_compress.training import HeadTrainer
 
 SCRIPT = Path(__file__).parents[2] / "glue_runs" / "run_glue.py"
 TUNING = "{epochs: 4, learning_rate: 1.0e-3, batch_size: 8, arguments: {use_cpu: true, disable_tqdm: true}}"
@@ -61,7 +63,9 @@ def test_ranks_share_the_dense_model(start, data_dir, tmp_path):
     for stage in ("tuned", "dk24"):
         record = evaluated(tmp_path / "out" / stage / "model", data_dir, tmp_path / stage)
         assert (record["stage"], record["metrics"]) == ("given", first[0]["metrics"])
-        assert {path.name for path in (tmp_path / stage).iterdir()} == {"recipe.json", "given"}
+        assert {path.name for path in (tmp_path / stage).iterdir()} == {
+            "recipe.json", "given", ".collab-experiment.json",
+        }  # fmt: skip
 
 
 def evaluated(model, data_dir, output, *more):
@@ -77,8 +81,13 @@ def test_a_score_is_not_that_of_another_model_or_other_data(start, data_dir, tmp
     record = evaluated(model, data_dir, tmp_path / "scores")
     assert evaluated(model, data_dir / ".." / "data", tmp_path / "scores") == record  # the same folder
     other = shutil.copytree(data_dir, tmp_path / "other")
-    with pytest.raises(RecipeError, match="scores was made with another data_dir; choose another output"):
-        evaluated(model, other, tmp_path / "scores")
+    assert evaluated(model, other, tmp_path / "scores") == record  # moved data are the same data
+    with (data_dir / "MRPC" / "dev.tsv").open("a") as file:
+        file.write("1\t9\t9\tred cat\tred cat\n")
+    changed = r"scores was made with another data set \(dev\.tsv changed\); choose another output"
+    with pytest.raises(RecipeError, match=changed):
+        evaluated(model, data_dir, tmp_path / "scores")
+    shutil.copy(other / "MRPC" / "dev.tsv", data_dir / "MRPC" / "dev.tsv")
     weights = load_file(model / "model.safetensors")
     weights["classifier.bias"] += 1
     save_file(weights, model / "model.safetensors", {"format": "pt"})
@@ -203,7 +212,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(start, data_dir, tmp_pa
                 patch.setattr(tuning_module, "whole_directory", broken)
             else:
                 patch.setattr(Stopping, "limit", limit)
-                patch.setattr(tuning_module, "join_trainer_", Stopping.join)
+                patch.setattr(HeadTrainer, "train", Stopping.train)
             with pytest.raises(KeyboardInterrupt):
                 attempt(moment)
         attempt(moment)
@@ -222,10 +231,10 @@ class Stopping(TrainerCallback):
 
     limit = 0
 
-    @classmethod
-    def join(cls, trainer, heads):
-        join_trainer_(trainer, heads)
-        trainer.add_callback(cls())
+    @staticmethod
+    def train(trainer, original=HeadTrainer.train, **given):
+        trainer.add_callback(Stopping)
+        return original(trainer, **given)
 
     def on_step_begin(self, args, state, control, **_):
         if state.global_step == self.limit:
@@ -260,6 +269,39 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(start, data_dir, tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in one)
     results = [json.loads((folder / "result.json").read_text()) for folder in folders]
     assert results[0]["metrics"] == results[1]["metrics"]
+
+
+def test_an_interrupt_is_one_line_and_leaves_nothing_half_made(start, data_dir, tmp_path):
+    given = settings(start, data_dir, tmp_path / "out", "compression=null", "again=null", "tuning.epochs=10000")
+    arguments, environment = command(*given)
+    process = subprocess.Popen(
+        arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    checkpoints = tmp_path / "out" / "tuned" / "checkpoints"
+    deadline = time.monotonic() + 120
+    while last_checkpoint(checkpoints) is None and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert printed.splitlines()[-1] == "error: interrupted; nothing half-written is left"
+    assert "Traceback" not in printed
+    assert {path.name for path in (tmp_path / "out" / "tuned").iterdir()} <= {
+        "checkpoints", "logs", ".collab-experiment.json",
+    }  # fmt: skip
+
+
+def test_a_full_disk_is_one_line(start, data_dir, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("IO error: No space left on device (os error 28)")
+
+    given = settings(start, data_dir, tmp_path / "out", "compression=null", "again=null", "tuning.epochs=1")
+    with monkeypatch.context() as patch:
+        patch.setattr(BertForSequenceClassification, "save_pretrained", full)
+        with pytest.raises(CollabCompressError, match="No space left on device"):
+            run(read_recipe(overrides=given))
+    assert not (tmp_path / "out" / "tuned" / "model").exists()
+    assert run(read_recipe(overrides=given))
 
 
 def test_two_processes_give_the_metrics_of_one(start, data_dir, tmp_path):

@@ -73,12 +73,36 @@ def test_every_recipe_in_the_repository_reads():
         ("model", "'model' sets nothing; expected field=value"),
         ("task.name=x", "task is 'mrpc', which has no fields"),
         ("seed=[", "the value is not YAML"),
+        ("seed=" + "[" * 3000, "it is nested too deeply"),
+        ("seed=-1", r"seed is -1; expected a number from 0 to 2\*\*32 - 1"),
+        (f"seed={2**70}", "expected a number from 0"),
+        ("tuning.learning_rate=.nan", "got nan; expected a finite number"),
+        ("tuning.epochs=-1", "epochs is -1.0; expected a number that is not negative"),
+        ("files={validation: 3}", "files of validation are 3; expected a path, or a list of paths"),
+        ("files={validation: [a, 3]}", "files of validation are"),
+        ("output=~nobody-here/x", "home directory"),
     ],
 )
 def test_mistakes_are_named(path, override, message):
     overrides = [override, "calibration=none"] if override == "recovery={}" else [override]
     with pytest.raises(RecipeError, match=message):
         read_recipe(path, overrides)
+
+
+def test_numbers_lists_and_places_as_people_write_them(path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    given = [
+        "tuning.arguments={weight_decay: 1e-4, adam_epsilon: 1E-8}",
+        "trackers=wandb",
+        "output=~/x",
+        "data_dir=~/y",
+    ]
+    recipe = read_recipe(path, [*given, "again.arguments.weight_decay=-.5e+1", "conversion=e4"])
+    assert recipe.tuning.arguments == {"weight_decay": 1e-4, "adam_epsilon": 1e-8}
+    assert recipe.again.arguments == {"weight_decay": -5.0}
+    assert (recipe.trackers, recipe.conversion) == (("wandb",), "e4")
+    assert (recipe.output, recipe.data_dir) == (Path("/home/me/x"), Path("/home/me/y"))
+    assert read_recipe(path, ["trackers=[wandb, aim]"]).trackers == ("wandb", "aim")
 
 
 def test_an_alias_is_not_set_with_what_it_stands_for(tmp_path):
@@ -92,6 +116,11 @@ def test_an_alias_is_not_set_with_what_it_stands_for(tmp_path):
 def test_a_file_that_is_no_recipe(tmp_path):
     with pytest.raises(RecipeError, match="cannot read the recipe"):
         read_recipe(tmp_path / "nowhere.yaml")
+    for name, text in (("deep", "[" * 3000), ("broken", "task: [\nx: {\n")):
+        (tmp_path / f"{name}.yaml").write_text(text)
+        with pytest.raises(RecipeError, match="cannot read the recipe") as caught:
+            read_recipe(tmp_path / f"{name}.yaml")
+        assert "\n" not in str(caught.value)
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(RecipeError, match="holds a list; expected fields"):
         read_recipe(tmp_path / "list.yaml")

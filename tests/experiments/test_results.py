@@ -11,10 +11,14 @@ import pytest
 from scipy import stats
 
 from collab_compress.errors import RecipeError
+from collab_compress.experiments import read_sweep
 from collab_compress.experiments.comparison import compare, estimate
+from collab_compress.experiments.papers import read_papers
 from collab_compress.experiments.reading import parse
 from collab_compress.experiments.results import read_results
 from collab_compress.training import HeadTraining
+
+SWEEPS = Path(__file__).parents[2] / "glue_runs" / "sweeps"
 
 
 @pytest.fixture
@@ -46,18 +50,19 @@ def table(folder, against=None):
     return found, scores, differences
 
 
-@pytest.mark.parametrize("values", [[1.0, 4.0], [80.2, 79.1, 84.4, 81.0], [5.0, 5.0, 5.0]])
-def test_mean_deviation_and_error(values):
+@pytest.mark.parametrize("values", [[1.0, 4.0], [80.2, 79.1, 84.4, 81.0], [5.0, 5.0, 5.5]])
+def test_mean_deviation_and_interval(values):
     found = estimate(values)
     assert found.mean == pytest.approx(statistics.fmean(values))
     assert found.deviation == pytest.approx(statistics.stdev(values))
-    assert found.error == pytest.approx(stats.sem(values))
+    low, high = stats.t.interval(0.95, len(values) - 1, found.mean, stats.sem(values))
+    assert (found.mean - found.interval, found.mean + found.interval) == (pytest.approx(low), pytest.approx(high))
     assert found.count == len(values)
 
 
 def test_one_value_has_no_spread():
     found = estimate([3.5])
-    assert (found.mean, found.deviation, found.error, found.count) == (3.5, None, None, 1)
+    assert (found.mean, found.deviation, found.interval, found.count) == (3.5, None, None, 1)
 
 
 def test_a_score_that_is_no_number_stays_visible(write, tmp_path):
@@ -65,11 +70,15 @@ def test_a_score_that_is_no_number_stays_visible(write, tmp_path):
     write(80.0, task="stsb", seed=1)
     write(math.inf, task="stsb", method="hsic")
     write(80.0, task="stsb", method="hsic", seed=1)
-    _, scores, differences = table(tmp_path)
+    found, scores, differences = table(tmp_path)
     assert math.isnan(scores["plain/tuned"]["stsb"].mean)
     assert scores["hsic/tuned"]["stsb"].mean == math.inf
     assert math.isnan(scores["hsic/tuned"]["stsb"].deviation)
     assert math.isnan(differences["hsic/tuned"]["stsb"].mean)
+    assert found.notes == (
+        "hsic/tuned of minilm on stsb: the score of seed 0 is inf, and so is what is made of it",
+        "plain/tuned of minilm on stsb: the score of seed 0 is nan, and so is what is made of it",
+    )
 
 
 def test_differences_are_paired_by_seed(write, tmp_path):
@@ -80,9 +89,9 @@ def test_differences_are_paired_by_seed(write, tmp_path):
         write(hsic[4 - seed], method="hsic", seed=4 - seed)
     _, _, differences = table(tmp_path)
     found = differences["hsic/tuned"]["mrpc"]
-    test = stats.ttest_rel(hsic, plain)
+    interval = stats.ttest_rel(hsic, plain).confidence_interval(0.95)
     assert found.mean == pytest.approx((hsic - plain).mean())
-    assert found.mean / found.error == pytest.approx(test.statistic)
+    assert (found.mean - found.interval, found.mean + found.interval) == pytest.approx(tuple(interval))
     assert differences["plain/tuned"] == {}
 
 
@@ -107,16 +116,16 @@ def test_seeds_of_one_arm_only_are_no_pairs(write, tmp_path):
     assert (scores["hsic/tuned"]["mrpc"].mean, scores["hsic/tuned"]["mrpc"].count) == (80.0, 3)
     found = differences["hsic/tuned"]["mrpc"]
     assert (found.mean, found.count) == (2.0, 2)
-    assert found.error == pytest.approx(stats.sem([1.0, 3.0]))
+    assert found.interval == pytest.approx(12.706 * stats.sem([1.0, 3.0]), rel=1e-4)  # two pairs say very little
     assert differences["ortho/tuned"] == {}
 
 
-def test_one_seed_gives_a_difference_without_error(write, tmp_path):
+def test_one_seed_gives_a_difference_without_interval(write, tmp_path):
     write(80.0)
     write(79.5, stage="dk128")
     _, _, differences = table(tmp_path)
     found = differences["plain/dk128"]["mrpc"]
-    assert (found.mean, found.error, found.count) == (-0.5, None, 1)
+    assert (found.mean, found.interval, found.count) == (-0.5, None, 1)
 
 
 def test_the_average_is_over_tasks_first(write, tmp_path):
@@ -135,7 +144,8 @@ def test_the_average_is_over_tasks_first(write, tmp_path):
     assert (average.mean, average.deviation) == (pytest.approx(seeds.mean()), pytest.approx(statistics.stdev(seeds)))
     change = differences["hsic/tuned"]["average"]
     paired = seeds - np.mean([plain["mrpc"], plain["cola"]], axis=0)
-    assert (change.mean, change.error) == (pytest.approx(paired.mean()), pytest.approx(stats.sem(paired)))
+    half = stats.t.ppf(0.975, 2) * stats.sem(paired)
+    assert (change.mean, change.interval) == (pytest.approx(paired.mean()), pytest.approx(half))
     assert scores["plain/tuned"]["average"].count == 3
     assert "average" not in scores["ortho/tuned"]
 
@@ -205,6 +215,52 @@ def test_models_are_compared_with_themselves(write, tmp_path):
     assert found.rows[-1].differences == {}
 
 
+def sweep_records(name, scores, write, **more):
+    """Write the records of a sweep's recipes, each with the score of its method."""
+    for recipe in read_sweep(SWEEPS / f"{name}.yaml").recipes():
+        if recipe.method in scores:
+            given = {**json.loads(json.dumps(asdict(recipe), default=str)), **more}
+            write(scores[recipe.method], recipe.task, recipe.method, seed=recipe.seed, recipe=given)
+
+
+def test_rows_are_compared_with_a_model_of_their_shape(write, tmp_path):
+    """The paper's own numbers give the paper's differences: 32 heads are compared with 32 heads."""
+    (table_1,) = [t for t in read_papers() if (t.paper, t.name) == ("drophead", "Table 1")]
+    heads_16, heads_32 = ("ours (reproduced)", "plain"), ("baseline", "plain-32")
+    methods = {
+        "+ Attention dropout": "attention-dropout",
+        "+ DropHead": "drophead",
+        "+ Scheduled DropHead": "scheduled",
+    }
+    scores, expected = {}, {}
+    for model, (baseline, plain), suffix in (
+        ("Transformer-big", heads_16, ""), ("Transformer-big (more heads)", heads_32, "-32"),
+    ):  # fmt: skip
+        rows = {row.method: float(row.score("wmt14 en-de")) for row in table_1.rows if row.model == model}
+        scores[plain] = rows[baseline]
+        scores |= {f"{ours}{suffix}": rows[theirs] for theirs, ours in methods.items()}
+        expected |= {f"{ours}{suffix}": rows[theirs] - rows[baseline] for theirs, ours in methods.items()}
+    sweep_records("drophead-table1", scores, write)
+    found = compare(read_results(tmp_path))
+    changes = {row.variant.method: estimate.mean for row in found.rows for estimate in row.differences.values()}
+    assert changes == pytest.approx(expected)
+    assert changes["scheduled-32"] == pytest.approx(1.2)
+    assert {row.variant.model for row in found.rows} == {"fresh (heads 16)", "fresh (heads 32)"}
+    assert {row.reference for row in found.rows if row.variant.model == "fresh (heads 32)"} == {"plain-32/tuned"}
+    assert "fresh (heads 32) is compared with plain-32/tuned, which is plain/tuned in its shape" in found.notes
+    differ = "drophead-32/tuned and plain-32/tuned of fresh (heads 32) on wmt14 en-de differ in fresh.dropout"
+    assert differ in found.notes
+
+
+def test_a_shape_without_a_plain_model_is_compared_with_nothing(write, tmp_path):
+    sweep_records("drophead-table1", {"plain": 28.7, "drophead": 29.2, "scheduled-32": 29.6}, write)
+    found = compare(read_results(tmp_path))
+    changes = {row.variant.method: row.differences for row in found.rows}
+    assert changes["scheduled-32"] == {}
+    assert len(changes["drophead"]) == 1
+    assert "fresh (heads 32) is compared with nothing: no result is plain/tuned in its shape" in found.notes
+
+
 def test_parameters_are_the_mean_of_those_recorded(write, tmp_path):
     write(1.0, parameters=100)
     write(1.0, "rte", parameters=104)
@@ -247,6 +303,12 @@ def test_settings_that_differ_from_those_of_the_reference_are_noted(write, tmp_p
         ({"conversion": 128}, "conversion is 128; expected str or null"),
         ({"task": "squad"}, "unknown task 'squad'; expected one of ag_news"),
         ({"recipe": None}, "recipe is None; expected dict"),
+        ({"recipe": {"model": 3}}, r"recipe\.model is 3; expected str or null"),
+        ({"recipe": {"model": ["a"]}}, r"recipe\.model is .*; expected str or null"),
+        ({"recipe": {"translation": "de"}}, r"recipe\.translation is 'de'; expected dict or null"),
+        ({"recipe": {"fresh": 1}}, r"recipe\.fresh is 1; expected dict or null"),
+        ({"score": 10**400}, "score has 1329 bits; expected at most 63"),
+        ({"parameters": 10**400}, "parameters has 1329 bits"),
     ],
 )
 def test_malformed_records_are_named(write, tmp_path, change, message):
@@ -262,6 +324,7 @@ def test_malformed_records_are_named(write, tmp_path, change, message):
     ("text", "message"),
     [
         ("{", "cannot read the record"),
+        ("[" * 100_000, "cannot read the record"),
         ("[1]", "holds a list; expected the record of an experiment"),
         ('{"accuracy": 0.8}', "is no record of an experiment: it has no task"),
     ],
@@ -279,6 +342,13 @@ def test_nothing_to_read(tmp_path):
         read_results(tmp_path)
     with pytest.raises(RecipeError, match="is no folder"):
         read_results(tmp_path / "nowhere")
+
+
+def test_one_path_written_in_two_ways_is_one_model(write, tmp_path):
+    for seed, model in enumerate(("/a/b", "/a/b/")):
+        write(80.0, seed=seed, recipe={"model": model})
+    (row,) = compare(read_results(tmp_path)).rows
+    assert (row.variant.model, row.scores[next(iter(row.scores))].count) == ("a/b", 2)
 
 
 def test_the_same_result_twice(write, tmp_path):

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 from collab_compress_cli.run import run_script
+from tqdm import tqdm
+
+from collab_compress.errors import RecipeError
 
 SCRIPTS = Path(__file__).parents[2] / "glue_runs"
 FRESH = "fresh={layers: 1, width: 24, heads: 3, dropout: 0.0, max_length: 40, tokenizer: word, vocab_size: null}"
@@ -63,9 +66,28 @@ def test_two_processes_give_the_metrics_of_one(script, request, tmp_path):
 
 def test_another_kind_of_task(text, tmp_path):
     done = start("run_translation.py", "python", "task=text", f"data_dir={text}", f"output={tmp_path / 'out'}")
-    assert done.returncode == 1
+    assert done.returncode == 2
     message = "error: text is language modelling; this script is for multi30k, iwslt14, iwslt17, wmt14, wmt16, wmt17,"
     assert message in done.stderr
+
+
+def test_errors_and_interrupts_are_one_line(monkeypatch, capsys, questions, tmp_path):
+    given = [FRESH, "task=trec", f"data_dir={questions}", f"output={tmp_path / 'out'}", "trackers=[]"]
+
+    def stopped(error):
+        def stop(*_, **__):
+            tqdm(total=3).update()
+            raise error
+
+        monkeypatch.setattr("collab_compress_cli.run.run", stop)
+        with pytest.raises(SystemExit) as caught:
+            run_script("usage", ["trec"], [*given, "tuning={epochs: 1}"])
+        return caught.value.code, capsys.readouterr().err
+
+    code, printed = stopped(RecipeError("no such thing"))
+    assert (code, printed.endswith("\nerror: no such thing\n")) == (2, True)
+    code, printed = stopped(KeyboardInterrupt())
+    assert (code, printed.splitlines()[-1]) == (130, "error: interrupted; nothing half-written is left")
 
 
 def test_settings_may_be_written_as_flags(monkeypatch, capsys):
@@ -75,8 +97,9 @@ def test_settings_may_be_written_as_flags(monkeypatch, capsys):
     run_script("usage", ["mrpc"], flags.split())
     assert (seen[0].task, str(seen[0].data_dir), seen[0].tuning.batch_size) == ("mrpc", "DIR", 8)
     for wrong in ("--task", "--task --seed=1"):
-        with pytest.raises(SystemExit, match="error: --task sets nothing; expected a value after it"):
+        with pytest.raises(SystemExit, match="2"):
             run_script("usage", ["mrpc"], wrong.split())
+        assert capsys.readouterr().err == "error: --task sets nothing; expected a value after it\n"
 
 
 @pytest.mark.parametrize("script", ["run_glue.py", "run_translation.py", "sweep.py"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -11,7 +12,8 @@ import pytest
 import yaml
 
 from collab_compress.errors import RecipeError
-from collab_compress.experiments import read_sweep, run_sweep
+from collab_compress.experiments import read_sweep, run, run_sweep
+from collab_compress.experiments import sweep as sweep_module
 
 SCRIPT = Path(__file__).parents[2] / "glue_runs" / "sweep.py"
 TUNING = {"epochs": 1, "learning_rate": 1e-3, "batch_size": 8, "arguments": {"disable_tqdm": True}}
@@ -77,6 +79,66 @@ def test_a_run_that_fails_does_not_stop_the_others(path, tmp_path):
     assert "1000" in failed[0]
     found = {file.parent.name for file in (tmp_path / "out").rglob("result.json")}
     assert found == {"tuned", "dk12", "rough"}
+
+
+def test_a_run_that_fails_for_any_reason_does_not_stop_the_others(path, tmp_path, monkeypatch):
+    seen = []
+
+    def broken(recipe, find_model):
+        seen.append(recipe.conversion_name)
+        raise {"dk12": MemoryError, "rough": ZeroDivisionError}[recipe.conversion_name]("so")
+
+    monkeypatch.setattr(sweep_module, "run", broken)
+    failed = run_sweep(read_sweep(path, ["only={methods: [plain], seeds: [0]}"]))
+    assert [line.partition(": ")[2] for line in failed] == ["MemoryError: so", "ZeroDivisionError: so"]
+    monkeypatch.setattr(sys, "argv", ["sweep.py", str(path), "only={methods: [plain], seeds: [0]}"])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert caught.value.code.count("so") == 2  # which exits with 1
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep_module, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(read_sweep(path))
+    assert seen == ["dk12", "rough"] * 2
+
+
+LONE = """
+import sys
+import torch
+from collab_compress.experiments import protocol, tuning
+from collab_compress.processes import processes
+from transformers import Trainer
+
+stock = Trainer.training_step
+
+def training_step(self, *arguments, **more):
+    if processes().process_index == 1 and self.args.learning_rate == 7e-3:
+        raise MemoryError("of process 1")
+    return stock(self, *arguments, **more)
+
+Trainer.training_step = training_step
+from collab_compress_cli.run import run_sweep_script
+run_sweep_script("usage")
+"""
+
+
+def test_a_lone_process_that_fails_in_training_ends_the_waiting_of_the_others(path, tmp_path):
+    """The main one waits for gradients, in what no error of Python's can wake it from."""
+    (tmp_path / "lone.py").write_text(LONE)
+    arguments = ["conversions={}", "seeds=[0]", "methods={bad: {tuning: {learning_rate: 7e-3}}, plain: {}}"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launch, str(tmp_path / "lone.py"), str(path), *arguments],
+        env=environment, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "bad/seed0: MemoryError: of process 1; the sweep stops, for processes wait; start it again" in done.stderr
+    (more,) = run(next(iter(read_sweep(path, arguments).recipes())))  # with nothing in its way
+    assert more["method"] == "bad"
 
 
 def test_runs_that_fail_in_two_processes(path, tmp_path):

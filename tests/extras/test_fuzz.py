@@ -428,9 +428,9 @@ for line, words in {
 RECORD = "records/mrpc/plain/seed0/tuned/result.json"
 for text in ("{", "", "[]", "3", "null", "[" * DEEP, b"\xff\xfe"):
     add("collab-results", "records", "result.json", write(RECORD, text))
-for entries in ({"score": 10**400}, {"score": "high"}, {"score": float("nan")}, {"task": 3}, {"recipe": []}):
+for entries in ({"score": 10**400}, {"score": "high"}, {"task": 3}, {"recipe": []}):
     add("collab-results", "records", "result.json", change(RECORD, **entries))
-for entries in ({"model": 3}, {"model": ["minilm"]}, {"translation": "de-en"}, {"seed": "zero"}):
+for entries in ({"model": 3}, {"model": ["minilm"]}, {"translation": "de-en"}):
     described = {
         **json.loads((ROOT / "glue_runs" / "records" / "glue" / RECORD[8:]).read_text())["recipe"],
         **entries,
@@ -438,7 +438,7 @@ for entries in ({"model": 3}, {"model": ["minilm"]}, {"translation": "de-en"}, {
     add("collab-results", "records", "result.json", change(RECORD, recipe=described))
 
 # Experiments.
-GIVEN = "task=mrpc model=model data_dir=data output=out"
+GIVEN = "task=mrpc model=model data_dir=data output=out progress=false"
 for line, words in {
     f"{GIVEN} colour=red": "colour",
     f"{GIVEN} task=odd": "odd",
@@ -447,8 +447,8 @@ for line, words in {
     f"{GIVEN} seed=-1": "seed",
     f"{GIVEN} seed={2**70}": "seed",
     f"{GIVEN} seed=abc": "seed",
-    f"{GIVEN} max_length=0": "max_length",
-    f"{GIVEN} tuning.learning_rate=.nan": "learning_rate",
+    f"{GIVEN} max_length=0": "length 0",
+    f"{GIVEN} tuning.learning_rate=.nan": "nan",
     f"{GIVEN} tuning.epochs=-1": "epochs",
     f"{GIVEN} tuning.arguments.weight_decay=abc": "weight_decay",
     f"{GIVEN} tuning.arguments.colour=red": "colour",
@@ -468,7 +468,7 @@ for line, words in {
     add("run_glue", line, words, write("list.yaml", "- 1\n- 2\n"), write("broken.yaml", "a: [1\nb: {"),
         write("deep.yaml", "[" * 3000), write("bytes.yaml", b"\xff\xfe\x00"), write("mine/start/notes.txt", "mine"),
         write("mine/given/checkpoints/notes.txt", "mine"))  # fmt: skip
-add("run_glue", GIVEN, "recipe.json", write("out/recipe.json", "[]"))
+add("run_glue", GIVEN, "out is there, and is no output of an experiment", write("out/recipe.json", "[]"))
 add("run_glue", f"{GIVEN} output=mine", "mine", write("mine/tuned/result.json", "{}"))
 
 

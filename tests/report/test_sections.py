@@ -7,6 +7,7 @@ from collab_compress import Compression, alphas_of, compress, mix_heads_
 from collab_compress.analysis import (
     attention_maps,
     average_distance,
+    bhattacharyya,
     cka,
     confidence,
     content_share,
@@ -21,7 +22,6 @@ from collab_compress.analysis import (
     mixing_matrices,
     model_covariances,
     module_costs,
-    overlap,
     paper_table_1,
     pruning_curve,
     sample_cka,
@@ -116,7 +116,7 @@ def test_diversity(study, section):
     sure, apart, shared = (
         confidence(model, batches, exclude=END),
         discrepancy(model, batches),
-        overlap(model, batches),
+        bhattacharyya(model, batches),
     )
     far = average_distance(model, batches, exclude=())
     for row, name in zip(table(found, "layers").rows, apart, strict=True):

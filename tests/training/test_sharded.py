@@ -213,7 +213,8 @@ def trainer_of(case, folder, sharded):
     arguments = TrainingArguments(
         folder, num_train_epochs=EPOCHS, per_device_train_batch_size=3, per_device_eval_batch_size=3, use_cpu=True,
         gradient_accumulation_steps=1 if sharded else 2, learning_rate=1e-2, save_steps=2 * STEPS, report_to=[],
-        disable_tqdm=True, weight_decay=0.1, max_grad_norm=0.1, dataloader_pin_memory=False, **sharding if sharded else {},
+        disable_tqdm=True, weight_decay=0.1, max_grad_norm=0.1, dataloader_pin_memory=False,
+        **(sharding if sharded else {}),
     )  # fmt: skip
     acting = dataclasses.replace(acting, loss_normalization="mean")
     return Seeded(model, arguments, train_dataset=rows, eval_dataset=held, head_training=acting)

@@ -84,7 +84,7 @@ def _layers(study: Study, found: _Measured) -> Table:
         ))  # fmt: skip
     columns = (
         "layer", "confidence, mean", "confidence, largest", "of head", "AVG_L2, mean", "discrepancy, L2",
-        "discrepancy, cosine + 1", "discrepancy, 1 − cosine", "overlap, mean over pairs",
+        "discrepancy, cosine + 1", "discrepancy, 1 − cosine", "Bhattacharyya, mean over pairs",
     )  # fmt: skip
     return Table("layers", f"Layers of {found.name}", tuple(map(Column, columns)), tuple(rows))
 

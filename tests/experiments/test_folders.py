@@ -1,0 +1,194 @@
+"""What is not an experiment's own is never removed, overwritten or taken for its result."""
+
+import json
+import re
+import shutil
+
+import pytest
+from filelock import FileLock
+
+from collab_compress.errors import CompressionError, DataError, RecipeError
+from collab_compress.experiments import protocol, read_recipe, run
+from collab_compress.experiments.folders import LOCK, MARK, is_ours
+from collab_compress.experiments.record import read_record
+
+FRESH = "fresh={layers: 1, width: 24, heads: 3, max_length: 40, tokenizer: word, vocab_size: null}"
+TUNING = "tuning={epochs: 1, batch_size: 8, arguments: {disable_tqdm: true}}"
+
+
+def recipe(data_dir, output, *more):
+    common = (f"output={output}", f"data_dir={data_dir}", "task=mrpc", "max_length=24", "trackers=[]", TUNING)
+    return read_recipe(overrides=[*common, "calibration=none", *more])
+
+
+def snapshot(folder):
+    """Every path in a folder, with what is in it and when it was changed."""
+    return {
+        path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None) for path in folder.rglob("*")
+    }
+
+
+def foreign(folder, kind):
+    """A folder of someone's own, which has something of the names that experiments use."""
+    place = {"start": "start/model.safetensors", "checkpoints": "given/checkpoints/notes.txt"}.get(kind)
+    place = place or {"result": "tuned/result.json", "model": "tuned/model/config.json"}.get(kind, "notes.txt")
+    (folder / place).parent.mkdir(parents=True)
+    (folder / place).write_text('{"score": 99, "metrics": {}, "recipe": {}}')
+    if kind == "recipe":
+        (folder / "recipe.json").write_text("[1]")
+
+
+@pytest.mark.parametrize("kind", ["start", "checkpoints", "result", "model", "notes", "recipe"])
+def test_a_folder_of_someone_else_is_refused_and_stays(start, data_dir, tmp_path, kind):
+    mine = tmp_path / "mine"
+    foreign(mine, kind)
+    before = snapshot(mine)
+    for source in (FRESH, f"model={start}"):
+        with pytest.raises(RecipeError, match="mine is there, and is no output of an experiment"):
+            run(recipe(data_dir, mine, source))
+        assert snapshot(mine) == before
+    with pytest.raises(RecipeError, match="mine is there"):
+        run(recipe(data_dir, mine, f"model={start}", "tuning=null"))
+    assert snapshot(mine) == before
+
+
+def test_folders_of_someone_else_in_our_output_are_refused_and_stay(start, data_dir, tmp_path):
+    output = tmp_path / "out"
+    given = f"model={start}"
+    run(recipe(data_dir, output, given))
+    foreign(output / "dk12", "notes")
+    before = snapshot(output)
+    with pytest.raises(RecipeError, match="dk12 is there, and no experiment made it; choose another output"):
+        run(recipe(data_dir, output, given, "compression.rank=12"))
+    assert snapshot(output) == before
+    (output / "tuned" / "result.json").write_text('{"score": 99, "metrics": {}, "recipe": {}}')
+    with pytest.raises(RecipeError, match="has task None, not 'mrpc'"):
+        run(recipe(data_dir, output, given))
+
+
+def test_the_model_is_not_taken_for_a_part_of_the_output(start, data_dir, tmp_path, monkeypatch):
+    """It would be removed as what an earlier run of another recipe started from."""
+    monkeypatch.chdir(tmp_path)
+    before = snapshot(start)
+    (tmp_path / "outputs").mkdir()
+    start = shutil.move(start, tmp_path / "outputs" / "start")
+    with pytest.raises(RecipeError, match="model outputs/start lies in the output outputs"):
+        run(recipe(data_dir, "outputs", "model=outputs/start"))
+    assert [content for _, content in snapshot(start).values()] == [content for _, content in before.values()]
+    with pytest.raises(RecipeError, match="model outputs/start lies in the output outputs"):
+        run(recipe(data_dir, "outputs", "fresh.config=outputs/start"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("data_dir={tmp}/nowhere", "no folder"),
+        ("tuning.arguments.no_such_argument=1", "no_such_argument"),
+        ("tuning.arguments.weight_decay=abc", "weight_decay is 'abc'; expected float"),
+        ("tuning.arguments.per_device_eval_batch_size=0", "per_device_eval_batch_size is 0; expected at least 1"),
+        ("model={tmp}/nowhere", "cannot be loaded"),
+        ("trackers=[nowhere]", "no tracker 'nowhere' here"),
+        ("tuning=null", "was not trained for mrpc"),
+    ],
+)
+def test_a_run_that_is_refused_leaves_nothing(start, data_dir, tmp_path, change, message):
+    before = snapshot(tmp_path)
+    with pytest.raises((RecipeError, DataError), match=message):
+        run(recipe(data_dir, tmp_path / "a" / "b", f"model={start}", change.format(tmp=tmp_path)))
+    assert snapshot(tmp_path).keys() == before.keys()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises((RecipeError, DataError), match=message):
+        run(recipe(data_dir, tmp_path / "empty", f"model={start}", change.format(tmp=tmp_path)))
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_a_conversion_that_cannot_be_leaves_what_was_made(start, data_dir, tmp_path):
+    with pytest.raises(CompressionError, match="1000"):
+        run(recipe(data_dir, tmp_path / "out", f"model={start}", "compression.rank=1000"))
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {MARK, "recipe.json", "tuned"}
+
+
+def test_what_failed_is_free_for_another_recipe(data_dir, tmp_path, monkeypatch):
+    """A start of ours is made anew; a lock of a process that is gone does not keep anyone out."""
+    output = tmp_path / "out"
+
+    def broken(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(protocol, "fine_tune", broken)
+        with pytest.raises(KeyboardInterrupt):
+            run(recipe(data_dir, output, FRESH))
+    assert not output.exists()
+    output.mkdir()
+    (output / LOCK).touch()
+    run(recipe(data_dir, output, FRESH))
+    assert is_ours(output)
+    assert is_ours(output / "start")
+    with pytest.raises(RecipeError, match="out was made with another fresh"):
+        run(recipe(data_dir, output, FRESH, "fresh.layers=2"))
+
+
+def test_one_process_at_a_time(start, data_dir, tmp_path):
+    output = tmp_path / "out"
+    output.mkdir()
+    with (
+        FileLock(output / LOCK, is_singleton=False),
+        pytest.raises(RecipeError, match=r"another process is at work in .*out; wait for it"),
+    ):
+        run(recipe(data_dir, output, f"model={start}"))
+    assert {path.name for path in output.iterdir()} <= {LOCK}
+
+
+def test_calibration_and_config_are_known_by_what_they_say(start, data_dir, tmp_path):
+    texts = tmp_path / "texts.txt"
+    texts.write_text("red cat runs\nblue dog sings\n" * 8)
+    output = tmp_path / "out"
+    given = (f"fresh.config={start}", "fresh.tokenizer=word", "fresh.vocab_size=null", "fresh.max_length=40")
+    converted = (*given, "compression.rank=12", f"calibration={texts}")
+    records = run(recipe(data_dir, output, *converted))
+    moved = shutil.copytree(start, tmp_path / "moved")
+    shutil.move(texts, tmp_path / "other.txt")
+    again = (f"fresh.config={moved}", *converted[1:-1], f"calibration={tmp_path / 'other.txt'}")
+    assert run(recipe(data_dir, output, *again)) == records
+    (tmp_path / "other.txt").write_text("red cat\n" * 8)
+    with pytest.raises(RecipeError, match=r"dk12 was made with another calibration \(other\.txt changed\)"):
+        run(recipe(data_dir, output, *again))
+    config = moved / "config.json"
+    config.write_text(config.read_text().replace('"intermediate_size": 32', '"intermediate_size": 40'))
+    with pytest.raises(RecipeError, match=r"out was made with another fresh.config \(config\.json changed\)"):
+        run(recipe(data_dir, output, *again))
+
+
+def test_an_output_without_marks_is_known_by_its_notes(start, data_dir, tmp_path):
+    """As revision eb8769f made them; what it did not note is noted then."""
+    output, given = tmp_path / "out", (f"model={start}", "compression.rank=12")
+    records = run(recipe(data_dir, output, *given))
+    for path in output.rglob(MARK):
+        path.unlink()
+    for path in output.rglob("recipe.json"):
+        noted = read_record(path)
+        del noted["contents"]
+        path.write_text(json.dumps(noted))
+    other = shutil.copytree(data_dir, tmp_path / "other")
+    with pytest.raises(RecipeError, match="out was made with another data_dir"):
+        run(recipe(other, output, *given))
+    assert not is_ours(output)
+    assert run(recipe(data_dir, output, *given)) == records
+    assert all(is_ours(folder) for folder in (output, output / "tuned", output / "dk12"))
+    assert run(recipe(other, output, *given)) == records
+    path = output / "recipe.json"
+    for text, message in (("[1]", "holds a list"), ("{" * 9, "cannot read the record"), ("{}", "no output of an")):
+        path.write_text(text)
+        if text == "{}":
+            (output / MARK).unlink()
+        with pytest.raises(RecipeError, match=message):
+            run(recipe(data_dir, output, *given))
+
+
+@pytest.mark.parametrize(
+    ("output", "message"), [("a\\0b", "null byte"), ("x" * 300, "too long"), ("~nobody-here/x", "home directory")]
+)
+def test_places_that_cannot_be(start, data_dir, output, message):
+    with pytest.raises(RecipeError, match=re.compile(message, re.IGNORECASE)):
+        run(recipe(data_dir, f'"{output}"', f"model={start}"))

@@ -1,0 +1,85 @@
+"""An error of one process reaches the others at once, and they go on together."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import os, sys, time
+import torch
+from collab_compress.errors import RecipeError
+from collab_compress.experiments.processes import can_meet, each, failing_together, once
+from collab_compress.processes import leave, processes
+
+state, rank = processes(), processes().process_index
+
+def fail(where, kind):
+    if rank == where:
+        time.sleep(0.5)
+        raise kind(f"{kind.__name__} of {where}")
+
+def say(name, words):
+    os.write(1, f"{rank} {name}: {words}\\n".encode())  # at once, for two processes write
+
+def reduce():
+    ones = torch.ones(1)
+    torch.distributed.all_reduce(ones)
+    return int(ones)
+
+def attempt(name, work):
+    try:
+        with failing_together():
+            work()
+        say(name, "done")
+    except Exception as error:
+        say(name, f"{type(error).__name__}: {error}")
+    assert can_meet()
+    assert reduce() == 2  # both go on
+
+attempt("told", lambda: [once(lambda: rank), each(lambda: rank)])
+attempt("main", lambda: once(lambda: fail(0, ValueError)))
+attempt("each", lambda: each(lambda: fail(1, RecipeError)))
+attempt("waiting", lambda: [fail(1, ZeroDivisionError), reduce()])
+attempt("once", lambda: [fail(1, KeyError), once(time.time)])
+attempt("both", lambda: [fail(rank, RecipeError)])
+if sys.argv[1] == "stop":
+    with failing_together():
+        fail(1, KeyboardInterrupt)
+        reduce()
+leave()
+"""
+
+
+def launch(tmp_path, *arguments):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    return subprocess.run(
+        [*torchrun, str(tmp_path / "program.py"), *arguments],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+def test_an_error_of_one_is_an_error_of_all(tmp_path):
+    done = launch(tmp_path, "end")
+    assert done.returncode == 0, done.stderr[-5000:]
+    lines = done.stdout.splitlines()
+    assert sorted(line for line in lines if " both: " not in line) == sorted(
+        [
+            "0 told: done",
+            "1 told: done",
+            "0 main: ValueError: ValueError of 0",
+            "1 main: RecipeError: ValueError: ValueError of 0",
+            "0 each: RecipeError: process 1: RecipeError of 1",
+            "1 each: RecipeError: RecipeError of 1",
+            "0 waiting: RecipeError: process 1: ZeroDivisionError: ZeroDivisionError of 1",
+            "1 waiting: ZeroDivisionError: ZeroDivisionError of 1",
+            "0 once: RecipeError: process 1: KeyError: 'KeyError of 1'",
+            "1 once: KeyError: 'KeyError of 1'",
+        ]
+    )
+    assert sum(" both: RecipeError: " in line for line in lines) == 2  # whichever was first
+
+
+def test_an_interrupt_of_one_stops_all(tmp_path):
+    done = launch(tmp_path, "stop")
+    assert done.returncode != 0
+    assert "process 1: KeyboardInterrupt: KeyboardInterrupt of 1" in done.stderr or "SIGTERM" in done.stderr
