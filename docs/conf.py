@@ -41,6 +41,7 @@ myst_heading_anchors = 4
 nb_execution_mode = "off"  # notebooks are executed by `make test-extras`; here they show what they printed
 suppress_warnings = ["myst.xref_ambiguous"]
 
+highlight_language = "text"  # of blocks that name none: commands and what they print
 html_theme = "furo"
 html_title = "collab-compress"
 html_static_path = ["_static"]
