@@ -50,12 +50,13 @@ def _pieces(edit: Any) -> list[int]:
 
 
 @functools.cache
-def _guarded_class(stock: type[PretrainedConfig]) -> type[PretrainedConfig]:
+def _guarded_class(stock: Any) -> Any:
     """Give the class of guarded configs of one kind; it goes by the same name, by which Transformers looks it up."""
-    return type(stock.__name__, (GuardedConfig, stock), {"__module__": stock.__module__})
+    bases: tuple[type, ...] = (GuardedConfig, stock)
+    return type(stock.__name__, bases, {"__module__": stock.__module__})
 
 
-def _empty_config(stock: type[PretrainedConfig]) -> PretrainedConfig:
+def _empty_config(stock: Any) -> PretrainedConfig:
     """Make a guarded config without attributes, as copying and unpickling do."""
     made = _guarded_class(stock)
     config: PretrainedConfig = made.__new__(made)
@@ -66,7 +67,8 @@ def guard_(config: PretrainedConfig, edits: EditConfig) -> None:
     """Describe edits in a config, in place, and let it store the guard with them."""
     config.quantization_config = edits
     if not isinstance(config, GuardedConfig):
-        config.__class__ = _guarded_class(type(config))
+        stock: Any = type(config)
+        config.__class__ = _guarded_class(stock)
 
 
 def unguard_(config: PretrainedConfig) -> None:
