@@ -193,6 +193,11 @@ class Seeded(HeadTrainer):
 
     passes = 0
 
+    def _save(self, output_dir=None, state_dict=None):
+        if state_dict is not None:  # on CPUs these still wait for what others send
+            state_dict = {name: tensor.clone() for name, tensor in state_dict.items()}
+        super()._save(output_dir, state_dict=state_dict)
+
     def _get_train_sampler(self, *_):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
@@ -207,13 +212,14 @@ def trainer_of(case, folder, sharded):
     family, model, acting, batches, held_out = case
     rows = [dict(zip(batch, row, strict=True)) for batch in batches for row in zip(*batch.values(), strict=True)]
     held = [dict(zip(batch, row, strict=True)) for batch in held_out for row in zip(*batch.values(), strict=True)]
-    sharding = {"fsdp": "full_shard auto_wrap", "fsdp_config": {
-        "fsdp_version": 2, "transformer_layer_cls_to_wrap": LAYERS[family], "cpu_ram_efficient_loading": False,
+    sharding = {"fsdp": True, "fsdp_config": {
+        "version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": LAYERS[family], "cpu_ram_efficient_loading": False,
     }}  # fmt: skip
     arguments = TrainingArguments(
         folder, num_train_epochs=EPOCHS, per_device_train_batch_size=3, per_device_eval_batch_size=3, use_cpu=True,
         gradient_accumulation_steps=1 if sharded else 2, learning_rate=1e-2, save_steps=2 * STEPS, report_to=[],
-        disable_tqdm=True, weight_decay=0.1, max_grad_norm=0.1, dataloader_pin_memory=False, **sharding if sharded else {},
+        disable_tqdm=True, weight_decay=0.1, max_grad_norm=0.1, dataloader_pin_memory=False,
+        **sharding if sharded else {},
     )  # fmt: skip
     acting = dataclasses.replace(acting, loss_normalization="mean")
     return Seeded(model, arguments, train_dataset=rows, eval_dataset=held, head_training=acting)
