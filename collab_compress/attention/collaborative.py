@@ -47,6 +47,12 @@ class CollaborativeSpec:
         return self.heads if self.content_bias else 0
 
     @property
+    def key_pieces(self) -> int:
+        """How many pieces of the head width the shared key and its content biases fill."""
+        width = self.rank + self.content_channels
+        return (width + -width % self.multiple) // self.head_width
+
+    @property
     def multiple(self) -> int:
         """What the width of shared queries and keys is padded to a multiple of, for the module to view as heads.
 

@@ -12,6 +12,7 @@ from collab_compress.attention.collaborative import (
     install_,
     is_collaborative,
 )
+from collab_compress.attention.view import IMPLEMENTATIONS
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class CollaborativeEdit:
 
     modules: dict[str, CollaborativeSpec]
     kind: ClassVar[str] = "collaborative"
+    implementations: ClassVar[tuple[str, ...]] = IMPLEMENTATIONS
 
     def to_dict(self) -> dict[str, Any]:
         """Describe the edit in JSON types."""

@@ -8,12 +8,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from collab_compress.attention.kernels import attend, attention_probabilities
 from collab_compress.attention.separate import attend_separately, separate_probabilities
 from collab_compress.attention.view import HeadCall, acts_of
+from collab_compress.errors import UnsupportedModelError
+
+# What models and continuous batching pass along, and stock attention functions leave unread.
+UNREAD = frozenset(
+    (
+        "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "logits_indices", "logits_processor_args", "max_length_k",
+        "max_length_q", "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits",
+        "position_ids", "return_dict", "use_cache",
+    )
+)  # fmt: skip
+# What comes with a paged cache.
+PAGED = frozenset(("block_table", "cache", "read_index", "write_index"))
 
 
 def collab_sdpa(
@@ -35,14 +48,20 @@ def collab_sdpa(
         key: per-head key (B, H, S, d), or shared key and content biases in pieces, (B, ⌈(R+H)/d⌉, S, d).
         value: (B, H, S, dv).
         attention_mask: boolean (True = attend) or additive, broadcastable to (B, H, T, S), or None.
-        kwargs: `position_bias`, added to the scores, broadcastable to (B, H, T, S), or None.
+        kwargs: `position_bias`, added to the scores, broadcastable to (B, H, T, S), or None; `cache`, the paged one
+            of continuous batching, with its indices.
 
     Returns:
         Head outputs (B, T, H, dv), and None in place of the probabilities.
+
+    Raises:
+        UnsupportedModelError: the module passes something that would be left out of the scores, or its keys do not
+            fit into the paged cache.
     """
+    key, value, kwargs = _received(module, key, value, kwargs)
     if any(act.wants_rows for act in acts_of(module)):
         outputs, _ = collab_eager(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
-        return outputs, None
+        return outputs, None  # keys and values are those of the paged cache by now, which is no longer in kwargs
     if not hasattr(module, "collaborative"):
         outputs, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
@@ -77,6 +96,7 @@ def collab_eager(
     Returns:
         Head outputs (B, T, H, dv) and probabilities after dropout (B, H, T, S), as stock eager attention does.
     """
+    key, value, kwargs = _received(module, key, value, kwargs)
     causal = _causal(module, is_causal, attention_mask, query.shape[2])
     wanted = any(act.wants_rows for act in acts_of(module))
     if hasattr(module, "collaborative"):
@@ -99,6 +119,51 @@ def collab_eager(
         probabilities = nn.functional.dropout(rows, p=dropout, training=module.training)
         outputs = (probabilities @ value).transpose(1, 2).contiguous()
     return _acted(outputs, HeadCall(module, query, key, value, rows)), probabilities
+
+
+def _received(
+    module: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Check what came along with a call, and write keys and values to a paged cache, which returns those before too.
+
+    Returns:
+        Keys, values, and what else the scores need.
+    """
+    known = UNREAD | PAGED | {"position_bias"}
+    strange = sorted(name for name, passed in kwargs.items() if passed is not None and name not in known)
+    if strange:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} passes {', '.join(strange)} to its attention, which this package does not know "
+            "and would leave out; call the model without, or use the dense model"
+        )
+    cache = kwargs.get("cache")
+    if cache is not None:
+        if kwargs.get("block_table") is not None:
+            raise UnsupportedModelError(
+                f"edited {type(module).__name__} cannot read a paged cache by block tables; pass "
+                "ContinuousBatchingConfig(max_blocks_per_request=0)"
+            )
+        key, value = _paged(module, cache, key, value, kwargs)
+    return key, value, {"position_bias": kwargs["position_bias"]} if "position_bias" in kwargs else {}
+
+
+def _paged(module: Any, cache: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Write keys and values to a paged cache and read all of theirs; what it has too many heads for is zero.
+
+    Its room is that of the dense model, or of the widest keys (`GuardedConfig.num_key_value_heads`).
+    """
+    room = cache.layer_to_allocator[module.layer_idx]
+    heads, width = room.num_key_value_heads, room.head_dim
+    for name, part in (("keys", key), ("values", value)):
+        if part.shape[1] > heads or part.shape[3] != width:
+            raise UnsupportedModelError(
+                f"the {name} of {type(module).__name__} take {part.shape[1]} × {part.shape[3]} numbers a token, and "
+                f"the paged cache has room for {heads} × {width}; use generate in place of generate_batch"
+            )
+    pieces = (key.shape[1], value.shape[1])
+    filled = [pad(part, (0, 0, 0, 0, 0, heads - part.shape[1])) for part in (key, value)]
+    read = cache.update(key_states=filled[0], value_states=filled[1], layer_idx=module.layer_idx, kwargs=dict(kwargs))
+    return read[0][:, : pieces[0]], read[1][:, : pieces[1]]
 
 
 def unpack(module: Any, query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor | None]:

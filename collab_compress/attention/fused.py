@@ -21,8 +21,6 @@ class FusedProjection(nn.Module):
     def __init__(self, query: SharedProjection, key: SharedProjection, value: nn.Linear) -> None:
         super().__init__()
         self.query, self.key, self.value = query, key, value
-        # Under the stock weight's name, with a shape that can never be the stock one: see `SharedProjection`.
-        self.register_buffer("weight", value.weight.new_empty(0))
 
     @property
     def widths(self) -> list[int]:

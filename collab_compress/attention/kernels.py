@@ -6,16 +6,45 @@ where s is the model's own scale, m_i row i of the mixing matrix, v_i the conten
 ("Multi-Head Attention: Collaborate Instead of Concatenate", eqs. 7 and 13).
 Shapes: query (B, T, R), key (B, S, R), content (B, S, H) or None, mixing (H, R), value (B, H, S, dv), mask
 boolean (True = attend) or additive, broadcastable to (B, H, T, S), or None. `causal` hides key y from query x < y.
+
+Scores of bfloat16 and float16 inputs are kept in float32, as PyTorch's fused kernels keep theirs: on CPUs all is
+computed so, elsewhere the softmax is.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 
+Kernel = TypeVar("Kernel", bound=Callable[..., Tensor])
+HALVES = (torch.bfloat16, torch.float16)
 CACHE_BYTES = 1 << 20  # scores of one block for each thread: one core's L2; half and double are as fast
+
+
+def in_float32_on_cpu(kernel: Kernel) -> Kernel:
+    """Let a kernel compute in float32 what comes in half precision, on CPUs; results have the queries' dtype."""
+
+    @functools.wraps(kernel)
+    def run(query: Tensor, *others: Any, **options: Any) -> Tensor:
+        parts = [query, *others, *options.values()]
+        if query.device.type != "cpu" or not any(isinstance(part, Tensor) and part.dtype in HALVES for part in parts):
+            return kernel(query, *others, **options)
+        wide = [_widened(part) for part in (query, *others)]
+        named = {name: _widened(part) for name, part in options.items()}
+        if not torch.is_autocast_enabled("cpu"):
+            return kernel(*wide, **named).to(query.dtype)
+        with torch.autocast("cpu", enabled=False):
+            return kernel(*wide, **named).to(query.dtype)
+
+    return run  # type: ignore[return-value]
+
+
+def _widened(part: Any) -> Any:
+    return part.float() if isinstance(part, Tensor) and part.dtype in HALVES else part
 
 
 def attend(
@@ -30,6 +59,7 @@ def attend(
     return folded(query, key, content, mixing, value, mask, scaling, dropout, causal)
 
 
+@in_float32_on_cpu
 def folded(
     query: Tensor, key: Tensor, content: Tensor | None, mixing: Tensor, value: Tensor, mask: Tensor | None,
     scaling: float, dropout: float, causal: bool,
@@ -39,12 +69,18 @@ def folded(
     return drop(probabilities, p=dropout) @ value
 
 
+@in_float32_on_cpu
 def attention_probabilities(
     query: Tensor, key: Tensor, content: Tensor | None, mixing: Tensor, mask: Tensor | None, scaling: float,
     causal: bool,
 ) -> Tensor:  # fmt: skip
     """Softmax of the scores over keys, (B, H, T, S)."""
-    return attention_scores(query, key, content, mixing, mask, scaling, causal).softmax(-1)
+    return softmax(attention_scores(query, key, content, mixing, mask, scaling, causal))
+
+
+def softmax(scores: Tensor) -> Tensor:
+    """Softmax over keys, in float32 at least."""
+    return scores.softmax(-1, dtype=torch.float32).to(scores.dtype) if scores.dtype in HALVES else scores.softmax(-1)
 
 
 def attention_scores(
@@ -68,6 +104,7 @@ def attention_scores(
     return scores + mask
 
 
+@in_float32_on_cpu
 def blocked(
     query: Tensor, key: Tensor, content: Tensor | None, mixing: Tensor, value: Tensor, mask: Tensor | None,
     scaling: float, causal: bool,
@@ -152,16 +189,14 @@ def fused(
 
 
 def _can_overwrite(query: Tensor, *others: Tensor | None) -> bool:
-    """Whether nothing records these operations, and all tensors share a dtype that `blocked` is exact in."""
+    """Whether nothing records these operations, and all tensors share a dtype once they are in float32 at least."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
         return False
     tensors = [query, *(tensor for tensor in others if tensor is not None)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
-    # not float16: a content bias added to the lowest float16 of a hidden key would overflow
-    return query.dtype in (torch.float32, torch.float64, torch.bfloat16) and all(
-        tensor.dtype in (query.dtype, torch.bool) for tensor in tensors
-    )
+    dtypes = {torch.float32 if tensor.dtype in HALVES else tensor.dtype for tensor in tensors} - {torch.bool}
+    return dtypes in ({torch.float32}, {torch.float64})
 
 
 def _content_scores(content: Tensor, scaling: float) -> Tensor:

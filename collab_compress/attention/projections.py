@@ -30,9 +30,11 @@ class SharedProjection(nn.Module):
         super().__init__()
         self.proj = nn.Linear(in_features, width, bias=False, device=device, dtype=dtype)
         self.padding = -width % multiple
-        # Saved under the stock weight's name, with a shape that can never be the stock one: loading the checkpoint
-        # into a stock model fails, instead of leaving its query and key weights silently random.
-        self.register_buffer("weight", torch.empty(0, device=device, dtype=dtype))
+
+    @property
+    def weight(self) -> Tensor:
+        """Weight (R or R + H, D), which stock models look for when they initialise."""
+        return self.proj.weight
 
     @property
     def width(self) -> int:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from collab_compress.attention.kernels import in_float32_on_cpu, softmax
+
 
 def attend_separately(
     query: Tensor, key: Tensor, content: Tensor | None, sizes: Sequence[int], value: Tensor, mask: Tensor | None,
@@ -35,6 +37,7 @@ def attend_separately(
     return outputs[..., :width]
 
 
+@in_float32_on_cpu
 def separate_probabilities(
     query: Tensor, key: Tensor, content: Tensor | None, sizes: Sequence[int], mask: Tensor | None, scaling: float,
     causal: bool,
@@ -48,7 +51,7 @@ def separate_probabilities(
         scores = scores.masked_fill(future, lowest)
     if mask is not None:
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
-    return scores.softmax(-1)
+    return softmax(scores)
 
 
 def separated(

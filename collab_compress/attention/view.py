@@ -11,6 +11,8 @@ from torch import Tensor
 
 from collab_compress.errors import UnsupportedModelError
 
+IMPLEMENTATIONS = ("eager", "sdpa", "paged|eager")  # the last is what continuous batching makes of the first
+
 
 class HeadCall(NamedTuple):
     """One call of an attention function.
@@ -49,12 +51,12 @@ class AttentionConfig:
     @property
     def _attn_implementation(self) -> str:
         implementation = self.stock._attn_implementation
-        if implementation not in ("eager", "sdpa"):
+        if implementation not in IMPLEMENTATIONS:
             raise UnsupportedModelError(
                 f"edited attention runs with attn_implementation 'eager' or 'sdpa', got {implementation!r}; "
                 "call model.set_attn_implementation('sdpa')"
             )
-        return f"collab_{implementation}"
+        return f"collab_{implementation.removeprefix('paged|')}"
 
     def __getattr__(self, name: str) -> Any:
         if name == "stock":  # not yet there while being copied or unpickled

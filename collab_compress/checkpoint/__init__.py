@@ -1,6 +1,6 @@
 """Save edited models so that stock `from_pretrained` rebuilds them."""
 
-from collab_compress.checkpoint.edits import EDITS, EditConfig, ModelEdit, edits_of
+from collab_compress.checkpoint.edits import EDITS, EditConfig, ModelEdit, edits_of, is_quantized
 from collab_compress.checkpoint.paths import path_in_base
 from collab_compress.checkpoint.quantizer import AFTER_LOADING, forget_edits_, record_edit_, register_checkpoint
 from collab_compress.checkpoint.standalone import forget_standalone_, keep_standalone_, make_standalone_
@@ -13,6 +13,7 @@ __all__ = [
     "edits_of",
     "forget_edits_",
     "forget_standalone_",
+    "is_quantized",
     "keep_standalone_",
     "make_standalone_",
     "path_in_base",

@@ -14,13 +14,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from collab_compress.errors import CheckpointError
 
 METHOD = "collab_compress"
-VERSION = 1
+MARK = "collab_edited"  # attribute of live edited models
+VERSION = 2  # 1: guards were zero-length tensors under stock names
 
 
 class ModelEdit(Protocol):
     """One change to a stock model's structure that can be replayed on a freshly built one."""
 
     kind: ClassVar[str]
+    implementations: ClassVar[tuple[str, ...]]  # of attention that it works with; empty: all
 
     @property
     def modules(self) -> Mapping[str, Any]:
@@ -72,7 +74,11 @@ class EditConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def to_dict(self) -> dict[str, Any]:
         """Describe the edits in JSON types."""
         edits = [{"kind": edit.kind, **edit.to_dict()} for edit in self.edits]
-        return {"quant_method": self.quant_method, "version": self.version, "edits": edits}
+        return {"quant_method": self.quant_method, "version": VERSION, "edits": edits}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Look up a field of `to_dict`, as Transformers does where a live config is passed to `from_pretrained`."""
+        return self.to_dict().get(name, default)
 
 
 def _decode(data: Mapping[str, Any]) -> ModelEdit:
@@ -86,16 +92,33 @@ def _decode(data: Mapping[str, Any]) -> ModelEdit:
 
 
 def edits_of(model: PreTrainedModel) -> list[ModelEdit]:
-    """Return the edits that made `model` what it is; empty for a stock model.
+    """Return the edits that made `model` what it is; empty for a stock model, also one of an edited model's config.
 
     Raises:
         CheckpointError: the model was rebuilt by the modelling code that its checkpoint ships.
     """
     config = getattr(model.config, "quantization_config", None)
     if isinstance(config, EditConfig):
-        return list(config.edits)
+        return list(config.edits) if any(MARK in vars(part) for part in model.modules()) else []
     if getattr(config, "quant_method", None) == METHOD:
         raise CheckpointError(
             f"{type(model).__name__} was loaded before collab_compress was imported; import it first, then load"
         )
     return []
+
+
+def describes_edits(config: Any) -> bool:
+    """Whether a model's config says that the model is edited."""
+    edits = getattr(config, "quantization_config", None)
+    method = edits.get("quant_method") if isinstance(edits, dict) else getattr(edits, "quant_method", None)
+    return bool(method == METHOD)
+
+
+def is_quantized(model: PreTrainedModel) -> bool:
+    """Whether something else than this package changed the weights of `model`, as its config says.
+
+    Raises:
+        CheckpointError: as `edits_of`.
+    """
+    edits_of(model)
+    return getattr(model.config, "quantization_config", None) is not None and not describes_edits(model.config)

@@ -33,6 +33,7 @@ RUNTIME = (
     "collab_compress.heads.mixed_projection",
     "collab_compress.heads.removal",
     "collab_compress.checkpoint.edits",
+    "collab_compress.checkpoint.guard",
     "collab_compress.checkpoint.quantizer",
 )
 
@@ -65,6 +66,8 @@ def __getattr__(name):
 def make_standalone_(model: PreTrainedModel) -> None:
     """Make `model` save its modelling code beside its weights from now on, in place.
 
+    Every Auto class of its family loads the checkpoint by that code, so that it can get another head.
+
     Args:
         model: a converted model.
 
@@ -75,8 +78,8 @@ def make_standalone_(model: PreTrainedModel) -> None:
         raise CheckpointError(f"{type(model).__name__} is not converted, so it has no modelling code to ship")
     model.__class__ = standalone_class(type(model))
     auto_map = dict(getattr(model.config, "auto_map", None) or {})
-    for auto_class in _auto_classes(type(model).__name__):
-        auto_map[auto_class] = f"{MODULE}.{type(model).__name__}"
+    for auto_class, stock in _auto_classes(model).items():
+        auto_map[auto_class] = f"{MODULE}.{stock}"
     model.config.auto_map = auto_map
 
 
@@ -152,19 +155,16 @@ def _without_own_imports(source: str) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-def _auto_classes(class_name: str) -> list[str]:
-    """Name the Auto classes under which Transformers lists a stock model class."""
+def _auto_classes(model: PreTrainedModel) -> dict[str, str]:
+    """Name every Auto class of the model's family → the stock class that it loads, `model`'s own where it may."""
     from transformers.models.auto import modeling_auto
 
-    found = []
+    own, found = type(model).__name__, {}
     for name, auto_class in vars(modeling_auto).items():
         mapping = getattr(auto_class, "_model_mapping", None)
         if isinstance(auto_class, type) and name.startswith("AutoModel") and mapping is not None:
-            classes = {entry for value in mapping._model_mapping.values() for entry in _as_tuple(value)}
-            if class_name in classes:
-                found.append(name)
-    return found or ["AutoModel"]
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
+            listed = mapping._model_mapping.get(model.config.model_type)
+            if listed is not None:
+                names = tuple(listed) if isinstance(listed, list | tuple) else (listed,)
+                found[name] = own if own in names else names[0]
+    return found if own in found.values() else {**found, "AutoModel": own}

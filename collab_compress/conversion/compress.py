@@ -12,7 +12,7 @@ from collab_compress.attention import install_, uninstall_
 from collab_compress.attention.edit import CollaborativeEdit
 from collab_compress.attention.per_head import PerHeadEdit
 from collab_compress.calibration import Calibration, calibration_batches
-from collab_compress.checkpoint import edits_of, path_in_base, record_edit_
+from collab_compress.checkpoint import edits_of, is_quantized, path_in_base, record_edit_
 from collab_compress.conversion.drift import compare, outputs, split_held_back
 from collab_compress.conversion.options import Compression
 from collab_compress.conversion.plan import REPORT_LENGTH, Planned, Progress, plan, shared_spec
@@ -91,7 +91,7 @@ def _validated(model: PreTrainedModel, compression: Compression) -> list[DenseSi
         raise CompressionError(
             f"{type(model).__name__} is already converted; expand it first, or start from the dense checkpoint"
         )
-    if getattr(model.config, "quantization_config", None) is not None and not edits_of(model):
+    if is_quantized(model):
         raise CompressionError(f"{type(model).__name__} is quantized; convert the unquantized checkpoint instead")
     implementation = model.config._attn_implementation
     if implementation not in ("eager", "sdpa"):

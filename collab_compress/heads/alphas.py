@@ -9,7 +9,14 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
-from collab_compress.checkpoint import edits_of, forget_edits_, forget_standalone_, path_in_base, record_edit_
+from collab_compress.checkpoint import (
+    edits_of,
+    forget_edits_,
+    forget_standalone_,
+    is_quantized,
+    path_in_base,
+    record_edit_,
+)
 from collab_compress.errors import HeadError
 from collab_compress.heads.mixed_projection import AlphasEdit, MixedProjection, install_alphas_
 from collab_compress.heads.sharding import refuse_sharded
@@ -36,7 +43,7 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
         raise HeadError(
             f"{type(model).__name__} mixes its heads already; merge_alphas_(model) first, or train the alphas it has"
         )
-    if getattr(model.config, "quantization_config", None) is not None and not edits_of(model):
+    if is_quantized(model):
         raise HeadError(f"{type(model).__name__} is quantized; mix the heads of the unquantized checkpoint instead")
     sites = find_attention(model, FAMILIES, kinds=kinds)
     outputs = [_plain_output(site) for site in sites]

@@ -30,9 +30,11 @@ class MixedProjection(nn.Module):
         self.heads = heads
         self.proj = proj
         self.alphas = nn.Parameter(torch.eye(heads, **like))
-        # Saved under the stock weight's name, with a shape that can never be the stock one: loading the checkpoint
-        # into a stock model fails, instead of leaving its output projections silently random.
-        self.register_buffer("weight", torch.empty(0, **like))
+
+    @property
+    def weight(self) -> Tensor:
+        """Weight of the projection by itself, which stock models look for when they initialise."""
+        return self.proj.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix and project concatenated head outputs (..., H·d) to (..., D)."""
@@ -55,6 +57,7 @@ class AlphasEdit:
 
     modules: dict[str, int]
     kind: ClassVar[str] = "alphas"
+    implementations: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Describe the edit in JSON types."""

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from collab_compress.architectures import FAMILIES, AttentionSite, find_attention
 from collab_compress.attention import is_collaborative
 from collab_compress.attention.view import acts_of
-from collab_compress.checkpoint import edits_of, path_in_base, record_edit_
+from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
 from collab_compress.errors import CompressionError, HeadError
 from collab_compress.heads.choice import check_heads
 from collab_compress.heads.removal import KeptHeads, PrunedEdit, plan_removal
@@ -41,7 +41,7 @@ def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -
     """
     refuse_sharded(model, "prune_heads_")
     chosen = check_heads(find_attention(model, FAMILIES), heads)
-    if getattr(model.config, "quantization_config", None) is not None and not edits_of(model):
+    if is_quantized(model):
         raise HeadError(f"{type(model).__name__} is quantized; remove heads from the unquantized checkpoint instead")
     shared = _shared(model)
     modules = {path_in_base(model, site.module): _kept(model, site, removed, shared) for site, removed in chosen}

@@ -24,7 +24,7 @@ def test_every_auto_class(family, auto_class, rank, make_tiny, batch, tmp_path, 
     model.save_pretrained(tmp_path)
     loaded = load_cleanly(auto_class, tmp_path)
     assert torch.equal(outputs(loaded, batch), outputs(model, batch))
-    assert not loaded.is_quantized
+    assert not getattr(loaded, "is_quantized", False)
     assert "collab" not in capfd.readouterr().err.lower()  # no warning either
 
 
@@ -111,7 +111,7 @@ def test_without_the_package_loading_fails_and_never_gives_random_weights(
     )
     assert "LOADED" not in done.stdout
     assert done.returncode != 0
-    assert "size mismatch" in done.stderr.lower() or "mismatch" in done.stderr.lower()
+    assert "needs-the-package-collab_compress" in done.stderr
 
 
 def test_a_newer_format_is_refused(make_tiny, tmp_path):
@@ -136,7 +136,7 @@ def test_config_describes_the_edits(make_tiny, tmp_path):
     model.save_pretrained(tmp_path)
     stored = AutoConfig.from_pretrained(tmp_path).quantization_config
     assert stored["quant_method"] == "collab_compress"
-    assert stored["version"] == 1
+    assert stored["version"] == 2
     (edit,) = stored["edits"]
     assert edit["kind"] == "collaborative"
     assert [spec["rank"] for spec in edit["modules"].values()] == [5]

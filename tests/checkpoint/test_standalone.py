@@ -50,6 +50,45 @@ def test_loads_and_saves_without_the_package(family, head, make_tiny, batch, tmp
     assert torch.equal(torch.load(tmp_path / "two" / "output.pt", weights_only=True), expected)
 
 
+ANOTHER_HEAD = """
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+for auto, head in ((AutoModelForSequenceClassification, True), (AutoModel, False)):
+    model, found = auto.from_pretrained(sys.argv[1], num_labels=5, trust_remote_code=True, output_loading_info=True)
+    missing = {name.split(".")[0] for name in found["missing_keys"]}
+    assert not found["mismatched_keys"] and not missing & {"encoder", "bert", "transformer"}, found
+    model.save_pretrained(sys.argv[2])
+    again = auto.from_pretrained(sys.argv[2], trust_remote_code=True)
+    for (name, one), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert one.equal(other), name
+    from_config = auto.from_config(AutoConfig.from_pretrained(sys.argv[1]), trust_remote_code=True)
+    from_config.save_pretrained(sys.argv[2])
+    dense = auto.from_pretrained(sys.argv[2], trust_remote_code=True)
+    assert not hasattr(dense.config, "quantization_config")
+    print(type(again).__name__)
+"""
+
+
+@pytest.mark.parametrize("head", ["base", "classifier"])
+def test_it_can_get_another_head_without_the_package(head, make_tiny, batch, tmp_path, stock_python):
+    model = make_tiny("bert")
+    if head == "classifier":
+        model = AutoModelForSequenceClassification.from_config(model.config)
+    saved(model, tmp_path / "one", batch)
+    done = stock_python(ANOTHER_HEAD, tmp_path / "one", tmp_path / "two")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["BertForSequenceClassification", "BertModel"]
+
+
+def test_every_auto_class_of_a_family_is_mapped(make_tiny):
+    model = make_tiny("bert")
+    compress(model, Compression(rank=5), calibration=None)
+    make_standalone_(model)
+    found = model.config.auto_map
+    for name in ("MaskedLM", "QuestionAnswering", "TokenClassification", "MultipleChoice", "CausalLM", "PreTraining"):
+        assert found[f"AutoModelFor{name}"].startswith(f"{MODULE}.Bert")
+    assert found["AutoModel"] == f"{MODULE}.BertModel"
+
+
 def test_the_package_loads_it_without_running_its_code(family, make_tiny, batch, tmp_path):
     expected = saved(make_tiny(family), tmp_path / "one", batch)
     (tmp_path / "one" / f"{MODULE}.py").write_text("raise SystemExit('this code must not run')", encoding="utf-8")

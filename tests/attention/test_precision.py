@@ -1,0 +1,101 @@
+"""Half precision: no kernel is further from float64 than what the stock model computes in the same dtype."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from collab_compress.attention.kernels import attend, attention_probabilities, blocked, folded, fused
+from collab_compress.attention.separate import attend_separately, separate_probabilities
+
+HEADS, RANK, LENGTH, WIDTH, SCALING = 4, 32, 48, 16, 0.4
+SIZES = (8, 4, 12, 8)
+
+
+def problem(dtype, content=True, seed=0):
+    """Inputs of a shared kernel, and those of the stock model: per-head queries and keys, rounded once."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    query, key, mixing = normal(2, LENGTH, RANK), normal(2, LENGTH, RANK), normal(HEADS, RANK)
+    value, bias = normal(2, HEADS, LENGTH, WIDTH), normal(2, LENGTH, HEADS) if content else None
+    mixed = (query.double()[:, None] * mixing.double()[:, None]).to(dtype)
+    keys = key[:, None].expand(-1, HEADS, -1, -1)
+    if content:
+        mixed = torch.cat([mixed, mixed.new_ones(2, HEADS, LENGTH, 1)], -1)
+        keys = torch.cat([keys, bias.transpose(1, 2).unsqueeze(-1)], -1)
+    return (query, key, bias, mixing, value), (mixed, keys, value)
+
+
+def stock_eager(query, key, value):
+    """Scores, softmax and products in the dtype given, as the eager attention of most models."""
+    rows = torch.softmax(query @ key.transpose(2, 3) * SCALING, -1)
+    return rows, rows @ value
+
+
+def double(parts):
+    return [part.double() if isinstance(part, torch.Tensor) else part for part in parts]
+
+
+def error(found, expected):
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("content", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", [attend, folded, blocked, fused])
+def test_shared_kernels(kernel, dtype, content):
+    ours, stock = problem(dtype, content)
+    dropout = {} if kernel is blocked else {"dropout": 0.0}
+    rest = {"mask": None, "scaling": SCALING, "causal": False, **dropout}
+    expected = kernel(*double(ours), **rest)
+    found = kernel(*ours, **rest)
+    assert found.dtype == dtype
+    ceiling = error(scaled_dot_product_attention(*stock, scale=SCALING), expected)
+    assert ceiling < error(stock_eager(*stock)[1], expected)
+    assert error(found, expected) <= ceiling * 1.02  # the last rounding alone is that large
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_shared_rows(dtype):
+    (query, key, content, mixing, _), stock = problem(dtype)
+    rest = {"mask": None, "scaling": SCALING, "causal": True}
+    expected = attention_probabilities(*double((query, key, content, mixing)), **rest)
+    found = attention_probabilities(query, key, content, mixing, **rest)
+    future = torch.ones(LENGTH, LENGTH).triu(1).bool()
+    scores = (stock[0] @ stock[1].transpose(2, 3) * SCALING).masked_fill(future, torch.finfo(dtype).min)
+    assert found.dtype == dtype
+    assert error(found, expected) <= error(scores.softmax(-1), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_separate_kernels(dtype):
+    (query, key, content, _, value), _ = problem(dtype)
+    rest = {"mask": None, "scaling": SCALING, "causal": False}
+    inputs = (query, key, content, SIZES)
+    rows, outputs = [], []
+    for head, (q, k) in enumerate(zip(query.split(SIZES, -1), key.split(SIZES, -1), strict=True)):
+        q, k = torch.cat([q, q.new_ones(2, LENGTH, 1)], -1), torch.cat([k, content[..., head, None]], -1)
+        rows.append(stock_eager(q[:, None], k[:, None], value[:, head, None])[0])
+        outputs.append(scaled_dot_product_attention(q[:, None], k[:, None], value[:, head, None], scale=SCALING))
+    expected = separate_probabilities(*double(inputs), **rest)
+    found = separate_probabilities(*inputs, **rest)
+    assert found.dtype == dtype
+    assert error(found, expected) <= error(torch.cat(rows, 1), expected)
+    expected = attend_separately(*double(inputs), value.double(), **rest, dropout=0.0)
+    found = attend_separately(*inputs, value, **rest, dropout=0.0)
+    assert error(found, expected) <= error(torch.cat(outputs, 1), expected) * 1.02
+
+
+def test_mixed_precision(make_tiny, batch):
+    """Under autocast projections come in bfloat16 and the mixing matrix in float32."""
+    from collab_compress import Compression, compress
+
+    model = make_tiny("bert")
+    compress(model, Compression(rank=8), calibration=None)
+    expected = model(**batch).last_hidden_state
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16):
+            found = model(**batch).last_hidden_state
+        assert error(found, expected.detach().double()) < 0.02

@@ -1,0 +1,294 @@
+"""Whose edits a config describes, and that nothing but the package rebuilds them."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    BertForSequenceClassification,
+    BertModel,
+    GPT2Config,
+    GPT2Model,
+)
+
+from collab_compress import (
+    CollabCompressError,
+    Compression,
+    alphas_of,
+    compress,
+    expand,
+    merge_alphas_,
+    mix_heads_,
+    prune_heads_,
+    read_factors,
+)
+from collab_compress.checkpoint import edits_of
+from collab_compress.checkpoint.guard import GUARD
+
+FIRST = "encoder.layer.0.attention.self"
+VERSION_1 = Path(__file__).parent / "data" / "version-1"
+
+
+def outputs(model, batch):
+    with torch.no_grad():
+        return model(**batch)[0]
+
+
+def mixed(model):
+    mix_heads_(model)
+    with torch.no_grad():
+        for alphas in alphas_of(model).values():
+            alphas.add_(0.3 * torch.randn(alphas.shape, generator=torch.Generator().manual_seed(1)))
+
+
+EDITS = {
+    "shared": lambda model: compress(model, Compression(rank=5), calibration=None),
+    "full": lambda model: compress(model, Compression(rank=24), calibration=None),
+    "per-head": lambda model: compress(model, Compression(rank=9, form="per-head"), calibration=None),
+    "alphas": mixed,
+    "pruned": lambda model: prune_heads_(model, {FIRST: [1]}),
+}
+
+
+@pytest.fixture(params=sorted(EDITS))
+def edit(request):
+    return EDITS[request.param]
+
+
+def tiny_gpt2():
+    torch.manual_seed(0)
+    return GPT2Model(GPT2Config(vocab_size=61, n_embd=24, n_head=3, n_layer=1, n_positions=40, bos_token_id=2,
+                                eos_token_id=1)).eval()  # fmt: skip
+
+
+NO_FLAG_HELPS = """
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, BertModel, GPT2Model
+stock = GPT2Model if "gpt2" in sys.argv[1] else BertModel
+ways = [
+    lambda: AutoModel.from_pretrained(sys.argv[1]),
+    lambda: AutoModel.from_pretrained(sys.argv[1], ignore_mismatched_sizes=True),
+    lambda: stock.from_pretrained(sys.argv[1], ignore_mismatched_sizes=True),
+    lambda: stock.from_pretrained(sys.argv[1], ignore_mismatched_sizes=True, use_safetensors=True),
+    lambda: AutoModelForSequenceClassification.from_pretrained(sys.argv[1], ignore_mismatched_sizes=True),
+    lambda: AutoModelForSequenceClassification.from_pretrained(
+        sys.argv[1], ignore_mismatched_sizes=True, device_map="cpu", trust_remote_code=False),
+    lambda: AutoModel.from_pretrained(sys.argv[1], config=AutoConfig.from_pretrained(sys.argv[1]),
+                                      ignore_mismatched_sizes=True),
+]
+for way in ways:
+    try:
+        way()
+        print("LOADED")
+    except OSError as error:
+        print("needs-the-package-collab_compress" in str(error))
+"""
+
+
+def test_no_flag_loads_it_without_the_package(edit, make_tiny, tmp_path, stock_python):
+    model = make_tiny("bert")
+    edit(model)
+    for name, options in (("whole", {}), ("shards", {"max_shard_size": "10KB"})):
+        model.save_pretrained(tmp_path / name, **options)
+        done = stock_python(NO_FLAG_HELPS, tmp_path / name)
+        assert done.stdout.split() == ["True"] * 7, done.stderr
+    AutoModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "again")
+    done = stock_python(NO_FLAG_HELPS, tmp_path / "again")
+    assert done.stdout.split() == ["True"] * 7, done.stderr
+
+
+def test_no_flag_loads_a_fused_layer_without_the_package(tmp_path, stock_python):
+    model = tiny_gpt2()
+    compress(model, Compression(rank=24), calibration=None)
+    model.save_pretrained(tmp_path / "gpt2")
+    done = stock_python(NO_FLAG_HELPS, tmp_path / "gpt2")
+    assert done.stdout.split() == ["True"] * 7, done.stderr
+
+
+def test_no_tensor_is_empty(edit, make_tiny):
+    model = make_tiny("bert")
+    edit(model)
+    assert all(tensor.numel() for tensor in model.state_dict().values())
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in VERSION_1.iterdir()))
+def test_checkpoints_of_the_first_form_load(name, load_cleanly, tmp_path):
+    stored = load_file(VERSION_1 / name / "expected.safetensors")
+    expected = stored.pop("output")
+    stock, options = (GPT2Model, {}) if name == "fused" else (BertModel, {"add_pooling_layer": False})
+    model = load_cleanly(stock, VERSION_1 / name, **options)
+    torch.testing.assert_close(outputs(model, stored), expected)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["transformers_weights"] == GUARD
+    torch.testing.assert_close(outputs(load_cleanly(stock, tmp_path, **options), stored), expected)
+
+
+def test_models_of_one_config_do_not_share_edits(edit, make_tiny, batch, tmp_path, load_cleanly):
+    config = make_tiny("bert").config
+    first, second = BertModel(config).eval(), BertModel(config).eval()
+    later = copy.deepcopy(vars(config))
+    edit(first)
+    assert vars(config) == later
+    third = BertModel(config).eval()
+    for name, dense in (("second", second), ("third", third)):
+        assert edits_of(dense) == []
+        dense.save_pretrained(tmp_path / name)
+        stored = json.loads((tmp_path / name / "config.json").read_text(encoding="utf-8"))
+        assert not {"quantization_config", "transformers_weights"} & set(stored)
+        assert torch.equal(outputs(load_cleanly(BertModel, tmp_path / name), batch), outputs(dense, batch))
+    compress(second, Compression(rank=8), calibration=None)
+    for name, model in (("first", first), ("second", second)):
+        model.save_pretrained(tmp_path / name)
+        loaded = load_cleanly(AutoModel, tmp_path / name)
+        torch.testing.assert_close(outputs(loaded, batch), outputs(model, batch))
+        assert edits_of(loaded) == edits_of(model)
+
+
+def test_every_part_of_a_model_follows_its_config(edit, make_tiny, batch):
+    model = make_tiny("bert")
+    edit(model)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            assert getattr(module.config, "stock", module.config) is model.config
+    model.set_attn_implementation("eager")
+    assert model(**batch, output_attentions=True).attentions[0] is not None
+
+
+def test_a_model_around_the_edited_one_follows(edit, make_tiny, batch, tmp_path, load_cleanly):
+    classifier = make_tiny("bert", BertForSequenceClassification)
+    sibling = BertForSequenceClassification(classifier.config)
+    edit(classifier.bert)
+    assert classifier.config is classifier.bert.config
+    assert edits_of(classifier) == edits_of(classifier.bert) != []
+    assert edits_of(sibling) == []
+    classifier.save_pretrained(tmp_path)
+    assert torch.equal(outputs(load_cleanly(type(classifier), tmp_path), batch), outputs(classifier, batch))
+
+
+def test_a_dense_model_of_an_edited_ones_config(edit, make_tiny, batch, tmp_path, load_cleanly):
+    """It saves what loads, as the dense model it is, and can be edited itself."""
+    model = make_tiny("bert")
+    edit(model)
+    for config in (model.config, copy.deepcopy(model.config)):
+        dense = BertModel(config).eval()
+        assert edits_of(dense) == []
+        dense.save_pretrained(tmp_path)
+        for auto_class, part in ((AutoModel, dense), (AutoModelForSequenceClassification, None)):
+            loaded = auto_class.from_pretrained(tmp_path)
+            assert edits_of(loaded) == []
+            assert not hasattr(loaded.config, "quantization_config")
+            if part is not None:
+                assert torch.equal(outputs(loaded, batch), outputs(part, batch))
+        compress(dense, Compression(rank=7), calibration=None)
+        dense.save_pretrained(tmp_path)
+        assert torch.equal(outputs(load_cleanly(AutoModel, tmp_path), batch), outputs(dense, batch))
+    assert outputs(model, batch).isfinite().all()
+
+
+def test_a_live_config_can_be_passed_on(edit, make_tiny, batch, tmp_path):
+    model = make_tiny("bert")
+    edit(model)
+    model.save_pretrained(tmp_path)
+    torch.save(model.config, tmp_path / "config.pt")
+    stored = torch.load(tmp_path / "config.pt", weights_only=False)
+    for config in (model.config, copy.deepcopy(model.config), stored, AutoConfig.from_pretrained(tmp_path)):
+        for loaded in (
+            AutoModel.from_pretrained(tmp_path, config=config),
+            BertModel.from_pretrained(None, config=config, state_dict=model.state_dict()),
+        ):
+            assert torch.equal(outputs(loaded, batch), outputs(model, batch))
+            assert edits_of(loaded) == edits_of(model)
+    assert edits_of(model)
+
+
+def test_weights_given_for_saving_are_saved(make_tiny, batch, tmp_path, load_cleanly):
+    model = make_tiny("bert")
+    compress(model, Compression(rank=5), calibration=None)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.1)
+    for saver in (model, load_cleanly):
+        if saver is load_cleanly:
+            model.save_pretrained(tmp_path)
+            saver = load_cleanly(AutoModel, tmp_path)
+        saver.save_pretrained(tmp_path, state_dict=other.state_dict())
+        assert torch.equal(outputs(load_cleanly(AutoModel, tmp_path), batch), outputs(other, batch))
+
+
+def test_an_edited_model_carries_no_marks_of_quantization(edit, make_tiny, tmp_path):
+    model = make_tiny("bert")
+    model.save_pretrained(tmp_path / "stock")
+    edit(model)
+    model.save_pretrained(tmp_path / "edited")
+    stock = {"made": make_tiny("bert"), "loaded": AutoModel.from_pretrained(tmp_path / "stock")}
+    for way, one in (("made", model), ("loaded", AutoModel.from_pretrained(tmp_path / "edited"))):
+        assert set(vars(one)) == {*vars(stock[way]), "collab_edited"}
+        assert not {"_is_quantized", "transformers_weights"} & set(vars(one.config))
+
+
+def test_undoing_leaves_a_stock_model(make_tiny, tmp_path):
+    stock = make_tiny("bert")
+    model = copy.deepcopy(stock)
+    compress(model, Compression(rank=24), calibration=None)
+    mix_heads_(model)
+    model.save_pretrained(tmp_path / "edited")
+    stock.save_pretrained(tmp_path / "stock")
+    ways = (
+        (model, stock),
+        (AutoModel.from_pretrained(tmp_path / "edited"), AutoModel.from_pretrained(tmp_path / "stock")),
+    )
+    for undone, stock in ways:
+        merge_alphas_(undone)
+        expand(undone)
+        for (name, one), (_, other) in zip(undone.named_modules(), stock.named_modules(), strict=True):
+            assert type(one) is type(other), name
+            assert set(vars(one)) == set(vars(other)), name
+        assert undone._no_split_modules == stock._no_split_modules
+        assert type(undone.config) is type(stock.config)
+        known = ("_name_or_path", "architectures", "dtype")
+        one, other = ({**vars(model.config)} for model in (undone, stock))
+        assert {name for name in {*one, *other} if one.get(name) != other.get(name)} <= set(known)
+        undone.save_pretrained(tmp_path / "undone")
+        texts = [(tmp_path / name / "config.json").read_bytes() for name in ("undone", "stock")]
+        assert texts[0] == texts[1]
+
+
+def test_attention_that_cannot_run_is_refused_at_loading(make_tiny, tmp_path):
+    model = make_tiny("bert")
+    compress(model, Compression(rank=5), calibration=None)
+    model.save_pretrained(tmp_path)
+    for asked in ("flex_attention", "flash_attention_2"):
+        with pytest.raises(CollabCompressError, match=f"'eager' or 'sdpa', got '{asked}'; load it with"):
+            AutoModel.from_pretrained(tmp_path, attn_implementation=asked)
+    pruned = make_tiny("bert")
+    prune_heads_(pruned, {FIRST: [0]})
+    pruned.save_pretrained(tmp_path / "pruned")
+    loaded = AutoModel.from_pretrained(tmp_path / "pruned", attn_implementation="flex_attention")
+    assert loaded.config._attn_implementation == "flex_attention"
+
+
+def test_a_trainer_and_its_checkpoints(make_tiny, batch, tmp_path, load_cleanly):
+    from transformers import Trainer, TrainingArguments
+
+    model = make_tiny("bert", BertForSequenceClassification)
+    compress(model, Compression(rank=5), calibration=None)
+    data = [{"input_ids": row, "labels": 1} for row in batch["input_ids"]]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=1, save_steps=1, use_cpu=True, report_to=[], disable_tqdm=True,
+        per_device_train_batch_size=2,
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, train_dataset=data)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "last"))
+    for name in ("checkpoint-1", "last"):
+        loaded = load_cleanly(type(model), tmp_path / name)
+        assert torch.equal(outputs(loaded, batch), outputs(model.eval(), batch))
+        stored = json.loads((tmp_path / name / "config.json").read_text(encoding="utf-8"))
+        assert stored["transformers_weights"] == GUARD
+    assert len(read_factors(loaded)) == 2
