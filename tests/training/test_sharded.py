@@ -45,7 +45,7 @@ def training(losses, rotation):
     return HeadTraining(
         drophead=(DropHeadOptions(0.4),),
         penalties=tuple(PenaltyOptions(loss, 0.1) for loss in losses),
-        alphas=AlphasOptions(frozen_ratio=0.3, growth_weight=3.0, growth=0.05),
+        alphas=AlphasOptions(frozen_ratio=0.7, growth_weight=3.0, growth=0.05),
         rotation=rotation,
     )
 
@@ -210,16 +210,16 @@ class Seeded(HeadTrainer):
 
 def trainer_of(case, folder, sharded):
     family, model, acting, batches, held_out = case
-    rows = [dict(zip(batch, row, strict=True)) for batch in batches for row in zip(*batch.values(), strict=True)]
+    few = batches[: 2 * STEPS]  # of each epoch
+    rows = [dict(zip(batch, row, strict=True)) for batch in few for row in zip(*batch.values(), strict=True)]
     held = [dict(zip(batch, row, strict=True)) for batch in held_out for row in zip(*batch.values(), strict=True)]
-    sharding = {"fsdp": True, "fsdp_config": {
-        "version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": LAYERS[family], "cpu_ram_efficient_loading": False,
-    }}  # fmt: skip
+    config = {"version": 2, "transformer_layer_cls_to_wrap": LAYERS[family], "cpu_ram_efficient_loading": False}
+    sharding = {"fsdp": True, "fsdp_config": config} if sharded else {}
     arguments = TrainingArguments(
         folder, num_train_epochs=EPOCHS, per_device_train_batch_size=3, per_device_eval_batch_size=3, use_cpu=True,
         gradient_accumulation_steps=1 if sharded else 2, learning_rate=1e-2, save_steps=2 * STEPS, report_to=[],
         disable_tqdm=True, weight_decay=0.1, max_grad_norm=0.1, dataloader_pin_memory=False,
-        **sharding if sharded else {},
+        **sharding,
     )  # fmt: skip
     acting = dataclasses.replace(acting, loss_normalization="mean")
     return Seeded(model, arguments, train_dataset=rows, eval_dataset=held, head_training=acting)
