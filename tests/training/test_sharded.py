@@ -316,7 +316,7 @@ def refusal(call, *given, **options):
     return "nothing was refused"
 
 
-def refusals_process(rank, model, batch):
+def refusals_process(rank, model, batch, folder):
     told = {}
     flat = FSDP1(copy.deepcopy(model), use_orig_params=True, device_id=torch.device("cpu"))
     told["swap under FSDP1"] = refusal(swap_heads_, flat.module, PAIR)
@@ -329,6 +329,11 @@ def refusals_process(rank, model, batch):
     flat = FSDP1(mixed, use_orig_params=True, device_id=torch.device("cpu"))
     told["alphas under FSDP1"] = refusal(HeadSession, flat.module, HeadTraining(alphas=AlphasOptions()), adamw(flat))
 
+    config = {"version": 1, "transformer_layer_cls_to_wrap": LAYERS["bert"]}
+    with sharding_on_cpus():
+        arguments = TrainingArguments(folder, use_cpu=True, report_to=[], fsdp=True, fsdp_config=config)
+        acting = HeadTraining(drophead=(DropHeadOptions(0.4),))
+        told["trainer under FSDP1"] = refusal(HeadTrainer, copy.deepcopy(model), arguments, head_training=acting)
     away = copy.deepcopy(model)
     away.encoder.layer[0].attention.self.query.weight.ds_id = 0  # as ZeRO-3 marks what it keeps away
     told["rotation under ZeRO-3"] = refusal(Rotator, away, RotationOptions("random", (0,)))
@@ -357,11 +362,12 @@ def refusals_process(rank, model, batch):
     return told
 
 
-def test_what_cannot_be_right_is_refused_in_all_processes(make_tiny, batch):
+def test_what_cannot_be_right_is_refused_in_all_processes(make_tiny, batch, tmp_path):
     pieces = f"{FIRST}: FSDP1 keeps its weights in pieces that do not follow heads; shard the model with FSDP2"
-    for rank, told in enumerate(run_both(refusals_process, make_tiny("bert"), batch)):
+    for rank, told in enumerate(run_both(refusals_process, make_tiny("bert"), batch, str(tmp_path))):
         for case in ("swap", "rotation", "views"):
             assert pieces in told[f"{case} under FSDP1"]
+        assert "FSDP1 keeps weights in pieces" in told["trainer under FSDP1"]
         assert "alphas: FSDP1 keeps its weights in pieces" in told["alphas under FSDP1"]
         assert f"{FIRST}: DeepSpeed ZeRO-3 keeps its weights in pieces" in told["rotation under ZeRO-3"]
         assert "overlap_with_ddp=True) does not show its state" in told["overlap"]
