@@ -316,6 +316,14 @@ def refusal(call, *given, **options):
     return "nothing was refused"
 
 
+class First(HeadTrainer):
+    """Is told that its plugin is FSDP1, which Accelerate makes on accelerators only."""
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        self.accelerator.state.fsdp_plugin.fsdp_version = 1
+
+
 def refusals_process(rank, model, batch, folder):
     told = {}
     flat = FSDP1(copy.deepcopy(model), use_orig_params=True, device_id=torch.device("cpu"))
@@ -329,11 +337,11 @@ def refusals_process(rank, model, batch, folder):
     flat = FSDP1(mixed, use_orig_params=True, device_id=torch.device("cpu"))
     told["alphas under FSDP1"] = refusal(HeadSession, flat.module, HeadTraining(alphas=AlphasOptions()), adamw(flat))
 
-    config = {"version": 1, "transformer_layer_cls_to_wrap": LAYERS["bert"]}
+    config = {"version": 2, "transformer_layer_cls_to_wrap": LAYERS["bert"]}
     with sharding_on_cpus():
         arguments = TrainingArguments(folder, use_cpu=True, report_to=[], fsdp=True, fsdp_config=config)
         acting = HeadTraining(drophead=(DropHeadOptions(0.4),))
-        told["trainer under FSDP1"] = refusal(HeadTrainer, copy.deepcopy(model), arguments, head_training=acting)
+        told["trainer under FSDP1"] = refusal(First, copy.deepcopy(model), arguments, head_training=acting)
     away = copy.deepcopy(model)
     away.encoder.layer[0].attention.self.query.weight.ds_id = 0  # as ZeRO-3 marks what it keeps away
     told["rotation under ZeRO-3"] = refusal(Rotator, away, RotationOptions("random", (0,)))
