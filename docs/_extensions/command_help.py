@@ -3,10 +3,10 @@
 import os
 import subprocess
 import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import tomllib
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from sphinx.application import Sphinx

@@ -166,8 +166,15 @@ def _undocumented(package: ModuleType) -> list[str]:
                 for key, value in members.items()
                 if inspect.isfunction(value) or isinstance(value, property | classmethod | staticmethod)
             }
-        found += [path for path, each in things.items() if not inspect.getdoc(each)]
+        found += [path for path, each in things.items() if not _says_something(each)]
     return found
+
+
+def _says_something(thing: Any) -> bool:
+    """Tell whether there is a docstring: of a class its own, of a method also what it overrides."""
+    if inspect.isclass(thing):  # a dataclass without one has its signature there
+        return bool(thing.__doc__) and not thing.__doc__.startswith(f"{thing.__name__}(")
+    return bool(inspect.getdoc(thing))
 
 
 def _skip(app: Sphinx, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
