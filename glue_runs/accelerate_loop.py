@@ -67,7 +67,7 @@ def train(recipe: Recipe) -> None:
     bar, done = tqdm(total=steps, unit=" steps", disable=not accelerator.is_main_process), 0
     with bar, HeadSession(model, recipe.heads, optimizer, warmup / steps) as session:  # of the model, not `wrapped`
         for epoch in range(math.ceil(tuning.epochs)):
-            session.epoch(epoch, next(iter(held_out.values()), None))
+            session.epoch(epoch, next(iter(shares.values()), None))  # measured on all processes' shares
             wrapped.train()
             for number, batch in enumerate(data):
                 if number % accumulated == 0:
@@ -91,8 +91,9 @@ def train(recipe: Recipe) -> None:
                 scores = evaluate(accelerator, model, share, load_metric(task.metric))
                 accelerator.log({f"{name}/{score}": value for score, value in scores.items()}, step=done)
                 accelerator.print(f"epoch {epoch + 1}, {name}: {scores}")
+    weights = accelerator.get_state_dict(wrapped)  # all processes take part, for FSDP2 shards the model
     if accelerator.is_main_process:
-        model.save_pretrained(recipe.output)
+        model.save_pretrained(recipe.output, state_dict=weights)
         tokenizer.save_pretrained(recipe.output)
     accelerator.end_training()
 

@@ -61,7 +61,7 @@ def collab_sdpa(
     key, value, kwargs = _received(module, key, value, kwargs)
     if any(act.wants_rows for act in acts_of(module)):
         outputs, _ = collab_eager(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
-        return outputs, None  # keys and values are those of the paged cache by now, which is no longer in kwargs
+        return outputs, None
     if not hasattr(module, "collaborative"):
         outputs, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
@@ -127,7 +127,7 @@ def _received(
     """Check what came along with a call, and write keys and values to a paged cache, which returns those before too.
 
     Returns:
-        Keys, values, and what else the scores need.
+        Keys, values, and what else the scores need; the cache is not passed on, for it has been written to.
     """
     known = UNREAD | PAGED | {"position_bias"}
     strange = sorted(name for name, passed in kwargs.items() if passed is not None and name not in known)

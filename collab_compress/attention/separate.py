@@ -16,6 +16,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from collab_compress.attention.kernels import in_float32_on_cpu, softmax
 
 
+@in_float32_on_cpu
 def attend_separately(
     query: Tensor, key: Tensor, content: Tensor | None, sizes: Sequence[int], value: Tensor, mask: Tensor | None,
     scaling: float, dropout: float, causal: bool,

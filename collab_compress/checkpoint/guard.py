@@ -52,7 +52,8 @@ def _pieces(edit: Any) -> list[int]:
 @functools.cache
 def _guarded_class(stock: Any) -> Any:
     """Give the class of guarded configs of one kind; it goes by the same name, by which Transformers looks it up."""
-    return type(stock.__name__, (GuardedConfig, stock), {"__module__": stock.__module__})
+    bases: tuple[type, ...] = (GuardedConfig, stock)
+    return type(stock.__name__, bases, {"__module__": stock.__module__})
 
 
 def _empty_config(stock: Any) -> PretrainedConfig:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,20 @@ import numpy as np
 from scipy.special import stdtrit
 
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.results import FRESH, UNSHAPED, Column, Result, Variant
+from collab_compress.experiments.doubts import (
+    compared_otherwise,
+    label,
+    no_numbers,
+    recipes_of,
+    rows_apart,
+    seeds_apart,
+)
+from collab_compress.experiments.results import UNSHAPED, Column, Result, Variant
 from collab_compress.tasks import TASKS
 
 AVERAGE = "average"
 REFERENCE = "plain/tuned"
 AS_IT_IS = "plain/given"
-ALIKE = ("files", "fresh", "max_length", "translation", "tuning")
-"""Settings in which rows are expected not to differ."""
 
 
 @dataclass(frozen=True)
@@ -126,17 +132,12 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
         )
     averaged = [average] if average is not None and any(average in row.scores for row in rows) else []
     notes = (
-        *_compared_otherwise(grouped, references, reference),
-        *_no_numbers(grouped),
-        *_seeds_apart(grouped),
-        *_rows_apart(grouped, references),
+        *compared_otherwise(grouped, references, reference),
+        *no_numbers(grouped),
+        *seeds_apart(grouped),
+        *rows_apart(grouped, references),
     )
     return Comparison((*tasks, *averaged), tuple(rows), reference, notes)
-
-
-def label(variant: Variant) -> str:
-    """Name a variant as method/stage."""
-    return f"{variant.method}/{variant.stage}"
 
 
 def estimate(values: Iterable[float]) -> Estimate:
@@ -193,11 +194,11 @@ def _references(grouped: Mapping[Variant, Sequence[Result]], reference: str | No
     theirs = [
         (variant.stage, column, _unshaped(recipes[0]))
         for variant in found.values()
-        for column, recipes in _recipes(grouped[variant]).items()
+        for column, recipes in recipes_of(grouped[variant]).items()
         if recipes[0].get("fresh")
     ]
     for variant in sorted(grouped, key=lambda variant: variant.method):
-        for column, recipes in _recipes(grouped[variant]).items():
+        for column, recipes in recipes_of(grouped[variant]).items():
             if variant.model not in found and (variant.stage, column, _unshaped(recipes[0])) in theirs:
                 found[variant.model] = variant
     return found
@@ -205,27 +206,6 @@ def _references(grouped: Mapping[Variant, Sequence[Result]], reference: str | No
 
 def _unshaped(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {**recipe, "fresh": {name: (recipe.get("fresh") or {}).get(name) for name in UNSHAPED}}
-
-
-def _compared_otherwise(
-    grouped: Iterable[Variant], references: Mapping[str, Variant], reference: str | None
-) -> Iterator[str]:
-    """Say which untrained models are compared with something else, or with nothing."""
-    for model in sorted({variant.model for variant in grouped}):
-        other = references.get(model)
-        if other is not None and label(other) != reference:
-            yield f"{model} is compared with {label(other)}, which is {reference} in its shape"
-        if other is None and reference is not None and model.startswith(FRESH):
-            yield f"{model} is compared with nothing: no result is {reference} in its shape"
-
-
-def _no_numbers(grouped: Mapping[Variant, Sequence[Result]]) -> Iterator[str]:
-    """Name the scores that are no finite numbers."""
-    for variant, results in grouped.items():
-        for result in results:
-            if not math.isfinite(result.score):
-                where = f"{label(variant)} of {variant.model} on {result.column.name}"
-                yield f"{where}: the score of seed {result.seed} is {result.score}, and so is what is made of it"
 
 
 def _order(variant: Variant, reference: Variant | None) -> tuple[object, ...]:
@@ -236,43 +216,3 @@ def _order(variant: Variant, reference: Variant | None) -> tuple[object, ...]:
         variant.model, variant.method != method, variant.method, variant.conversion is not None,
         variant.stage != "tuned", sizes, variant.conversion or "", variant.again, variant.stage,
     )  # fmt: skip
-
-
-def _seeds_apart(grouped: Mapping[Variant, Sequence[Result]]) -> Iterator[str]:
-    """Name the settings in which seeds differ that are averaged."""
-    for variant, results in grouped.items():
-        for column, recipes in _recipes(results).items():
-            differing = _differing(recipes, {name for recipe in recipes for name in recipe})
-            if differing:
-                yield f"{label(variant)} of {variant.model} on {column.name}: seeds differ in {differing}"
-
-
-def _rows_apart(grouped: Mapping[Variant, Sequence[Result]], references: Mapping[str, Variant]) -> Iterator[str]:
-    """Name the settings, other than what a row is about, in which it differs from what it is compared with."""
-    for variant, results in grouped.items():
-        if (other := references.get(variant.model)) is None:
-            continue
-        theirs = _recipes(grouped[other])
-        for column, recipes in _recipes(results).items():
-            both = [_flat(recipe) for recipe in (*recipes[:1], *theirs.get(column, [])[:1])]
-            differing = _differing(both, set.intersection(*map(set, both)))
-            if differing:
-                yield f"{label(variant)} and {label(other)} of {variant.model} on {column.name} differ in {differing}"
-
-
-def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the settings in which rows are expected not to differ, those of a fresh model one by one."""
-    flat = {name: recipe[name] for name in ALIKE if name in recipe}
-    fresh = flat.pop("fresh", None) or {}
-    return flat | {f"fresh.{name}": value for name, value in fresh.items() if name != "attention"}
-
-
-def _recipes(results: Iterable[Result]) -> dict[Column, list[Mapping[str, Any]]]:
-    found: dict[Column, list[Mapping[str, Any]]] = defaultdict(list)
-    for result in results:
-        found[result.column].append(result.recipe)
-    return dict(found)
-
-
-def _differing(recipes: Sequence[Mapping[str, Any]], fields: Iterable[str]) -> str:
-    return ", ".join(name for name in sorted(fields) if any(r.get(name) != recipes[0].get(name) for r in recipes))

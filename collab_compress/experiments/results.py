@@ -27,11 +27,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "recipe": (dict,),
 }
 OPTIONAL: dict[str, Any] = {"parameters": None, "recipe": {}}
-SETTINGS: dict[str, tuple[type, ...]] = {
-    "model": (str, NoneType),
-    "fresh": (dict, NoneType),
-    "translation": (dict, NoneType),
-}
+SETTINGS = {"model": (str, NoneType), "fresh": (dict, NoneType), "translation": (dict, NoneType)}
 """Settings of a recipe that tables are made by."""
 
 FRESH = "fresh"

@@ -214,7 +214,7 @@ def _gathered_states(blocks: Sequence[HeadBlock], optimizer: Any) -> list[tuple[
     for each in told:
         if isinstance(each, HeadError):
             raise each
-    every: list[Any] = [next(filter(None, states), {}) for states in zip(*told, strict=True)]
+    every: list[dict[str, Tensor]] = [next(filter(None, states), {}) for states in zip(*told, strict=True)]
     moves = []
     for place in range(0, len(blocks), 2):
         _check_alike(blocks[place], every[place], every[place + 1])

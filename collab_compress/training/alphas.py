@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 
 from collab_compress.errors import HeadError
 from collab_compress.heads.mixed_projection import MixedProjection
-from collab_compress.heads.sharding import refuse_pieces, whole
+from collab_compress.heads.sharding import is_sharded, refuse_pieces, whole
 from collab_compress.losses import nuclear_growth, nuclear_norm
 from collab_compress.training.options import AlphasOptions
 
@@ -37,6 +37,9 @@ class AlphasTraining:
         self._previous: Tensor | None = None  # a step before
         self._frozen = False
         inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+        _remember_nothing_(
+            [p.alphas for p in projections if is_sharded(p.alphas) and p.alphas not in inner.state], inner
+        )
         self._handle: RemovableHandle = inner.register_step_pre_hook(self._forget)
 
     def step(self, progress: float) -> None:
@@ -74,6 +77,33 @@ class AlphasTraining:
         if self._frozen:
             for projection in self.projections:
                 projection.alphas.grad = None
+
+
+def _remember_nothing_(alphas: Sequence[nn.Parameter], optimizer: Any) -> None:
+    """Give an optimizer state of zeros for frozen alphas, in place, as the first step that trains them makes it.
+
+    A checkpoint of sharded training must have a state of every parameter, or PyTorch does not load it.
+    """
+    if not alphas:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = None
+    for matrix in alphas:
+        matrix.grad = torch.zeros_like(matrix)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    for matrix in alphas:
+        for value in optimizer.state[matrix].values():
+            if isinstance(value, Tensor):
+                value.zero_()  # the count of steps too
 
 
 def _check(projections: Sequence[MixedProjection], optimizer: Any) -> None:

@@ -233,11 +233,13 @@ def test_inference_is_blocked_and_the_rest_is_not(chosen):
     assert chosen == ["blocked"] * 2
     run_chosen(trained, False)
     attend(*problem.inputs(), dropout=0.1, causal=False)
-    run_chosen(to(problem, torch.float16), False)
     run_chosen(replace(problem, mask=torch.zeros(4, 5)), False)  # float32 among float64
-    assert chosen[2:] == ["folded"] * 4
+    assert chosen[2:] == ["folded"] * 3
+    run_chosen(to(problem, torch.float16), False)
+    run_chosen(replace(to(problem, torch.bfloat16), mixing=problem.mixing.float()), False)
+    assert chosen[5:] == ["blocked"] * 2
     run_chosen(to(problem, "meta"), False)
-    assert chosen[6:] == ["fused"]
+    assert chosen[7:] == ["fused"]
 
 
 def test_autocast_works_with_parameters_in_float32():

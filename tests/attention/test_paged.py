@@ -4,7 +4,14 @@ import copy
 
 import pytest
 import torch
-from transformers import BertModel, GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+from transformers import (
+    BertModel,
+    ContinuousBatchingConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from collab_compress import Compression, HeadMask, UnsupportedModelError, compress
 from collab_compress.attention.functions import collab_eager, collab_sdpa
@@ -44,7 +51,9 @@ def one_by_one(model):
 def together(model):
     config = copy.deepcopy(model.generation_config)
     config.update(max_new_tokens=7, do_sample=False, eos_token_id=-1)
-    return [output.generated_tokens for output in model.generate_batch(PROMPTS, generation_config=config).values()]
+    small = ContinuousBatchingConfig(page_size=4, num_blocks=32, max_batch_tokens=32)  # else it takes all memory
+    done = model.generate_batch(PROMPTS, generation_config=config, continuous_batching_config=small)
+    return [output.generated_tokens for output in done.values()]
 
 
 CASES = {

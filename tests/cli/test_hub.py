@@ -15,14 +15,10 @@ from collab_compress.errors import CheckpointError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 WANTED = {
-    "config.json": b"{}",
-    "model.safetensors": b"weights",
-    "vocab.txt": b"words",
-    "1_Pooling/config.json": b"{ }",
-}
-FILES = WANTED | {
-    "README.md": b"card", "pytorch_model.bin": b"pickle", "modeling_evil.py": b"raise", "onnx/config.json": b"{}",
+    "config.json": b"{}", "model.safetensors": b"weights", "vocab.txt": b"words", "README.md": b"card",
+    "LICENSE": b"terms", "1_Pooling/config.json": b"{ }",
 }  # fmt: skip
+FILES = WANTED | {"pytorch_model.bin": b"pickle", "modeling_evil.py": b"raise", "onnx/config.json": b"{}"}
 MODELS = {"someone/tiny", SHORT_NAMES["bert-base"]}
 
 

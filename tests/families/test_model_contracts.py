@@ -1,0 +1,169 @@
+"""What Transformers promises of every model, kept by converted ones; key caches alone have other shapes."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from collab_compress import Compression, compress, read_factors
+
+RANK = 7
+
+
+@pytest.fixture
+def dense(kin, build):
+    return build(kin)
+
+
+@pytest.fixture
+def model(dense):
+    converted = copy.deepcopy(dense)
+    compress(converted, Compression(rank=RANK), calibration=None)
+    return converted
+
+
+def shared_storages(model):
+    """Names of tensors that lie in one memory."""
+    names = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault((tensor.data_ptr(), tensor.shape), []).append(name)
+    return {tuple(sorted(group)) for group in names.values() if len(group) > 1}
+
+
+def test_only_what_the_stock_model_ties_is_tied(kin, build, tinies, dense, model):
+    pairs = [(dense, model)]
+    if tinies[kin].generates:
+        head = build(kin, tinies[kin].generates)
+        converted = copy.deepcopy(head)
+        compress(converted, Compression(rank=RANK), calibration=None)
+        pairs.append((head, converted))
+    for stock, converted in pairs:
+        assert converted.all_tied_weights_keys == stock.all_tied_weights_keys
+        assert shared_storages(converted) == shared_storages(stock)
+        before = {name: id(parameter) for name, parameter in converted.named_parameters()}
+        converted.tie_weights()
+        assert {name: id(parameter) for name, parameter in converted.named_parameters()} == before
+
+
+def test_it_survives_torch_save_and_state_dicts(kin, model, build, inputs, run, tmp_path):
+    batch = inputs(kin)
+    expected = run(model, batch)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(run(loaded, batch), expected)
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    other = build(kin)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+    compress(other, Compression(rank=RANK), calibration=None)
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True), strict=True)
+    assert torch.equal(run(other, batch), expected)
+
+
+def test_loading_initialises_nothing_anew(kin, model, inputs, run, tmp_path, load_cleanly):
+    """In shards, in another dtype and back, and without a draw from the generator."""
+    batch = inputs(kin)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    before = torch.get_rng_state()
+    loaded = load_cleanly(type(model), tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(run(loaded, batch), run(model, batch))
+    halved = load_cleanly(type(model), tmp_path, dtype=torch.bfloat16)
+    for (name, one), (other, two) in zip(model.named_parameters(), halved.named_parameters(), strict=True):
+        assert name == other
+        assert torch.equal(one.to(two.dtype), two), name
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.init_weights()  # as a model built around this one does
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+def test_embeddings_can_be_resized(kin, model, inputs, run, tmp_path, load_cleanly):
+    batch = inputs(kin)
+    if "input_ids" not in batch:
+        pytest.skip("images have no vocabulary")
+    expected = run(model, batch)
+    model.resize_token_embeddings(70, mean_resizing=False)
+    assert model.get_input_embeddings().num_embeddings == model.config.vocab_size == 70
+    assert torch.equal(run(model, batch), expected)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(run(load_cleanly(type(model), tmp_path), batch), expected)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(kin, model, inputs):
+    if not model.supports_gradient_checkpointing:
+        pytest.skip(f"stock {type(model).__name__} does not support it")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+    saving = copy.deepcopy(model)
+    newer = getattr(saving, "activation_checkpointing_enable", None)
+    (newer or saving.gradient_checkpointing_enable)()
+    assert any(getattr(module, "gradient_checkpointing", False) for module in saving.modules())
+    for one in (model, saving):
+        torch.manual_seed(0)
+        one.train()(**inputs(kin))[0].square().sum().backward()
+    for (name, one), (_, other) in zip(model.named_parameters(), saving.named_parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, msg=name)
+
+
+def test_attentions_have_the_stock_shapes(kin, dense, model, inputs):
+    found = []
+    for one in (dense, model):
+        one.set_attn_implementation("eager")
+        with torch.no_grad():
+            output = one(**inputs(kin), output_attentions=True)
+        found.append({name: rows for name, rows in output.items() if name.endswith("attentions")})
+    assert set(found[0]) == set(found[1]) != set()
+    for name, expected in found[0].items():
+        assert len(found[1][name]) == len(expected)
+        for one, other in zip(found[1][name], expected, strict=True):
+            assert one.shape == other.shape
+            torch.testing.assert_close(one.sum(-1), torch.ones_like(one.sum(-1)))
+
+
+def test_embeddings_in_place_of_ids(kin, dense, model, inputs):
+    """Wherever the stock model gives the same for both, the converted one does."""
+    batch = {name: tensor for name, tensor in inputs(kin).items() if not name.endswith("attention_mask")}
+    if "input_ids" not in batch:
+        pytest.skip("images are no ids")
+    for one in (dense, model):
+        embedded = dict(batch)
+        for name in [name for name in batch if name.endswith("input_ids")]:
+            embedded[name.replace("input_ids", "inputs_embeds")] = one.get_input_embeddings()(embedded.pop(name))
+        with torch.no_grad():
+            torch.testing.assert_close(one(**embedded)[0], one(**batch)[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_near_as_the_stock_models(kin, dtype, dense, model, inputs, run):
+    batch = inputs(kin)
+    errors = []
+    for one in (dense, model):
+        expected = run(one, batch)
+        halved = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
+        found = run(one.to(dtype), halved)
+        assert found.dtype == dtype
+        assert found.isfinite().all()
+        errors.append(float((found.float() - expected).norm() / expected.norm()))
+    assert errors[1] < 2 * errors[0] + 0.01
+
+
+def test_key_caches_hold_pieces_and_values_heads(generator, build, inputs):
+    model = build(generator)
+    compress(model, Compression(rank=RANK), calibration=None)
+    with torch.no_grad():
+        cache = model(**inputs(generator), use_cache=True).past_key_values
+    sizes = {factors.content_bias is not None for factors in read_factors(model).values()}
+    assert len(sizes) == 1
+    pieces = 3 if generator == "opt" else -(-(RANK + 3 * sizes.pop()) // 8)
+    for layer in getattr(cache, "self_attention_cache", cache).layers:
+        batch, length = layer.values.shape[0], layer.values.shape[2]
+        assert layer.keys.shape == (batch, pieces, length, 8)
+        assert layer.values.shape == (batch, 3, length, 8)
