@@ -59,7 +59,7 @@ class AttentionConfig:
         return f"collab_{implementation.removeprefix('paged|')}"
 
     def __getattr__(self, name: str) -> Any:
-        if name == "stock":  # not yet there while being copied or unpickled
+        if name == "stock" or name.startswith("__"):  # not yet there while being copied; its copying is not ours
             raise AttributeError(name)
         return getattr(self.stock, name)
 

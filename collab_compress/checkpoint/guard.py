@@ -41,6 +41,16 @@ class GuardedConfig:
         stored: dict[str, Any] = super().to_diff_dict()  # type: ignore[misc]
         return {**stored, "transformers_weights": GUARD} if describes_edits(self) else stored
 
+    def __copy__(self) -> Any:  # compiled decoders copy their config, where making a class could not be traced
+        made: Any = type(self).__new__(type(self))
+        vars(made).update(vars(self))
+        return made
+
+    def __deepcopy__(self, copied: dict[int, Any]) -> Any:
+        made = copied[id(self)] = type(self).__new__(type(self))
+        vars(made).update(copy.deepcopy(vars(self), copied))
+        return made
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _empty_config, (type(self).__bases__[1],), dict(vars(self))
 
