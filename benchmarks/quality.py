@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from collab_compress import Compression, compress
 from collab_compress.checkpoint.load import load_model, load_tokenizer
-from collab_compress.training import recover_
+from collab_compress.conversion import recover_
 
 
 def tsv(path: Path) -> list[list[str]]:

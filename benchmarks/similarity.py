@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from collab_compress.analysis import cka, svcca
-from collab_compress.analysis.joint import RunningCovariance
+from collab_compress.analysis.covariance import RunningCovariance
 
 HEADS, WIDTH, BATCH, VARIANCE = 12, 64, 1024, 0.99
 LIMIT = 20  # times faster than pairwise at 50 000 tokens, at least

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import forward_arguments
 from collab_compress.calibration import Batch, run_batch, running
 from collab_compress.calibration.batches import BATCH_SIZE
+from collab_compress.calibration.padding import forward_arguments
 from collab_compress.errors import DataError
 from collab_compress.metrics import load_metric
 from collab_compress.report import TaskScore

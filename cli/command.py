@@ -63,7 +63,7 @@ def stopping_in_one_line(name: str, handler: Callable[..., None] | None = None) 
         _say(name, line)
         sys.exit(2)
     finally:
-        if (processes := sys.modules.get("collab_compress.processes")) is not None:
+        if (processes := sys.modules.get("collab_compress.distributed")) is not None:
             processes.leave()
         for number, previous in before.items():
             signal.signal(number, previous)

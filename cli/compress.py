@@ -26,7 +26,7 @@ from collab_compress.checkpoint.companions import companions_of, copy_companions
 from collab_compress.checkpoint.directory import refuse_place, to_json, whole_directory, whole_file
 from collab_compress.checkpoint.load import one_line
 from collab_compress.conversion.card import CARD, Origin, loading_lines, model_card
-from collab_compress.processes import processes
+from collab_compress.distributed import processes
 
 from .arguments import Arguments
 from .command import parse, silence_libraries, stopping_in_one_line

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from collab_compress.distributed import processes
 from collab_compress.errors import RecipeError
 from collab_compress.experiments import read_recipe, read_sweep, run, run_sweep
-from collab_compress.processes import processes
 from collab_compress.tasks import TASKS
 
 from .command import silence_libraries, stopping_in_one_line

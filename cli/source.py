@@ -15,8 +15,8 @@ from collab_compress.checkpoint import load
 from collab_compress.checkpoint.companions import COMPANIONS
 from collab_compress.checkpoint.directory import has_tokenizer
 from collab_compress.checkpoint.edits import METHOD
+from collab_compress.distributed import processes
 from collab_compress.errors import CheckpointError, CompressionError
-from collab_compress.processes import processes
 
 SHORT_NAMES = {
     "bert-base": "google-bert/bert-base-uncased",

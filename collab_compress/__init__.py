@@ -4,8 +4,8 @@ Importing the package lets stock `from_pretrained` rebuild converted checkpoints
 """
 
 from collab_compress.attention import register_attention
-from collab_compress.attention.edit import CollaborativeEdit
 from collab_compress.attention.per_head import PerHeadEdit
+from collab_compress.attention.shared import CollaborativeEdit
 from collab_compress.checkpoint import (
     AFTER_LOADING,
     EDITS,
@@ -14,10 +14,9 @@ from collab_compress.checkpoint import (
     register_checkpoint,
 )
 from collab_compress.conversion.compress import compress
-from collab_compress.conversion.expand import Expansion, expand
-from collab_compress.conversion.factors import read_factors
-from collab_compress.conversion.fresh import FromScratch, from_config
-from collab_compress.conversion.options import Compression
+from collab_compress.conversion.compression import Compression
+from collab_compress.conversion.expand import Expansion, expand, read_factors
+from collab_compress.conversion.from_scratch import FromScratch, from_config
 from collab_compress.conversion.report import Drift, ModuleReport, Report
 from collab_compress.errors import (
     CalibrationError,
@@ -27,12 +26,10 @@ from collab_compress.errors import (
     UnsupportedModelError,
 )
 from collab_compress.factorization import Factors
-from collab_compress.heads.alphas import alphas_of, merge_alphas_, mix_heads_
-from collab_compress.heads.gradient_importance import head_importance
+from collab_compress.heads.alphas import AlphasEdit, alphas_of, merge_alphas_, mix_heads_
+from collab_compress.heads.importance import head_importance
 from collab_compress.heads.mask import HeadMask
-from collab_compress.heads.mixed_projection import AlphasEdit
-from collab_compress.heads.pruning import prune_heads_
-from collab_compress.heads.removal import PrunedEdit
+from collab_compress.heads.pruning import PrunedEdit, prune_heads_
 
 # What makes stock `from_pretrained` rebuild converted models.
 EDITS.update({edit.kind: edit for edit in (CollaborativeEdit, PerHeadEdit, AlphasEdit, PrunedEdit)})

@@ -17,7 +17,7 @@ from collab_compress_cli.source import load_source
 
 from collab_compress import CollabCompressError, Compression, compress
 from collab_compress.checkpoint.directory import refuse_existing, whole_directory
-from collab_compress.training import recover_
+from collab_compress.conversion import recover_
 
 
 @dataclass(frozen=True)

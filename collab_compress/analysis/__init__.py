@@ -13,6 +13,7 @@ from collab_compress.analysis.cost import (
     module_costs,
     paper_table_1,
 )
+from collab_compress.analysis.covariance import JointCovariance, mean_over_pairs
 from collab_compress.analysis.diversity import (
     Discrepancy,
     average_distance,
@@ -23,10 +24,8 @@ from collab_compress.analysis.diversity import (
 )
 from collab_compress.analysis.dominance import Dominance, PruningPoint, dominant_heads, pruning_curve
 from collab_compress.analysis.energy import Energy, head_energy, tensor_energy
-from collab_compress.analysis.joint import JointCovariance
 from collab_compress.analysis.latency import Latency, module_latency
 from collab_compress.analysis.mixing import alpha_matrices, effective_rank, mixing_matrices, skew_symmetry
-from collab_compress.analysis.pairs import mean_over_pairs
 from collab_compress.analysis.responses import head_covariances, head_samples
 from collab_compress.analysis.stream import with_progress
 from collab_compress.analysis.svcca import SVCCA, svcca

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.analysis.stream import Shown, by_name, read_heads
-from collab_compress.architectures import KINDS, Kind, forward_arguments
+from collab_compress.architectures import KINDS, Kind
+from collab_compress.calibration.padding import forward_arguments
 from collab_compress.errors import HeadError
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.joint import JointCovariance, RunningCovariance
+from collab_compress.analysis.covariance import JointCovariance, RunningCovariance
 from collab_compress.analysis.stream import Batches, Progress, Shown, Use, by_name, observe, read_heads, real_vectors
 from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
 from collab_compress.errors import HeadError

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.inputs import ScoreParts, score_parts
+from collab_compress.analysis.score_parts import ScoreParts, score_parts
 from collab_compress.analysis.stream import Batches, Progress, Use, by_name, with_progress
-from collab_compress.architectures import KINDS, Kind, RealTokens, real_tokens
+from collab_compress.architectures import KINDS, Kind
 from collab_compress.calibration import run_batch, running
+from collab_compress.calibration.padding import RealTokens, real_tokens
 from collab_compress.errors import HeadError
 
 

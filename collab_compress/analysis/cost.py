@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
 from collab_compress.attention import is_collaborative
-from collab_compress.conversion.costs import (
+from collab_compress.conversion.report import (
     break_even_length,
     collaborative_macs,
     collaborative_parameters,

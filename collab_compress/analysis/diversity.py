@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.means import Means
-from collab_compress.analysis.stream import Batches, Progress, observe
+from collab_compress.analysis.stream import Batches, Means, Progress, observe
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.errors import HeadError
 from collab_compress.heads import average_distance, confidence

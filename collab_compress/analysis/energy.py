@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.inputs import score_parts
+from collab_compress.analysis.score_parts import score_parts
 from collab_compress.analysis.stream import Batches, Progress, with_progress
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.calibration import gather_moments
 from collab_compress.errors import HeadError
 from collab_compress.factorization import HeadTensor
-from collab_compress.factorization.weighting import Weighting
+from collab_compress.factorization.moments import Weighting
 
 SHARES = (0.9, 0.95, 0.99)
 Joined = Literal["unshared", "shared", "product", "query", "key"]

@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.analysis.stream import Progress, with_progress
-from collab_compress.architectures import FAMILIES, find_attention, forward_arguments
+from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.calibration import run_batch, running
+from collab_compress.calibration.padding import forward_arguments
 from collab_compress.errors import HeadError
 
 Inputs = Callable[[int], Mapping[str, Tensor]]

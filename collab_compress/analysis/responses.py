@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.joint import JointCovariance, RunningCovariance
+from collab_compress.analysis.covariance import JointCovariance, RunningCovariance
 from collab_compress.analysis.stream import Batches, Progress, Shown, Use, by_name, observe, real_vectors
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.errors import HeadError

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from collab_compress.analysis.joint import JointCovariance
-from collab_compress.analysis.pairs import mean_over_pairs
+from collab_compress.analysis.covariance import JointCovariance, mean_over_pairs
 from collab_compress.errors import HeadError
 
 

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from collab_compress.architectures.family import AttentionFamily
+from collab_compress.architectures.families import AttentionFamily
 from collab_compress.errors import UnsupportedModelError
 
 _INTERPOSED = (

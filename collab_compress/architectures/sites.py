@@ -1,18 +1,75 @@
-"""Find the attention modules of a live model, and check that they are what their family says."""
+"""Projections that a model keeps side by side in one transposed layer."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from operator import attrgetter
 from typing import Any, Literal, get_args
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from collab_compress.architectures.family import AttentionFamily
-from collab_compress.architectures.fused import FusedSlice, fused_slice
-from collab_compress.architectures.model import transformers_model
+from collab_compress.architectures.families import AttentionFamily
 from collab_compress.architectures.refusal import refuse_interposed, refuse_unknown
 from collab_compress.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True, eq=False)
+class FusedSlice:
+    """One of the projections in a fused layer, seen as the `nn.Linear` it would be by itself.
+
+    Args:
+        whole: the layer, weight (D, 3·H·d) and bias (3·H·d,).
+        start: where the projection's channels begin.
+        stop: where they end.
+    """
+
+    whole: Conv1D
+    start: int
+    stop: int
+
+    @property
+    def in_features(self) -> int:
+        """Input width D."""
+        return int(self.whole.weight.shape[0])
+
+    @property
+    def out_features(self) -> int:
+        """Output width H·d."""
+        return self.stop - self.start
+
+    @property
+    def weight(self) -> Tensor:
+        """View of the weight in the layout of `nn.Linear`, (H·d, D)."""
+        return self.whole.weight[:, self.start : self.stop].T  # type: ignore[no-any-return]
+
+    @property
+    def bias(self) -> Tensor:
+        """View of the bias, (H·d,)."""
+        return self.whole.bias[self.start : self.stop]  # type: ignore[no-any-return]
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield weight and bias, as views."""
+        yield "weight", self.weight
+        yield "bias", self.bias
+
+    def register_forward_pre_hook(self, hook: Any) -> RemovableHandle:
+        """Let `hook` see what the layer reads."""
+        return self.whole.register_forward_pre_hook(hook)  # type: ignore[no-any-return]
+
+
+def fused_slice(module: Any, family: AttentionFamily, path: str) -> FusedSlice | None:
+    """Find the part of a stock module's fused layer for which a path of the family stands, or None."""
+    parts = (family.query, family.key, family.value)
+    whole = getattr(module, family.fused, None) if family.fused and path in parts else None
+    width = getattr(module, family.heads, 0) * getattr(module, family.head_width, 0)
+    if not isinstance(whole, Conv1D) or whole.weight.shape[1] != 3 * width:
+        return None
+    start = parts.index(path) * width
+    return FusedSlice(whole, start, start + width)
+
 
 Kind = Literal["encoder", "decoder", "cross"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -142,3 +199,98 @@ def _attribute(name: str, module: nn.Module, family: AttentionFamily, path: str)
         f"{name} ({type(module).__name__}) has no attribute {path!r}, which the {family.name} description "
         "promises; this version of Transformers may have renamed it"
     )
+
+
+@dataclass(frozen=True)
+class DenseSite(AttentionSite):
+    """A dense attention module.
+
+    Args:
+        query: projection of queries, weight (H·d, D), storage layout of `nn.Linear`; the part that is it where the
+            model keeps several in one layer.
+        key: projection of keys, weight (H·d, D).
+    """
+
+    query: nn.Linear | FusedSlice
+    key: nn.Linear | FusedSlice
+
+    def query_heads(self) -> Tensor:
+        """Wq of each head in mathematical layout, (H, D, d)."""
+        return split_heads(self.query.weight, self.heads)
+
+    def key_heads(self) -> Tensor:
+        """Wk of each head in mathematical layout, (H, D, d)."""
+        return split_heads(self.key.weight, self.heads)
+
+    def query_bias(self) -> Tensor | None:
+        """Query bias of each head, (H, d), or None where the projection has none."""
+        bias = self.query.bias
+        return None if bias is None else bias.detach().reshape(self.heads, self.head_width)
+
+
+def split_heads(weight: Tensor, heads: int) -> Tensor:
+    """Turn an `nn.Linear` weight (H·d, D) into per-head matrices (H, D, d)."""
+    return weight.detach().view(heads, -1, weight.shape[1]).transpose(1, 2)
+
+
+def find_dense_attention(
+    model: nn.Module,
+    families: dict[str, AttentionFamily],
+    modules: str = "*",
+    kinds: Collection[Kind] = KINDS,
+) -> list[DenseSite]:
+    """List every attention module of `model` that can be converted; as `find_attention`, and checks the projections.
+
+    Raises:
+        UnsupportedModelError: as `find_attention`; a query or key projection is no plain `nn.Linear`, is quantized,
+            or is not H·d wide; the family's description leaves this kind of attention out.
+    """
+    return [_dense(site) for site in find_attention(model, families, modules, kinds)]
+
+
+def _dense(site: AttentionSite) -> DenseSite:
+    if site.kind in site.family.undescribed:
+        raise UnsupportedModelError(
+            f"{site.name}: {site.kind} attention of {site.family.name} cannot be converted, because "
+            f"{site.family.undescribed[site.kind]}; leave it out with a pattern of module paths, or by kinds"
+        )
+    family, paths = site.family, (site.family.query, site.family.key)
+    query, key = (read(site.name, site.module, family, path, nn.Linear) for path in paths)
+    for path, projection in zip(paths, (query, key), strict=True):
+        if projection.out_features != site.width:
+            raise UnsupportedModelError(
+                f"{site.name}.{path}: got {projection.out_features} output channels; expected {site.heads} heads × "
+                f"{site.head_width} = {site.width}; the {family.name} description does not fit this model"
+            )
+    for path, weight in zip(paths, (query.weight, key.weight), strict=True):
+        if not weight.is_floating_point() or type(weight) not in (Tensor, nn.Parameter):
+            kind = f"{type(weight).__module__}.{type(weight).__qualname__} of {weight.dtype}"
+            raise UnsupportedModelError(f"{site.name}.{path}: weights are {kind}; convert before quantizing")
+    return DenseSite(**vars(site), query=query, key=key)
+
+
+def transformers_model(model: Any) -> PreTrainedModel:
+    """Give the Transformers model itself.
+
+    Args:
+        model: a Transformers model; a SentenceTransformer, whose first module holds one; or something that passes
+            on the attributes of one, as a PEFT model does.
+
+    Raises:
+        UnsupportedModelError: it is none of these.
+    """
+    if isinstance(model, PreTrainedModel):
+        return model
+    if isinstance(model, nn.Sequential) and len(model):
+        inner = getattr(next(iter(model)), "auto_model", None)
+        if isinstance(inner, nn.Module):
+            return transformers_model(inner)
+    if isinstance(model, nn.Module) and isinstance(getattr(model, "config", None), PretrainedConfig):
+        return model
+    inside = next((name for name in ("module", "_orig_mod") if hasattr(getattr(model, name, None), "config")), None)
+    hint = (
+        f"pass the model inside, model.{inside}"
+        if inside
+        else "pass a transformers.PreTrainedModel, or a SentenceTransformer that holds one"
+    )
+    raise UnsupportedModelError(f"{type(model).__name__} is no Transformers model; {hint}")

@@ -1,6 +1,7 @@
 """The collaborative form inside a live model: projections, attention functions, kernels."""
 
-from collab_compress.attention.collaborative import (
+from collab_compress.attention.functions import register_attention
+from collab_compress.attention.shared import (
     CollaborativeParts,
     CollaborativeSpec,
     build_parts,
@@ -10,7 +11,6 @@ from collab_compress.attention.collaborative import (
     read_parts,
     uninstall_,
 )
-from collab_compress.attention.functions import register_attention
 
 __all__ = [
     "CollaborativeParts",

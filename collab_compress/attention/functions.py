@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from collab_compress.attention.kernels import attend, attention_probabilities
-from collab_compress.attention.separate import attend_separately, separate_probabilities
+from collab_compress.attention.per_head import attend_separately, separate_probabilities
 from collab_compress.attention.view import HeadCall, acts_of
 from collab_compress.errors import UnsupportedModelError
 

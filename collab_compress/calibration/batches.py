@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from collab_compress.calibration.layout import fitting
-from collab_compress.calibration.synthetic import BATCH_SIZE, Batch, image_batches, synthetic_batches
+from collab_compress.calibration.synthetic import BATCH_SIZE, Batch, fitting, image_batches, synthetic_batches
 from collab_compress.errors import CalibrationError
 
 __all__ = ["BATCH_SIZE", "Batch", "Calibration", "calibration_batches", "noted_batches", "read_texts"]

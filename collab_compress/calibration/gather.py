@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import DenseSite, Kind, RealTokens, real_tokens
+from collab_compress.architectures import DenseSite, Kind
 from collab_compress.calibration.batches import Batch
+from collab_compress.calibration.padding import RealTokens, real_tokens
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.factorization import Moments
 

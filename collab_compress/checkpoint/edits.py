@@ -1,17 +1,31 @@
-"""A checkpoint as a versioned list of model edits, stored in `config.json` and replayed before weights load.
-
-Transformers gives one place where third parties may change a model between its construction and the loading of
-its weights: the quantization plug-in. `EditConfig` is the configuration of that plug-in. Each edit kind is a class
-that follows `ModelEdit`; `EDITS` maps kinds to classes and is filled, explicitly, where the package is imported.
-"""
+"""Name modules so that checkpoints with and without a head mean the same."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from collab_compress.errors import CheckpointError
+from collab_compress.errors import CheckpointError, UnsupportedModelError
+
+
+def path_in_base(model: PreTrainedModel, module: nn.Module) -> str:
+    """Path of `module` inside the base model, which is the same with and without a head.
+
+    Raises:
+        UnsupportedModelError: it lies outside.
+    """
+    for name, candidate in model.base_model.named_modules():
+        if candidate is module:
+            return str(name)
+    outside = next(name for name, candidate in model.named_modules() if candidate is module)
+    prefix = model.base_model_prefix
+    raise UnsupportedModelError(
+        f"{outside} lies outside the base model {prefix!r}, where a checkpoint could not find it again; "
+        f"leave it out (modules='{prefix}.*'), or pass model.{prefix} alone"
+    )
+
 
 METHOD = "collab_compress"
 MARK = "collab_edited"  # attribute of live edited models

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
 from collab_compress.checkpoint import edits_of
-from collab_compress.conversion.options import Compression
+from collab_compress.conversion.compression import Compression
 from collab_compress.conversion.report import Report
 
 CARD = "README.md"

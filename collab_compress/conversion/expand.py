@@ -1,4 +1,4 @@
-"""Turn a converted model back into a dense stock model."""
+"""Read the factors of a converted model."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +9,35 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import transformers_model
 from collab_compress.attention import CollaborativeSpec, is_collaborative, read_parts, uninstall_
-from collab_compress.attention.edit import CollaborativeEdit
 from collab_compress.attention.per_head import PerHeadEdit
+from collab_compress.attention.shared import CollaborativeEdit
 from collab_compress.checkpoint import edits_of, forget_edits_, forget_standalone_
 from collab_compress.errors import CompressionError
+from collab_compress.factorization import Factors
+
+
+def read_factors(model: PreTrainedModel) -> dict[str, Factors]:
+    """Read the factors of every collaborative attention module.
+
+    Args:
+        model: a converted model.
+
+    Returns:
+        Module path → factors: query (D, R), mixing (H, R), key (D, R), content_bias (H, D) or None. The tensors
+        share memory with the parameters; empty for a stock model.
+
+    Raises:
+        UnsupportedModelError: a projection carries an adapter, is quantized or offloaded.
+        CheckpointError: the model was loaded before this package was imported.
+    """
+    model = transformers_model(model)
+    edits_of(model)  # refuses a model whose modules are not this package's
+    factors = {}
+    for name, module in model.named_modules():
+        if is_collaborative(module):
+            query, mixing, key, content = read_parts(name, module)
+            factors[name] = Factors(query=query, mixing=mixing, key=key, content_bias=content)
+    return factors
 
 
 @dataclass(frozen=True)

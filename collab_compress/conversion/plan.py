@@ -5,14 +5,17 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+from accelerate.utils import broadcast, gather_object
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import DenseSite
 from collab_compress.attention import CollaborativeParts, CollaborativeSpec, build_parts, load_parts_
 from collab_compress.attention.per_head import PerHeadSpec, build_per_head_parts
 from collab_compress.calibration import Batch, gather_moments
-from collab_compress.conversion.options import Compression
+from collab_compress.conversion.compression import Compression
 from collab_compress.conversion.report import ModuleReport, module_report
+from collab_compress.distributed import processes
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import Moments, centres_queries, factorize
 
@@ -165,3 +168,48 @@ def breakdowns(planned: Sequence[Planned]) -> list[str]:
         for item in planned
         if item.report.breakdowns
     ]
+
+
+def plan_together(sites: Sequence[DenseSite], plan: Callable[[Sequence[DenseSite]], list[Planned]]) -> list[Planned]:
+    """Let each process plan some of the modules, and give all of them the plans of all modules, in order.
+
+    Args:
+        sites: modules of the model, which every process has.
+        plan: what one process does for its modules.
+
+    Raises:
+        CompressionError: the plan of another process fails; in that process, what it failed with.
+    """
+    state = processes()
+    rank, count = state.process_index, state.num_processes
+    mine: list[Planned] = []
+    error: Exception | None = None
+    try:
+        mine = plan(sites[rank::count]) if sites[rank::count] else []
+    except Exception as found:  # whatever it is, the others wait for this process
+        error = found
+    failed = [message for message in gather_object([None if error is None else str(error)]) if message is not None]
+    if error is not None:
+        raise error
+    if failed:
+        raise CompressionError(failed[0])
+    own = {planned.site.name: planned for planned in mine}
+    described: dict[str, Any] = {
+        name: (spec, report)
+        for name, spec, report in gather_object([(item.site.name, item.spec, item.report) for item in mine])
+    }
+    planned = []
+    for place, site in enumerate(sites):
+        spec, report = described[site.name]
+        item = own.get(site.name) or Planned(site, spec, empty_parts(site, spec), report)
+        for tensor in _tensors(item):
+            sent = tensor.to(state.device)  # where processes can reach each other
+            tensor.copy_(broadcast(sent, place % count))
+        planned.append(item)
+    return planned
+
+
+def _tensors(planned: Planned) -> list[Tensor]:
+    """What a process has to be told, as the memory that holds it."""
+    parts = planned.parts
+    return [parts.query.proj.weight.data, parts.key.proj.weight.data, parts.mixing.data]

@@ -7,23 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from collab_compress.checkpoint.directory import whole_directory, write_whole_json
+from collab_compress.conversion import recover_
 from collab_compress.conversion.compress import compress
+from collab_compress.distributed import each, failing_together, once, processes
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.claims import claimed, read_result
-from collab_compress.experiments.classification import Classification
 from collab_compress.experiments.folders import is_free, is_ours, mark
-from collab_compress.experiments.fresh import make_fresh
-from collab_compress.experiments.language_model import LanguageModel
-from collab_compress.experiments.processes import each, failing_together, once
+from collab_compress.experiments.identity import claimed, read_result
 from collab_compress.experiments.recipe import Recipe, Tuning
 from collab_compress.experiments.record import environment
 from collab_compress.experiments.trackers import check_trackers
-from collab_compress.experiments.translation import Translation
 from collab_compress.experiments.tuning import evaluate, fine_tune, training_arguments
-from collab_compress.experiments.workload import Workload, load_tokenizer
-from collab_compress.processes import processes
+from collab_compress.experiments.untrained import make_fresh
+from collab_compress.experiments.workload import Classification, LanguageModel, Translation, Workload, load_tokenizer
 from collab_compress.tasks import TASKS
-from collab_compress.training import recover_
 
 WORKLOADS: dict[str, type[Workload]] = {
     "classification": Classification,

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from collab_compress.distributed import processes
 from collab_compress.errors import RecipeError
-from collab_compress.processes import processes
 
 PACKAGES = (
     "collab-compress", "torch", "transformers", "accelerate", "datasets", "tokenizers", "evaluate", "sacrebleu",

@@ -8,9 +8,9 @@ from types import NoneType
 from typing import Any
 
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.fresh import Fresh
-from collab_compress.experiments.reading import parse
+from collab_compress.experiments.recipe import parse
 from collab_compress.experiments.record import read_record
+from collab_compress.experiments.untrained import Fresh
 from collab_compress.metrics import METRICS
 from collab_compress.tasks import TASKS
 from collab_compress.training import HeadTraining

@@ -7,11 +7,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from collab_compress.distributed import can_meet
 from collab_compress.errors import CollabCompressError, RecipeError
-from collab_compress.experiments.processes import can_meet
 from collab_compress.experiments.protocol import run
-from collab_compress.experiments.reading import parse, read_settings
-from collab_compress.experiments.recipe import Recipe, expanded
+from collab_compress.experiments.recipe import Recipe, expanded, parse, read_settings
 
 logger = logging.getLogger(__name__)
 Settings = dict[str, Any]

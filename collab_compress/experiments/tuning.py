@@ -16,9 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 
 from collab_compress.checkpoint.directory import whole_directory
 from collab_compress.checkpoint.load import load_model
+from collab_compress.distributed import once
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.folders import discard, mark
-from collab_compress.experiments.processes import once
 from collab_compress.experiments.recipe import Tuning
 from collab_compress.experiments.sampling import seeded
 from collab_compress.experiments.trackers import TrackerCallback, log_scores

@@ -4,25 +4,41 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from datasets import Dataset, DatasetDict
+from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithPadding,
     EvalPrediction,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Seq2SeqTrainingArguments,
     Trainer,
     TrainingArguments,
     set_seed,
 )
 
 from collab_compress.checkpoint import load
-from collab_compress.checkpoint.directory import has_tokenizer
+from collab_compress.checkpoint.directory import has_tokenizer, write_whole
+from collab_compress.checkpoint.load import load_config
+from collab_compress.distributed import processes
 from collab_compress.errors import CheckpointError, RecipeError
 from collab_compress.experiments.recipe import Recipe
-from collab_compress.metrics import Metric, load_metric
-from collab_compress.processes import processes
-from collab_compress.tasks import TASKS, Task, load_task
-from collab_compress.training import HeadTrainer
+from collab_compress.metrics import Metric, load_metric, token_losses
+from collab_compress.tasks import (
+    TASKS,
+    Task,
+    encode_classification,
+    encode_language_model,
+    encode_translation,
+    load_task,
+)
+from collab_compress.training import HeadSeq2SeqTrainer, HeadTrainer
 
 
 class Workload(ABC):
@@ -138,3 +154,153 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
 
 def _labelled(rows: Dataset) -> bool:
     return "label" not in rows.column_names or (bool(len(rows)) and min(rows["label"]) >= 0)
+
+
+class Classification(Workload):
+    """Scored by the task's own metrics."""
+
+    model_class = AutoModelForSequenceClassification
+
+    def head(self) -> dict[str, Any]:
+        """Give as many outputs as the task has classes, or one for a score."""
+        if self.task.kind == "regression":
+            return {"num_labels": 1, "problem_type": "regression"}
+        return {
+            "problem_type": "single_label_classification",
+            "id2label": dict(enumerate(self.task.labels)),
+            "label2id": {label: number for number, label in enumerate(self.task.labels)},
+        }
+
+    def load_model(self, directory: str | Path, trained: bool = True) -> PreTrainedModel:
+        """Load a model whose classes are in the task's order.
+
+        Raises:
+            RecipeError: also if they are in another.
+        """
+        if trained and self.task.kind == "classification":
+            try:
+                names = load_config(directory).label2id
+            except CheckpointError as error:
+                raise RecipeError(f"{directory} cannot be loaded for {self.task.name}: {error}") from error
+            order = [label.lower() for label in sorted(names, key=names.__getitem__)]
+            wanted = [label.lower() for label in self.task.labels]
+            if order != wanted and sorted(order) == sorted(wanted):
+                raise RecipeError(
+                    f"{directory} has its classes in the order {', '.join(order)}; {self.task.name} has "
+                    f"{', '.join(wanted)}"
+                )
+        return super().load_model(directory, trained)
+
+    def encode(self, texts: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
+        """Encode texts, or pairs of them, with their labels."""
+        return encode_classification(texts, tokenizer, max_length=self.recipe.max_length, progress=self.progress)
+
+    def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
+        """Pad texts to the longest of a batch."""
+        return DataCollatorWithPadding(tokenizer)
+
+    def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
+        """Score the likeliest classes, or the regression's outputs."""
+        logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+        predicted = np.squeeze(logits, -1) if self.task.kind == "regression" else logits.argmax(-1)
+        found: dict[str, float] = self.metric.compute(predictions=predicted, references=prediction.label_ids)
+        return found
+
+
+class LanguageModel(Workload):
+    """Scored by perplexity over all tokens of a split, ends of lines included."""
+
+    model_class = AutoModelForCausalLM
+
+    def load_model(self, directory: str | Path, trained: bool = True) -> PreTrainedModel:
+        """Load a model that sees no tokens but those before the one it predicts.
+
+        Raises:
+            RecipeError: also if it sees others, as an encoder does.
+        """
+        model = super().load_model(directory, trained)
+        tokens = torch.tensor([[0, 1, 2, 0], [0, 1, 2, 1]], device=model.device)
+        with torch.no_grad():
+            before = model(tokens).logits[:, :-1].float()
+        if not torch.allclose(before[0], before[1], rtol=1e-3, atol=1e-4):
+            raise RecipeError(
+                f"{directory} sees the tokens it is to predict; give a decoder, as BERT is with is_decoder: true"
+            )
+        return model
+
+    def encode(self, texts: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
+        """Cut running text into blocks."""
+        return encode_language_model(texts, tokenizer, length=self.recipe.max_length, progress=self.progress)
+
+    def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
+        """Pad tokens and labels to the longest of a batch."""
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token  # labels are padded with −100, so it is never predicted as such
+        return DataCollatorForSeq2Seq(tokenizer)
+
+    def options(self) -> dict[str, Any]:
+        """Keep two numbers of a row's predictions, not a vocabulary of them for each token."""
+        return {**super().options(), "preprocess_logits_for_metrics": _losses}
+
+    def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
+        """Score the sums of the rows' losses."""
+        losses, tokens = prediction.predictions[:, 0], prediction.predictions[:, 1].astype(int)
+        found: dict[str, float] = self.metric.compute(predictions=losses, references=tokens)
+        return found
+
+
+def _losses(logits: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
+    return token_losses(logits[0] if isinstance(logits, tuple) else logits, labels)
+
+
+class Translation(Workload):
+    """Scored by sacreBLEU against the reference as it is written, not as its tokens spell it."""
+
+    model_class = AutoModelForSeq2SeqLM
+    trainer_class = HeadSeq2SeqTrainer
+    arguments_class = Seq2SeqTrainingArguments
+
+    def load_model(self, directory: str | Path, trained: bool = True) -> PreTrainedModel:
+        """Load a model that searches as the recipe says."""
+        model = super().load_model(directory, trained)
+        search = self.recipe.translation
+        most = getattr(model.config, "max_position_embeddings", None)
+        if most is not None and search.max_length > most:
+            raise RecipeError(f"translation.max_length is {search.max_length}; the model has positions for {most}")
+        model.generation_config.update(
+            num_beams=search.beams, length_penalty=search.length_penalty, max_length=search.max_length
+        )
+        return model
+
+    def encode(self, texts: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
+        """Encode sentences, with their translations as labels."""
+        length = self.recipe.max_length
+        return encode_translation(
+            texts, tokenizer, max_source_length=length, max_target_length=length, progress=self.progress
+        )
+
+    def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
+        """Pad sentences and labels to the longest of a batch, and shift labels for the decoder."""
+        return DataCollatorForSeq2Seq(tokenizer, model)
+
+    def metric_options(self) -> dict[str, Any]:
+        """Split Chinese into characters, which have no spaces between words."""
+        target = self.recipe.translation.target or (self.task.languages or ("", ""))[1]
+        return {"tokenize": "zh"} if target.partition("_")[0] == "zh" else {}
+
+    def options(self) -> dict[str, Any]:
+        """Compute no metric in training: the search takes long, and the references are not in the rows."""
+        return {}
+
+    def score(self, trainer: Trainer, split: str, rows: Dataset, folder: Path) -> dict[str, float]:
+        """Translate a split, keep the translations in `folder/SPLIT.txt`, and score them."""
+        trainer.args.predict_with_generate = True
+        tokens = trainer.predict(rows).predictions[: len(rows)]  # rows repeated to fill the last batches come last
+        tokenizer = trainer.processing_class
+        written = tokenizer.batch_decode(
+            np.where(tokens < 0, tokenizer.pad_token_id, tokens), skip_special_tokens=True
+        )
+        if trainer.is_world_process_zero():
+            write_whole(folder / f"{split}.txt", "".join(f"{line}\n" for line in written))
+        found = self.metric.compute(predictions=written, references=self.texts[split]["target"])
+        return {name: found[name] for name in ("bleu", "brevity_penalty", "length_ratio")}

@@ -7,10 +7,9 @@ from collab_compress.factorization.decompose import (
     centres_queries,
     factorize,
 )
-from collab_compress.factorization.factors import Factors
+from collab_compress.factorization.factors import Factorization, Factors, Solution, SolverOptions
 from collab_compress.factorization.head_tensor import HeadTensor
 from collab_compress.factorization.moments import Moments, has_float64
-from collab_compress.factorization.solution import Factorization, Solution, SolverOptions
 
 __all__ = [
     "FORMS",

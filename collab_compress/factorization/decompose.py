@@ -11,14 +11,11 @@ import torch
 from torch import Tensor
 
 from collab_compress.factorization.als import als
-from collab_compress.factorization.factors import Factors
+from collab_compress.factorization.factors import Factorization, Factors, Progress, Solution, SolverOptions
 from collab_compress.factorization.head_tensor import HeadTensor
-from collab_compress.factorization.moments import Moments, float64_device
+from collab_compress.factorization.moments import Moments, Weighting, float64_device
 from collab_compress.factorization.parafac import parafac
-from collab_compress.factorization.per_head import per_head, per_head_error
-from collab_compress.factorization.solution import Factorization, Progress, Solution, SolverOptions
-from collab_compress.factorization.start import concatenation
-from collab_compress.factorization.weighting import Weighting
+from collab_compress.factorization.truncation import concatenation, per_head, per_head_error
 
 Solver = Callable[[HeadTensor, int, SolverOptions], Solution]
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from collab_compress.factorization.factors import Factors
+from collab_compress.factorization.factors import Factors, Solution, SolverOptions
 from collab_compress.factorization.head_tensor import HeadTensor
-from collab_compress.factorization.solution import Solution, SolverOptions
 
 SWEEPS = 100
 TOLERANCE = 1e-6

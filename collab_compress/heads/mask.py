@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
 from collab_compress.attention.view import HeadCall, add_act_, remove_act_
 from collab_compress.errors import HeadError
-from collab_compress.heads.choice import check_heads
+from collab_compress.heads.pruning import check_heads
 
 
 class HeadMask:

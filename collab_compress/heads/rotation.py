@@ -1,12 +1,18 @@
 """How heads are to be rotated during training: the same dataclass in the Python API and on the command line."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from random import Random
+from typing import Any, Literal, get_args
 
-from collab_compress.architectures import KINDS, Kind
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention, transformers_model
 from collab_compress.errors import HeadError
-from collab_compress.heads.swap import Head, Pair
+from collab_compress.heads.importance import average_distance, confidence
+from collab_compress.heads.swap import Head, Pair, check_optimizer, head_blocks, matched_blocks, swap_heads_
 
 Strategy = Literal["manual", "hard", "in-layer", "soft", "random"]
 STRATEGY_NAMES: tuple[Strategy, ...] = get_args(Strategy)
@@ -111,3 +117,250 @@ def _head(head: Sequence[str | int]) -> Head:
     if not isinstance(name, str) or not isinstance(number, int) or isinstance(number, bool):
         raise TypeError(head)
     return name, number
+
+
+Scores = Mapping[str, Tensor]
+
+
+def manual(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: int) -> list[Pair]:
+    """Take the given pairs whose first head is in one of `sites`."""
+    names = {site.name for site in sites}
+    return [pair for pair in rotation.pairs if pair[0][0] in names]
+
+
+def hard(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: int) -> list[Pair]:
+    """Pair the k least important heads of all layers with the k most important (algorithm 1)."""
+    heads = _from_least(sites, scores)
+    _check_k(rotation, len(heads) // 2, sites)
+    return list(zip(heads[: rotation.k], heads[::-1], strict=False))
+
+
+def in_layer(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: int) -> list[Pair]:
+    """Pair the k least important heads of each layer with its k most important (§3.1.1, there by hand)."""
+    return [pair for site in sites for pair in hard(rotation, [site], scores, epoch)]
+
+
+def soft(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: int) -> list[Pair]:
+    """Pair the k least important heads of lower layers with those of upper ones (algorithm 2).
+
+    Layer i meets L+1−i, or as printed L−i, for i = 1 … t_max. The two are never the same layer, so k may be up to H,
+    where the paper stops at H/2: its own manual swap exchanges whole layers.
+    """
+    last = len(sites) - rotation.printed
+    if rotation.t_max > last // 2:
+        raise HeadError(
+            f"t_max is {rotation.t_max} for {len(sites)} layers of {sites[0].kind} attention; expected at most "
+            f"{last // 2}" + (", for printed pairs layer i with L−i" if rotation.printed else "")
+            + ("; the strategy needs more modules than a single shared one" if last < 2 else "")
+        )  # fmt: skip
+    pairs: list[Pair] = []
+    for lower, upper in zip(sites[: rotation.t_max], sites[last - 1 :: -1], strict=False):
+        _check_k(rotation, min(lower.heads, upper.heads), sites)
+        least = (_from_least([site], scores)[: rotation.k] for site in (lower, upper))
+        pairs += zip(*least, strict=True)
+    return pairs
+
+
+def random(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: int) -> list[Pair]:
+    """Draw k pairs of different heads from all layers (algorithm 3); the same for the same seed, kind and epoch."""
+    heads = _heads(sites)
+    _check_k(rotation, len(heads) // 2, sites)
+    drawn = Random(f"{rotation.seed} {sites[0].kind} {epoch}").sample(heads, 2 * rotation.k)
+    return list(zip(drawn[::2], drawn[1::2], strict=True))
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """A strategy.
+
+    Args:
+        pair: from the settings, the modules of one kind, path → importance (H,) of each, and the epoch to pairs in
+            which no head is twice. Raises HeadError where the settings ask more than the modules have.
+        measures: whether it looks at importance.
+        crosses: whether it may pair heads of different modules.
+    """
+
+    pair: Callable[[RotationOptions, Sequence[AttentionSite], Scores, int], list[Pair]]
+    measures: bool
+    crosses: bool
+
+
+PAIRINGS: dict[Strategy, Pairing] = {
+    "manual": Pairing(manual, measures=False, crosses=False),  # whether they cross is seen from the pairs
+    "hard": Pairing(hard, measures=True, crosses=True),
+    "in-layer": Pairing(in_layer, measures=True, crosses=False),
+    "soft": Pairing(soft, measures=True, crosses=True),
+    "random": Pairing(random, measures=False, crosses=True),
+}
+
+
+def _heads(sites: Sequence[AttentionSite]) -> list[Head]:
+    return [(site.name, head) for site in sites for head in range(site.heads)]
+
+
+def _from_least(sites: Sequence[AttentionSite], scores: Scores) -> list[Head]:
+    """All heads, the least important first; equal ones in the model's order."""
+    return sorted(_heads(sites), key=lambda head: float(scores[head[0]][head[1]]))
+
+
+def _check_k(rotation: RotationOptions, most: int, sites: Sequence[AttentionSite]) -> None:
+    if rotation.k > most:
+        raise HeadError(
+            f"k is {rotation.k} for {rotation.strategy!r} among {len(sites)} modules of {sites[0].kind} attention "
+            f"such as {sites[0].name}, which has {sites[0].heads} heads; expected at most {most}"
+        )
+
+
+@dataclass(frozen=True)
+class RotationEvent:
+    """Heads that swapped places at the start of an epoch.
+
+    Args:
+        epoch: from 0.
+        reason: whether they were swapped, or swapped back.
+        pairs: the heads.
+    """
+
+    epoch: int
+    reason: Literal["swap", "swap-back"]
+    pairs: tuple[Pair, ...]
+
+
+class Rotator:
+    """Swap heads of a model at the epochs that a `RotationOptions` names (Multi-Head Rotation, §3.1).
+
+    Between epochs the model is always a whole one, which can be saved as it is: a swap changes weights only.
+
+    Args:
+        model: stock or edited, whole or sharded by FSDP2; not its `DistributedDataParallel` wrapper.
+        rotation: which heads swap, and when.
+
+    Raises:
+        HeadError: the model does not have the heads that the strategy needs, or they cannot be swapped, as under
+            FSDP1 and ZeRO-3.
+        UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
+    """
+
+    def __init__(self, model: PreTrainedModel, rotation: RotationOptions) -> None:
+        self.model, self.rotation = transformers_model(model), rotation
+        self.history: list[RotationEvent] = []
+        self._pairing = PAIRINGS[rotation.strategy]
+        self._latest: int | None = None  # epoch that `epoch` was last called for
+        self._swapped: tuple[Pair, ...] = ()  # what is to be swapped back
+        self._due = 0  # epoch to swap it back
+        self._awake = 0  # first epoch after the rest
+        matched_blocks(model, rotation.pairs)
+        for sites in self._sites().values():
+            for site in sites if not rotation.pairs else ():
+                head_blocks(site, 0)
+            zeros = {site.name: torch.zeros(site.heads) for site in sites}
+            self._pairing.pair(rotation, sites, zeros, 0)
+            for site in sites[1:] if self._pairing.crosses else ():
+                matched_blocks(model, [((sites[0].name, 0), (site.name, 0))])
+
+    def epoch(
+        self, epoch: int, optimizer: Any = None, batches: Iterable[Mapping[str, Tensor]] | None = None
+    ) -> tuple[RotationEvent, ...]:
+        """Swap what is due at the start of an epoch; nothing if it has begun before, as after resuming.
+
+        Every process of a distributed training must call it; where importance decides, it is measured on the batches
+        of all of them, so that all swap the same heads. Where FSDP shards the model, each must give as many batches.
+
+        Args:
+            epoch: from 0.
+            optimizer: whose state moves with the heads, as for `swap_heads_`.
+            batches: held-out data that importance is measured on, if the strategy looks at it and swaps now.
+
+        Returns:
+            What was done, also added to `history`.
+
+        Raises:
+            HeadError: the epoch lies before one that has already begun, importance cannot be measured, or
+                `swap_heads_` refuses.
+            CalibrationError: the model does not take such batches.
+        """
+        if self._latest is not None and epoch < self._latest:
+            raise HeadError(
+                f"epoch {epoch} comes after epoch {self._latest}; when training resumes from a checkpoint, give a "
+                "new Rotator the state saved with it"
+            )
+        if epoch == self._latest:
+            return ()
+        before = len(self.history)
+        if self._swapped and epoch >= self._due:
+            self._swap(RotationEvent(epoch, "swap-back", self._swapped), optimizer)
+            self._swapped, self._awake = (), epoch + self.rotation.rest
+        if epoch in self.rotation.epochs and not self._swapped and epoch >= self._awake:
+            pairs = self._choose(epoch, batches)
+            self._swap(RotationEvent(epoch, "swap", pairs), optimizer)
+            if self.rotation.swap_back_after is not None:
+                self._swapped, self._due = pairs, epoch + self.rotation.swap_back_after
+        self._latest = epoch
+        return tuple(self.history[before:])
+
+    def check(self, optimizer: Any) -> None:
+        """Refuse, before training, an optimizer whose state could not move with the heads.
+
+        Raises:
+            HeadError: it does not step the parameters of heads that may swap.
+        """
+        pairs = [block for blocks in matched_blocks(self.model, self.rotation.pairs) for block in blocks]
+        sites = [] if self.rotation.pairs else [site for sites in self._sites().values() for site in sites]
+        check_optimizer(optimizer, pairs + [block for site in sites for block in head_blocks(site, 0)])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Describe in JSON types all that a resumed training needs beside the model's and optimizer's own states."""
+        return {
+            "latest": self._latest,
+            "swapped": self._swapped,
+            "due": self._due,
+            "awake": self._awake,
+            "history": [asdict(event) for event in self.history],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave; swaps nothing, for weights saved with it are swapped already.
+
+        Raises:
+            HeadError: the state is none, or names heads that this model does not have.
+        """
+        try:
+            latest, due, awake = state["latest"], int(state["due"]), int(state["awake"])
+            swapped = as_pairs(state["swapped"])
+            events = [RotationEvent(e["epoch"], e["reason"], as_pairs(e["pairs"])) for e in state["history"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise HeadError(
+                f"cannot read the state of a Rotator ({error!r}); pass what its state_dict() gave"
+            ) from error
+        matched_blocks(self.model, swapped)
+        self._latest, self._swapped, self._due, self._awake, self.history = latest, swapped, due, awake, events
+
+    def _swap(self, event: RotationEvent, optimizer: Any) -> None:
+        swap_heads_(self.model, event.pairs, optimizer)
+        self.history.append(event)
+
+    def _sites(self) -> dict[Kind, list[AttentionSite]]:
+        """Modules of each kind that rotates, by layer."""
+        if self.rotation.strategy == "manual":
+            sites = find_attention(self.model, FAMILIES)
+        else:
+            sites = find_attention(self.model, FAMILIES, kinds=self.rotation.kinds)
+        return {kind: [site for site in sites if site.kind == kind] for kind in dict.fromkeys(s.kind for s in sites)}
+
+    def _choose(self, epoch: int, batches: Iterable[Mapping[str, Tensor]] | None) -> tuple[Pair, ...]:
+        scores = self._measure(epoch, batches) if self._pairing.measures else {}
+        pairs = [
+            pair
+            for sites in self._sites().values()
+            for pair in self._pairing.pair(self.rotation, sites, scores, epoch)
+        ]
+        return tuple(pairs)  # the same in all processes, which measure together
+
+    def _measure(self, epoch: int, batches: Iterable[Mapping[str, Tensor]] | None) -> dict[str, Tensor]:
+        if batches is None:
+            raise HeadError(
+                f"strategy {self.rotation.strategy!r} swaps heads by importance at epoch {epoch} and got no batches; "
+                "pass batches=, of held-out data"
+            )
+        measure = confidence if self.rotation.importance == "confidence" else average_distance
+        return measure(self.model, batches, exclude=self.rotation.exclude, kinds=self.rotation.kinds, together=True)

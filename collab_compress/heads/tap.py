@@ -8,18 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import (
-    FAMILIES,
-    KINDS,
-    AttentionSite,
-    Kind,
-    RealTokens,
-    find_attention,
-    forward_arguments,
-    real_tokens,
-    transformers_model,
-)
+from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention, transformers_model
 from collab_compress.attention.view import HeadCall, add_act_, remove_act_
+from collab_compress.calibration.padding import RealTokens, forward_arguments, real_tokens
 from collab_compress.errors import HeadError
 
 Part = Literal["outputs", "values", "rows", "queries", "keys"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import isfinite
-from typing import Literal, TypeAlias
+from math import floor, isfinite, log10
+from typing import Literal, TypeAlias  # TypeAlias
 
 from torch import Tensor
 
@@ -13,6 +13,38 @@ Cell: TypeAlias = str | int | float | None
 Numbers: TypeAlias = "Tensor | Sequence[float | int | None]"
 Scale: TypeAlias = Literal["sequential", "diverging"]
 Weight: TypeAlias = Literal["line", "faint", "bold", "dashed"]
+NONE = "–"
+
+
+def written(cell: Cell) -> str:
+    """Write a cell of a table."""
+    if cell is None:
+        return NONE
+    if isinstance(cell, str):
+        return cell
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    return f"{cell:,}".replace("-", "−") if isinstance(cell, int) else short(cell)
+
+
+def short(value: float | None) -> str:
+    """Write a number with three significant digits, or more where it is 1000 or above."""
+    if value is None or not isfinite(value):
+        return NONE
+    if value == 0:
+        return "0"
+    digits = floor(log10(abs(value)))
+    if digits >= 15 or digits < -4:
+        return f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e").replace("-", "−")
+    return f"{value:,.{max(0, 2 - digits)}f}".replace("-", "−")
+
+
+def percent(share: float | None) -> str:
+    """Write a share as per cent, with three significant digits at most."""
+    if share is None or not isfinite(share):
+        return NONE
+    value = 100 * share
+    return f"{value:.0f} %" if abs(value) >= 10 else f"{value:.1f} %"
 
 
 @dataclass(frozen=True)
@@ -206,3 +238,20 @@ def numbers(values: Numbers) -> tuple[float | None, ...]:
     """Turn a vector (n,) or a list into numbers, None for those that are not finite."""
     listed: Iterable[float | int | None] = values.tolist() if isinstance(values, Tensor) else values
     return tuple(None if value is None or not isfinite(value) else float(value) for value in listed)
+
+
+def heatmap(title: str, matrix: Tensor, rows: Sequence[str] = (), columns: Sequence[str] = ()) -> Heatmap:
+    """Make a heatmap of a matrix (rows, columns)."""
+    return Heatmap(title, tuple(numbers(row) for row in matrix), tuple(rows), tuple(columns))
+
+
+def ragged(title: str, vectors: Sequence[Tensor], rows: Sequence[str]) -> Heatmap:
+    """Make a heatmap of vectors of any length, a row each, blank where one is shorter than the longest."""
+    longest = max(map(len, vectors))
+    values = tuple(numbers(vector) + (None,) * (longest - len(vector)) for vector in vectors)
+    return Heatmap(title, values, tuple(rows), numbered(longest))
+
+
+def numbered(count: int) -> tuple[str, ...]:
+    """Name rows or columns by their numbers, from 0."""
+    return tuple(map(str, range(count)))

@@ -1,23 +1,143 @@
-"""What is looked at: a model, perhaps another to compare it with, and what they are run on."""
+"""How much is looked at: the same dataclass in the Python API and on the command line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.responses import Samples
-from collab_compress.analysis.stream import Progress
-from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention, real_tokens
+from collab_compress.analysis import confidence, with_progress
+from collab_compress.analysis.between import LayerCovariance
+from collab_compress.analysis.diversity import Coefficients, Discrepancies
+from collab_compress.analysis.responses import Covariances, Samples
+from collab_compress.analysis.stream import Observer, Progress, observed
+from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
 from collab_compress.calibration import Batch
-from collab_compress.conversion.factors import read_factors
+from collab_compress.calibration.padding import real_tokens
+from collab_compress.conversion.expand import read_factors
 from collab_compress.errors import HeadError
-from collab_compress.report.heads_pass import Pass, pass_over
-from collab_compress.report.options import Look
+
+
+@dataclass(frozen=True)
+class Look:
+    """How much is looked at."""
+
+    dk: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Shared width R at which the cost of dense attention is counted and timed; a third of H·d if not given."""
+
+    head_sequences: Annotated[int, tyro.conf.arg(metavar="N")] = 16
+    """Sequences on which heads are silenced one by one; the drift of the outputs is measured on these."""
+
+    input_sequences: Annotated[int, tyro.conf.arg(metavar="N")] = 256
+    """Sequences on which inputs of queries and keys are measured, for energy and content."""
+
+    kernel_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 1000
+    """Tokens that CKA with the RBF kernel is measured on; time and memory grow with their square."""
+
+    lengths: tuple[int, ...] = (32, 128, 512)
+    """Numbers of tokens at which attention modules are timed; those beyond the model's positions are left out."""
+
+    rounds: int = 10
+    """How often each module is timed at each length."""
+
+    seed: int = 0
+    """Seed of what is drawn: tokens, sentences, samples, order."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", tuple(self.lengths))  # lists come from JSON and YAML
+        for name, least in (("head_sequences", 1), ("input_sequences", 1), ("kernel_tokens", 4), ("rounds", 2)):
+            if getattr(self, name) < least:
+                raise HeadError(f"{name} is {getattr(self, name)}; expected at least {least}")
+        if self.dk is not None and self.dk < 1:
+            raise HeadError(f"dk is {self.dk}; expected at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise HeadError(f"seed is {self.seed}; expected a whole number from 0 to 2³² − 1")
+        if min(self.lengths, default=1) < 1:
+            raise HeadError(f"lengths are {', '.join(map(str, self.lengths))}; expected at least 1 token")
+
+
+WIDEST = 10_000  # L·H·d up to which layers are compared: memory and time grow with its square
+TOGETHER: tuple[tuple[Kind, ...], ...] = (("encoder",), ("decoder", "cross"))  # read the same tokens
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What the heads of one model showed.
+
+    Args:
+        confidence: as `confidence` gives.
+        distances: has what `discrepancy` gives.
+        overlaps: has what `bhattacharyya` gives.
+        samples: has what `head_samples` gives.
+        layers: have what `layer_covariance` gives, by head, of modules that read the same tokens.
+        heads: have what `head_covariances` gives, of modules that are too wide for that.
+    """
+
+    confidence: dict[str, Tensor]
+    distances: Discrepancies
+    overlaps: Coefficients
+    samples: Samples
+    layers: tuple[LayerCovariance, ...]
+    heads: tuple[Covariances, ...]
+
+
+def pass_over(
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    tokenizer: Any,
+    samples: Samples,
+    similar: bool,
+    progress: Progress,
+) -> Pass:
+    """Run a model over all batches once.
+
+    Args:
+        model: of a known family.
+        batches: keyword arguments for it.
+        tokenizer: of the model, or None; it says which tokens end a sequence.
+        samples: draws tokens for kernels.
+        similar: whether to gather covariances too.
+        progress: as for the measures.
+
+    Raises:
+        HeadError: no token is real.
+        CalibrationError: the model does not take such batches.
+    """
+    sites = find_attention(model, FAMILIES)
+    layers, heads = [], []
+    for kinds in TOGETHER if similar else ():
+        chosen = [site for site in sites if site.kind in kinds]
+        if chosen and _width(model, chosen) <= WIDEST:
+            layers.append(LayerCovariance("head", kinds=kinds))
+        elif chosen:
+            heads.append(Covariances(kinds=kinds))
+    distances, overlaps = Discrepancies(), Coefficients()
+    observers: list[Observer] = [samples, distances, overlaps, *layers, *heads]
+    with closing(observed(model, batches, observers)) as watched:
+        sure = confidence(model, with_progress(watched, progress, "heads"), exclude=_ends(tokenizer, model))
+    return Pass(sure, distances, overlaps, samples, tuple(layers), tuple(heads))
+
+
+def _width(model: Any, sites: Collection[AttentionSite]) -> int:
+    """Width of all layers side by side; a single module may serve several (ALBERT)."""
+    uses = getattr(model.config, "num_hidden_layers", 1) if len(sites) == 1 else 1
+    return uses * sum(site.width for site in sites)
+
+
+def _ends(tokenizer: Any, model: Any) -> set[int] | None:
+    """Tokens that end a sequence: the config's, and the tokenizer's where there is one; BERT's config names none."""
+    if tokenizer is None:
+        return None
+    named = getattr(model.config, "eos_token_id", None)
+    ends = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id, tokenizer.sep_token_id]
+    return {token for token in ends if token is not None}
+
 
 OnProgress = Callable[[str, int, int | None], None]
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from math import ceil, floor, log10
 
-from collab_compress.report.numerals import short
-from collab_compress.report.section import Curve, Curves, Heatmap, Heatmaps, Panel
+from collab_compress.report.section import Curve, Curves, Heatmap, Heatmaps, Panel, short
 
 LEVELS = 24  # shades of a hue
 LEGIBLE = 26  # rows or columns that are named at most

@@ -13,8 +13,7 @@ from tqdm import tqdm
 from collab_compress.errors import DataError
 from collab_compress.tasks.find import Found, Languages, find_files
 from collab_compress.tasks.hub import load_hub
-from collab_compress.tasks.layouts import Row
-from collab_compress.tasks.lines import malformed
+from collab_compress.tasks.layouts import Row, malformed
 from collab_compress.tasks.table import TASKS
 from collab_compress.tasks.task import Task
 

@@ -7,8 +7,7 @@ from typing import Any, Literal, TypeAlias
 from datasets import ClassLabel, Features, Value
 
 from collab_compress.errors import DataError
-from collab_compress.tasks.layouts import Layout
-from collab_compress.tasks.lines import Place, malformed
+from collab_compress.tasks.layouts import Layout, Place, malformed
 
 Kind: TypeAlias = Literal["classification", "regression", "translation", "language modelling"]
 SCORES = (0.0, 5.0)  # of STS-B, the one task of regression

@@ -1,7 +1,6 @@
 """Training with everything that acts on heads: in a `Trainer` or in any loop."""
 
-from collab_compress.training.distillation import distil_, recover_, with_copies
-from collab_compress.training.options import AlphasOptions, DropHeadOptions, HeadTraining, PenaltyOptions
+from collab_compress.training.head_training import AlphasOptions, DropHeadOptions, HeadTraining, PenaltyOptions
 from collab_compress.training.penalties import LOSSES, measure
 from collab_compress.training.schedules import SCHEDULES
 from collab_compress.training.session import HeadSession
@@ -18,8 +17,5 @@ __all__ = [
     "HeadTrainerMixin",
     "HeadTraining",
     "PenaltyOptions",
-    "distil_",
     "measure",
-    "recover_",
-    "with_copies",
 ]

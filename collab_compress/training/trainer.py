@@ -20,8 +20,8 @@ from transformers.trainer_callback import ExportableState
 
 from collab_compress.errors import HeadError
 from collab_compress.heads import alphas_of, mix_heads_
-from collab_compress.heads.pairing import PAIRINGS
-from collab_compress.training.options import HeadTraining
+from collab_compress.heads.rotation import PAIRINGS
+from collab_compress.training.head_training import HeadTraining
 from collab_compress.training.session import HeadSession
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from collab_compress.analysis import JointCovariance
-from collab_compress.analysis.joint import RunningCovariance
+from collab_compress.analysis.covariance import RunningCovariance
 from collab_compress.errors import HeadError
 
 

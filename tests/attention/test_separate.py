@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collab_compress.attention.separate import attend_separately, separate_probabilities, separated
+from collab_compress.attention.per_head import attend_separately, separate_probabilities, separated
 
 
 def draw(sizes=(3, 0, 2), batch=2, length=4, keys=5, width=2, content=True, mask="none", seed=0):
@@ -84,7 +84,7 @@ def test_heads_are_as_wide_as_values_unless_they_need_more(widest, content, widt
         seen.append({part.shape[-1] for part in parts})
         return fused(*parts, **options)
 
-    monkeypatch.setattr("collab_compress.attention.separate.scaled_dot_product_attention", spy)
+    monkeypatch.setattr("collab_compress.attention.per_head.scaled_dot_product_attention", spy)
     inputs = draw(sizes=(widest, 1), width=width, content=content)
     assert attend_separately(*inputs, dropout=0.0, causal=False).shape == (2, 2, 4, width)
     assert seen == [{expected}]

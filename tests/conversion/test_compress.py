@@ -41,7 +41,7 @@ from collab_compress import (
 from collab_compress.architectures import FAMILIES, find_dense_attention
 from collab_compress.attention import install_
 from collab_compress.checkpoint import edits_of
-from collab_compress.conversion.checks import working_device
+from collab_compress.conversion.compress import working_device
 from collab_compress.conversion.drift import measure, split_held_back
 from collab_compress.factorization import factorize, moments
 from collab_compress.heads import DropHead, Tap

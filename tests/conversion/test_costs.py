@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from collab_compress.attention.projections import SharedProjection
-from collab_compress.conversion.costs import (
+from collab_compress.conversion.report import (
     break_even_length,
     collaborative_macs,
     collaborative_parameters,

@@ -19,7 +19,7 @@ import torch
 from transformers import BertModel
 from collab_compress import Compression, CompressionError, compress
 from collab_compress.conversion import plan
-from collab_compress.processes import leave, processes
+from collab_compress.distributed import leave, processes
 
 folder, rank = sys.argv[1], processes().process_index
 batches = torch.load(folder + "/batches.pt", weights_only=True)

@@ -20,8 +20,7 @@ from transformers import (
 
 from collab_compress.errors import DataError, RecipeError
 from collab_compress.experiments import Fresh, read_recipe, run
-from collab_compress.experiments.language_model import LanguageModel
-from collab_compress.experiments.translation import Translation
+from collab_compress.experiments.workload import LanguageModel, Translation
 from collab_compress.tasks import TASKS, load_task
 
 FRESH = "fresh={layers: 2, width: 24, heads: 3, feed_forward: 32, dropout: 0.0, max_length: 40, vocab_size: 60}"

@@ -7,8 +7,8 @@ PROGRAM = """
 import os, sys, time
 import torch
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.processes import can_meet, each, failing_together, once
-from collab_compress.processes import leave, processes
+from collab_compress.distributed import can_meet, each, failing_together, once
+from collab_compress.distributed import leave, processes
 
 state, rank = processes(), processes().process_index
 

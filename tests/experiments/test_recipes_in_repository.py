@@ -13,7 +13,7 @@ import yaml
 from transformers import MarianConfig, MarianMTModel
 
 from collab_compress.experiments import read_recipe, read_sweep
-from collab_compress.experiments.claims import BASE, CONVERTED
+from collab_compress.experiments.identity import BASE, CONVERTED
 from collab_compress.experiments.papers import read_papers, select_tables
 from collab_compress.experiments.protocol import WORKLOADS
 from collab_compress.heads import Rotator

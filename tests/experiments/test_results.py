@@ -14,7 +14,7 @@ from collab_compress.errors import RecipeError
 from collab_compress.experiments import read_sweep
 from collab_compress.experiments.comparison import compare, estimate
 from collab_compress.experiments.papers import read_papers
-from collab_compress.experiments.reading import parse
+from collab_compress.experiments.recipe import parse
 from collab_compress.experiments.results import read_results
 from collab_compress.training import HeadTraining
 

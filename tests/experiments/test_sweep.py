@@ -109,7 +109,7 @@ LONE = """
 import sys
 import torch
 from collab_compress.experiments import protocol, tuning
-from collab_compress.processes import processes
+from collab_compress.distributed import processes
 from transformers import Trainer
 
 stock = Trainer.training_step

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from collab_compress.factorization import HeadTensor, SolverOptions
 from collab_compress.factorization.als import Continuation, als
-from collab_compress.factorization.start import truncation
+from collab_compress.factorization.truncation import truncation
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
 

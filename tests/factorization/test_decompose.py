@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collab_compress.factorization import SOLVERS, HeadTensor, Moments, factorize
-from collab_compress.factorization.weighting import Weighting
+from collab_compress.factorization.moments import Weighting
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collab_compress.factorization import Factors, HeadTensor
-from collab_compress.factorization.start import concatenation
+from collab_compress.factorization.truncation import concatenation
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
 

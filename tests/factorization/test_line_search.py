@@ -3,8 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collab_compress.factorization.iterate import Direction, Iterate
-from collab_compress.factorization.line_search import Line, positive_minimiser
+from collab_compress.factorization.als import Direction, Iterate, Line, positive_minimiser
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from collab_compress.factorization import Moments, factorize
-from collab_compress.factorization.per_head import per_head, per_head_error
+from collab_compress.factorization.truncation import per_head, per_head_error
 
 
 def compositions(rank, heads, most):

@@ -24,7 +24,7 @@ from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.checkpoint import edits_of
 from collab_compress.errors import HeadError
 from collab_compress.heads import Tap
-from collab_compress.heads.mixed_projection import MixedProjection
+from collab_compress.heads.alphas import MixedProjection
 
 FORMS = ["dense", "collaborative"]
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from collab_compress import Compression, alphas_of, compress, make_standalone_, merge_alphas_, mix_heads_
-from collab_compress.heads.mixed_projection import AlphasEdit
+from collab_compress.heads.alphas import AlphasEdit
 
 
 def outputs(model, batch):

@@ -14,7 +14,7 @@ from collab_compress import Compression, compress, expand, make_standalone_, mix
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.checkpoint import EditConfig, edits_of
 from collab_compress.checkpoint.standalone import modelling_code
-from collab_compress.heads.removal import PrunedEdit
+from collab_compress.heads.pruning import PrunedEdit
 
 HISTORIES = ["pruned", "pruned twice", "converted, pruned", "pruned, converted", "converted, pruned, expanded", "all"]
 

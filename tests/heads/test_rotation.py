@@ -15,8 +15,7 @@ from collab_compress import Compression, UnsupportedModelError, compress
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.errors import HeadError
 from collab_compress.heads import RotationOptions, Rotator, average_distance, confidence, swap_heads_
-from collab_compress.heads.pairing import PAIRINGS
-from collab_compress.heads.rotation import Strategy
+from collab_compress.heads.rotation import PAIRINGS, Strategy
 
 FIRST, SECOND = "encoder.layer.0.attention.self", "encoder.layer.1.attention.self"
 PAIR = ((FIRST, 0), (SECOND, 1))

@@ -13,7 +13,7 @@ from collab_compress import Compression, compress
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.errors import HeadError
 from collab_compress.heads import swap_heads_
-from collab_compress.heads.blocks import HeadBlock, head_blocks
+from collab_compress.heads.swap import HeadBlock, head_blocks
 
 FORMS = ["dense", "collaborative"]
 FIRST, SECOND = "encoder.layer.0.attention.self", "encoder.layer.1.attention.self"

@@ -6,10 +6,10 @@ from transformers import TrainingArguments
 
 from collab_compress import Compression, compress
 from collab_compress.calibration import calibration_batches
+from collab_compress.conversion import distil_, recover_, with_copies
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.heads import Tap
 from collab_compress.losses import kl_divergence
-from collab_compress.training import distil_, recover_, with_copies
 
 
 def arguments(folder):
@@ -89,7 +89,7 @@ def test_copies_without_separator_and_beside_targets():
 def test_recovery_from_random_tokens_that_repeat(minilm, minilm_tokenizer, monkeypatch):
     """Tokens are others than those of the conversion, repeat behind a separator, and the rate falls to nothing."""
     seen = []
-    monkeypatch.setattr("collab_compress.training.distillation.distil_", lambda *given: seen.append(given))
+    monkeypatch.setattr("collab_compress.conversion.recovery.distil_", lambda *given: seen.append(given))
     recover_(minilm, minilm, minilm_tokenizer, steps=2, logging_steps=7)
     _, _, batches, settings = seen[0]
     assert (settings.lr_scheduler_type, settings.warmup_steps, settings.logging_steps) == ("cosine", 0.125, 7)

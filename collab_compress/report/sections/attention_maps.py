@@ -2,8 +2,7 @@
 
 from collab_compress.analysis import AttentionMap
 from collab_compress.analysis import attention_maps as maps_of
-from collab_compress.report.heatmaps import heatmap, numbered
-from collab_compress.report.section import Heatmap, Heatmaps, Omitted, Section
+from collab_compress.report.section import Heatmap, Heatmaps, Omitted, Section, heatmap, numbered
 from collab_compress.report.study import Study
 
 TOKENS = 40  # beyond that a map is cut

@@ -3,8 +3,7 @@
 import torch
 
 from collab_compress.analysis import ContentShare, content_share
-from collab_compress.report.heatmaps import ragged
-from collab_compress.report.section import Cell, Column, Heatmaps, Omitted, Section, Table
+from collab_compress.report.section import Cell, Column, Heatmaps, Omitted, Section, Table, ragged
 from collab_compress.report.study import Study
 
 

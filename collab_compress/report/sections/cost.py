@@ -10,9 +10,8 @@ from collab_compress.analysis import Latency, ModuleCost, module_costs, module_l
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.calibration import Batch, run_batch, running
 from collab_compress.conversion.compress import compress
-from collab_compress.conversion.expand import expand
-from collab_compress.conversion.factors import read_factors
-from collab_compress.conversion.options import Compression
+from collab_compress.conversion.compression import Compression
+from collab_compress.conversion.expand import expand, read_factors
 from collab_compress.errors import CollabCompressError
 from collab_compress.heads import Tap
 from collab_compress.report.section import Cell, Column, Curve, Curves, Omitted, Panel, Picture, Section, Table

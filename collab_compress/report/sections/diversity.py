@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from collab_compress.analysis import Discrepancy, mean_over_pairs
-from collab_compress.report.heads_pass import Pass
-from collab_compress.report.heatmaps import heatmap, numbered, ragged
 from collab_compress.report.section import (
     Cell,
     Column,
@@ -21,8 +19,11 @@ from collab_compress.report.section import (
     Picture,
     Section,
     Table,
+    heatmap,
+    numbered,
+    ragged,
 )
-from collab_compress.report.study import Study
+from collab_compress.report.study import Pass, Study
 
 
 @dataclass(frozen=True)

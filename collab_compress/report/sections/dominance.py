@@ -5,9 +5,19 @@ from torch import Tensor
 
 from collab_compress.analysis import Dominance, PruningPoint, dominant_heads, pruning_curve, with_progress
 from collab_compress.heads import head_importance
-from collab_compress.report.heatmaps import ragged
-from collab_compress.report.numerals import short
-from collab_compress.report.section import Cell, Column, Curve, Curves, Heatmaps, Omitted, Panel, Section, Table
+from collab_compress.report.section import (
+    Cell,
+    Column,
+    Curve,
+    Curves,
+    Heatmaps,
+    Omitted,
+    Panel,
+    Section,
+    Table,
+    ragged,
+    short,
+)
 from collab_compress.report.study import Study
 
 

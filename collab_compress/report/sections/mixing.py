@@ -5,8 +5,7 @@ from torch import Tensor
 
 from collab_compress.analysis import alpha_matrices, effective_rank, mixing_matrices, skew_symmetry
 from collab_compress.heads import alphas_of
-from collab_compress.report.heatmaps import heatmap, numbered
-from collab_compress.report.section import Cell, Column, Heatmaps, Omitted, Section, Table
+from collab_compress.report.section import Cell, Column, Heatmaps, Omitted, Section, Table, heatmap, numbered
 from collab_compress.report.study import Study
 
 CUT = 0.98  # share of entries that the scale of colours reaches to; a few are far larger

@@ -9,10 +9,10 @@ from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 
 from collab_compress.errors import HeadError
-from collab_compress.heads.mixed_projection import MixedProjection
+from collab_compress.heads.alphas import MixedProjection
 from collab_compress.heads.sharding import is_sharded, refuse_pieces, whole
 from collab_compress.losses import nuclear_growth, nuclear_norm
-from collab_compress.training.options import AlphasOptions
+from collab_compress.training.head_training import AlphasOptions
 
 
 class AlphasTraining:

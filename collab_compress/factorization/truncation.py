@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from collab_compress.factorization.factors import Factors
-from collab_compress.factorization.head_tensor import HeadTensor
+from collab_compress.factorization.head_tensor import HeadTensor, relative
 
 
 def concatenation(tensor: HeadTensor) -> Factors:
@@ -64,3 +64,31 @@ def _slice_svd(tensor: HeadTensor) -> tuple[Tensor, Tensor, Tensor]:
     key_basis, key_core = torch.linalg.qr(tensor.key)
     left, values, right = torch.linalg.svd(query_core @ key_core.mT, full_matrices=False)
     return query_basis @ left, values, key_basis @ right.mT
+
+
+def per_head(tensor: HeadTensor, rank: int) -> tuple[Factors, tuple[int, ...]]:
+    r"""Share out R channels among the heads, none of them shared.
+
+    The mixing matrix is one-hot, as in figure 2b of "Multi-Head Attention: Collaborate Instead of Concatenate"
+    with heads of different sizes $r_i$, $\sum_i r_i = R$. For given sizes each $\hat T_i$ is the truncated
+    singular value decomposition of $T_i$ (Eckart and Young), so the sizes with the lowest error are those of the R
+    largest singular values over all heads: no iteration is needed.
+
+    Args:
+        tensor: the heads, weighted where inputs matter.
+        rank: R, from 1 to H·d.
+
+    Returns:
+        Factors whose channels are sorted by head, and the sizes $r_i$; a size may be 0.
+    """
+    found = truncation(tensor, rank)
+    order = found.mixing.argmax(0).argsort(stable=True)
+    factors = Factors(found.query[:, order], found.mixing[:, order], found.key[:, order])
+    sizes = torch.bincount(factors.mixing.argmax(0), minlength=tensor.heads)
+    return factors, tuple(sizes.tolist())
+
+
+def per_head_error(tensor: HeadTensor, rank: int) -> float:
+    r"""Return $\|T - \hat T\|_F / \|T\|_F$ of `per_head` at this rank, from singular values alone."""
+    squares = singular_values(tensor).flatten().square().sort(descending=True).values
+    return relative(squares[rank:].sum().item(), squares.sum().item())

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, find_dense_attention
 from collab_compress.attention import build_parts, install_
-from collab_compress.attention.edit import CollaborativeEdit
+from collab_compress.attention.shared import CollaborativeEdit
 from collab_compress.checkpoint import path_in_base, record_edit_
 from collab_compress.conversion.plan import shared_spec
 from collab_compress.errors import CompressionError

@@ -1,4 +1,4 @@
-"""What processes that run an experiment together do once for all of them, and how an error of one reaches all."""
+"""Processes that `torchrun` or `accelerate launch` started together."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -6,12 +6,27 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed
+from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed import distributed_c10d
 
 from collab_compress.errors import CollabCompressError, RecipeError
-from collab_compress.processes import PATIENCE, processes
+
+PATIENCE = timedelta(days=2)  # while one process converts, scores or writes, the others wait
+
+
+def processes() -> PartialState:
+    """Give the processes that run this together; without a GPU they meet on the CPU."""
+    return PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)
+
+
+def leave() -> None:
+    """End what the processes share, if anything; one that exits without may be aborted by the threads of it."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
 
 Done = TypeVar("Done")
 EVERYWHERE = "_known_to_all_processes"

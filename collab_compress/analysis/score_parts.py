@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, KINDS, DenseSite, Kind, find_attention
-from collab_compress.conversion.factors import read_factors
+from collab_compress.conversion.expand import read_factors
 from collab_compress.factorization import Factors, HeadTensor
 
 

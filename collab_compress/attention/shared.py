@@ -1,17 +1,44 @@
-"""Put collaborative attention into an attention module, and read it back."""
+"""Key caches of fixed size hold collaborative attention only where its keys take as much room as its values."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from collab_compress.attention.fused import FusedProjection, fuse, fused_layer, value_of
-from collab_compress.attention.projections import SharedProjection
-from collab_compress.attention.static_cache import unwatch_cache_, watch_cache_
-from collab_compress.attention.view import redirect_, restore_
+from collab_compress.attention.projections import FusedProjection, SharedProjection, fuse, fused_layer, value_of
+from collab_compress.attention.view import IMPLEMENTATIONS, redirect_, restore_
 from collab_compress.errors import CompressionError, UnsupportedModelError
+
+
+def watch_cache_(module: Any) -> None:
+    """Let `module` refuse, from now on, a static cache that its keys do not fit, in place."""
+    module.register_forward_pre_hook(_refuse_static_cache, with_kwargs=True)
+
+
+def unwatch_cache_(module: Any) -> None:
+    """Undo `watch_cache_`, in place."""
+    for number in [number for number, hook in module._forward_pre_hooks.items() if hook is _refuse_static_cache]:
+        del module._forward_pre_hooks[number]
+        module._forward_pre_hooks_with_kwargs.pop(number, None)
+
+
+def _refuse_static_cache(module: Any, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a static cache, which allocates values by the number of pieces that keys come in."""
+    cache = kwargs.get("past_key_values")
+    if cache is None or not getattr(cache, "is_compileable", False):
+        return
+    spec = module.collaborative
+    key = module.get_submodule(spec.key)
+    if key.width != spec.heads * spec.head_width:
+        raise UnsupportedModelError(
+            f"a static key cache has room for keys as wide as values, {spec.heads} × {spec.head_width}, and the keys "
+            f"of this converted {type(module).__name__} are {key.width} wide; generate with the default, dynamic "
+            "cache"
+        )
 
 
 @dataclass(frozen=True)
@@ -193,3 +220,39 @@ def _plain_weight(path: str, projection: Any) -> Tensor:
     if weight.is_meta:
         raise UnsupportedModelError(f"{path} is offloaded; load the model into memory")
     return weight.detach()
+
+
+@dataclass(frozen=True)
+class CollaborativeEdit:
+    """Attention modules in collaborative form.
+
+    Args:
+        modules: path of each module inside the base model (so that the checkpoint loads with and without a head)
+            → what to rebuild there.
+    """
+
+    modules: dict[str, CollaborativeSpec]
+    kind: ClassVar[str] = "collaborative"
+    implementations: ClassVar[tuple[str, ...]] = IMPLEMENTATIONS
+
+    def to_dict(self) -> dict[str, Any]:
+        """Describe the edit in JSON types."""
+        return {"modules": {name: asdict(spec) for name, spec in self.modules.items()}}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "CollaborativeEdit":
+        """Rebuild the edit from what `to_dict` gave."""
+        return cls({name: CollaborativeSpec(**spec) for name, spec in data["modules"].items()})
+
+    def apply_(self, model: PreTrainedModel) -> None:
+        """Put empty collaborative attention into `model` in place, for weights to be loaded into."""
+        base = model.base_model
+        for name, spec in self.modules.items():
+            module = base.get_submodule(name)
+            if not is_collaborative(module):
+                install_(module, spec, build_parts(module, spec))
+
+    def finish_(self, model: PreTrainedModel) -> None:
+        """Freeze again, in place, the mixing matrices that are not trained."""
+        for name, spec in self.modules.items():
+            model.base_model.get_submodule(name).mixing.requires_grad_(spec.train_mixing)

@@ -1,0 +1,117 @@
+"""Where attention is in each family of models: one table.
+
+Papers: ALBERT (Lan et al., 2020), BART (Lewis et al., 2020), BERT (Devlin et al., 2019), CamemBERT (Martin et al.,
+2020), DeiT (Touvron et al., 2021), DistilBERT (Sanh et al., 2019), ELECTRA (Clark et al., 2020), GPT-2 (Radford et
+al., 2019), M2M100 (Fan et al., 2021) and NLLB (NLLB Team, 2022), Marian (Junczys-Dowmunt et al., 2018), mBART (Liu et
+al., 2020), OPT (Zhang et al., 2022), Pegasus (Zhang et al., 2020), RoBERTa (Liu et al., 2019), T5 (Raffel et al.,
+2020), ViT (Dosovitskiy et al., 2021), XLM-RoBERTa (Conneau et al., 2020).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class AttentionFamily:
+    """Where one family of Transformers models keeps the parts of its attention.
+
+    Attribute paths are relative to the attention module; a leading `..` starts at its parent, as in relative imports.
+    Adding a family is one row of `FAMILIES`.
+
+    Args:
+        name: what people call it, for messages.
+        model_types: `config.model_type` values it covers.
+        attention_classes: class names of the modules that project queries and keys and call Transformers' attention
+            interface.
+        query: the `nn.Linear` projecting queries, D → H·d.
+        key: the `nn.Linear` projecting keys, D → H·d.
+        value: the `nn.Linear` projecting values, D → H·dv.
+        output: the `nn.Linear` that reads all head outputs, H·dv → D.
+        heads: integer attribute, number of heads H.
+        head_width: integer attribute, width d of one head's keys.
+        scaling: float attribute multiplying the scores (usually 1/√d).
+        cross: name of the child that holds cross-attention, in the path of such a module; empty where there is none.
+        fused: the `Conv1D` (D → 3·H·d, weight transposed) that holds query, key and value side by side in a stock
+            model; in a converted one it has them as children, at the paths `query`, `key` and `value`. Empty where
+            there are three layers to begin with.
+        fixed_heads: whether the module views what its projections return as exactly H heads, instead of as many as
+            there are; shared projections are then H·d wide, zeros included, and save nothing in a key cache.
+        keeps_heads: why heads cannot be removed from it; empty where they can.
+        undescribed: kind of attention that these paths do not fit → how it differs.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    attention_classes: tuple[str, ...]
+    query: str
+    key: str
+    value: str
+    output: str
+    heads: str
+    head_width: str
+    scaling: str = "scaling"
+    cross: str = ""
+    fused: str = ""
+    fixed_heads: bool = False
+    keeps_heads: str = ""
+    undescribed: Mapping[str, str] = field(default_factory=dict)
+
+
+# What several families have in common: attribute paths in the attention module.
+_BERT: dict[str, Any] = {
+    "query": "query", "key": "key", "value": "value", "output": "..output.dense", "heads": "num_attention_heads",
+    "head_width": "attention_head_size", "cross": "crossattention",
+}  # fmt: skip
+_ALBERT = {**_BERT, "output": "dense", "cross": ""}  # one module serves every layer of its group
+_DISTILBERT: dict[str, Any] = {
+    "query": "q_lin", "key": "k_lin", "value": "v_lin", "output": "out_lin", "heads": "n_heads",
+    "head_width": "attention_head_size",
+}  # fmt: skip
+_BART: dict[str, Any] = {
+    "query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj", "heads": "num_heads",
+    "head_width": "head_dim", "cross": "encoder_attn",
+}  # fmt: skip
+_OPT = {**_BART, "cross": "", "fixed_heads": True}  # scales queries itself
+_VIT: dict[str, Any] = {
+    "query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj", "heads": "num_attention_heads",
+    "head_width": "head_dim",
+}  # fmt: skip
+_T5: dict[str, Any] = {  # scores are not scaled, and a position bias is added to them
+    "query": "q", "key": "k", "value": "v", "output": "o", "heads": "n_heads", "head_width": "key_value_proj_dim",
+    "cross": "EncDecAttention", "keeps_heads": "all layers share one position bias with a column for each head",
+}  # fmt: skip
+_GPT2: dict[str, Any] = {  # queries, keys and values come out of one transposed layer
+    "query": "c_attn.query", "key": "c_attn.key", "value": "c_attn.value", "output": "c_proj", "heads": "num_heads",
+    "head_width": "head_dim", "cross": "crossattention", "fused": "c_attn",
+    "keeps_heads": "it keeps queries, keys and values in one layer, c_attn",
+    "undescribed": {"cross": "it keeps queries in one layer and keys and values together in another"},
+}  # fmt: skip
+
+
+def _family(name: str, model_type: str, classes: str, paths: Mapping[str, Any]) -> AttentionFamily:
+    return AttentionFamily(name, (model_type,), tuple(classes.split()), **paths)
+
+
+_ROWS = (
+    _family("ALBERT", "albert", "AlbertAttention", _ALBERT),
+    _family("BART", "bart", "BartAttention", _BART),
+    _family("BERT", "bert", "BertSelfAttention BertCrossAttention", _BERT),
+    _family("CamemBERT", "camembert", "CamembertSelfAttention CamembertCrossAttention", _BERT),
+    _family("DeiT", "deit", "DeiTAttention", _VIT),
+    _family("DistilBERT", "distilbert", "DistilBertSelfAttention", _DISTILBERT),
+    _family("ELECTRA", "electra", "ElectraSelfAttention ElectraCrossAttention", _BERT),
+    _family("GPT-2", "gpt2", "GPT2Attention", _GPT2),
+    _family("M2M100/NLLB", "m2m_100", "M2M100Attention", _BART),
+    _family("Marian", "marian", "MarianAttention", _BART),
+    _family("mBART", "mbart", "MBartAttention", _BART),
+    _family("OPT", "opt", "OPTAttention", _OPT),
+    _family("Pegasus", "pegasus", "PegasusAttention", _BART),
+    _family("RoBERTa", "roberta", "RobertaSelfAttention RobertaCrossAttention", _BERT),
+    _family("T5", "t5", "T5Attention", _T5),
+    _family("ViT", "vit", "ViTAttention", _VIT),
+    _family("XLM-RoBERTa", "xlm-roberta", "XLMRobertaSelfAttention XLMRobertaCrossAttention", _BERT),
+)
+
+FAMILIES: dict[str, AttentionFamily] = {model_type: row for row in _ROWS for model_type in row.model_types}
+"""`config.model_type` → family. Adding one is a row."""
