@@ -1,41 +1,30 @@
 """Ship the modelling code with a checkpoint, for people who do not have this package.
 
-The file is this package's own run-time source, joined into one module. A checkpoint that carries it loads with
-`trust_remote_code=True`; with the package imported it loads without running the file.
+The file holds what the edits need of this package's own source, joined into one module. A checkpoint that carries it
+loads with `trust_remote_code=True`; with the package imported it loads without running the file.
 """
 
-import ast
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import transformers_model
-from collab_compress.checkpoint.edits import edits_of
+from collab_compress.checkpoint.bundle import bundle
+from collab_compress.checkpoint.edits import EDITS, edits_of
 from collab_compress.errors import CheckpointError
 
 MODULE = "modeling_collab_compress"
 
-# What a checkpoint needs at run time, in the order in which the parts build on each other.
-RUNTIME = (
-    "collab_compress.errors",
-    "collab_compress.attention.kernels",
-    "collab_compress.attention.per_head",
-    "collab_compress.attention.view",
-    "collab_compress.attention.functions",
-    "collab_compress.attention.projections",
-    "collab_compress.attention.projections",
-    "collab_compress.attention.shared",
-    "collab_compress.attention.shared",
-    "collab_compress.attention.shared",
-    "collab_compress.attention.per_head",
-    "collab_compress.heads.alphas",
-    "collab_compress.heads.pruning",
-    "collab_compress.checkpoint.edits",
-    "collab_compress.checkpoint.guard",
-    "collab_compress.checkpoint.quantizer",
+# What the tail of the file uses, beside the edits: where it is defined, or imported.
+ROOTS = (
+    ("collab_compress.attention.functions", "register_attention"),
+    ("collab_compress.checkpoint.edits", "EDITS"),
+    ("collab_compress.checkpoint.edits", "METHOD"),
+    ("collab_compress.checkpoint.quantizer", "AUTO_QUANTIZER_MAPPING"),
+    ("collab_compress.checkpoint.quantizer", "register_checkpoint"),
+    ("collab_compress.checkpoint.edits", "PreTrainedModel"),
 )
 
 _HEAD = '''"""Modelling code of a checkpoint made with collab-compress, for loading without that package.
@@ -46,7 +35,7 @@ _HEAD = '''"""Modelling code of a checkpoint made with collab-compress, for load
 '''
 
 _TAIL = '''
-EDITS.update({edit.kind: edit for edit in (CollaborativeEdit, PerHeadEdit, AlphasEdit, PrunedEdit)})
+EDITS.update({{edit.kind: edit for edit in ({edits},)}})
 if METHOD not in AUTO_QUANTIZER_MAPPING:  # else the package is there, and does all this
     register_attention()
     register_checkpoint()
@@ -59,7 +48,7 @@ def __getattr__(name):
     stock = getattr(transformers, name, None) if not name.startswith("_") else None
     if not (isinstance(stock, type) and issubclass(stock, PreTrainedModel)):
         raise AttributeError(name)
-    globals()[name] = type(name, (stock,), {"__module__": __name__})
+    globals()[name] = type(name, (stock,), {{"__module__": __name__}})
     return globals()[name]
 '''
 
@@ -132,29 +121,14 @@ def __getattr__(name: str) -> Any:
 
 
 def modelling_code() -> str:
-    """Join the run-time modules into the source of one."""
-    parts = [_without_own_imports(_source(sys.modules[name])) for name in RUNTIME]
-    return _HEAD + "\n\n".join(parts) + _TAIL
+    """Give the source of a module that knows every kind of edit, and nothing else of this package."""
+    edits = list(EDITS.values())
+    code = bundle([*((edit.__module__, edit.__name__) for edit in edits), *ROOTS])
+    return _HEAD + code + _TAIL.format(edits=", ".join(edit.__name__ for edit in edits))
 
 
 def _is_ours(value: Any) -> bool:
     return isinstance(value, str) and value.startswith(f"{MODULE}.")
-
-
-def _source(module: ModuleType) -> str:
-    assert module.__file__ is not None
-    return Path(module.__file__).read_text(encoding="utf-8")
-
-
-def _without_own_imports(source: str) -> str:
-    """Drop the module docstring and the imports of this package: all that is imported stands above in the file."""
-    lines = source.splitlines()
-    for node in ast.parse(source).body:
-        own = isinstance(node, ast.ImportFrom) and (node.module or "").startswith("collab_compress")
-        docstring = isinstance(node, ast.Expr) and node.lineno == 1
-        if own or docstring:
-            lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or 0) - node.lineno + 1)
-    return "\n".join(lines).strip() + "\n"
 
 
 def _auto_classes(model: PreTrainedModel) -> dict[str, str]:
