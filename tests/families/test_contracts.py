@@ -70,7 +70,7 @@ class Reconstruction:
         self.names = {module: name for name, module in model.named_modules() if name in self.factors}
         for module in self.names:
             add_act_(module, self)
-            for path in (module.collaborative.query, module.collaborative.key):
+            for path in (module.score_form.query, module.score_form.key):
                 module.get_submodule(path).register_forward_pre_hook(self.noted(module, path))
 
     def noted(self, module, path):
@@ -78,7 +78,7 @@ class Reconstruction:
 
     def __call__(self, outputs, call):
         module, f = call.module, self.factors[self.names[call.module]]
-        query, key = (self.read[module, path] for path in (module.collaborative.query, module.collaborative.key))
+        query, key = (self.read[module, path] for path in (module.score_form.query, module.score_form.key))
         for head in range(len(f.mixing)):
             scores = module.scaling * (query @ ((f.query * f.mixing[head]) @ f.key.T) @ key.mT)  # (B, T, S)
             if f.content_bias is not None:
@@ -124,9 +124,7 @@ def test_gradients_reach_every_factor(kin, build, inputs):
     model(**inputs(kin))[0].square().sum().backward()
     for name in read_factors(model):
         module = model.get_submodule(name)
-        shared = [
-            module.get_submodule(path).proj.weight for path in (module.collaborative.query, module.collaborative.key)
-        ]
+        shared = [module.get_submodule(path).proj.weight for path in (module.score_form.query, module.score_form.key)]
         for parameter in (module.mixing, *shared):
             assert parameter.grad is not None
             assert parameter.grad.abs().sum() > 0
