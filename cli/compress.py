@@ -55,7 +55,7 @@ def run(arguments: Arguments) -> Report | None:
     arguments = replace(arguments, compression=replace(arguments.compression, device=device))
     source = load_source(arguments.model)
     put_on(source.model, device)
-    report = None if arguments.compression.rank is None else _convert(source, arguments)
+    report = None if arguments.compression.dk is None else _convert(source, arguments)
     if arguments.mix:
         mix_heads_(source.model)
     together = processes()

@@ -105,7 +105,7 @@ def _made(
         form = "a shared query/key space" if compression.form == "shared" else "query/key channels of each head's own"
         modules = "" if report is None else f" of {len(report.modules)} attention modules"
         lines.append(
-            f"Queries and keys{modules} were decomposed into {form} of R = {compression.rank} "
+            f"Queries and keys{modules} were decomposed into {form} of R = {compression.dk} "
             f"(`{compression.form}`, solver `{compression.solver}`, damping {compression.damping:g}, "
             f"seed {compression.seed}{'' if calibration is None else f', calibrated on {calibration}'}), "
             "without retraining. Values and outputs are the source's own."

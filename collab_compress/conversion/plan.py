@@ -55,7 +55,7 @@ def plan(
     Args:
         model: the dense model; it runs on all batches once for each group.
         sites: what to decompose.
-        compression: rank, solver and the rest.
+        compression: dk, solver and the rest.
         batches: calibration data; without, all directions of the inputs weigh alike.
         progress: called with a module's name, how many are done, and how many there are.
 
@@ -63,7 +63,7 @@ def plan(
         CompressionError: a module cannot be decomposed.
         CalibrationError: a module saw no token, or an input was not finite.
     """
-    weighted = bool(batches) and any(compression.rank < site.width for site in sites)
+    weighted = bool(batches) and any(compression.dk < site.width for site in sites)
     planned: list[Planned] = []
     for group in _groups(model, sites) if weighted else [list(sites)]:
         moments = gather_moments(model, group, batches) if weighted else {}
@@ -79,7 +79,7 @@ def plan(
 def gets_content_bias(site: DenseSite, compression: Compression, calibrated: bool) -> bool:
     """Say whether a module will have content biases: where queries have a bias, or where centring is to make them."""
     biased = site.query.bias is not None
-    folded = calibrated and compression.rank < site.width and centres_queries(biased, compression.centre)
+    folded = calibrated and compression.dk < site.width and centres_queries(biased, compression.centre)
     return biased or folded
 
 
@@ -120,14 +120,14 @@ def _plan(site: DenseSite, compression: Compression, moments: tuple[Moments, Mom
     started = perf_counter()
     try:
         result = factorize(
-            site.query_heads(), site.key_heads(), compression.rank, query_bias=site.query_bias(),
+            site.query_heads(), site.key_heads(), compression.dk, query_bias=site.query_bias(),
             query_moments=query_moments, key_moments=key_moments, form=compression.form, solver=compression.solver,
             seed=compression.seed, sweeps=compression.sweeps, tolerance=compression.tolerance,
             damping=compression.damping, centre=compression.centre, device=compression.device,
         )  # fmt: skip
     except (ValueError, ImportError) as error:
         raise CompressionError(f"{site.name}: {error}") from error
-    spec = shared_spec(site, compression.rank, result.factors.content_bias is not None)
+    spec = shared_spec(site, compression.dk, result.factors.content_bias is not None)
     if result.sizes is not None:
         spec = PerHeadSpec(**{**vars(spec), "train_mixing": False}, sizes=result.sizes)
     parts = empty_parts(site, spec)

@@ -18,9 +18,9 @@ def dense_parameters(width: int, heads: int, head_width: int, bias: bool) -> int
     return 2 * heads * head_width * (width + bias)
 
 
-def collaborative_parameters(width: int, heads: int, rank: int, content_bias: bool) -> int:
+def collaborative_parameters(width: int, heads: int, dk: int, content_bias: bool) -> int:
     """Count parameters of the collaborative form: (2D + H)·R, and H·D for content biases."""
-    return (2 * width + heads) * rank + heads * width * content_bias
+    return (2 * width + heads) * dk + heads * width * content_bias
 
 
 def dense_macs(width: int, heads: int, head_width: int, length: int) -> int:
@@ -28,39 +28,39 @@ def dense_macs(width: int, heads: int, head_width: int, length: int) -> int:
     return (2 * length * width + length**2) * heads * head_width
 
 
-def collaborative_macs(width: int, heads: int, rank: int, length: int, content_bias: bool) -> int:
+def collaborative_macs(width: int, heads: int, dk: int, length: int, content_bias: bool) -> int:
     """Count multiply-accumulates of collaborative scores: 2·T·D·R + T·H·R + T²·H·R, and T·D·H for v·y."""
-    return (2 * length * width + length * heads + length**2 * heads) * rank + length * width * heads * content_bias
+    return (2 * length * width + length * heads + length**2 * heads) * dk + length * width * heads * content_bias
 
 
-def break_even_length(width: int, heads: int, head_width: int, rank: int, content_bias: bool) -> float:
+def break_even_length(width: int, heads: int, head_width: int, dk: int, content_bias: bool) -> float:
     """Give T*: up to this many tokens the collaborative scores take fewer multiply-accumulates, beyond it more.
 
     T* = [2D(H·d − R) − H·R − (H·D if content biases)] / (H·R − H·d); infinite for R ≤ d, 0 where it never pays.
     """
-    saved = 2 * width * (heads * head_width - rank) - heads * rank - heads * width * content_bias
-    growth = heads * rank - heads * head_width
+    saved = 2 * width * (heads * head_width - dk) - heads * dk - heads * width * content_bias
+    growth = heads * dk - heads * head_width
     if growth <= 0:
         return inf if saved >= 0 else 0.0
     return max(0.0, saved / growth)
 
 
-def per_head_parameters(width: int, heads: int, rank: int, content_bias: bool) -> int:
+def per_head_parameters(width: int, heads: int, dk: int, content_bias: bool) -> int:
     """Count parameters of heads that share no channels: 2D·R, and H·D for content biases."""
-    return 2 * width * rank + heads * width * content_bias
+    return 2 * width * dk + heads * width * content_bias
 
 
-def per_head_macs(width: int, heads: int, rank: int, length: int, content_bias: bool) -> int:
+def per_head_macs(width: int, heads: int, dk: int, length: int, content_bias: bool) -> int:
     """Count multiply-accumulates of the scores of heads that share no channels: 2·T·D·R + T²·R, and T·D·H for v·y."""
-    return (2 * length * width + length**2) * rank + length * width * heads * content_bias
+    return (2 * length * width + length**2) * dk + length * width * heads * content_bias
 
 
-def per_head_break_even_length(width: int, heads: int, head_width: int, rank: int, content_bias: bool) -> float:
+def per_head_break_even_length(width: int, heads: int, head_width: int, dk: int, content_bias: bool) -> float:
     """Give T* of heads that share no channels: infinite, for they have fewer channels than the dense ones; else 0.
 
     0 where content biases outweigh what short inputs save: 2D(H·d − R) < H·D.
     """
-    return inf if 2 * width * (heads * head_width - rank) >= heads * width * content_bias else 0.0
+    return inf if 2 * width * (heads * head_width - dk) >= heads * width * content_bias else 0.0
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ModuleReport:
 
     Args:
         name: path in the model.
-        rank: shared width R.
+        dk: shared width R.
         weight_error: ‖T − T̂‖/‖T‖ over the stacked Wq·Wkᵀ.
         data_error: the same for the scores on calibration data, or None without.
         parameters_before: of the query and key projections, dense.
@@ -90,7 +90,7 @@ class ModuleReport:
     """
 
     name: str
-    rank: int
+    dk: int
     weight_error: float
     data_error: float | None
     parameters_before: int
@@ -187,7 +187,7 @@ def module_report(
         break_even = per_head_break_even_length(width, site.heads, site.head_width, spec.rank, content)
     return ModuleReport(
         name=site.name,
-        rank=spec.rank,
+        dk=spec.rank,
         weight_error=result.weight_error,
         data_error=result.data_error,
         parameters_before=dense_parameters(width, site.heads, site.head_width, site.query.bias is not None),
