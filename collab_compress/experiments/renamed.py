@@ -36,7 +36,7 @@ def _walk(value: Any, path: Path, note: Callable[[str, str], None]) -> Any:
     if isinstance(value, Mapping):
         todays = {}
         for name, inner in value.items():
-            today: str = RENAMED[(*path, name)] if (*path, name) in RENAMED else name
+            today = str(RENAMED.get((*path, str(name)), name))
             if today != name:
                 note(".".join((*path, name)), ".".join((*path, today)))
             todays[today] = _walk(inner, (*path, today), note)
