@@ -13,11 +13,11 @@ from collab_compress import CollabCompressError, Compression
 class Conversion(Compression):
     """How to convert, if at all."""
 
-    rank: Annotated[int | None, tyro.conf.arg(name="dk", metavar="N")] = None  # type: ignore[assignment]
+    dk: Annotated[int | None, tyro.conf.arg(metavar="N")] = None  # type: ignore[assignment]
     """Shared query/key width R, from 1 to heads × head width; at the upper end the conversion is exact."""
 
     def __post_init__(self) -> None:
-        if self.rank is not None:
+        if self.dk is not None:
             super().__post_init__()
 
     @property
@@ -59,7 +59,7 @@ class Arguments:
     """Write the report as JSON as well."""
 
     def __post_init__(self) -> None:
-        if self.compression.rank is not None:
+        if self.compression.dk is not None:
             return
         if not self.mix:
             raise CollabCompressError("nothing to do: pass --dk N to convert, --mix to let heads mix, or both")
@@ -70,6 +70,6 @@ class Arguments:
     @property
     def suffix(self) -> str:
         """What is appended to the model's name to name the output."""
-        converted = "" if self.compression.rank is None else f"-dk{self.compression.rank}"
+        converted = "" if self.compression.dk is None else f"-dk{self.compression.dk}"
         form = "" if self.compression.form == "shared" else f"-{self.compression.form}"
         return converted + form + ("-mixed" if self.mix else "")

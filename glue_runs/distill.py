@@ -50,7 +50,7 @@ def main(arguments: Arguments) -> None:
     refuse_existing(arguments.output)
     source = load_source(arguments.model)
     dense, model = source.model, copy.deepcopy(source.model)
-    options = Compression(rank=arguments.dk, seed=arguments.seed)
+    options = Compression(dk=arguments.dk, seed=arguments.seed)
     report = compress(model, options, arguments.calibration, source.tokenizer)
     errors = [module.data_error or 0.0 for module in report.modules]
     print(f"converted: score error {sum(errors) / len(errors):.4f} on average", flush=True)

@@ -109,6 +109,11 @@ def quantizer_runs(hook: str, caller: str) -> Callable[[], bool]:
     return lambda: f"self.{hook}(model" in inspect.getsource(vars(HfQuantizer)[caller])
 
 
+def configs_are_read_by_from_dict() -> bool:
+    return all("from_dict(config_dict" in inspect.getsource(reader.from_pretrained)
+               for reader in (transformers.AutoConfig, transformers.PretrainedConfig))  # fmt: skip
+
+
 def auto_classes_list_models() -> bool:
     lists = modeling_auto.AutoModelForSequenceClassification._model_mapping._model_mapping
     return lists["bert"] == "BertForSequenceClassification"
@@ -150,6 +155,7 @@ PARTS = [
     Part("HfQuantizer._process_model_after_weight_loading", "checkpoint/quantizer.py",
          "_process_model_after_weight_loading",
          quantizer_runs("_process_model_after_weight_loading", "postprocess_model")),
+    Part("PretrainedConfig.from_dict", "checkpoint/guard.py", "from_dict", configs_are_read_by_from_dict),
     Part("hf_quantizer of a model that is saved", "checkpoint/quantizer.py", "hf_quantizer",
          mentions(PreTrainedModel.save_pretrained, "hf_quantizer", "is_serializable")),
     Part("PreTrainedModel.is_quantized", "checkpoint/quantizer.py", "is_quantized",
@@ -180,7 +186,7 @@ PARTS = [
     Part("evaluate.Metric._finalize and what it calls", "metrics/base.py", "_finalize",
          mentions(inspect.getmodule(evaluate.Metric), "self._finalize()", "self._init_writer(", "self.writer",
                   "self._build_data_dir()", "self.selected_feature_format", "self.data")),
-    Part("accelerate.utils.gather_object and broadcast", "conversion/spread.py", "gather_object",
+    Part("accelerate.utils.gather_object and broadcast", "conversion/plan.py", "gather_object",
          lambda: takes(accelerate.utils.gather_object, "object")()
          and takes(accelerate.utils.broadcast, "tensor", "from_process")()),
 ]  # fmt: skip

@@ -70,13 +70,13 @@ def modules_to_convert(model: PreTrainedModel, compression: Compression, calibra
             )
     sites = find_dense_attention(model, FAMILIES, compression.modules, compression.kinds)
     for site in sites:
-        if compression.rank > site.width:
+        if compression.dk > site.width:
             raise CompressionError(
-                f"{site.name}: dk is {compression.rank}, but {site.heads} heads × {site.head_width} = {site.width} "
+                f"{site.name}: dk is {compression.dk}, but {site.heads} heads × {site.head_width} = {site.width} "
                 f"is exact already; pass dk between 1 and {site.width}"
             )
         content_bias = gets_content_bias(site, compression, calibrated)
-        _ = FORMS[compression.form].of(site, compression.rank, content_bias).multiple  # room?
+        _ = FORMS[compression.form].of(site, compression.dk, content_bias).multiple  # room?
         for path, projection in ((site.family.query, site.query), (site.family.key, site.key)):
             for name, parameter in projection.named_parameters():
                 if parameter.is_meta:
@@ -120,7 +120,7 @@ def compress(
     """Convert the attention modules of `model` into collaborative form, in place and all or nothing.
 
     Every module is decomposed before any is replaced, so an error or an interrupt leaves the model as it was. Modules
-    that are still dense can be converted by a further call, so that ranks differ by layer and kind.
+    that are still dense can be converted by a further call, so that dk differs by layer and kind.
     The query and key projections of each module give way to shared ones of width R, a mixing matrix and, where
     queries have a bias, content biases ("Multi-Head Attention: Collaborate Instead of Concatenate", eqs. 7–13).
     In the per-head form each head keeps projections of its own, as wide as pays, and there is no mixing matrix.
@@ -129,7 +129,7 @@ def compress(
     Args:
         model: a Transformers model, or a SentenceTransformer, of which its Transformers model is converted; dtype and
             device are kept.
-        compression: rank, solver and the rest.
+        compression: dk, solver and the rest.
         calibration: data that says which input directions matter: "synthetic" (random tokens), None, a file of
             texts, texts or text pairs, or batches. An eighth of it is held back to measure drift. How much of it is
             used is said by `sequences` and `length` of the compression.
@@ -143,7 +143,7 @@ def compress(
 
     Raises:
         UnsupportedModelError: the model, or a module of it, cannot be converted.
-        CompressionError: rank beyond H·d, weights that are not finite, a module that is already converted, a
+        CompressionError: dk beyond H·d, weights that are not finite, a module that is already converted, a
             quantized model.
         CalibrationError: calibration data is missing or unusable.
     """

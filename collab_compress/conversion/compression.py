@@ -17,7 +17,7 @@ LARGEST_DAMPING = 1e6
 class Compression:
     """How to turn dense attention into its collaborative form."""
 
-    rank: Annotated[int, tyro.conf.arg(name="dk", metavar="N")]
+    dk: Annotated[int, tyro.conf.arg(metavar="N")]
     """Shared query/key width R, from 1 to heads × head width; at the upper end the conversion is exact."""
 
     form: Form = "shared"
@@ -67,10 +67,10 @@ class Compression:
             raise CompressionError(
                 f"the {self.form} form is solved in closed form; leave out solver, sweeps, tolerance"
             )
-        if not isinstance(self.rank, int):
-            raise CompressionError(f"dk is {self.rank!r}; expected a whole number")
-        if self.rank < 1:
-            raise CompressionError(f"dk is {self.rank}; expected at least 1")
+        if not isinstance(self.dk, int):
+            raise CompressionError(f"dk is {self.dk!r}; expected a whole number")
+        if self.dk < 1:
+            raise CompressionError(f"dk is {self.dk}; expected at least 1")
         object.__setattr__(self, "kinds", tuple(self.kinds))  # lists come from JSON and YAML
         unknown = sorted(set(self.kinds) - set(KINDS))
         if unknown or not self.kinds:

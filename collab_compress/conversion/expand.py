@@ -60,7 +60,7 @@ def expand(model: PreTrainedModel) -> Expansion:
 
     The content bias is part of the scores, so each head's context and content are factored together: the
     (D+1)×D matrix [T̂_i; v_iᵀ] at width d, by truncated singular value decomposition. That is exact where its
-    rank is at most d (always after a conversion at rank H·d), else the best possible; the error says which.
+    rank is at most d (always after a conversion at dk = H·d), else the best possible; the error says which.
 
     Args:
         model: a converted model.

@@ -53,7 +53,7 @@ def plan(
     Args:
         model: the dense model; it runs on all batches once for each group.
         sites: what to decompose.
-        compression: rank, solver and the rest.
+        compression: dk, solver and the rest.
         batches: calibration data; without, all directions of the inputs weigh alike.
         progress: called with a module's name, how many are done, and how many there are.
 
@@ -61,7 +61,7 @@ def plan(
         CompressionError: a module cannot be decomposed.
         CalibrationError: a module saw no token, or an input was not finite.
     """
-    weighted = bool(batches) and any(compression.rank < site.width for site in sites)
+    weighted = bool(batches) and any(compression.dk < site.width for site in sites)
     planned: list[Planned] = []
     for group in _groups(model, sites) if weighted else [list(sites)]:
         moments = gather_moments(model, group, batches) if weighted else {}
@@ -77,7 +77,7 @@ def plan(
 def gets_content_bias(site: DenseSite, compression: Compression, calibrated: bool) -> bool:
     """Say whether a module will have content biases: where queries have a bias, or where centring is to make them."""
     biased = site.query.bias is not None
-    folded = calibrated and compression.rank < site.width and centres_queries(biased, compression.centre)
+    folded = calibrated and compression.dk < site.width and centres_queries(biased, compression.centre)
     return biased or folded
 
 
@@ -105,14 +105,14 @@ def _plan(site: DenseSite, compression: Compression, moments: tuple[Moments, Mom
     solver = compression.solver if compression.solver in form.solvers else form.solvers[0]
     try:
         result = factorize(
-            site.query_heads(), site.key_heads(), compression.rank, query_bias=site.query_bias(),
+            site.query_heads(), site.key_heads(), compression.dk, query_bias=site.query_bias(),
             query_moments=query_moments, key_moments=key_moments, solver=solver,
             seed=compression.seed, sweeps=compression.sweeps, tolerance=compression.tolerance,
             damping=compression.damping, centre=compression.centre, device=compression.device,
         )  # fmt: skip
     except (ValueError, ImportError) as error:
         raise CompressionError(f"{site.name}: {error}") from error
-    made = form.of(site, compression.rank, result.factors.content_bias is not None, result.sizes)
+    made = form.of(site, compression.dk, result.factors.content_bias is not None, result.sizes)
     parts = made.build(site.module)
     found = result.factors.to(dtype=parts.mixing.dtype)  # where they are: not every device has float64
     made.load_(parts, found.query, found.mixing, found.key, found.content_bias)

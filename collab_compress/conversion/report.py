@@ -29,7 +29,7 @@ class ModuleReport:
 
     Args:
         name: path in the model.
-        rank: shared width R.
+        dk: shared width R.
         weight_error: ‖T − T̂‖/‖T‖ over the stacked Wq·Wkᵀ.
         data_error: the same for the scores on calibration data, or None without.
         parameters_before: of the query and key projections, dense.
@@ -50,7 +50,7 @@ class ModuleReport:
     """
 
     name: str
-    rank: int
+    dk: int
     weight_error: float
     data_error: float | None
     parameters_before: int
@@ -139,7 +139,7 @@ def module_report(
     width, apart = site.key.in_features, PerHeadScores.of(site, form.rank, form.content_bias)
     return ModuleReport(
         name=site.name,
-        rank=form.rank,
+        dk=form.rank,
         weight_error=result.weight_error,
         data_error=result.data_error,
         parameters_before=dense_parameters(width, site.heads, site.head_width, site.query.bias is not None),

@@ -14,6 +14,7 @@ from collab_compress.errors import RecipeError
 from collab_compress.experiments.folders import discard, forget, is_free, is_ours, locked, mark
 from collab_compress.experiments.recipe import Recipe, parse
 from collab_compress.experiments.record import read_record
+from collab_compress.experiments.renamed import with_todays_names
 from collab_compress.tasks import task_files
 
 TOKENIZER = {*TOKENIZER_FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json", "generation_config.json"}
@@ -330,8 +331,8 @@ def _differs(folder: Path, wanted: dict[str, Any], fields: tuple[str, ...]) -> b
 
 
 def _parsed(noted: dict[str, Any], where: str = "the recipe") -> dict[str, Any]:
-    """Give all fields, those that are not written down too."""
-    fields = {name: value for name, value in noted.items() if name not in NOTES}
+    """Give all fields, those that are not written down too, by the names of today."""
+    fields = with_todays_names({name: value for name, value in noted.items() if name not in NOTES})
     return {**asdict(parse(Recipe, fields, where)), **{name: noted.get(name) for name in NOTES}}
 
 

@@ -96,7 +96,7 @@ def test_mixed_precision(make_tiny, batch):
 
     dense = make_tiny("bert")
     model = copy.deepcopy(dense)
-    compress(model, Compression(rank=24), calibration=None)
+    compress(model, Compression(dk=24), calibration=None)
     expected = dense(**batch).last_hidden_state.detach().double()
     for grad in (True, False):
         with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16):

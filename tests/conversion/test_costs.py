@@ -11,30 +11,30 @@ from collab_compress.attention.projections import SharedProjection
 from collab_compress.conversion.report import dense_macs, dense_parameters
 
 
-def shared(heads, head_width, rank, content):
-    return SharedScores("query", "key", heads, head_width, rank, content)
+def shared(heads, head_width, dk, content):
+    return SharedScores("query", "key", heads, head_width, dk, content)
 
 
-def per_head(heads, head_width, rank, content):
-    return PerHeadScores("query", "key", heads, head_width, rank, content)
+def per_head(heads, head_width, dk, content):
+    return PerHeadScores("query", "key", heads, head_width, dk, content)
 
 
 @pytest.mark.parametrize(
-    ("width", "heads", "rank", "parameters", "macs"),
+    ("width", "heads", "dk", "parameters", "macs"),
     [
         (512, 8, 128, (1.05e6, 0.66e6), (1.51e8, 1.09e8)),
         (768, 12, 256, (2.36e6, 1.58e6), (3.27e8, 2.65e8)),
     ],
 )
-def test_whole_layer_equals_table_1(width, heads, rank, parameters, macs):
+def test_whole_layer_equals_table_1(width, heads, dk, parameters, macs):
     """T = 128; the table counts values and output projection too, and neither biases nor v."""
     length, head_width = 128, width // heads
     rest = 2 * width**2
     rest_macs = 2 * length * width**2 + length**2 * width
     assert rest + dense_parameters(width, heads, head_width, False) == pytest.approx(parameters[0], rel=6e-3)
-    assert rest + shared(heads, head_width, rank, False).parameters(width) == pytest.approx(parameters[1], rel=6e-3)
+    assert rest + shared(heads, head_width, dk, False).parameters(width) == pytest.approx(parameters[1], rel=6e-3)
     assert rest_macs + dense_macs(width, heads, head_width, length) == pytest.approx(macs[0], rel=6e-3)
-    assert rest_macs + shared(heads, head_width, rank, False).macs(width, length) == pytest.approx(macs[1], rel=1e-2)
+    assert rest_macs + shared(heads, head_width, dk, False).macs(width, length) == pytest.approx(macs[1], rel=1e-2)
 
 
 def test_parameters_are_those_of_the_modules():
@@ -45,19 +45,17 @@ def test_parameters_are_those_of_the_modules():
     assert dense_parameters(24, 3, 8, True) == dense
 
 
-@pytest.mark.parametrize(("rank", "length"), [(384, 152), (256, 340), (128, 1278)])
-def test_break_even_of_bert_base(rank, length):
-    assert int(shared(12, 64, rank, False).break_even(768)) == length
+@pytest.mark.parametrize(("dk", "length"), [(384, 152), (256, 340), (128, 1278)])
+def test_break_even_of_bert_base(dk, length):
+    assert int(shared(12, 64, dk, False).break_even(768)) == length
 
 
 @pytest.mark.parametrize("content", [False, True])
-@pytest.mark.parametrize("rank", [40, 96, 200])
-def test_break_even_is_where_the_costs_cross(rank, content):
-    length = shared(6, 16, rank, content).break_even(96)
+@pytest.mark.parametrize("dk", [40, 96, 200])
+def test_break_even_is_where_the_costs_cross(dk, content):
+    length = shared(6, 16, dk, content).break_even(96)
     before, after = int(length), int(length) + 1
-    cost = [
-        shared(6, 16, rank, content).macs(96, tokens) - dense_macs(96, 6, 16, tokens) for tokens in (before, after)
-    ]
+    cost = [shared(6, 16, dk, content).macs(96, tokens) - dense_macs(96, 6, 16, tokens) for tokens in (before, after)]
     assert cost[0] <= 0 < cost[1]
 
 
@@ -79,11 +77,11 @@ def test_heads_that_share_no_channels():
 
 
 @pytest.mark.parametrize("content", [False, True])
-@pytest.mark.parametrize("rank", [1, 40, 93, 94, 96])
-def test_heads_that_share_no_channels_cost_less_at_any_length_or_more_on_short_inputs(rank, content):
+@pytest.mark.parametrize("dk", [1, 40, 93, 94, 96])
+def test_heads_that_share_no_channels_cost_less_at_any_length_or_more_on_short_inputs(dk, content):
     cheaper = [
-        per_head(6, 16, rank, content).macs(96, tokens) <= dense_macs(96, 6, 16, tokens) for tokens in (1, 128, 4096)
+        per_head(6, 16, dk, content).macs(96, tokens) <= dense_macs(96, 6, 16, tokens) for tokens in (1, 128, 4096)
     ]
-    length = per_head(6, 16, rank, content).break_even(96)
+    length = per_head(6, 16, dk, content).break_even(96)
     assert all(cheaper) == (length == inf)
     assert cheaper[0] == (length > 0)

@@ -13,7 +13,7 @@ def test_only_these_kinds(make_tiny, make_batch, kinds):
     model, batch = make_tiny("marian"), make_batch("marian")
     with torch.no_grad():
         before = model(**batch).last_hidden_state
-    compress(model, Compression(rank=24, kinds=kinds), None)
+    compress(model, Compression(dk=24, kinds=kinds), None)
     converted = {name.split(".")[0] + "." + name.split(".")[-1] for name, module in model.named_modules()
                  if is_converted(module)}  # fmt: skip
     where = {"encoder": "encoder.self_attn", "decoder": "decoder.self_attn", "cross": "decoder.encoder_attn"}
@@ -24,10 +24,10 @@ def test_only_these_kinds(make_tiny, make_batch, kinds):
 
 def test_kinds_that_are_not_there(make_tiny):
     with pytest.raises(UnsupportedModelError, match="with kind cross"):
-        compress(make_tiny("bert"), Compression(rank=24, kinds=("cross",)), None)
+        compress(make_tiny("bert"), Compression(dk=24, kinds=("cross",)), None)
 
 
 @pytest.mark.parametrize(("kinds", "message"), [(("self",), "kinds are self; expected"), ((), "kinds are none")])
 def test_unknown_kinds(kinds, message):
     with pytest.raises(CompressionError, match=message):
-        Compression(rank=1, kinds=kinds)
+        Compression(dk=1, kinds=kinds)

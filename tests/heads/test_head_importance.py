@@ -70,7 +70,7 @@ def slope(model, mask, masks, place, sample, loss, step):
 def test_is_the_mean_gradient_of_single_samples(family, form, step, make_tiny, calibration):
     model = classifier(family, make_tiny)
     if form == "collaborative":
-        compress(model, Compression(rank=13), calibration=None)
+        compress(model, Compression(dk=13), calibration=None)
     model.double()
     batches = labelled(calibration[:2])
     found = head_importance(model, iter(batches))

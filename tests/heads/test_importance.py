@@ -101,7 +101,7 @@ def with_ends(batches):
 def test_confidence_is_the_mean_of_each_rows_largest_weight(family, form, implementation, make_tiny, calibration):
     model = make_tiny(family)
     if form == "collaborative":
-        compress(model, Compression(rank=9), calibration=None)
+        compress(model, Compression(dk=9), calibration=None)
     model.set_attn_implementation(implementation)
     found = confidence(model, calibration[:2])
     assert_close(found, oracle(model, calibration[:2], "confidence"))

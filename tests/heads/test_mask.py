@@ -21,7 +21,7 @@ def hidden(model, batch):
 def built(make_tiny, family, form, implementation="sdpa"):
     model = make_tiny(family)
     if form == "collaborative":
-        compress(model, Compression(rank=13), calibration=None)
+        compress(model, Compression(dk=13), calibration=None)
     model.set_attn_implementation(implementation)
     return model
 

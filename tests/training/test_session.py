@@ -51,7 +51,7 @@ def test_a_penalty_is_its_loss_over_modules(loss, family, make_undropped, batch)
 @pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"orthogonality-keys", "agreement-keys"}))
 def test_penalties_reach_collaborative_models(loss, family, make_undropped, batch):
     model = make_undropped(family)
-    compress(model, Compression(rank=13), calibration=None)
+    compress(model, Compression(dk=13), calibration=None)
     session = HeadSession(model, HeadTraining(penalties=(PenaltyOptions(loss, weight=1.0),)))
     model(**batch)
     session.penalty().backward()

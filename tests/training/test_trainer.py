@@ -63,7 +63,7 @@ def classifier(make_tiny, family="bert", rank=None):
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(make_tiny(family).config)
     if rank is not None:
-        compress(model, Compression(rank=rank), calibration=None)
+        compress(model, Compression(dk=rank), calibration=None)
     return model
 
 
