@@ -89,6 +89,10 @@ class ScoreForm(ABC):
     """Name in checkpoints."""
     option: ClassVar[str]
     """Name that people choose it by."""
+    title: ClassVar[str]
+    """What a model in this form has, in words."""
+    space: ClassVar[str]
+    """What queries and keys are decomposed into, in words."""
     solvers: ClassVar[tuple[str, ...]]
     """What may fit it, by names in the table of solvers; the first does unless another is chosen."""
 
@@ -309,7 +313,8 @@ class ScoreForm(ABC):
         Raises:
             CompressionError: as `multiple`, of what is left.
         """
-        smaller, cuts = self.without(kept), [Cut(module, "score_form", self.without(kept))]
+        smaller = self.without(kept)
+        cuts = [Cut(module, "score_form", smaller)]
         for path, heads in self.head_rows():
             lost = {row for head, own in enumerate(heads) if head not in kept for rows in own for row in rows}
             parameter = attrgetter(path)(module)

@@ -112,6 +112,8 @@ class PerHeadScores(ScoreForm):
 
     kind: ClassVar[str] = "per-head"
     option: ClassVar[str] = "per-head"
+    title: ClassVar[str] = "smaller heads"
+    space: ClassVar[str] = "query/key channels of each head's own"
     solvers: ClassVar[tuple[str, ...]] = ("per-head",)
 
     @classmethod

@@ -23,6 +23,8 @@ class SharedScores(ScoreForm):
 
     kind: ClassVar[str] = "collaborative"
     option: ClassVar[str] = "shared"
+    title: ClassVar[str] = "shared attention"
+    space: ClassVar[str] = "a shared query/key space"
     solvers: ClassVar[tuple[str, ...]] = ("als", "parafac")
 
     def build_mixing(self, trained: bool, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, distributed, nn
 
-from collab_compress.architectures import FAMILIES, AttentionSite, FusedSlice, find_attention
+from collab_compress.architectures import FAMILIES, AttentionSite, Conv1DSlice, find_attention
 from collab_compress.architectures.sites import read
 from collab_compress.attention import is_converted
 from collab_compress.errors import HeadError
@@ -88,15 +88,15 @@ def _converted(site: AttentionSite, head: int) -> list[HeadBlock]:
     ]
 
 
-def _linear(site: AttentionSite, path: str) -> nn.Linear | FusedSlice:
-    linear: nn.Linear | FusedSlice = read(site.name, site.module, site.family, path, nn.Linear)
+def _linear(site: AttentionSite, path: str) -> nn.Linear | Conv1DSlice:
+    linear: nn.Linear | Conv1DSlice = read(site.name, site.module, site.family, path, nn.Linear)
     return linear
 
 
-def _rows(linear: nn.Linear | FusedSlice, head: int, width: int) -> list[HeadBlock]:
+def _rows(linear: nn.Linear | Conv1DSlice, head: int, width: int) -> list[HeadBlock]:
     """Where a projection's weight (H·width, D) and bias (H·width,) compute one head's part."""
     start, stop = head * width, (head + 1) * width
-    if isinstance(linear, FusedSlice):  # weight (D, 3·H·width)
+    if isinstance(linear, Conv1DSlice):  # weight (D, 3·H·width)
         start, stop = linear.start + start, linear.start + stop
         return [HeadBlock(linear.whole.weight, 1, start, stop), HeadBlock(linear.whole.bias, 0, start, stop)]
     parameters: list[Any] = [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
