@@ -32,6 +32,9 @@ CLEARER = (  # the parser's words → ours
     (r"^Missing from [\w-]+: (.+)\(required\)$", r"missing \1"),
 )
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+CODES = (
+    "Exit codes: 0, 2 for an error (one line on standard error), 130 when interrupted. --version says which it is."
+)
 BROKEN_PIPE = 128 + 13  # what a shell gives for a process that SIGPIPE ends
 
 
@@ -81,10 +84,10 @@ def parse(kind: type[Arguments], name: str, argv: Sequence[str] | None) -> Argum
     """
     import tyro
 
-    told = io.StringIO()
+    described, told = f"{inspect.cleandoc(kind.__doc__ or '')}\n\n{CODES}", io.StringIO()
     try:
         with redirect_stderr(told):
-            found: Arguments = tyro.cli(kind, prog=name, description=inspect.cleandoc(kind.__doc__ or ""), args=argv)
+            found: Arguments = tyro.cli(kind, prog=name, description=described, args=argv)
     except SystemExit as stop:
         if stop.code:
             _say(name, _unboxed(told.getvalue()) or "these arguments cannot be read; see --help")
