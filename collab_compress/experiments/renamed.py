@@ -36,7 +36,7 @@ def _walk(value: Any, path: Path, note: Callable[[str, str], None]) -> Any:
     if isinstance(value, Mapping):
         todays = {}
         for name, inner in value.items():
-            new: str = RENAMED.get((*path, name), name)
+            new = RENAMED.get((*path, str(name)), str(name))
             if new != name:
                 note(".".join((*path, name)), ".".join((*path, new)))
             todays[new] = _walk(inner, (*path, new), note)

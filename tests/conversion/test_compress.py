@@ -248,7 +248,7 @@ def test_what_is_still_dense_may_be_converted_later(make_tiny, make_batch, tmp_p
         factors |= read_factors(alone)
     found = read_factors(model)
     assert found.keys() == factors.keys()
-    assert sorted(each.dk for each in found.values()) == [7, 9, 9, 12, 12, 24]
+    assert sorted(each.rank for each in found.values()) == [7, 9, 9, 12, 12, 24]
     assert all(torch.equal(found[name].key, factors[name].key) for name in found)
     model.save_pretrained(tmp_path)
     again = load_cleanly(type(model), tmp_path)
