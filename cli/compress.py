@@ -24,13 +24,14 @@ from collab_compress import (
 )
 from collab_compress.checkpoint.companions import companions_of, copy_companions
 from collab_compress.checkpoint.directory import refuse_place, to_json, whole_directory, whole_file
+from collab_compress.checkpoint.find import find_directory, title_of
 from collab_compress.checkpoint.load import one_line
 from collab_compress.conversion.card import CARD, Origin, loading_lines, model_card
 from collab_compress.distributed import processes
 
 from .arguments import Arguments
 from .command import parse, silence_libraries, stopping_in_one_line
-from .source import Source, device_of, find_directory, load_source, put_on, title_of
+from .source import Source, device_of, load_source, put_on
 from .table import mixing_lines, report_lines
 
 RECORD = "collab_compress.json"

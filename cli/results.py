@@ -12,6 +12,7 @@ from collab_compress.checkpoint.directory import refuse_place, write_new
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.comparison import compare
 from collab_compress.experiments.papers import read_papers, select_tables
+from collab_compress.experiments.record import read_records, write_records
 from collab_compress.experiments.results import read_results
 
 from .command import parse, stopping_in_one_line
@@ -27,12 +28,15 @@ class Arguments:
       collab-results outputs/glue
       collab-results outputs/glue --papers --output RESULTS.md
       collab-results outputs/glue --against drophead/tuned --format csv
+      collab-results outputs/glue --records glue.jsonl
+      collab-results glue.jsonl
       collab-results outputs/glue --paper collaborate --table 2
       collab-results --paper diversity
     """
 
-    folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="DIR")] = None
-    """Folder with the outputs of experiments, at any depth; without it the papers' tables are printed as they are."""
+    folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="PATH")] = None
+    """Folder with the outputs of experiments, at any depth, or a file of records; without it the papers' tables are
+    printed as they are."""
 
     against: Annotated[str | None, tyro.conf.arg(metavar="METHOD/STAGE")] = None
     """What the others are compared with; plain/tuned, or plain/given where nothing was tuned, if not given."""
@@ -52,6 +56,9 @@ class Arguments:
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write there instead of printing; must not exist."""
 
+    records: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the folder's records there, one a line, to be read in its place; must not exist."""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; errors are one line on standard error and exit code 2."""
@@ -61,16 +68,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(arguments: Arguments) -> None:
     """Read, compare and print or write."""
-    if arguments.output is not None:
-        refuse_place(arguments.output)
+    for place in (arguments.output, arguments.records):
+        if place is not None:
+            refuse_place(place)
     chosen = arguments.paper is not None or arguments.table is not None
     tables = select_tables(read_papers(), arguments.paper, arguments.table) if arguments.papers or chosen else []
     if arguments.folder is None:
-        if not tables or arguments.against is not None:
+        if not tables or arguments.against is not None or arguments.records is not None:
             raise RecipeError("no results: give a folder with the outputs of experiments, or --papers alone")
         text = papers_markdown(tables) if arguments.format == "markdown" else papers_csv(tables)
     else:
         comparison = compare(read_results(arguments.folder), arguments.against)
+        if arguments.records is not None:
+            write_records(read_records(arguments.folder).values(), arguments.records)
         names = [column.name for column in comparison.columns]
         shown = [table for table in tables if table.rows_for(names)]
         if tables and not shown:
@@ -91,7 +101,6 @@ def _print(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        sys.stdout = None  # what is left in it would be tried again at the end
         raise RecipeError(f"cannot print: {error.strerror}") from error
 
 

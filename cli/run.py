@@ -14,7 +14,6 @@ from collab_compress.experiments import read_recipe, read_sweep, run, run_sweep
 from collab_compress.tasks import TASKS
 
 from .command import silence_libraries, stopping_in_one_line
-from .source import find_directory
 
 
 def run_script(usage: str, tasks: Collection[str], arguments: list[str] | None = None) -> None:
@@ -33,7 +32,7 @@ def run_script(usage: str, tasks: Collection[str], arguments: list[str] | None =
         if recipe.task not in tasks:
             raise RecipeError(f"{recipe.task} is {TASKS[recipe.task].kind}; this script is for {', '.join(tasks)}")
         silence_libraries()
-        records = run(recipe, find_directory)
+        records = run(recipe)
         for record in records if processes().is_main_process else ():
             print(f"{record['task']:10} {record['stage']:14} {record['score']:.2f}  {record['metrics']}")
 
@@ -52,7 +51,7 @@ def run_sweep_script(usage: str, arguments: list[str] | None = None) -> None:
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
         level = logging.INFO if processes().is_main_process else logging.CRITICAL
         logging.getLogger("collab_compress.experiments.sweep").setLevel(level)
-        failed = run_sweep(sweep, find_directory)
+        failed = run_sweep(sweep)
         if failed:
             sys.exit("failed:\n" + "\n".join(failed) if processes().is_main_process else 1)
 

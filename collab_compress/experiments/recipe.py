@@ -127,7 +127,7 @@ class Recipe:
     """Folder of the experiment; what is finished in there is not done again."""
 
     model: str | None = None
-    """What to start from: a model directory or a name on the hub; the scripts know `minilm` and short names too."""
+    """minilm (embedded), a model directory, or a name on the hub (bert-base, org/name)."""
 
     attn_implementation: str | None = None
     """Which attention of Transformers computes: eager, sdpa, …; Transformers' choice if not given."""

@@ -36,10 +36,10 @@ def _walk(value: Any, path: Path, note: Callable[[str, str], None]) -> Any:
     if isinstance(value, Mapping):
         todays = {}
         for name, inner in value.items():
-            new = RENAMED.get((*path, str(name)), str(name))
-            if new != name:
-                note(".".join((*path, name)), ".".join((*path, new)))
-            todays[new] = _walk(inner, (*path, new), note)
+            today = str(RENAMED.get((*path, str(name)), name))
+            if today != name:
+                note(".".join((*path, name)), ".".join((*path, today)))
+            todays[today] = _walk(inner, (*path, today), note)
         return todays
     if isinstance(value, list | tuple):
         return [_walk(item, path, note) for item in value]

@@ -11,6 +11,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForSequenceClassification,
+    BertConfig,
     BertForSequenceClassification,
     BertModel,
     GPT2Config,
@@ -108,6 +109,33 @@ def test_no_flag_loads_a_fused_layer_without_the_package(tmp_path, stock_python)
     model.save_pretrained(tmp_path / "gpt2")
     done = stock_python(NO_FLAG_HELPS, tmp_path / "gpt2")
     assert done.stdout.split() == ["True"] * 7, done.stderr
+
+
+@pytest.mark.parametrize("reader", [AutoConfig, BertConfig])
+def test_a_config_that_is_read_and_saved_keeps_its_guard(
+    edit, reader, make_tiny, batch, tmp_path, stock_python, load_cleanly
+):
+    model = make_tiny("bert")
+    edit(model)
+    model.save_pretrained(tmp_path / "model")
+    before = json.loads((tmp_path / "model" / "config.json").read_text(encoding="utf-8"))
+    config = reader.from_pretrained(tmp_path / "model")
+    for _ in range(2):
+        config.save_pretrained(tmp_path / "model")
+        assert json.loads((tmp_path / "model" / "config.json").read_text(encoding="utf-8")) == before
+    done = stock_python(NO_FLAG_HELPS, tmp_path / "model")
+    assert done.stdout.split() == ["True"] * 7, done.stderr
+    for options in ({}, {"config": config}):
+        assert torch.equal(
+            outputs(load_cleanly(AutoModel, tmp_path / "model", **options), batch), outputs(model, batch)
+        )
+
+
+def test_a_stock_config_is_read_as_it_was(make_tiny, tmp_path):
+    make_tiny("bert").save_pretrained(tmp_path)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is BertConfig
+    config, rest = BertConfig.from_pretrained(tmp_path, return_unused_kwargs=True, other=1)
+    assert (type(config), rest) == (BertConfig, {"other": 1})
 
 
 def test_no_tensor_is_empty(edit, make_tiny):

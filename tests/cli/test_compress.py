@@ -13,13 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from collab_compress_cli import source
-from collab_compress_cli.source import SHORT_NAMES, find_directory
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, BertForSequenceClassification
 
 from collab_compress import Compression, CompressionError, compress, read_factors
+from collab_compress.checkpoint.find import SHORT_NAMES, find_directory
 
 
 @pytest.fixture

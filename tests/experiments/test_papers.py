@@ -194,4 +194,4 @@ def test_the_package_carries_the_numbers():
     patterns = project["tool"]["setuptools"]["package-data"]["collab_compress"]
     name = PAPERS.relative_to(ROOT / "collab_compress").as_posix()
     assert any(fnmatch(name, pattern) for pattern in patterns)
-    assert project["project"]["scripts"]["collab-results"] == "collab_compress_cli.results:main"
+    assert project["project"]["scripts"]["collab-results"] == "collab_compress_cli.start:results"
