@@ -23,11 +23,11 @@ from collab_compress import (
     mix_heads_,
 )
 from collab_compress.checkpoint.companions import companions_of, copy_companions
-from collab_compress.checkpoint.directory import refuse_place, to_json, whole_directory, whole_file
+from collab_compress.checkpoint.directory import atomic_directory, atomic_file, refuse_place, to_json
 from collab_compress.checkpoint.find import find_directory, title_of
 from collab_compress.checkpoint.load import one_line
 from collab_compress.conversion.card import CARD, Origin, loading_lines, model_card
-from collab_compress.distributed import processes
+from collab_compress.distributed import process_state
 
 from .arguments import Arguments
 from .command import parse, silence_libraries, stopping_in_one_line
@@ -59,13 +59,13 @@ def run(arguments: Arguments) -> Report | None:
     report = None if arguments.compression.dk is None else _convert(source, arguments)
     if arguments.mix:
         mix_heads_(source.model)
-    together = processes()
+    together = process_state()
     together.wait_for_everyone()
     if not together.is_main_process:
         return report
     with ExitStack() as both:
-        described = None if arguments.json is None else both.enter_context(whole_file(arguments.json))
-        partial = both.enter_context(whole_directory(output))
+        described = None if arguments.json is None else both.enter_context(atomic_file(arguments.json))
+        partial = both.enter_context(atomic_directory(output))
         _save(source, partial, output.name, arguments, report)
         if described is not None:
             described.write_text(to_json(_record(source, arguments, report)), encoding="utf-8")
@@ -80,7 +80,7 @@ def run(arguments: Arguments) -> Report | None:
 
 def _convert(source: Source, arguments: Arguments) -> Report:
     compression = Compression(**asdict(arguments.compression))
-    together = processes()
+    together = process_state()
     hidden = None if together.is_main_process else True  # None: where there is no terminal
     with tqdm(desc="calibrating", unit="module", disable=hidden, leave=False) as bar:
 
@@ -90,7 +90,7 @@ def _convert(source: Source, arguments: Arguments) -> Report:
 
         return compress(
             source.model, compression, arguments.calibration, tokenizer=source.tokenizer, progress=progress,
-            spread=together.num_processes > 1,
+            distributed=together.num_processes > 1,
         )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from collab_compress.distributed import processes
+from collab_compress.distributed import process_state
 from collab_compress.errors import RecipeError
 from collab_compress.experiments import read_recipe, read_sweep, run, run_sweep
 from collab_compress.tasks import TASKS
@@ -33,7 +33,7 @@ def run_script(usage: str, tasks: Collection[str], arguments: list[str] | None =
             raise RecipeError(f"{recipe.task} is {TASKS[recipe.task].kind}; this script is for {', '.join(tasks)}")
         silence_libraries()
         records = run(recipe)
-        for record in records if processes().is_main_process else ():
+        for record in records if process_state().is_main_process else ():
             print(f"{record['task']:10} {record['stage']:14} {record['score']:.2f}  {record['metrics']}")
 
 
@@ -49,11 +49,11 @@ def run_sweep_script(usage: str, arguments: list[str] | None = None) -> None:
         sweep = read_sweep(path, settings)
         silence_libraries()
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
-        level = logging.INFO if processes().is_main_process else logging.CRITICAL
+        level = logging.INFO if process_state().is_main_process else logging.CRITICAL
         logging.getLogger("collab_compress.experiments.sweep").setLevel(level)
         failed = run_sweep(sweep)
         if failed:
-            sys.exit("failed:\n" + "\n".join(failed) if processes().is_main_process else 1)
+            sys.exit("failed:\n" + "\n".join(failed) if process_state().is_main_process else 1)
 
 
 @contextmanager

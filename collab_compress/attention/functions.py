@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from collab_compress.attention.kernels import attend, attention_probabilities
 from collab_compress.attention.per_head import attend_separately, separate_probabilities
-from collab_compress.attention.view import HeadCall, acts_of
+from collab_compress.attention.view import HeadCall, head_hooks
 from collab_compress.errors import UnsupportedModelError
 
 # What models and continuous batching pass along, and stock attention functions leave unread.
@@ -59,7 +59,7 @@ def collab_sdpa(
             fit into the paged cache.
     """
     key, value, kwargs = _received(module, key, value, kwargs)
-    if any(act.wants_rows for act in acts_of(module)):
+    if any(hook.needs_rows for hook in head_hooks(module)):
         outputs, _ = collab_eager(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
         return outputs, None
     if not hasattr(module, "collaborative"):
@@ -98,7 +98,7 @@ def collab_eager(
     """
     key, value, kwargs = _received(module, key, value, kwargs)
     causal = _causal(module, is_causal, attention_mask, query.shape[2])
-    wanted = any(act.wants_rows for act in acts_of(module))
+    wanted = any(hook.needs_rows for hook in head_hooks(module))
     if hasattr(module, "collaborative"):
         mask, causal = _biased(attention_mask, kwargs.get("position_bias"), causal)
         scale = _scaling(module, scaling)
@@ -110,7 +110,7 @@ def collab_eager(
     else:
         stock = sys.modules[type(module).__module__].eager_attention_forward
         mask = _additive(attention_mask, query, key, causal)
-        # It would return rows after dropout; acts want them before.
+        # It would return rows after dropout; hooks need them before.
         outputs, rows = stock(
             module, query, key, value, mask, scaling=scaling, dropout=0.0 if wanted else dropout, **kwargs
         )
@@ -183,8 +183,8 @@ def unpack(module: Any, query: Tensor, key: Tensor, scale: float) -> tuple[Tenso
 
 def _acted(outputs: Tensor, call: HeadCall) -> Tensor:
     """Let everything that acts on the module's heads see and change their outputs, (B, T, H, dv)."""
-    for act in acts_of(call.module):
-        outputs = act(outputs, call)
+    for hook in head_hooks(call.module):
+        outputs = hook(outputs, call)
     return outputs
 
 
