@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.score_parts import ScoreParts, score_parts
+from collab_compress.analysis.energy import ScoreParts, score_parts
 from collab_compress.analysis.stream import Batches, Progress, Use, by_name, with_progress
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.calibration import evaluation_mode, run_batch
