@@ -1,4 +1,4 @@
-"""Key caches of fixed size hold collaborative attention only where its keys take as much room as its values."""
+"""The collaborative form of one module: its description, its parts, putting them in and out, and the stored edit."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

@@ -1,4 +1,4 @@
-"""What is checked before any work is done: that every module asked for can be converted, and where."""
+"""Convert a model: check that every module asked for can be, plan all of them, and replace them all or none."""
 
 import logging
 import os

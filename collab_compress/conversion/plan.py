@@ -1,4 +1,4 @@
-"""Get the replacement of each attention module ready, without touching the model."""
+"""Get the replacement of each attention module ready, in one process or several, without touching the model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How important attention heads are: their confidence, and how far each lies from the others of its layer."""
+"""How important attention heads are: confidence, distance from the others of the layer, gradient of the loss."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, TypeAlias

@@ -1,4 +1,4 @@
-"""Which heads: checked lists of them, and the least important ones."""
+"""Remove attention heads for good: which heads, what is cut out of which parameters, and the stored edit."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

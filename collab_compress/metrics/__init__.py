@@ -5,9 +5,9 @@ Values are as the libraries have them: accuracy, F1 and correlations up to 1, BL
 
 from collab_compress.metrics.base import Metric
 from collab_compress.metrics.bleu import Bleu
+from collab_compress.metrics.catalogue import METRICS, load_metric
 from collab_compress.metrics.glue import Accuracy, AccuracyAndF1, Correlation, Matthews
 from collab_compress.metrics.perplexity import Perplexity, token_losses
-from collab_compress.metrics.table import METRICS, load_metric
 
 __all__ = [
     "METRICS",
