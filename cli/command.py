@@ -67,8 +67,8 @@ def stopping_in_one_line(name: str, handler: Callable[..., None] | None = None) 
         _say(name, line)
         sys.exit(2)
     finally:
-        if (processes := sys.modules.get("collab_compress.distributed")) is not None:
-            processes.leave()
+        if (distributed := sys.modules.get("collab_compress.distributed")) is not None:
+            distributed.end_processes()
         for number, previous in before.items():
             signal.signal(number, previous)
         sys.unraisablehook = swallowed

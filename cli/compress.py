@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from collab_compress import Compression, Report, alphas_of, compress, mix_heads_
-from collab_compress.distributed import processes
+from collab_compress.distributed import process_state
 
 from .arguments import Arguments
 from .command import parse, silence_libraries, stopping_in_one_line
@@ -56,7 +56,7 @@ def _convert(source: Source, arguments: Arguments) -> Report:
         return compress(
             source.model, compression, arguments.calibration, tokenizer=source.tokenizer,
             progress=lambda name, done, total: show(done, total, name or "done"),
-            spread=processes().num_processes > 1,
+            distributed=process_state().num_processes > 1,
         )  # fmt: skip
 
 
