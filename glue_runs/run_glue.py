@@ -9,7 +9,7 @@ ones and values as in YAML. What is finished in the output is not done again, an
 
 from collab_compress_cli.run import run_script
 
-from collab_compress.tasks.table import GLUE
+from collab_compress.tasks.catalogue import GLUE
 
 if __name__ == "__main__":
     run_script(__doc__, [task.name for task in GLUE])

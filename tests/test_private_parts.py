@@ -183,9 +183,8 @@ PARTS = [
     Part("TrainingArguments.train_sampling_strategy", "experiments/sampling.py", "train_sampling_strategy",
          takes(transformers.TrainingArguments, "train_sampling_strategy")),
     Part("get_length_grouped_indices", "experiments/sampling.py", "get_length_grouped_indices", lengths_are_grouped),
-    Part("evaluate.Metric._finalize and what it calls", "metrics/base.py", "_finalize",
-         mentions(inspect.getmodule(evaluate.Metric), "self._finalize()", "self._init_writer(", "self.writer",
-                  "self._build_data_dir()", "self.selected_feature_format", "self.data")),
+    Part("evaluate.Metric._build_data_dir and writer", "metrics/base.py", "_build_data_dir",
+         mentions(inspect.getmodule(evaluate.Metric), "self._build_data_dir()", "if self.writer is None")),
     Part("accelerate.utils.gather_object and broadcast", "conversion/plan.py", "gather_object",
          lambda: takes(accelerate.utils.gather_object, "object")()
          and takes(accelerate.utils.broadcast, "tensor", "from_process")()),

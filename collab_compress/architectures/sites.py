@@ -1,4 +1,4 @@
-"""Projections that a model keeps side by side in one transposed layer."""
+"""Find the attention modules of a live model, and read their projections, apart or side by side in one layer."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass

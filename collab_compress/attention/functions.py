@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from collab_compress.attention.install import is_converted
-from collab_compress.attention.view import HeadCall, acts_of
+from collab_compress.attention.view import HeadCall, head_hooks
 from collab_compress.errors import UnsupportedModelError
 
 # What models and continuous batching pass along, and stock attention functions leave unread.
@@ -58,7 +58,7 @@ def collab_sdpa(
             fit into the paged cache.
     """
     key, value, kwargs = _received(module, key, value, kwargs)
-    if any(act.wants_rows for act in acts_of(module)):
+    if any(act.needs_rows for act in head_hooks(module)):
         outputs, _ = collab_eager(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
         return outputs, None
     if not is_converted(module):
@@ -94,7 +94,7 @@ def collab_eager(
     """
     key, value, kwargs = _received(module, key, value, kwargs)
     causal = _causal(module, is_causal, attention_mask, query.shape[2])
-    wanted = any(act.wants_rows for act in acts_of(module))
+    wanted = any(act.needs_rows for act in head_hooks(module))
     if is_converted(module):
         mask, causal = _biased(attention_mask, kwargs.get("position_bias"), causal)
         scale = _scaling(module, scaling)
@@ -161,7 +161,7 @@ def _paged(module: Any, cache: Any, key: Tensor, value: Tensor, kwargs: dict[str
 
 def _acted(outputs: Tensor, call: HeadCall) -> Tensor:
     """Let everything that acts on the module's heads see and change their outputs, (B, T, H, dv)."""
-    for act in acts_of(call.module):
+    for act in head_hooks(call.module):
         outputs = act(outputs, call)
     return outputs
 

@@ -1,4 +1,4 @@
-"""The query and key projections that all heads of a collaborative attention share."""
+"""The query and key projections that all heads of a collaborative attention share, alone or fused into one layer."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Name modules so that checkpoints with and without a head mean the same."""
+"""The versioned list of a checkpoint's model edits, whose names of modules hold with and without a head."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol

@@ -32,10 +32,10 @@ from collab_compress.conversion.plan import (
     few_vectors,
     gets_content_bias,
     plan,
-    plan_together,
+    plan_distributed,
 )
 from collab_compress.conversion.report import Report
-from collab_compress.distributed import processes
+from collab_compress.distributed import process_state
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import has_float64
 
@@ -115,7 +115,7 @@ def compress(
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
     *,
-    spread: bool = False,
+    distributed: bool = False,
 ) -> Report:
     """Convert the attention modules of `model` into collaborative form, in place and all or nothing.
 
@@ -135,8 +135,8 @@ def compress(
             used is said by `sequences` and `length` of the compression.
         tokenizer: of the model; needed unless `calibration` is None or batches, or the model a SentenceTransformer.
         progress: called with a module's name, how many are done, and how many there are.
-        spread: whether the processes that `accelerate launch` started share the modules between them. All of them
-            must call this with the same arguments; each gets the whole conversion.
+        distributed: whether the processes that `accelerate launch` started share the modules between them. All
+            of them must call this with the same arguments; each gets the whole conversion.
 
     Returns:
         Errors, costs and drift.
@@ -162,14 +162,14 @@ def compress(
     def work(chosen: Sequence[DenseSite]) -> list[Planned]:
         return plan(model, chosen, compression, used, progress)
 
-    planned = plan_together(sites, work) if spread else work(sites)
+    planned = plan_distributed(sites, work) if distributed else work(sites)
     parameters_before = model.num_parameters()
     drift = measure(model, held_back, partial(_converted, planned))
     _install(planned)
     forms = {paths[item.site.name]: item.form for item in planned}
     record_edit_(model, ScoreFormEdit(FORMS[compression.form].kind, forms))
     warnings = (*notes, *few_vectors(planned), *breakdowns(planned))
-    if not spread or processes().is_main_process:
+    if not distributed or process_state().is_main_process:
         for warning in warnings:
             _logger.warning(warning)
     return Report(

@@ -1,4 +1,4 @@
-"""Read the factors of a converted model."""
+"""From converted back to dense: read a converted model's factors, and expand them into stock projections."""
 
 from dataclasses import dataclass
 from typing import Any

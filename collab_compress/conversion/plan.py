@@ -1,4 +1,4 @@
-"""Get the replacement of each attention module ready, without touching the model."""
+"""Get the replacement of each attention module ready, in one process or several, without touching the model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from collab_compress.attention import FORMS, ScoreForm, ScoreParts
 from collab_compress.calibration import Batch, gather_moments
 from collab_compress.conversion.compression import Compression
 from collab_compress.conversion.report import ModuleReport, module_report
-from collab_compress.distributed import processes
+from collab_compress.distributed import process_state
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import Moments, centres_queries, factorize
 
@@ -153,7 +153,9 @@ def breakdowns(planned: Sequence[Planned]) -> list[str]:
     ]
 
 
-def plan_together(sites: Sequence[DenseSite], plan: Callable[[Sequence[DenseSite]], list[Planned]]) -> list[Planned]:
+def plan_distributed(
+    sites: Sequence[DenseSite], plan: Callable[[Sequence[DenseSite]], list[Planned]]
+) -> list[Planned]:
     """Let each process plan some of the modules, and give all of them the plans of all modules, in order.
 
     Args:
@@ -163,7 +165,7 @@ def plan_together(sites: Sequence[DenseSite], plan: Callable[[Sequence[DenseSite
     Raises:
         CompressionError: the plan of another process fails; in that process, what it failed with.
     """
-    state = processes()
+    state = process_state()
     rank, count = state.process_index, state.num_processes
     mine: list[Planned] = []
     error: Exception | None = None

@@ -1,4 +1,4 @@
-"""What an attention's scores cost, dense and collaborative: parameters, multiply-accumulates, break-even length.
+"""What a conversion did, module by module, and what scores cost: parameters, multiply-accumulates, break-even length.
 
 Queries and keys only: values and the output projection are the same in both forms ("Multi-Head Attention:
 Collaborate Instead of Concatenate", section 3.4). D input width, H heads, d head width, R shared width, T tokens.

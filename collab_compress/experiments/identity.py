@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from collab_compress.checkpoint.directory import TOKENIZER_FILES, write_whole_json
+from collab_compress.checkpoint.directory import TOKENIZER_FILES, write_json
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.folders import discard, forget, is_free, is_ours, locked, mark
 from collab_compress.experiments.recipe import Recipe, parse
@@ -154,7 +154,7 @@ START_FILES = {
 
 
 @contextmanager
-def claimed(recipe: Recipe, stages: Sequence[str]) -> Iterator[bool]:
+def reserve_output(recipe: Recipe, stages: Sequence[str]) -> Iterator[bool]:
     """Hold an experiment's folders, and note in them what is done there, or check that it is the same.
 
     A folder is ours that has our mark; one that revision eb8769f or one before it made has none, and is taken for
@@ -199,7 +199,7 @@ def claimed(recipe: Recipe, stages: Sequence[str]) -> Iterator[bool]:
                     discard(output / "start")
                 for folder, noted in noting:
                     mark(folder)
-                    write_whole_json(folder / "recipe.json", noted)
+                    write_json(folder / "recipe.json", noted)
         yield finished()
 
 

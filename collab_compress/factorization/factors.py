@@ -1,4 +1,4 @@
-"""The factors of the collaborative form: shared projections and a mixing vector per head."""
+"""The factors of the collaborative form, shared projections and a mixing vector per head, and what solvers give."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from collab_compress.architectures import FAMILIES, AttentionSite, find_attention, transformers_model
 from collab_compress.attention import is_converted
 from collab_compress.attention.form import Cut, remaining
-from collab_compress.attention.view import acts_of
+from collab_compress.attention.view import head_hooks
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
 from collab_compress.errors import CompressionError, HeadError
 from collab_compress.heads.sharding import refuse_sharded
@@ -216,7 +216,7 @@ def _kept(model: PreTrainedModel, site: AttentionSite, removed: Sequence[int], s
     kept = tuple(head for head in range(site.heads) if head not in removed)
     if not kept:
         raise HeadError(f"{site.name}: removing heads {list(removed)} leaves none; keep at least one head")
-    if acts_of(site.module):
+    if head_hooks(site.module):
         raise HeadError(f"{site.name}: something acts on its heads (a mask, a tap, dropout); remove that first")
     if family.keeps_heads:
         raise HeadError(

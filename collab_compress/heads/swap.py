@@ -1,4 +1,4 @@
-"""Which slices of which parameters belong to one attention head."""
+"""Swap attention heads, the slices of parameters that belong to each, with what an optimizer remembers of them."""
 
 import sys
 from collections.abc import Collection, Sequence

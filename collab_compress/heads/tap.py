@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention, transformers_model
 from collab_compress.attention import is_converted
-from collab_compress.attention.view import HeadCall, add_act_, remove_act_
+from collab_compress.attention.view import HeadCall, add_head_hook_, remove_head_hook_
 from collab_compress.calibration.padding import RealTokens, forward_arguments, real_tokens
 from collab_compress.errors import HeadError
 
@@ -83,7 +83,7 @@ class Tap:
         self._names = forward_arguments(model)
         self._acts = [(site.module, _Reader(self, site)) for site in self.sites]
         for module, act in self._acts:
-            add_act_(module, act, first=True)
+            add_head_hook_(module, act, first=True)
         self._handles = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
             model.register_forward_hook(self._end, always_call=True),
@@ -97,7 +97,7 @@ class Tap:
     def remove(self) -> None:
         """Leave the model as it was."""
         for module, act in self._acts:
-            remove_act_(module, act)
+            remove_head_hook_(module, act)
         for handle in self._handles:
             handle.remove()
         self._readings, self._acts, self._handles = [], [], []
@@ -171,7 +171,7 @@ class _Reader:
 
     def __init__(self, tap: Tap, site: AttentionSite) -> None:
         self.tap, self.site = tap, site
-        self.wants_rows = "rows" in tap.parts
+        self.needs_rows = "rows" in tap.parts
 
     def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
         self.tap.read(self.site, outputs, call)

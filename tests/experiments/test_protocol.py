@@ -204,10 +204,10 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(start, data_dir, tmp_pa
         return run(read_recipe(overrides=[*given, "compression=null"]))
 
     attempt("whole")
-    for moment, limit in (("whole_directory", None), ("training", 7)):
+    for moment, limit in (("atomic_directory", None), ("training", 7)):
         with monkeypatch.context() as patch:
             if limit is None:
-                patch.setattr(tuning_module, "whole_directory", broken)
+                patch.setattr(tuning_module, "atomic_directory", broken)
             else:
                 patch.setattr(Stopping, "limit", limit)
                 patch.setattr(HeadTrainer, "train", Stopping.train)

@@ -109,13 +109,13 @@ LONE = """
 import sys
 import torch
 from collab_compress.experiments import protocol, tuning
-from collab_compress.distributed import processes
+from collab_compress.distributed import process_state
 from transformers import Trainer
 
 stock = Trainer.training_step
 
 def training_step(self, *arguments, **more):
-    if processes().process_index == 1 and self.args.learning_rate == 7e-3:
+    if process_state().process_index == 1 and self.args.learning_rate == 7e-3:
         raise MemoryError("of process 1")
     return stock(self, *arguments, **more)
 

@@ -17,7 +17,7 @@ from collab_compress import (
     read_factors,
 )
 from collab_compress.architectures import FAMILIES, find_attention, find_dense_attention
-from collab_compress.attention.view import add_act_
+from collab_compress.attention.view import add_head_hook_
 from collab_compress.errors import CalibrationError, CompressionError, UnsupportedModelError
 
 
@@ -62,14 +62,14 @@ class Reconstruction:
     Which keys a query sees is taken from the model's rows; how strongly it sees them is not.
     """
 
-    wants_rows = True
+    needs_rows = True
 
     def __init__(self, model, bias):
         self.bias, self.checked, self.read = bias, set(), {}
         self.factors = read_factors(model)
         self.names = {module: name for name, module in model.named_modules() if name in self.factors}
         for module in self.names:
-            add_act_(module, self)
+            add_head_hook_(module, self)
             for path in (module.score_form.query, module.score_form.key):
                 module.get_submodule(path).register_forward_pre_hook(self.noted(module, path))
 

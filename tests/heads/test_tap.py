@@ -213,7 +213,7 @@ def test_flash_attention_is_refused(make_tiny):
     model.config._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(UnsupportedModelError, match="runs with attn_implementation 'eager' or 'sdpa'"):
         Tap(model)
-    assert not any("head_acts" in vars(module) for module in model.modules())
+    assert not any("head_hooks" in vars(module) for module in model.modules())
 
 
 def test_two_taps_read_side_by_side(make_tiny, batch):

@@ -122,7 +122,7 @@ def test_a_penalty_on_attention_that_is_not_there_is_refused(make_tiny):
     penalties = (PenaltyOptions("agreement"), PenaltyOptions("bhattacharyya", kinds=("cross",)))
     with pytest.raises(UnsupportedModelError, match="with kind cross"):
         HeadSession(model, HeadTraining(penalties=penalties))
-    assert not any("head_acts" in vars(module) for module in model.modules())
+    assert not any("head_hooks" in vars(module) for module in model.modules())
 
 
 def test_schedules_move_with_progress(make_undropped, batch):

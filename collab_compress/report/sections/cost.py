@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.analysis import Latency, ModuleCost, module_costs, module_latency, paper_table_1
 from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.calibration import Batch, run_batch, running
+from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.conversion.compress import compress
 from collab_compress.conversion.compression import Compression
 from collab_compress.conversion.expand import expand, read_factors
@@ -63,7 +63,7 @@ def _latencies(study: Study, dk: int) -> list[Latency]:
 
 def _length(model: PreTrainedModel, batch: Batch) -> int:
     """Count the tokens that an input becomes."""
-    with Tap(model) as tap, running(model):
+    with Tap(model) as tap, evaluation_mode(model):
         run_batch(model, batch)
         outputs = tap.take()[0].outputs
     assert outputs is not None
