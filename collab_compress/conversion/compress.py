@@ -18,9 +18,7 @@ from collab_compress.architectures import (
     find_dense_attention,
     transformers_model,
 )
-from collab_compress.attention import install_, is_collaborative, uninstall_
-from collab_compress.attention.per_head import PerHeadEdit
-from collab_compress.attention.shared import CollaborativeEdit
+from collab_compress.attention import FORMS, ScoreFormEdit, install_, is_converted, uninstall_
 from collab_compress.calibration import Calibration
 from collab_compress.calibration.batches import noted_batches
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
@@ -35,7 +33,6 @@ from collab_compress.conversion.plan import (
     gets_content_bias,
     plan,
     plan_distributed,
-    shared_spec,
 )
 from collab_compress.conversion.report import Report
 from collab_compress.distributed import process_state
@@ -66,7 +63,7 @@ def modules_to_convert(model: PreTrainedModel, compression: Compression, calibra
             "call model.set_attn_implementation('sdpa') first"
         )
     for chosen in find_attention(model, FAMILIES, compression.modules, compression.kinds):
-        if is_collaborative(chosen.module):
+        if is_converted(chosen.module):
             raise CompressionError(
                 f"{chosen.name} is already converted; leave it out by modules or kinds, expand the model first, or "
                 "start from the dense checkpoint"
@@ -78,7 +75,8 @@ def modules_to_convert(model: PreTrainedModel, compression: Compression, calibra
                 f"{site.name}: dk is {compression.dk}, but {site.heads} heads × {site.head_width} = {site.width} "
                 f"is exact already; pass dk between 1 and {site.width}"
             )
-        _ = shared_spec(site, compression.dk, gets_content_bias(site, compression, calibrated)).multiple  # room?
+        content_bias = gets_content_bias(site, compression, calibrated)
+        _ = FORMS[compression.form].of(site, compression.dk, content_bias).multiple  # room?
         for path, projection in ((site.family.query, site.query), (site.family.key, site.key)):
             for name, parameter in projection.named_parameters():
                 if parameter.is_meta:
@@ -168,8 +166,8 @@ def compress(
     parameters_before = model.num_parameters()
     drift = measure(model, held_back, partial(_converted, planned))
     _install(planned)
-    edit = PerHeadEdit if compression.form == "per-head" else CollaborativeEdit
-    record_edit_(model, edit({paths[item.site.name]: item.spec for item in planned}))
+    forms = {paths[item.site.name]: item.form for item in planned}
+    record_edit_(model, ScoreFormEdit(FORMS[compression.form].kind, forms))
     warnings = (*notes, *few_vectors(planned), *breakdowns(planned))
     if not distributed or process_state().is_main_process:
         for warning in warnings:
@@ -184,7 +182,7 @@ def _install(planned: Sequence[Planned]) -> None:
     """Put the replacements into the model; into none of its modules where one fails."""
     try:
         for item in planned:
-            install_(item.site.module, item.spec, item.parts)
+            install_(item.site.module, item.form, item.parts)
     except BaseException:
         _uninstall(planned)
         raise

@@ -11,10 +11,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, find_dense_attention
-from collab_compress.attention import build_parts, install_
-from collab_compress.attention.shared import CollaborativeEdit
+from collab_compress.attention import ScoreFormEdit, SharedScores, install_
 from collab_compress.checkpoint import path_in_base, record_edit_
-from collab_compress.conversion.plan import shared_spec
 from collab_compress.errors import CompressionError
 
 MixingStart = Literal["concatenation", "ones", "uniform"]
@@ -75,17 +73,17 @@ def from_config(
     modules = {}
     for site in find_dense_attention(model, FAMILIES):
         scale = sqrt(site.heads / attention.dk) if attention.scale == "narrow" else None
-        spec = shared_spec(site, attention.dk, content_bias=site.query.bias is not None)
-        spec = replace(spec, scale=scale, train_mixing=attention.train_mixing)
-        parts = build_parts(site.module, spec)
+        form = SharedScores.of(site, attention.dk, content_bias=site.query.bias is not None)
+        form = replace(form, scale=scale, train_mixing=attention.train_mixing)
+        parts = form.build(site.module)
         with torch.no_grad():
             for projection, dense in ((parts.query.proj, site.query), (parts.key.proj, site.key)):
                 projection.weight.normal_(std=float(dense.weight.std()))
-            parts.key.proj.weight[spec.rank :] = 0.0
+            parts.key.proj.weight[form.rank :] = 0.0
             parts.mixing.copy_(MIXING_STARTS[attention.mixing](site.heads, attention.dk))
-        install_(site.module, spec, parts)
-        modules[path_in_base(model, site.module)] = spec
-    record_edit_(model, CollaborativeEdit(modules))
+        install_(site.module, form, parts)
+        modules[path_in_base(model, site.module)] = form
+    record_edit_(model, ScoreFormEdit(SharedScores.kind, modules))
     return model
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from collab_compress import Compression, compress
-from collab_compress.attention import is_collaborative
+from collab_compress.attention import is_converted
 from collab_compress.errors import CompressionError, UnsupportedModelError
 
 
@@ -15,7 +15,7 @@ def test_only_these_kinds(make_tiny, make_batch, kinds):
         before = model(**batch).last_hidden_state
     compress(model, Compression(dk=24, kinds=kinds), None)
     converted = {name.split(".")[0] + "." + name.split(".")[-1] for name, module in model.named_modules()
-                 if is_collaborative(module)}  # fmt: skip
+                 if is_converted(module)}  # fmt: skip
     where = {"encoder": "encoder.self_attn", "decoder": "decoder.self_attn", "cross": "decoder.encoder_attn"}
     assert converted == {where[kind] for kind in kinds}
     with torch.no_grad():

@@ -103,7 +103,7 @@ def test_comes_back_as_it_was(family, dk, make_tiny, batch, tmp_path, load_clean
     model, report = converted(make_tiny(family), dk)
     model.save_pretrained(tmp_path / "one")
     stored = AutoConfig.from_pretrained(tmp_path / "one").quantization_config
-    assert stored["version"] == 1
+    assert stored["version"] == 2
     assert EditConfig(stored["edits"]).to_dict() == stored
     (edit,) = stored["edits"]
     assert edit["kind"] == "per-head"

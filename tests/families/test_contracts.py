@@ -34,7 +34,7 @@ def test_kinds(kin, build, tinies):
 def test_a_description_that_does_not_fit_says_where(kin, build):
     model = build(kin)
     site = find_attention(model, FAMILIES)[0]
-    path = site.family.fused or site.family.key
+    path = site.family.conv1d or site.family.key
     delattr(site.module, path)
     with pytest.raises(
         UnsupportedModelError, match=rf"{site.name} \({type(site.module).__name__}\) has no attribute"
@@ -70,7 +70,7 @@ class Reconstruction:
         self.names = {module: name for name, module in model.named_modules() if name in self.factors}
         for module in self.names:
             add_head_hook_(module, self)
-            for path in (module.collaborative.query, module.collaborative.key):
+            for path in (module.score_form.query, module.score_form.key):
                 module.get_submodule(path).register_forward_pre_hook(self.noted(module, path))
 
     def noted(self, module, path):
@@ -78,7 +78,7 @@ class Reconstruction:
 
     def __call__(self, outputs, call):
         module, f = call.module, self.factors[self.names[call.module]]
-        query, key = (self.read[module, path] for path in (module.collaborative.query, module.collaborative.key))
+        query, key = (self.read[module, path] for path in (module.score_form.query, module.score_form.key))
         for head in range(len(f.mixing)):
             scores = module.scaling * (query @ ((f.query * f.mixing[head]) @ f.key.T) @ key.mT)  # (B, T, S)
             if f.content_bias is not None:
@@ -124,9 +124,7 @@ def test_gradients_reach_every_factor(kin, build, inputs):
     model(**inputs(kin))[0].square().sum().backward()
     for name in read_factors(model):
         module = model.get_submodule(name)
-        shared = [
-            module.get_submodule(path).proj.weight for path in (module.collaborative.query, module.collaborative.key)
-        ]
+        shared = [module.get_submodule(path).proj.weight for path in (module.score_form.query, module.score_form.key)]
         for parameter in (module.mixing, *shared):
             assert parameter.grad is not None
             assert parameter.grad.abs().sum() > 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from collab_compress import Compression, HeadMask, compress, expand, head_importance, read_factors
-from collab_compress.attention.kernels import attend, folded, fused
+from collab_compress.attention.kernels import attend, folded, sdpa
 from collab_compress.calibration import calibration_batches
 from collab_compress.heads import DropHead, Tap
 
@@ -148,7 +148,7 @@ def test_heads_are_read_masked_dropped_and_scored(name, build, inputs):
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@pytest.mark.parametrize("kernel", [attend, fused, folded])
+@pytest.mark.parametrize("kernel", [attend, sdpa, folded])
 @pytest.mark.parametrize("mask", ["none", "padding", "bias", "causal"])
 @pytest.mark.parametrize("content", [True, False])
 def test_kernels_are_exact(kernel, mask, content, dtype):
