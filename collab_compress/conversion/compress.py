@@ -92,7 +92,7 @@ def modules_to_convert(model: PreTrainedModel, compression: Compression, calibra
     return sites
 
 
-def working_device(device: str | None, sites: Sequence[DenseSite], spread: bool = False) -> str | None:
+def working_device(device: str | None, sites: Sequence[DenseSite], distributed: bool = False) -> str | None:
     """Say where to decompose: on a device that exists and computes in float64; None is where the weights are.
 
     Of the processes that a launcher started on one machine each has a GPU of its own, which "cuda" is.
@@ -106,7 +106,7 @@ def working_device(device: str | None, sites: Sequence[DenseSite], spread: bool 
             _logger.info("%s has no float64, so modules are decomposed on the CPU", ", ".join(sorted(without)))
         return "cpu" if without else None
     place = os.environ.get("LOCAL_RANK", "")
-    if spread and processes().num_processes > 1:
+    if distributed and process_state().num_processes > 1:
         _refuse_one_device(device)
     if device == "cuda" and place.isdecimal() and int(place) < torch.cuda.device_count():
         device = f"cuda:{place}"
@@ -175,7 +175,7 @@ def compress(
     given, model = model, transformers_model(model)
     tokenizer = getattr(given, "tokenizer", None) if tokenizer is None and given is not model else tokenizer
     sites = modules_to_convert(model, compression, calibration is not None and calibration != "none")
-    compression = replace(compression, device=working_device(compression.device, sites, spread))
+    compression = replace(compression, device=working_device(compression.device, sites, distributed))
     paths = {site.name: path_in_base(model, site.module) for site in sites}
     batches, notes = noted_batches(
         calibration, model, tokenizer, sequences=compression.sequences, length=compression.length,

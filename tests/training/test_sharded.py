@@ -365,13 +365,13 @@ def refusals_process(rank, model, batch, folder):
     for each in (model, mixed):
         fully_shard(each)
     told["mix"] = refusal(mix_heads_, model)
-    told["compress"] = refusal(compress, model, Compression(rank=8), None)
+    told["compress"] = refusal(compress, model, Compression(dk=8), None)
     converted = copy.deepcopy(dense)
-    compress(converted, Compression(rank=8), None)
+    compress(converted, Compression(dk=8), None)
     fully_shard(converted)
     told["expand"] = refusal(expand, converted)
     flat = FSDP1(copy.deepcopy(dense), use_orig_params=rank == 0, device_id=torch.device("cpu"))
-    told["flat"] = refusal(compress, flat.module, Compression(rank=8), None)
+    told["flat"] = refusal(compress, flat.module, Compression(dk=8), None)
     told["prune"] = refusal(prune_heads_, model, {FIRST: [0]})
     told["merge"] = refusal(merge_alphas_, mixed)
     return told
