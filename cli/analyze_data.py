@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.calibration import Batch, calibration_batches
 from collab_compress.calibration.batches import BATCH_SIZE, read_texts
-from collab_compress.calibration.padding import forward_arguments
+from collab_compress.calibration.gather import forward_arguments
 from collab_compress.errors import CalibrationError, DataError
 from collab_compress.report import TaskScore
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.batches import BATCH_SIZE
-from collab_compress.calibration.padding import forward_arguments
+from collab_compress.calibration.gather import forward_arguments
 from collab_compress.errors import DataError
 from collab_compress.metrics import load_metric
 from collab_compress.report import TaskScore

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.analysis.stream import Shown, by_name, read_heads
 from collab_compress.architectures import KINDS, Kind
-from collab_compress.calibration.padding import forward_arguments
+from collab_compress.calibration.gather import forward_arguments
 from collab_compress.errors import HeadError
 
 

@@ -14,7 +14,7 @@ from collab_compress.analysis.energy import ScoreParts, score_parts
 from collab_compress.analysis.stream import Batches, Progress, Use, by_name, with_progress
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.calibration import evaluation_mode, run_batch
-from collab_compress.calibration.padding import RealTokens, real_tokens
+from collab_compress.calibration.gather import RealTokens, real_tokens
 from collab_compress.errors import HeadError
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.analysis.stream import Batches, Progress, with_progress
 from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
-from collab_compress.calibration.padding import real_tokens
+from collab_compress.calibration.gather import real_tokens
 from collab_compress.conversion.drift import main_output
 from collab_compress.errors import HeadError
 from collab_compress.heads import HeadMask, least_important, masks_without

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from collab_compress.analysis.stream import Progress, with_progress
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.calibration import evaluation_mode, run_batch
-from collab_compress.calibration.padding import forward_arguments
+from collab_compress.calibration.gather import forward_arguments
 from collab_compress.errors import HeadError
 
 Inputs = Callable[[int], Mapping[str, Tensor]]

@@ -13,7 +13,7 @@ from dacite import Config, DaciteError, from_dict
 
 from collab_compress.conversion.compression import Compression
 from collab_compress.errors import CollabCompressError, RecipeError
-from collab_compress.experiments.renamed import older_names
+from collab_compress.experiments.record import older_names
 from collab_compress.experiments.untrained import Fresh
 from collab_compress.tasks import TASKS
 from collab_compress.training import HeadTraining

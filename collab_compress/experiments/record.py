@@ -1,10 +1,10 @@
-"""What experiments found, read one by one or many at once, and what it was found with."""
+"""What experiments found and what it was found with; what older records call by other names."""
 
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,54 @@ import torch
 from collab_compress.checkpoint.directory import write_new
 from collab_compress.distributed import process_state
 from collab_compress.errors import RecipeError
+
+Field = tuple[str, ...]
+RENAMED: dict[Field, str] = {
+    ("compression", "rank"): "dk",
+    ("fresh", "attention", "rank"): "dk",
+    ("heads", "penalties", "loss"): "name",
+    ("heads", "alphas", "frozen"): "frozen_ratio",
+}
+"""Fields of a recipe, by their old names; those of a list are those of its items."""
+
+RENAMED_VALUES: dict[Field, tuple[str, str]] = {("heads", "penalties", "name"): ("disagreement", "agreement")}
+"""Settings (by the names of today) → how their values began, and begin now."""
+
+
+def with_todays_names(settings: Any) -> Any:
+    """Give a recipe's settings by the names of today; what is no recipe is given as it is.
+
+    Args:
+        settings: fields of a recipe, nested, as JSON or YAML has them.
+    """
+    return _walk(settings, (), lambda old, new: None)
+
+
+def older_names(settings: Any) -> Iterator[tuple[str, str]]:
+    """Find the settings of a recipe that stand there by an old name, or with one: what they say, and say now."""
+    found: list[tuple[str, str]] = []
+    _walk(settings, (), lambda old, new: found.append((old, new)))
+    yield from found
+
+
+def _walk(value: Any, path: Field, note: Callable[[str, str], None]) -> Any:
+    if isinstance(value, Mapping):
+        todays = {}
+        for name, inner in value.items():
+            today = str(RENAMED.get((*path, str(name)), name))
+            if today != name:
+                note(".".join((*path, name)), ".".join((*path, today)))
+            todays[today] = _walk(inner, (*path, today), note)
+        return todays
+    if isinstance(value, list | tuple):
+        return [_walk(item, path, note) for item in value]
+    old, new = RENAMED_VALUES.get(path, ("", ""))
+    if old and isinstance(value, str) and value.startswith(old):
+        named = new + value.removeprefix(old)
+        note(f"{'.'.join(path)} {value}", named)
+        return named
+    return value
+
 
 PACKAGES = (
     "collab-compress", "torch", "transformers", "accelerate", "datasets", "tokenizers", "evaluate", "sacrebleu",

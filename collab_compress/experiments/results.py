@@ -10,8 +10,7 @@ from typing import Any
 from collab_compress.conversion.compression import Compression
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.recipe import parse
-from collab_compress.experiments.record import read_records
-from collab_compress.experiments.renamed import with_todays_names
+from collab_compress.experiments.record import read_records, with_todays_names
 from collab_compress.experiments.untrained import Fresh
 from collab_compress.metrics import METRICS
 from collab_compress.tasks import TASKS

@@ -1,4 +1,4 @@
-"""Fine-tune a model so that it can be stopped at any point, and evaluate one."""
+"""Fine-tune a workload's model with a Trainer, and evaluate it."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -12,7 +12,9 @@ import torch
 from datasets import DatasetDict
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.utils.data import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from collab_compress.checkpoint.directory import atomic_directory
 from collab_compress.checkpoint.load import load_model
@@ -20,10 +22,53 @@ from collab_compress.distributed import on_main_process
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.folders import discard, mark
 from collab_compress.experiments.recipe import Tuning
-from collab_compress.experiments.sampling import seeded
 from collab_compress.experiments.trackers import keep_logs, log_scores
 from collab_compress.experiments.workload import Workload
 from collab_compress.training import HeadTraining
+
+
+class ByLength(Sampler[int]):
+    """Random rows of which those in one batch have similar lengths.
+
+    Transformers' own draws from the global generator: a resumed run would see another order, and so would each of
+    several processes, which share out what they believe to be one order.
+
+    Args:
+        lengths: of each row.
+        batch: rows of one optimizer step.
+        seed: of the order.
+    """
+
+    def __init__(self, lengths: list[int], batch: int, seed: int) -> None:
+        self.lengths, self.batch, self.seed, self.epoch = lengths, batch, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order comes next."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order: list[int] = get_length_grouped_indices(self.lengths, self.batch, generator=generator)
+        return iter(order)
+
+
+def seeded(trainer_class: type[Trainer]) -> type[Trainer]:
+    """Give a trainer class that groups by length, where it is asked to, in an order of its own for each epoch."""
+
+    class Seeded(trainer_class):  # type: ignore[misc]
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            if self.args.train_sampling_strategy != "group_by_length":
+                return super()._get_train_sampler(train_dataset)
+            rows = self.train_dataset if train_dataset is None else train_dataset
+            batch = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+            return ByLength([len(ids) for ids in rows["input_ids"]], batch, self.args.seed)
+
+    Seeded.__name__ = trainer_class.__name__
+    return Seeded
+
 
 CHECKPOINT_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")  # the state is written last
 EVALUATION = {

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention, transformers_model
 from collab_compress.attention import is_converted
 from collab_compress.attention.view import HeadCall, add_head_hook_, remove_head_hook_
-from collab_compress.calibration.padding import RealTokens, forward_arguments, real_tokens
+from collab_compress.calibration.gather import RealTokens, forward_arguments, real_tokens
 from collab_compress.errors import HeadError
 
 Part = Literal["outputs", "values", "rows", "queries", "keys"]

@@ -19,7 +19,7 @@ from collab_compress.analysis.responses import Covariances, Samples
 from collab_compress.analysis.stream import Observer, Progress, observed
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
 from collab_compress.calibration import Batch
-from collab_compress.calibration.padding import real_tokens
+from collab_compress.calibration.gather import real_tokens
 from collab_compress.conversion.expand import read_factors
 from collab_compress.errors import HeadError
 
