@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from collab_compress.checkpoint.directory import write_new
-from collab_compress.distributed import processes
+from collab_compress.distributed import process_state
 from collab_compress.errors import RecipeError
 
 PACKAGES = (
@@ -23,7 +23,7 @@ CHECKOUT = Path(__file__).parents[2]
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Read the JSON that `write_whole_json` wrote.
+    """Read the JSON that `write_json` wrote.
 
     Raises:
         RecipeError: it is not there or not JSON.
@@ -90,7 +90,7 @@ def environment() -> dict[str, Any]:
 
     The mixed precision is that of `accelerate launch`; a recipe's own is among its training arguments.
     """
-    state = processes()
+    state = process_state()
     found: dict[str, Any] = {name: version(name) for name in PACKAGES}
     found |= {"python": platform.python_version(), "processes": state.num_processes, "device": str(state.device)}
     found |= {"threads": torch.get_num_threads(), "hardware": _hardware()}

@@ -7,9 +7,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from collab_compress.conversion.compression import Compression
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.recipe import parse
 from collab_compress.experiments.record import read_records
+from collab_compress.experiments.renamed import with_todays_names
 from collab_compress.experiments.untrained import Fresh
 from collab_compress.metrics import METRICS
 from collab_compress.tasks import TASKS
@@ -34,8 +36,8 @@ FRESH = "fresh"
 FREE = {"seed", "output", "data_dir", "trackers", "progress", "method", "attn_implementation"}
 """Settings that do not decide a score."""
 
-RENAMED = {"frozen": "frozen_ratio", "loss": "name"}
-"""What settings of heads were called in older records."""
+PARTS: dict[str, Any] = {"heads": HeadTraining, "compression": Compression}
+"""Settings that have gained fields since the oldest records."""
 
 CONVERSION = {"compression", "conversion", "calibration", "recovery"}
 AGAIN = {"again"}
@@ -141,7 +143,7 @@ def shape(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _result(place: str, record: Mapping[str, Any], model: str) -> Result:
-    recipe, conversion, again = record["recipe"], record["conversion"], record["again"]
+    recipe, conversion, again = with_todays_names(record["recipe"]), record["conversion"], record["again"]
     variant = Variant(model, record["method"], record["stage"], conversion, again)
     free = FREE | (set() if again else AGAIN) | (set() if conversion else CONVERSION)
     return Result(
@@ -150,27 +152,19 @@ def _result(place: str, record: Mapping[str, Any], model: str) -> Result:
         seed=record["seed"],
         score=float(record["score"]),
         parameters=record["parameters"],
-        recipe={
-            name: _heads(value) if name == "heads" else value for name, value in recipe.items() if name not in free
-        },
+        recipe={name: _in_full(name, value) for name, value in recipe.items() if name not in free},
         place=place,
     )
 
 
-def _heads(recorded: Any) -> Any:
-    """Give what acts on heads by today's names, and all of it; as it is recorded where it is not known."""
+def _in_full(name: str, recorded: Any) -> Any:
+    """Give a setting with all its fields, also those added since; as it is recorded where it is not known."""
+    if recorded is None or name not in PARTS:
+        return recorded
     try:
-        return asdict(parse(HeadTraining, _renamed(recorded), "heads"))
+        return asdict(parse(PARTS[name], recorded, name))
     except (AttributeError, RecipeError):
         return recorded
-
-
-def _renamed(recorded: Any) -> Any:
-    if isinstance(recorded, Mapping):
-        return {RENAMED.get(name, name): _renamed(value) for name, value in recorded.items()}
-    if isinstance(recorded, list):
-        return [_renamed(value) for value in recorded]
-    return recorded.replace("disagreement", "agreement") if isinstance(recorded, str) else recorded
 
 
 def _checked(place: str, found: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from collab_compress.conversion.compression import Compression
 from collab_compress.errors import RecipeError
 from collab_compress.experiments import read_sweep
 from collab_compress.experiments.comparison import compare, estimate
@@ -402,6 +403,9 @@ def test_records_in_the_repository_are_read_by_todays_names():
     assert names == {"hsic", "orthogonality", "bhattacharyya"}
     assert {each["alphas"]["frozen_ratio"] for each in heads if each["alphas"] is not None} == {0.31}
     assert all(each == asdict(parse(HeadTraining, each, "a record")) for each in heads)
+    conversions = [result.recipe["compression"] for result in found if result.variant.conversion]
+    assert {each["dk"] for each in conversions} == {64, 128, 192}
+    assert all(each == asdict(parse(Compression, each, "a record")) for each in conversions)
 
 
 def test_older_names_are_no_other_settings(write, tmp_path):
@@ -412,3 +416,9 @@ def test_older_names_are_no_other_settings(write, tmp_path):
     found = [result.recipe["heads"] for result in read_results(tmp_path / "runs")]
     assert found[0] == found[1]
     assert found[2] == found[3]
+    older, newer = ({"compression": {name: 8}, "fresh": {"attention": {name: 8}}} for name in ("rank", "dk"))
+    for seed, recipe in enumerate((older, newer)):
+        write(80.0, stage="conv", seed=seed, recipe=recipe)
+    found = [result.recipe for result in read_results(tmp_path / "runs") if result.variant.conversion]
+    assert found[0]["compression"] == found[1]["compression"]
+    assert found[0]["fresh"] == found[1]["fresh"] == newer["fresh"]

@@ -66,7 +66,7 @@ def case(request, make_tiny, set_dropout_, make_batch):
     family, collaborative, acting = CASES[request.param]
     model = make_tiny(family, {"bert": BertForSequenceClassification, "marian": MarianMTModel}[family])
     if collaborative:
-        compress(model, Compression(rank=13), calibration=None)
+        compress(model, Compression(dk=13), calibration=None)
     mix_heads_(model)
     set_dropout_(model.double(), 0.0).train()
     batches = [make_batch(family, seed=seed) for seed in range(2 * STEPS * EPOCHS)]

@@ -1,5 +1,6 @@
-"""GLUE: Wang et al. 2019, "GLUE: A multi-task benchmark and analysis platform for natural language understanding".
+"""The tasks there are, by name: GLUE, other classification, translation, language modelling.
 
+GLUE: Wang et al. 2019, "GLUE: A multi-task benchmark and analysis platform for natural language understanding".
 The files are the benchmark's own: columns split at tabs, quotes are text, test splits without labels.
 """
 
