@@ -94,7 +94,7 @@ def collab_eager(
     """
     key, value, kwargs = _received(module, key, value, kwargs)
     causal = _causal(module, is_causal, attention_mask, query.shape[2])
-    wanted = any(act.needs_rows for act in head_hooks(module))
+    wanted = any(hook.needs_rows for hook in head_hooks(module))
     if is_converted(module):
         mask, causal = _biased(attention_mask, kwargs.get("position_bias"), causal)
         scale = _scaling(module, scaling)
