@@ -403,7 +403,7 @@ def test_records_in_the_repository_are_read_by_todays_names():
     assert names == {"hsic", "orthogonality", "bhattacharyya"}
     assert {each["alphas"]["frozen_ratio"] for each in heads if each["alphas"] is not None} == {0.31}
     assert all(each == asdict(parse(HeadTraining, each, "a record")) for each in heads)
-    conversions = [result.recipe["compression"] for result in read_results(records) if result.variant.conversion]
+    conversions = [result.recipe["compression"] for result in found if result.variant.conversion]
     assert {each["dk"] for each in conversions} == {64, 128, 192}
     assert all(each == asdict(parse(Compression, each, "a record")) for each in conversions)
 
