@@ -132,7 +132,10 @@ def _interrupt_once() -> None:
 def _line(name: str, error: Exception) -> str | None:
     """Say in one line what went wrong; None where that is a fault of this package, which shows where it is."""
     if isinstance(error, ModuleNotFoundError):
-        package = (error.name or "").partition(".")[0]
+        cause: BaseException = error
+        while isinstance(cause.__cause__, ModuleNotFoundError):  # libraries that load lazily say it in other words
+            cause = cause.__cause__
+        package = (getattr(cause, "name", None) or "").partition(".")[0]
         extra = EXTRAS.get(package)
         return None if extra is None else f"{package} is not installed; pip install 'collab-compress[{extra}]'"
     from collab_compress.errors import CollabCompressError

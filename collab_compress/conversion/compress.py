@@ -2,6 +2,7 @@
 
 import logging
 import os
+import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,6 +10,7 @@ from functools import partial
 from time import perf_counter
 
 import torch
+from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import (
@@ -38,6 +40,7 @@ from collab_compress.conversion.report import Report
 from collab_compress.distributed import process_state
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import has_float64
+from collab_compress.heads.sharding import refuse_sharded
 
 _logger = logging.getLogger(__name__)
 
@@ -56,6 +59,7 @@ def modules_to_convert(model: PreTrainedModel, compression: Compression, calibra
     """
     if is_quantized(model):
         raise CompressionError(f"{type(model).__name__} is quantized; convert the unquantized checkpoint instead")
+    refuse_sharded(model, "compress", CompressionError)
     implementation = model.config._attn_implementation
     if implementation not in ("eager", "sdpa"):
         raise CompressionError(
@@ -88,10 +92,13 @@ def modules_to_convert(model: PreTrainedModel, compression: Compression, calibra
     return sites
 
 
-def working_device(device: str | None, sites: Sequence[DenseSite]) -> str | None:
+def working_device(device: str | None, sites: Sequence[DenseSite], distributed: bool = False) -> str | None:
     """Say where to decompose: on a device that exists and computes in float64; None is where the weights are.
 
     Of the processes that a launcher started on one machine each has a GPU of its own, which "cuda" is.
+
+    Raises:
+        CompressionError: there is no such device; one with a number is named for processes that share the work.
     """
     if device is None:
         without = {str(site.query.weight.device) for site in sites if not has_float64(site.query.weight.device)}
@@ -99,6 +106,8 @@ def working_device(device: str | None, sites: Sequence[DenseSite]) -> str | None
             _logger.info("%s has no float64, so modules are decomposed on the CPU", ", ".join(sorted(without)))
         return "cpu" if without else None
     place = os.environ.get("LOCAL_RANK", "")
+    if distributed and process_state().num_processes > 1:
+        _refuse_one_device(device)
     if device == "cuda" and place.isdecimal() and int(place) < torch.cuda.device_count():
         device = f"cuda:{place}"
     try:
@@ -106,6 +115,21 @@ def working_device(device: str | None, sites: Sequence[DenseSite]) -> str | None
     except (RuntimeError, AssertionError, TypeError) as error:
         raise CompressionError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
     return device
+
+
+def _refuse_one_device(device: str) -> None:
+    """Refuse a device with a number that several processes of one machine would share; all of them must call it.
+
+    Raises:
+        CompressionError: they would.
+    """
+    kind, _, number = device.partition(":")
+    places = gather_object([(platform.node(), device)])
+    if number and kind != "cpu" and len(set(places)) < len(places):
+        raise CompressionError(
+            f"device {device!r} would hold {places.count((platform.node(), device))} processes; pass {kind!r}, and "
+            "each takes its own"
+        )
 
 
 def compress(
@@ -151,7 +175,7 @@ def compress(
     given, model = model, transformers_model(model)
     tokenizer = getattr(given, "tokenizer", None) if tokenizer is None and given is not model else tokenizer
     sites = modules_to_convert(model, compression, calibration is not None and calibration != "none")
-    compression = replace(compression, device=working_device(compression.device, sites))
+    compression = replace(compression, device=working_device(compression.device, sites, distributed))
     paths = {site.name: path_in_base(model, site.module) for site in sites}
     batches, notes = noted_batches(
         calibration, model, tokenizer, sequences=compression.sequences, length=compression.length,

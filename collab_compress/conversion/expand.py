@@ -1,17 +1,19 @@
 """From converted back to dense: read a converted model's factors, and expand them into stock projections."""
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import transformers_model
+from collab_compress.architectures import FAMILIES, transformers_model
 from collab_compress.attention import FORMS, ScoreForm, is_converted, uninstall_
 from collab_compress.checkpoint import edits_of, forget_edits_, forget_standalone_
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import Factors
+from collab_compress.heads.sharding import refuse_sharded
 
 
 def read_factors(model: PreTrainedModel) -> dict[str, Factors]:
@@ -69,16 +71,19 @@ def expand(model: PreTrainedModel) -> Expansion:
         The error of each module. Without other edits the model is a stock one afterwards and saves as such.
 
     Raises:
-        CompressionError: the model holds no collaborative attention.
+        CompressionError: the model holds no collaborative attention, is sharded, or has content biases that its stock
+            form has no query biases for.
         UnsupportedModelError: a projection carries an adapter, is quantized or offloaded.
     """
     model = transformers_model(model)
     edits_of(model)  # refuses a model whose modules are not this package's
+    refuse_sharded(model, "expand", CompressionError)
     sites = [(name, module) for name, module in model.named_modules() if is_converted(module)]
     if not sites:
         raise CompressionError(f"{type(model).__name__} has no collaborative attention to expand")
     planned, errors = [], {}
     for name, module in sites:
+        _refuse_bias_without_place(model, name, module)
         query, key, errors[name] = _dense_projections(name, module)
         planned.append((module, query, key))
     for module, query, key in planned:
@@ -88,6 +93,27 @@ def expand(model: PreTrainedModel) -> Expansion:
     if not edits_of(model):
         forget_standalone_(model)
     return Expansion(errors)
+
+
+def _refuse_bias_without_place(model: PreTrainedModel, name: str, module: Any) -> None:
+    """Refuse content biases where stock queries have no bias: a reloaded model would lack what they become.
+
+    Raises:
+        CompressionError: there are some.
+    """
+    form: ScoreForm = module.score_form
+    family = FAMILIES.get(model.config.model_type)
+    if not form.content_bias or family is None:
+        return
+    try:
+        value = attrgetter(family.value)(module)
+    except AttributeError:
+        return
+    if getattr(value, "bias", None) is None:  # in all families queries have a bias exactly where values have one
+        raise CompressionError(
+            f"{name} has content biases, which centre=True made, and queries of a stock {type(model).__name__} have "
+            "no bias to hold them; keep the model converted, or convert with centre=False and expand that"
+        )
 
 
 def _dense_projections(name: str, module: Any) -> tuple[nn.Linear, nn.Linear, float]:

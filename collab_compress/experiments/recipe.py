@@ -175,7 +175,7 @@ class Recipe:
     """Languages and search, where the task is translation."""
 
     trackers: tuple[str, ...] = ("tensorboard",)
-    """Where training is logged to, as Accelerate names it: tensorboard (in `output`), wandb, …; none if empty."""
+    """Where training is logged to, as the Trainer names it: tensorboard (in `output`), wandb, …; none if empty."""
 
     progress: bool = True
     """Whether the main process shows progress bars."""

@@ -21,7 +21,7 @@ from collab_compress.errors import RecipeError
 from collab_compress.experiments.folders import discard, mark
 from collab_compress.experiments.recipe import Tuning
 from collab_compress.experiments.sampling import seeded
-from collab_compress.experiments.trackers import TrackerCallback, log_scores
+from collab_compress.experiments.trackers import keep_logs, log_scores
 from collab_compress.experiments.workload import Workload
 from collab_compress.training import HeadTraining
 
@@ -68,8 +68,7 @@ def fine_tune(
     trainer = _trainer(workload, model, data, tokenizer, tuning, checkpoints, recipe.heads)
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise RecipeError("an experiment keeps each model whole in its process; leave FSDP and DeepSpeed out")
-    if recipe.trackers:
-        trainer.add_callback(TrackerCallback(trainer, recipe, folder))
+    keep_logs(trainer, recipe, folder)
     latest = on_main_process(lambda: last_checkpoint(checkpoints))
     if latest is not None and on_main_process(lambda: _finished(latest)):  # killed before it was saved
         trained, _ = load_model(type(model), latest, dtype=model.dtype)
@@ -101,8 +100,7 @@ def evaluate(
     kept = {name: value for name, value in tuning.arguments.items() if name in EVALUATION}
     trainer = _trainer(workload, model, data, tokenizer, Tuning(arguments=kept), folder, precise=True)
     results = {split: workload.score(trainer, split, data[split], folder) for split in workload.scored()}
-    if workload.recipe.trackers:
-        log_scores(trainer, workload.recipe, folder, results)
+    log_scores(trainer, workload.recipe, folder, results)
     on_main_process(lambda: discard(folder / "checkpoints"))  # where the process was killed after it saved the model
     return results
 
@@ -188,7 +186,8 @@ def training_arguments(workload: Workload, tuning: Tuning, folder: Path) -> Trai
         "num_train_epochs": tuning.epochs, "max_steps": tuning.max_steps, "learning_rate": tuning.learning_rate,
         "warmup_steps": tuning.warmup, "per_device_train_batch_size": tuning.batch_size,
         "per_device_eval_batch_size": 64, "save_strategy": "epoch", "save_total_limit": tuning.average,
-        "report_to": "none", "logging_steps": 50, "disable_tqdm": not workload.recipe.progress,
+        "report_to": list(workload.recipe.trackers) or "none", "logging_steps": 50,
+        "disable_tqdm": not workload.recipe.progress,
         "dataloader_pin_memory": torch.accelerator.is_available(),
         "use_cpu": not torch.accelerator.is_available(),  # said so, several processes meet on the CPU
     }  # fmt: skip

@@ -40,6 +40,15 @@ except CompressionError as error:
     assert "layer.1.attention.self: this cannot be decomposed" in str(error), error
 else:
     raise SystemExit("it went on without the modules of the other process")
+plan.factorize = real
+for device in ("cuda:0", "cuda:1"):
+    words = f"device '{device}' would hold 2 processes; pass 'cuda', and each takes its own"
+    try:
+        compress(BertModel.from_pretrained(folder), Compression(dk=7, device=device), batches, distributed=True)
+    except CompressionError as error:
+        assert words in str(error), error
+    else:
+        raise SystemExit("both processes work on one device")
 end_processes()
 """
 

@@ -241,9 +241,9 @@ def test_training_is_tracked(text, tmp_path):
             tmp_path / "out", "task=text", f"data_dir={text}", "trackers=[tensorboard]", logging, "tuning.epochs=9"
         )
     )
-    events = EventAccumulator(str(tmp_path / "out" / "tuned" / "logs" / "collab_compress")).Reload()
-    assert {"loss", "learning_rate"} <= set(events.Tags()["scalars"])
-    losses = events.Scalars("loss")
+    events = EventAccumulator(str(tmp_path / "out" / "tuned" / "logs")).Reload()
+    assert {"train/loss", "train/learning_rate"} <= set(events.Tags()["scalars"])
+    losses = events.Scalars("train/loss")
     assert [event.step for event in losses] == list(range(1, len(losses) + 1))
     assert losses[-1].value < losses[0].value
     (perplexity,) = events.Scalars("test/perplexity")

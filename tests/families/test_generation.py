@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import OPTConfig, OPTModel
 
-from collab_compress import Compression, CompressionError, UnsupportedModelError, compress, read_factors
+from collab_compress import Compression, CompressionError, UnsupportedModelError, compress, expand, read_factors
 from collab_compress.analysis import module_costs
+from collab_compress.architectures import FAMILIES, find_dense_attention
 
 WAYS = {
     "greedy": {"do_sample": False},
@@ -64,6 +65,17 @@ def test_content_biases_where_queries_have_none_are_a_choice(build, inputs):
     compress(model, Compression(dk=8, centre=True, sweeps=3), [inputs("t5", seed) for seed in range(3)])
     assert {keys for keys, _ in cached(model, batch)} == {4 * 16}
     assert all(factors.content_bias is not None for factors in read_factors(model).values())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CompressionError, match=r"queries of a stock T5.* have no bias .* convert with centre=False"):
+        expand(model)
+    assert before.keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("name", ["albert", "bart", "bert", "distilbert", "gpt2", "opt", "t5", "vit"])
+def test_queries_have_biases_where_values_have_them(name, build):
+    """By which `expand` knows whether a stock model could hold query biases."""
+    for site in find_dense_attention(build(name), FAMILIES):
+        assert (site.query.bias is None) == (site.part(site.family.value).bias is None) == (name == "t5")
 
 
 @pytest.mark.parametrize("form", ["shared", "per-head"])

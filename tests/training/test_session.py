@@ -364,3 +364,17 @@ def test_a_closed_session_leaves_the_model_as_it_was(make_undropped, batch):
 def test_bad_options_are_refused(make, message):
     with pytest.raises(HeadError, match=message):
         make()
+
+
+def test_what_deepspeed_holds_is_refused(make_undropped):
+    model = make_undropped("bert")
+    copies = type("DeepSpeedZeroOptimizer", (), {"__module__": "deepspeed.runtime.zero.stage_1_and_2"})()
+    wrapper = type("Wrapper", (), {"optimizer": copies})()
+    acting = HeadTraining(drophead=(DropHeadOptions(0.2),))
+    for optimizer in (copies, wrapper):
+        with pytest.raises(HeadError, match=r"DeepSpeed was not tried.* shard the model with FSDP2 instead"):
+            HeadSession(model, acting, optimizer)
+        HeadSession(model, HeadTraining(), optimizer).close()
+    next(model.parameters()).ds_id = 0
+    with pytest.raises(HeadError, match="DeepSpeed was not tried"):
+        HeadSession(model, acting)
