@@ -58,7 +58,7 @@ def collab_sdpa(
             fit into the paged cache.
     """
     key, value, kwargs = _received(module, key, value, kwargs)
-    if any(act.needs_rows for act in head_hooks(module)):
+    if any(hook.needs_rows for hook in head_hooks(module)):
         outputs, _ = collab_eager(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
         return outputs, None
     if not is_converted(module):
@@ -103,7 +103,7 @@ def collab_eager(
     else:
         stock = sys.modules[type(module).__module__].eager_attention_forward
         mask = _additive(attention_mask, query, key, causal)
-        # It would return rows after dropout; acts want them before.
+        # It would return rows after dropout; hooks need them before.
         outputs, rows = stock(
             module, query, key, value, mask, scaling=scaling, dropout=0.0 if wanted else dropout, **kwargs
         )
@@ -161,8 +161,8 @@ def _paged(module: Any, cache: Any, key: Tensor, value: Tensor, kwargs: dict[str
 
 def _acted(outputs: Tensor, call: HeadCall) -> Tensor:
     """Let everything that acts on the module's heads see and change their outputs, (B, T, H, dv)."""
-    for act in head_hooks(call.module):
-        outputs = act(outputs, call)
+    for hook in head_hooks(call.module):
+        outputs = hook(outputs, call)
     return outputs
 
 

@@ -51,6 +51,7 @@ def run(recipe: Recipe, find_model: Callable[[str], str | Path] = find_directory
     Raises:
         RecipeError: a folder holds another experiment, or something cannot be run.
         DataError: the data are not there, or malformed.
+        CheckpointError: the model is not there.
     """
     check_trackers(recipe.trackers)
     first, name = "given" if recipe.tuning is None else "tuned", recipe.conversion_name

@@ -81,9 +81,9 @@ class Tap:
         self._real: dict[Kind, RealTokens] | None = None  # None between forward passes
         self._differentiable = False
         self._names = forward_arguments(model)
-        self._acts = [(site.module, _Reader(self, site)) for site in self.sites]
-        for module, act in self._acts:
-            add_head_hook_(module, act, first=True)
+        self._hooks = [(site.module, _Reader(self, site)) for site in self.sites]
+        for module, hook in self._hooks:
+            add_head_hook_(module, hook, first=True)
         self._handles = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
             model.register_forward_hook(self._end, always_call=True),
@@ -96,11 +96,11 @@ class Tap:
 
     def remove(self) -> None:
         """Leave the model as it was."""
-        for module, act in self._acts:
-            remove_head_hook_(module, act)
+        for module, hook in self._hooks:
+            remove_head_hook_(module, hook)
         for handle in self._handles:
             handle.remove()
-        self._readings, self._acts, self._handles = [], [], []
+        self._readings, self._hooks, self._handles = [], [], []
 
     def __enter__(self) -> "Tap":
         """Return the tap itself."""
@@ -167,7 +167,7 @@ class Tap:
 
 
 class _Reader:
-    """The act that a tap puts into one module."""
+    """The hook that a tap puts into one module."""
 
     def __init__(self, tap: Tap, site: AttentionSite) -> None:
         self.tap, self.site = tap, site

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from filelock import FileLock
 
-from collab_compress.errors import CompressionError, DataError, RecipeError
+from collab_compress.errors import CheckpointError, CompressionError, DataError, RecipeError
 from collab_compress.experiments import protocol, read_recipe, run
 from collab_compress.experiments.folders import LOCK, MARK, is_ours
 from collab_compress.experiments.record import read_record
@@ -86,18 +86,18 @@ def test_the_model_is_not_taken_for_a_part_of_the_output(start, data_dir, tmp_pa
         ("tuning.arguments.no_such_argument=1", "no_such_argument"),
         ("tuning.arguments.weight_decay=abc", "weight_decay is 'abc'; expected float"),
         ("tuning.arguments.per_device_eval_batch_size=0", "per_device_eval_batch_size is 0; expected at least 1"),
-        ("model={tmp}/nowhere", "cannot be loaded"),
+        ("model={tmp}/nowhere", "nowhere is not a directory; pass a model directory or a hub name"),
         ("trackers=[nowhere]", "no tracker 'nowhere' here"),
         ("tuning=null", "was not trained for mrpc"),
     ],
 )
 def test_a_run_that_is_refused_leaves_nothing(start, data_dir, tmp_path, change, message):
     before = snapshot(tmp_path)
-    with pytest.raises((RecipeError, DataError), match=message):
+    with pytest.raises((RecipeError, DataError, CheckpointError), match=message):
         run(recipe(data_dir, tmp_path / "a" / "b", f"model={start}", change.format(tmp=tmp_path)))
     assert snapshot(tmp_path).keys() == before.keys()
     (tmp_path / "empty").mkdir()
-    with pytest.raises((RecipeError, DataError), match=message):
+    with pytest.raises((RecipeError, DataError, CheckpointError), match=message):
         run(recipe(data_dir, tmp_path / "empty", f"model={start}", change.format(tmp=tmp_path)))
     assert list((tmp_path / "empty").iterdir()) == []
 
