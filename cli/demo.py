@@ -7,9 +7,8 @@ import torch
 from transformers import AutoModel
 from transformers.utils.logging import disable_progress_bar
 
+from collab_compress.checkpoint.find import EMBEDDED, find_directory
 from collab_compress.checkpoint.load import load_model, load_tokenizer
-
-from .source import EMBEDDED, find_directory
 
 SENTENCES = (
     "A man is playing a guitar on stage.",

@@ -1,23 +1,83 @@
-"""What the scripts in `glue_runs` share: a recipe or a sweep from the command line, and what came out."""
+"""`collab-run` and `collab-sweep`, and the scripts in `glue_runs`: a recipe or a sweep from the command line."""
 
 import logging
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
-from collab_compress.distributed import processes
+from collab_compress.checkpoint.directory import refuse_place, to_json, write_new
+from collab_compress.distributed import process_state
 from collab_compress.errors import RecipeError
 from collab_compress.experiments import read_recipe, read_sweep, run, run_sweep
 from collab_compress.tasks import TASKS
 
 from .command import silence_libraries, stopping_in_one_line
-from .source import find_directory
+
+RUN = """usage: collab-run [RECIPE.yaml] [FIELD=VALUE ...] [--json FILE] [--quiet]
+
+Fine-tune a model on a task, convert it, and fine-tune it again; evaluate after each. What is finished in the output
+is not done again, and what was interrupted goes on. Several processes: torchrun or accelerate launch, with
+-m collab_compress_cli.run.
+
+Examples:
+  collab-run mrpc.yaml output=outputs/mrpc data_dir=glue/MRPC
+  collab-run mrpc.yaml --output outputs/mrpc-64 --compression.dk 64 --seed 1
+  collab-run task=rte model=minilm output=outputs/rte 'tuning={epochs: 5}' 'compression={dk: 128}'
+
+arguments:
+  RECIPE.yaml          a file with fields and their values; without it, all fields are given here
+  FIELD=VALUE          sets a field of the recipe, with dots between nested ones; values are YAML (quote brackets and
+                       braces in a shell); --FIELD VALUE is the same
+  --json FILE          write the record of each stage as JSON as well
+  --quiet              no progress bars and no lines, but errors
+  -h, --help           show this
+  --version            show the version
+"""
+SWEEP = """usage: collab-sweep SWEEP.yaml [FIELD=VALUE ...] [--json FILE] [--quiet]
+
+Run every task with every conversion, method and seed that a file describes, skipping what is finished. It can be
+stopped at any point and started again; collab-results OUTPUT shows what there is so far. Where some of the runs fail
+the others go on, and the exit code is 1.
+
+Examples:
+  collab-sweep glue.yaml output=outputs/glue base.data_dir=glue
+  collab-sweep glue.yaml output=outputs/glue 'only.tasks=[mrpc]' 'only.seeds=[0]'
+
+arguments:
+  SWEEP.yaml           a file with the fields of a sweep
+  FIELD=VALUE          sets a field, with dots between nested ones; values are YAML (quote brackets and braces in a
+                       shell); --FIELD VALUE is the same
+  --json FILE          write what failed as JSON as well
+  --quiet              no progress bars and no lines, but errors
+  -h, --help           show this
+  --version            show the version
+"""
 
 
-def run_script(usage: str, tasks: Collection[str], arguments: list[str] | None = None) -> None:
+@dataclass(frozen=True)
+class Options:
+    """What is typed besides fields."""
+
+    json: Path | None = None
+    quiet: bool = False
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run `collab-run`; errors are one line on standard error and exit code 2."""
+    run_script(RUN, TASKS, None if argv is None else list(argv), "collab-run")
+
+
+def sweep_main(argv: Sequence[str] | None = None) -> None:
+    """Run `collab-sweep`; errors are one line on standard error and exit code 2."""
+    run_sweep_script(SWEEP, None if argv is None else list(argv), "collab-sweep")
+
+
+def run_script(usage: str, tasks: Collection[str], arguments: list[str] | None = None, name: str = "error") -> None:
     """Run the recipe that the command line gives, and print a line for each stage.
 
     Errors are one line on standard error and exit code 2; an interrupt is one and 130.
@@ -26,35 +86,41 @@ def run_script(usage: str, tasks: Collection[str], arguments: list[str] | None =
         usage: what to print where there are no arguments.
         tasks: what the script is for.
         arguments: a recipe file, and settings as `field=value` or `--field value`; those of the process if not given.
+        name: what errors begin with.
     """
-    with stopping_in_one_line("error"), _bars_closed():
-        path, settings = _arguments(usage, arguments)
+    with stopping_in_one_line(name), _bars_closed():
+        path, settings, options = _arguments(usage, arguments)
         recipe = read_recipe(path, settings)
         if recipe.task not in tasks:
             raise RecipeError(f"{recipe.task} is {TASKS[recipe.task].kind}; this script is for {', '.join(tasks)}")
         silence_libraries()
-        records = run(recipe, find_directory)
-        for record in records if processes().is_main_process else ():
-            print(f"{record['task']:10} {record['stage']:14} {record['score']:.2f}  {record['metrics']}")
+        records = run(replace(recipe, progress=False) if options.quiet else recipe)
+        if process_state().is_main_process:
+            _write(options, records)
+            for record in () if options.quiet else records:
+                print(f"{record['task']:10} {record['stage']:14} {record['score']:.2f}  {record['metrics']}")
 
 
-def run_sweep_script(usage: str, arguments: list[str] | None = None) -> None:
+def run_sweep_script(usage: str, arguments: list[str] | None = None, name: str = "error") -> None:
     """Run the sweep that the command line gives, with a line for each stage as it is done.
 
     Where some of the runs fail the exit code is 1; where the sweep cannot be run at all it is 2, with one line.
     """
-    with stopping_in_one_line("error"), _bars_closed():
-        path, settings = _arguments(usage, arguments)
+    with stopping_in_one_line(name), _bars_closed():
+        path, settings, options = _arguments(usage, arguments)
         if path is None:
             raise RecipeError("give the file of a sweep")
-        sweep = read_sweep(path, settings)
+        sweep = read_sweep(path, [*settings, *(["base.progress=false"] if options.quiet else [])])
         silence_libraries()
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
-        level = logging.INFO if processes().is_main_process else logging.CRITICAL
+        level = logging.ERROR if options.quiet else logging.INFO
+        level = level if process_state().is_main_process else logging.CRITICAL
         logging.getLogger("collab_compress.experiments.sweep").setLevel(level)
-        failed = run_sweep(sweep, find_directory)
+        failed = run_sweep(sweep)
+        if process_state().is_main_process:
+            _write(options, failed)
         if failed:
-            sys.exit("failed:\n" + "\n".join(failed) if processes().is_main_process else 1)
+            sys.exit("failed:\n" + "\n".join(failed) if process_state().is_main_process else 1)
 
 
 @contextmanager
@@ -73,15 +139,26 @@ def tasks_of(*kinds: str) -> list[str]:
     return [name for name, task in TASKS.items() if task.kind in kinds]
 
 
-def _arguments(usage: str, arguments: list[str] | None) -> tuple[Path | None, list[str]]:
+def _write(options: Options, result: Any) -> None:
+    if options.json is not None:
+        write_new(options.json, to_json(result))
+
+
+def _arguments(usage: str, arguments: list[str] | None) -> tuple[Path | None, list[str], Options]:
     given = sys.argv[1:] if arguments is None else list(arguments)
     if not given:
         sys.exit(usage)
-    if given[0] in ("-h", "--help"):
+    if {"-h", "--help"} & set(given):
         print(usage)
         sys.exit()
     path = None if "=" in given[0] or given[0].startswith("--") else Path(given.pop(0))
-    return path, list(_settings(given))
+    quiet = "--quiet" in given
+    settings = list(_settings([word for word in given if word != "--quiet"]))
+    files = [Path(setting.partition("=")[2]) for setting in settings if setting.startswith("json=")]
+    for file in files:
+        refuse_place(file)
+    kept = [setting for setting in settings if not setting.startswith("json=")]
+    return path, kept, Options(files[-1] if files else None, quiet)
 
 
 def _settings(given: list[str]) -> Iterator[str]:
@@ -95,3 +172,7 @@ def _settings(given: list[str]) -> Iterator[str]:
         if not equals and (value := next(words, "--")).startswith("--"):
             raise RecipeError(f"{word} sets nothing; expected a value after it")
         yield f"{name if '.' in name else name.replace('-', '_')}={value}"
+
+
+if __name__ == "__main__":
+    main()

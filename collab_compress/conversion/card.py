@@ -1,5 +1,6 @@
 """The model card of an edited model: what it was made from, how, what that cost, and how to load it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isinf
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
+from collab_compress.attention import FORMS
 from collab_compress.checkpoint import edits_of
 from collab_compress.conversion.compression import Compression
 from collab_compress.conversion.report import Report
@@ -16,7 +18,7 @@ from collab_compress.conversion.report import Report
 CARD = "README.md"
 TAGS = ("collab_compress", "collaborative-attention")
 EDITED = {
-    "collaborative": "shared attention", "per-head": "smaller heads", "alphas": "mixed heads",
+    **{form.kind: form.title for form in FORMS.values()}, "alphas": "mixed heads",
     "pruned": "fewer heads",
 }  # fmt: skip
 TAKEN = ("license", "license_name", "license_link", "language", "pipeline_tag", "library_name", "datasets")
@@ -44,8 +46,9 @@ def model_card(
     compression: Compression | None = None,
     calibration: str | None = None,
     report: Report | None = None,
+    notes: Sequence[str] = (),
 ) -> ModelCard:
-    """Write the card of an edited model.
+    """Write the card of an edited model, or of one that was edited and is stock again.
 
     Licence, languages, task and library are those of the source's card, where it has one that can be read.
 
@@ -56,6 +59,7 @@ def model_card(
         compression: how it was converted, if it was.
         calibration: what it was calibrated on, in words.
         report: of the conversion.
+        notes: what else was done to it, a paragraph each.
     """
     source = _source_card(origin.directory)
     taken = {name: source[name] for name in TAKEN if _is_text(source.get(name))}
@@ -68,12 +72,13 @@ def model_card(
     )
     text = [
         f"# {title}",
-        f"`{type(model).__name__}` with {edited_words(model)}, made from `{origin.repository or origin.name}` "
-        "with collab-compress.",
+        f"`{type(model).__name__}`{f' with {words}' if (words := edited_words(model)) else ''}, made from "
+        f"`{origin.repository or origin.name}` with collab-compress.",
         "## Use",
         "```python\n" + "\n".join(loading_lines(model, title)) + "\n```",
         "## How it was made",
         *_made(model, compression, calibration, report),
+        *notes,
         *_figures(report),
         "## Licence",
         _licence(taken),
@@ -82,10 +87,10 @@ def model_card(
 
 
 def loading_lines(model: PreTrainedModel, path: str | Path) -> list[str]:
-    """Say how to load an edited model, in three lines."""
-    name = type(model).__name__
+    """Say how to load an edited model, in three lines, or one that is stock again, in two."""
+    name, words = type(model).__name__, edited_words(model)
     return [
-        f"import collab_compress  # lets Transformers rebuild the {edited_words(model)}",
+        *([f"import collab_compress  # lets Transformers rebuild the {words}"] if words else []),
         f"from transformers import {name}",
         f'model = {name}.from_pretrained("{path}")',
     ]
@@ -102,10 +107,9 @@ def _made(
 ) -> list[str]:
     lines = []
     if compression is not None:
-        form = "a shared query/key space" if compression.form == "shared" else "query/key channels of each head's own"
         modules = "" if report is None else f" of {len(report.modules)} attention modules"
         lines.append(
-            f"Queries and keys{modules} were decomposed into {form} of R = {compression.rank} "
+            f"Queries and keys{modules} were decomposed into {FORMS[compression.form].space} of R = {compression.dk} "
             f"(`{compression.form}`, solver `{compression.solver}`, damping {compression.damping:g}, "
             f"seed {compression.seed}{'' if calibration is None else f', calibrated on {calibration}'}), "
             "without retraining. Values and outputs are the source's own."

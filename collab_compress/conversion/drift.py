@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.calibration import Batch, run_batch, running
+from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.conversion.report import Drift
 from collab_compress.errors import CalibrationError
 from collab_compress.factorization import has_float64
@@ -65,7 +66,31 @@ def measure(
     Raises:
         CalibrationError: an output is not finite.
     """
-    measured = [_measured(model, batch, converted) for batch in batches]
+    return _pooled([_measured(model, batch, converted) for batch in batches])
+
+
+def drift_of(model: PreTrainedModel, dense: PreTrainedModel, batches: Sequence[Batch]) -> Drift | None:
+    """Compare the main output of a converted model with that of the dense one, which is another object.
+
+    Args:
+        model: converted.
+        dense: what it was converted from.
+        batches: as for `measure`.
+
+    Returns:
+        The drift; None without batches.
+
+    Raises:
+        CalibrationError: an output is not finite.
+    """
+    return _pooled([_compared(batch, *main_output(dense, batch), main_output(model, batch)[1]) for batch in batches])
+
+
+Measured: TypeAlias = tuple[str, int, float, float]
+"""An output's name, how many sequences it has, the square of its difference, and its own."""
+
+
+def _pooled(measured: Sequence[Measured]) -> Drift | None:
     if not measured:
         return None
     names, sequences, differences, norms = zip(*measured, strict=True)
@@ -74,11 +99,14 @@ def measure(
 
 def _measured(
     model: PreTrainedModel, batch: Batch, converted: Callable[[], AbstractContextManager[None]]
-) -> tuple[str, int, float, float]:
-    """Give an output's name, how many sequences it has, the square of its difference, and its own."""
+) -> Measured:
     name, old = main_output(model, batch)
     with converted():
         _, new = main_output(model, batch)
+    return _compared(batch, name, old, new)
+
+
+def _compared(batch: Batch, name: str, old: Tensor, new: Tensor) -> Measured:
     mask = _mask(batch, old)
     difference = norm = 0.0
     for row in range(len(old)):  # one sequence at a time is held in float64
@@ -95,7 +123,7 @@ def main_output(model: PreTrainedModel, batch: Batch) -> tuple[str, Tensor]:
     Raises:
         CalibrationError: the output is not finite.
     """
-    with running(model):
+    with evaluation_mode(model):
         output = run_batch(model, batch)
     named = {name: value for name, value in output.items() if isinstance(value, Tensor) and name != "loss"}
     name = "logits" if "logits" in named else next(iter(named))

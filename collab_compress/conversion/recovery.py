@@ -1,21 +1,32 @@
 """Bring converted attention nearer to the dense model's, on tokens without labels."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.trainer_utils import TrainOutput
 
 from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.attention import is_collaborative
+from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch, Calibration, calibration_batches
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.heads import Tap
 from collab_compress.losses import kl_divergence
+
+StepProgress: TypeAlias = Callable[[int, int], None]
+"""Called after each step with how many are done, and how many there are."""
 
 
 def recover_(
@@ -28,6 +39,7 @@ def recover_(
     learning_rate: float = 1e-3,
     seed: int = 0,
     length: int | None = None,
+    progress: StepProgress | None = None,
     **arguments: Any,
 ) -> TrainOutput:
     """Bring the attention of a converted model nearer to the dense model's, without labels, in place.
@@ -44,6 +56,7 @@ def recover_(
         learning_rate: at its highest.
         seed: of tokens and order; the tokens are others than those of a conversion with the same seed.
         length: tokens of a random sequence, or where texts are cut; as for `calibration_batches`.
+        progress: called with (done, total) after each step, in place of the `Trainer`'s own bar.
         arguments: more of `TrainingArguments`.
 
     Returns:
@@ -68,11 +81,15 @@ def recover_(
         if calibration == "synthetic" and batches and "input_ids" in batches[0]:
             separator = getattr(tokenizer, "sep_token_id", None)
             batches = with_copies(batches, separator, getattr(dense.config, "type_vocab_size", 0) > 1, seed)
-        return distil_(model, dense, batches[:count], training)
+        return distil_(model, dense, batches[:count], training, progress)
 
 
 def distil_(
-    model: PreTrainedModel, dense: PreTrainedModel, batches: Sequence[Batch], arguments: TrainingArguments
+    model: PreTrainedModel,
+    dense: PreTrainedModel,
+    batches: Sequence[Batch],
+    arguments: TrainingArguments,
+    progress: StepProgress | None = None,
 ) -> TrainOutput:
     """Train the shared projections and mixing matrices of a converted model, and nothing else, in place.
 
@@ -84,6 +101,7 @@ def distil_(
         dense: the model it was converted from; moved to the device of the training.
         batches: keyword arguments for the models, one batch a step, as `calibration_batches` makes them.
         arguments: learning rate, schedule, epochs, precision and the rest.
+        progress: as for `recover_`.
 
     Returns:
         What the `Trainer` says: steps, mean loss, speed.
@@ -97,7 +115,7 @@ def distil_(
     if not batches:
         raise CalibrationError("no batches to train on; pass 'synthetic', texts or batches")
     sites, others = (find_attention(each, FAMILIES) for each in (model, dense))
-    converted = [site.module for site in sites if is_collaborative(site.module)]
+    converted: list[Any] = [site.module for site in sites if is_converted(site.module)]
     if not converted:
         raise HeadError(f"{type(model).__name__} is not converted, so there is nothing to bring nearer")
     if [site.name for site in sites] != [site.name for site in others]:
@@ -105,7 +123,7 @@ def distil_(
             f"{type(dense).__name__} has other attention modules than {type(model).__name__}; pass the dense "
             "model that was converted"
         )
-    trained = {parameter for module in converted for parameter in _factors(module)}
+    trained = {parameter for module in converted for parameter in module.score_form.trained(module)}
     before = {parameter: parameter.requires_grad for parameter in model.parameters()}
     modes = {module: module.training for each in (model, dense) for module in each.modules()}
     use_cache = vars(model.config).get("use_cache")  # a Trainer switches it off
@@ -113,7 +131,12 @@ def distil_(
         for parameter in before:
             parameter.requires_grad_(parameter in trained)
         with Tap(model, "rows") as tap, Tap(dense, "rows") as target:
-            return _Distiller(model, dense, (tap, target), batches, arguments).train()
+            distiller = _Distiller(model, dense, (tap, target), batches, arguments)
+            if progress is not None:
+                distiller.remove_callback(ProgressCallback)
+                distiller.remove_callback(PrinterCallback)
+                distiller.add_callback(_Steps(progress))
+            return distiller.train()
     finally:
         vars(model.config).pop("use_cache", None)
         if use_cache is not None:
@@ -162,6 +185,17 @@ def _copied(tokens: Tensor, separator: int | None, types: bool, generator: torch
     return batch
 
 
+class _Steps(TrainerCallback):  # type: ignore[misc]
+    """Tells how far a training is."""
+
+    def __init__(self, progress: StepProgress) -> None:
+        self.progress = progress
+
+    def on_step_end(self, arguments: TrainingArguments, state: Any, *_: Any, **__: Any) -> None:
+        """Tell."""
+        self.progress(state.global_step, state.max_steps)
+
+
 class _Distiller(Trainer):  # type: ignore[misc]
     """A `Trainer` whose loss is the divergence of attention rows."""
 
@@ -192,16 +226,9 @@ class _Distiller(Trainer):  # type: ignore[misc]
         losses = [
             kl_divergence(here.rows, there.rows, here.real.query)
             for here, there in zip(*(tap.take() for tap in self.taps), strict=True)
-            if is_collaborative(here.site.module) and here.rows is not None and there.rows is not None
+            if is_converted(here.site.module) and here.rows is not None and there.rows is not None
         ]
         return torch.stack(losses).mean()
-
-
-def _factors(module: Any) -> list[nn.Parameter]:
-    """Shared projections and mixing matrix of a converted module; the per-head form has a fixed one."""
-    spec = module.collaborative
-    projections = [module.get_submodule(path).proj.weight for path in (spec.query, spec.key)]
-    return projections + ([module.mixing] if isinstance(module.mixing, nn.Parameter) else [])
 
 
 def _first(batches: list[Batch]) -> Batch:

@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from collab_compress.checkpoint.find import find_directory
 from collab_compress.distributed import can_meet
 from collab_compress.errors import CollabCompressError, RecipeError
 from collab_compress.experiments.protocol import run
@@ -34,7 +35,7 @@ class Sweep:
     """Method → fields that are its own, such as what acts on heads."""
 
     conversions: dict[str, Settings | None] = field(default_factory=dict)
-    """Conversion → fields that are its own, such as rank and solver; models are not converted if empty."""
+    """Conversion → fields that are its own, such as dk and solver; models are not converted if empty."""
 
     seeds: tuple[int, ...] = (0,)
     """Seeds, which are gone through in this order before another is begun."""
@@ -82,7 +83,7 @@ def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     return parse(Sweep, read_settings(path, overrides), str(path))
 
 
-def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = str) -> list[str]:
+def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = find_directory) -> list[str]:
     """Run what is not finished yet. It can be stopped at any point, and started again.
 
     A run that fails, for whatever reason, does not keep the others from running. An interrupt stops the sweep, and so
@@ -90,7 +91,7 @@ def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = str) -> li
 
     Args:
         sweep: what to run.
-        find_model: gives the directory, or the name on the hub, of a recipe's model.
+        find_model: gives the directory, or the name on the hub, of a recipe's model; as for `run`.
 
     Returns:
         What went wrong, with the folder it went wrong in.

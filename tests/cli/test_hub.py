@@ -8,9 +8,9 @@ from threading import Thread
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from collab_compress_cli.source import SHORT_NAMES, find_directory
 from huggingface_hub import constants
 
+from collab_compress.checkpoint.find import SHORT_NAMES, find_directory
 from collab_compress.errors import CheckpointError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -38,6 +38,8 @@ class Hub(BaseHTTPRequestHandler):
             return self.answer(500, b"")
         if found is None:
             return self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        if path.endswith("/revision/v9"):
+            return self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         if f"/tree/{COMMIT}" in path:
             listed = [
                 {"type": "file", "path": name, "size": len(text), "oid": self.oid(text)}
@@ -101,3 +103,11 @@ def test_a_short_name(hub):
 def test_a_name_that_the_hub_does_not_have(hub):
     with pytest.raises(CheckpointError, match="someone/other is neither a directory nor a model on the hub"):
         find_directory("someone/other")
+
+
+def test_a_revision_is_of_the_hub(hub, tmp_path):
+    with pytest.raises(CheckpointError, match="is here, without revisions"):
+        find_directory(str(tmp_path), "v1")
+    assert (find_directory("someone/tiny", COMMIT) / "config.json").is_file()
+    with pytest.raises(CheckpointError, match="someone/tiny has no revision 'v9' on the hub"):
+        find_directory("someone/tiny", "v9")

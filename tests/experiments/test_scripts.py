@@ -36,7 +36,7 @@ def start(script, launcher, *settings):
     tuning = f"tuning={{epochs: 2, learning_rate: 1.0e-3, batch_size: {rows}}}"
     return subprocess.run(
         [
-            sys.executable, *LAUNCHERS[launcher], str(SCRIPTS / script), FRESH, tuning, "compression.rank=12",
+            sys.executable, *LAUNCHERS[launcher], str(SCRIPTS / script), FRESH, tuning, "compression.dk=12",
             *settings,
         ],
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
@@ -92,7 +92,7 @@ def test_errors_and_interrupts_are_one_line(monkeypatch, capsys, questions, tmp_
 
 def test_settings_may_be_written_as_flags(monkeypatch, capsys):
     seen = []
-    monkeypatch.setattr("collab_compress_cli.run.run", lambda recipe, find: seen.append(recipe) or [])
+    monkeypatch.setattr("collab_compress_cli.run.run", lambda recipe: seen.append(recipe) or [])
     flags = "--task mrpc --data-dir=DIR output=out --model minilm --tuning.batch_size 8"
     run_script("usage", ["mrpc"], flags.split())
     assert (seen[0].task, str(seen[0].data_dir), seen[0].tuning.batch_size) == ("mrpc", "DIR", 8)

@@ -66,7 +66,7 @@ def case(request, make_tiny, set_dropout_, make_batch):
     family, collaborative, acting = CASES[request.param]
     model = make_tiny(family, {"bert": BertForSequenceClassification, "marian": MarianMTModel}[family])
     if collaborative:
-        compress(model, Compression(rank=13), calibration=None)
+        compress(model, Compression(dk=13), calibration=None)
     mix_heads_(model)
     set_dropout_(model.double(), 0.0).train()
     batches = [make_batch(family, seed=seed) for seed in range(2 * STEPS * EPOCHS)]
@@ -365,13 +365,13 @@ def refusals_process(rank, model, batch, folder):
     for each in (model, mixed):
         fully_shard(each)
     told["mix"] = refusal(mix_heads_, model)
-    told["compress"] = refusal(compress, model, Compression(rank=8), None)
+    told["compress"] = refusal(compress, model, Compression(dk=8), None)
     converted = copy.deepcopy(dense)
-    compress(converted, Compression(rank=8), None)
+    compress(converted, Compression(dk=8), None)
     fully_shard(converted)
     told["expand"] = refusal(expand, converted)
     flat = FSDP1(copy.deepcopy(dense), use_orig_params=rank == 0, device_id=torch.device("cpu"))
-    told["flat"] = refusal(compress, flat.module, Compression(rank=8), None)
+    told["flat"] = refusal(compress, flat.module, Compression(dk=8), None)
     told["prune"] = refusal(prune_heads_, model, {FIRST: [0]})
     told["merge"] = refusal(merge_alphas_, mixed)
     return told

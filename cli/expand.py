@@ -1,0 +1,65 @@
+"""`collab-expand`: turn a converted model back into a dense, stock one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from collab_compress import Expansion, expand
+
+from .command import parse, silence_libraries, stopping_in_one_line
+from .options import Device, Made, Model, Saving, begin, finish, output_of
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Turn collaborative attention back into dense per-head attention, which loads without this package.
+
+    Where a head's scores have a rank above its width the dense form is the nearest one, and the error is said.
+
+    Examples:
+      collab-expand minilm-dk384
+      collab-expand my-tuned-dk256 --output my-tuned-dense --json expansion.json
+    """
+
+    model: Model
+    """A converted model: its directory, or its name on the hub."""
+
+    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Where to save; MODEL-dense in the current directory if not given."""
+
+    device: Device = None
+    """Where to compute, as torch names it (cpu, cuda:0); the CPU if not given."""
+
+    saving: tyro.conf.OmitArgPrefixes[Saving] = field(default_factory=Saving)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command; errors are one line on standard error and exit code 2."""
+    with stopping_in_one_line("collab-expand"):
+        run(parse(Arguments, "collab-expand", argv))
+
+
+def run(arguments: Arguments) -> Expansion:
+    """Load, expand, save and print."""
+    silence_libraries()
+    output = output_of(arguments.output, arguments.model, "-dense")
+    source = begin(arguments.model, output, arguments.saving, arguments.device, edited=True)
+    expansion = expand(source.model)
+    record = {"model": arguments.model, "expansion": {"exact": expansion.exact, "errors": expansion.errors}}
+    width = max(map(len, expansion.errors))
+    lines = [f"{'module':<{width}}  relative error"]
+    lines += [f"{name:<{width}}  {error:>14.2e}" for name, error in expansion.errors.items()]
+    exact = "The dense model computes the same, up to rounding."
+    nearest = "The dense model is the nearest one of this width, not the same."
+    lines += ["", exact if expansion.exact else nearest]
+    note = "Its shared queries and keys were expanded to dense ones of each head's own"
+    note += "; it computes the same." if expansion.exact else ", the nearest of their width."
+    finish(source, output, arguments.saving, Made(record, [note]), lines)
+    return expansion
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""`collab-recover`: bring a converted model nearer to the dense one by a short distillation, without labels."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from collab_compress import CollabCompressError
+from collab_compress.calibration import calibration_batches
+from collab_compress.checkpoint.find import find_directory
+from collab_compress.conversion.drift import drift_of
+from collab_compress.conversion.recovery import recover_
+from collab_compress.distributed import process_state
+
+from .command import parse, silence_libraries, stopping_in_one_line
+from .options import RECORD, Device, Made, Model, Saving, bar, begin, finish, output_of
+from .source import Source, load_model
+
+STEPS = 150  # of 16 sequences, as were tried
+TIMED = 3  # steps after which the time of all is told; the first is slower than the others
+MEASURED = 64  # sequences that the drift is measured on
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Bring a converted model's attention nearer to the dense model's: a short distillation, without labels.
+
+    `collab-compress MODEL --dk N --recover` converts and does the same in one go.
+
+    Examples:
+      collab-recover minilm-dk128
+      collab-recover my-classifier-dk256 --dense ./my-classifier --steps 300 --calibration sentences.txt
+    """
+
+    model: Model
+    """A converted model: its directory, or its name on the hub."""
+
+    dense: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    """The model it was converted from; what collab_compress.json beside it says if not given."""
+
+    steps: Annotated[int, tyro.conf.arg(metavar="N")] = STEPS
+    """Steps of 16 sequences at most; of texts there may be fewer."""
+
+    calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|FILE")] = "synthetic"
+    """What both models read: random tokens, or a file with one text a line."""
+
+    learning_rate: Annotated[float, tyro.conf.arg(metavar="RATE")] = 1e-3
+    """At its highest; it rises over the first eighth of the steps and falls along a cosine."""
+
+    length: Annotated[int | None, tyro.conf.arg(metavar="T")] = None
+    """Tokens of a random sequence (64 if not given), or where texts are cut (the model's limit if not given)."""
+
+    seed: int = 0
+    """Seed of random tokens and of the order of texts."""
+
+    device: Device = None
+    """Where to train, as torch names it: cpu, or cuda for each process's own GPU; the GPU where there is one if not
+    given."""
+
+    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Where to save; MODEL-recovered in the current directory if not given."""
+
+    saving: tyro.conf.OmitArgPrefixes[Saving] = field(default_factory=Saving)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command; errors are one line on standard error and exit code 2."""
+    with stopping_in_one_line("collab-recover"):
+        run(parse(Arguments, "collab-recover", argv))
+
+
+def run(arguments: Arguments) -> dict[str, Any]:
+    """Load both models, train, save and print; returns what is known of the recovery."""
+    silence_libraries()
+    output = output_of(arguments.output, arguments.model, "-recovered")
+    record = _record(find_directory(arguments.model, arguments.saving.revision))
+    dense_directory = _dense_directory(arguments, record)
+    source = begin(arguments.model, output, arguments.saving, edited=True)
+    recovery = recover(
+        source, load_model(dense_directory), arguments.calibration, arguments.steps, arguments.length,
+        arguments.seed, arguments.device, arguments.saving.quiet, arguments.learning_rate,
+    )  # fmt: skip
+    made = Made({**record, "recovered_from": arguments.model, "recovery": recovery}, [recovery_note(recovery)])
+    finish(source, output, arguments.saving, made, recovery_lines(recovery, arguments.calibration))
+    return recovery
+
+
+def recover(
+    source: Source,
+    dense: PreTrainedModel,
+    calibration: str,
+    steps: int,
+    length: int | None,
+    seed: int,
+    device: str | None,
+    quiet: bool,
+    learning_rate: float = 1e-3,
+) -> dict[str, Any]:
+    """Recover the model of `source`, in place, with a bar; say after the first steps how long it takes.
+
+    Returns:
+        Steps, seconds, mean divergence of attention rows, and the drift of outputs before and after.
+
+    Raises:
+        CollabCompressError: the steps are none, or there is nothing to recover.
+    """
+    if steps < 1:
+        raise CollabCompressError(f"recovery takes {steps} steps; expected at least 1, or leave it out")
+    model = source.model
+    batches = calibration_batches(
+        calibration, dense, source.tokenizer, sequences=MEASURED, length=length, seed=seed + 2000
+    )
+    dense.to(model.device)
+    before, began = drift_of(model, dense, batches), time.perf_counter()
+    options: dict[str, Any] = {"use_cpu": True} if device is not None and device.startswith("cpu") else {}
+    with bar("recovering", "step", quiet) as show:
+        done = recover_(
+            model, dense, source.tokenizer, calibration, steps=steps, learning_rate=learning_rate, seed=seed,
+            length=length, progress=_timed(show, quiet), **options,
+        )  # fmt: skip
+    seconds = time.perf_counter() - began
+    dense.to(model.device)
+    after = drift_of(model, dense, batches)
+    drifts: dict[str, Any] = {}
+    if before is not None and after is not None:
+        drifts = {"output": before.output, "drift_before": before.relative_error, "drift": after.relative_error}
+    return {"steps": done.global_step, "mean_divergence": done.training_loss, "seconds": seconds, **drifts}
+
+
+def recovery_lines(recovery: dict[str, Any], calibration: str) -> list[str]:
+    """Say what a recovery gained."""
+    lines = [f"Recovered in {recovery['seconds']:.0f} s, {recovery['steps']} steps on {calibration}."]
+    if "drift" in recovery:
+        lines.append(
+            f"Drift of {recovery['output']} on {MEASURED} sequences at most: {recovery['drift_before']:.2%} → "
+            f"{recovery['drift']:.2%} of its norm."
+        )
+    return lines
+
+
+def recovery_note(recovery: dict[str, Any]) -> str:
+    """Say the same in a card."""
+    return (
+        f"Its attention was then brought nearer to the source's in {recovery['steps']} steps of distillation without "
+        "labels; nothing but the shared projections and mixing matrices was trained."
+    )
+
+
+def _timed(show: Callable[[int, int, str], None], quiet: bool) -> Callable[[int, int], None]:
+    """Let a bar also say, once that can be known, how long all steps take."""
+    started: list[float] = []
+    told = quiet or not process_state().is_main_process
+
+    def progress(done: int, total: int) -> None:
+        nonlocal told
+        show(done, total, "recovering")
+        started.append(time.perf_counter())
+        if not told and len(started) == 1 + TIMED and total > TIMED:
+            told = True
+            each = (started[-1] - started[0]) / TIMED
+            tqdm.write(f"Recovery: {total} steps take about {_words(each * total)}.")
+
+    return progress
+
+
+def _words(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def _record(directory: Path) -> dict[str, Any]:
+    """Read what stands beside a converted model; empty where nothing does."""
+    with suppress(OSError, ValueError):
+        found = json.loads((directory / RECORD).read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _dense_directory(arguments: Arguments, record: dict[str, Any]) -> Path:
+    if arguments.dense is not None:
+        return find_directory(arguments.dense)
+    name = record.get("model")
+    if not isinstance(name, str):
+        raise CollabCompressError(f"{arguments.model} does not say what it was converted from; pass --dense MODEL")
+    try:
+        return find_directory(name)
+    except CollabCompressError as error:
+        raise CollabCompressError(
+            f"{arguments.model} was converted from {name}: {error}; pass --dense MODEL"
+        ) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The commands that write a model from an edited one: expand, merge, prune, recover."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from collab_compress_cli import compress, expand, merge, prune, recover
+from collab_compress_cli.compress import with_steps
+from collab_compress_cli.source import load_model
+from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+
+from collab_compress import Compression, mix_heads_
+from collab_compress import compress as convert
+
+COMMANDS = {"compress": compress, "expand": expand, "merge": merge, "prune": prune, "recover": recover}
+
+
+@pytest.fixture(scope="module")
+def folder(minilm_path, tmp_path_factory):
+    """A tiny classifier with a tokenizer, converted exactly, converted, and mixed."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def save(model, name):
+        model.save_pretrained(folder / name)
+        for each in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
+            shutil.copyfile(minilm_path / each, folder / name / each)
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=30522, hidden_size=24, num_attention_heads=3, num_hidden_layers=2, intermediate_size=32,
+        max_position_embeddings=64, initializer_range=0.4,
+    )  # fmt: skip
+    dense = BertForSequenceClassification(config).eval()
+    save(dense, "dense")
+    for name, dk in (("exact", 24), ("small", 5)):
+        model = BertForSequenceClassification.from_pretrained(folder / "dense")
+        convert(model, Compression(dk), calibration=None)
+        save(model, name)
+    model = BertForSequenceClassification.from_pretrained(folder / "dense")
+    mix_heads_(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith("alphas"):
+            torch.nn.init.normal_(parameter, std=0.5)
+    save(model, "mixed")
+    (folder / "texts.txt").write_text("".join(f"text number {n} of a user\n" for n in range(30)), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def run(folder, tmp_path, capsys, monkeypatch):
+    def run_command(command, *arguments):
+        """Run a command beside the models; returns exit code, standard output, standard error."""
+        monkeypatch.chdir(tmp_path)
+        words = [str(folder / each) if (folder / str(each)).exists() else str(each) for each in arguments]
+        try:
+            COMMANDS[command].main(words)
+            code = 0
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return run_command
+
+
+def outputs(path):
+    ids = torch.arange(20).reshape(2, 10) + 1000
+    with torch.no_grad():
+        return load_model(path, edited=True)(input_ids=ids).logits
+
+
+def test_expanding_an_exact_conversion_gives_the_dense_model(run, folder, tmp_path):
+    code, printed, error = run("expand", "exact")
+    assert (code, error) == (0, "")
+    assert "computes the same, up to rounding" in printed
+    assert "import collab_compress" not in printed
+    torch.testing.assert_close(outputs(tmp_path / "exact-dense"), outputs(folder / "dense"), atol=1e-4, rtol=1e-3)
+    config = json.loads((tmp_path / "exact-dense" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "exact-dense")
+    assert "expanded to dense ones" in (tmp_path / "exact-dense" / "README.md").read_text(encoding="utf-8")
+
+
+def test_expanding_a_smaller_one_says_what_is_lost(run, tmp_path):
+    code, printed, error = run("expand", "small", "--output", "out", "--json", "out.json")
+    assert (code, error) == (0, "")
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert record["model"].endswith("small")
+    assert record == json.loads((tmp_path / "out" / "collab_compress.json").read_text())
+    assert ("is the nearest one" in printed) != record["expansion"]["exact"]
+
+
+def test_merging(run, folder, tmp_path):
+    code, printed, error = run("merge", "mixed", "--quiet")
+    assert (code, printed, error) == (0, "", "")
+    torch.testing.assert_close(outputs(tmp_path / "mixed-merged"), outputs(folder / "mixed"), atol=1e-5, rtol=1e-4)
+    assert "quantization_config" not in json.loads((tmp_path / "mixed-merged" / "config.json").read_text())
+
+
+def test_pruning_named_heads(run, tmp_path):
+    name = "bert.encoder.layer.1.attention.self"
+    code, printed, error = run("prune", "dense", "--heads", f"{name}=0,2")
+    assert (code, error) == (0, "")
+    assert f"{name}: 0, 2" in printed
+    record = json.loads((tmp_path / "dense-pruned" / "collab_compress.json").read_text())
+    assert record["pruned_heads"] == {name: [0, 2]}
+    assert record["parameters_after"] < record["parameters_before"]
+    assert outputs(tmp_path / "dense-pruned").isfinite().all()
+
+
+def test_pruning_a_share_by_texts(run, tmp_path):
+    code, printed, error = run("prune", "small", "--share", "0.3", "--data", "texts.txt", "--output", "out")
+    assert (code, error) == (0, "")
+    assert "the least important by confidence on sentences of texts.txt" in printed
+    record = json.loads((tmp_path / "out" / "collab_compress.json").read_text())
+    heads = sum(map(len, record["importance"].values()))
+    assert sum(map(len, record["pruned_heads"].values())) == round(0.3 * heads)
+
+
+def test_recovery_brings_the_model_nearer(run, folder, tmp_path):
+    code, printed, error = run(
+        "recover", "small", "--dense", "dense", "--steps", 8, "--length", 16, "--device", "cpu", "--output", "out"
+    )
+    assert (code, error) == (0, "")
+    assert "Recovery: 8 steps take about" in printed
+    assert "Recovered in" in printed
+    recovery = json.loads((tmp_path / "out" / "collab_compress.json").read_text())["recovery"]
+    assert recovery["steps"] == 8
+    assert recovery["drift"] > 0
+    assert not torch.equal(outputs(tmp_path / "out"), outputs(folder / "small"))
+
+
+def test_converting_and_recovering_in_one_go(run, tmp_path):
+    code, printed, error = run(
+        "compress", "dense", "--dk", 5, "--recover", 4, "--length", 16, "--sequences", 32, "--device", "cpu"
+    )
+    assert (code, error) == (0, "")
+    assert "Recovered in" in printed
+    output = tmp_path / "dense-dk5-recovered"
+    assert json.loads((output / "collab_compress.json").read_text())["recovery"]["steps"] == 4
+    assert "4 steps of distillation" in (output / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_number_of_steps_may_be_left_out():
+    assert with_steps(["m", "--dk", "8", "--recover"]) == ["m", "--dk", "8", "--recover", "150"]
+    assert with_steps(["--recover", "m", "--dk", "8"]) == ["--recover", "150", "m", "--dk", "8"]
+    assert with_steps(["m", "--recover", "20", "--mix"]) == ["m", "--recover", "20", "--mix"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["expand", "dense"], "has no collaborative attention to expand"),
+        (["merge", "dense"], "has no alphas to merge"),
+        (["prune", "dense"], "say which heads go"),
+        (["prune", "dense", "--share", 0.3], "--share ranks heads by data"),
+        (["prune", "dense", "--share", 1.5, "--data", "texts.txt"], "expected a number above 0 and below 1"),
+        (["prune", "dense", "--heads", "layer"], "expected MODULE=H,H"),
+        (["prune", "dense", "--heads", "layer=0"], "no attention module 'layer'"),
+        (["recover", "small"], "pass --dense MODEL"),
+        (["recover", "dense", "--dense", "dense"], "is not converted"),
+        (["recover", "small", "--dense", "dense", "--steps", 0], "recovery takes 0 steps"),
+        (["expand", "exact", "--revision", "main"], "is here, without revisions"),
+        (["expand", "exact", "--push-to-hub", "a/b/c"], "cannot be a name on the hub"),
+        (["expand", "exact", "--push-to-hub", "a/b"], "a/b cannot be put on the hub"),
+        (["compress", "dense", "--recover", "--mix"], "--recover belongs to a conversion"),
+        (["compress", "dense", "--dk", 5, "--calibration", "none", "--recover"], "--recover trains on"),
+    ],
+)  # fmt: skip
+def test_errors_are_one_line_and_leave_nothing(run, tmp_path, arguments, message):
+    code, printed, error = run(*arguments)
+    assert (code, printed) == (2, "")
+    assert error.startswith(f"collab-{arguments[0]}: ")
+    assert len(error.strip().splitlines()) == 1
+    assert message in error
+    assert list(tmp_path.iterdir()) == []
