@@ -10,17 +10,13 @@ from pathlib import Path
 
 import pytest
 from collab_compress_cli.command import stopping_in_one_line
+from collab_compress_cli.start import COMMANDS
 from transformers import BertForSequenceClassification
 
-COMMANDS = {"collab-compress": "compress", "collab-analyze": "analyze", "collab-results": "results"}
 START = "import sys; sys.argv[0] = 'x'; from collab_compress_cli import start; start.{}()"
 LACKING = """
 import sys
-class Lacking:
-    def find_spec(self, name, *_):
-        if name.partition('.')[0] in {lacking!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Lacking())
+sys.modules.update(dict.fromkeys({lacking!r}))  # None: neither found nor importable
 """
 # What runs in the background ignores SIGINT, and so would what it starts.
 HEARING = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -73,6 +69,7 @@ def test_versions():
     ("command", "arguments", "package"),
     [
         ("collab-results", ["--papers"], "datasets"),
+        ("collab-run", ["task=mrpc", "model=minilm", "output=out"], "dacite"),
         ("collab-analyze", ["minilm", "--task", "mrpc", "--output", "out"], "datasets"),
         ("collab-compress", ["minilm", "--dk", "8", "--solver", "parafac", "--calibration", "none"], "tensorly"),
     ],
