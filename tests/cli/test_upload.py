@@ -70,7 +70,7 @@ def test_uploads_that_cannot_be_are_refused_beforehand(hub, monkeypatch):
     with pytest.raises(CheckpointError, match="cannot be a name on the hub"):
         upload.check_upload("me/small/er")
     monkeypatch.setattr(upload, "get_token", lambda: None)
-    with pytest.raises(CheckpointError, match="log in first"):
+    with pytest.raises(CheckpointError, match="nobody is logged in"):
         upload.check_upload("me/small")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set"):
