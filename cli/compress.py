@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from collab_compress import Compression, Report, alphas_of, compress, mix_heads_
-from collab_compress.distributed import processes
+from collab_compress.distributed import process_state
 
 from .arguments import Arguments
 from .command import parse, silence_libraries, stopping_in_one_line
@@ -39,7 +39,7 @@ def run(arguments: Arguments) -> Report | None:
     source = begin(arguments.model, output, saving, arguments.compression.device)
     device = device_of(arguments.compression.device)
     arguments = replace(arguments, compression=replace(arguments.compression, device=device))
-    report = None if arguments.compression.rank is None else _convert(source, arguments)
+    report = None if arguments.compression.dk is None else _convert(source, arguments)
     recovery = None if arguments.recover is None else _recover(source, arguments)
     if arguments.mix:
         mix_heads_(source.model)
@@ -56,7 +56,7 @@ def _convert(source: Source, arguments: Arguments) -> Report:
         return compress(
             source.model, compression, arguments.calibration, tokenizer=source.tokenizer,
             progress=lambda name, done, total: show(done, total, name or "done"),
-            spread=processes().num_processes > 1,
+            distributed=process_state().num_processes > 1,
         )  # fmt: skip
 
 

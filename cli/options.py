@@ -15,12 +15,12 @@ from tqdm import tqdm
 
 from collab_compress import CheckpointError, CollabCompressError, Compression, Report, make_standalone_
 from collab_compress.checkpoint.companions import companions_of, copy_companions
-from collab_compress.checkpoint.directory import refuse_place, to_json, whole_directory, whole_file
+from collab_compress.checkpoint.directory import atomic_directory, atomic_file, refuse_place, to_json
 from collab_compress.checkpoint.find import find_directory, title_of
 from collab_compress.checkpoint.load import one_line
 from collab_compress.checkpoint.upload import check_upload, push_to_hub
 from collab_compress.conversion.card import CARD, Origin, loading_lines, model_card
-from collab_compress.distributed import processes
+from collab_compress.distributed import process_state
 
 from .source import Source, device_of, load_source, put_on
 
@@ -99,14 +99,14 @@ def finish(source: Source, output: Path, saving: Saving, made: Made, lines: Sequ
     Raises:
         CheckpointError: it cannot be written, or the hub does not take it.
     """
-    together = processes()
+    together = process_state()
     together.wait_for_everyone()
     if not together.is_main_process:
         return
     record = {**made.record, "versions": _versions()}
     with ExitStack() as both:
-        described = None if saving.json is None else both.enter_context(whole_file(saving.json))
-        partial = both.enter_context(whole_directory(output))
+        described = None if saving.json is None else both.enter_context(atomic_file(saving.json))
+        partial = both.enter_context(atomic_directory(output))
         _save(source, partial, output.name, made, record)
         if described is not None:
             described.write_text(to_json(record), encoding="utf-8")
@@ -123,7 +123,7 @@ def finish(source: Source, output: Path, saving: Saving, made: Made, lines: Sequ
 @contextmanager
 def bar(description: str, unit: str, quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
     """Show a progress bar on the main process; it takes what is done, how much there is, and a name for it."""
-    hidden = True if quiet or not processes().is_main_process else None  # None: where there is no terminal
+    hidden = True if quiet or not process_state().is_main_process else None  # None: where there is no terminal
     with tqdm(desc=description, unit=unit, disable=hidden, leave=False) as shown:
 
         def progress(done: int, total: int, name: str = "") -> None:

@@ -17,7 +17,7 @@ from collab_compress.calibration import calibration_batches
 from collab_compress.checkpoint.find import find_directory
 from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.recovery import recover_
-from collab_compress.distributed import processes
+from collab_compress.distributed import process_state
 
 from .command import parse, silence_libraries, stopping_in_one_line
 from .options import RECORD, Device, Made, Model, Saving, bar, begin, finish, output_of
@@ -156,7 +156,7 @@ def recovery_note(recovery: dict[str, Any]) -> str:
 def _timed(show: Callable[[int, int, str], None], quiet: bool) -> Callable[[int, int], None]:
     """Let a bar also say, once that can be known, how long all steps take."""
     started: list[float] = []
-    told = quiet or not processes().is_main_process
+    told = quiet or not process_state().is_main_process
 
     def progress(done: int, total: int) -> None:
         nonlocal told

@@ -1,22 +1,30 @@
-"""`collab-results`: a table of what experiments found, with the papers' numbers beside it."""
+"""`collab-results`: a table of what experiments found, with the papers' numbers beside it, as Markdown or CSV."""
 
+from __future__ import annotations
+
+import csv
+import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from collab_compress.checkpoint.directory import refuse_place, write_new
-from collab_compress.errors import RecipeError
-from collab_compress.experiments.comparison import compare
-from collab_compress.experiments.papers import read_papers, select_tables
-from collab_compress.experiments.results import read_results
-
 from .command import parse, stopping_in_one_line
-from .results_csv import comparison_csv, papers_csv
-from .results_markdown import comparison_markdown, papers_markdown
+
+if TYPE_CHECKING:  # what takes long to import is imported where it is used
+    from collab_compress.experiments.comparison import Comparison, Estimate, Row
+    from collab_compress.experiments.papers import PaperRow, PaperTable
+    from collab_compress.experiments.results import Column
+
+FIELDS = (
+    "from", "model", "method", "stage", "parameters", "task", "metric", "greater_is_better",
+    "mean", "sd", "n", "reference", "difference", "low", "high", "pairs", "printed",
+)  # fmt: skip
+"""Columns of the CSV."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +35,15 @@ class Arguments:
       collab-results outputs/glue
       collab-results outputs/glue --papers --output RESULTS.md
       collab-results outputs/glue --against drophead/tuned --format csv
+      collab-results outputs/glue --records glue.jsonl
+      collab-results glue.jsonl
       collab-results outputs/glue --paper collaborate --table 2
       collab-results --paper diversity
     """
 
-    folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="DIR")] = None
-    """Folder with the outputs of experiments, at any depth; without it the papers' tables are printed as they are."""
+    folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="PATH")] = None
+    """Folder with the outputs of experiments, at any depth, or a file of records; without it the papers' tables are
+    printed as they are."""
 
     against: Annotated[str | None, tyro.conf.arg(metavar="METHOD/STAGE")] = None
     """What the others are compared with; plain/tuned, or plain/given where nothing was tuned, if not given."""
@@ -52,6 +63,9 @@ class Arguments:
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write there instead of printing; must not exist."""
 
+    records: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the folder's records there, one a line, to be read in its place; must not exist."""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; errors are one line on standard error and exit code 2."""
@@ -61,16 +75,26 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(arguments: Arguments) -> None:
     """Read, compare and print or write."""
-    if arguments.output is not None:
-        refuse_place(arguments.output)
+    from collab_compress.checkpoint.directory import refuse_place, write_new
+    from collab_compress.errors import RecipeError
+    from collab_compress.experiments.comparison import compare
+    from collab_compress.experiments.papers import read_papers, select_tables
+    from collab_compress.experiments.record import read_records, write_records
+    from collab_compress.experiments.results import read_results
+
+    for place in (arguments.output, arguments.records):
+        if place is not None:
+            refuse_place(place)
     chosen = arguments.paper is not None or arguments.table is not None
     tables = select_tables(read_papers(), arguments.paper, arguments.table) if arguments.papers or chosen else []
     if arguments.folder is None:
-        if not tables or arguments.against is not None:
+        if not tables or arguments.against is not None or arguments.records is not None:
             raise RecipeError("no results: give a folder with the outputs of experiments, or --papers alone")
-        text = papers_markdown(tables) if arguments.format == "markdown" else papers_csv(tables)
+        text = _papers_markdown(tables) if arguments.format == "markdown" else _papers_csv(tables)
     else:
         comparison = compare(read_results(arguments.folder), arguments.against)
+        if arguments.records is not None:
+            write_records(read_records(arguments.folder).values(), arguments.records)
         names = [column.name for column in comparison.columns]
         shown = [table for table in tables if table.rows_for(names)]
         if tables and not shown:
@@ -78,7 +102,7 @@ def run(arguments: Arguments) -> None:
             if chosen:
                 raise RecipeError(f"{missing}; leave the folder out to print what they have")
             print(f"collab-results: {missing}", file=sys.stderr)
-        render = comparison_markdown if arguments.format == "markdown" else comparison_csv
+        render = _comparison_markdown if arguments.format == "markdown" else _comparison_csv
         text = render(comparison, shown)
     if arguments.output is None:
         _print(text)
@@ -91,8 +115,227 @@ def _print(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        sys.stdout = None  # what is left in it would be tried again at the end
+        from collab_compress.errors import RecipeError
+
         raise RecipeError(f"cannot print: {error.strerror}") from error
+
+
+def _comparison_markdown(comparison: Comparison, papers: Sequence[PaperTable]) -> str:
+    """Format scores, differences and notes, with the papers' rows on the same tasks below ours."""
+    columns = comparison.columns
+    header = [*(["from"] if papers else []), "model", "method", "stage"]
+    words = len(header)
+    rows = [[*_named(row, papers), _millions(row), *_scores(row, columns)] for row in comparison.rows]
+    rows += [
+        [table.place, row.model, row.method, row.stage, _text(row.parameters), *_paper_scores(row, comparison)]
+        for table in papers
+        for row in table.rows_for([column.name for column in columns])
+    ]
+    header += ["parameters (M)", *(_header(column, "lower") for column in columns)]
+    blocks = [
+        "Mean ± sample standard deviation over seeds (number of seeds)." + _about_papers(papers),
+        _grid(header, rows, words),
+    ]
+    differences = [
+        [*_named(row, papers), *_differences(row, columns)] for row in comparison.rows if row.differences
+    ] + _paper_differences(comparison, papers)
+    if differences:
+        header = [*header[:words], *(_header(column, "negative") for column in columns)]
+        blocks += [
+            f"Difference to {comparison.reference} of the same model, task and seed: mean ± half of its "
+            "95 % t-interval (number of pairs)." + _about_differences(comparison, papers),
+            _grid(header, differences, words),
+        ]
+    notes = [f"* {note}." for note in comparison.notes] + [f"* {_conditions(table)}" for table in papers]
+    return "\n\n".join([*blocks, *(["\n".join(notes)] if notes else [])]) + "\n"
+
+
+def _papers_markdown(tables: Sequence[PaperTable]) -> str:
+    """Format the papers' tables as they are printed."""
+    blocks = []
+    for table in tables:
+        columns = [f"{name} ({metric})" for name, metric in table.columns.items()]
+        header = ["model", "method", "stage", "parameters (M)", *columns, "average"]
+        rows = [
+            [row.model, row.method, row.stage, _text(row.parameters), *_printed(row, table), _text(row.average)]
+            for row in table.rows
+        ]
+        used = [place for place in range(len(header)) if any(row[place] for row in rows)]
+        filled = [[line[place] for place in used] for line in (header, *rows)]
+        blocks += [_conditions(table), _grid(filled[0], filled[1:], words=sum(place < 3 for place in used))]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _paper_scores(row: PaperRow, comparison: Comparison) -> list[str]:
+    """Give a paper's numbers in our columns; an average is over the tasks that we have, as ours is."""
+    averages = [] if comparison.average is None else [_rounded(row.mean(comparison.tasks))]
+    return [*(_text(row.score(task)) for task in comparison.tasks), *averages]
+
+
+def _paper_differences(comparison: Comparison, papers: Sequence[PaperTable]) -> list[list[str]]:
+    """Compare the papers' rows with the baselines of their own tables, where ours are compared with the baseline."""
+    if not comparison.with_baseline:
+        return []
+    tasks = comparison.tasks
+    lines = []
+    for table in papers:
+        for row in table.rows_for(tasks):
+            if (base := table.baseline(row)) is None:
+                continue
+            changes = [_change(row.score(task), base.score(task)) for task in tasks]
+            if comparison.average is not None:
+                changes.append(_change(row.mean(tasks), base.mean(tasks)))
+            if any(changes):
+                lines.append([table.place, row.model, row.method, row.stage, *changes])
+    return lines
+
+
+def _named(row: Row, papers: Sequence[PaperTable]) -> list[str]:
+    variant = row.variant
+    return [*(["ours"] if papers else []), variant.model, variant.method, variant.stage]
+
+
+def _scores(row: Row, columns: Sequence[Column]) -> list[str]:
+    return [_cell(row.scores[column]) if column in row.scores else "" for column in columns]
+
+
+def _differences(row: Row, columns: Sequence[Column]) -> list[str]:
+    found = [row.differences.get(column) for column in columns]
+    return ["" if one is None else _signed(one) for one in found]
+
+
+def _cell(estimate: Estimate) -> str:
+    spread = "" if estimate.deviation is None else f" ± {estimate.deviation:.2f}"
+    return f"{estimate.mean:.2f}{spread} ({estimate.count})"
+
+
+def _signed(difference: Estimate) -> str:
+    spread = "" if difference.interval is None else f" ± {difference.interval:.2f}"
+    return f"{difference.mean:+.2f}{spread} ({difference.count})"
+
+
+def _header(column: Column, better: str) -> str:
+    return f"{column.name} ({column.metric}{'' if column.greater_is_better else f', {better} is better'})"
+
+
+def _millions(row: Row) -> str:
+    return "" if row.parameters is None else f"{row.parameters / 1e6:.2f}"
+
+
+def _printed(row: PaperRow, table: PaperTable) -> list[str]:
+    return ["/".join(map(str, row.scores.get(column, ()))) for column in table.columns]
+
+
+def _text(number: Decimal | None) -> str:
+    return "" if number is None else str(number)
+
+
+def _rounded(number: Decimal | None) -> str:
+    return "" if number is None else f"{number:.2f}"
+
+
+def _change(number: Decimal | None, base: Decimal | None) -> str:
+    return "" if number is None or base is None else f"{number - base:+.2f}"
+
+
+def _about_papers(papers: Sequence[PaperTable]) -> str:
+    return " A paper's number is the mean of the two it prints for a task with two metrics." if papers else ""
+
+
+def _about_differences(comparison: Comparison, papers: Sequence[PaperTable]) -> str:
+    return " A paper's is to the baseline of its table." if _paper_differences(comparison, papers) else ""
+
+
+def _conditions(table: PaperTable) -> str:
+    """Say where a table is from, under what conditions, and what is doubtful about it."""
+    doubts = f" **But:** {table.note}" if table.note else ""
+    return f"{table.place} (“{table.title}”, {table.source}): {table.about}{doubts}"
+
+
+def _grid(header: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> str:
+    """Format a table whose first columns hold words, and the others numbers."""
+    lines = [[cell.replace("|", "\\|") for cell in line] for line in (header, *rows)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    rule = ["-" * width if place < words else "-" * (width - 1) + ":" for place, width in enumerate(widths)]
+    padded = [
+        [cell.ljust(width) if place < words else cell.rjust(width) for place, (cell, width) in enumerate(pairs)]
+        for pairs in (list(zip(line, widths, strict=True)) for line in lines)
+    ]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (padded[0], rule, *padded[1:]))
+
+
+def _comparison_csv(comparison: Comparison, papers: Sequence[PaperTable]) -> str:
+    """Give each score with its difference to the reference, and the papers' on the same tasks below ours.
+
+    `low` and `high` are the ends of the difference's 95 % t-interval. What is not there is left empty: the deviation
+    and the interval of one seed, and differences that have no pair.
+    """
+    lines: list[dict[str, Any]] = []
+    for row in comparison.rows:
+        variant = row.variant
+        named = {"from": "ours", "model": variant.model, "method": variant.method, "stage": variant.stage}
+        for column in comparison.columns:
+            if (score := row.scores.get(column)) is None:
+                continue
+            line = {
+                **named, "parameters": row.parameters, "task": column.name, "metric": column.metric,
+                "greater_is_better": column.greater_is_better,
+                "mean": score.mean, "sd": score.deviation, "n": score.count,
+            }  # fmt: skip
+            if (difference := row.differences.get(column)) is not None:
+                line |= {
+                    "reference": row.reference, "difference": difference.mean, "pairs": difference.count,
+                }  # fmt: skip
+                if (half := difference.interval) is not None:
+                    line |= {"low": difference.mean - half, "high": difference.mean + half}
+            lines.append(line)
+    for table in papers:
+        for paper_row in table.rows_for([column.name for column in comparison.columns]):
+            lines += _beside_ours(table, paper_row, comparison)
+    return _csv(lines)
+
+
+def _papers_csv(tables: Sequence[PaperTable]) -> str:
+    """Give the papers' numbers; `mean` is that of the two that are printed for a task with two metrics."""
+    return _csv(
+        line for table in tables for row in table.rows for line in _paper_lines(table, row, list(table.columns))
+    )
+
+
+def _beside_ours(table: PaperTable, row: PaperRow, comparison: Comparison) -> list[dict[str, Any]]:
+    """Give a paper's numbers in our columns; an average is over the tasks that we have, as ours is."""
+    better = {column.name: column.greater_is_better for column in comparison.columns}
+    lines = _paper_lines(table, row, comparison.tasks)
+    average = comparison.average
+    if average is not None and (mean := row.mean(comparison.tasks)) is not None:
+        lines.append({**_paper_named(table, row), "task": average.name, "metric": average.metric, "mean": mean})
+    return [{**line, "greater_is_better": better[line["task"]]} for line in lines]
+
+
+def _paper_lines(table: PaperTable, row: PaperRow, columns: Sequence[str]) -> list[dict[str, Any]]:
+    return [
+        {
+            **_paper_named(table, row), "task": column, "metric": table.columns[column], "mean": row.score(column),
+            "printed": "/".join(map(str, row.scores[column])),
+        }
+        for column in columns
+        if column in row.scores
+    ]  # fmt: skip
+
+
+def _paper_named(table: PaperTable, row: PaperRow) -> dict[str, Any]:
+    parameters = None if row.parameters is None else int(row.parameters * 1_000_000)
+    return {
+        "from": table.place, "model": row.model, "method": row.method, "stage": row.stage, "parameters": parameters,
+    }  # fmt: skip
+
+
+def _csv(lines: Iterable[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, FIELDS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
 
 
 if __name__ == "__main__":

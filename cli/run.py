@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from collab_compress.checkpoint.directory import refuse_place, to_json, write_new
-from collab_compress.distributed import processes
+from collab_compress.distributed import process_state
 from collab_compress.errors import RecipeError
 from collab_compress.experiments import read_recipe, read_sweep, run, run_sweep
 from collab_compress.tasks import TASKS
@@ -95,7 +95,7 @@ def run_script(usage: str, tasks: Collection[str], arguments: list[str] | None =
             raise RecipeError(f"{recipe.task} is {TASKS[recipe.task].kind}; this script is for {', '.join(tasks)}")
         silence_libraries()
         records = run(replace(recipe, progress=False) if options.quiet else recipe)
-        if processes().is_main_process:
+        if process_state().is_main_process:
             _write(options, records)
             for record in () if options.quiet else records:
                 print(f"{record['task']:10} {record['stage']:14} {record['score']:.2f}  {record['metrics']}")
@@ -114,13 +114,13 @@ def run_sweep_script(usage: str, arguments: list[str] | None = None, name: str =
         silence_libraries()
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
         level = logging.ERROR if options.quiet else logging.INFO
-        level = level if processes().is_main_process else logging.CRITICAL
+        level = level if process_state().is_main_process else logging.CRITICAL
         logging.getLogger("collab_compress.experiments.sweep").setLevel(level)
         failed = run_sweep(sweep)
-        if processes().is_main_process:
+        if process_state().is_main_process:
             _write(options, failed)
         if failed:
-            sys.exit("failed:\n" + "\n".join(failed) if processes().is_main_process else 1)
+            sys.exit("failed:\n" + "\n".join(failed) if process_state().is_main_process else 1)
 
 
 @contextmanager

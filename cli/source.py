@@ -12,7 +12,7 @@ from collab_compress.checkpoint import load
 from collab_compress.checkpoint.directory import has_tokenizer
 from collab_compress.checkpoint.edits import METHOD
 from collab_compress.checkpoint.find import find_directory, repository_of, title_of
-from collab_compress.distributed import processes
+from collab_compress.distributed import process_state
 from collab_compress.errors import CheckpointError, CompressionError
 
 RUNS_AS = (None, "eager", "sdpa")  # attention that can be read from a config
@@ -102,7 +102,7 @@ def device_of(asked: str | None) -> str | None:
     Raises:
         CompressionError: one device is named for several processes.
     """
-    together = processes()
+    together = process_state()
     if asked is None or together.num_processes == 1 or asked == "cpu":
         return asked
     kind, _, number = asked.partition(":")

@@ -18,7 +18,7 @@ def report_lines(report: Report, calibrated_on: str) -> list[str]:
         sizes = f"{module.parameters_before:,} → {module.parameters_after:,}"
         macs = f"{module.macs_before / 1e6:.1f} → {module.macs_after / 1e6:.1f}"
         lines.append(
-            f"{module.name:<{width}}  {module.rank:>4}  {score:>11}  {module.weight_error:>12.4f}  {sizes:>18}  "
+            f"{module.name:<{width}}  {module.dk:>4}  {score:>11}  {module.weight_error:>12.4f}  {sizes:>18}  "
             f"{macs:>17}  {_length(module.break_even_length):>5}"
         )
     apart = [f"  {module.name}: {' '.join(map(str, module.sizes))}" for module in report.modules if module.sizes]

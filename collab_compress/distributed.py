@@ -17,12 +17,12 @@ from collab_compress.errors import CollabCompressError, RecipeError
 PATIENCE = timedelta(days=2)  # while one process converts, scores or writes, the others wait
 
 
-def processes() -> PartialState:
+def process_state() -> PartialState:
     """Give the processes that run this together; without a GPU they meet on the CPU."""
     return PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)
 
 
-def leave() -> None:
+def end_processes() -> None:
     """End what the processes share, if anything; one that exits without may be aborted by the threads of it."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -34,13 +34,13 @@ GRACE = timedelta(seconds=10)
 """How long one that failed waits for the others to notice."""
 
 
-def once(work: Callable[[], Done]) -> Done:
+def on_main_process(work: Callable[[], Done]) -> Done:
     """Let the main process do something while the others wait, and tell them what came out.
 
     Raises:
         RecipeError: what went wrong in the main process, which raises the error itself.
     """
-    state = processes()
+    state = process_state()
     if state.num_processes == 1:
         return work()
     told: list[Any] = [None, None]
@@ -57,13 +57,13 @@ def once(work: Callable[[], Done]) -> Done:
     return done
 
 
-def each(work: Callable[[], Done]) -> Done:
+def on_every_process(work: Callable[[], Done]) -> Done:
     """Let each process do something in which they do not meet; if it fails in one, it fails in all.
 
     Raises:
         RecipeError: what went wrong in another process; one's own error is raised itself.
     """
-    state = processes()
+    state = process_state()
     if state.num_processes == 1:
         return work()
     error: Exception | None = None
@@ -92,7 +92,7 @@ def failing_together() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if processes().num_processes == 1 or getattr(error, EVERYWHERE, False) or not can_meet():
+        if process_state().num_processes == 1 or getattr(error, EVERYWHERE, False) or not can_meet():
             raise
         if (first := _part(error)) is None:
             raise
@@ -101,12 +101,12 @@ def failing_together() -> Iterator[None]:
 
 def can_meet() -> bool:
     """Say whether the processes can go on together, after an error too."""
-    return processes().num_processes == 1 or torch.distributed.is_initialized()
+    return process_state().num_processes == 1 or torch.distributed.is_initialized()
 
 
 def _part(error: BaseException) -> str | None:
     """Close what the processes share, and open it anew; gives what another said that failed before this one."""
-    state, backend = processes(), torch.distributed.get_backend()
+    state, backend = process_state(), torch.distributed.get_backend()
     shared = distributed_c10d._get_default_store()
     store = distributed_c10d.PrefixStore("failed", shared)
     place, own = store.add("order", 1), state.process_index

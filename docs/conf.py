@@ -23,7 +23,6 @@ extensions = [
     "native_math",
     "public_api",
 ]
-exclude_patterns = ["_readme_draft.md"]
 nitpicky = True  # with -W, a reference to what is not there stops the build
 ELSEWHERE = "torch|transformers|datasets|evaluate|tokenizers|numpy|tyro|pathlib|collections|types|typing"
 nitpick_ignore_regex = [("py:.*", rf"({ELSEWHERE})\b.*")]  # this site links to no other

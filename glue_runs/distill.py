@@ -16,7 +16,7 @@ import tyro
 from collab_compress_cli.source import load_source
 
 from collab_compress import CollabCompressError, Compression, compress
-from collab_compress.checkpoint.directory import refuse_existing, whole_directory
+from collab_compress.checkpoint.directory import atomic_directory, refuse_existing
 from collab_compress.conversion import recover_
 
 
@@ -50,11 +50,11 @@ def main(arguments: Arguments) -> None:
     refuse_existing(arguments.output)
     source = load_source(arguments.model)
     dense, model = source.model, copy.deepcopy(source.model)
-    options = Compression(rank=arguments.dk, seed=arguments.seed)
+    options = Compression(dk=arguments.dk, seed=arguments.seed)
     report = compress(model, options, arguments.calibration, source.tokenizer)
     errors = [module.data_error or 0.0 for module in report.modules]
     print(f"converted: score error {sum(errors) / len(errors):.4f} on average", flush=True)
-    with whole_directory(arguments.output) as directory:
+    with atomic_directory(arguments.output) as directory:
         done = recover_(
             model, dense, source.tokenizer, arguments.calibration, steps=arguments.steps,
             learning_rate=arguments.learning_rate, seed=arguments.seed, logging_steps=25,

@@ -44,7 +44,7 @@ TEXTS = ["A man is playing a guitar.", "Someone makes music.", "The market fell.
 def converted(tmp_path_factory):
     """MiniLM at dk = 192, as the command saves it."""
     output = tmp_path_factory.mktemp("converted") / "minilm"
-    run(Arguments("minilm", Compression(rank=192, sweeps=20), output=output))
+    run(Arguments("minilm", Compression(dk=192, sweeps=20), output=output))
     return output
 
 
@@ -71,7 +71,7 @@ def test_feature_extraction_pipeline(converted):
 def test_fill_mask_and_classification_pipelines(minilm_path, minilm_tokenizer, tmp_path):
     torch.manual_seed(0)
     model = BertForSequenceClassification.from_pretrained(minilm_path, num_labels=3).eval()
-    compress(model, Compression(rank=64, sweeps=2), calibration=None)
+    compress(model, Compression(dk=64, sweeps=2), calibration=None)
     model.save_pretrained(tmp_path)
     minilm_tokenizer.save_pretrained(tmp_path)
     (scores,) = pipeline("text-classification", model=str(tmp_path), device="cpu", top_k=None)([TEXTS[0]])
@@ -85,7 +85,7 @@ def training(make_tiny, minilm_tokenizer, tmp_path):
     """A converted tiny classifier, a learnable data set, and arguments of a stock Trainer."""
     model = make_tiny("bert", BertForSequenceClassification)
     model.resize_token_embeddings(30522)
-    compress(model, Compression(rank=8), calibration=None)
+    compress(model, Compression(dk=8), calibration=None)
     words = {0: "good great fine nice", 1: "bad awful poor dull"}
     rows = [
         {**minilm_tokenizer(f"{words[label].split()[number % 4]} film {number}"), "labels": label}
@@ -150,7 +150,7 @@ def outputs(model, batch):
 def edited(family, make_tiny):
     """Converted, with heads that mix: parameters of ours in attention and before the output projection."""
     model = make_tiny(family)
-    compress(model, Compression(rank=8), calibration=None)
+    compress(model, Compression(dk=8), calibration=None)
     mix_heads_(model)
     return model
 
@@ -190,7 +190,7 @@ def test_dispatched_over_cpu_and_disk(edited, batch, tmp_path):
 
 def test_offloaded_factors_are_refused(family, make_tiny, batch):
     model = make_tiny(family)
-    compress(model, Compression(rank=8), calibration=None)
+    compress(model, Compression(dk=8), calibration=None)
     expected = outputs(model, batch)
     cpu_offload(model, torch.device("cpu"))
     for read in (expand, read_factors):
@@ -207,11 +207,11 @@ def test_weights_of_a_class_of_their_own_are_refused(make_tiny):
 
     name = "encoder.layer.1.attention.self"
     dense, model = make_tiny("bert"), make_tiny("bert")
-    compress(model, Compression(rank=8), calibration=None)
+    compress(model, Compression(dk=8), calibration=None)
     for linear in (dense.get_submodule(name).key, model.get_submodule(name).key.proj):
         linear.weight = Packed(linear.weight.detach())
     with pytest.raises(UnsupportedModelError, match=rf"{name}\.key: .*Packed of torch.float32; convert before quant"):
-        compress(dense, Compression(rank=8), calibration=None)
+        compress(dense, Compression(dk=8), calibration=None)
     for edited in (dense, model):
         with pytest.raises(HeadError, match=rf"{name}\.key.*: got Packed, expected a plain .*undo quantization"):
             prune_heads_(edited, {name: [0]})

@@ -21,7 +21,7 @@ def hidden(model, tokenizer):
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_full_rank_is_exact_with_padding(minilm, minilm_tokenizer, implementation):
     dense = copy.deepcopy(minilm)
-    compress(minilm, Compression(rank=384), calibration=None)
+    compress(minilm, Compression(dk=384), calibration=None)
     minilm.set_attn_implementation(implementation)
     torch.testing.assert_close(hidden(minilm, minilm_tokenizer), hidden(dense, minilm_tokenizer), atol=1e-4, rtol=0)
     assert expand(minilm).exact
@@ -31,7 +31,7 @@ def test_full_rank_is_exact_with_padding(minilm, minilm_tokenizer, implementatio
 def test_the_authors_scale_would_be_far_off(minilm, minilm_tokenizer):
     """√(R/H) instead of √d: what this package must never compute."""
     dense = copy.deepcopy(minilm)
-    compress(minilm, Compression(rank=96), tokenizer=minilm_tokenizer)
+    compress(minilm, Compression(dk=96), tokenizer=minilm_tokenizer)
     right = (hidden(minilm, minilm_tokenizer) - hidden(dense, minilm_tokenizer)).norm()
     for layer in minilm.encoder.layer:
         assert layer.attention.self.scaling == pytest.approx(32**-0.5)
@@ -44,7 +44,7 @@ def test_data_aware_error_is_small_and_falls_with_rank(minilm, minilm_tokenizer)
     errors = []
     for rank in (64, 128, 192):
         model = copy.deepcopy(minilm)
-        report = compress(model, Compression(rank=rank, modules="*layer.2*", sweeps=50), tokenizer=minilm_tokenizer)
+        report = compress(model, Compression(dk=rank, modules="*layer.2*", sweeps=50), tokenizer=minilm_tokenizer)
         errors.append(report.modules[0].data_error)
     assert errors == sorted(errors, reverse=True)
     assert errors[1] < 0.15
@@ -61,5 +61,5 @@ def test_sts_b_without_retraining(minilm, minilm_tokenizer, glue):
     finally:
         sys.path.pop(0)
     assert sts_b(minilm, minilm_tokenizer, glue) == pytest.approx(86.72, abs=0.02)
-    compress(minilm, Compression(rank=64), tokenizer=minilm_tokenizer)
+    compress(minilm, Compression(dk=64), tokenizer=minilm_tokenizer)
     assert sts_b(minilm, minilm_tokenizer, glue) > 85.7

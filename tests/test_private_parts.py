@@ -109,6 +109,11 @@ def quantizer_runs(hook: str, caller: str) -> Callable[[], bool]:
     return lambda: f"self.{hook}(model" in inspect.getsource(vars(HfQuantizer)[caller])
 
 
+def configs_are_read_by_from_dict() -> bool:
+    return all("from_dict(config_dict" in inspect.getsource(reader.from_pretrained)
+               for reader in (transformers.AutoConfig, transformers.PretrainedConfig))  # fmt: skip
+
+
 def auto_classes_list_models() -> bool:
     lists = modeling_auto.AutoModelForSequenceClassification._model_mapping._model_mapping
     return lists["bert"] == "BertForSequenceClassification"
@@ -141,7 +146,7 @@ PARTS = [
          sdpa_takes_no_more),
     Part("PreTrainedConfig._attn_implementation", "attention/view.py", "_attn_implementation",
          lambda: bert().config._attn_implementation == "sdpa"),
-    Part("split_size of GPT2Attention", "attention/collaborative.py", "split_size", gpt2_splits_by_an_attribute),
+    Part("split_size of GPT2Attention", "attention/form.py", "split_size", gpt2_splits_by_an_attribute),
     Part("the mappings of transformers.quantizers.auto", "checkpoint/quantizer.py", "AUTO_QUANTIZER_MAPPING",
          quantizers_are_plugged_in),
     Part("HfQuantizer._process_model_before_weight_loading", "checkpoint/quantizer.py",
@@ -150,6 +155,7 @@ PARTS = [
     Part("HfQuantizer._process_model_after_weight_loading", "checkpoint/quantizer.py",
          "_process_model_after_weight_loading",
          quantizer_runs("_process_model_after_weight_loading", "postprocess_model")),
+    Part("PretrainedConfig.from_dict", "checkpoint/guard.py", "from_dict", configs_are_read_by_from_dict),
     Part("hf_quantizer of a model that is saved", "checkpoint/quantizer.py", "hf_quantizer",
          mentions(PreTrainedModel.save_pretrained, "hf_quantizer", "is_serializable")),
     Part("PreTrainedModel.is_quantized", "checkpoint/quantizer.py", "is_quantized",
@@ -162,9 +168,9 @@ PARTS = [
          auto_classes_list_models),
     Part("save_pretrained(is_main_process=)", "checkpoint/standalone.py", "is_main_process",
          takes(PreTrainedModel.save_pretrained, "save_directory", "is_main_process")),
-    Part("Cache.is_compileable", "attention/static_cache.py", "is_compileable",
+    Part("Cache.is_compileable", "attention/install.py", "is_compileable",
          lambda: "is_compileable" in dir(transformers.Cache)),
-    Part("torch.nn.Module._forward_pre_hooks", "attention/static_cache.py", "_forward_pre_hooks", hooks_are_listed),
+    Part("torch.nn.Module._forward_pre_hooks", "attention/install.py", "_forward_pre_hooks", hooks_are_listed),
     Part("Trainer.compute_loss", "training/trainer.py", "compute_loss",
          takes(Trainer.compute_loss, "model", "inputs", "return_outputs", "num_items_in_batch")),
     Part("how Trainer scales its loss", "training/trainer.py", "current_gradient_accumulation_steps",
@@ -177,10 +183,9 @@ PARTS = [
     Part("TrainingArguments.train_sampling_strategy", "experiments/sampling.py", "train_sampling_strategy",
          takes(transformers.TrainingArguments, "train_sampling_strategy")),
     Part("get_length_grouped_indices", "experiments/sampling.py", "get_length_grouped_indices", lengths_are_grouped),
-    Part("evaluate.Metric._finalize and what it calls", "metrics/base.py", "_finalize",
-         mentions(inspect.getmodule(evaluate.Metric), "self._finalize()", "self._init_writer(", "self.writer",
-                  "self._build_data_dir()", "self.selected_feature_format", "self.data")),
-    Part("accelerate.utils.gather_object and broadcast", "conversion/spread.py", "gather_object",
+    Part("evaluate.Metric._build_data_dir and writer", "metrics/base.py", "_build_data_dir",
+         mentions(inspect.getmodule(evaluate.Metric), "self._build_data_dir()", "if self.writer is None")),
+    Part("accelerate.utils.gather_object and broadcast", "conversion/plan.py", "gather_object",
          lambda: takes(accelerate.utils.gather_object, "object")()
          and takes(accelerate.utils.broadcast, "tensor", "from_process")()),
 ]  # fmt: skip

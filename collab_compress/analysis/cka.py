@@ -1,4 +1,6 @@
-"""HSIC of all pairs of heads on some tokens, with either kernel, ordinary or unbiased."""
+"""Centred kernel alignment (CKA) of all pairs of heads, from covariances, a sample or minibatches, and the HSIC it is
+made of, with either kernel, ordinary or unbiased.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def bandwidths(centred: Tensor, kernel: Kernel, bandwidth: float | None) -> Tens
     return torch.where(medians > 0, medians, 1.0)[:, None, None]
 
 
-def hsic(centred: Tensor, widths: Tensor | None, unbiased: bool) -> Tensor:
+def hsic_of_pairs(centred: Tensor, widths: Tensor | None, unbiased: bool) -> Tensor:
     """Measure the dependence of all pairs of heads, but for a common factor in the ordinary estimate.
 
     Takes O(H·N) memory: rows of all kernels are computed in blocks, and only their products and sums are kept.
@@ -149,7 +151,7 @@ def sample_cka(
     """
     check(kernel, bandwidth)
     centred = centre(tokens if isinstance(tokens, Tensor) else _side_by_side(tokens))
-    dependence = hsic(centred, bandwidths(centred, kernel, bandwidth), unbiased)
+    dependence = hsic_of_pairs(centred, bandwidths(centred, kernel, bandwidth), unbiased)
     own = dependence.diagonal().clamp(min=0).sqrt()
     return _ratio(dependence, own, own)
 
@@ -216,7 +218,7 @@ def minibatch_cka(
             if use not in sums:
                 widths[use] = bandwidths(centred, kernel, bandwidth)
                 sums[use] = torch.zeros(minibatch.shape[1], minibatch.shape[1], dtype=torch.float64)
-            sums[use] += hsic(centred, widths[use], unbiased=True)
+            sums[use] += hsic_of_pairs(centred, widths[use], unbiased=True)
         return left
 
     def consume(shown: list[Shown]) -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.score_parts import ScoreParts, score_parts
+from collab_compress.analysis.energy import ScoreParts, score_parts
 from collab_compress.analysis.stream import Batches, Progress, Use, by_name, with_progress
 from collab_compress.architectures import KINDS, Kind
-from collab_compress.calibration import run_batch, running
+from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.calibration.padding import RealTokens, real_tokens
 from collab_compress.errors import HeadError
 
@@ -65,7 +65,7 @@ def content_share(
     watchers = [_Watcher(parts) for parts in found]
     handles = [handle for watcher in watchers for handle in watcher.hook()]
     try:
-        with running(model):
+        with evaluation_mode(model):
             for batch in with_progress(batches, progress, "batches"):
                 real = real_tokens(model, (), (), batch)
                 for watcher in watchers:

@@ -9,19 +9,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
-from collab_compress.attention import is_collaborative
-from collab_compress.conversion.report import (
-    break_even_length,
-    collaborative_macs,
-    collaborative_parameters,
-    dense_macs,
-    dense_parameters,
-    per_head_break_even_length,
-    per_head_macs,
-    per_head_parameters,
-)
+from collab_compress.attention import FORMS, Form, ScoreForm, SharedScores, is_converted
+from collab_compress.conversion.report import dense_macs, dense_parameters
 from collab_compress.errors import HeadError
-from collab_compress.factorization import FORMS, Form
 
 
 @dataclass(frozen=True)
@@ -47,18 +37,18 @@ class ModuleCost:
         name: path of the module.
         kind: kind of attention.
         length: tokens T for which multiply-accumulates are counted.
-        rank: channels R of all heads together, or None for a dense module for which none was given.
+        dk: channels R of all heads together, or None for a dense module for which none was given.
         form: whether heads share these channels, or each has its own.
         dense: cost in dense form.
-        converted: cost at that rank, or None without.
-        break_even_length: T*, the number of tokens beyond which converted scores cost more, or None without rank.
+        converted: cost at that dk, or None without.
+        break_even_length: T*, the number of tokens beyond which converted scores cost more, or None without dk.
     """
 
     name: str
     kind: Kind
     length: int
-    rank: int | None
-    form: Form
+    dk: int | None
+    form: str
     dense: FormCost
     converted: FormCost | None
     break_even_length: float | None
@@ -84,7 +74,7 @@ class PaperRow:
     Args:
         width: D, and dense query/key width H·d.
         heads: number of heads H.
-        rank: shared width R.
+        dk: shared width R.
         dense: computed here.
         collaborative: computed here, content biases not counted.
         printed: the paper's dense parameters, collaborative parameters (10⁶), dense and collaborative operations
@@ -93,7 +83,7 @@ class PaperRow:
 
     width: int
     heads: int
-    rank: int
+    dk: int
     dense: LayerCost
     collaborative: LayerCost
     printed: tuple[float, float, float, float]
@@ -103,7 +93,7 @@ def module_costs(
     model: PreTrainedModel,
     length: int = 128,
     *,
-    rank: int | None = None,
+    dk: int | None = None,
     form: Form = "shared",
     kinds: Collection[Kind] = KINDS,
 ) -> list[ModuleCost]:
@@ -112,7 +102,7 @@ def module_costs(
     Args:
         model: stock or converted.
         length: tokens T.
-        rank: channels R to give dense modules, content biases besides; a converted module has its own.
+        dk: channels R to give dense modules, content biases besides; a converted module has its own.
         form: whether dense modules are to share them; a converted module has its own form.
         kinds: which kinds of attention.
 
@@ -120,17 +110,17 @@ def module_costs(
         One entry a module, in the model's order.
 
     Raises:
-        HeadError: the length or the rank is not positive, or the form is unknown.
+        HeadError: the length or the dk is not positive, or the form is unknown.
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
-    if length < 1 or (rank is not None and rank < 1):
-        raise HeadError(f"got length {length} and rank {rank}; expected at least 1")
+    if length < 1 or (dk is not None and dk < 1):
+        raise HeadError(f"got length {length} and dk {dk}; expected at least 1")
     if form not in FORMS:
         raise HeadError(f"unknown form {form!r}; expected one of {', '.join(FORMS)}")
-    return [_module_cost(site, length, rank, form) for site in find_attention(model, FAMILIES, kinds=kinds)]
+    return [_module_cost(site, length, dk, form) for site in find_attention(model, FAMILIES, kinds=kinds)]
 
 
-def layer_cost(width: int, heads: int, rank: int | None = None, length: int = 128) -> LayerCost:
+def layer_cost(width: int, heads: int, dk: int | None = None, length: int = 128) -> LayerCost:
     """Count what a whole attention layer costs, without biases (section 3.4 of the paper).
 
     Values and output take 2·D² parameters and 2·T·D² + T²·D multiply-accumulates in both forms.
@@ -138,7 +128,7 @@ def layer_cost(width: int, heads: int, rank: int | None = None, length: int = 12
     Args:
         width: D, and the dense query/key width H·d.
         heads: number of heads H.
-        rank: shared width R, or None for the dense layer.
+        dk: shared width R, or None for the dense layer.
         length: tokens T.
 
     Raises:
@@ -147,54 +137,42 @@ def layer_cost(width: int, heads: int, rank: int | None = None, length: int = 12
     if width % heads:
         raise HeadError(f"width {width} is no multiple of {heads} heads")
     macs = 2 * length * width**2 + length**2 * width
-    if rank is None:
+    if dk is None:
         head_width = width // heads
         return LayerCost(
             dense_parameters(width, heads, head_width, bias=False) + 2 * width**2,
             dense_macs(width, heads, head_width, length) + macs,
         )
-    return LayerCost(
-        collaborative_parameters(width, heads, rank, content_bias=False) + 2 * width**2,
-        collaborative_macs(width, heads, rank, length, content_bias=False) + macs,
-    )
+    form = SharedScores("", "", heads, width // heads, dk, content_bias=False)
+    return LayerCost(form.parameters(width) + 2 * width**2, form.macs(width, length) + macs)
 
 
 def paper_table_1() -> list[PaperRow]:
     """Recompute Table 1 of "Multi-Head Attention: Collaborate Instead of Concatenate": FairSeq, then BERT-base."""
     return [
-        PaperRow(width, heads, rank, layer_cost(width, heads), layer_cost(width, heads, rank), printed)
-        for width, heads, rank, printed in (
+        PaperRow(width, heads, dk, layer_cost(width, heads), layer_cost(width, heads, dk), printed)
+        for width, heads, dk, printed in (
             (512, 8, 128, (1.05, 0.66, 1.51, 1.09)),
             (768, 12, 256, (2.36, 1.58, 3.27, 2.65)),
         )
     ]
 
 
-def _module_cost(site: AttentionSite, length: int, rank: int | None, form: Form) -> ModuleCost:
-    heads, head_width, family = site.heads, site.head_width, site.family
-    query, key = (getattr(part, "proj", part) for part in (site.part(family.query), site.part(family.key)))
-    width, bias, content = key.in_features, query.bias is not None, True
-    if is_collaborative(site.module):
-        spec: Any = site.module.collaborative
-        rank, content, form = spec.rank, spec.content_bias, "per-head" if hasattr(spec, "sizes") else "shared"
-        bias = site.part(family.value).bias is not None  # as values have it, queries had it
+def _module_cost(site: AttentionSite, length: int, dk: int | None, option: Form) -> ModuleCost:
+    module: Any = site.module
+    query, key = (getattr(part, "proj", part) for part in (site.part(site.family.query), site.part(site.family.key)))
+    width, bias = key.in_features, query.bias is not None
+    form: ScoreForm | None = None if dk is None else FORMS[option].of(site, dk, content_bias=True)
+    if is_converted(module):
+        form = module.score_form
+        bias = site.part(site.family.value).bias is not None  # as values have it, queries had it
     number = 0 if site.kind == "encoder" else query.weight.element_size()
     dense = FormCost(
-        dense_parameters(width, heads, head_width, bias),
-        dense_macs(width, heads, head_width, length),
+        dense_parameters(width, site.heads, site.head_width, bias),
+        dense_macs(width, site.heads, site.head_width, length),
         site.width * number,
     )
-    if rank is None:
-        return ModuleCost(site.name, site.kind, length, None, form, dense, None, None)
-    count, work, limit = (
-        (collaborative_parameters, collaborative_macs, break_even_length)
-        if form == "shared"
-        else (per_head_parameters, per_head_macs, per_head_break_even_length)
-    )
-    cached = rank + heads * content
-    cached += -cached % (site.width if family.fixed_heads else head_width)  # zeros, so that it splits into heads
-    converted = FormCost(
-        count(width, heads, rank, content), work(width, heads, rank, length, content), cached * number
-    )
-    longest = limit(width, heads, head_width, rank, content)
-    return ModuleCost(site.name, site.kind, length, rank, form, dense, converted, longest)
+    if form is None:
+        return ModuleCost(site.name, site.kind, length, None, option, dense, None, None)
+    converted = FormCost(form.parameters(width), form.macs(width, length), form.key_width * number)
+    return ModuleCost(site.name, site.kind, length, form.rank, form.option, dense, converted, form.break_even(width))

@@ -1,4 +1,4 @@
-"""What the measures have in common that give one number for each pair of heads."""
+"""Covariances of several representations of the same tokens, gathered batch by batch, and means over their pairs."""
 
 from __future__ import annotations
 

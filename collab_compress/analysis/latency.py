@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.analysis.stream import Progress, with_progress
 from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.calibration import run_batch, running
+from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.calibration.padding import forward_arguments
 from collab_compress.errors import HeadError
 
@@ -99,7 +99,7 @@ def module_latency(
     if not names:
         raise HeadError("the two models have no attention module of the same path; pass a model and its conversion")
     draw, found = random.Random(seed), []
-    with running(dense), running(converted):
+    with evaluation_mode(dense), evaluation_mode(converted):
         for length in with_progress(lengths, progress, "lengths"):
             batch = _random_tokens(dense, batch_size, length, seed) if inputs is None else dict(inputs(length))
             calls = _calls(dense, names, batch)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.score_parts import ScoreParts, score_parts
+from collab_compress.analysis.energy import ScoreParts, score_parts
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.errors import HeadError
 from collab_compress.heads import alphas_of

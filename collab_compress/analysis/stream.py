@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, Kind
-from collab_compress.calibration import run_batch, running
+from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.errors import HeadError
 from collab_compress.heads import Part, Reading, Tap
 
@@ -88,7 +88,7 @@ def read_heads(
         for model, tap in zip(models, taps, strict=True):
             if not any(fnmatch(site.name, modules) for site in tap.sites):
                 raise HeadError(f"no attention module matches {modules!r}; there are {_names(tap)}")
-            stack.enter_context(running(model))
+            stack.enter_context(evaluation_mode(model))
         for batch in with_progress(batches, progress, "batches"):
             given = True
             shown = []

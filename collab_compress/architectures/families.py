@@ -32,7 +32,7 @@ class AttentionFamily:
         head_width: integer attribute, width d of one head's keys.
         scaling: float attribute multiplying the scores (usually 1/√d).
         cross: name of the child that holds cross-attention, in the path of such a module; empty where there is none.
-        fused: the `Conv1D` (D → 3·H·d, weight transposed) that holds query, key and value side by side in a stock
+        conv1d: the `Conv1D` (D → 3·H·d, weight transposed) that holds query, key and value side by side in a stock
             model; in a converted one it has them as children, at the paths `query`, `key` and `value`. Empty where
             there are three layers to begin with.
         fixed_heads: whether the module views what its projections return as exactly H heads, instead of as many as
@@ -52,7 +52,7 @@ class AttentionFamily:
     head_width: str
     scaling: str = "scaling"
     cross: str = ""
-    fused: str = ""
+    conv1d: str = ""
     fixed_heads: bool = False
     keeps_heads: str = ""
     undescribed: Mapping[str, str] = field(default_factory=dict)
@@ -83,7 +83,7 @@ _T5: dict[str, Any] = {  # scores are not scaled, and a position bias is added t
 }  # fmt: skip
 _GPT2: dict[str, Any] = {  # queries, keys and values come out of one transposed layer
     "query": "c_attn.query", "key": "c_attn.key", "value": "c_attn.value", "output": "c_proj", "heads": "num_heads",
-    "head_width": "head_dim", "cross": "crossattention", "fused": "c_attn",
+    "head_width": "head_dim", "cross": "crossattention", "conv1d": "c_attn",
     "keeps_heads": "it keeps queries, keys and values in one layer, c_attn",
     "undescribed": {"cross": "it keeps queries in one layer and keys and values together in another"},
 }  # fmt: skip

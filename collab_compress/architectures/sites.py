@@ -1,4 +1,4 @@
-"""Projections that a model keeps side by side in one transposed layer."""
+"""Find the attention modules of a live model, and read their projections, apart or side by side in one layer."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from collab_compress.errors import UnsupportedModelError
 
 
 @dataclass(frozen=True, eq=False)
-class FusedSlice:
-    """One of the projections in a fused layer, seen as the `nn.Linear` it would be by itself.
+class Conv1DSlice:
+    """One of the projections in a joint layer, seen as the `nn.Linear` it would be by itself.
 
     Args:
         whole: the layer, weight (D, 3·H·d) and bias (3·H·d,).
@@ -60,15 +60,15 @@ class FusedSlice:
         return self.whole.register_forward_pre_hook(hook)  # type: ignore[no-any-return]
 
 
-def fused_slice(module: Any, family: AttentionFamily, path: str) -> FusedSlice | None:
-    """Find the part of a stock module's fused layer for which a path of the family stands, or None."""
+def conv1d_slice(module: Any, family: AttentionFamily, path: str) -> Conv1DSlice | None:
+    """Find the part of a stock module's joint layer for which a path of the family stands, or None."""
     parts = (family.query, family.key, family.value)
-    whole = getattr(module, family.fused, None) if family.fused and path in parts else None
+    whole = getattr(module, family.conv1d, None) if family.conv1d and path in parts else None
     width = getattr(module, family.heads, 0) * getattr(module, family.head_width, 0)
     if not isinstance(whole, Conv1D) or whole.weight.shape[1] != 3 * width:
         return None
     start = parts.index(path) * width
-    return FusedSlice(whole, start, start + width)
+    return Conv1DSlice(whole, start, start + width)
 
 
 Kind = Literal["encoder", "decoder", "cross"]
@@ -178,7 +178,7 @@ def read(name: str, module: nn.Module, family: AttentionFamily, path: str, kind:
     """Read `module.path` and check its type; the message names the attribute that is missing and where."""
     value = _attribute(name, module, family, path)
     own_forward = isinstance(value, nn.Linear) and type(value).forward is not nn.Linear.forward
-    if not isinstance(value, kind | FusedSlice if kind is nn.Linear else kind) or own_forward:
+    if not isinstance(value, kind | Conv1DSlice if kind is nn.Linear else kind) or own_forward:
         expected = f"a plain {kind.__name__}" if isinstance(kind, type) else "a number"
         raise UnsupportedModelError(
             f"{name}.{path}: got {type(value).__name__}, expected {expected}; "
@@ -188,11 +188,11 @@ def read(name: str, module: nn.Module, family: AttentionFamily, path: str, kind:
 
 
 def _attribute(name: str, module: nn.Module, family: AttentionFamily, path: str) -> Any:
-    """Read `module.path`, or the part of a fused layer that the path stands for."""
+    """Read `module.path`, or the part of a joint layer that the path stands for."""
     try:
         return attrgetter(path)(module)
     except AttributeError:
-        found = fused_slice(module, family, path)
+        found = conv1d_slice(module, family, path)
         if found is not None:
             return found
     raise UnsupportedModelError(
@@ -211,8 +211,8 @@ class DenseSite(AttentionSite):
         key: projection of keys, weight (H·d, D).
     """
 
-    query: nn.Linear | FusedSlice
-    key: nn.Linear | FusedSlice
+    query: nn.Linear | Conv1DSlice
+    key: nn.Linear | Conv1DSlice
 
     def query_heads(self) -> Tensor:
         """Wq of each head in mathematical layout, (H, D, d)."""

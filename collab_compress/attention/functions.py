@@ -1,6 +1,6 @@
 """Attention of edited modules as functions of Transformers' attention interface.
 
-Each serves every module alike: collaborative or dense underneath, with or without something acting on its heads.
+Each serves every module alike: converted or dense underneath, with or without something acting on its heads.
 """
 
 import sys
@@ -12,9 +12,8 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from collab_compress.attention.kernels import attend, attention_probabilities
-from collab_compress.attention.per_head import attend_separately, separate_probabilities
-from collab_compress.attention.view import HeadCall, acts_of
+from collab_compress.attention.install import is_converted
+from collab_compress.attention.view import HeadCall, head_hooks
 from collab_compress.errors import UnsupportedModelError
 
 # What models and continuous batching pass along, and stock attention functions leave unread.
@@ -43,9 +42,9 @@ def collab_sdpa(
     """Attend without returning probabilities, by the fastest kernel for the shapes at hand.
 
     Args:
-        module: the attention module; a collaborative one holds its mixing matrix (H, R) as `module.mixing`.
-        query: per-head query (B, H, T, d), or shared query in pieces, (B, ⌈R/d⌉, T, d).
-        key: per-head key (B, H, S, d), or shared key and content biases in pieces, (B, ⌈(R+H)/d⌉, S, d).
+        module: the attention module; a converted one says by `module.score_form` how it attends.
+        query: per-head query (B, H, T, d), or that of a converted module in pieces, (B, ⌈R/d⌉, T, d).
+        key: per-head key (B, H, S, d), or that of a converted module, content biases included, (B, ⌈(R+H)/d⌉, S, d).
         value: (B, H, S, dv).
         attention_mask: boolean (True = attend) or additive, broadcastable to (B, H, T, S), or None.
         kwargs: `position_bias`, added to the scores, broadcastable to (B, H, T, S), or None; `cache`, the paged one
@@ -59,10 +58,10 @@ def collab_sdpa(
             fit into the paged cache.
     """
     key, value, kwargs = _received(module, key, value, kwargs)
-    if any(act.wants_rows for act in acts_of(module)):
+    if any(act.needs_rows for act in head_hooks(module)):
         outputs, _ = collab_eager(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
         return outputs, None
-    if not hasattr(module, "collaborative"):
+    if not is_converted(module):
         outputs, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
             **kwargs,
@@ -71,11 +70,8 @@ def collab_sdpa(
         causal = _causal(module, is_causal, attention_mask, query.shape[2])
         mask, causal = _biased(attention_mask, kwargs.get("position_bias"), causal)
         scale = _scaling(module, scaling)
-        shared_query, shared_key, content = unpack(module, query, key, scale)
-        sizes = getattr(module.collaborative, "sizes", None)
-        kernel, heads = (attend, module.mixing) if sizes is None else (attend_separately, sizes)
-        outputs = kernel(
-            shared_query, shared_key, content, heads, value, mask, scaling=scale, dropout=dropout, causal=causal
+        outputs = module.score_form.attend(
+            module, query, key, value, mask, scaling=scale, dropout=dropout, causal=causal
         ).transpose(1, 2).contiguous()  # fmt: skip
     return _acted(outputs, HeadCall(module, query, key, value, None)), None
 
@@ -98,14 +94,11 @@ def collab_eager(
     """
     key, value, kwargs = _received(module, key, value, kwargs)
     causal = _causal(module, is_causal, attention_mask, query.shape[2])
-    wanted = any(act.wants_rows for act in acts_of(module))
-    if hasattr(module, "collaborative"):
+    wanted = any(hook.needs_rows for hook in head_hooks(module))
+    if is_converted(module):
         mask, causal = _biased(attention_mask, kwargs.get("position_bias"), causal)
         scale = _scaling(module, scaling)
-        shared_query, shared_key, content = unpack(module, query, key, scale)
-        sizes = getattr(module.collaborative, "sizes", None)
-        kernel, heads = (attention_probabilities, module.mixing) if sizes is None else (separate_probabilities, sizes)
-        rows = kernel(shared_query, shared_key, content, heads, mask, scaling=scale, causal=causal)
+        rows = module.score_form.probabilities(module, query, key, mask, scaling=scale, causal=causal)
         outputs = None
     else:
         stock = sys.modules[type(module).__module__].eager_attention_forward
@@ -166,24 +159,9 @@ def _paged(module: Any, cache: Any, key: Tensor, value: Tensor, kwargs: dict[str
     return read[0][:, : pieces[0]], read[1][:, : pieces[1]]
 
 
-def unpack(module: Any, query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Undo the split into heads: shared query (B, T, R), shared key (B, S, R), content bias (B, S, H) or None.
-
-    A module that scales its queries itself (OPT) calls with another scale than its own; what is left of its own is
-    put into the content biases, which its queries do not reach.
-    """
-    heads, rank = module.mixing.shape
-    joined_query = query.transpose(1, 2).flatten(2)  # (B, T, R + padding)
-    joined_key = key.transpose(1, 2).flatten(2)  # (B, S, R + H + padding)
-    content = joined_key[..., rank : rank + heads] if module.collaborative.content_bias else None
-    if content is not None and scale != module.scaling:
-        content = content * (module.scaling / scale)
-    return joined_query[..., :rank], joined_key[..., :rank], content
-
-
 def _acted(outputs: Tensor, call: HeadCall) -> Tensor:
     """Let everything that acts on the module's heads see and change their outputs, (B, T, H, dv)."""
-    for act in acts_of(call.module):
+    for act in head_hooks(call.module):
         outputs = act(outputs, call)
     return outputs
 

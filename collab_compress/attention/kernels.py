@@ -53,7 +53,7 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Compute head outputs (B, H, T, dv) by the kernel that suits device and mode."""
     if query.device.type != "cpu":  # kernels there never write scores to memory, whatever the key width
-        return fused(query, key, content, mixing, value, mask, scaling, dropout, causal)
+        return sdpa(query, key, content, mixing, value, mask, scaling, dropout, causal)
     if dropout == 0 and _can_overwrite(query, key, content, mixing, value, mask):
         return blocked(query, key, content, mixing, value, mask, scaling, causal)
     return folded(query, key, content, mixing, value, mask, scaling, dropout, causal)
@@ -165,7 +165,7 @@ def _attend_block(
     return torch.softmax(scores, -1, out=scores) @ value
 
 
-def fused(
+def sdpa(
     query: Tensor, key: Tensor, content: Tensor | None, mixing: Tensor, value: Tensor, mask: Tensor | None,
     scaling: float, dropout: float, causal: bool,
 ) -> Tensor:  # fmt: skip

@@ -8,22 +8,17 @@ by side, content (B, S, H) or None, value (B, H, S, dv), mask and `causal` as in
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from math import inf
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import PreTrainedModel
 
+from collab_compress.attention.form import Cut, HeadRows, ScoreForm
 from collab_compress.attention.kernels import in_float32_on_cpu, softmax
-from collab_compress.attention.shared import (
-    CollaborativeEdit,
-    CollaborativeParts,
-    CollaborativeSpec,
-    build_parts,
-    install_,
-)
 
 
 @in_float32_on_cpu
@@ -96,20 +91,6 @@ def _filled(parts: list[Tensor], left: list[int]) -> Tensor:
     return torch.cat(filled, -1).view(batch, length, len(left), -1).transpose(1, 2)
 
 
-@dataclass(frozen=True)
-class PerHeadSpec(CollaborativeSpec):
-    """All that is needed to rebuild one attention module in per-head form, weights aside.
-
-    It is the collaborative form with a mixing matrix of zeros and ones: channels lie side by side, head by head.
-    That matrix is neither trained nor saved nor multiplied by.
-
-    Args:
-        sizes: how many of the R channels each head has.
-    """
-
-    sizes: tuple[int, ...] = ()
-
-
 def ownership(sizes: Sequence[int], device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Mixing matrix (H, R) of heads whose channels lie side by side: 1 where the head owns the channel, else 0."""
     owners = [head for head, size in enumerate(sizes) for _ in range(size)]
@@ -117,46 +98,99 @@ def ownership(sizes: Sequence[int], device: torch.device | None = None, dtype: t
     return torch.tensor(rows, device=device, dtype=dtype)
 
 
-def build_per_head_parts(module: Any, spec: PerHeadSpec) -> CollaborativeParts:
-    """Make uninitialised projections for `module`, as `build_parts` does, and its fixed mixing matrix."""
-    parts = build_parts(module, spec)
-    fixed: Any = nn.Buffer(ownership(spec.sizes, parts.mixing.device, parts.mixing.dtype), persistent=False)
-    return replace(parts, mixing=fixed)
-
-
 @dataclass(frozen=True)
-class PerHeadEdit(CollaborativeEdit):
-    """Attention modules in per-head form; paths as in `CollaborativeEdit`."""
+class PerHeadScores(ScoreForm):
+    """The per-head form: channels lie side by side, head by head, and no head reads another's.
+
+    The mixing matrix of zeros and ones that says so is neither trained nor saved nor multiplied by.
+
+    Args:
+        sizes: how many of the R channels each head has; empty as long as only their sum is known.
+    """
+
+    sizes: tuple[int, ...] = ()
 
     kind: ClassVar[str] = "per-head"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Describe the edit in JSON types."""
-        return {
-            "modules": {name: {**asdict(spec), "sizes": list(_sizes(spec))} for name, spec in self.modules.items()}
-        }
+    option: ClassVar[str] = "per-head"
+    title: ClassVar[str] = "smaller heads"
+    space: ClassVar[str] = "query/key channels of each head's own"
+    solvers: ClassVar[tuple[str, ...]] = ("per-head",)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "PerHeadEdit":
-        """Rebuild the edit from what `to_dict` gave."""
-        specs = {name: {**spec, "sizes": tuple(spec["sizes"])} for name, spec in data["modules"].items()}
-        return cls({name: PerHeadSpec(**spec) for name, spec in specs.items()})
+    def of(cls, site: Any, rank: int, content_bias: bool, sizes: Sequence[int] | None = None) -> Self:
+        """Describe what is to replace the projections of a module; arguments as for `ScoreForm.of`."""
+        return replace(super().of(site, rank, content_bias), train_mixing=False, sizes=tuple(sizes or ()))
 
-    def apply_(self, model: PreTrainedModel) -> None:
-        """Put empty per-head attention into `model` in place, for weights to be loaded into."""
-        for name, spec in self.modules.items():
-            module = model.base_model.get_submodule(name)
-            if not hasattr(module, "collaborative") and isinstance(spec, PerHeadSpec):
-                install_(module, spec, build_per_head_parts(module, spec))
+    def to_dict(self) -> dict[str, Any]:
+        """Describe the form in JSON types."""
+        return {**super().to_dict(), "sizes": list(self.sizes)}
 
-    def finish_(self, model: PreTrainedModel) -> None:
-        """Fill in, in place, the mixing matrices, which are not in the checkpoint."""
-        for name in self.modules:
-            module: Any = model.base_model.get_submodule(name)
-            with torch.no_grad():
-                module.mixing.copy_(ownership(_sizes(module.collaborative)))
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Rebuild the form from what `to_dict` gave."""
+        return cls(**{**data, "sizes": tuple(data["sizes"])})
 
+    @property
+    def head_sizes(self) -> tuple[int, ...] | None:
+        """Channels of each head."""
+        return self.sizes
 
-def _sizes(spec: CollaborativeSpec) -> tuple[int, ...]:
-    assert isinstance(spec, PerHeadSpec)
-    return spec.sizes
+    def build_mixing(self, trained: bool, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Make a buffer that is not saved."""
+        fixed: Tensor = nn.Buffer(ownership(self.sizes, device, dtype), persistent=False)
+        return fixed
+
+    def finish_(self, module: Any) -> None:
+        """Fill in the mixing matrix, which is not in the checkpoint."""
+        with torch.no_grad():
+            module.mixing.copy_(ownership(self.sizes))
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float,
+        dropout: float, causal: bool,
+    ) -> Tensor:  # fmt: skip
+        """Attend by `attend_separately`."""
+        own_query, own_key, content = self.unpack(module, query, key, scaling)
+        return attend_separately(
+            own_query, own_key, content, self.sizes, value, mask, scaling=scaling, dropout=dropout, causal=causal
+        )
+
+    def probabilities(
+        self, module: Any, query: Tensor, key: Tensor, mask: Tensor | None, *, scaling: float, causal: bool
+    ) -> Tensor:
+        """Attend by `separate_probabilities`."""
+        own_query, own_key, content = self.unpack(module, query, key, scaling)
+        return separate_probabilities(own_query, own_key, content, self.sizes, mask, scaling=scaling, causal=causal)
+
+    def head_rows(self) -> list[HeadRows]:
+        """A head owns its channels of queries and keys, and its content bias behind all of them."""
+        own = [range(start, stop) for start, stop in pairwise(accumulate(self.sizes, initial=0))]
+        behind = range(self.rank, self.rank + self.heads)
+        biases = [[range(row, row + 1)] if self.content_bias else [] for row in behind]
+        return [
+            HeadRows(f"{self.query}.proj.weight", [[rows] for rows in own]),
+            HeadRows(f"{self.key}.proj.weight", [[rows, *bias] for rows, bias in zip(own, biases, strict=True)]),
+        ]
+
+    def without(self, kept: Sequence[int]) -> Self:
+        """Leave the channels of these heads."""
+        sizes = tuple(self.sizes[head] for head in kept)
+        return replace(self, heads=len(kept), rank=sum(sizes), sizes=sizes)
+
+    def keep_heads(self, module: Any, kept: Sequence[int]) -> list[Cut]:
+        """Compute what remains of `module` with these heads only, their fixed mixing matrix included."""
+        mixing = self.without(kept).build_mixing(False, module.mixing.device, module.mixing.dtype)
+        return [*super().keep_heads(module, kept), Cut(module, "mixing", mixing)]
+
+    def parameters(self, width: int) -> int:
+        """2D·R, and H·D for content biases."""
+        return 2 * width * self.rank + width * self.content_channels
+
+    def macs(self, width: int, length: int) -> int:
+        """2·T·D·R + T²·R, and T·D·H for v·y."""
+        return (2 * length * width + length**2) * self.rank + length * width * self.content_channels
+
+    def break_even(self, width: int) -> float:
+        """Infinite, for there are fewer channels than dense ones; 0 where content biases outweigh what that saves."""
+        saved = 2 * width * (self.heads * self.head_width - self.rank)
+        return inf if saved >= width * self.content_channels else 0.0

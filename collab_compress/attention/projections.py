@@ -1,4 +1,4 @@
-"""The query and key projections that all heads of a collaborative attention share."""
+"""The query and key projections that all heads of a collaborative attention share, alone or fused into one layer."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ class SharedProjection(nn.Module):
         return nn.functional.pad(shared, (0, self.padding)) if self.padding else shared
 
 
-class FusedProjection(nn.Module):
+class QKVProjection(nn.Module):
     """Shared query and key projections and the model's own values, returned side by side as the stock layer does.
 
     Args:
@@ -73,14 +73,14 @@ class FusedProjection(nn.Module):
         return torch.cat([self.query(x), self.key(x), self.value(x)], dim=-1)
 
 
-def fused_layer(module: Any, path: str) -> Conv1D | FusedProjection | None:
+def joint_layer(module: Any, path: str) -> Conv1D | QKVProjection | None:
     """Find the layer that holds the projection at `path` together with others, or None where it stands alone."""
     parent = module.get_submodule(path.rpartition(".")[0])
-    return parent if isinstance(parent, Conv1D | FusedProjection) else None
+    return parent if isinstance(parent, Conv1D | QKVProjection) else None
 
 
 def value_of(layer: Conv1D) -> nn.Linear:
-    """Copy the last third of a fused layer into a layer of its own; device, dtype and frozenness are kept."""
+    """Copy the last third of a joint layer into a layer of its own; device, dtype and frozenness are kept."""
     width, weight = layer.weight.shape[1] // 3, layer.weight
     value = nn.Linear(weight.shape[0], width, device=weight.device, dtype=weight.dtype)
     with torch.no_grad():
@@ -89,7 +89,7 @@ def value_of(layer: Conv1D) -> nn.Linear:
     return value.requires_grad_(weight.requires_grad)
 
 
-def fuse(query: nn.Linear, key: nn.Linear, value: nn.Linear) -> Conv1D:
+def join(query: nn.Linear, key: nn.Linear, value: nn.Linear) -> Conv1D:
     """Put three projections into one transposed layer, as the stock model has it; a missing bias is zero."""
     parts: tuple[Any, ...] = (query, key, value)
     biases = [part.weight.new_zeros(part.out_features) if part.bias is None else part.bias for part in parts]

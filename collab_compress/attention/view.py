@@ -11,6 +11,7 @@ from torch import Tensor
 
 from collab_compress.errors import UnsupportedModelError
 
+FORMS_AT = ("score_form",)  # attributes of a module that hold the form of one of its maps each
 IMPLEMENTATIONS = ("eager", "sdpa", "paged|eager")  # the last is what continuous batching makes of the first
 
 
@@ -19,10 +20,10 @@ class HeadCall(NamedTuple):
 
     Args:
         module: the attention module.
-        query: (B, H, T, d); in collaborative modules the shared query in pieces.
-        key: (B, H, S, d); in collaborative modules the shared key and content biases in pieces.
+        query: (B, H, T, d); in converted modules all heads' channels in pieces.
+        key: (B, H, S, d); in converted modules the same, and content biases.
         value: (B, H, S, dv).
-        rows: attention probabilities before dropout (B, H, T, S), or None where no act wants them.
+        rows: attention probabilities before dropout (B, H, T, S), or None where no hook wants them.
     """
 
     module: Any
@@ -32,10 +33,10 @@ class HeadCall(NamedTuple):
     rows: Tensor | None
 
 
-class HeadAct(Protocol):
+class HeadHook(Protocol):
     """Something that sees, and may change, the head outputs of an attention module."""
 
-    wants_rows: bool
+    needs_rows: bool
 
     def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
         """Return the head outputs (B, T, H, dv) to go on with."""
@@ -81,36 +82,37 @@ def redirect_(module: Any) -> None:
 
 def restore_(module: Any) -> None:
     """Let `module` call the stock functions again, in place, unless something else of ours is still in it."""
-    if isinstance(module.config, AttentionConfig) and not acts_of(module) and not hasattr(module, "collaborative"):
+    left = head_hooks(module) or any(hasattr(module, name) for name in FORMS_AT)
+    if isinstance(module.config, AttentionConfig) and not left:
         module.config = module.config.stock
 
 
-def acts_of(module: Any) -> tuple[HeadAct, ...]:
-    """Return what acts on the heads of `module`, in order."""
-    acts: tuple[HeadAct, ...] = module.__dict__.get("head_acts", ())
-    return acts
+def head_hooks(module: Any) -> tuple[HeadHook, ...]:
+    """Return what hooks on the heads of `module`, in order."""
+    hooks: tuple[HeadHook, ...] = module.__dict__.get("head_hooks", ())
+    return hooks
 
 
-def add_act_(module: Any, act: HeadAct, *, first: bool = False) -> None:
-    """Let `act` see the head outputs of `module` from now on, after what acts there already, or before, in place.
+def add_head_hook_(module: Any, hook: HeadHook, *, first: bool = False) -> None:
+    """Let `hook` see the head outputs of `module` from now on, after what hooks there already, or before, in place.
 
     Raises:
-        UnsupportedModelError: the model's attention implementation is not one that acts work with.
+        UnsupportedModelError: the model's attention implementation is not one that hooks work with.
     """
-    module.head_acts = (act, *acts_of(module)) if first else (*acts_of(module), act)
+    module.head_hooks = (hook, *head_hooks(module)) if first else (*head_hooks(module), hook)
     redirect_(module)
     try:
         module.config._attn_implementation  # noqa: B018 (raises)
     except UnsupportedModelError:
-        remove_act_(module, act)
+        remove_head_hook_(module, hook)
         raise
 
 
-def remove_act_(module: Any, act: HeadAct) -> None:
-    """Undo `add_act_`, in place; a module with nothing left in it is a stock one again."""
-    left = tuple(other for other in acts_of(module) if other is not act)
+def remove_head_hook_(module: Any, hook: HeadHook) -> None:
+    """Undo `add_head_hook_`, in place; a module with nothing left in it is a stock one again."""
+    left = tuple(other for other in head_hooks(module) if other is not hook)
     if left:
-        module.head_acts = left
+        module.head_hooks = left
     else:
-        module.__dict__.pop("head_acts", None)
+        module.__dict__.pop("head_hooks", None)
     restore_(module)

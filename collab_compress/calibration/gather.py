@@ -59,7 +59,7 @@ def gather_moments(
         handles.append(site.query.register_forward_pre_hook(on_query))
         handles.append(site.key.register_forward_pre_hook(on_key))
 
-    with running(model):
+    with evaluation_mode(model):
         try:
             for site in sites:
                 watch(site)
@@ -120,7 +120,7 @@ def run_batch(model: PreTrainedModel, batch: Batch) -> Any:
 
 
 @contextmanager
-def running(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Run `model` without gradients and without dropout, then put it back into the mode it was in."""
     training = {module: module.training for module in model.modules()}
     model.eval()

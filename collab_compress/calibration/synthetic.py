@@ -1,4 +1,4 @@
-"""How a tokenizer lays out texts for a model: special tokens at the ends, and how long they may be."""
+"""Random inputs for calibration, tokens or images, laid out as a tokenizer does: special tokens, and how long."""
 
 from collections.abc import Sequence
 from math import inf

@@ -23,7 +23,7 @@ RUST_OS_ERROR = re.compile(r"\(os error \d+\)")  # how safetensors and tokenizer
 
 
 @contextmanager
-def whole_directory(path: Path) -> Iterator[Path]:
+def atomic_directory(path: Path) -> Iterator[Path]:
     """Yield an empty directory that becomes `path` if the block succeeds, and is removed if it does not.
 
     A process killed outright can leave its working directory `.<name>.partial-<host>-<pid>`, never `path`; the next
@@ -49,7 +49,7 @@ def whole_directory(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a path to write to; what is there becomes `path` if the block succeeds, and is removed if it does not.
 
     Args:
@@ -76,11 +76,11 @@ def write_new(path: Path, text: str) -> None:
     Raises:
         CheckpointError: something is there, or nothing can be written there.
     """
-    with whole_file(path) as partial:
+    with atomic_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write text beside `path` and rename it when it is whole; a file that is there is replaced.
 
     This is for files that were written here before. Where a person says where to write, `write_new` is used.
@@ -110,9 +110,9 @@ def to_json(value: Any) -> str:
     return json.dumps(value, indent=2, default=str) + "\n"
 
 
-def write_whole_json(path: Path, value: Any) -> None:
-    """Write JSON as `write_whole` writes text; what JSON has no form for is written as its `str`."""
-    write_whole(path, to_json(value))
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON as `write_atomically` writes text; what JSON has no form for is written as its `str`."""
+    write_atomically(path, to_json(value))
 
 
 def has_tokenizer(directory: Path) -> bool:

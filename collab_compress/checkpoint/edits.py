@@ -1,4 +1,4 @@
-"""Name modules so that checkpoints with and without a head mean the same."""
+"""The versioned list of a checkpoint's model edits, whose names of modules hold with and without a head."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
@@ -35,7 +35,11 @@ VERSION = 2  # 1: guards were zero-length tensors under stock names
 class ModelEdit(Protocol):
     """One change to a stock model's structure that can be replayed on a freshly built one."""
 
-    kind: ClassVar[str]
+    @property
+    def kind(self) -> str:
+        """Name in checkpoints, by which `EDITS` finds what rebuilds it."""
+        ...
+
     implementations: ClassVar[tuple[str, ...]]  # of attention that it works with; empty: all
 
     @property
@@ -49,7 +53,7 @@ class ModelEdit(Protocol):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "ModelEdit":
-        """Rebuild the edit from what `to_dict` gave."""
+        """Rebuild the edit from its kind and what `to_dict` gave."""
         ...
 
     def apply_(self, model: PreTrainedModel) -> None:
@@ -102,7 +106,7 @@ def _decode(data: Mapping[str, Any]) -> ModelEdit:
             f"the checkpoint holds an edit of kind {kind!r}; this package knows {', '.join(sorted(EDITS))}; "
             "upgrade collab-compress"
         )
-    return EDITS[kind].from_dict({name: value for name, value in data.items() if name != "kind"})
+    return EDITS[kind].from_dict(data)
 
 
 def edits_of(model: PreTrainedModel) -> list[ModelEdit]:

@@ -3,7 +3,8 @@
 Transformers skips a `quantization_config` whose method it does not know, and would go on to build a stock model with
 random weights in place of every projection that an edit replaced. So the stored config names a weights file that does
 not exist (`transformers_weights`): stock loading stops there, whatever flags are given. `EditQuantizer` takes the
-name out before weights are looked for.
+name out before weights are looked for. Transformers itself takes it out of every config that it saves, so a config
+that is read is made one that puts it in again (`keep_guards_of_configs_that_are_read`).
 """
 
 import copy
@@ -76,6 +77,27 @@ def _empty_config(stock: Any) -> PretrainedConfig:
 def guard_(config: PretrainedConfig, edits: EditConfig) -> None:
     """Describe edits in a config, in place, and let it store the guard with them."""
     config.quantization_config = edits
+    _let_guard_(config)
+
+
+def keep_guards_of_configs_that_are_read() -> None:
+    """Let a config that Transformers reads store the guard again, where it describes edits; from now on."""
+    read: Any = vars(PretrainedConfig)["from_dict"].__func__
+    if hasattr(read, "__wrapped__"):  # by an earlier call
+        return
+
+    @functools.wraps(read)
+    def from_dict(cls: Any, *given: Any, **options: Any) -> Any:
+        found = read(cls, *given, **options)
+        config = found[0] if isinstance(found, tuple) else found
+        if describes_edits(config):
+            _let_guard_(config)
+        return found
+
+    PretrainedConfig.from_dict = classmethod(from_dict)
+
+
+def _let_guard_(config: PretrainedConfig) -> None:
     if not isinstance(config, GuardedConfig):
         stock: Any = type(config)
         config.__class__ = _guarded_class(stock)

@@ -14,7 +14,14 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 
 from collab_compress.checkpoint.edits import MARK, METHOD, EditConfig, ModelEdit, edits_of
-from collab_compress.checkpoint.guard import configs_of, guard_, own_configs_, take_out_guard_, unguard_
+from collab_compress.checkpoint.guard import (
+    configs_of,
+    guard_,
+    keep_guards_of_configs_that_are_read,
+    own_configs_,
+    take_out_guard_,
+    unguard_,
+)
 from collab_compress.errors import UnsupportedModelError
 
 # What else is done to an edited model once its weights are loaded; filled where the package is imported.
@@ -161,5 +168,6 @@ def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
 
 def register_checkpoint() -> None:
     """Make the plug-in known to Transformers."""
+    keep_guards_of_configs_that_are_read()
     AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = EditConfig
     AUTO_QUANTIZER_MAPPING[METHOD] = EditQuantizer

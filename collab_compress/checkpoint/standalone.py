@@ -35,7 +35,7 @@ _HEAD = '''"""Modelling code of a checkpoint made with collab-compress, for load
 '''
 
 _TAIL = '''
-EDITS.update({{edit.kind: edit for edit in ({edits},)}})
+EDITS.update({{{edits}}})
 if METHOD not in AUTO_QUANTIZER_MAPPING:  # else the package is there, and does all this
     register_attention()
     register_checkpoint()
@@ -122,9 +122,8 @@ def __getattr__(name: str) -> Any:
 
 def modelling_code() -> str:
     """Give the source of a module that knows every kind of edit, and nothing else of this package."""
-    edits = list(EDITS.values())
-    code = bundle([*((edit.__module__, edit.__name__) for edit in edits), *ROOTS])
-    return _HEAD + code + _TAIL.format(edits=", ".join(edit.__name__ for edit in edits))
+    code = bundle([*((edit.__module__, edit.__name__) for edit in EDITS.values()), *ROOTS])
+    return _HEAD + code + _TAIL.format(edits=", ".join(f'"{kind}": {edit.__name__}' for kind, edit in EDITS.items()))
 
 
 def _is_ours(value: Any) -> bool:

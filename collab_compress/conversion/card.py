@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
+from collab_compress.attention import FORMS
 from collab_compress.checkpoint import edits_of
 from collab_compress.conversion.compression import Compression
 from collab_compress.conversion.report import Report
@@ -17,7 +18,7 @@ from collab_compress.conversion.report import Report
 CARD = "README.md"
 TAGS = ("collab_compress", "collaborative-attention")
 EDITED = {
-    "collaborative": "shared attention", "per-head": "smaller heads", "alphas": "mixed heads",
+    **{form.kind: form.title for form in FORMS.values()}, "alphas": "mixed heads",
     "pruned": "fewer heads",
 }  # fmt: skip
 TAKEN = ("license", "license_name", "license_link", "language", "pipeline_tag", "library_name", "datasets")
@@ -106,10 +107,9 @@ def _made(
 ) -> list[str]:
     lines = []
     if compression is not None:
-        form = "a shared query/key space" if compression.form == "shared" else "query/key channels of each head's own"
         modules = "" if report is None else f" of {len(report.modules)} attention modules"
         lines.append(
-            f"Queries and keys{modules} were decomposed into {form} of R = {compression.rank} "
+            f"Queries and keys{modules} were decomposed into {FORMS[compression.form].space} of R = {compression.dk} "
             f"(`{compression.form}`, solver `{compression.solver}`, damping {compression.damping:g}, "
             f"seed {compression.seed}{'' if calibration is None else f', calibrated on {calibration}'}), "
             "without retraining. Values and outputs are the source's own."

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,6 +10,7 @@ from functools import partial
 from time import perf_counter
 
 import torch
+from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import (
@@ -18,9 +20,7 @@ from collab_compress.architectures import (
     find_dense_attention,
     transformers_model,
 )
-from collab_compress.attention import install_, is_collaborative, uninstall_
-from collab_compress.attention.per_head import PerHeadEdit
-from collab_compress.attention.shared import CollaborativeEdit
+from collab_compress.attention import FORMS, ScoreFormEdit, install_, is_converted, uninstall_
 from collab_compress.calibration import Calibration
 from collab_compress.calibration.batches import noted_batches
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
@@ -34,13 +34,13 @@ from collab_compress.conversion.plan import (
     few_vectors,
     gets_content_bias,
     plan,
-    plan_together,
-    shared_spec,
+    plan_distributed,
 )
 from collab_compress.conversion.report import Report
-from collab_compress.distributed import processes
+from collab_compress.distributed import process_state
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import has_float64
+from collab_compress.heads.sharding import refuse_sharded
 
 _logger = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ def modules_to_convert(model: PreTrainedModel, compression: Compression, calibra
     """
     if is_quantized(model):
         raise CompressionError(f"{type(model).__name__} is quantized; convert the unquantized checkpoint instead")
+    refuse_sharded(model, "compress", CompressionError)
     implementation = model.config._attn_implementation
     if implementation not in ("eager", "sdpa"):
         raise CompressionError(
@@ -66,19 +67,20 @@ def modules_to_convert(model: PreTrainedModel, compression: Compression, calibra
             "call model.set_attn_implementation('sdpa') first"
         )
     for chosen in find_attention(model, FAMILIES, compression.modules, compression.kinds):
-        if is_collaborative(chosen.module):
+        if is_converted(chosen.module):
             raise CompressionError(
                 f"{chosen.name} is already converted; leave it out by modules or kinds, expand the model first, or "
                 "start from the dense checkpoint"
             )
     sites = find_dense_attention(model, FAMILIES, compression.modules, compression.kinds)
     for site in sites:
-        if compression.rank > site.width:
+        if compression.dk > site.width:
             raise CompressionError(
-                f"{site.name}: dk is {compression.rank}, but {site.heads} heads × {site.head_width} = {site.width} "
+                f"{site.name}: dk is {compression.dk}, but {site.heads} heads × {site.head_width} = {site.width} "
                 f"is exact already; pass dk between 1 and {site.width}"
             )
-        _ = shared_spec(site, compression.rank, gets_content_bias(site, compression, calibrated)).multiple  # room?
+        content_bias = gets_content_bias(site, compression, calibrated)
+        _ = FORMS[compression.form].of(site, compression.dk, content_bias).multiple  # room?
         for path, projection in ((site.family.query, site.query), (site.family.key, site.key)):
             for name, parameter in projection.named_parameters():
                 if parameter.is_meta:
@@ -90,10 +92,13 @@ def modules_to_convert(model: PreTrainedModel, compression: Compression, calibra
     return sites
 
 
-def working_device(device: str | None, sites: Sequence[DenseSite]) -> str | None:
+def working_device(device: str | None, sites: Sequence[DenseSite], distributed: bool = False) -> str | None:
     """Say where to decompose: on a device that exists and computes in float64; None is where the weights are.
 
     Of the processes that a launcher started on one machine each has a GPU of its own, which "cuda" is.
+
+    Raises:
+        CompressionError: there is no such device; one with a number is named for processes that share the work.
     """
     if device is None:
         without = {str(site.query.weight.device) for site in sites if not has_float64(site.query.weight.device)}
@@ -101,6 +106,8 @@ def working_device(device: str | None, sites: Sequence[DenseSite]) -> str | None
             _logger.info("%s has no float64, so modules are decomposed on the CPU", ", ".join(sorted(without)))
         return "cpu" if without else None
     place = os.environ.get("LOCAL_RANK", "")
+    if distributed and process_state().num_processes > 1:
+        _refuse_one_device(device)
     if device == "cuda" and place.isdecimal() and int(place) < torch.cuda.device_count():
         device = f"cuda:{place}"
     try:
@@ -110,6 +117,21 @@ def working_device(device: str | None, sites: Sequence[DenseSite]) -> str | None
     return device
 
 
+def _refuse_one_device(device: str) -> None:
+    """Refuse a device with a number that several processes of one machine would share; all of them must call it.
+
+    Raises:
+        CompressionError: they would.
+    """
+    kind, _, number = device.partition(":")
+    places = gather_object([(platform.node(), device)])
+    if number and kind != "cpu" and len(set(places)) < len(places):
+        raise CompressionError(
+            f"device {device!r} would hold {places.count((platform.node(), device))} processes; pass {kind!r}, and "
+            "each takes its own"
+        )
+
+
 def compress(
     model: PreTrainedModel,
     compression: Compression,
@@ -117,12 +139,12 @@ def compress(
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
     *,
-    spread: bool = False,
+    distributed: bool = False,
 ) -> Report:
     """Convert the attention modules of `model` into collaborative form, in place and all or nothing.
 
     Every module is decomposed before any is replaced, so an error or an interrupt leaves the model as it was. Modules
-    that are still dense can be converted by a further call, so that ranks differ by layer and kind.
+    that are still dense can be converted by a further call, so that dk differs by layer and kind.
     The query and key projections of each module give way to shared ones of width R, a mixing matrix and, where
     queries have a bias, content biases ("Multi-Head Attention: Collaborate Instead of Concatenate", eqs. 7–13).
     In the per-head form each head keeps projections of its own, as wide as pays, and there is no mixing matrix.
@@ -131,21 +153,21 @@ def compress(
     Args:
         model: a Transformers model, or a SentenceTransformer, of which its Transformers model is converted; dtype and
             device are kept.
-        compression: rank, solver and the rest.
+        compression: dk, solver and the rest.
         calibration: data that says which input directions matter: "synthetic" (random tokens), None, a file of
             texts, texts or text pairs, or batches. An eighth of it is held back to measure drift. How much of it is
             used is said by `sequences` and `length` of the compression.
         tokenizer: of the model; needed unless `calibration` is None or batches, or the model a SentenceTransformer.
         progress: called with a module's name, how many are done, and how many there are.
-        spread: whether the processes that `accelerate launch` started share the modules between them. All of them
-            must call this with the same arguments; each gets the whole conversion.
+        distributed: whether the processes that `accelerate launch` started share the modules between them. All
+            of them must call this with the same arguments; each gets the whole conversion.
 
     Returns:
         Errors, costs and drift.
 
     Raises:
         UnsupportedModelError: the model, or a module of it, cannot be converted.
-        CompressionError: rank beyond H·d, weights that are not finite, a module that is already converted, a
+        CompressionError: dk beyond H·d, weights that are not finite, a module that is already converted, a
             quantized model.
         CalibrationError: calibration data is missing or unusable.
     """
@@ -153,7 +175,7 @@ def compress(
     given, model = model, transformers_model(model)
     tokenizer = getattr(given, "tokenizer", None) if tokenizer is None and given is not model else tokenizer
     sites = modules_to_convert(model, compression, calibration is not None and calibration != "none")
-    compression = replace(compression, device=working_device(compression.device, sites))
+    compression = replace(compression, device=working_device(compression.device, sites, distributed))
     paths = {site.name: path_in_base(model, site.module) for site in sites}
     batches, notes = noted_batches(
         calibration, model, tokenizer, sequences=compression.sequences, length=compression.length,
@@ -164,14 +186,14 @@ def compress(
     def work(chosen: Sequence[DenseSite]) -> list[Planned]:
         return plan(model, chosen, compression, used, progress)
 
-    planned = plan_together(sites, work) if spread else work(sites)
+    planned = plan_distributed(sites, work) if distributed else work(sites)
     parameters_before = model.num_parameters()
     drift = measure(model, held_back, partial(_converted, planned))
     _install(planned)
-    edit = PerHeadEdit if compression.form == "per-head" else CollaborativeEdit
-    record_edit_(model, edit({paths[item.site.name]: item.spec for item in planned}))
+    forms = {paths[item.site.name]: item.form for item in planned}
+    record_edit_(model, ScoreFormEdit(FORMS[compression.form].kind, forms))
     warnings = (*notes, *few_vectors(planned), *breakdowns(planned))
-    if not spread or processes().is_main_process:
+    if not distributed or process_state().is_main_process:
         for warning in warnings:
             _logger.warning(warning)
     return Report(
@@ -184,7 +206,7 @@ def _install(planned: Sequence[Planned]) -> None:
     """Put the replacements into the model; into none of its modules where one fails."""
     try:
         for item in planned:
-            install_(item.site.module, item.spec, item.parts)
+            install_(item.site.module, item.form, item.parts)
     except BaseException:
         _uninstall(planned)
         raise

@@ -7,8 +7,8 @@ from typing import Annotated
 import tyro
 
 from collab_compress.architectures import KINDS, Kind
+from collab_compress.attention import FORMS, Form
 from collab_compress.errors import CompressionError
-from collab_compress.factorization import FORMS, SOLVERS, Form
 
 LARGEST_DAMPING = 1e6
 
@@ -17,7 +17,7 @@ LARGEST_DAMPING = 1e6
 class Compression:
     """How to turn dense attention into its collaborative form."""
 
-    rank: Annotated[int, tyro.conf.arg(name="dk", metavar="N")]
+    dk: Annotated[int, tyro.conf.arg(metavar="N")]
     """Shared query/key width R, from 1 to heads × head width; at the upper end the conversion is exact."""
 
     form: Form = "shared"
@@ -62,18 +62,21 @@ class Compression:
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise CompressionError(f"unknown form {self.form!r}; expected one of {', '.join(FORMS)}")
-        if self.form == "per-head" and (self.solver, self.sweeps, self.tolerance) != ("als", None, None):
-            raise CompressionError("the per-head form is solved in closed form; leave out solver, sweeps, tolerance")
-        if not isinstance(self.rank, int):
-            raise CompressionError(f"dk is {self.rank!r}; expected a whole number")
-        if self.rank < 1:
-            raise CompressionError(f"dk is {self.rank}; expected at least 1")
+        solvers = FORMS[self.form].solvers
+        if len(solvers) == 1 and (self.solver, self.sweeps, self.tolerance) != ("als", None, None):
+            raise CompressionError(
+                f"the {self.form} form is solved in closed form; leave out solver, sweeps, tolerance"
+            )
+        if not isinstance(self.dk, int):
+            raise CompressionError(f"dk is {self.dk!r}; expected a whole number")
+        if self.dk < 1:
+            raise CompressionError(f"dk is {self.dk}; expected at least 1")
         object.__setattr__(self, "kinds", tuple(self.kinds))  # lists come from JSON and YAML
         unknown = sorted(set(self.kinds) - set(KINDS))
         if unknown or not self.kinds:
             raise CompressionError(f"kinds are {', '.join(unknown) or 'none'}; expected some of {', '.join(KINDS)}")
-        if self.solver not in SOLVERS:
-            raise CompressionError(f"unknown solver {self.solver!r}; expected one of {', '.join(sorted(SOLVERS))}")
+        if len(solvers) > 1 and self.solver not in solvers:
+            raise CompressionError(f"unknown solver {self.solver!r}; expected one of {', '.join(sorted(solvers))}")
         for name in ("sweeps", "sequences", "length"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, int):

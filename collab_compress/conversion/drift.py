@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.calibration import Batch, run_batch, running
+from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.conversion.report import Drift
 from collab_compress.errors import CalibrationError
 from collab_compress.factorization import has_float64
@@ -123,7 +123,7 @@ def main_output(model: PreTrainedModel, batch: Batch) -> tuple[str, Tensor]:
     Raises:
         CalibrationError: the output is not finite.
     """
-    with running(model):
+    with evaluation_mode(model):
         output = run_batch(model, batch)
     named = {name: value for name, value in output.items() if isinstance(value, Tensor) and name != "loss"}
     name = "logits" if "logits" in named else next(iter(named))

@@ -1,19 +1,19 @@
-"""Read the factors of a converted model."""
+"""From converted back to dense: read a converted model's factors, and expand them into stock projections."""
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import transformers_model
-from collab_compress.attention import CollaborativeSpec, is_collaborative, read_parts, uninstall_
-from collab_compress.attention.per_head import PerHeadEdit
-from collab_compress.attention.shared import CollaborativeEdit
+from collab_compress.architectures import FAMILIES, transformers_model
+from collab_compress.attention import FORMS, ScoreForm, is_converted, uninstall_
 from collab_compress.checkpoint import edits_of, forget_edits_, forget_standalone_
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import Factors
+from collab_compress.heads.sharding import refuse_sharded
 
 
 def read_factors(model: PreTrainedModel) -> dict[str, Factors]:
@@ -34,9 +34,9 @@ def read_factors(model: PreTrainedModel) -> dict[str, Factors]:
     edits_of(model)  # refuses a model whose modules are not this package's
     factors = {}
     for name, module in model.named_modules():
-        if is_collaborative(module):
-            query, mixing, key, content = read_parts(name, module)
-            factors[name] = Factors(query=query, mixing=mixing, key=key, content_bias=content)
+        if is_converted(module):
+            form: Any = module.score_form
+            factors[name] = Factors(*form.read(name, module))
     return factors
 
 
@@ -62,7 +62,7 @@ def expand(model: PreTrainedModel) -> Expansion:
 
     The content bias is part of the scores, so each head's context and content are factored together: the
     (D+1)×D matrix [T̂_i; v_iᵀ] at width d, by truncated singular value decomposition. That is exact where its
-    rank is at most d (always after a conversion at rank H·d), else the best possible; the error says which.
+    rank is at most d (always after a conversion at dk = H·d), else the best possible; the error says which.
 
     Args:
         model: a converted model.
@@ -71,52 +71,76 @@ def expand(model: PreTrainedModel) -> Expansion:
         The error of each module. Without other edits the model is a stock one afterwards and saves as such.
 
     Raises:
-        CompressionError: the model holds no collaborative attention.
+        CompressionError: the model holds no collaborative attention, is sharded, or has content biases that its stock
+            form has no query biases for.
         UnsupportedModelError: a projection carries an adapter, is quantized or offloaded.
     """
     model = transformers_model(model)
     edits_of(model)  # refuses a model whose modules are not this package's
-    sites = [(name, module) for name, module in model.named_modules() if is_collaborative(module)]
+    refuse_sharded(model, "expand", CompressionError)
+    sites = [(name, module) for name, module in model.named_modules() if is_converted(module)]
     if not sites:
         raise CompressionError(f"{type(model).__name__} has no collaborative attention to expand")
     planned, errors = [], {}
     for name, module in sites:
+        _refuse_bias_without_place(model, name, module)
         query, key, errors[name] = _dense_projections(name, module)
         planned.append((module, query, key))
     for module, query, key in planned:
         uninstall_(module, query, key)
-    for kind in (CollaborativeEdit.kind, PerHeadEdit.kind):
-        forget_edits_(model, kind)
+    for form in FORMS.values():
+        forget_edits_(model, form.kind)
     if not edits_of(model):
         forget_standalone_(model)
     return Expansion(errors)
 
 
+def _refuse_bias_without_place(model: PreTrainedModel, name: str, module: Any) -> None:
+    """Refuse content biases where stock queries have no bias: a reloaded model would lack what they become.
+
+    Raises:
+        CompressionError: there are some.
+    """
+    form: ScoreForm = module.score_form
+    family = FAMILIES.get(model.config.model_type)
+    if not form.content_bias or family is None:
+        return
+    try:
+        value = attrgetter(family.value)(module)
+    except AttributeError:
+        return
+    if getattr(value, "bias", None) is None:  # in all families queries have a bias exactly where values have one
+        raise CompressionError(
+            f"{name} has content biases, which centre=True made, and queries of a stock {type(model).__name__} have "
+            "no bias to hold them; keep the model converted, or convert with centre=False and expand that"
+        )
+
+
 def _dense_projections(name: str, module: Any) -> tuple[nn.Linear, nn.Linear, float]:
     """Build dense query and key projections for a collaborative module, and their relative error."""
-    spec: CollaborativeSpec = module.collaborative
-    *factors, bias = read_parts(name, module)
+    form: ScoreForm = module.score_form
+    *factors, bias = form.read(name, module)
     query, mixing, key = (part.double() for part in factors)
     content = None if bias is None else bias.double()
-    if spec.scale is not None:
-        mixing = mixing * (spec.scale / module.stock_scaling)
-        content = None if content is None else content * (spec.scale / module.stock_scaling)
+    if form.scale is not None:
+        mixing = mixing * (form.scale / module.stock_scaling)
+        content = None if content is None else content * (form.scale / module.stock_scaling)
     wq, bq, wk = [], [], []
     lost = total = 0.0
-    for head in range(spec.heads):
+    for head in range(form.heads):
         left, right = _joined(query * mixing[head], key, None if content is None else content[head])
         u, s, v = _truncated(left, right)
-        width = min(spec.head_width, len(s))
+        width = min(form.head_width, len(s))
         lost, total = lost + float(s[width:].square().sum()), total + float(s.square().sum())
         root = s[:width].sqrt()
-        pad = (0, spec.head_width - width)
+        pad = (0, form.head_width - width)
         tall = nn.functional.pad(u[:, :width] * root, pad)  # (D+1, d)
         wk.append(nn.functional.pad(v[:, :width] * root, pad))  # (D, d)
         wq.append(tall[: len(query)])
-        bq.append(tall[len(query)] if content is not None else tall.new_zeros(spec.head_width))
-    like = module.get_submodule(spec.query).proj.weight
+        bq.append(tall[len(query)] if content is not None else tall.new_zeros(form.head_width))
+    like = module.get_submodule(form.query).proj.weight
     dense_query = _linear(torch.cat(wq, 1), torch.cat(bq) if content is not None else None, like)
-    zero = torch.zeros(spec.heads * spec.head_width) if content is not None else None
+    zero = torch.zeros(form.heads * form.head_width) if content is not None else None
     dense_key = _linear(torch.cat(wk, 1), zero, like)
     return dense_query, dense_key, (lost / total) ** 0.5 if total else 0.0
 

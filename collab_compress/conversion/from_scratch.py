@@ -11,10 +11,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, find_dense_attention
-from collab_compress.attention import build_parts, install_
-from collab_compress.attention.shared import CollaborativeEdit
+from collab_compress.attention import ScoreFormEdit, SharedScores, install_
 from collab_compress.checkpoint import path_in_base, record_edit_
-from collab_compress.conversion.plan import shared_spec
 from collab_compress.errors import CompressionError
 
 MixingStart = Literal["concatenation", "ones", "uniform"]
@@ -25,7 +23,7 @@ class FromScratch:
     """Untrained collaborative attention for a fresh model.
 
     Args:
-        rank: shared width R, at least 1; it may exceed H·d.
+        dk: shared width R, at least 1; it may exceed H·d.
         mixing: how the mixing matrix starts: "concatenation" gives each head its own R/H channels (remaining
             channels go to the first heads), "ones" gives all heads all channels, "uniform" draws from [0, 1).
         train_mixing: whether it is trained. Frozen concatenation is the paper's narrow-head baseline.
@@ -33,14 +31,14 @@ class FromScratch:
             concatenation, whose heads are R/H wide.
     """
 
-    rank: int
+    dk: int
     mixing: MixingStart = "concatenation"
     train_mixing: bool = True
     scale: Literal["model", "narrow"] = "model"
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise CompressionError(f"rank is {self.rank}; expected at least 1")
+        if self.dk < 1:
+            raise CompressionError(f"dk is {self.dk}; expected at least 1")
         if self.mixing not in MIXING_STARTS:
             raise CompressionError(f"mixing is {self.mixing!r}; expected one of {', '.join(MIXING_STARTS)}")
         if self.scale == "narrow" and (self.mixing != "concatenation" or self.train_mixing):
@@ -57,7 +55,7 @@ def from_config(
 
     Args:
         config: of a stock model.
-        attention: rank and start of the shared attention.
+        attention: dk and start of the shared attention.
         model_class: the class to build, such as `BertForMaskedLM`.
 
     Returns:
@@ -74,24 +72,24 @@ def from_config(
     model = model_class(copy.deepcopy(config))  # the edit is recorded in the config, which may be used again
     modules = {}
     for site in find_dense_attention(model, FAMILIES):
-        scale = sqrt(site.heads / attention.rank) if attention.scale == "narrow" else None
-        spec = shared_spec(site, attention.rank, content_bias=site.query.bias is not None)
-        spec = replace(spec, scale=scale, train_mixing=attention.train_mixing)
-        parts = build_parts(site.module, spec)
+        scale = sqrt(site.heads / attention.dk) if attention.scale == "narrow" else None
+        form = SharedScores.of(site, attention.dk, content_bias=site.query.bias is not None)
+        form = replace(form, scale=scale, train_mixing=attention.train_mixing)
+        parts = form.build(site.module)
         with torch.no_grad():
             for projection, dense in ((parts.query.proj, site.query), (parts.key.proj, site.key)):
                 projection.weight.normal_(std=float(dense.weight.std()))
-            parts.key.proj.weight[spec.rank :] = 0.0
-            parts.mixing.copy_(MIXING_STARTS[attention.mixing](site.heads, attention.rank))
-        install_(site.module, spec, parts)
-        modules[path_in_base(model, site.module)] = spec
-    record_edit_(model, CollaborativeEdit(modules))
+            parts.key.proj.weight[form.rank :] = 0.0
+            parts.mixing.copy_(MIXING_STARTS[attention.mixing](site.heads, attention.dk))
+        install_(site.module, form, parts)
+        modules[path_in_base(model, site.module)] = form
+    record_edit_(model, ScoreFormEdit(SharedScores.kind, modules))
     return model
 
 
-def _concatenation(heads: int, rank: int) -> Tensor:
+def _concatenation(heads: int, dk: int) -> Tensor:
     """Blocks of ones, (H, R): channel r belongs to one head; blocks differ in width by at most one."""
-    owner = torch.arange(rank) * heads // rank if rank >= heads else torch.arange(rank)
+    owner = torch.arange(dk) * heads // dk if dk >= heads else torch.arange(dk)
     return torch.nn.functional.one_hot(owner, heads).T.float()
 
 

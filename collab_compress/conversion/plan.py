@@ -1,4 +1,4 @@
-"""Get the replacement of each attention module ready, without touching the model."""
+"""Get the replacement of each attention module ready, in one process or several, without touching the model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -6,16 +6,14 @@ from time import perf_counter
 from typing import Any
 
 from accelerate.utils import broadcast, gather_object
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import DenseSite
-from collab_compress.attention import CollaborativeParts, CollaborativeSpec, build_parts, load_parts_
-from collab_compress.attention.per_head import PerHeadSpec, build_per_head_parts
+from collab_compress.attention import FORMS, ScoreForm, ScoreParts
 from collab_compress.calibration import Batch, gather_moments
 from collab_compress.conversion.compression import Compression
 from collab_compress.conversion.report import ModuleReport, module_report
-from collab_compress.distributed import processes
+from collab_compress.distributed import process_state
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import Moments, centres_queries, factorize
 
@@ -32,14 +30,14 @@ class Planned:
 
     Args:
         site: the module.
-        spec: how to rebuild its replacement.
+        form: of its replacement.
         parts: the replacement.
         report: errors and costs.
     """
 
     site: DenseSite
-    spec: CollaborativeSpec
-    parts: CollaborativeParts
+    form: ScoreForm
+    parts: ScoreParts
     report: ModuleReport
 
 
@@ -55,7 +53,7 @@ def plan(
     Args:
         model: the dense model; it runs on all batches once for each group.
         sites: what to decompose.
-        compression: rank, solver and the rest.
+        compression: dk, solver and the rest.
         batches: calibration data; without, all directions of the inputs weigh alike.
         progress: called with a module's name, how many are done, and how many there are.
 
@@ -63,7 +61,7 @@ def plan(
         CompressionError: a module cannot be decomposed.
         CalibrationError: a module saw no token, or an input was not finite.
     """
-    weighted = bool(batches) and any(compression.rank < site.width for site in sites)
+    weighted = bool(batches) and any(compression.dk < site.width for site in sites)
     planned: list[Planned] = []
     for group in _groups(model, sites) if weighted else [list(sites)]:
         moments = gather_moments(model, group, batches) if weighted else {}
@@ -79,23 +77,8 @@ def plan(
 def gets_content_bias(site: DenseSite, compression: Compression, calibrated: bool) -> bool:
     """Say whether a module will have content biases: where queries have a bias, or where centring is to make them."""
     biased = site.query.bias is not None
-    folded = calibrated and compression.rank < site.width and centres_queries(biased, compression.centre)
+    folded = calibrated and compression.dk < site.width and centres_queries(biased, compression.centre)
     return biased or folded
-
-
-def shared_spec(site: DenseSite, rank: int, content_bias: bool) -> CollaborativeSpec:
-    """Describe what is to replace the projections of a module, if heads share channels."""
-    return CollaborativeSpec(
-        query=site.family.query, key=site.family.key, heads=site.heads, head_width=site.head_width, rank=rank,
-        content_bias=content_bias, fixed_heads=site.family.fixed_heads,
-    )  # fmt: skip
-
-
-def empty_parts(site: DenseSite, spec: CollaborativeSpec) -> CollaborativeParts:
-    """Make uninitialised parameters for what replaces the projections of a module."""
-    build: Any = build_per_head_parts if isinstance(spec, PerHeadSpec) else build_parts
-    parts: CollaborativeParts = build(site.module, spec)
-    return parts
 
 
 def _groups(model: PreTrainedModel, sites: Sequence[DenseSite]) -> Iterator[list[DenseSite]]:
@@ -118,24 +101,24 @@ def _plan(site: DenseSite, compression: Compression, moments: tuple[Moments, Mom
     """Decompose one module and build what will replace its projections."""
     query_moments, key_moments = moments or (None, None)
     started = perf_counter()
+    form = FORMS[compression.form]
+    solver = compression.solver if compression.solver in form.solvers else form.solvers[0]
     try:
         result = factorize(
-            site.query_heads(), site.key_heads(), compression.rank, query_bias=site.query_bias(),
-            query_moments=query_moments, key_moments=key_moments, form=compression.form, solver=compression.solver,
+            site.query_heads(), site.key_heads(), compression.dk, query_bias=site.query_bias(),
+            query_moments=query_moments, key_moments=key_moments, solver=solver,
             seed=compression.seed, sweeps=compression.sweeps, tolerance=compression.tolerance,
             damping=compression.damping, centre=compression.centre, device=compression.device,
         )  # fmt: skip
     except (ValueError, ImportError) as error:
         raise CompressionError(f"{site.name}: {error}") from error
-    spec = shared_spec(site, compression.rank, result.factors.content_bias is not None)
-    if result.sizes is not None:
-        spec = PerHeadSpec(**{**vars(spec), "train_mixing": False}, sizes=result.sizes)
-    parts = empty_parts(site, spec)
+    made = form.of(site, compression.dk, result.factors.content_bias is not None, result.sizes)
+    parts = made.build(site.module)
     found = result.factors.to(dtype=parts.mixing.dtype)  # where they are: not every device has float64
-    load_parts_(parts, found.query, found.mixing, found.key, found.content_bias)
+    made.load_(parts, found.query, found.mixing, found.key, found.content_bias)
     vectors = (0.0, 0.0) if moments is None else (moments[0].count, moments[1].count)
-    report = module_report(site, spec, result, REPORT_LENGTH, perf_counter() - started, vectors)
-    return Planned(site, spec, parts, report)
+    report = module_report(site, made, result, REPORT_LENGTH, perf_counter() - started, vectors)
+    return Planned(site, made, parts, report)
 
 
 def few_vectors(planned: Sequence[Planned]) -> list[str]:
@@ -170,7 +153,9 @@ def breakdowns(planned: Sequence[Planned]) -> list[str]:
     ]
 
 
-def plan_together(sites: Sequence[DenseSite], plan: Callable[[Sequence[DenseSite]], list[Planned]]) -> list[Planned]:
+def plan_distributed(
+    sites: Sequence[DenseSite], plan: Callable[[Sequence[DenseSite]], list[Planned]]
+) -> list[Planned]:
     """Let each process plan some of the modules, and give all of them the plans of all modules, in order.
 
     Args:
@@ -180,7 +165,7 @@ def plan_together(sites: Sequence[DenseSite], plan: Callable[[Sequence[DenseSite
     Raises:
         CompressionError: the plan of another process fails; in that process, what it failed with.
     """
-    state = processes()
+    state = process_state()
     rank, count = state.process_index, state.num_processes
     mine: list[Planned] = []
     error: Exception | None = None
@@ -195,21 +180,15 @@ def plan_together(sites: Sequence[DenseSite], plan: Callable[[Sequence[DenseSite
         raise CompressionError(failed[0])
     own = {planned.site.name: planned for planned in mine}
     described: dict[str, Any] = {
-        name: (spec, report)
-        for name, spec, report in gather_object([(item.site.name, item.spec, item.report) for item in mine])
+        name: (form, report)
+        for name, form, report in gather_object([(item.site.name, item.form, item.report) for item in mine])
     }
     planned = []
     for place, site in enumerate(sites):
-        spec, report = described[site.name]
-        item = own.get(site.name) or Planned(site, spec, empty_parts(site, spec), report)
-        for tensor in _tensors(item):
+        form, report = described[site.name]
+        item = own.get(site.name) or Planned(site, form, form.build(site.module), report)
+        for tensor in item.parts.tensors():
             sent = tensor.to(state.device)  # where processes can reach each other
             tensor.copy_(broadcast(sent, place % count))
         planned.append(item)
     return planned
-
-
-def _tensors(planned: Planned) -> list[Tensor]:
-    """What a process has to be told, as the memory that holds it."""
-    parts = planned.parts
-    return [parts.query.proj.weight.data, parts.key.proj.weight.data, parts.mixing.data]

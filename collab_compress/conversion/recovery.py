@@ -19,7 +19,7 @@ from transformers import (
 from transformers.trainer_utils import TrainOutput
 
 from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.attention import is_collaborative
+from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch, Calibration, calibration_batches
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.heads import Tap
@@ -115,7 +115,7 @@ def distil_(
     if not batches:
         raise CalibrationError("no batches to train on; pass 'synthetic', texts or batches")
     sites, others = (find_attention(each, FAMILIES) for each in (model, dense))
-    converted = [site.module for site in sites if is_collaborative(site.module)]
+    converted: list[Any] = [site.module for site in sites if is_converted(site.module)]
     if not converted:
         raise HeadError(f"{type(model).__name__} is not converted, so there is nothing to bring nearer")
     if [site.name for site in sites] != [site.name for site in others]:
@@ -123,7 +123,7 @@ def distil_(
             f"{type(dense).__name__} has other attention modules than {type(model).__name__}; pass the dense "
             "model that was converted"
         )
-    trained = {parameter for module in converted for parameter in _factors(module)}
+    trained = {parameter for module in converted for parameter in module.score_form.trained(module)}
     before = {parameter: parameter.requires_grad for parameter in model.parameters()}
     modes = {module: module.training for each in (model, dense) for module in each.modules()}
     use_cache = vars(model.config).get("use_cache")  # a Trainer switches it off
@@ -226,16 +226,9 @@ class _Distiller(Trainer):  # type: ignore[misc]
         losses = [
             kl_divergence(here.rows, there.rows, here.real.query)
             for here, there in zip(*(tap.take() for tap in self.taps), strict=True)
-            if is_collaborative(here.site.module) and here.rows is not None and there.rows is not None
+            if is_converted(here.site.module) and here.rows is not None and there.rows is not None
         ]
         return torch.stack(losses).mean()
-
-
-def _factors(module: Any) -> list[nn.Parameter]:
-    """Shared projections and mixing matrix of a converted module; the per-head form has a fixed one."""
-    spec = module.collaborative
-    projections = [module.get_submodule(path).proj.weight for path in (spec.query, spec.key)]
-    return projections + ([module.mixing] if isinstance(module.mixing, nn.Parameter) else [])
 
 
 def _first(batches: list[Batch]) -> Batch:

@@ -1,15 +1,15 @@
-"""What an attention's scores cost, dense and collaborative: parameters, multiply-accumulates, break-even length.
+"""What a conversion did, module by module, and what scores cost: parameters, multiply-accumulates, break-even length.
 
 Queries and keys only: values and the output projection are the same in both forms ("Multi-Head Attention:
 Collaborate Instead of Concatenate", section 3.4). D input width, H heads, d head width, R shared width, T tokens.
 """
 
 from dataclasses import asdict, dataclass
-from math import inf, isfinite
+from math import isfinite
 from typing import Any
 
 from collab_compress.architectures import DenseSite
-from collab_compress.attention import CollaborativeSpec
+from collab_compress.attention import PerHeadScores, ScoreForm
 from collab_compress.factorization import Factorization
 
 
@@ -18,49 +18,9 @@ def dense_parameters(width: int, heads: int, head_width: int, bias: bool) -> int
     return 2 * heads * head_width * (width + bias)
 
 
-def collaborative_parameters(width: int, heads: int, rank: int, content_bias: bool) -> int:
-    """Count parameters of the collaborative form: (2D + H)·R, and H·D for content biases."""
-    return (2 * width + heads) * rank + heads * width * content_bias
-
-
 def dense_macs(width: int, heads: int, head_width: int, length: int) -> int:
     """Count multiply-accumulates of dense scores over T tokens: 2·T·D·H·d + T²·H·d."""
     return (2 * length * width + length**2) * heads * head_width
-
-
-def collaborative_macs(width: int, heads: int, rank: int, length: int, content_bias: bool) -> int:
-    """Count multiply-accumulates of collaborative scores: 2·T·D·R + T·H·R + T²·H·R, and T·D·H for v·y."""
-    return (2 * length * width + length * heads + length**2 * heads) * rank + length * width * heads * content_bias
-
-
-def break_even_length(width: int, heads: int, head_width: int, rank: int, content_bias: bool) -> float:
-    """Give T*: up to this many tokens the collaborative scores take fewer multiply-accumulates, beyond it more.
-
-    T* = [2D(H·d − R) − H·R − (H·D if content biases)] / (H·R − H·d); infinite for R ≤ d, 0 where it never pays.
-    """
-    saved = 2 * width * (heads * head_width - rank) - heads * rank - heads * width * content_bias
-    growth = heads * rank - heads * head_width
-    if growth <= 0:
-        return inf if saved >= 0 else 0.0
-    return max(0.0, saved / growth)
-
-
-def per_head_parameters(width: int, heads: int, rank: int, content_bias: bool) -> int:
-    """Count parameters of heads that share no channels: 2D·R, and H·D for content biases."""
-    return 2 * width * rank + heads * width * content_bias
-
-
-def per_head_macs(width: int, heads: int, rank: int, length: int, content_bias: bool) -> int:
-    """Count multiply-accumulates of the scores of heads that share no channels: 2·T·D·R + T²·R, and T·D·H for v·y."""
-    return (2 * length * width + length**2) * rank + length * width * heads * content_bias
-
-
-def per_head_break_even_length(width: int, heads: int, head_width: int, rank: int, content_bias: bool) -> float:
-    """Give T* of heads that share no channels: infinite, for they have fewer channels than the dense ones; else 0.
-
-    0 where content biases outweigh what short inputs save: 2D(H·d − R) < H·D.
-    """
-    return inf if 2 * width * (heads * head_width - rank) >= heads * width * content_bias else 0.0
 
 
 @dataclass(frozen=True)
@@ -69,7 +29,7 @@ class ModuleReport:
 
     Args:
         name: path in the model.
-        rank: shared width R.
+        dk: shared width R.
         weight_error: ‖T − T̂‖/‖T‖ over the stacked Wq·Wkᵀ.
         data_error: the same for the scores on calibration data, or None without.
         parameters_before: of the query and key projections, dense.
@@ -90,7 +50,7 @@ class ModuleReport:
     """
 
     name: str
-    rank: int
+    dk: int
     weight_error: float
     data_error: float | None
     parameters_before: int
@@ -160,7 +120,7 @@ class Report:
 
 def module_report(
     site: DenseSite,
-    spec: CollaborativeSpec,
+    form: ScoreForm,
     result: Factorization,
     length: int,
     seconds: float,
@@ -170,37 +130,29 @@ def module_report(
 
     Args:
         site: the module as it was.
-        spec: what it becomes.
+        form: what it becomes.
         result: how its heads were decomposed.
         length: tokens T for which multiply-accumulates are counted.
         seconds: time it took.
         vectors: how many inputs of queries and of keys were seen.
     """
-    width, content = site.key.in_features, spec.content_bias
-    sizes = (width, site.heads, spec.rank)
-    apart_macs = per_head_macs(*sizes, length, content)
-    if result.sizes is None:
-        parameters, macs = collaborative_parameters(*sizes, content), collaborative_macs(*sizes, length, content)
-        break_even = break_even_length(width, site.heads, site.head_width, spec.rank, content)
-    else:
-        parameters, macs = per_head_parameters(*sizes, content), apart_macs
-        break_even = per_head_break_even_length(width, site.heads, site.head_width, spec.rank, content)
+    width, apart = site.key.in_features, PerHeadScores.of(site, form.rank, form.content_bias)
     return ModuleReport(
         name=site.name,
-        rank=spec.rank,
+        dk=form.rank,
         weight_error=result.weight_error,
         data_error=result.data_error,
         parameters_before=dense_parameters(width, site.heads, site.head_width, site.query.bias is not None),
-        parameters_after=parameters,
+        parameters_after=form.parameters(width),
         macs_before=dense_macs(width, site.heads, site.head_width, length),
-        macs_after=macs,
-        break_even_length=break_even,
+        macs_after=form.macs(width, length),
+        break_even_length=form.break_even(width),
         sweeps=result.sweeps,
         converged=result.converged,
         seconds=seconds,
         per_head_error=result.per_head_error,
-        per_head_macs=apart_macs,
-        sizes=result.sizes,
+        per_head_macs=apart.macs(width, length),
+        sizes=form.head_sizes,
         query_vectors=int(vectors[0]),
         key_vectors=int(vectors[1]),
         breakdowns=result.breakdowns,

@@ -1,93 +1,26 @@
-"""What is doubtful about a table of results, and what its rows are called."""
+"""Results side by side: means over seeds, differences paired by seed, and what is doubtful about them."""
 
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
-from scipy.special import stdtrit
+import pandas as pd
+from scipy import stats
 
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.results import FRESH, UNSHAPED, Column, Result, Variant
 from collab_compress.tasks import TASKS
 
-ALIKE = ("files", "fresh", "max_length", "translation", "tuning")
-"""Settings in which rows are expected not to differ."""
-
-
-def label(variant: Variant) -> str:
-    """Name a variant as method/stage."""
-    return f"{variant.method}/{variant.stage}"
-
-
-def compared_otherwise(
-    grouped: Iterable[Variant], references: Mapping[str, Variant], reference: str | None
-) -> Iterator[str]:
-    """Say which untrained models are compared with something else, or with nothing."""
-    for model in sorted({variant.model for variant in grouped}):
-        other = references.get(model)
-        if other is not None and label(other) != reference:
-            yield f"{model} is compared with {label(other)}, which is {reference} in its shape"
-        if other is None and reference is not None and model.startswith(FRESH):
-            yield f"{model} is compared with nothing: no result is {reference} in its shape"
-
-
-def no_numbers(grouped: Mapping[Variant, Sequence[Result]]) -> Iterator[str]:
-    """Name the scores that are no finite numbers."""
-    for variant, results in grouped.items():
-        for result in results:
-            if not math.isfinite(result.score):
-                where = f"{label(variant)} of {variant.model} on {result.column.name}"
-                yield f"{where}: the score of seed {result.seed} is {result.score}, and so is what is made of it"
-
-
-def seeds_apart(grouped: Mapping[Variant, Sequence[Result]]) -> Iterator[str]:
-    """Name the settings in which seeds differ that are averaged."""
-    for variant, results in grouped.items():
-        for column, recipes in recipes_of(results).items():
-            differing = _differing(recipes, {name for recipe in recipes for name in recipe})
-            if differing:
-                yield f"{label(variant)} of {variant.model} on {column.name}: seeds differ in {differing}"
-
-
-def rows_apart(grouped: Mapping[Variant, Sequence[Result]], references: Mapping[str, Variant]) -> Iterator[str]:
-    """Name the settings, other than what a row is about, in which it differs from what it is compared with."""
-    for variant, results in grouped.items():
-        if (other := references.get(variant.model)) is None:
-            continue
-        theirs = recipes_of(grouped[other])
-        for column, recipes in recipes_of(results).items():
-            both = [_flat(recipe) for recipe in (*recipes[:1], *theirs.get(column, [])[:1])]
-            differing = _differing(both, set.intersection(*map(set, both)))
-            if differing:
-                yield f"{label(variant)} and {label(other)} of {variant.model} on {column.name} differ in {differing}"
-
-
-def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the settings in which rows are expected not to differ, those of a fresh model one by one."""
-    flat = {name: recipe[name] for name in ALIKE if name in recipe}
-    fresh = flat.pop("fresh", None) or {}
-    return flat | {f"fresh.{name}": value for name, value in fresh.items() if name != "attention"}
-
-
-def recipes_of(results: Iterable[Result]) -> dict[Column, list[Mapping[str, Any]]]:
-    """Give the recipes of results by what they were scored on."""
-    found: dict[Column, list[Mapping[str, Any]]] = defaultdict(list)
-    for result in results:
-        found[result.column].append(result.recipe)
-    return dict(found)
-
-
-def _differing(recipes: Sequence[Mapping[str, Any]], fields: Iterable[str]) -> str:
-    return ", ".join(name for name in sorted(fields) if any(r.get(name) != recipes[0].get(name) for r in recipes))
-
-
 AVERAGE = "average"
 REFERENCE = "plain/tuned"
 AS_IT_IS = "plain/given"
+ALIKE = ("files", "fresh", "max_length", "translation", "tuning")
+"""Settings in which rows are expected not to differ."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +45,7 @@ class Estimate:
         """
         if self.deviation is None:
             return None
-        return float(stdtrit(self.count - 1, 0.975)) * self.deviation / math.sqrt(self.count)
+        return float(stats.t.ppf(0.975, self.count - 1)) * self.deviation / math.sqrt(self.count)
 
 
 @dataclass(frozen=True)
@@ -153,8 +86,20 @@ class Comparison:
     reference: str | None
     notes: tuple[str, ...]
 
+    @property
+    def tasks(self) -> list[str]:
+        """Names of the columns but for the average."""
+        return [column.name for column in self.columns if column.name != AVERAGE]
 
-Series = dict[Column, dict[int, float]]
+    @property
+    def average(self) -> Column | None:
+        """The column of the average, if there is one."""
+        return next((column for column in self.columns if column.name == AVERAGE), None)
+
+    @property
+    def with_baseline(self) -> bool:
+        """Whether differences are to plain fine-tuning, as the papers' are."""
+        return self.reference == REFERENCE
 
 
 def compare(results: Sequence[Result], against: str | None = None) -> Comparison:
@@ -176,29 +121,29 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
         grouped[result.variant].append(result)
     tasks = sorted({result.column for result in results}, key=_place)
     average = _average_column(tasks)
-    series = {variant: _series(members, tasks, average) for variant, members in grouped.items()}
     reference = _reference(grouped, against)
     references = _references(grouped, reference)
+    scores = _scores(results, tasks, average)
+    means, differences = _estimates(scores), _estimates(_paired(scores, references))
     rows = []
     for variant in sorted(grouped, key=lambda variant: _order(variant, references.get(variant.model))):
-        own, against_it = series[variant], references.get(variant.model)
-        other = {} if against_it is None else series[against_it]
+        other = references.get(variant.model)
         counts = [result.parameters for result in grouped[variant] if result.parameters is not None]
         rows.append(
             Row(
                 variant,
-                sum(counts) / len(counts) if counts else None,
-                {column: estimate(by_seed.values()) for column, by_seed in own.items()},
-                {} if own is other else _differences(own, other),
-                None if against_it is None else label(against_it),
+                fmean(counts) if counts else None,
+                means[variant],
+                differences.get(variant, {}),
+                None if other is None else label(other),
             )
         )
     averaged = [average] if average is not None and any(average in row.scores for row in rows) else []
     notes = (
-        *compared_otherwise(grouped, references, reference),
-        *no_numbers(grouped),
-        *seeds_apart(grouped),
-        *rows_apart(grouped, references),
+        *_compared_otherwise(grouped, references, reference),
+        *_no_numbers(grouped),
+        *_seeds_apart(grouped),
+        *_rows_apart(grouped, references),
     )
     return Comparison((*tasks, *averaged), tuple(rows), reference, notes)
 
@@ -211,6 +156,11 @@ def estimate(values: Iterable[float]) -> Estimate:
         return Estimate(float(found.mean()), deviation, len(found))
 
 
+def label(variant: Variant) -> str:
+    """Name a variant as method/stage."""
+    return f"{variant.method}/{variant.stage}"
+
+
 def _place(column: Column) -> tuple[int, str]:
     return list(TASKS).index(column.name.split()[0]), column.name
 
@@ -220,24 +170,37 @@ def _average_column(tasks: Sequence[Column]) -> Column | None:
     return Column(AVERAGE, tasks[0].unit, tasks[0].greater_is_better) if len(tasks) > 1 and one_unit else None
 
 
-def _series(results: Iterable[Result], tasks: Sequence[Column], average: Column | None) -> Series:
-    """Give scores by column and seed, and the average of each seed that has all tasks."""
-    series: Series = defaultdict(dict)
-    for result in results:
-        series[result.column][result.seed] = result.score
-    seeds = set.intersection(*(set(series.get(column, ())) for column in tasks))
-    if average is not None and seeds:
-        series[average] = {seed: sum(series[column][seed] for column in tasks) / len(tasks) for seed in sorted(seeds)}
-    return dict(series)
+def _scores(results: Sequence[Result], tasks: Sequence[Column], average: Column | None) -> pd.DataFrame:
+    """Give a line for each score, and for the average of each seed that has all tasks."""
+    lines = [(result.variant, result.column, result.seed, result.score) for result in results]
+    scores = pd.DataFrame(lines, columns=["variant", "column", "seed", "score"])
+    if average is None:
+        return scores
+    whole = [
+        (variant, average, seed, float(found.to_numpy().mean()))
+        for (variant, seed), found in scores.groupby(["variant", "seed"], sort=False)["score"]
+        if len(found) == len(tasks)
+    ]
+    return pd.concat([scores, pd.DataFrame(whole, columns=scores.columns)]) if whole else scores
 
 
-def _differences(own: Series, other: Series) -> dict[Column, Estimate]:
-    found = {}
-    for column in own.keys() & other.keys():
-        seeds = own[column].keys() & other[column].keys()
-        if seeds:
-            found[column] = estimate(own[column][seed] - other[column][seed] for seed in sorted(seeds))
-    return found
+def _paired(scores: pd.DataFrame, references: Mapping[str, Variant]) -> pd.DataFrame:
+    """Give a line for each score whose reference has its column and seed too, with the difference to it."""
+    others = [references.get(variant.model) for variant in scores["variant"]]
+    compared = [other not in (None, variant) for variant, other in zip(scores["variant"], others, strict=True)]
+    keys = ["reference", "column", "seed"]
+    pairs = scores.assign(reference=others)[compared].merge(
+        scores.rename(columns={"variant": "reference", "score": "theirs"}), on=keys
+    )
+    return pairs.assign(score=pairs["score"] - pairs["theirs"])
+
+
+def _estimates(lines: pd.DataFrame) -> dict[Variant, dict[Column, Estimate]]:
+    """Give means over seeds."""
+    found: dict[Variant, dict[Column, Estimate]] = defaultdict(dict)
+    for (variant, column), scores in lines.groupby(["variant", "column"], sort=False)["score"]:
+        found[variant][column] = estimate(scores)
+    return dict(found)
 
 
 def _reference(variants: Iterable[Variant], against: str | None) -> str | None:
@@ -257,11 +220,11 @@ def _references(grouped: Mapping[Variant, Sequence[Result]], reference: str | No
     theirs = [
         (variant.stage, column, _unshaped(recipes[0]))
         for variant in found.values()
-        for column, recipes in recipes_of(grouped[variant]).items()
+        for column, recipes in _recipes_of(grouped[variant]).items()
         if recipes[0].get("fresh")
     ]
     for variant in sorted(grouped, key=lambda variant: variant.method):
-        for column, recipes in recipes_of(grouped[variant]).items():
+        for column, recipes in _recipes_of(grouped[variant]).items():
             if variant.model not in found and (variant.stage, column, _unshaped(recipes[0])) in theirs:
                 found[variant.model] = variant
     return found
@@ -279,3 +242,65 @@ def _order(variant: Variant, reference: Variant | None) -> tuple[object, ...]:
         variant.model, variant.method != method, variant.method, variant.conversion is not None,
         variant.stage != "tuned", sizes, variant.conversion or "", variant.again, variant.stage,
     )  # fmt: skip
+
+
+def _compared_otherwise(
+    grouped: Iterable[Variant], references: Mapping[str, Variant], reference: str | None
+) -> Iterator[str]:
+    """Say which untrained models are compared with something else, or with nothing."""
+    for model in sorted({variant.model for variant in grouped}):
+        other = references.get(model)
+        if other is not None and label(other) != reference:
+            yield f"{model} is compared with {label(other)}, which is {reference} in its shape"
+        if other is None and reference is not None and model.startswith(FRESH):
+            yield f"{model} is compared with nothing: no result is {reference} in its shape"
+
+
+def _no_numbers(grouped: Mapping[Variant, Sequence[Result]]) -> Iterator[str]:
+    """Name the scores that are no finite numbers."""
+    for variant, results in grouped.items():
+        for result in results:
+            if not math.isfinite(result.score):
+                where = f"{label(variant)} of {variant.model} on {result.column.name}"
+                yield f"{where}: the score of seed {result.seed} is {result.score}, and so is what is made of it"
+
+
+def _seeds_apart(grouped: Mapping[Variant, Sequence[Result]]) -> Iterator[str]:
+    """Name the settings in which seeds differ that are averaged."""
+    for variant, results in grouped.items():
+        for column, recipes in _recipes_of(results).items():
+            differing = _differing(recipes, {name for recipe in recipes for name in recipe})
+            if differing:
+                yield f"{label(variant)} of {variant.model} on {column.name}: seeds differ in {differing}"
+
+
+def _rows_apart(grouped: Mapping[Variant, Sequence[Result]], references: Mapping[str, Variant]) -> Iterator[str]:
+    """Name the settings, other than what a row is about, in which it differs from what it is compared with."""
+    for variant, results in grouped.items():
+        if (other := references.get(variant.model)) is None:
+            continue
+        theirs = _recipes_of(grouped[other])
+        for column, recipes in _recipes_of(results).items():
+            both = [_flat(recipe) for recipe in (*recipes[:1], *theirs.get(column, [])[:1])]
+            differing = _differing(both, set.intersection(*map(set, both)))
+            if differing:
+                yield f"{label(variant)} and {label(other)} of {variant.model} on {column.name} differ in {differing}"
+
+
+def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the settings in which rows are expected not to differ, those of a fresh model one by one."""
+    flat = {name: recipe[name] for name in ALIKE if name in recipe}
+    fresh = flat.pop("fresh", None) or {}
+    return flat | {f"fresh.{name}": value for name, value in fresh.items() if name != "attention"}
+
+
+def _recipes_of(results: Iterable[Result]) -> dict[Column, list[Mapping[str, Any]]]:
+    """Give the recipes of results by what they were scored on."""
+    found: dict[Column, list[Mapping[str, Any]]] = defaultdict(list)
+    for result in results:
+        found[result.column].append(result.recipe)
+    return dict(found)
+
+
+def _differing(recipes: Sequence[Mapping[str, Any]], fields: Iterable[str]) -> str:
+    return ", ".join(name for name in sorted(fields) if any(r.get(name) != recipes[0].get(name) for r in recipes))

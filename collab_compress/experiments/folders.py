@@ -8,7 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from collab_compress.checkpoint.directory import write_whole_json
+from collab_compress.checkpoint.directory import write_json
 from collab_compress.errors import RecipeError
 
 MARK = ".collab-experiment.json"
@@ -18,7 +18,7 @@ MARKED = {"made_by": "collab_compress.experiments", "format": 1}
 
 def mark(folder: Path) -> None:
     """Make a folder if it is not there, and mark it as made by an experiment."""
-    write_whole_json(folder / MARK, MARKED)
+    write_json(folder / MARK, MARKED)
 
 
 def is_ours(folder: Path) -> bool:

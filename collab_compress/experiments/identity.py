@@ -9,11 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from collab_compress.checkpoint.directory import TOKENIZER_FILES, write_whole_json
+from collab_compress.checkpoint.directory import TOKENIZER_FILES, write_json
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.folders import discard, forget, is_free, is_ours, locked, mark
 from collab_compress.experiments.recipe import Recipe, parse
 from collab_compress.experiments.record import read_record
+from collab_compress.experiments.renamed import with_todays_names
 from collab_compress.tasks import task_files
 
 TOKENIZER = {*TOKENIZER_FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json", "generation_config.json"}
@@ -153,7 +154,7 @@ START_FILES = {
 
 
 @contextmanager
-def claimed(recipe: Recipe, stages: Sequence[str]) -> Iterator[bool]:
+def reserve_output(recipe: Recipe, stages: Sequence[str]) -> Iterator[bool]:
     """Hold an experiment's folders, and note in them what is done there, or check that it is the same.
 
     A folder is ours that has our mark; one that revision eb8769f or one before it made has none, and is taken for
@@ -198,7 +199,7 @@ def claimed(recipe: Recipe, stages: Sequence[str]) -> Iterator[bool]:
                     discard(output / "start")
                 for folder, noted in noting:
                     mark(folder)
-                    write_whole_json(folder / "recipe.json", noted)
+                    write_json(folder / "recipe.json", noted)
         yield finished()
 
 
@@ -330,8 +331,8 @@ def _differs(folder: Path, wanted: dict[str, Any], fields: tuple[str, ...]) -> b
 
 
 def _parsed(noted: dict[str, Any], where: str = "the recipe") -> dict[str, Any]:
-    """Give all fields, those that are not written down too."""
-    fields = {name: value for name, value in noted.items() if name not in NOTES}
+    """Give all fields, those that are not written down too, by the names of today."""
+    fields = with_todays_names({name: value for name, value in noted.items() if name not in NOTES})
     return {**asdict(parse(Recipe, fields, where)), **{name: noted.get(name) for name in NOTES}}
 
 

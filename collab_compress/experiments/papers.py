@@ -71,6 +71,11 @@ class PaperTable:
     about: str = ""
     note: str = ""
 
+    @property
+    def place(self) -> str:
+        """Where its rows stand: the paper's key and the table's name."""
+        return f"{self.paper}, {self.name}"
+
     def baseline(self, row: PaperRow) -> PaperRow | None:
         """Give what a row is compared with; None for a baseline itself, and where there is none."""
         found = [other for other in self.rows if other.baseline and other.model == row.model]

@@ -6,14 +6,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from collab_compress.checkpoint.directory import whole_directory, write_whole_json
+from collab_compress.checkpoint.directory import atomic_directory, write_json
 from collab_compress.checkpoint.find import find_directory
 from collab_compress.conversion import recover_
 from collab_compress.conversion.compress import compress
-from collab_compress.distributed import each, failing_together, once, processes
+from collab_compress.distributed import failing_together, on_every_process, on_main_process, process_state
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.folders import is_free, is_ours, mark
-from collab_compress.experiments.identity import claimed, read_result
+from collab_compress.experiments.identity import read_result, reserve_output
 from collab_compress.experiments.recipe import Recipe, Tuning
 from collab_compress.experiments.record import environment
 from collab_compress.experiments.trackers import check_trackers
@@ -56,34 +56,38 @@ def run(recipe: Recipe, find_model: Callable[[str], str | Path] = find_directory
     first, name = "given" if recipe.tuning is None else "tuned", recipe.conversion_name
     stages = [first] + ([name] if name else []) + ([f"{name}-again"] if recipe.again is not None else [])
     with failing_together(), ExitStack() as held:
-        if not once(lambda: held.enter_context(claimed(recipe, stages))):
+        if not on_main_process(lambda: held.enter_context(reserve_output(recipe, stages))):
             _run(recipe, find_model, first)
-        return once(lambda: [read_result(recipe, stage) for stage in stages])
+        return on_main_process(lambda: [read_result(recipe, stage) for stage in stages])
 
 
 def _run(recipe: Recipe, find_model: Callable[[str], str | Path], first: str) -> None:
     """Run the stages that are not finished."""
-    workload = each(lambda: _checked(recipe))
-    source = _fresh(workload, find_model) if recipe.model is None else each(lambda: find_model(str(recipe.model)))
-    tokenizer = each(lambda: load_tokenizer(source))
-    encoded = each(lambda: workload.encode(workload.texts, tokenizer))
+    workload = on_every_process(lambda: _checked(recipe))
+    source = (
+        _fresh(workload, find_model)
+        if recipe.model is None
+        else on_every_process(lambda: find_model(str(recipe.model)))
+    )
+    tokenizer = on_every_process(lambda: load_tokenizer(source))
+    encoded = on_every_process(lambda: workload.encode(workload.texts, tokenizer))
 
     def stage(name: str, start: str | Path, tuning: Tuning | None = None) -> str | Path:
         """Make a stage's model if it is not there, and its record; gives where the model is."""
         folder = recipe.output / name
-        trained, scored = once(lambda: _begin(folder))
+        trained, scored = on_main_process(lambda: _begin(folder))
         if tuning is not None:
             if not trained:
-                model = each(lambda: workload.load_model(start, trained=False))
+                model = on_every_process(lambda: workload.load_model(start, trained=False))
                 fine_tune(workload, model, encoded, tokenizer, tuning, folder)
             start = folder / "model"
         if not scored:
-            model = each(lambda: workload.load_model(start))
+            model = on_every_process(lambda: workload.load_model(start))
             parameters = model.num_parameters()
             metrics = evaluate(
                 workload, model, encoded, tokenizer, tuning or recipe.tuning or recipe.again or Tuning(), folder
             )
-            once(lambda: write_whole_json(folder / "result.json", _record(workload, name, metrics, parameters)))
+            on_main_process(lambda: write_json(folder / "result.json", _record(workload, name, metrics, parameters)))
         return start
 
     found = stage(first, source, recipe.tuning)
@@ -125,33 +129,35 @@ def _fresh(workload: Workload, find_model: Callable[[str], str | Path]) -> Path:
                 replace(fresh, config=config), workload.task, workload.texts["train"], workload.recipe.seed, folder
             )
 
-    once(make)
+    on_main_process(make)
     return folder
 
 
 def _convert(workload: Workload, source: str | Path, tokenizer: Any, folder: Path) -> None:
     """Convert a model into `folder/model` if it is not there; processes share the work."""
-    recipe, recovery, together = workload.recipe, workload.recipe.recovery, processes()
-    if recipe.compression is None or once(lambda: (folder / "model").is_dir()):
+    recipe, recovery, together = workload.recipe, workload.recipe.recovery, process_state()
+    if recipe.compression is None or on_main_process(lambda: (folder / "model").is_dir()):
         return
-    model = each(lambda: workload.load_model(source)).to(together.device)
-    compression, spread = replace(recipe.compression, seed=recipe.seed), together.num_processes > 1
-    report = compress(model, compression, recipe.calibration, tokenizer=tokenizer, spread=spread)
+    model = on_every_process(lambda: workload.load_model(source)).to(together.device)
+    compression, distributed = replace(recipe.compression, seed=recipe.seed), together.num_processes > 1
+    report = compress(model, compression, recipe.calibration, tokenizer=tokenizer, distributed=distributed)
     described = report.to_dict()
     if recovery is not None:
         settings = {
             **asdict(recovery), "seed": recipe.seed, "length": compression.length, "disable_tqdm": not recipe.progress
         }  # fmt: skip
-        done = recover_(model, each(lambda: workload.load_model(source)), tokenizer, recipe.calibration, **settings)
+        done = recover_(
+            model, on_every_process(lambda: workload.load_model(source)), tokenizer, recipe.calibration, **settings
+        )
         described["recovery"] = {"steps": done.global_step, "mean_divergence": done.training_loss}
 
     def save() -> None:
-        write_whole_json(folder / "report.json", described)
-        with whole_directory(folder / "model") as directory:
+        write_json(folder / "report.json", described)
+        with atomic_directory(folder / "model") as directory:
             model.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
 
-    once(save)
+    on_main_process(save)
 
 
 def _record(workload: Workload, stage: str, metrics: dict[str, dict[str, float]], parameters: int) -> dict[str, Any]:

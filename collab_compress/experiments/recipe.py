@@ -13,6 +13,7 @@ from dacite import Config, DaciteError, from_dict
 
 from collab_compress.conversion.compression import Compression
 from collab_compress.errors import CollabCompressError, RecipeError
+from collab_compress.experiments.renamed import older_names
 from collab_compress.experiments.untrained import Fresh
 from collab_compress.tasks import TASKS
 from collab_compress.training import HeadTraining
@@ -174,7 +175,7 @@ class Recipe:
     """Languages and search, where the task is translation."""
 
     trackers: tuple[str, ...] = ("tensorboard",)
-    """Where training is logged to, as Accelerate names it: tensorboard (in `output`), wandb, …; none if empty."""
+    """Where training is logged to, as the Trainer names it: tensorboard (in `output`), wandb, …; none if empty."""
 
     progress: bool = True
     """Whether the main process shows progress bars."""
@@ -219,14 +220,14 @@ class Recipe:
     @property
     def conversion_name(self) -> str | None:
         """What the conversion is called; None without one."""
-        return None if self.compression is None else self.conversion or f"dk{self.compression.rank}"
+        return None if self.compression is None else self.conversion or f"dk{self.compression.dk}"
 
 
 Described = TypeVar("Described")
 
 
 def read_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe from a YAML file and settings such as `compression.rank=128` or `heads.drophead=[{p: 0.2}]`.
+    """Read a recipe from a YAML file and settings such as `compression.dk=128` or `heads.drophead=[{p: 0.2}]`.
 
     Args:
         path: the file; settings alone if not given.
@@ -254,9 +255,12 @@ def parse(described: type[Described], data: Mapping[str, Any], where: str) -> De
     """Build a dataclass from nested fields.
 
     Raises:
-        RecipeError: a field is not known or missing, or a value is none for it; `where` says where it stands.
+        RecipeError: a field is not known or missing, is called something else now, or a value is none for it; `where`
+            says where it stands.
     """
     try:
+        for old, new in older_names(data):
+            raise RecipeError(f"{old} is called {new} now")
         return from_dict(described, data, Config(strict=True, cast=[Path, tuple], type_hooks=HOOKS))
     except (CollabCompressError, DaciteError, TypeError, ValueError, RecursionError) as error:
         raise RecipeError(f"{where}: {_line(error)}") from error
@@ -277,7 +281,7 @@ def _set(data: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     *outer, last = name.split(".")
     if not equals or not all((*outer, last)):
-        raise RecipeError(f"{override!r} sets nothing; expected field=value, as in compression.rank=128")
+        raise RecipeError(f"{override!r} sets nothing; expected field=value, as in compression.dk=128")
     inner: Any = data
     for part in outer:
         found = inner.get(part) or {}

@@ -1,16 +1,18 @@
-"""Read what an experiment found, and name what it was found with."""
+"""What experiments found, read one by one or many at once, and what it was found with."""
 
 import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from collab_compress.distributed import processes
+from collab_compress.checkpoint.directory import write_new
+from collab_compress.distributed import process_state
 from collab_compress.errors import RecipeError
 
 PACKAGES = (
@@ -21,15 +23,65 @@ CHECKOUT = Path(__file__).parents[2]
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Read the JSON that `write_whole_json` wrote.
+    """Read the JSON that `write_json` wrote.
 
     Raises:
         RecipeError: it is not there or not JSON.
     """
+    return _parsed(_text(path), str(path))
+
+
+def read_records(path: Path) -> dict[str, dict[str, Any]]:
+    """Read many records: every `result.json` in a folder and the folders in it, or the lines of a file of records.
+
+    Args:
+        path: a folder with the outputs of experiments, or a file that `write_records` wrote.
+
+    Returns:
+        Where each record stands (its path, or file and line) → the record, unchecked, in the order of their paths.
+
+    Raises:
+        RecipeError: there are none, or one cannot be read.
+    """
+    if path.is_dir():
+        records = {str(found): read_record(found) for found in sorted(path.rglob("result.json"))}
+        if not records:
+            raise RecipeError(f"{path} holds no result.json; expected the outputs of experiments")
+        return records
+    if not path.is_file():
+        raise RecipeError(f"{path} is no folder; expected one with the outputs of experiments, or a file of records")
+    lines = enumerate(_text(path).split("\n"), 1)
+    places = {f"{path}, line {number}": line for number, line in lines if line.strip()}
+    if not places:
+        raise RecipeError(f"{path} holds no records; expected one a line")
+    return {place: _parsed(line, place) for place, line in places.items()}
+
+
+def write_records(records: Iterable[dict[str, Any]], path: Path) -> None:
+    """Write records as JSON Lines, one a line, all of them or nothing.
+
+    Args:
+        records: as `read_records` gives them.
+        path: of the file; must not exist.
+
+    Raises:
+        CheckpointError: something is there, or nothing can be written there.
+    """
+    write_new(path, "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records))
+
+
+def _text(path: Path) -> str:
     try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
         raise RecipeError(f"cannot read the record {path}: {error}") from error
+
+
+def _parsed(text: str, place: str) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(f"cannot read the record {place}: {error}") from error
     return record
 
 
@@ -38,7 +90,7 @@ def environment() -> dict[str, Any]:
 
     The mixed precision is that of `accelerate launch`; a recipe's own is among its training arguments.
     """
-    state = processes()
+    state = process_state()
     found: dict[str, Any] = {name: version(name) for name in PACKAGES}
     found |= {"python": platform.python_version(), "processes": state.num_processes, "device": str(state.device)}
     found |= {"threads": torch.get_num_threads(), "hardware": _hardware()}

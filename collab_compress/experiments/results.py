@@ -1,4 +1,4 @@
-"""What experiments found: the records in a folder."""
+"""What experiments found: their records, checked, and what tables are made of."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -7,9 +7,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from collab_compress.conversion.compression import Compression
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.recipe import parse
-from collab_compress.experiments.record import read_record
+from collab_compress.experiments.record import read_records
+from collab_compress.experiments.renamed import with_todays_names
 from collab_compress.experiments.untrained import Fresh
 from collab_compress.metrics import METRICS
 from collab_compress.tasks import TASKS
@@ -34,8 +36,8 @@ FRESH = "fresh"
 FREE = {"seed", "output", "data_dir", "trackers", "progress", "method", "attn_implementation"}
 """Settings that do not decide a score."""
 
-RENAMED = {"frozen": "frozen_ratio", "loss": "name"}
-"""What settings of heads were called in older records."""
+PARTS: dict[str, Any] = {"heads": HeadTraining, "compression": Compression}
+"""Settings that have gained fields since the oldest records."""
 
 CONVERSION = {"compression", "conversion", "calibration", "recovery"}
 AGAIN = {"again"}
@@ -94,7 +96,7 @@ class Result:
         score: in the benchmark's scale: percent, BLEU or perplexity.
         parameters: of the model, head included; None if not recorded.
         recipe: the settings that decide the score at this stage.
-        path: of the record.
+        place: where the record stands: its path, or file and line.
     """
 
     variant: Variant
@@ -103,38 +105,34 @@ class Result:
     score: float
     parameters: int | None
     recipe: Mapping[str, Any] = field(repr=False)
-    path: Path
+    place: str
 
 
-def read_results(folder: Path) -> list[Result]:
-    """Read every `result.json` in a folder and the folders in it.
+def read_results(path: Path) -> list[Result]:
+    """Read the results of experiments.
 
     Args:
-        folder: of one run, or of many.
+        path: a folder of one run or of many, or a file of records.
 
     Returns:
-        The results, in the order of their paths.
+        The results, in the order of their paths, or of their lines.
 
     Raises:
         RecipeError: there are none, one is no record of an experiment, or two are of the same variant, task and seed.
     """
-    if not folder.is_dir():
-        raise RecipeError(f"{folder} is no folder; expected one with the outputs of experiments")
-    records = {path: _checked(path) for path in sorted(folder.rglob("result.json"))}
+    records = {place: _checked(place, found) for place, found in read_records(path).items()}
     names = _model_names(record["recipe"]["model"] for record in records.values() if record["recipe"].get("model"))
     fresh = _fresh_names(records)
     results: dict[tuple[Variant, Column, int], Result] = {}
-    for path, record in records.items():
-        result = _result(path, record, fresh.get(path) or names[record["recipe"]["model"]])
+    for place, record in records.items():
+        result = _result(place, record, fresh.get(place) or names[record["recipe"]["model"]])
         variant, column, seed = result.variant, result.column, result.seed
         there = results.setdefault((variant, column, seed), result)
         if there is not result:
             raise RecipeError(
-                f"{there.path} and {path} are both {variant.method}/{variant.stage} of {variant.model} on "
+                f"{there.place} and {place} are both {variant.method}/{variant.stage} of {variant.model} on "
                 f"{column.name} with seed {seed}; remove one, or give their recipes different methods"
             )
-    if not results:
-        raise RecipeError(f"{folder} holds no result.json; expected the outputs of experiments")
     return list(results.values())
 
 
@@ -144,8 +142,8 @@ def shape(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fresh.items() if name not in UNSHAPED}
 
 
-def _result(path: Path, record: Mapping[str, Any], model: str) -> Result:
-    recipe, conversion, again = record["recipe"], record["conversion"], record["again"]
+def _result(place: str, record: Mapping[str, Any], model: str) -> Result:
+    recipe, conversion, again = with_todays_names(record["recipe"]), record["conversion"], record["again"]
     variant = Variant(model, record["method"], record["stage"], conversion, again)
     free = FREE | (set() if again else AGAIN) | (set() if conversion else CONVERSION)
     return Result(
@@ -154,52 +152,43 @@ def _result(path: Path, record: Mapping[str, Any], model: str) -> Result:
         seed=record["seed"],
         score=float(record["score"]),
         parameters=record["parameters"],
-        recipe={
-            name: _heads(value) if name == "heads" else value for name, value in recipe.items() if name not in free
-        },
-        path=path,
+        recipe={name: _in_full(name, value) for name, value in recipe.items() if name not in free},
+        place=place,
     )
 
 
-def _heads(recorded: Any) -> Any:
-    """Give what acts on heads by today's names, and all of it; as it is recorded where it is not known."""
+def _in_full(name: str, recorded: Any) -> Any:
+    """Give a setting with all its fields, also those added since; as it is recorded where it is not known."""
+    if recorded is None or name not in PARTS:
+        return recorded
     try:
-        return asdict(parse(HeadTraining, _renamed(recorded), "heads"))
+        return asdict(parse(PARTS[name], recorded, name))
     except (AttributeError, RecipeError):
         return recorded
 
 
-def _renamed(recorded: Any) -> Any:
-    if isinstance(recorded, Mapping):
-        return {RENAMED.get(name, name): _renamed(value) for name, value in recorded.items()}
-    if isinstance(recorded, list):
-        return [_renamed(value) for value in recorded]
-    return recorded.replace("disagreement", "agreement") if isinstance(recorded, str) else recorded
-
-
-def _checked(path: Path) -> dict[str, Any]:
-    """Read a record whose fields are there and of their types; a foreign file is told by that it is not so."""
-    found: Any = read_record(path)
+def _checked(place: str, found: Any) -> dict[str, Any]:
+    """Give a record whose fields are there and of their types; a foreign file is told by that it is not so."""
     if not isinstance(found, dict):
-        raise RecipeError(f"{path} holds a {type(found).__name__}; expected the record of an experiment")
+        raise RecipeError(f"{place} holds a {type(found).__name__}; expected the record of an experiment")
     record = {**OPTIONAL, **found}
     for name, types in FIELDS.items():
         if name not in record:
-            raise RecipeError(f"{path} is no record of an experiment: it has no {name}; remove or rename it")
-        _check(path, name, record[name], types)
+            raise RecipeError(f"{place} is no record of an experiment: it has no {name}; remove or rename it")
+        _check(place, name, record[name], types)
     for name, types in SETTINGS.items():
-        _check(path, f"recipe.{name}", record["recipe"].get(name), types)
+        _check(place, f"recipe.{name}", record["recipe"].get(name), types)
     if record["task"] not in TASKS:
-        raise RecipeError(f"{path}: unknown task {record['task']!r}; expected one of {', '.join(sorted(TASKS))}")
+        raise RecipeError(f"{place}: unknown task {record['task']!r}; expected one of {', '.join(sorted(TASKS))}")
     return record
 
 
-def _check(path: Path, name: str, value: Any, types: tuple[type, ...]) -> None:
+def _check(place: str, name: str, value: Any, types: tuple[type, ...]) -> None:
     if type(value) not in types:
         expected = " or ".join("null" if kind is NoneType else kind.__name__ for kind in types)
-        raise RecipeError(f"{path}: {name} is {repr(value)[:80]}; expected {expected}")
+        raise RecipeError(f"{place}: {name} is {repr(value)[:80]}; expected {expected}")
     if type(value) is int and abs(value) >= 1 << 63:
-        raise RecipeError(f"{path}: {name} has {value.bit_length()} bits; expected at most 63")
+        raise RecipeError(f"{place}: {name} has {value.bit_length()} bits; expected at most 63")
 
 
 def _model_names(models: Iterable[str]) -> dict[str, str]:
@@ -212,20 +201,20 @@ def _model_names(models: Iterable[str]) -> dict[str, str]:
     return names | {model: "/".join(path[-parts:]) for model, path in paths.items()}
 
 
-def _fresh_names(records: Mapping[Path, Mapping[str, Any]]) -> dict[Path, str]:
+def _fresh_names(records: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Name untrained models, those of several shapes on one task by what tells them apart."""
-    columns: dict[Column, dict[Path, dict[str, Any]]] = defaultdict(dict)
-    for path, record in records.items():
+    columns: dict[Column, dict[str, dict[str, Any]]] = defaultdict(dict)
+    for place, record in records.items():
         if not record["recipe"].get("model"):
-            columns[_column(record["task"], record["recipe"])][path] = shape(record["recipe"])
+            columns[_column(record["task"], record["recipe"])][place] = shape(record["recipe"])
     names = {}
     for shapes in columns.values():
         fields = [
             name for name in next(iter(shapes.values())) if len({str(one.get(name)) for one in shapes.values()}) > 1
         ]
-        for path, found in shapes.items():
+        for place, found in shapes.items():
             told = ", ".join(f"{name} {found.get(name)}" for name in fields)
-            names[path] = f"{FRESH} ({told})" if told else FRESH
+            names[place] = f"{FRESH} ({told})" if told else FRESH
     return names
 
 

@@ -35,7 +35,7 @@ class Sweep:
     """Method → fields that are its own, such as what acts on heads."""
 
     conversions: dict[str, Settings | None] = field(default_factory=dict)
-    """Conversion → fields that are its own, such as rank and solver; models are not converted if empty."""
+    """Conversion → fields that are its own, such as dk and solver; models are not converted if empty."""
 
     seeds: tuple[int, ...] = (0,)
     """Seeds, which are gone through in this order before another is begun."""

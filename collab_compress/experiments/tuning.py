@@ -14,14 +14,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
-from collab_compress.checkpoint.directory import whole_directory
+from collab_compress.checkpoint.directory import atomic_directory
 from collab_compress.checkpoint.load import load_model
-from collab_compress.distributed import once
+from collab_compress.distributed import on_main_process
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.folders import discard, mark
 from collab_compress.experiments.recipe import Tuning
 from collab_compress.experiments.sampling import seeded
-from collab_compress.experiments.trackers import TrackerCallback, log_scores
+from collab_compress.experiments.trackers import keep_logs, log_scores
 from collab_compress.experiments.workload import Workload
 from collab_compress.training import HeadTraining
 
@@ -64,14 +64,13 @@ def fine_tune(
         RecipeError: the training arguments are none, or no such tracker.
     """
     checkpoints, recipe = folder / "checkpoints", workload.recipe
-    once(lambda: mark(checkpoints))
+    on_main_process(lambda: mark(checkpoints))
     trainer = _trainer(workload, model, data, tokenizer, tuning, checkpoints, recipe.heads)
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise RecipeError("an experiment keeps each model whole in its process; leave FSDP and DeepSpeed out")
-    if recipe.trackers:
-        trainer.add_callback(TrackerCallback(trainer, recipe, folder))
-    latest = once(lambda: last_checkpoint(checkpoints))
-    if latest is not None and once(lambda: _finished(latest)):  # killed before it was saved
+    keep_logs(trainer, recipe, folder)
+    latest = on_main_process(lambda: last_checkpoint(checkpoints))
+    if latest is not None and on_main_process(lambda: _finished(latest)):  # killed before it was saved
         trained, _ = load_model(type(model), latest, dtype=model.dtype)
     else:
         with _writing(checkpoints):
@@ -81,12 +80,12 @@ def fine_tune(
     def save() -> None:
         if tuning.average > 1:
             _average_(trained, checkpoints, tuning.average)
-        with whole_directory(folder / "model") as directory:
+        with atomic_directory(folder / "model") as directory:
             trained.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
         discard(checkpoints)
 
-    once(save)
+    on_main_process(save)
 
 
 def evaluate(
@@ -101,9 +100,8 @@ def evaluate(
     kept = {name: value for name, value in tuning.arguments.items() if name in EVALUATION}
     trainer = _trainer(workload, model, data, tokenizer, Tuning(arguments=kept), folder, precise=True)
     results = {split: workload.score(trainer, split, data[split], folder) for split in workload.scored()}
-    if workload.recipe.trackers:
-        log_scores(trainer, workload.recipe, folder, results)
-    once(lambda: discard(folder / "checkpoints"))  # where the process was killed after it saved the model
+    log_scores(trainer, workload.recipe, folder, results)
+    on_main_process(lambda: discard(folder / "checkpoints"))  # where the process was killed after it saved the model
     return results
 
 
@@ -188,7 +186,8 @@ def training_arguments(workload: Workload, tuning: Tuning, folder: Path) -> Trai
         "num_train_epochs": tuning.epochs, "max_steps": tuning.max_steps, "learning_rate": tuning.learning_rate,
         "warmup_steps": tuning.warmup, "per_device_train_batch_size": tuning.batch_size,
         "per_device_eval_batch_size": 64, "save_strategy": "epoch", "save_total_limit": tuning.average,
-        "report_to": "none", "logging_steps": 50, "disable_tqdm": not workload.recipe.progress,
+        "report_to": list(workload.recipe.trackers) or "none", "logging_steps": 50,
+        "disable_tqdm": not workload.recipe.progress,
         "dataloader_pin_memory": torch.accelerator.is_available(),
         "use_cpu": not torch.accelerator.is_available(),  # said so, several processes meet on the CPU
     }  # fmt: skip

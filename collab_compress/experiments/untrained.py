@@ -21,7 +21,7 @@ from transformers import (
     set_seed,
 )
 
-from collab_compress.checkpoint.directory import whole_directory
+from collab_compress.checkpoint.directory import atomic_directory
 from collab_compress.checkpoint.load import load_config
 from collab_compress.conversion.from_scratch import FromScratch, from_config
 from collab_compress.errors import CheckpointError, RecipeError
@@ -110,7 +110,7 @@ def make_fresh(fresh: Fresh, task: Task, train: Dataset, seed: int, folder: Path
     model = model_class(config) if fresh.attention is None else from_config(config, fresh.attention, model_class)
     if task.kind == "translation":
         model.generation_config.suppress_tokens = [tokenizer.pad_token_id]  # what a decoder starts with
-    with whole_directory(folder) as directory:
+    with atomic_directory(folder) as directory:
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         mark(directory)

@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from collab_compress.checkpoint import load
-from collab_compress.checkpoint.directory import has_tokenizer, write_whole
+from collab_compress.checkpoint.directory import has_tokenizer, write_atomically
 from collab_compress.checkpoint.load import load_config
-from collab_compress.distributed import processes
+from collab_compress.distributed import process_state
 from collab_compress.errors import CheckpointError, RecipeError
 from collab_compress.experiments.recipe import Recipe
 from collab_compress.metrics import Metric, load_metric, token_losses
@@ -58,7 +58,7 @@ class Workload(ABC):
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         languages = recipe.translation
-        self.progress = recipe.progress and processes().is_main_process
+        self.progress = recipe.progress and process_state().is_main_process
         self.texts: DatasetDict = load_task(
             recipe.task, recipe.data_dir, source=languages.source, target=languages.target, files=recipe.files,
             train=recipe.trains, progress=self.progress,
@@ -301,6 +301,6 @@ class Translation(Workload):
             np.where(tokens < 0, tokenizer.pad_token_id, tokens), skip_special_tokens=True
         )
         if trainer.is_world_process_zero():
-            write_whole(folder / f"{split}.txt", "".join(f"{line}\n" for line in written))
+            write_atomically(folder / f"{split}.txt", "".join(f"{line}\n" for line in written))
         found = self.metric.compute(predictions=written, references=self.texts[split]["target"])
         return {name: found[name] for name in ("bleu", "brevity_penalty", "length_ratio")}

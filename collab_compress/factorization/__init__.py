@@ -1,9 +1,7 @@
 """Decompose the query-key products of attention heads into shared projections and a mixing matrix."""
 
 from collab_compress.factorization.decompose import (
-    FORMS,
     SOLVERS,
-    Form,
     centres_queries,
     factorize,
 )
@@ -12,11 +10,9 @@ from collab_compress.factorization.head_tensor import HeadTensor
 from collab_compress.factorization.moments import Moments, has_float64
 
 __all__ = [
-    "FORMS",
     "SOLVERS",
     "Factorization",
     "Factors",
-    "Form",
     "HeadTensor",
     "Moments",
     "Solution",

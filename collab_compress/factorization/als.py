@@ -1,4 +1,7 @@
-"""Exact line search: along a line the squared error is a polynomial of degree six."""
+"""Alternating least squares on the factored tensor, with an exact line search and a fading ridge.
+
+Along a line the squared error is a polynomial of degree six, whose best positive point is found exactly.
+"""
 
 from __future__ import annotations
 

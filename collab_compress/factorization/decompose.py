@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -22,10 +21,8 @@ Solver = Callable[[HeadTensor, int, SolverOptions], Solution]
 SOLVERS: dict[str, Solver] = {
     "als": als,
     "parafac": parafac,
+    "per-head": per_head,
 }
-
-Form = Literal["shared", "per-head"]
-FORMS: tuple[Form, ...] = get_args(Form)
 
 
 def factorize(
@@ -36,7 +33,6 @@ def factorize(
     query_bias: Tensor | None = None,
     query_moments: Moments | None = None,
     key_moments: Moments | None = None,
-    form: Form = "shared",
     solver: str = "als",
     seed: int = 0,
     sweeps: int | None = None,
@@ -64,8 +60,7 @@ def factorize(
         query_bias: $b_i$, (H, d), or None.
         query_moments: moments of the query projection's inputs, width Dq, or None for no weighting there.
         key_moments: moments of the key projection's inputs, width Dk, or None for no weighting there.
-        form: "shared", or "per-head" for channels that belong to one head each, as many as pay (see `per_head`).
-        solver: a name in `SOLVERS`; the per-head form needs none.
+        solver: a name in `SOLVERS`; "per-head" is for channels that belong to one head each, as many as pay.
         seed: seed of random starts.
         sweeps: most passes over the three factors; None for the solver's default.
         tolerance: stop once a sweep lowers the relative error by less; None for the solver's default.
@@ -85,8 +80,6 @@ def factorize(
     """
     if solver not in SOLVERS:
         raise ValueError(f"unknown solver: got {solver!r}, expected one of {', '.join(sorted(SOLVERS))}")
-    if form not in FORMS:
-        raise ValueError(f"unknown form: got {form!r}, expected one of {', '.join(FORMS)}")
     device = float64_device(query.device) if device is None else torch.device(device)
     tensor = HeadTensor(_checked("query", query, device), _checked("key", key, device))
     bias = None if query_bias is None else _checked("query_bias", query_bias, device)
@@ -97,7 +90,7 @@ def factorize(
         return Factorization(
             factors=replace(concatenation(tensor), content_bias=own), errors=(), weight_error=0.0,
             data_error=0.0 if weighed else None, exact=True, sweeps=0, converged=True, per_head_error=0.0,
-            sizes=(tensor.head_width,) * tensor.heads if form == "per-head" else None,
+            sizes=(tensor.head_width,) * tensor.heads,
         )  # fmt: skip
     if query_moments is not None:
         query_moments = query_moments.to(device, torch.float64)
@@ -108,14 +101,9 @@ def factorize(
         query_moments, key_moments, damping=damping, centre=centre is not False, centre_query=centred
     )
     weighted = weighting.apply(tensor)
-    sizes = None
     try:
-        if form == "per-head":
-            closed, sizes = per_head(weighted, rank)
-            solution = Solution(closed, (), converged=True)
-        else:
-            options = SolverOptions(sweeps, tolerance, seed, progress)
-            solution = _compressed(SOLVERS[solver], weighted, rank, options)
+        options = SolverOptions(sweeps, tolerance, seed, progress)
+        solution = _compressed(SOLVERS[solver], weighted, rank, options)
         apart = per_head_error(weighted, rank)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         raise ValueError(f"the singular value decomposition of the heads failed: {error}") from error
@@ -134,7 +122,7 @@ def factorize(
         sweeps=len(solution.errors),
         converged=solution.converged,
         per_head_error=apart,
-        sizes=sizes,
+        sizes=solution.sizes,
         breakdowns=solution.breakdowns,
     )
 

@@ -1,4 +1,4 @@
-"""The factors of the collaborative form: shared projections and a mixing vector per head."""
+"""The factors of the collaborative form, shared projections and a mixing vector per head, and what solvers give."""
 
 from __future__ import annotations
 
@@ -127,12 +127,14 @@ class Solution:
         converged: whether the tolerance, rather than the number of sweeps, ended the run.
         breakdowns: how many sweeps met a system that could not be solved as it was. Each is tried again on a
             slightly different system; a run that cannot go on ends with the best factors so far, not converged.
+        sizes: channels of each head, which lie side by side, where none is shared; else None.
     """
 
     factors: Factors
     errors: tuple[float, ...]
     converged: bool
     breakdowns: int = 0
+    sizes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,8 @@ class Factorization:
         converged: whether progress, rather than the number of sweeps, ended the run.
         breakdowns: how many sweeps met a system that could not be solved as it was (see `Solution`).
         per_head_error: what the minimised error is where no channel is shared, at the same rank.
-        sizes: channels of each head where none is shared, which lie side by side; None where all are.
+        sizes: channels of each head where none is shared, which lie side by side; None where some
+            may be. At rank H·d none is.
     """
 
     factors: Factors

@@ -1,4 +1,4 @@
-"""First and second moments of a module's inputs: what calibration gathers."""
+"""First and second moments of a module's inputs, which calibration gathers, and how they weigh the error."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from collab_compress.factorization.factors import Factors
+from collab_compress.factorization.factors import Factors, Solution, SolverOptions
 from collab_compress.factorization.head_tensor import HeadTensor, relative
 
 
@@ -66,7 +66,7 @@ def _slice_svd(tensor: HeadTensor) -> tuple[Tensor, Tensor, Tensor]:
     return query_basis @ left, values, key_basis @ right.mT
 
 
-def per_head(tensor: HeadTensor, rank: int) -> tuple[Factors, tuple[int, ...]]:
+def per_head(tensor: HeadTensor, rank: int, options: SolverOptions | None = None) -> Solution:
     r"""Share out R channels among the heads, none of them shared.
 
     The mixing matrix is one-hot, as in figure 2b of "Multi-Head Attention: Collaborate Instead of Concatenate"
@@ -77,6 +77,7 @@ def per_head(tensor: HeadTensor, rank: int) -> tuple[Factors, tuple[int, ...]]:
     Args:
         tensor: the heads, weighted where inputs matter.
         rank: R, from 1 to H·d.
+        options: those of other solvers; none matters here.
 
     Returns:
         Factors whose channels are sorted by head, and the sizes $r_i$; a size may be 0.
@@ -85,7 +86,7 @@ def per_head(tensor: HeadTensor, rank: int) -> tuple[Factors, tuple[int, ...]]:
     order = found.mixing.argmax(0).argsort(stable=True)
     factors = Factors(found.query[:, order], found.mixing[:, order], found.key[:, order])
     sizes = torch.bincount(factors.mixing.argmax(0), minlength=tensor.heads)
-    return factors, tuple(sizes.tolist())
+    return Solution(factors, (), converged=True, sizes=tuple(sizes.tolist()))
 
 
 def per_head_error(tensor: HeadTensor, rank: int) -> float:

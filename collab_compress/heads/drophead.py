@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
-from collab_compress.attention.view import HeadCall, add_act_, remove_act_
+from collab_compress.attention.view import HeadCall, add_head_hook_, remove_head_hook_
 from collab_compress.errors import HeadError
 
 
@@ -29,7 +29,7 @@ class DropHead:
         UnsupportedModelError: the model's family is not known.
     """
 
-    wants_rows = False
+    needs_rows = False
 
     def __init__(self, model: PreTrainedModel, p: float = 0.0, kinds: Collection[Kind] = KINDS) -> None:
         self._modules = [site.module for site in find_attention(model, FAMILIES, kinds=kinds)]
@@ -39,7 +39,7 @@ class DropHead:
         self._tensors.setdefault(torch.device("cpu"), torch.zeros(()))
         self.p = p
         for module in self._modules:
-            add_act_(module, self)
+            add_head_hook_(module, self)
 
     @property
     def p(self) -> float:
@@ -67,7 +67,7 @@ class DropHead:
     def remove(self) -> None:
         """Leave the model as it was."""
         for module in self._modules:
-            remove_act_(module, self)
+            remove_head_hook_(module, self)
         self._modules = []
 
 

@@ -1,4 +1,4 @@
-"""How important attention heads are: their confidence, and how far each lies from the others of its layer."""
+"""How important attention heads are: confidence, distance from the others of the layer, gradient of the loss."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, TypeAlias
@@ -8,7 +8,7 @@ from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, Kind, transformers_model
-from collab_compress.calibration import run_batch, running
+from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.errors import HeadError
 from collab_compress.heads.mask import HeadMask
 from collab_compress.heads.tap import Part, Reading, Tap
@@ -142,7 +142,7 @@ def _sums(
 ) -> Sums:
     """Add up `measure` (B, T, H) over all positions that count."""
     given = False
-    with Tap(model, [part], kinds) as tap, running(model):
+    with Tap(model, [part], kinds) as tap, evaluation_mode(model):
         sums = {site.name: torch.zeros(site.heads, dtype=torch.float64) for site in tap.sites}
         counts = dict.fromkeys(sums, 0)
         for batch in batches:
@@ -241,7 +241,7 @@ def head_importance(
         HeadError: no batches, no loss or one without gradient, a gradient that is not finite.
     """
     model = transformers_model(model)
-    with HeadMask(model) as mask, running(model), torch.enable_grad():
+    with HeadMask(model) as mask, evaluation_mode(model), torch.enable_grad():
         sums = {name: torch.zeros(heads, dtype=torch.float64) for name, heads in mask.heads.items()}
         samples = 0
         for batch in batches:

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
-from collab_compress.attention.view import HeadCall, add_act_, remove_act_
+from collab_compress.attention.view import HeadCall, add_head_hook_, remove_head_hook_
 from collab_compress.errors import HeadError
 from collab_compress.heads.pruning import check_heads
 
@@ -40,10 +40,10 @@ class HeadMask:
     ) -> None:
         sites = find_attention(model, FAMILIES, kinds=kinds)
         self.heads = {site.name: site.heads for site in sites}
-        self._acts = {site.name: (site.module, _Masker(site.name)) for site in sites}
+        self._hooks = {site.name: (site.module, _Masker(site.name)) for site in sites}
         self.set(masks or {})
-        for module, act in self._acts.values():
-            add_act_(module, act)
+        for module, hook in self._hooks.values():
+            add_head_hook_(module, hook)
 
     def set(self, masks: Mapping[str, Tensor]) -> None:
         """Mask with these from now on; modules that are not named are left alone.
@@ -56,7 +56,7 @@ class HeadMask:
             HeadError: a module is not known or its mask has the wrong shape, and the masks stay as they were; or the
                 masks have been removed.
         """
-        if not self._acts:
+        if not self._hooks:
             raise HeadError("these masks have been removed from the model; make a new HeadMask")
         for name, mask in masks.items():
             if name not in self.heads:
@@ -67,14 +67,14 @@ class HeadMask:
                     f"mask of {name}: got {got}; expected a tensor ({self.heads[name]},), one number a head, or "
                     f"(batch, {self.heads[name]})"
                 )
-        for name, (_, act) in self._acts.items():
-            act.mask = masks.get(name)
+        for name, (_, hook) in self._hooks.items():
+            hook.mask = masks.get(name)
 
     def remove(self) -> None:
         """Leave the model as it was."""
-        for module, act in self._acts.values():
-            remove_act_(module, act)
-        self._acts = {}
+        for module, hook in self._hooks.values():
+            remove_head_hook_(module, hook)
+        self._hooks = {}
 
     def __enter__(self) -> "HeadMask":
         """Return the masks themselves."""
@@ -106,9 +106,9 @@ def masks_without(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) 
 
 
 class _Masker:
-    """The act that multiplies the heads of one module."""
+    """The hook that multiplies the heads of one module."""
 
-    wants_rows = False
+    needs_rows = False
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -2,17 +2,16 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, AttentionSite, find_attention, transformers_model
-from collab_compress.attention.per_head import PerHeadSpec, ownership
-from collab_compress.attention.shared import CollaborativeSpec, is_collaborative
-from collab_compress.attention.view import acts_of
+from collab_compress.attention import is_converted
+from collab_compress.attention.form import Cut, remaining
+from collab_compress.attention.view import head_hooks
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
 from collab_compress.errors import CompressionError, HeadError
 from collab_compress.heads.sharding import refuse_sharded
@@ -101,15 +100,6 @@ class KeptHeads:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """One attribute to be set: what remains of a parameter, or a size that follows from it."""
-
-    owner: Any
-    name: str
-    value: Any
-
-
-@dataclass(frozen=True)
 class PrunedEdit:
     """Attention modules that have lost heads.
 
@@ -156,8 +146,8 @@ def plan_removal(model: PreTrainedModel, edit: PrunedEdit) -> list[Cut]:
 def _module_cuts(module: Any, output: Any, kept: KeptHeads) -> list[Cut]:
     values = _channels(kept.kept, kept.value_width)
     cuts = _output_cuts(module.get_submodule(kept.value), values) + _input_cuts(output, values)
-    if is_collaborative(module):
-        cuts += _collaborative_cuts(module, kept.kept)
+    if is_converted(module):
+        cuts += module.score_form.keep_heads(module, kept.kept)
     else:
         channels = _channels(kept.kept, kept.head_width)
         cuts += _output_cuts(module.get_submodule(kept.query), channels)
@@ -167,45 +157,13 @@ def _module_cuts(module: Any, output: Any, kept: KeptHeads) -> list[Cut]:
     return cuts
 
 
-def _collaborative_cuts(module: Any, kept: Sequence[int]) -> list[Cut]:
-    """Cut rows of the mixing matrix, and the channels of the shared key that hold content biases."""
-    spec: CollaborativeSpec = module.collaborative
-    if isinstance(spec, PerHeadSpec):
-        return _per_head_cuts(module, spec, kept)
-    smaller = replace(spec, heads=len(kept))
-    query, key = module.get_submodule(spec.query), module.get_submodule(spec.key)
-    cuts = [Cut(module, "mixing", _remaining(module.mixing, 0, kept)), Cut(module, "collaborative", smaller)]
-    if spec.content_bias:
-        channels = [*range(spec.rank), *(spec.rank + head for head in kept)]
-        cuts += _output_cuts(key.proj, channels)
-    widths = ((query, spec.rank), (key, spec.rank + smaller.content_channels))
-    return [*cuts, *(Cut(projection, "padding", -width % smaller.multiple) for projection, width in widths)]
-
-
-def _per_head_cuts(module: Any, spec: PerHeadSpec, kept: Sequence[int]) -> list[Cut]:
-    """Cut the channels of heads that share none, and their content biases."""
-    sizes = tuple(spec.sizes[head] for head in kept)
-    smaller = replace(spec, heads=len(kept), rank=sum(sizes), sizes=sizes)
-    owner = [head for head, size in enumerate(spec.sizes) for _ in range(size)]
-    own = [channel for channel, head in enumerate(owner) if head in kept]
-    content = [spec.rank + head for head in kept] if spec.content_bias else []
-    fixed = ownership(sizes, module.mixing.device, module.mixing.dtype)
-    cuts = [Cut(module, "mixing", nn.Buffer(fixed, persistent=False)), Cut(module, "collaborative", smaller)]
-    for path, channels in ((spec.query, own), (spec.key, own + content)):
-        projection = module.get_submodule(path)
-        cuts += _output_cuts(projection.proj, channels)
-        # heads without channels are left with zeros, for there must be something to lay out as heads
-        cuts.append(Cut(projection, "padding", -len(channels) % smaller.multiple if channels else smaller.multiple))
-    return cuts
-
-
 def _channels(heads: Sequence[int], width: int) -> list[int]:
     return [head * width + channel for head in heads for channel in range(width)]
 
 
 def _output_cuts(linear: Any, channels: Sequence[int]) -> list[Cut]:
     cuts = [
-        Cut(linear, name, _remaining(parameter, 0, channels))
+        Cut(linear, name, remaining(parameter, 0, channels))
         for name, parameter in (("weight", linear.weight), ("bias", linear.bias))
         if parameter is not None
     ]
@@ -213,12 +171,7 @@ def _output_cuts(linear: Any, channels: Sequence[int]) -> list[Cut]:
 
 
 def _input_cuts(linear: Any, channels: Sequence[int]) -> list[Cut]:
-    return [Cut(linear, "weight", _remaining(linear.weight, 1, channels)), Cut(linear, "in_features", len(channels))]
-
-
-def _remaining(parameter: nn.Parameter, dim: int, indices: Sequence[int]) -> nn.Parameter:
-    index = torch.tensor(indices, dtype=torch.int64, device=parameter.device)
-    return nn.Parameter(parameter.detach().index_select(dim, index), parameter.requires_grad)
+    return [Cut(linear, "weight", remaining(linear.weight, 1, channels)), Cut(linear, "in_features", len(channels))]
 
 
 def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -> None:
@@ -263,7 +216,7 @@ def _kept(model: PreTrainedModel, site: AttentionSite, removed: Sequence[int], s
     kept = tuple(head for head in range(site.heads) if head not in removed)
     if not kept:
         raise HeadError(f"{site.name}: removing heads {list(removed)} leaves none; keep at least one head")
-    if acts_of(site.module):
+    if head_hooks(site.module):
         raise HeadError(f"{site.name}: something acts on its heads (a mask, a tap, dropout); remove that first")
     if family.keeps_heads:
         raise HeadError(
@@ -294,9 +247,11 @@ def _kept(model: PreTrainedModel, site: AttentionSite, removed: Sequence[int], s
 
 def _check_query_and_key(site: AttentionSite, kept: Sequence[int], shared: Collection[int]) -> None:
     """Check the projections of which channels are cut: queries and keys, or where they are shared, content biases."""
-    if is_collaborative(site.module):
-        key = f"{site.family.key}.proj"
-        _linear(site, key, site.part(key), shared)
+    if is_converted(site.module):
+        form = site.part("score_form")
+        owners = {rows.path.rpartition(".")[0] for rows in form.head_rows()} | {f"{form.key}.proj"}
+        for path in sorted(owners - {""}):
+            _linear(site, path, site.part(path), shared)
         _check_room(site, kept)
         return
     for path in (site.family.query, site.family.key):
@@ -310,9 +265,8 @@ def _check_query_and_key(site: AttentionSite, kept: Sequence[int], shared: Colle
 
 def _check_room(site: AttentionSite, kept: Sequence[int]) -> None:
     """Check that the shared channels still fit where the module lays them out as exactly as many heads as it has."""
-    module: Any = site.module
     try:
-        replace(module.collaborative, heads=len(kept)).multiple  # noqa: B018 (raises)
+        site.part("score_form").without(kept).multiple  # noqa: B018 (raises)
     except CompressionError as error:
         raise HeadError(f"{site.name} cannot do with {len(kept)} heads: {error}; or remove fewer heads") from error
 

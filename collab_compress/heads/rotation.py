@@ -1,4 +1,4 @@
-"""How heads are to be rotated during training: the same dataclass in the Python API and on the command line."""
+"""Multi-Head Rotation: when heads are swapped during training, how they are paired, and what does it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, distributed, nn
 
-from collab_compress.errors import HeadError
+from collab_compress.errors import CollabCompressError, HeadError
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -75,20 +75,22 @@ def refuse_pieces(where: str, parameter: Any) -> None:
         )
 
 
-def refuse_sharded(model: nn.Module, what: str) -> None:
+def refuse_sharded(model: nn.Module, what: str, kind: type[CollabCompressError] = HeadError) -> None:
     """Refuse a change of modules after a model was sharded.
 
     Args:
         model: a Transformers model.
         what: the call, for the message.
+        kind: of the error.
 
     Raises:
-        HeadError: it is sharded.
+        CollabCompressError: of that kind; FSDP, tensor parallelism or ZeRO-3 holds it.
     """
     reshard_(model)
     for name, parameter in model.named_parameters():
-        if is_sharded(parameter):
-            raise HeadError(
+        flat = getattr(parameter, "_fsdp_flattened", False) or name.rpartition(".")[2] == "_flat_param"
+        if is_sharded(parameter) or flat or hasattr(parameter, "ds_id"):
+            raise kind(
                 f"{what}: {name} of {type(model).__name__} is sharded, and what is put beside it would not be; call "
                 "it before the model is sharded, or on the whole model that a checkpoint loads"
             )

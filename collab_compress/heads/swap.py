@@ -1,4 +1,4 @@
-"""Which slices of which parameters belong to one attention head."""
+"""Swap attention heads, the slices of parameters that belong to each, with what an optimizer remembers of them."""
 
 import sys
 from collections.abc import Collection, Sequence
@@ -8,10 +8,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, distributed, nn
 
-from collab_compress.architectures import FAMILIES, AttentionSite, FusedSlice, find_attention
+from collab_compress.architectures import FAMILIES, AttentionSite, Conv1DSlice, find_attention
 from collab_compress.architectures.sites import read
-from collab_compress.attention import is_collaborative
-from collab_compress.attention.per_head import PerHeadSpec
+from collab_compress.attention import is_converted
 from collab_compress.errors import HeadError
 from collab_compress.heads.sharding import refuse_pieces, reshard_, whole, write_
 
@@ -58,7 +57,7 @@ def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
     if not 0 <= head < site.heads:
         raise HeadError(f"{site.name} has no head {head}; its {site.heads} heads are 0 to {site.heads - 1}")
     value = _linear(site, site.family.value)
-    blocks = _collaborative(site, head) if is_collaborative(site.module) else _dense(site, head)
+    blocks = _converted(site, head) if is_converted(site.module) else _dense(site, head)
     blocks += _rows(value, head, value.out_features // site.heads)
     for block in blocks:
         refuse_pieces(site.name, block.parameter)
@@ -80,30 +79,24 @@ def _dense(site: AttentionSite, head: int) -> list[HeadBlock]:
     return [*_rows(query, head, site.head_width), *_rows(key, head, site.head_width)]
 
 
-def _collaborative(site: AttentionSite, head: int) -> list[HeadBlock]:
-    module: Any = site.module
-    spec, key = module.collaborative, site.part(site.family.key).proj.weight
-    if isinstance(spec, PerHeadSpec):
-        start, stop = sum(spec.sizes[:head]), sum(spec.sizes[: head + 1])
-        query = site.part(site.family.query).proj.weight
-        blocks = [HeadBlock(query, 0, start, stop), HeadBlock(key, 0, start, stop)]
-    else:
-        blocks = [HeadBlock(module.mixing, 0, head, head + 1)]
-    if spec.content_bias:
-        row = spec.rank + head
-        blocks.append(HeadBlock(key, 0, row, row + 1))  # content biases lie behind the R shared channels
-    return blocks
+def _converted(site: AttentionSite, head: int) -> list[HeadBlock]:
+    form = site.part("score_form")
+    return [
+        HeadBlock(site.part(path), 0, rows.start, rows.stop)
+        for path, heads in form.head_rows()
+        for rows in heads[head]
+    ]
 
 
-def _linear(site: AttentionSite, path: str) -> nn.Linear | FusedSlice:
-    linear: nn.Linear | FusedSlice = read(site.name, site.module, site.family, path, nn.Linear)
+def _linear(site: AttentionSite, path: str) -> nn.Linear | Conv1DSlice:
+    linear: nn.Linear | Conv1DSlice = read(site.name, site.module, site.family, path, nn.Linear)
     return linear
 
 
-def _rows(linear: nn.Linear | FusedSlice, head: int, width: int) -> list[HeadBlock]:
+def _rows(linear: nn.Linear | Conv1DSlice, head: int, width: int) -> list[HeadBlock]:
     """Where a projection's weight (H·width, D) and bias (H·width,) compute one head's part."""
     start, stop = head * width, (head + 1) * width
-    if isinstance(linear, FusedSlice):  # weight (D, 3·H·width)
+    if isinstance(linear, Conv1DSlice):  # weight (D, 3·H·width)
         start, stop = linear.start + start, linear.start + stop
         return [HeadBlock(linear.whole.weight, 1, start, stop), HeadBlock(linear.whole.bias, 0, start, stop)]
     parameters: list[Any] = [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
@@ -192,7 +185,7 @@ def _matched(one: AttentionSite, i: int, other: AttentionSite, j: int) -> list[t
     place = f"cannot swap head {i} of {one.name} with head {j} of {other.name}"
     if one.kind != other.kind:
         raise HeadError(f"{place}: one is {one.kind} attention, the other {other.kind}; pair heads of the same kind")
-    if one.module is not other.module and (is_collaborative(one.module) or is_collaborative(other.module)):
+    if one.module is not other.module and (is_converted(one.module) or is_converted(other.module)):
         raise HeadError(
             f"{place}: heads of a collaborative module share its queries and keys, so they mean nothing in another; "
             "pair heads of the same module, or expand the model to its dense form first"

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention, transformers_model
-from collab_compress.attention.view import HeadCall, add_act_, remove_act_
+from collab_compress.attention import is_converted
+from collab_compress.attention.view import HeadCall, add_head_hook_, remove_head_hook_
 from collab_compress.calibration.padding import RealTokens, forward_arguments, real_tokens
 from collab_compress.errors import HeadError
 
@@ -27,7 +28,7 @@ class Reading:
         outputs: head outputs before anything acts on them, (B, T, H, dv).
         values: (B, S, H, dv).
         rows: attention probabilities before dropout, (B, H, T, S).
-        queries: (B, T, H, d), or (B, T, H, R) in a collaborative module.
+        queries: (B, T, H, d), or (B, T, H, R) in a converted module.
         keys: (B, S, H, d).
         real: which queries and keys are no padding.
     """
@@ -74,7 +75,7 @@ class Tap:
         model = transformers_model(model)
         self.sites = find_attention(model, FAMILIES, kinds=kinds)
         for site in self.sites:
-            if "keys" in self.parts and hasattr(site.module, "collaborative"):
+            if "keys" in self.parts and is_converted(site.module):
                 raise HeadError(f"{site.name} is converted: its heads have no keys of one width each to be read")
         self._readings: list[Reading] = []
         self._real: dict[Kind, RealTokens] | None = None  # None between forward passes
@@ -82,7 +83,7 @@ class Tap:
         self._names = forward_arguments(model)
         self._acts = [(site.module, _Reader(self, site)) for site in self.sites]
         for module, act in self._acts:
-            add_act_(module, act, first=True)
+            add_head_hook_(module, act, first=True)
         self._handles = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
             model.register_forward_hook(self._end, always_call=True),
@@ -96,7 +97,7 @@ class Tap:
     def remove(self) -> None:
         """Leave the model as it was."""
         for module, act in self._acts:
-            remove_act_(module, act)
+            remove_head_hook_(module, act)
         for handle in self._handles:
             handle.remove()
         self._readings, self._acts, self._handles = [], [], []
@@ -137,9 +138,8 @@ class Tap:
         queries = None
         if "queries" in self.parts:
             queries = call.query.transpose(1, 2)  # (B, T, H, d)
-            if hasattr(site.module, "collaborative"):
-                mixing = call.module.mixing  # (H, R)
-                queries = queries.flatten(2)[..., None, : mixing.shape[1]] * mixing
+            if is_converted(call.module):
+                queries = call.module.score_form.head_queries(call.module, call.query)
         self._readings.append(
             Reading(
                 site,
@@ -171,7 +171,7 @@ class _Reader:
 
     def __init__(self, tap: Tap, site: AttentionSite) -> None:
         self.tap, self.site = tap, site
-        self.wants_rows = "rows" in tap.parts
+        self.needs_rows = "rows" in tap.parts
 
     def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
         self.tap.read(self.site, outputs, call)

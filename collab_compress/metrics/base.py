@@ -1,10 +1,11 @@
 """What all metrics share: they gather predictions batch by batch, in one process or in several."""
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import datasets
 import evaluate
-import pyarrow as pa
 import torch.distributed as dist
 
 from collab_compress.errors import DataError
@@ -38,8 +39,6 @@ class Metric(evaluate.Metric):  # type: ignore[misc]
     formats: ClassVar[tuple[dict[str, Any], ...]]
     """What a prediction and a reference may be; the first that fits counts."""
 
-    data: Any  # of evaluate.Metric: what was added, once it is all there
-
     def __init__(self, *, gather: bool = False) -> None:
         super().__init__(keep_in_memory=True)
         self.gather = gather
@@ -57,26 +56,26 @@ class Metric(evaluate.Metric):  # type: ignore[misc]
         """Make no folder: nothing is kept in files."""
         return ""
 
-    def _finalize(self) -> None:
-        """Close what was added, and put that of all processes together."""
-        gather = self.gather and dist.is_initialized() and dist.get_world_size() > 1
-        if self.writer is None and gather:
-            self.selected_feature_format = datasets.Features(self.formats[0])
-            self._init_writer()
-        if self.writer is None:
+    def compute(self, *, predictions: Any = None, references: Any = None, **options: Any) -> dict[str, float]:
+        """Give the results on all that was added, and on what is given here."""
+        if self.writer is None and predictions is None and references is None:  # nothing was added in this process
+            return self._compute([], [])
+        result: dict[str, float] = super().compute(predictions=predictions, references=references, **options)
+        return result
+
+    def _compute(self, predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
+        """Score the rows of all processes, one after another."""
+        if self.gather and dist.is_initialized() and dist.get_world_size() > 1:
+            shares: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(shares, (predictions, references))
+            predictions, references = ([row for share in shares for row in share[place]] for place in range(2))
+        if not len(predictions):
             raise DataError("nothing to score; add predictions and references before compute()")
-        super()._finalize()
-        if gather:
-            self.data = _gathered(self.data)
-        if not len(self.data):
-            raise DataError("nothing to score; no process added predictions and references before compute()")
+        return self._score(predictions, references)
 
-
-def _gathered(data: datasets.Dataset) -> datasets.Dataset:
-    """Put the rows of all processes one after another."""
-    shares: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, data.to_dict())
-    return datasets.Dataset(pa.table({name: [row for share in shares for row in share[name]] for name in shares[0]}))
+    @abstractmethod
+    def _score(self, predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
+        """Give the results on a whole set, which is not empty."""
 
 
 CLASSES = {"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}

@@ -32,7 +32,7 @@ class Bleu(Metric):
         self.signature: str | None = None
         """How the last score came about, to be reported with it."""
 
-    def _compute(
+    def _score(
         self, predictions: Sequence[str], references: Sequence[str] | Sequence[Sequence[str]]
     ) -> dict[str, float]:
         rows = [[reference] if isinstance(reference, str) else list(reference) for reference in references]

@@ -18,7 +18,7 @@ class Accuracy(Metric):
     scale = 100.0
     formats = (CLASSES,)
 
-    def _compute(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
+    def _score(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
         _check_labels(references)
         return {"accuracy": float(accuracy_score(references, predictions))}
 
@@ -30,7 +30,7 @@ class AccuracyAndF1(Metric):
     scale = 100.0
     formats = (CLASSES,)
 
-    def _compute(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
+    def _score(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
         _check_labels(references)
         if other := {*predictions, *references} - {0, 1}:
             raise DataError(f"F1 is of two classes, 0 and 1; got class {min(other)}")
@@ -47,7 +47,7 @@ class Matthews(Metric):
     scale = 100.0
     formats = (CLASSES,)
 
-    def _compute(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
+    def _score(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
         _check_labels(references)
         if len(set(predictions)) == 1 or len(set(references)) == 1:
             return {"matthews_correlation": 0.0}
@@ -65,7 +65,7 @@ class Correlation(Metric):
     scale = 100.0
     formats = (NUMBERS,)
 
-    def _compute(self, predictions: Sequence[float], references: Sequence[float]) -> dict[str, float]:
+    def _score(self, predictions: Sequence[float], references: Sequence[float]) -> dict[str, float]:
         x, y = np.asarray(predictions), np.asarray(references)
         if not (np.isfinite(x).all() and np.isfinite(y).all()):
             return {"pearson": float("nan"), "spearmanr": float("nan")}

@@ -24,7 +24,7 @@ class Perplexity(Metric):
     greater_is_better = False
     formats = ({"predictions": Value("float64"), "references": Value("int64")},)
 
-    def _compute(self, predictions: Sequence[float], references: Sequence[int]) -> dict[str, float]:
+    def _score(self, predictions: Sequence[float], references: Sequence[int]) -> dict[str, float]:
         tokens = sum(references)
         if tokens <= 0 or min(references) < 0:
             raise DataError(f"perplexity is over {tokens} tokens; expected some, and no negative counts")

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from collab_compress.checkpoint.directory import whole_directory
+from collab_compress.checkpoint.directory import atomic_directory
 from collab_compress.report.findings import Findings
 from collab_compress.report.page import render_page
 from collab_compress.report.section import Section, Table
@@ -29,7 +29,7 @@ def write_findings(findings: Findings, directory: Path) -> None:
         CheckpointError: it exists, or nothing can be written there.
     """
     page, numbers = render_page(findings), json.dumps(to_json(findings), allow_nan=False, indent=1)
-    with whole_directory(directory) as partial:
+    with atomic_directory(directory) as partial:
         (partial / PAGE).write_text(page, encoding="utf-8")
         (partial / NUMBERS).write_text(numbers + "\n", encoding="utf-8")
         for section in findings.sections:

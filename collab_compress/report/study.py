@@ -1,4 +1,4 @@
-"""How much is looked at: the same dataclass in the Python API and on the command line."""
+"""What a report looks at: how much (options), the passes over a model, and the study that sections read from."""
 
 from __future__ import annotations
 

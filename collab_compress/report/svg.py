@@ -148,22 +148,21 @@ def _column_name(name: str, x: float, y: float, long: bool) -> str:
 
 
 def _curve(curve: Curve, across: _Axis, up: _Axis, colours: dict[str, str]) -> str:
+    """Draw a curve that says its name when pointed at, and its dots, where it has few, that say their place."""
     pieces: list[list[str]] = [[]]
+    dots = []
     for x, y in zip(curve.x, curve.y, strict=True):
         if x is None or y is None or (across.log and (x <= 0 or y <= 0)):
             pieces.append([])
         else:
             pieces[-1].append(f"{across(x):.1f} {up(y):.1f}")
+            told = escape(f"{curve.name} at {short_tick(x)}: {short(y)}".removeprefix(" "))
+            dots.append(f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="2.2"><title>{told}</title></circle>')
     drawn = "".join("M" + "L".join(piece) for piece in pieces if piece)
-    dots = ""
-    if sum(map(len, pieces)) <= 24 and curve.weight != "faint":
-        dots = "".join(
-            f'<circle cx="{point.split()[0]}" cy="{point.split()[1]}" r="2.2"/>'
-            for piece in pieces
-            for point in piece
-        )
+    shown = "".join(dots) if len(dots) <= 24 and curve.weight != "faint" else ""
+    name = f"<title>{escape(curve.name)}</title>" if curve.name else ""
     colour = colours.get(curve.name, "var(--faint)")
-    return f'<g class="{curve.weight}" style="--c:{colour}"><path d="{drawn}"/>{dots}</g>' if drawn else ""
+    return f'<g class="{curve.weight}" style="--c:{colour}">{name}<path d="{drawn}"/>{shown}</g>' if drawn else ""
 
 
 class _Axis:

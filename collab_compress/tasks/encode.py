@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict
 from transformers import PreTrainedTokenizerBase
 
 from collab_compress.errors import DataError
-from collab_compress.tasks.progress import progress_bars
+from collab_compress.tasks.load import progress_bars
 from collab_compress.tasks.task import NO_LABEL
 
 Data = TypeVar("Data", Dataset, DatasetDict)

@@ -1,4 +1,4 @@
-"""Read text files line by line, so that whatever is wrong in one has a file and a line."""
+"""How data sets lay out rows in text files; whatever is wrong in one is told with its file and line."""
 
 import csv
 import gzip

@@ -1,21 +1,236 @@
-"""Load a task's data set: from its authors' files in a folder, or from the hub."""
+"""Find a task's files in a folder, or the data set on the hub, and load it."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
-from datasets import Dataset, DatasetDict, DatasetInfo, Features, NamedSplit
+from datasets import Dataset, DatasetDict, DatasetInfo, Features, NamedSplit, load_dataset
+from datasets.exceptions import DatasetsError
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from tqdm import tqdm
 
 from collab_compress.errors import DataError
-from collab_compress.tasks.find import Found, Languages, find_files
-from collab_compress.tasks.hub import load_hub
-from collab_compress.tasks.layouts import Row, malformed
-from collab_compress.tasks.table import TASKS
-from collab_compress.tasks.task import Task
+from collab_compress.tasks.catalogue import TASKS
+from collab_compress.tasks.layouts import Layout, Row, malformed
+from collab_compress.tasks.task import NO_LABEL, Hub, Task
+
+Languages = tuple[str, str] | None
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout, and for each split that is there the files of its parts."""
+
+    layout: Layout
+    splits: dict[str, list[tuple[Path, ...]]]
+
+
+def find_files(task: Task, data_dir: Path, languages: Languages, splits: Sequence[str] | None) -> Found:
+    """Find the files of a task, laid out in one of several ways.
+
+    Args:
+        task: the task.
+        data_dir: the task's folder, or one that holds it.
+        languages: of the source and the target, for translation.
+        splits: which to find, all needed; every split, the optional ones where they are there, if not given.
+
+    Raises:
+        DataError: no such folder, or files are missing; says what was expected.
+    """
+    layouts = task.layouts
+    if not data_dir.is_dir():
+        raise DataError(f"{task.name}: no folder {data_dir}; {expected_files(layouts, languages)}")
+    names = list(dict.fromkeys(split for layout in layouts for split in layout.files))
+    if unknown := [split for split in splits or () if split not in names]:
+        raise DataError(f"{task.name} has no split {unknown[0]!r}; expected {', '.join(names)}")
+    folders = [data_dir / name for name in task.folders if (data_dir / name).is_dir()] + [data_dir]
+    best: tuple[int, str, Layout, Path] | None = None
+    for folder in folders:
+        for layout in layouts:
+            there, missing = _look(layout, folder, languages, splits)
+            if there and not missing:
+                return Found(layout, there)
+            if there and (best is None or len(there) > best[0]):
+                best = len(there), missing[0], layout, folder
+    if best is not None:
+        raise DataError(f"{task.name}: no {best[1]} in {best[3]}; {expected_files([best[2]], languages)}")
+    looked = ", ".join(str(folder) for folder in folders)
+    of = f" of {', '.join(splits)}" if splits else ""
+    raise DataError(f"{task.name}: none of its files{of} in {looked}; {expected_files(layouts, languages)}")
+
+
+def _look(
+    layout: Layout, folder: Path, languages: Languages, splits: Sequence[str] | None
+) -> tuple[dict[str, list[tuple[Path, ...]]], list[str]]:
+    """Give the files of the splits that are there, and the names of those that are needed and missing."""
+    there, missing = {}, []
+    for split in splits or layout.files:
+        parts = [_first(layout.candidates(part, languages), folder) for part in layout.files.get(split, ())]
+        if parts and all(part is not None for part in parts):
+            there[split] = [part for part in parts if part is not None]
+        elif splits or split not in layout.optional or _begun(layout, folder, languages, split):
+            missing.append(_missing(layout, folder, languages, split, parts))
+    return there, missing
+
+
+def _missing(
+    layout: Layout, folder: Path, languages: Languages, split: str, parts: Sequence[tuple[Path, ...] | None]
+) -> str:
+    """Name the first file that a split lacks."""
+    for part, found in zip(layout.files.get(split, ()), parts, strict=True):
+        if found is None:
+            names = layout.candidates(part, languages)[0]
+            return f"{next(name for name in names if _there(folder / name) is None)} ({split})"
+    return f"files of {split}"
+
+
+def _begun(layout: Layout, folder: Path, languages: Languages, split: str) -> bool:
+    """Say whether some of a split's files are there, though not all."""
+    groups = (layout.candidates(part, languages) for part in layout.files[split])
+    return any(_there(folder / name) for candidates in groups for names in candidates for name in names)
+
+
+def _first(candidates: Sequence[tuple[str, ...]], folder: Path) -> tuple[Path, ...] | None:
+    """Give the first of several groups of files that is there."""
+    for names in candidates:
+        files = [_there(folder / name) for name in names]
+        if all(file is not None for file in files):
+            return tuple(file for file in files if file is not None)
+    return None
+
+
+def _there(path: Path) -> Path | None:
+    packed = path.with_name(f"{path.name}.gz")
+    return path if path.exists() else packed if packed.is_file() else None
+
+
+def expected_files(layouts: Sequence[Layout], languages: Languages) -> str:
+    """Say which files make up a task, in each of its layouts."""
+    ways = []
+    for layout in layouts:
+        names = []
+        for split, parts in layout.files.items():
+            files = " and ".join(name for part in parts for name in layout.candidates(part, languages)[0])
+            names.append(f"[{files}]" if split in layout.optional else files)
+        ways.append(", ".join(names))
+    return f"expected {' or '.join(ways)} (plain or with .gz, those in brackets where there are any)"
+
+
+@contextmanager
+def progress_bars(shown: bool) -> Iterator[None]:
+    """Show or hide the progress bars of `datasets` and of downloads inside, and leave them as they were.
+
+    The environment variables that force them on or off keep their say.
+    """
+    before = not datasets.are_progress_bars_disabled(), not are_progress_bars_disabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _show(shown, shown)
+    try:
+        yield
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _show(*before)
+
+
+def _show(mapping: bool, downloads: bool) -> None:
+    (datasets.enable_progress_bars if mapping else datasets.disable_progress_bars)()
+    (enable_progress_bars if downloads else disable_progress_bars)()
+
+
+EXPORT = "refs/convert/parquet"  # where the hub keeps what it has converted
+
+
+def load_hub(task: Task, languages: Languages, splits: Sequence[str] | None, progress: bool = False) -> DatasetDict:
+    """Load a data set from the hub, or from the cache of earlier times.
+
+    Args:
+        task: the task.
+        languages: of the source and the target, for translation.
+        splits: which to load; all of the task's that are there if not given.
+        progress: whether to show progress bars.
+
+    Raises:
+        DataError: the task is on no hub, it cannot be reached, or what is there is not what was expected.
+    """
+    advice = f"pass --data-dir (data_dir=…) with a folder; {expected_files(task.layouts, languages)}"
+    if task.hub is None:
+        raise DataError(f"{task.name} cannot be had from the hub; {advice}")
+    words = _words(languages)
+    config = task.hub.config.format(**words) if task.hub.config else None
+    place = {"data_dir": config, "revision": EXPORT} if task.hub.exported else {"name": config}
+    with progress_bars(progress):
+        try:
+            there = load_dataset(task.hub.path, **place)
+        except (DatasetsError, OSError, ValueError, RuntimeError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise DataError(f"cannot load {task.name} from the hub ({reason}); {advice}") from error
+        wanted = splits or dict.fromkeys(split for layout in task.layouts for split in layout.files)
+        if splits and (lacking := [split for split in splits if split not in there]):
+            raise DataError(f"{task.hub.path} has no split {lacking[0]!r}; it has {', '.join(there)}")
+        return DatasetDict(
+            {split: _canonical(task, task.hub, there[split], words) for split in wanted if split in there}
+        )
+
+
+def _words(languages: Languages) -> dict[str, str]:
+    """Give what stands for the placeholders in names on the hub."""
+    if languages is None:
+        return {}
+    source, target = languages
+    return {"source": source, "target": target, "foreign": target if source == "en" else source}
+
+
+def _canonical(task: Task, hub: Hub, data: Dataset, words: Mapping[str, str]) -> Dataset:
+    """Give a data set the canonical columns, and no others."""
+    columns = {name: [there.format(**words) for there in parts] for name, parts in hub.columns.items()}
+    for there in (there for parts in columns.values() for there in parts):
+        first, _, inner = there.partition(".")
+        if first not in data.column_names or (inner and inner not in data.features[first]):
+            raise DataError(f"{hub.path} has no column {there!r}; it has {', '.join(data.column_names)}")
+    rows = data.map(
+        _rename,
+        batched=True,
+        fn_kwargs={"task": task, "columns": columns},
+        remove_columns=data.column_names,
+        features=task.features,
+    )
+    if any(layout.left_out for layout in task.layouts):
+        rows = rows.filter(_labelled, input_columns=["label"])
+    return rows
+
+
+def _labelled(label: int) -> bool:
+    return label != NO_LABEL
+
+
+def _rename(batch: Mapping[str, Any], task: Task, columns: Mapping[str, Sequence[str]]) -> dict[str, list[Any]]:
+    """Give the canonical columns of a batch of rows."""
+    renamed: dict[str, list[Any]] = {}
+    for name, parts in columns.items():
+        found = [_column(batch, there) for there in parts]
+        if name != "label":
+            renamed[name] = [
+                task.clean(" ".join(text for text in texts if text)) for texts in zip(*found, strict=True)
+            ]
+        elif task.kind == "regression":
+            renamed[name] = found[0]
+        else:
+            renamed[name] = [task.number(label) for label in found[0]]
+    return renamed
+
+
+def _column(batch: Mapping[str, Any], there: str) -> list[Any]:
+    first, _, inner = there.partition(".")
+    return [value[inner] for value in batch[first]] if inner else batch[first]
+
 
 CHUNK = 10_000
 

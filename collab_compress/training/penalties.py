@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
-from collab_compress.calibration import run_batch, running
+from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.errors import CalibrationError
 from collab_compress.heads import Part, Reading, Tap
 from collab_compress.losses import agreement, agreement_rows, bhattacharyya, hsic, orthogonality
@@ -118,7 +118,7 @@ def measure(
     found: list[dict[str, Tensor]] = []
     heads = HeadLosses(model, {name: (name, LOSSES[name].kinds) for name in losses}, training=False)
     try:
-        with running(model):
+        with evaluation_mode(model):
             for batch in batches:
                 run_batch(model, dict(batch))
                 found.append(heads.values())

@@ -50,7 +50,7 @@ class HeadSession:
 
     Raises:
         HeadError: alphas that the model or the optimizer does not have; no optimizer where one is needed; what
-            `Rotator` or `Tap` refuse.
+            `Rotator` or `Tap` refuse; DeepSpeed, with which none of this was tried.
         UnsupportedModelError: the model's family is not known.
     """
 
@@ -71,6 +71,8 @@ class HeadSession:
         self._device = next(model.parameters()).device
         self.penalised = False
         self._closed = False
+        if training != HeadTraining(loss_normalization=training.loss_normalization):
+            _refuse_deepspeed(model, optimizer)
         reshard_(model)  # an optimizer knows the parameters of FSDP2 that are in place between passes
         try:
             if training.rotation is not None:
@@ -216,3 +218,13 @@ class HeadSession:
     def _note(self, name: str, value: Tensor) -> None:
         total, count = self._sums.get(name, (0.0, 0))
         self._sums[name] = total + value.detach(), count + 1
+
+
+def _refuse_deepspeed(model: PreTrainedModel, optimizer: Any) -> None:
+    """Refuse what DeepSpeed holds, where that can be seen: the optimizer, or weights that are away between passes."""
+    made_by = (type(each).__module__ for each in (optimizer, getattr(optimizer, "optimizer", None)))
+    if any("deepspeed" in module for module in made_by) or any(hasattr(p, "ds_id") for p in model.parameters()):
+        raise HeadError(
+            "DeepSpeed was not tried: ZeRO steps copies of the weights, or keeps them in pieces that do not follow "
+            "heads; shard the model with FSDP2 instead (fully_shard), or leave it whole"
+        )

@@ -20,12 +20,12 @@ def live_parameters(site):
 @pytest.mark.parametrize("form", ["shared", "per-head"])
 def test_parameters_and_cache_are_those_of_the_live_model(family, form, make_tiny, calibration):
     model = make_tiny(family)
-    planned = module_costs(model, rank=9, form=form)
+    planned = module_costs(model, dk=9, form=form)
     for site, cost in zip(find_attention(model, FAMILIES), planned, strict=True):
         assert cost.name == site.name
         assert cost.dense.parameters == live_parameters(site)
-    report = compress(model, Compression(rank=9, form=form), calibration=calibration[:2])
-    assert module_costs(model, rank=99) == planned
+    report = compress(model, Compression(dk=9, form=form), calibration=calibration[:2])
+    assert module_costs(model, dk=99) == planned
     for cost, module in zip(planned, report.modules, strict=True):
         counted = (module.parameters_before, module.parameters_after, module.macs_before, module.macs_after)
         found = (cost.dense.parameters, cost.converted.parameters, cost.dense.macs, cost.converted.macs)
@@ -46,15 +46,15 @@ def test_parameters_and_cache_are_those_of_the_live_model(family, form, make_tin
 
 
 def test_macs_meet_at_the_break_even_length(bert):
-    (cost, _) = module_costs(bert, rank=12)
-    below, above = (module_costs(bert, int(cost.break_even_length) + step, rank=12)[0] for step in (0, 1))
+    (cost, _) = module_costs(bert, dk=12)
+    below, above = (module_costs(bert, int(cost.break_even_length) + step, dk=12)[0] for step in (0, 1))
     assert below.converted.macs <= below.dense.macs
     assert above.converted.macs > above.dense.macs
 
 
 def test_without_a_rank_a_dense_module_has_one_form(bert):
     cost = module_costs(bert, 64)[0]
-    assert (cost.rank, cost.converted, cost.break_even_length) == (None, None, None)
+    assert (cost.dk, cost.converted, cost.break_even_length) == (None, None, None)
     assert cost.dense.macs == 2 * 64 * 24 * 24 + 64 * 64 * 24
 
 
@@ -68,7 +68,7 @@ def test_half_precision_halves_the_cache(make_tiny):
 
 def test_table_1_is_the_papers():
     rows = paper_table_1()
-    assert [(row.width, row.rank) for row in rows] == [(512, 128), (768, 256)]
+    assert [(row.width, row.dk) for row in rows] == [(512, 128), (768, 256)]
     for row in rows:
         found = (
             row.dense.parameters / 1e6, row.collaborative.parameters / 1e6,
@@ -78,22 +78,22 @@ def test_table_1_is_the_papers():
 
 
 def test_a_layer_counts_every_product():
-    width, heads, rank, length = 24, 3, 9, 7
+    width, heads, dk, length = 24, 3, 9, 7
     head_width = width // heads
     dense = 4 * length * width * width + heads * length * length * head_width * 2
     assert layer_cost(width, heads, length=length).macs == dense
-    scores = 2 * length * width * rank + heads * length * rank + heads * length * length * rank
+    scores = 2 * length * width * dk + heads * length * dk + heads * length * length * dk
     rest = 2 * length * width * width + heads * length * length * head_width
-    assert layer_cost(width, heads, rank, length).macs == scores + rest
+    assert layer_cost(width, heads, dk, length).macs == scores + rest
     assert layer_cost(width, heads).parameters == 4 * width * width
-    assert layer_cost(width, heads, rank).parameters == 2 * width * rank + heads * rank + 2 * width * width
+    assert layer_cost(width, heads, dk).parameters == 2 * width * dk + heads * dk + 2 * width * width
 
 
 def test_what_cannot_be_counted_is_refused(bert):
     with pytest.raises(HeadError, match="got length 0"):
         module_costs(bert, 0)
-    with pytest.raises(HeadError, match="rank 0"):
-        module_costs(bert, rank=0)
+    with pytest.raises(HeadError, match="dk 0"):
+        module_costs(bert, dk=0)
     with pytest.raises(HeadError, match="unknown form 'half'"):
         module_costs(bert, form="half")
     with pytest.raises(HeadError, match="no multiple of 5 heads"):

@@ -9,7 +9,7 @@ from transformers import BertForSequenceClassification
 from collab_compress import HeadMask, head_importance, prune_heads_
 from collab_compress.analysis import dominant_heads, pruning_curve
 from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.attention.view import acts_of
+from collab_compress.attention.view import head_hooks
 from collab_compress.errors import HeadError
 
 NAME = "encoder.layer.0.attention.self"
@@ -70,7 +70,7 @@ def test_a_score_is_taken_without_each_head(either, greater_is_better):
     assert found.by_kind.keys() == worst.keys()
     for kind, changes in worst.items():
         assert found.by_kind[kind] == pytest.approx(sum(changes) / len(changes), rel=1e-3, abs=1e-3)
-    assert not any(acts_of(site.module) for site in find_attention(model, FAMILIES))
+    assert not any(head_hooks(site.module) for site in find_attention(model, FAMILIES))
 
 
 def test_kinds_can_be_chosen(make_tiny, make_batch):
@@ -147,4 +147,4 @@ def test_what_cannot_be_scored_is_refused(bert, batch):
         pruning_curve(bert, {NAME: torch.ones(3)}, batches=[batch], shares=[1.5])
     with pytest.raises(HeadError, match="no attention module 'nowhere'"):
         pruning_curve(bert, {"nowhere": torch.ones(3)}, batches=[batch])
-    assert not any(acts_of(site.module) for site in find_attention(bert, FAMILIES))
+    assert not any(head_hooks(site.module) for site in find_attention(bert, FAMILIES))

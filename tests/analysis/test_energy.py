@@ -127,7 +127,7 @@ def test_heads_that_share_all_need_fewer_dimensions_together():
 def test_a_conversion_lies_between_the_bounds(bert, calibration):
     rank = 12
     energies = head_energy(bert)
-    report = compress(bert, Compression(rank=rank), calibration=None)
+    report = compress(bert, Compression(dk=rank), calibration=None)
     for module in report.modules:
         found = energies[module.name]
         assert module.weight_error <= (1 - float(found.unshared[rank])) ** 0.5 + 1e-6

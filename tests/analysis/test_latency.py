@@ -13,7 +13,7 @@ from collab_compress.errors import CalibrationError, HeadError
 @pytest.fixture
 def two(family, make_tiny, calibration):
     dense, converted = make_tiny(family), make_tiny(family)
-    compress(converted, Compression(rank=24, sweeps=1), calibration=None)
+    compress(converted, Compression(dk=24, sweeps=1), calibration=None)
     return dense, converted
 
 
@@ -48,7 +48,7 @@ def test_both_get_what_the_dense_model_gives_its_own(two):
 
 def test_own_inputs_progress_and_modes(make_tiny, batch):
     dense, converted = make_tiny("bert").train(), make_tiny("bert")
-    compress(converted, Compression(rank=9, sweeps=1), calibration=None)
+    compress(converted, Compression(dk=9, sweeps=1), calibration=None)
     told, lengths = [], []
 
     def inputs(length):

@@ -6,7 +6,7 @@ from collab_compress.analysis import bhattacharyya, confidence, discrepancy, hea
 from collab_compress.analysis.diversity import Coefficients, Discrepancies
 from collab_compress.analysis.responses import Samples
 from collab_compress.analysis.stream import observed
-from collab_compress.attention.view import acts_of
+from collab_compress.attention.view import head_hooks
 
 
 def test_riders_measure_what_they_measure_alone(either):
@@ -31,4 +31,4 @@ def test_any_measure_can_be_ridden_along_with(bert, batch):
     expected = head_samples(bert, [batch], 5)
     assert samples.result().keys() == expected.keys()
     assert all(torch.equal(found, expected[name]) for name, found in samples.result().items())
-    assert not any(acts_of(layer.attention.self) for layer in bert.encoder.layer)
+    assert not any(head_hooks(layer.attention.self) for layer in bert.encoder.layer)

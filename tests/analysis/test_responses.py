@@ -7,7 +7,7 @@ import torch
 from collab_compress import HeadMask
 from collab_compress.analysis import cka, head_covariances, head_samples, layer_covariance, model_covariances, svcca
 from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.attention.view import acts_of
+from collab_compress.attention.view import head_hooks
 from collab_compress.errors import CalibrationError, HeadError
 
 NAME = "encoder.layer.0.attention.self"
@@ -42,7 +42,7 @@ def test_the_model_is_left_as_it_was(bert, batch):
         head_covariances(bert, [{"input_ids": batch["input_ids"] + 1000}])
     assert bert.training
     assert torch.is_grad_enabled()
-    assert not any(acts_of(site.module) for site in find_attention(bert, FAMILIES))
+    assert not any(head_hooks(site.module) for site in find_attention(bert, FAMILIES))
 
 
 @pytest.mark.parametrize("measure", [lambda joint: svcca(joint).similarity, cka])

@@ -36,16 +36,16 @@ def test_full_rank_equals_dense(family, implementation, make_tiny, batch):
     dense = make_tiny(family)
     dense.set_attn_implementation(implementation)
     converted = copy.deepcopy(dense)
-    report = compress(converted, Compression(rank=FULL), calibration=None)
+    report = compress(converted, Compression(dk=FULL), calibration=None)
     torch.testing.assert_close(hidden(converted, batch), hidden(dense, batch), atol=2e-5, rtol=1e-4)
     assert all(module.weight_error == 0 for module in report.modules)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("rank", [5, 8, 13])
-def test_low_rank_follows_the_formula_at_the_models_own_scale(family, rank, implementation, make_tiny, batch):
+@pytest.mark.parametrize("dk", [5, 8, 13])
+def test_low_rank_follows_the_formula_at_the_models_own_scale(family, dk, implementation, make_tiny, batch):
     model = make_tiny(family)
-    compress(model, Compression(rank=rank), calibration=None)
+    compress(model, Compression(dk=dk), calibration=None)
     model.double().set_attn_implementation(implementation)
     name, factors = next(iter(read_factors(model).items()))
     module = model.get_submodule(name)
@@ -71,7 +71,7 @@ def test_scale_is_not_that_of_the_shared_width(family, make_tiny):
     """The authors' code scales by √(R/H); at R = 6 of 24 that would double every score."""
     dense = make_tiny(family)
     scaling = find_dense_attention(dense, FAMILIES)[0].scaling
-    compress(dense, Compression(rank=6), calibration=None)
+    compress(dense, Compression(dk=6), calibration=None)
     name = next(iter(read_factors(dense)))
     assert dense.get_submodule(name).scaling == scaling == pytest.approx(1 / math.sqrt(8))
 
@@ -79,7 +79,7 @@ def test_scale_is_not_that_of_the_shared_width(family, make_tiny):
 def test_output_attentions(family, make_tiny, batch):
     dense = make_tiny(family)
     converted = copy.deepcopy(dense)
-    compress(converted, Compression(rank=FULL), calibration=None)
+    compress(converted, Compression(dk=FULL), calibration=None)
     for model in (dense, converted):
         model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_output_attentions(family, make_tiny, batch):
 
 def test_other_attention_implementations_are_refused(family, make_tiny):
     model = make_tiny(family)
-    compress(model, Compression(rank=8), calibration=None)
+    compress(model, Compression(dk=8), calibration=None)
     model.config._attn_implementation = "flex_attention"
     module = model.get_submodule(next(iter(read_factors(model))))
     with pytest.raises(UnsupportedModelError, match="'eager' or 'sdpa', got 'flex_attention'"):
@@ -103,7 +103,7 @@ def test_other_attention_implementations_are_refused(family, make_tiny):
 
 def test_training_reaches_every_factor(family, make_tiny, batch):
     model = make_tiny(family)
-    compress(model, Compression(rank=8), calibration=None)
+    compress(model, Compression(dk=8), calibration=None)
     model.train()
     model(**batch).last_hidden_state.square().sum().backward()
     for name in read_factors(model):
@@ -115,7 +115,7 @@ def test_training_reaches_every_factor(family, make_tiny, batch):
 
 def test_attention_dropout_acts_in_training_only(make_tiny, batch):
     model = make_tiny("bert")
-    compress(model, Compression(rank=8), calibration=None)
+    compress(model, Compression(dk=8), calibration=None)
     attention = model.encoder.layer[0].attention.self.train()
     x = torch.randn(2, 5, 24)
     torch.manual_seed(0)
@@ -127,7 +127,7 @@ def test_attention_dropout_acts_in_training_only(make_tiny, batch):
 
 def test_gradient_checkpointing_gives_the_same_gradients(family, make_tiny, batch):
     plain = make_tiny(family)
-    compress(plain, Compression(rank=8), calibration=None)
+    compress(plain, Compression(dk=8), calibration=None)
     saving = copy.deepcopy(plain)
     if not saving.supports_gradient_checkpointing:
         pytest.skip(f"stock {type(saving).__name__} does not support it")
@@ -144,7 +144,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(family, make_tiny, batc
 
 def test_copies_and_pickles_are_independent_and_equal(family, make_tiny, batch):
     model = make_tiny(family)
-    compress(model, Compression(rank=8), calibration=None)
+    compress(model, Compression(dk=8), calibration=None)
     expected = hidden(model, batch)
     copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     copied.set_attn_implementation("eager")
@@ -155,7 +155,7 @@ def test_copies_and_pickles_are_independent_and_equal(family, make_tiny, batch):
 
 def test_half_precision_stays_close(family, make_tiny, batch):
     model = make_tiny(family)
-    compress(model, Compression(rank=FULL), calibration=None)
+    compress(model, Compression(dk=FULL), calibration=None)
     expected = hidden(model, batch)
     found = hidden(model.to(torch.bfloat16), batch)
     assert found.dtype == torch.bfloat16
@@ -165,7 +165,7 @@ def test_half_precision_stays_close(family, make_tiny, batch):
 def test_a_model_converted_in_part_runs(make_tiny, batch):
     dense = make_tiny("bert")
     model = copy.deepcopy(dense)
-    compress(model, Compression(rank=FULL, modules="*layer.1*"), calibration=None)
+    compress(model, Compression(dk=FULL, modules="*layer.1*"), calibration=None)
     assert list(read_factors(model)) == ["encoder.layer.1.attention.self"]
     torch.testing.assert_close(hidden(model, batch), hidden(dense, batch), atol=2e-5, rtol=1e-4)
 
@@ -176,7 +176,7 @@ def test_a_causal_decoder_stays_causal(make_tiny, batch):
     decoder = BertLMHeadModel(model.config).eval()
     decoder.load_state_dict(model.state_dict())
     dense = copy.deepcopy(decoder)
-    compress(decoder, Compression(rank=FULL), calibration=None)
+    compress(decoder, Compression(dk=FULL), calibration=None)
     for arguments in (batch, {"input_ids": batch["input_ids"]}):
         with torch.no_grad():
             one, other = decoder(**arguments, use_cache=False).logits, dense(**arguments, use_cache=False).logits
@@ -188,7 +188,7 @@ def test_generation_with_a_cache_equals_dense(make_tiny):
     model.config.is_decoder = True
     decoder = BertLMHeadModel(model.config).eval()
     dense = copy.deepcopy(decoder)
-    compress(decoder, Compression(rank=FULL), calibration=None)
+    compress(decoder, Compression(dk=FULL), calibration=None)
     prompt = torch.tensor([[7, 8, 9]])
     arguments = {
         "max_new_tokens": 8,
@@ -201,7 +201,7 @@ def test_generation_with_a_cache_equals_dense(make_tiny):
 
 def test_compiles_without_graph_breaks(family, make_tiny, batch):
     model = make_tiny(family)
-    compress(model, Compression(rank=8), calibration=None)
+    compress(model, Compression(dk=8), calibration=None)
     expected = hidden(model, batch)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(hidden(compiled, batch), expected, atol=1e-5, rtol=1e-4)
@@ -210,6 +210,6 @@ def test_compiles_without_graph_breaks(family, make_tiny, batch):
 def test_a_head_on_top_keeps_its_loss(make_tiny, batch):
     dense = make_tiny("bert", BertForMaskedLM)
     converted = copy.deepcopy(dense)
-    compress(converted, Compression(rank=FULL), calibration=None)
+    compress(converted, Compression(dk=FULL), calibration=None)
     one, other = (model(**batch, labels=batch["input_ids"]).loss for model in (dense, converted))
     torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from collab_compress.attention import kernels
-from collab_compress.attention.kernels import attend, attention_probabilities, blocked, folded, fused
+from collab_compress.attention.kernels import attend, attention_probabilities, blocked, folded, sdpa
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ def run_folded(problem, causal):
     return folded(*problem.inputs(), dropout=0.0, causal=causal)
 
 
-def run_fused(problem, causal):
-    return fused(*problem.inputs(), dropout=0.0, causal=causal)
+def run_sdpa(problem, causal):
+    return sdpa(*problem.inputs(), dropout=0.0, causal=causal)
 
 
 def run_blocked(problem, causal):
@@ -118,7 +118,7 @@ def cache_bytes(request, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
 
-@pytest.mark.parametrize("run", [run_folded, run_fused, run_blocked, run_chosen])
+@pytest.mark.parametrize("run", [run_folded, run_sdpa, run_blocked, run_chosen])
 @settings(max_examples=40, deadline=None)
 @given(problem=problems, causal=st.booleans())
 def test_kernel_computes_the_formula(run, problem, causal):
@@ -210,7 +210,7 @@ def test_dropout_drops_its_share_and_keeps_the_mean(grad):
 def chosen(monkeypatch):
     """Names of the kernels that `attend` calls."""
     calls = []
-    for kernel in (folded, blocked, fused):
+    for kernel in (folded, blocked, sdpa):
 
         def spy(*args, _kernel=kernel, **kwargs):
             calls.append(_kernel.__name__)
@@ -239,7 +239,7 @@ def test_inference_is_blocked_and_the_rest_is_not(chosen):
     run_chosen(replace(to(problem, torch.bfloat16), mixing=problem.mixing.float()), False)
     assert chosen[5:] == ["blocked"] * 2
     run_chosen(to(problem, "meta"), False)
-    assert chosen[7:] == ["fused"]
+    assert chosen[7:] == ["sdpa"]
 
 
 def test_autocast_works_with_parameters_in_float32():

@@ -57,10 +57,10 @@ def together(model):
 
 
 CASES = {
-    "full": (gpt2, Compression(rank=24)),
-    "low": (gpt2, Compression(rank=7)),
-    "per-head": (gpt2, Compression(rank=9, form="per-head")),
-    "fixed heads": (opt, Compression(rank=9)),
+    "full": (gpt2, Compression(dk=24)),
+    "low": (gpt2, Compression(dk=7)),
+    "per-head": (gpt2, Compression(dk=9, form="per-head")),
+    "fixed heads": (opt, Compression(dk=9)),
 }
 
 
@@ -90,7 +90,7 @@ def test_continuous_batching_with_masked_heads(implementation):
 def test_what_is_not_known_is_refused(attend, converted, make_tiny):
     model: BertModel = make_tiny("bert")
     if converted:
-        compress(model, Compression(rank=8), calibration=None)
+        compress(model, Compression(dk=8), calibration=None)
     module = model.encoder.layer[0].attention.self
     query = key = value = torch.randn(1, 3, 4, 8)
     known = {"output_attentions": True, "position_ids": torch.arange(4), "s_aux": None}
@@ -104,6 +104,6 @@ def test_what_is_not_known_is_refused(attend, converted, make_tiny):
 
 def test_a_keyword_that_the_stock_model_would_leave_out_is_refused(make_tiny, batch):
     model = make_tiny("bert")
-    compress(model, Compression(rank=8), calibration=None)
+    compress(model, Compression(dk=8), calibration=None)
     with pytest.raises(UnsupportedModelError, match="passes head_mask to its attention"):
         model(**batch, head_mask=torch.ones(2, 3))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from collab_compress.attention.kernels import attend, attention_probabilities, blocked, folded, fused
+from collab_compress.attention.kernels import attend, attention_probabilities, blocked, folded, sdpa
 from collab_compress.attention.per_head import attend_separately, separate_probabilities
 
 HEADS, RANK, LENGTH, WIDTH, SCALING = 4, 32, 48, 16, 0.4
@@ -46,7 +46,7 @@ def error(found, expected):
 
 @pytest.mark.parametrize("content", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kernel", [attend, folded, blocked, fused])
+@pytest.mark.parametrize("kernel", [attend, folded, blocked, sdpa])
 def test_shared_kernels(kernel, dtype, content):
     ours, stock = problem(dtype, content)
     dropout = {} if kernel is blocked else {"dropout": 0.0}
@@ -96,7 +96,7 @@ def test_mixed_precision(make_tiny, batch):
 
     dense = make_tiny("bert")
     model = copy.deepcopy(dense)
-    compress(model, Compression(rank=24), calibration=None)
+    compress(model, Compression(dk=24), calibration=None)
     expected = dense(**batch).last_hidden_state.detach().double()
     for grad in (True, False):
         with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16):

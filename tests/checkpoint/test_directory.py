@@ -10,18 +10,18 @@ import pytest
 from safetensors import SafetensorError
 
 from collab_compress.checkpoint.directory import (
+    atomic_directory,
+    atomic_file,
     refuse_place,
-    whole_directory,
-    whole_file,
+    write_atomically,
+    write_json,
     write_new,
-    write_whole,
-    write_whole_json,
 )
 from collab_compress.errors import CheckpointError
 
 
 def test_appears_whole(tmp_path):
-    with whole_directory(tmp_path / "deep" / "model") as directory:
+    with atomic_directory(tmp_path / "deep" / "model") as directory:
         (directory / "file").write_text("x", encoding="utf-8")
         assert not (tmp_path / "deep" / "model").exists()
     assert (tmp_path / "deep" / "model" / "file").read_text(encoding="utf-8") == "x"
@@ -32,7 +32,7 @@ def test_appears_whole(tmp_path):
 def test_nothing_is_left_after_an_error(tmp_path, error):
 
     def fails():
-        with whole_directory(tmp_path / "deep" / "er" / "model") as directory:
+        with atomic_directory(tmp_path / "deep" / "er" / "model") as directory:
             (directory / "file").write_text("x", encoding="utf-8")
             raise error
 
@@ -43,26 +43,26 @@ def test_nothing_is_left_after_an_error(tmp_path, error):
 
 def test_what_exists_is_kept(tmp_path):
     (tmp_path / "model").mkdir()
-    with pytest.raises(CheckpointError, match="exists; choose another output"), whole_directory(tmp_path / "model"):
+    with pytest.raises(CheckpointError, match="exists; choose another output"), atomic_directory(tmp_path / "model"):
         pass
 
 
 def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(CheckpointError, match="cannot write"), whole_directory(tmp_path / "file" / "model"):
+    with pytest.raises(CheckpointError, match="cannot write"), atomic_directory(tmp_path / "file" / "model"):
         pass
 
 
 def test_a_killed_writer_leaves_no_result_and_the_next_clears_up(tmp_path):
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from collab_compress.checkpoint.directory import whole_directory\n"
-        "with whole_directory(Path(sys.argv[1])) as d:\n"
+        "from collab_compress.checkpoint.directory import atomic_directory\n"
+        "with atomic_directory(Path(sys.argv[1])) as d:\n"
         "    (d / 'file').write_text('half'); os._exit(9)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "model")], check=False)
     assert not (tmp_path / "model").exists()
-    with whole_directory(tmp_path / "model"):
+    with atomic_directory(tmp_path / "model"):
         pass
     assert os.listdir(tmp_path) == ["model"]
 
@@ -75,7 +75,7 @@ def test_who_writes_is_asked_without_a_signal(tmp_path, monkeypatch, pid):
     monkeypatch.setattr(psutil, "pid_exists", lambda number: number == 4321 or exists(number))
     if pid == 4321:
         monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a signal was sent"))
-    with whole_directory(tmp_path / "model"):
+    with atomic_directory(tmp_path / "model"):
         pass
     assert sorted(os.listdir(tmp_path)) == [f".model.partial-{pid}", "model"]
 
@@ -83,7 +83,7 @@ def test_who_writes_is_asked_without_a_signal(tmp_path, monkeypatch, pid):
 def test_json_appears_whole_and_replaces(tmp_path):
     path = tmp_path / "deep" / "er" / "report.json"
     for value in ({"rank": 8}, {"folder": tmp_path, "mean": [0.5, None]}):
-        write_whole_json(path, value)
+        write_json(path, value)
         assert os.listdir(path.parent) == ["report.json"]
     text = path.read_text(encoding="utf-8")
     assert json.loads(text) == {"folder": str(tmp_path), "mean": [0.5, None]}
@@ -91,11 +91,11 @@ def test_json_appears_whole_and_replaces(tmp_path):
 
 
 def test_json_that_cannot_be_made_leaves_what_was_there(tmp_path):
-    write_whole_json(tmp_path / "report.json", 1)
+    write_json(tmp_path / "report.json", 1)
     endless = []
     endless.append(endless)
     with pytest.raises(ValueError, match="Circular"):
-        write_whole_json(tmp_path / "report.json", endless)
+        write_json(tmp_path / "report.json", endless)
     assert os.listdir(tmp_path) == ["report.json"]
     assert (tmp_path / "report.json").read_text(encoding="utf-8") == "1\n"
 
@@ -105,7 +105,7 @@ def test_json_without_a_place_leaves_nothing(tmp_path, place):
     (tmp_path / "file").write_text("", encoding="utf-8")
     (tmp_path / "folder").mkdir()
     with pytest.raises(CheckpointError, match=f"cannot write .*{place}: "):
-        write_whole_json(tmp_path / place, {})
+        write_json(tmp_path / place, {})
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
     assert os.listdir(tmp_path / "folder") == []
 
@@ -124,7 +124,11 @@ def kinds(folder):
 def test_what_is_there_is_not_replaced_whatever_it_is(tmp_path):
     for name in kinds(tmp_path):
         before = sorted(os.listdir(tmp_path))
-        for refuse in (refuse_place, partial(write_new, text="ours"), lambda path: whole_directory(path).__enter__()):
+        for refuse in (
+            refuse_place,
+            partial(write_new, text="ours"),
+            lambda path: atomic_directory(path).__enter__(),
+        ):
             with pytest.raises(CheckpointError, match="exists; choose another output"):
                 refuse(tmp_path / name)
         assert sorted(os.listdir(tmp_path)) == before
@@ -136,7 +140,7 @@ def test_what_is_there_is_not_replaced_whatever_it_is(tmp_path):
 def test_only_a_regular_file_is_written_anew(tmp_path, name):
     kinds(tmp_path)
     with pytest.raises(CheckpointError, match="no regular file"):
-        write_whole(tmp_path / name, "ours")
+        write_atomically(tmp_path / name, "ours")
     assert (tmp_path / "file").read_text(encoding="utf-8") == "theirs"
 
 
@@ -161,14 +165,14 @@ def test_a_name_is_no_pattern(tmp_path):
     left = [f".other.partial-{os.uname().nodename}-{2**22 + 1}", f".other.partial-{2**22 + 1}"]
     for name in left:
         (tmp_path / name).mkdir()
-    with whole_directory(tmp_path / "*"):
+    with atomic_directory(tmp_path / "*"):
         pass
     assert sorted(os.listdir(tmp_path)) == sorted([*left, "*"])
 
 
 @pytest.mark.parametrize("error", [SafetensorError, Exception])
 def test_a_full_disk_is_told_as_such_whoever_tells_it(tmp_path, error):
-    for write in (whole_directory, whole_file):
+    for write in (atomic_directory, atomic_file):
         with pytest.raises(CheckpointError, match=r"cannot write .*out: .*No space left"), write(tmp_path / "out"):
             raise error("I/O error: No space left on device (os error 28)")
     assert os.listdir(tmp_path) == []
@@ -181,7 +185,7 @@ def test_a_full_disk_while_a_model_is_saved(make_tiny, tmp_path):
     try:
         with (
             pytest.raises(CheckpointError, match=r"cannot write .*out"),
-            whole_directory(tmp_path / "out") as directory,
+            atomic_directory(tmp_path / "out") as directory,
         ):
             model.save_pretrained(directory)
     finally:

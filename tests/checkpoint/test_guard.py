@@ -11,6 +11,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForSequenceClassification,
+    BertConfig,
     BertForSequenceClassification,
     BertModel,
     GPT2Config,
@@ -48,9 +49,9 @@ def mixed(model):
 
 
 EDITS = {
-    "shared": lambda model: compress(model, Compression(rank=5), calibration=None),
-    "full": lambda model: compress(model, Compression(rank=24), calibration=None),
-    "per-head": lambda model: compress(model, Compression(rank=9, form="per-head"), calibration=None),
+    "shared": lambda model: compress(model, Compression(dk=5), calibration=None),
+    "full": lambda model: compress(model, Compression(dk=24), calibration=None),
+    "per-head": lambda model: compress(model, Compression(dk=9, form="per-head"), calibration=None),
     "alphas": mixed,
     "pruned": lambda model: prune_heads_(model, {FIRST: [1]}),
 }
@@ -104,10 +105,37 @@ def test_no_flag_loads_it_without_the_package(edit, make_tiny, tmp_path, stock_p
 
 def test_no_flag_loads_a_fused_layer_without_the_package(tmp_path, stock_python):
     model = tiny_gpt2()
-    compress(model, Compression(rank=24), calibration=None)
+    compress(model, Compression(dk=24), calibration=None)
     model.save_pretrained(tmp_path / "gpt2")
     done = stock_python(NO_FLAG_HELPS, tmp_path / "gpt2")
     assert done.stdout.split() == ["True"] * 7, done.stderr
+
+
+@pytest.mark.parametrize("reader", [AutoConfig, BertConfig])
+def test_a_config_that_is_read_and_saved_keeps_its_guard(
+    edit, reader, make_tiny, batch, tmp_path, stock_python, load_cleanly
+):
+    model = make_tiny("bert")
+    edit(model)
+    model.save_pretrained(tmp_path / "model")
+    before = json.loads((tmp_path / "model" / "config.json").read_text(encoding="utf-8"))
+    config = reader.from_pretrained(tmp_path / "model")
+    for _ in range(2):
+        config.save_pretrained(tmp_path / "model")
+        assert json.loads((tmp_path / "model" / "config.json").read_text(encoding="utf-8")) == before
+    done = stock_python(NO_FLAG_HELPS, tmp_path / "model")
+    assert done.stdout.split() == ["True"] * 7, done.stderr
+    for options in ({}, {"config": config}):
+        assert torch.equal(
+            outputs(load_cleanly(AutoModel, tmp_path / "model", **options), batch), outputs(model, batch)
+        )
+
+
+def test_a_stock_config_is_read_as_it_was(make_tiny, tmp_path):
+    make_tiny("bert").save_pretrained(tmp_path)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is BertConfig
+    config, rest = BertConfig.from_pretrained(tmp_path, return_unused_kwargs=True, other=1)
+    assert (type(config), rest) == (BertConfig, {"other": 1})
 
 
 def test_no_tensor_is_empty(edit, make_tiny):
@@ -141,7 +169,7 @@ def test_models_of_one_config_do_not_share_edits(edit, make_tiny, batch, tmp_pat
         stored = json.loads((tmp_path / name / "config.json").read_text(encoding="utf-8"))
         assert not {"quantization_config", "transformers_weights"} & set(stored)
         assert torch.equal(outputs(load_cleanly(BertModel, tmp_path / name), batch), outputs(dense, batch))
-    compress(second, Compression(rank=8), calibration=None)
+    compress(second, Compression(dk=8), calibration=None)
     for name, model in (("first", first), ("second", second)):
         model.save_pretrained(tmp_path / name)
         loaded = load_cleanly(AutoModel, tmp_path / name)
@@ -184,7 +212,7 @@ def test_a_dense_model_of_an_edited_ones_config(edit, make_tiny, batch, tmp_path
             assert not hasattr(loaded.config, "quantization_config")
             if part is not None:
                 assert torch.equal(outputs(loaded, batch), outputs(part, batch))
-        compress(dense, Compression(rank=7), calibration=None)
+        compress(dense, Compression(dk=7), calibration=None)
         dense.save_pretrained(tmp_path)
         assert torch.equal(outputs(load_cleanly(AutoModel, tmp_path), batch), outputs(dense, batch))
     assert outputs(model, batch).isfinite().all()
@@ -208,7 +236,7 @@ def test_a_live_config_can_be_passed_on(edit, make_tiny, batch, tmp_path):
 
 def test_weights_given_for_saving_are_saved(make_tiny, batch, tmp_path, load_cleanly):
     model = make_tiny("bert")
-    compress(model, Compression(rank=5), calibration=None)
+    compress(model, Compression(dk=5), calibration=None)
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -235,7 +263,7 @@ def test_an_edited_model_carries_no_marks_of_quantization(edit, make_tiny, tmp_p
 def test_undoing_leaves_a_stock_model(make_tiny, tmp_path):
     stock = make_tiny("bert")
     model = copy.deepcopy(stock)
-    compress(model, Compression(rank=24), calibration=None)
+    compress(model, Compression(dk=24), calibration=None)
     mix_heads_(model)
     model.save_pretrained(tmp_path / "edited")
     stock.save_pretrained(tmp_path / "stock")
@@ -261,7 +289,7 @@ def test_undoing_leaves_a_stock_model(make_tiny, tmp_path):
 
 def test_attention_that_cannot_run_is_refused_at_loading(make_tiny, tmp_path):
     model = make_tiny("bert")
-    compress(model, Compression(rank=5), calibration=None)
+    compress(model, Compression(dk=5), calibration=None)
     model.save_pretrained(tmp_path)
     for asked in ("flex_attention", "flash_attention_2"):
         with pytest.raises(CollabCompressError, match=f"'eager' or 'sdpa', got '{asked}'; load it with"):
@@ -277,7 +305,7 @@ def test_a_trainer_and_its_checkpoints(make_tiny, batch, tmp_path, load_cleanly)
     from transformers import Trainer, TrainingArguments
 
     model = make_tiny("bert", BertForSequenceClassification)
-    compress(model, Compression(rank=5), calibration=None)
+    compress(model, Compression(dk=5), calibration=None)
     data = [{"input_ids": row, "labels": 1} for row in batch["input_ids"]]
     arguments = TrainingArguments(
         str(tmp_path), max_steps=1, save_steps=1, use_cpu=True, report_to=[], disable_tqdm=True,

@@ -16,11 +16,11 @@ def outputs(model, batch):
         return model(**batch)[0]
 
 
-@pytest.mark.parametrize("rank", [5, 24])  # 24 = D = H·d: the shapes of dense and shared projections agree
-def test_every_auto_class(family, auto_class, rank, make_tiny, batch, tmp_path, load_cleanly, capfd):
+@pytest.mark.parametrize("dk", [5, 24])  # 24 = D = H·d: the shapes of dense and shared projections agree
+def test_every_auto_class(family, auto_class, dk, make_tiny, batch, tmp_path, load_cleanly, capfd):
     torch.manual_seed(0)
     model = auto_class.from_config(make_tiny(family).config).eval()
-    compress(model, Compression(rank=rank), calibration=None)
+    compress(model, Compression(dk=dk), calibration=None)
     model.save_pretrained(tmp_path)
     loaded = load_cleanly(auto_class, tmp_path)
     assert torch.equal(outputs(loaded, batch), outputs(model, batch))
@@ -30,7 +30,7 @@ def test_every_auto_class(family, auto_class, rank, make_tiny, batch, tmp_path, 
 
 def test_saving_twice_changes_nothing(family, make_tiny, tmp_path):
     model = make_tiny(family)
-    compress(model, Compression(rank=5), calibration=None)
+    compress(model, Compression(dk=5), calibration=None)
     model.save_pretrained(tmp_path / "one")
     AutoModel.from_pretrained(tmp_path / "one").save_pretrained(tmp_path / "two")
     for name in ("config.json", "model.safetensors"):
@@ -41,7 +41,7 @@ def test_body_and_head_exchange_checkpoints(make_tiny, batch, tmp_path):
     """A classifier's checkpoint loads as a bare model, and a bare one under a classifier."""
     torch.manual_seed(0)
     classifier = AutoModelForSequenceClassification.from_config(make_tiny("bert").config).eval()
-    compress(classifier, Compression(rank=5), calibration=None)
+    compress(classifier, Compression(dk=5), calibration=None)
     classifier.save_pretrained(tmp_path / "classifier")
     body = AutoModel.from_pretrained(tmp_path / "classifier")
     assert torch.equal(outputs(body, batch), outputs(classifier.bert, batch))
@@ -55,7 +55,7 @@ def test_body_and_head_exchange_checkpoints(make_tiny, batch, tmp_path):
 def test_size_on_disk_is_that_of_the_factors(family, make_tiny, tmp_path):
     model = make_tiny(family)
     model.save_pretrained(tmp_path / "dense")
-    compress(model, Compression(rank=4), calibration=None)
+    compress(model, Compression(dk=4), calibration=None)
     model.save_pretrained(tmp_path / "converted")
     sizes = [(tmp_path / kind / "model.safetensors").stat().st_size for kind in ("dense", "converted")]
     assert sizes[1] < sizes[0]
@@ -64,7 +64,7 @@ def test_size_on_disk_is_that_of_the_factors(family, make_tiny, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(family, dtype, make_tiny, batch, tmp_path, load_cleanly):
     model = make_tiny(family).to(dtype)
-    compress(model, Compression(rank=5), calibration=None)
+    compress(model, Compression(dk=5), calibration=None)
     model.save_pretrained(tmp_path)
     loaded = load_cleanly(AutoModel, tmp_path, dtype="auto")
     assert loaded.dtype == dtype
@@ -74,7 +74,7 @@ def test_half_precision(family, dtype, make_tiny, batch, tmp_path, load_cleanly)
 
 def test_shards_and_device_map(make_tiny, batch, tmp_path, load_cleanly):
     model = make_tiny("bert")
-    compress(model, Compression(rank=5), calibration=None)
+    compress(model, Compression(dk=5), calibration=None)
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     assert torch.equal(outputs(load_cleanly(AutoModel, tmp_path, device_map="cpu"), batch), outputs(model, batch))
@@ -85,7 +85,7 @@ def test_shards_and_device_map(make_tiny, batch, tmp_path, load_cleanly):
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_attention_implementation_can_be_chosen_at_loading(implementation, make_tiny, batch, tmp_path):
     model = make_tiny("bert")
-    compress(model, Compression(rank=5), calibration=None)
+    compress(model, Compression(dk=5), calibration=None)
     model.save_pretrained(tmp_path)
     loaded = AutoModel.from_pretrained(tmp_path, attn_implementation=implementation)
     assert loaded.config._attn_implementation == implementation
@@ -94,18 +94,18 @@ def test_attention_implementation_can_be_chosen_at_loading(implementation, make_
 
 def test_tied_embeddings_stay_tied(make_tiny, tmp_path):
     model = AutoModelForMaskedLM.from_config(make_tiny("bert").config)
-    compress(model, Compression(rank=5), calibration=None)
+    compress(model, Compression(dk=5), calibration=None)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForMaskedLM.from_pretrained(tmp_path)
     assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
 
 
-@pytest.mark.parametrize("rank", [5, 8, 24])
+@pytest.mark.parametrize("dk", [5, 8, 24])
 def test_without_the_package_loading_fails_and_never_gives_random_weights(
-    family, rank, make_tiny, tmp_path, stock_python
+    family, dk, make_tiny, tmp_path, stock_python
 ):
     model = make_tiny(family)
-    compress(model, Compression(rank=rank), calibration=None)
+    compress(model, Compression(dk=dk), calibration=None)
     model.save_pretrained(tmp_path)
     done = stock_python(
         "from transformers import AutoModel; AutoModel.from_pretrained(sys.argv[1]); print('LOADED')", tmp_path
@@ -117,7 +117,7 @@ def test_without_the_package_loading_fails_and_never_gives_random_weights(
 
 def test_a_newer_format_is_refused(make_tiny, tmp_path):
     model = make_tiny("bert")
-    compress(model, Compression(rank=5), calibration=None)
+    compress(model, Compression(dk=5), calibration=None)
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"]["version"] = 99
@@ -133,7 +133,7 @@ def test_an_unknown_edit_is_refused():
 
 def test_config_describes_the_edits(make_tiny, tmp_path):
     model = make_tiny("albert")
-    compress(model, Compression(rank=5), calibration=None)
+    compress(model, Compression(dk=5), calibration=None)
     model.save_pretrained(tmp_path)
     stored = AutoConfig.from_pretrained(tmp_path).quantization_config
     assert stored["quant_method"] == "collab_compress"
@@ -146,6 +146,6 @@ def test_config_describes_the_edits(make_tiny, tmp_path):
 
 def test_a_copy_saves_like_the_original(make_tiny, batch, tmp_path):
     model = make_tiny("distilbert")
-    compress(model, Compression(rank=5), calibration=None)
+    compress(model, Compression(dk=5), calibration=None)
     copy.deepcopy(model).save_pretrained(tmp_path)
     assert torch.equal(outputs(AutoModel.from_pretrained(tmp_path), batch), outputs(model, batch))

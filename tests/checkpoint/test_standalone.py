@@ -29,7 +29,7 @@ torch.save(first, target + "/output.pt")
 
 
 def saved(model, directory, batch):
-    compress(model, Compression(rank=5), calibration=None)
+    compress(model, Compression(dk=5), calibration=None)
     make_standalone_(model)
     model.save_pretrained(directory)
     torch.save(batch, directory / "batch.pt")
@@ -82,7 +82,7 @@ def test_it_can_get_another_head_without_the_package(head, make_tiny, batch, tmp
 
 def test_every_auto_class_of_a_family_is_mapped(make_tiny):
     model = make_tiny("bert")
-    compress(model, Compression(rank=5), calibration=None)
+    compress(model, Compression(dk=5), calibration=None)
     make_standalone_(model)
     found = model.config.auto_map
     for name in ("MaskedLM", "QuestionAnswering", "TokenClassification", "MultipleChoice", "CausalLM", "PreTraining"):
@@ -127,6 +127,6 @@ def test_a_stock_model_has_no_code_to_ship(make_tiny):
 def test_a_model_rebuilt_by_the_shipped_code_is_told_from_ours(make_tiny):
     model = make_tiny("bert")
     model.config.quantization_config = type("Shipped", (), {"quant_method": "collab_compress", "edits": []})()
-    for use in (read_factors, expand, lambda model: compress(model, Compression(rank=8), calibration=None)):
+    for use in (read_factors, expand, lambda model: compress(model, Compression(dk=8), calibration=None)):
         with pytest.raises(CheckpointError, match="import it first, then load"):
             use(model)

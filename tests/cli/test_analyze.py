@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
     for name, saved in (("dense", model), ("translator", translator)):
         saved.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    compress(model, Compression(rank=9, sweeps=2), calibration=None)
+    compress(model, Compression(dk=9, sweeps=2), calibration=None)
     model.save_pretrained(folder / "converted")
     tokenizer.save_pretrained(folder / "converted")
     lines = [sentence(generator) for _ in range(12)]

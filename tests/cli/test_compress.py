@@ -62,7 +62,7 @@ def test_converts_a_classifier_and_says_how_to_load_it(run, loaded, model_dir, t
     assert (output / "tokenizer.json").read_bytes() == (model_dir / "tokenizer.json").read_bytes()
     stored = json.loads(report_file.read_text(encoding="utf-8"))
     assert stored == json.loads((output / "collab_compress.json").read_text(encoding="utf-8"))
-    assert stored["compression"]["rank"] == 8
+    assert stored["compression"]["dk"] == 8
     assert len(stored["report"]["modules"]) == 2
 
 
@@ -123,7 +123,7 @@ def test_same_as_the_python_api(run, model_dir, tmp_path):
     code, *_ = run(model_dir, "--dk", 8, "--calibration", "none", "--output", tmp_path / "out")
     assert code == 0
     model = BertForSequenceClassification.from_pretrained(model_dir)
-    compress(model, Compression(rank=8), calibration=None)
+    compress(model, Compression(dk=8), calibration=None)
     saved = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
 

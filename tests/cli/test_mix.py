@@ -51,7 +51,7 @@ def test_after_a_conversion(run, loaded, monkeypatch, model_dir, batch, tmp_path
     converted = AutoModel.from_pretrained(tmp_path / "tiny-dk8")
     assert alphas_of(converted) == {}
     record = json.loads((tmp_path / "tiny-dk8-mixed" / "collab_compress.json").read_text(encoding="utf-8"))
-    assert record["compression"]["rank"] == 8
+    assert record["compression"]["dk"] == 8
     assert len(record["mixed_heads"]) == 2
     merge_alphas_(model)
     with torch.no_grad():

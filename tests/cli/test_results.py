@@ -173,6 +173,16 @@ def test_output_is_whole_or_not_there(capsys, write, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "table.md"]
 
 
+def test_records_in_one_file(capsys, write, tmp_path):
+    folder, file = write("mrpc", "rte"), tmp_path / "records.jsonl"
+    printed = run(capsys, folder, "--records", file)
+    assert printed == run(capsys, folder) == run(capsys, file)
+    assert len(file.read_text(encoding="utf-8").splitlines()) == 12
+    code, _, error = run(capsys, folder, "--records", file)
+    assert (code, "records.jsonl exists; choose another output" in error) == (2, True)
+    assert run(capsys, "--papers", "--records", tmp_path / "none")[0] == 2
+
+
 def test_notes(capsys, write):
     folder = write("mrpc")
     path = folder / "mrpc-1" / "tuned" / "result.json"

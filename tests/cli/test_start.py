@@ -16,7 +16,14 @@ from transformers import BertForSequenceClassification
 START = "import sys; sys.argv[0] = 'x'; from collab_compress_cli import start; start.{}()"
 LACKING = """
 import sys
-sys.modules.update(dict.fromkeys({lacking!r}))  # None: neither found nor importable
+class Lacking:
+    def __init__(self, finder):
+        self.finder = finder
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+    def find_spec(self, name, *rest):
+        return None if name.partition('.')[0] in {lacking!r} else self.finder.find_spec(name, *rest)
+sys.meta_path[:] = map(Lacking, sys.meta_path)
 """
 # What runs in the background ignores SIGINT, and so would what it starts.
 HEARING = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -70,6 +77,12 @@ def test_versions():
     [
         ("collab-results", ["--papers"], "datasets"),
         ("collab-run", ["task=mrpc", "model=minilm", "output=out"], "dacite"),
+        ("collab-results", ["--papers"], "pyarrow"),
+        ("collab-results", ["folder"], "scipy"),
+        ("collab-results", ["folder"], "sklearn"),
+        ("collab-results", ["--papers"], "dacite"),
+        ("collab-results", ["--papers"], "evaluate"),
+        ("collab-results", ["--papers"], "sacrebleu"),
         ("collab-analyze", ["minilm", "--task", "mrpc", "--output", "out"], "datasets"),
         ("collab-compress", ["minilm", "--dk", "8", "--solver", "parafac", "--calibration", "none"], "tensorly"),
     ],

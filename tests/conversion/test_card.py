@@ -26,7 +26,7 @@ model-index: [{name: x, results: []}]
 @pytest.fixture
 def converted(make_tiny, calibration):
     model = make_tiny("bert", BertForSequenceClassification)
-    return model, compress(model, Compression(rank=8, seed=3), calibration)
+    return model, compress(model, Compression(dk=8, seed=3), calibration)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def source(tmp_path):
 def test_it_says_what_the_model_is_and_was(converted, source):
     model, report = converted
     origin = Origin("small", source, "org/small")
-    card = model_card(model, "small-dk8", origin, Compression(rank=8, seed=3), "texts", report)
+    card = model_card(model, "small-dk8", origin, Compression(dk=8, seed=3), "texts", report)
     data = ModelCard(str(card)).data.to_dict()
     assert data == {
         "base_model": "org/small", "license": "other", "license_name": "friendly", "license_link": "LICENSE",
@@ -57,7 +57,7 @@ def test_it_says_what_the_model_is_and_was(converted, source):
 
 def test_a_base_model_that_is_not_on_the_hub_is_that_of_its_card(converted, source):
     model, report = converted
-    card = model_card(model, "out", Origin("mine", source), Compression(rank=8), None, report)
+    card = model_card(model, "out", Origin("mine", source), Compression(dk=8), None, report)
     assert card.data.base_model == "org/parent"
     assert "made from `mine`" in card.content
     assert str(source) not in card.content

@@ -59,7 +59,7 @@ def test_factors_are_those_of_the_decomposition(family, make_tiny):
     model = make_tiny(family)
     site = find_dense_attention(model, FAMILIES)[0]
     expected = factorize(site.query_heads(), site.key_heads(), 7, query_bias=site.query_bias()).factors
-    compress(model, Compression(rank=7), calibration=None)
+    compress(model, Compression(dk=7), calibration=None)
     found = read_factors(model)[site.name]
     assert found.query.shape == (24, 7)
     assert found.key.shape == (24, 7)
@@ -75,7 +75,7 @@ def test_calibrated_scores_beat_uncalibrated_ones_on_the_data(family, make_tiny,
     drifts = []
     for data in (None, calibration):
         model = copy.deepcopy(dense)
-        compress(model, Compression(rank=8), calibration=data)
+        compress(model, Compression(dk=8), calibration=data)
         before, after = [], []
         for batch in calibration:
             with torch.no_grad():
@@ -88,7 +88,7 @@ def test_calibrated_scores_beat_uncalibrated_ones_on_the_data(family, make_tiny,
 def test_report(family, make_tiny, calibration):
     model = make_tiny(family)
     before = model.num_parameters()
-    report = compress(model, Compression(rank=8), calibration)
+    report = compress(model, Compression(dk=8), calibration)
     assert report.parameters_before == before
     assert report.parameters_after == model.num_parameters()
     saved = sum(module.parameters_before - module.parameters_after for module in report.modules)
@@ -105,7 +105,7 @@ def test_report(family, make_tiny, calibration):
 def test_drift_is_measured_on_what_was_held_back(make_tiny, calibration):
     dense = make_tiny("bert")
     model = copy.deepcopy(dense)
-    report = compress(model, Compression(rank=8), calibration)
+    report = compress(model, Compression(dk=8), calibration)
     mask = calibration[-1]["attention_mask"].bool()
     with torch.no_grad():
         one, other = (net(**calibration[-1]).last_hidden_state[mask] for net in (dense, model))
@@ -113,7 +113,7 @@ def test_drift_is_measured_on_what_was_held_back(make_tiny, calibration):
 
 
 def test_no_calibration_no_drift(make_tiny):
-    report = compress(make_tiny("bert"), Compression(rank=8), calibration=None)
+    report = compress(make_tiny("bert"), Compression(dk=8), calibration=None)
     assert report.drift is None
     assert report.modules[0].data_error is None
 
@@ -121,19 +121,19 @@ def test_no_calibration_no_drift(make_tiny):
 def test_same_seed_same_bits(family, make_tiny, calibration):
     models = [make_tiny(family) for _ in range(2)]
     for model in models:
-        compress(model, Compression(rank=8), calibration)
+        compress(model, Compression(dk=8), calibration)
     assert equal(state(models[0]), state(models[1]))
 
 
 def test_progress_names_every_module(make_tiny):
     seen = []
-    compress(make_tiny("bert"), Compression(rank=8), calibration=None, progress=lambda *step: seen.append(step))
+    compress(make_tiny("bert"), Compression(dk=8), calibration=None, progress=lambda *step: seen.append(step))
     assert seen == [("encoder.layer.0.attention.self", 0, 2), ("encoder.layer.1.attention.self", 1, 2), ("", 2, 2)]
 
 
 def test_dtype_and_mode_are_kept(make_tiny):
     model = make_tiny("bert").to(torch.bfloat16).train()
-    compress(model, Compression(rank=8), calibration=None)
+    compress(model, Compression(dk=8), calibration=None)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert all(module.training for module in model.modules())
 
@@ -141,7 +141,7 @@ def test_dtype_and_mode_are_kept(make_tiny):
 def test_a_classifier_keeps_its_head(make_tiny, batch, calibration):
     dense = make_tiny("bert", BertForSequenceClassification)
     model = copy.deepcopy(dense)
-    report = compress(model, Compression(rank=24), calibration)
+    report = compress(model, Compression(dk=24), calibration)
     assert report.drift.output == "logits"
     with torch.no_grad():
         torch.testing.assert_close(model(**batch).logits, dense(**batch).logits, atol=2e-5, rtol=1e-4)
@@ -159,7 +159,7 @@ def test_nothing_changes_when_a_module_cannot_be_decomposed(family, make_tiny, m
 
     monkeypatch.setattr("collab_compress.conversion.plan.factorize", fails_at_the_last)
     with pytest.raises(CompressionError, match=r"attn.*: no|attention.*: no"):
-        compress(model, Compression(rank=8), calibration=None)
+        compress(model, Compression(dk=8), calibration=None)
     assert equal(before, state(model))
     assert edits_of(model) == []
 
@@ -181,7 +181,7 @@ def test_nothing_changes_when_interrupted_in_the_swap(family, make_tiny, batch, 
     rounds = itertools.count()
     monkeypatch.setattr("collab_compress.conversion.compress.install_", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        compress(model, Compression(rank=8), calibration)
+        compress(model, Compression(dk=8), calibration)
     assert equal(before, state(model))
     with torch.no_grad():
         assert torch.equal(model(**batch).last_hidden_state, expected)
@@ -190,24 +190,24 @@ def test_nothing_changes_when_interrupted_in_the_swap(family, make_tiny, batch, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 0}, "dk is 0; expected at least 1"),
-        ({"rank": 10.5}, r"dk is 10\.5; expected a whole number"),
-        ({"rank": 8, "device": "abacus"}, "device 'abacus' cannot be used"),
-        ({"rank": 8, "device": "meta"}, "device 'meta' cannot be used"),
-        ({"rank": -3}, "dk is -3; expected at least 1"),
-        ({"rank": 25}, r"dk is 25, but 3 heads × 8 = 24 is exact already; pass dk between 1 and 24"),
-        ({"rank": 8, "solver": "magic"}, "unknown solver 'magic'; expected one of als"),
-        ({"rank": 8, "sweeps": 0}, "sweeps is 0; expected at least 1"),
-        ({"rank": 8, "sequences": 0}, "sequences is 0; expected at least 1"),
-        ({"rank": 8, "length": 2.5}, r"length is 2\.5; expected a whole number"),
-        ({"rank": 8, "damping": -1.0}, r"damping is -1\.0; expected 0 or more"),
-        ({"rank": 8, "damping": float("inf")}, r"damping is inf; expected 0 or more, up to 1e\+06"),
-        ({"rank": 8, "damping": 1e308}, r"damping is 1e\+308; expected 0 or more, up to 1e\+06"),
-        ({"rank": 8, "damping": float("nan")}, "damping is nan; expected 0 or more"),
-        ({"rank": 8, "tolerance": float("nan")}, "tolerance is nan; expected a finite number, 0 or more"),
-        ({"rank": 8, "tolerance": -1.0}, r"tolerance is -1\.0; expected a finite number, 0 or more"),
-        ({"rank": 8, "seed": 2**64}, "seed is 18446744073709551616; expected a whole number from 0 to"),
-        ({"rank": 8, "seed": -1}, "seed is -1; expected a whole number from 0 to"),
+        ({"dk": 0}, "dk is 0; expected at least 1"),
+        ({"dk": 10.5}, r"dk is 10\.5; expected a whole number"),
+        ({"dk": 8, "device": "abacus"}, "device 'abacus' cannot be used"),
+        ({"dk": 8, "device": "meta"}, "device 'meta' cannot be used"),
+        ({"dk": -3}, "dk is -3; expected at least 1"),
+        ({"dk": 25}, r"dk is 25, but 3 heads × 8 = 24 is exact already; pass dk between 1 and 24"),
+        ({"dk": 8, "solver": "magic"}, "unknown solver 'magic'; expected one of als"),
+        ({"dk": 8, "sweeps": 0}, "sweeps is 0; expected at least 1"),
+        ({"dk": 8, "sequences": 0}, "sequences is 0; expected at least 1"),
+        ({"dk": 8, "length": 2.5}, r"length is 2\.5; expected a whole number"),
+        ({"dk": 8, "damping": -1.0}, r"damping is -1\.0; expected 0 or more"),
+        ({"dk": 8, "damping": float("inf")}, r"damping is inf; expected 0 or more, up to 1e\+06"),
+        ({"dk": 8, "damping": 1e308}, r"damping is 1e\+308; expected 0 or more, up to 1e\+06"),
+        ({"dk": 8, "damping": float("nan")}, "damping is nan; expected 0 or more"),
+        ({"dk": 8, "tolerance": float("nan")}, "tolerance is nan; expected a finite number, 0 or more"),
+        ({"dk": 8, "tolerance": -1.0}, r"tolerance is -1\.0; expected a finite number, 0 or more"),
+        ({"dk": 8, "seed": 2**64}, "seed is 18446744073709551616; expected a whole number from 0 to"),
+        ({"dk": 8, "seed": -1}, "seed is -1; expected a whole number from 0 to"),
     ],
 )
 def test_bad_options_say_what_to_do(make_tiny, options, message):
@@ -217,12 +217,12 @@ def test_bad_options_say_what_to_do(make_tiny, options, message):
 
 def test_converting_a_module_twice_is_refused(make_tiny):
     model = make_tiny("bert")
-    compress(model, Compression(rank=8, modules="*layer.1*"), calibration=None)
+    compress(model, Compression(dk=8, modules="*layer.1*"), calibration=None)
     before = state(model)
     with pytest.raises(
         CompressionError, match=r"^encoder\.layer\.1\..* is already converted; leave it out by modules"
     ):
-        compress(model, Compression(rank=8), calibration=None)
+        compress(model, Compression(dk=8), calibration=None)
     assert equal(before, state(model))
 
 
@@ -230,10 +230,10 @@ def test_what_is_still_dense_may_be_converted_later(make_tiny, make_batch, tmp_p
     """Ranks and forms by kind and layer: the same as each by itself, through a checkpoint, and back."""
     dense, batch = make_tiny("marian"), make_batch("marian")
     parts = [
-        Compression(rank=7, kinds=["encoder"], modules="*layers.0*"),
-        Compression(rank=24, kinds=["encoder"], modules="*layers.1*"),
-        Compression(rank=9, kinds=["decoder"], form="per-head"),
-        Compression(rank=12, kinds=["cross"]),
+        Compression(dk=7, kinds=["encoder"], modules="*layers.0*"),
+        Compression(dk=24, kinds=["encoder"], modules="*layers.1*"),
+        Compression(dk=9, kinds=["decoder"], form="per-head"),
+        Compression(dk=12, kinds=["cross"]),
     ]
     model, factors = copy.deepcopy(dense), {}
     for part in parts:
@@ -261,8 +261,8 @@ def test_what_is_still_dense_may_be_converted_later(make_tiny, make_batch, tmp_p
 
 def test_drift_of_a_second_conversion_is_that_of_the_second_alone(make_tiny, calibration):
     model = make_tiny("bert")
-    compress(model, Compression(rank=8, modules="*layer.0*"), calibration)
-    report = compress(model, Compression(rank=24, modules="*layer.1*"), calibration)
+    compress(model, Compression(dk=8, modules="*layer.0*"), calibration)
+    report = compress(model, Compression(dk=24, modules="*layer.1*"), calibration)
     assert report.drift.relative_error < 1e-5
 
 
@@ -271,7 +271,7 @@ def test_a_sentence_transformer_is_converted_by_its_transformers_model(minilm_pa
     model = library.SentenceTransformer(str(minilm_path), device="cpu")
     texts = ["a dog runs", "two men play a long game of chess in the park"]
     dense = model.encode(texts)
-    report = compress(model, Compression(rank=96, sweeps=2, sequences=16, length=16))
+    report = compress(model, Compression(dk=96, sweeps=2, sequences=16, length=16))
     assert report.drift.sequences == 2
     converted = model.encode(texts)
     assert len(read_factors(model)) == 6
@@ -295,7 +295,7 @@ def test_a_sentence_transformer_is_converted_by_its_transformers_model(minilm_pa
 )
 def test_what_is_no_transformers_model_is_refused(model, message):
     for function in (
-        lambda: compress(model, Compression(rank=8), calibration=None),
+        lambda: compress(model, Compression(dk=8), calibration=None),
         lambda: expand(model),
         lambda: read_factors(model),
         lambda: mix_heads_(model),
@@ -313,7 +313,7 @@ def test_what_is_no_transformers_model_is_refused(model, message):
 
 
 def test_the_report_says_how_much_was_seen(family, make_tiny, calibration):
-    report = compress(make_tiny(family), Compression(rank=8), calibration)
+    report = compress(make_tiny(family), Compression(dk=8), calibration)
     assert report.sequences == 28  # of 8 batches of 4, one is held back
     real, target = (
         sum(int(batch.get(name, batch["attention_mask"]).sum()) for batch in calibration[:7])
@@ -325,14 +325,14 @@ def test_the_report_says_how_much_was_seen(family, make_tiny, calibration):
         key = target if "decoder" in module.name and "encoder_attn" not in module.name else real
         assert (module.query_vectors, module.key_vectors) == (passes * query, passes * key)
     assert report.warnings == ()
-    without = compress(make_tiny(family), Compression(rank=8), calibration=None)
+    without = compress(make_tiny(family), Compression(dk=8), calibration=None)
     assert (without.modules[0].query_vectors, without.sequences) == (0, 0)
 
 
 def test_few_vectors_are_said(make_tiny, calibration, caplog):
     few = [{name: value[:3, :6] for name, value in batch.items()} for batch in calibration[:2]]
     with caplog.at_level(logging.WARNING, logger="collab_compress"):
-        report = compress(make_tiny("bert"), Compression(rank=8), few)
+        report = compress(make_tiny("bert"), Compression(dk=8), few)
     assert len(report.warnings) == 1
     seen = report.modules[0].query_vectors
     assert (
@@ -353,7 +353,7 @@ def test_a_solver_that_breaks_down_is_said(make_tiny, monkeypatch, caplog, broke
 
     monkeypatch.setattr(torch.linalg, "cholesky_ex", fails)
     model = make_tiny("bert")
-    report = compress(model, Compression(rank=8, modules="*layer.0*"), calibration=None)
+    report = compress(model, Compression(dk=8, modules="*layer.0*"), calibration=None)
     assert report.modules[0].breakdowns == 1
     assert report.modules[0].converged == (broken == 1)
     assert "layer.0.attention.self: 1 sweeps of the solver met a singular system; it " in report.warnings[0]
@@ -363,7 +363,7 @@ def test_a_solver_that_breaks_down_is_said(make_tiny, monkeypatch, caplog, broke
 
 def test_sequences_and_length_decide_what_is_read(minilm, minilm_tokenizer, tmp_path, caplog):
     texts = [f"sentence number {number} is " + "very " * (number % 9) + "long" for number in range(40)]
-    read = Compression(rank=384)
+    read = Compression(dk=384)
     report = compress(copy.deepcopy(minilm), read, texts, minilm_tokenizer)
     assert (report.sequences, report.drift.sequences) == (35, 5)
     assert report.warnings == ()
@@ -405,11 +405,11 @@ def test_drift_holds_the_outputs_of_one_batch(make_tiny, calibration):
 
 def test_a_device_without_float64_leaves_the_decomposition_to_the_cpu(make_tiny, calibration, monkeypatch, caplog):
     expected = copy.deepcopy(make_tiny("bert"))
-    compress(expected, Compression(rank=8), calibration)
+    compress(expected, Compression(dk=8), calibration)
     monkeypatch.setattr(moments, "WITHOUT_FLOAT64", ("cpu",))  # as if the model were on such a device
     model = make_tiny("bert")
     with caplog.at_level(logging.INFO, logger="collab_compress"):
-        compress(model, Compression(rank=8), calibration)
+        compress(model, Compression(dk=8), calibration)
     assert "cpu has no float64, so modules are decomposed on the CPU" in caplog.messages
     assert equal(state(model), state(expected))
 
@@ -432,17 +432,17 @@ def test_masks_that_are_none_of_tokens_are_refused(make_tiny, calibration, shape
     batch = {**calibration[0], "attention_mask": torch.ones(shape)}
     message = r"a calibration batch's attention_mask has shape \(4, .*padding can be told only from a mask \(batch, "
     with pytest.raises(CalibrationError, match=message):
-        compress(make_tiny("bert"), Compression(rank=8), [batch, batch])
+        compress(make_tiny("bert"), Compression(dk=8), [batch, batch])
     listed = {**calibration[0], "attention_mask": calibration[0]["attention_mask"].tolist()}
     with pytest.raises(CalibrationError, match="attention_mask is a list; padding can be told only"):
-        compress(make_tiny("bert"), Compression(rank=8), [listed, listed])
+        compress(make_tiny("bert"), Compression(dk=8), [listed, listed])
 
 
 def test_a_quantized_model_is_refused(make_tiny):
     model = make_tiny("bert")
     model.config.quantization_config = {"quant_method": "bitsandbytes"}
     with pytest.raises(CompressionError, match="is quantized; convert the unquantized checkpoint"):
-        compress(model, Compression(rank=8), calibration=None)
+        compress(model, Compression(dk=8), calibration=None)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -451,14 +451,14 @@ def test_weights_that_are_not_finite_are_refused(make_tiny, value):
     with torch.no_grad():
         model.encoder.layer[1].attention.self.key.weight[3, 4] = value
     with pytest.raises(CompressionError, match=r"layer\.1\.attention\.self\.key\.weight holds NaN or infinite"):
-        compress(model, Compression(rank=8), calibration=None)
+        compress(model, Compression(dk=8), calibration=None)
 
 
 def test_every_error_is_of_the_family(make_tiny):
     assert issubclass(CompressionError, CollabCompressError)
     assert issubclass(UnsupportedModelError, CollabCompressError)
     with pytest.raises(CollabCompressError, match=r"nothing\*"):
-        compress(make_tiny("bert"), Compression(rank=8, modules="nothing*"), calibration=None)
+        compress(make_tiny("bert"), Compression(dk=8, modules="nothing*"), calibration=None)
 
 
 class TwoBodies(BertPreTrainedModel):
@@ -474,9 +474,9 @@ def test_attention_outside_the_base_model_is_refused_before_anything_changes(mak
     model = TwoBodies(make_tiny("bert").config)
     before = state(model)
     with pytest.raises(UnsupportedModelError, match=r"other\.encoder.* lies outside the base model 'bert'"):
-        compress(model, Compression(rank=8), calibration=None)
+        compress(model, Compression(dk=8), calibration=None)
     assert equal(before, state(model))
-    compress(model, Compression(rank=8, modules="bert.*"), calibration=None)
+    compress(model, Compression(dk=8, modules="bert.*"), calibration=None)
     assert {name.partition(".")[0] for name in read_factors(model)} == {"bert"}
 
 
@@ -488,20 +488,20 @@ def test_a_linear_layer_that_does_more_is_refused(make_tiny):
     model = make_tiny("bert")
     model.encoder.layer[0].attention.self.query = WithAdapter(24, 24)
     with pytest.raises(UnsupportedModelError, match="got WithAdapter, expected a plain Linear"):
-        compress(model, Compression(rank=8), calibration=None)
+        compress(model, Compression(dk=8), calibration=None)
 
 
 def test_an_attention_implementation_that_cannot_follow_is_refused(make_tiny):
     model = make_tiny("bert")
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(CompressionError, match="the model is set to 'flex_attention'"):
-        compress(model, Compression(rank=8), calibration=None)
+        compress(model, Compression(dk=8), calibration=None)
 
 
 def test_batches_that_do_not_fit_the_model(make_tiny, calibration):
     model = make_tiny("bert", BertForMultipleChoice)
     with pytest.raises(CalibrationError, match="BertForMultipleChoice cannot run on the given batches"):
-        compress(model, Compression(rank=8), [{"input_ids": calibration[0]["input_ids"][0, 0]}])
+        compress(model, Compression(dk=8), [{"input_ids": calibration[0]["input_ids"][0, 0]}])
 
 
 def test_outputs_that_are_not_finite_are_refused(make_tiny, calibration):
@@ -510,7 +510,7 @@ def test_outputs_that_are_not_finite_are_refused(make_tiny, calibration):
         model.classifier.bias[0] = float("nan")
     before = state(model)
     with pytest.raises(CalibrationError, match="logits of BertForSequenceClassification is not finite"):
-        compress(model, Compression(rank=8), calibration)
+        compress(model, Compression(dk=8), calibration)
     assert before.keys() == state(model).keys()
 
 
@@ -539,31 +539,31 @@ def test_an_eighth_is_held_back_whatever_the_batches():
 
 
 def test_one_batch_is_split_to_measure_drift(make_tiny, calibration):
-    assert compress(make_tiny("bert"), Compression(rank=8), calibration[:1]).drift.sequences == 1
+    assert compress(make_tiny("bert"), Compression(dk=8), calibration[:1]).drift.sequences == 1
     single = [{name: value[:1] for name, value in calibration[0].items()}]
-    assert compress(make_tiny("bert"), Compression(rank=8), single).drift is None
+    assert compress(make_tiny("bert"), Compression(dk=8), single).drift is None
 
 
 def test_a_model_that_returns_tuples_has_its_drift_measured(make_tiny, calibration):
     model = make_tiny("bert")
     model.config.return_dict = False
-    assert compress(model, Compression(rank=8), calibration).drift.output == "last_hidden_state"
+    assert compress(model, Compression(dk=8), calibration).drift.output == "last_hidden_state"
 
 
 def test_frozen_stays_frozen(make_tiny):
     model = make_tiny("bert").requires_grad_(False)
-    compress(model, Compression(rank=8), calibration=None)
+    compress(model, Compression(dk=8), calibration=None)
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_parafac_without_tensorly_says_what_to_install(make_tiny, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tensorly", None)
     with pytest.raises(CompressionError, match="pip install tensorly"):
-        compress(make_tiny("bert"), Compression(rank=8, solver="parafac"), calibration=None)
+        compress(make_tiny("bert"), Compression(dk=8, solver="parafac"), calibration=None)
 
 
 def test_the_papers_recipe_converts_too(make_tiny):
-    report = compress(make_tiny("bert"), Compression(rank=12, solver="parafac", sweeps=20), calibration=None)
-    ours = compress(make_tiny("bert"), Compression(rank=12), calibration=None)
+    report = compress(make_tiny("bert"), Compression(dk=12, solver="parafac", sweeps=20), calibration=None)
+    ours = compress(make_tiny("bert"), Compression(dk=12), calibration=None)
     for one, other in zip(report.modules, ours.modules, strict=True):
         assert 0 < other.weight_error <= one.weight_error

@@ -25,7 +25,7 @@ def hidden(model, batch):
 def test_full_rank_comes_back_exactly(family, make_tiny, batch, tmp_path):
     dense = make_tiny(family)
     model = copy.deepcopy(dense)
-    compress(model, Compression(rank=24), calibration=None)
+    compress(model, Compression(dk=24), calibration=None)
     expansion = expand(model)
     assert expansion.exact
     torch.testing.assert_close(hidden(model, batch), hidden(dense, batch), atol=3e-5, rtol=1e-4)
@@ -41,7 +41,7 @@ def test_full_rank_comes_back_exactly(family, make_tiny, batch, tmp_path):
 def test_one_head_of_full_mixing_is_exact_with_its_content_bias(family, make_tiny, batch, calibration):
     """Rank 5 shared by heads 8 wide: each head's context has rank 5, its content one more; both fit."""
     model = make_tiny(family)
-    compress(model, Compression(rank=5), calibration)
+    compress(model, Compression(dk=5), calibration)
     converted = copy.deepcopy(model)
     assert expand(model).exact
     torch.testing.assert_close(hidden(model, batch), hidden(converted, batch), atol=5e-5, rtol=1e-3)
@@ -50,7 +50,7 @@ def test_one_head_of_full_mixing_is_exact_with_its_content_bias(family, make_tin
 def test_error_is_that_of_the_best_dense_heads(make_tiny, calibration):
     """Against explicit truncated singular value decompositions of each head's (D+1)×D matrix."""
     model = make_tiny("bert")
-    compress(model, Compression(rank=16), calibration)
+    compress(model, Compression(dk=16), calibration)
     factors = {name: copy.deepcopy(f) for name, f in read_factors(model).items()}
     expansion = expand(model)
     assert not expansion.exact
@@ -65,7 +65,7 @@ def test_error_is_that_of_the_best_dense_heads(make_tiny, calibration):
 
 def test_a_scale_of_its_own_goes_into_the_weights(make_tiny, batch):
     torch.manual_seed(0)
-    start = FromScratch(rank=12, train_mixing=False, scale="narrow")
+    start = FromScratch(dk=12, train_mixing=False, scale="narrow")
     model = from_config(
         make_tiny("bert").config, start, AutoModel._model_mapping[type(make_tiny("bert").config)]
     ).eval()
@@ -85,7 +85,7 @@ def test_body_and_whole_model_are_one(make_tiny, batch, tmp_path, converted, exp
     dense = make_tiny("bert", BertForSequenceClassification)
     model = copy.deepcopy(dense)
     parts = {"whole": model, "body": model.bert}
-    compress(parts[converted], Compression(rank=24), calibration=None)
+    compress(parts[converted], Compression(dk=24), calibration=None)
     assert expand(parts[expanded]).exact
     model.save_pretrained(tmp_path)
     loaded = BertForSequenceClassification.from_pretrained(tmp_path)
@@ -96,7 +96,7 @@ def test_body_and_whole_model_are_one(make_tiny, batch, tmp_path, converted, exp
 
 def test_shipped_code_goes_too(make_tiny, tmp_path):
     model = make_tiny("bert")
-    compress(model, Compression(rank=8), calibration=None)
+    compress(model, Compression(dk=8), calibration=None)
     make_standalone_(model)
     expand(model)
     assert type(model) is BertModel
@@ -107,6 +107,6 @@ def test_shipped_code_goes_too(make_tiny, tmp_path):
 
 def test_frozen_stays_frozen(make_tiny):
     model = make_tiny("bert").requires_grad_(False)
-    compress(model, Compression(rank=8), calibration=None)
+    compress(model, Compression(dk=8), calibration=None)
     expand(model)
     assert not any(parameter.requires_grad for parameter in model.parameters())

@@ -10,9 +10,9 @@ def fresh(make_tiny, **options):
     return from_config(make_tiny("bert").config, FromScratch(**options), BertForMaskedLM)
 
 
-@pytest.mark.parametrize("rank", [2, 7, 24, 30])
-def test_concatenation_gives_every_channel_to_one_head(make_tiny, rank):
-    mixing = next(iter(read_factors(fresh(make_tiny, rank=rank)).values())).mixing
+@pytest.mark.parametrize("dk", [2, 7, 24, 30])
+def test_concatenation_gives_every_channel_to_one_head(make_tiny, dk):
+    mixing = next(iter(read_factors(fresh(make_tiny, dk=dk)).values())).mixing
     assert (mixing.sum(0) == 1).all()
     assert set(mixing.unique().tolist()) <= {0.0, 1.0}
     widths = mixing.sum(1)
@@ -21,13 +21,13 @@ def test_concatenation_gives_every_channel_to_one_head(make_tiny, rank):
 
 
 def test_ones_and_uniform(make_tiny):
-    assert (next(iter(read_factors(fresh(make_tiny, rank=5, mixing="ones")).values())).mixing == 1).all()
-    mixing = next(iter(read_factors(fresh(make_tiny, rank=5, mixing="uniform")).values())).mixing
+    assert (next(iter(read_factors(fresh(make_tiny, dk=5, mixing="ones")).values())).mixing == 1).all()
+    mixing = next(iter(read_factors(fresh(make_tiny, dk=5, mixing="uniform")).values())).mixing
     assert 0 <= mixing.min() < mixing.max() < 1
 
 
 def test_projections_start_like_the_models_own(make_tiny):
-    factors = list(read_factors(fresh(make_tiny, rank=24)).values())
+    factors = list(read_factors(fresh(make_tiny, dk=24)).values())
     std = torch.cat([torch.cat([f.query, f.key]) for f in factors]).std()
     assert float(std) == pytest.approx(0.4, rel=0.05)
     assert all((f.content_bias == 0).all() for f in factors)
@@ -37,14 +37,14 @@ def test_t5_starts_as_narrowly_as_unscaled_scores_need():
     """T5 draws queries with deviation 1/√(D·d) and keys with 1/√D, by their names."""
     config = T5Config(vocab_size=61, d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4)
     torch.manual_seed(0)
-    factors = read_factors(from_config(config, FromScratch(rank=64), T5ForConditionalGeneration))
+    factors = read_factors(from_config(config, FromScratch(dk=64), T5ForConditionalGeneration))
     for part, expected in (("query", 1 / 32), ("key", 1 / 8)):
         found = torch.cat([getattr(factor, part) for factor in factors.values()]).std()
         assert float(found) == pytest.approx(expected, rel=0.05)
 
 
 def test_it_trains_and_comes_back(make_tiny, batch, tmp_path):
-    model = fresh(make_tiny, rank=6)
+    model = fresh(make_tiny, dk=6)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     before = next(iter(read_factors(model).values())).mixing.clone()
     losses = []
@@ -66,7 +66,7 @@ def test_it_trains_and_comes_back(make_tiny, batch, tmp_path):
 
 def test_the_narrow_baseline_is_narrow_concatenated_attention(make_tiny):
     """Frozen blocks at R = 12 of 3 heads: plain attention with heads 4 wide, scaled by 1/√4."""
-    model = fresh(make_tiny, rank=12, train_mixing=False, scale="narrow").eval()
+    model = fresh(make_tiny, dk=12, train_mixing=False, scale="narrow").eval()
     attention = model.bert.encoder.layer[0].attention.self
     assert attention.scaling == pytest.approx(4**-0.5)
     assert not attention.mixing.requires_grad
@@ -79,7 +79,7 @@ def test_the_narrow_baseline_is_narrow_concatenated_attention(make_tiny):
 
 
 def test_frozen_mixing_and_scale_survive_saving(make_tiny, tmp_path):
-    fresh(make_tiny, rank=12, train_mixing=False, scale="narrow").save_pretrained(tmp_path)
+    fresh(make_tiny, dk=12, train_mixing=False, scale="narrow").save_pretrained(tmp_path)
     attention = AutoModel.from_pretrained(tmp_path).encoder.layer[0].attention.self
     assert attention.scaling == pytest.approx(0.5)
     assert not attention.mixing.requires_grad
@@ -88,9 +88,9 @@ def test_frozen_mixing_and_scale_survive_saving(make_tiny, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 0}, "rank is 0; expected at least 1"),
-        ({"rank": 4, "mixing": "zeros"}, "expected one of concatenation, ones, uniform"),
-        ({"rank": 4, "scale": "narrow"}, "narrow scale .* train_mixing=False"),
+        ({"dk": 0}, "dk is 0; expected at least 1"),
+        ({"dk": 4, "mixing": "zeros"}, "expected one of concatenation, ones, uniform"),
+        ({"dk": 4, "scale": "narrow"}, "narrow scale .* train_mixing=False"),
     ],
 )
 def test_bad_options_say_what_to_do(options, message):
@@ -100,15 +100,15 @@ def test_bad_options_say_what_to_do(options, message):
 
 def test_a_config_can_be_used_again(make_tiny, tmp_path):
     config = make_tiny("bert").config
-    for rank in (6, 9):
-        from_config(config, FromScratch(rank=rank), BertForMaskedLM).save_pretrained(tmp_path / str(rank))
-        loaded = BertForMaskedLM.from_pretrained(tmp_path / str(rank))
-        assert {factors.rank for factors in read_factors(loaded).values()} == {rank}
+    for dk in (6, 9):
+        from_config(config, FromScratch(dk=dk), BertForMaskedLM).save_pretrained(tmp_path / str(dk))
+        loaded = BertForMaskedLM.from_pretrained(tmp_path / str(dk))
+        assert {factors.rank for factors in read_factors(loaded).values()} == {dk}
     BertForMaskedLM(config).save_pretrained(tmp_path / "dense")
     assert read_factors(BertForMaskedLM.from_pretrained(tmp_path / "dense")) == {}
 
 
 def test_a_converted_models_config_is_refused(make_tiny):
-    converted = fresh(make_tiny, rank=6)
+    converted = fresh(make_tiny, dk=6)
     with pytest.raises(CompressionError, match="pass a stock model's config"):
-        from_config(converted.config, FromScratch(rank=6), BertForMaskedLM)
+        from_config(converted.config, FromScratch(dk=6), BertForMaskedLM)

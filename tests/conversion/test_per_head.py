@@ -33,8 +33,8 @@ def family(request):
     return request.param
 
 
-def converted(model, rank, calibration=None):
-    report = compress(model, Compression(rank=rank, form="per-head"), calibration)
+def converted(model, dk, calibration=None):
+    report = compress(model, Compression(dk=dk, form="per-head"), calibration)
     return model, report
 
 
@@ -54,10 +54,10 @@ def test_full_rank_equals_dense(family, implementation, make_tiny, batch, calibr
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("rank", [2, 5, 13])
-def test_low_rank_follows_the_formula_at_the_models_own_scale(rank, implementation, make_tiny, calibration):
+@pytest.mark.parametrize("dk", [2, 5, 13])
+def test_low_rank_follows_the_formula_at_the_models_own_scale(dk, implementation, make_tiny, calibration):
     """score_i(x, y) = [(x W̃q_i) · (y W̃k_i) + v_i · y] / √d, one position pair at a time."""
-    model, report = converted(make_tiny("bert"), rank, calibration)
+    model, report = converted(make_tiny("bert"), dk, calibration)
     model.double().set_attn_implementation(implementation)
     module, f = model.get_submodule(FIRST), read_factors(model)[FIRST]
     sizes = report.modules[0].sizes
@@ -82,7 +82,7 @@ def test_report(family, make_tiny, calibration):
     saved = sum(module.parameters_before - module.parameters_after for module in report.modules)
     assert before - report.parameters_after == saved
     for module in report.modules:
-        assert sum(module.sizes) == module.rank == 8
+        assert sum(module.sizes) == module.dk == 8
         assert module.data_error == pytest.approx(module.per_head_error)
         assert module.macs_after == module.per_head_macs < module.macs_before
         assert module.break_even_length == math.inf
@@ -91,19 +91,19 @@ def test_report(family, make_tiny, calibration):
 
 def test_the_shared_form_tells_what_this_one_would_cost(make_tiny, calibration):
     apart = converted(make_tiny("bert"), 8, calibration)[1].modules[0]
-    shared = compress(make_tiny("bert"), Compression(rank=8), calibration).modules[0]
+    shared = compress(make_tiny("bert"), Compression(dk=8), calibration).modules[0]
     assert shared.sizes is None
     assert shared.per_head_error == pytest.approx(apart.data_error)
     assert shared.per_head_macs == apart.macs_after
     assert shared.data_error <= apart.data_error
 
 
-@pytest.mark.parametrize("rank", [5, FULL])
-def test_comes_back_as_it_was(family, rank, make_tiny, batch, tmp_path, load_cleanly, capfd):
-    model, report = converted(make_tiny(family), rank)
+@pytest.mark.parametrize("dk", [5, FULL])
+def test_comes_back_as_it_was(family, dk, make_tiny, batch, tmp_path, load_cleanly, capfd):
+    model, report = converted(make_tiny(family), dk)
     model.save_pretrained(tmp_path / "one")
     stored = AutoConfig.from_pretrained(tmp_path / "one").quantization_config
-    assert stored["version"] == 1
+    assert stored["version"] == 2
     assert EditConfig(stored["edits"]).to_dict() == stored
     (edit,) = stored["edits"]
     assert edit["kind"] == "per-head"
@@ -144,10 +144,10 @@ def test_under_a_head_and_in_half_precision(make_tiny, batch, tmp_path, load_cle
     assert torch.equal(hidden(body, batch), hidden(model.bert, batch))
 
 
-@pytest.mark.parametrize("rank", [2, 5, 13, FULL])
-def test_expands_exactly(family, rank, make_tiny, batch, calibration):
+@pytest.mark.parametrize("dk", [2, 5, 13, FULL])
+def test_expands_exactly(family, dk, make_tiny, batch, calibration):
     """A head has no more channels than the dense one, so dense heads can always hold it."""
-    model, _ = converted(make_tiny(family), rank, calibration)
+    model, _ = converted(make_tiny(family), dk, calibration)
     expected = hidden(model, batch)
     assert expand(model).exact
     assert read_factors(model) == {}
@@ -233,15 +233,15 @@ def test_heads_of_one_size_swap(make_tiny, batch):
 @pytest.mark.parametrize("options", [{"solver": "parafac"}, {"sweeps": 5}, {"tolerance": 1e-3}])
 def test_what_a_closed_form_does_not_need_is_refused(options):
     with pytest.raises(CompressionError, match="solved in closed form; leave out solver, sweeps, tolerance"):
-        Compression(rank=8, form="per-head", **options)
+        Compression(dk=8, form="per-head", **options)
 
 
 def test_an_unknown_form_is_refused():
     with pytest.raises(CompressionError, match="unknown form 'square'; expected one of shared, per-head"):
-        Compression(rank=8, form="square")
+        Compression(dk=8, form="square")
 
 
 def test_converting_twice_is_refused(make_tiny):
     model, _ = converted(make_tiny("bert"), 8)
     with pytest.raises(CompressionError, match="already converted"):
-        compress(model, Compression(rank=8), calibration=None)
+        compress(model, Compression(dk=8), calibration=None)

@@ -19,13 +19,13 @@ import torch
 from transformers import BertModel
 from collab_compress import Compression, CompressionError, compress
 from collab_compress.conversion import plan
-from collab_compress.distributed import leave, processes
+from collab_compress.distributed import end_processes, process_state
 
-folder, rank = sys.argv[1], processes().process_index
+folder, rank = sys.argv[1], process_state().process_index
 batches = torch.load(folder + "/batches.pt", weights_only=True)
 for form in ("shared", "per-head"):
     model = BertModel.from_pretrained(folder)
-    report = compress(model, Compression(rank=7, form=form), batches, spread=True)
+    report = compress(model, Compression(dk=7, form=form), batches, distributed=True)
     found = {"weights": model.state_dict(), "errors": [module.data_error for module in report.modules]}
     torch.save(found, f"{folder}/{form}{rank}.pt")
 
@@ -35,12 +35,21 @@ def broken(*args, **kwargs):
 if rank == 1:
     plan.factorize = broken
 try:
-    compress(BertModel.from_pretrained(folder), Compression(rank=7), batches, spread=True)
+    compress(BertModel.from_pretrained(folder), Compression(dk=7), batches, distributed=True)
 except CompressionError as error:
     assert "layer.1.attention.self: this cannot be decomposed" in str(error), error
 else:
     raise SystemExit("it went on without the modules of the other process")
-leave()
+plan.factorize = real
+for device in ("cuda:0", "cuda:1"):
+    words = f"device '{device}' would hold 2 processes; pass 'cuda', and each takes its own"
+    try:
+        compress(BertModel.from_pretrained(folder), Compression(dk=7, device=device), batches, distributed=True)
+    except CompressionError as error:
+        assert words in str(error), error
+    else:
+        raise SystemExit("both processes work on one device")
+end_processes()
 """
 
 
@@ -74,15 +83,15 @@ def test_two_processes_convert_as_one(dense, calibration, tmp_path):
 
 def test_one_process_may_spread_too(dense, calibration):
     other = copy.deepcopy(dense)
-    compress(dense, Compression(rank=7), calibration)
-    compress(other, Compression(rank=7), calibration, spread=True)
+    compress(dense, Compression(dk=7), calibration)
+    compress(other, Compression(dk=7), calibration, distributed=True)
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in dense.state_dict().items())
 
 
 def test_moments_of_a_few_modules_at_a_time(dense, calibration, monkeypatch):
     """Two modules fit and a third does not: the same conversion, with at most two modules' moments at a time."""
     together = copy.deepcopy(dense)
-    compress(together, Compression(rank=7), calibration)
+    compress(together, Compression(dk=7), calibration)
     groups = []
 
     def watched(model, sites, batches):
@@ -93,6 +102,6 @@ def test_moments_of_a_few_modules_at_a_time(dense, calibration, monkeypatch):
     monkeypatch.setattr(plan, "STATISTICS_SHARE", 0)
     monkeypatch.setattr(plan, "STATISTICS_BYTES", 2 * 8 * 24**2)
     names = [site.name for site in find_dense_attention(dense, FAMILIES)]
-    compress(dense, Compression(rank=7), calibration)
+    compress(dense, Compression(dk=7), calibration)
     assert groups == [names[:2], names[2:]]
     assert all(torch.equal(value, together.state_dict()[name]) for name, value in dense.state_dict().items())

@@ -140,7 +140,7 @@ def test_what_is_logged(start, data_dir, tmp_path):
     assert steps.items() >= {"loss": [10], "agreement": [10], "validation/f1": [4, 8, 12]}.items()
 
 
-@pytest.mark.parametrize("more", ["task=stsb", "compression.rank=12"])
+@pytest.mark.parametrize("more", ["task=stsb", "compression.dk=12"])
 def test_what_is_refused(more, train, start, data_dir, tmp_path):
     given = settings(start, data_dir, tmp_path / "out", "trackers=[tensorboard]", more)
     with pytest.raises(RecipeError, match="this loop fine-tunes a given model on a classification task"):

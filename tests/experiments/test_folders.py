@@ -59,7 +59,7 @@ def test_folders_of_someone_else_in_our_output_are_refused_and_stay(start, data_
     foreign(output / "dk12", "notes")
     before = snapshot(output)
     with pytest.raises(RecipeError, match="dk12 is there, and no experiment made it; choose another output"):
-        run(recipe(data_dir, output, given, "compression.rank=12"))
+        run(recipe(data_dir, output, given, "compression.dk=12"))
     assert snapshot(output) == before
     (output / "tuned" / "result.json").write_text('{"score": 99, "metrics": {}, "recipe": {}}')
     with pytest.raises(RecipeError, match="has task None, not 'mrpc'"):
@@ -104,7 +104,7 @@ def test_a_run_that_is_refused_leaves_nothing(start, data_dir, tmp_path, change,
 
 def test_a_conversion_that_cannot_be_leaves_what_was_made(start, data_dir, tmp_path):
     with pytest.raises(CompressionError, match="1000"):
-        run(recipe(data_dir, tmp_path / "out", f"model={start}", "compression.rank=1000"))
+        run(recipe(data_dir, tmp_path / "out", f"model={start}", "compression.dk=1000"))
     assert {path.name for path in (tmp_path / "out").iterdir()} == {MARK, "recipe.json", "tuned"}
 
 
@@ -145,7 +145,7 @@ def test_calibration_and_config_are_known_by_what_they_say(start, data_dir, tmp_
     texts.write_text("red cat runs\nblue dog sings\n" * 8)
     output = tmp_path / "out"
     given = (f"fresh.config={start}", "fresh.tokenizer=word", "fresh.vocab_size=null", "fresh.max_length=40")
-    converted = (*given, "compression.rank=12", f"calibration={texts}")
+    converted = (*given, "compression.dk=12", f"calibration={texts}")
     records = run(recipe(data_dir, output, *converted))
     moved = shutil.copytree(start, tmp_path / "moved")
     shutil.move(texts, tmp_path / "other.txt")
@@ -162,7 +162,7 @@ def test_calibration_and_config_are_known_by_what_they_say(start, data_dir, tmp_
 
 def test_an_output_without_marks_is_known_by_its_notes(start, data_dir, tmp_path):
     """As revision eb8769f made them; what it did not note is noted then."""
-    output, given = tmp_path / "out", (f"model={start}", "compression.rank=12")
+    output, given = tmp_path / "out", (f"model={start}", "compression.dk=12")
     records = run(recipe(data_dir, output, *given))
     for path in output.rglob(MARK):
         path.unlink()
@@ -184,6 +184,28 @@ def test_an_output_without_marks_is_known_by_its_notes(start, data_dir, tmp_path
             (output / MARK).unlink()
         with pytest.raises(RecipeError, match=message):
             run(recipe(data_dir, output, *given))
+
+
+def test_an_output_with_older_names_of_settings_is_the_same_experiment(start, data_dir, tmp_path):
+    output = tmp_path / "out"
+    given = (f"model={start}", "compression.dk=12", "heads={penalties: [{name: agreement-rows}], alphas: {}}")
+    records = run(recipe(data_dir, output, *given))
+    for path in output.rglob("recipe.json"):
+        noted = read_record(path)
+        noted["compression"]["rank"] = noted["compression"].pop("dk")
+        del noted["compression"]["length"]  # which has come since
+        (penalty,), alphas = noted["heads"]["penalties"], noted["heads"]["alphas"]
+        penalty["loss"] = penalty.pop("name").replace("agreement", "disagreement")
+        alphas["frozen"] = alphas.pop("frozen_ratio")
+        path.write_text(json.dumps(noted))
+    shutil.rmtree(output / "dk12")
+    assert run(recipe(data_dir, output, *given))[0] == records[0]
+    assert (output / "dk12" / "result.json").is_file()
+    noted = read_record(output / "recipe.json")
+    noted["heads"]["alphas"]["frozen"] = 0.5
+    (output / "recipe.json").write_text(json.dumps(noted))
+    with pytest.raises(RecipeError, match="out was made with another heads"):
+        run(recipe(data_dir, output, *given))
 
 
 @pytest.mark.parametrize(

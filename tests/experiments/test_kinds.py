@@ -37,9 +37,7 @@ def translation(data_dir, output, *settings):
 
 
 def test_translation(sentences, tmp_path):
-    records = run(
-        translation(sentences, tmp_path / "out", "compression.rank=12", f"again={TUNING.partition('=')[2]}")
-    )
+    records = run(translation(sentences, tmp_path / "out", "compression.dk=12", f"again={TUNING.partition('=')[2]}"))
     assert [record["stage"] for record in records] == ["tuned", "dk12", "dk12-again"]
     for record in records:
         folder = tmp_path / "out" / record["stage"]
@@ -60,7 +58,7 @@ def test_translation(sentences, tmp_path):
 
 def test_collaborative_from_the_first_step(sentences, tmp_path):
     [record] = run(
-        translation(sentences, tmp_path / "out", "fresh.attention={rank: 12}", "heads.alphas={frozen: 0.5}")
+        translation(sentences, tmp_path / "out", "fresh.attention={dk: 12}", "heads.alphas={frozen_ratio: 0.5}")
     )
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out" / "tuned" / "model")
     attention = model.model.decoder.layers[0].encoder_attn
@@ -138,7 +136,7 @@ TINY = {
 def test_a_fresh_model_like_another(name, request, tmp_path):
     fixture, task, config = TINY[name]
     config.save_pretrained(tmp_path / name)
-    fresh = f"fresh={{config: {tmp_path / name}, vocab_size: 60, attention: {{rank: 12}}}}"
+    fresh = f"fresh={{config: {tmp_path / name}, vocab_size: 60, attention: {{dk: 12}}}}"
     more = (f"data_dir={request.getfixturevalue(fixture)}", task, fresh, "tuning.epochs=1", "compression=null")
     languages = ("translation={source: aa, target: bb, beams: 1, max_length: 12}",) if fixture == "sentences" else ()
     [record] = run(recipe(tmp_path / "out", *more, *languages))
@@ -174,7 +172,7 @@ def test_weights_of_the_last_epochs_are_averaged(text, tmp_path, monkeypatch):
         average(model, checkpoints, count)
 
     monkeypatch.setattr(tuning, "_average_", spy)
-    settings = ("task=text", f"data_dir={text}", "fresh.attention={rank: 12}", "heads.alphas={frozen: 0.0}")
+    settings = ("task=text", f"data_dir={text}", "fresh.attention={dk: 12}", "heads.alphas={frozen_ratio: 0.0}")
     run(recipe(tmp_path / "out", *settings, "tuning.epochs=4", "tuning.average=3"))
     assert len(kept) == 3
     result = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "tuned" / "model").state_dict()
@@ -220,7 +218,7 @@ def test_classes_in_another_order(questions, tmp_path):
     model.config.id2label, model.config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
     model.save_pretrained(tmp_path / "other")
     AutoTokenizer.from_pretrained(tmp_path / "out" / "start").save_pretrained(tmp_path / "other")
-    changed = ("fresh=null", f"model={tmp_path / 'other'}", "tuning=null", "compression.rank=12", "calibration=none")
+    changed = ("fresh=null", f"model={tmp_path / 'other'}", "tuning=null", "compression.dk=12", "calibration=none")
     with pytest.raises(RecipeError, match=r"has its classes in the order .*; trec has"):
         run(recipe(tmp_path / "again", *settings, *changed))
 
@@ -243,9 +241,9 @@ def test_training_is_tracked(text, tmp_path):
             tmp_path / "out", "task=text", f"data_dir={text}", "trackers=[tensorboard]", logging, "tuning.epochs=9"
         )
     )
-    events = EventAccumulator(str(tmp_path / "out" / "tuned" / "logs" / "collab_compress")).Reload()
-    assert {"loss", "learning_rate"} <= set(events.Tags()["scalars"])
-    losses = events.Scalars("loss")
+    events = EventAccumulator(str(tmp_path / "out" / "tuned" / "logs")).Reload()
+    assert {"train/loss", "train/learning_rate"} <= set(events.Tags()["scalars"])
+    losses = events.Scalars("train/loss")
     assert [event.step for event in losses] == list(range(1, len(losses) + 1))
     assert losses[-1].value < losses[0].value
     (perplexity,) = events.Scalars("test/perplexity")
@@ -263,7 +261,7 @@ def test_a_tracker_that_is_not_there(text, tmp_path):
     [
         (["fresh.tokenizer=letters"], DataError, "unknown kind of tokenizer 'letters'"),
         (["attn_implementation=magic"], RecipeError, "cannot be loaded for text: .*magic"),
-        (["tuning=null", "compression.rank=12"], RecipeError, "a fresh model is trained first; give tuning"),
+        (["tuning=null", "compression.dk=12"], RecipeError, "a fresh model is trained first; give tuning"),
     ],
 )
 def test_what_cannot_be_made(text, tmp_path, settings, error, message):

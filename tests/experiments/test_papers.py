@@ -59,13 +59,13 @@ def test_numbers_keep_their_digits():
 
 
 def test_collaborate_table_1_is_what_the_layers_cost():
-    def cost(width, heads, rank=None, length=128):
+    def cost(width, heads, dk=None, length=128):
         """Parameters in millions and multiply-accumulates in 1e8 of a layer, its content bias aside."""
         values = 2 * width * width
-        if rank is None:
+        if dk is None:
             return 2 * values / 1e6, (2 * values * length + 2 * length**2 * width) / 1e8
-        queries_and_keys, attention = 2 * width * rank, length**2 * (heads * rank + width)
-        extra = heads * rank
+        queries_and_keys, attention = 2 * width * dk, length**2 * (heads * dk + width)
+        extra = heads * dk
         macs = length * (queries_and_keys + extra + values) + attention
         return (queries_and_keys + extra + values) / 1e6, macs / 1e8
 
@@ -92,8 +92,8 @@ def test_collaborate_table_2_parameters():
     dense = {"BERT-base": rows["BERT-base", "dk768-again"], "DistilBERT": 66.4, "ALBERT": 11.7}
     for (model, stage), parameters in rows.items():
         if stage != "tuned":
-            rank = int(stage.removeprefix("dk").removesuffix("-again"))
-            assert parameters == pytest.approx(dense[model] - layers[model] * 2 * 768 * (768 - rank) / 1e6, abs=0.11)
+            dk = int(stage.removeprefix("dk").removesuffix("-again"))
+            assert parameters == pytest.approx(dense[model] - layers[model] * 2 * 768 * (768 - dk) / 1e6, abs=0.11)
 
 
 def test_rotation_gains_are_those_of_the_text():

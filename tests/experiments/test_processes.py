@@ -7,10 +7,10 @@ PROGRAM = """
 import os, sys, time
 import torch
 from collab_compress.errors import RecipeError
-from collab_compress.distributed import can_meet, each, failing_together, once
-from collab_compress.distributed import leave, processes
+from collab_compress.distributed import can_meet, on_every_process, failing_together, on_main_process
+from collab_compress.distributed import end_processes, process_state
 
-state, rank = processes(), processes().process_index
+state, rank = process_state(), process_state().process_index
 
 def fail(where, kind):
     if rank == where:
@@ -35,17 +35,17 @@ def attempt(name, work):
     assert can_meet()
     assert reduce() == 2  # both go on
 
-attempt("told", lambda: [once(lambda: rank), each(lambda: rank)])
-attempt("main", lambda: once(lambda: fail(0, ValueError)))
-attempt("each", lambda: each(lambda: fail(1, RecipeError)))
+attempt("told", lambda: [on_main_process(lambda: rank), on_every_process(lambda: rank)])
+attempt("main", lambda: on_main_process(lambda: fail(0, ValueError)))
+attempt("each", lambda: on_every_process(lambda: fail(1, RecipeError)))
 attempt("waiting", lambda: [fail(1, ZeroDivisionError), reduce()])
-attempt("once", lambda: [fail(1, KeyError), once(time.time)])
+attempt("once", lambda: [fail(1, KeyError), on_main_process(time.time)])
 attempt("both", lambda: [fail(rank, RecipeError)])
 if sys.argv[1] == "stop":
     with failing_together():
         fail(1, KeyboardInterrupt)
         reduce()
-leave()
+end_processes()
 """
 
 

@@ -28,7 +28,7 @@ TUNING = "{epochs: 4, learning_rate: 1.0e-3, batch_size: 8, arguments: {use_cpu:
 def settings(start, data_dir, output, *more):
     return [
         "task=mrpc", f"model={start}", f"data_dir={data_dir}", f"output={output}", "max_length=24",
-        f"tuning={TUNING}", "compression.rank=12", "calibration=none", f"again={TUNING}", *more,
+        f"tuning={TUNING}", "compression.dk=12", "calibration=none", f"again={TUNING}", *more,
     ]  # fmt: skip
 
 
@@ -52,9 +52,7 @@ def test_stages(start, data_dir, tmp_path):
 def test_ranks_share_the_dense_model(start, data_dir, tmp_path):
     first = run(read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "again=null")))
     made = (tmp_path / "out" / "tuned" / "model" / "model.safetensors").stat().st_mtime_ns
-    more = run(
-        read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "again=null", "compression.rank=24"))
-    )
+    more = run(read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "again=null", "compression.dk=24")))
     assert (tmp_path / "out" / "tuned" / "model" / "model.safetensors").stat().st_mtime_ns == made
     assert more[0] == first[0]
     assert more[1]["stage"] == "dk24"
@@ -107,7 +105,7 @@ def test_a_score_is_not_that_of_another_model_or_other_data(start, data_dir, tmp
 
 def test_recovery_is_a_part_of_the_conversion(start, data_dir, tmp_path):
     """Shared projections and mixing come nearer to the dense attention, and nothing else moves."""
-    common = ("again=null", "compression.rank=6", "calibration=synthetic", "tuning.epochs=1")
+    common = ("again=null", "compression.dk=6", "calibration=synthetic", "tuning.epochs=1")
     found = {}
     for name, recovery in (("raw", "null"), ("near", "{steps: 30, learning_rate: 0.01}")):
         more = (*common, f"conversion={name}", f"recovery={recovery}")
@@ -206,10 +204,10 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(start, data_dir, tmp_pa
         return run(read_recipe(overrides=[*given, "compression=null"]))
 
     attempt("whole")
-    for moment, limit in (("whole_directory", None), ("training", 7)):
+    for moment, limit in (("atomic_directory", None), ("training", 7)):
         with monkeypatch.context() as patch:
             if limit is None:
-                patch.setattr(tuning_module, "whole_directory", broken)
+                patch.setattr(tuning_module, "atomic_directory", broken)
             else:
                 patch.setattr(Stopping, "limit", limit)
                 patch.setattr(HeadTrainer, "train", Stopping.train)

@@ -10,7 +10,7 @@ task: mrpc
 output: out
 model: minilm
 tuning: {epochs: 1, learning_rate: 5.0e-5, arguments: {weight_decay: 0.01}}
-compression: {rank: 128}
+compression: {dk: 128}
 heads:
   drophead: [{p: 0.2, schedule: scheduled, kinds: [encoder]}]
   penalties: [{name: hsic, weight: 1}]
@@ -26,8 +26,8 @@ def path(tmp_path):
 
 
 def test_fields_and_overrides(path):
-    recipe = read_recipe(path, ["compression.rank=64", "again.epochs=2", "seed=3", "tuning.learning_rate=1e-4"])
-    assert (recipe.compression.rank, recipe.seed, recipe.output) == (64, 3, Path("out"))
+    recipe = read_recipe(path, ["compression.dk=64", "again.epochs=2", "seed=3", "tuning.learning_rate=1e-4"])
+    assert (recipe.compression.dk, recipe.seed, recipe.output) == (64, 3, Path("out"))
     assert recipe.tuning.arguments == {"weight_decay": 0.01}
     assert (recipe.tuning.epochs, recipe.tuning.learning_rate, recipe.again.epochs) == (1.0, 1e-4, 2.0)
     assert recipe.heads.drophead[0].kinds == ("encoder",)
@@ -56,7 +56,12 @@ def test_every_recipe_in_the_repository_reads():
         ("seed=a", 'wrong value type for field "seed"'),
         ("task=foo", "unknown task 'foo'; expected one of ag_news"),
         ("heads.penalties=[{name: q}]", "unknown loss 'q'"),
-        ("compression.rank=0", "dk is 0; expected at least 1"),
+        ("compression.rank=64", r"recipe\.yaml: compression\.rank is called compression\.dk now$"),
+        ("fresh={attention: {rank: 64}}", r"fresh\.attention\.rank is called fresh\.attention\.dk now$"),
+        ("heads.alphas={frozen: 0.3}", r"heads\.alphas\.frozen is called heads\.alphas\.frozen_ratio now$"),
+        ("heads.penalties=[{loss: hsic}]", r"heads\.penalties\.loss is called heads\.penalties\.name now$"),
+        ("heads.penalties=[{name: disagreement-rows}]", "name disagreement-rows is called agreement-rows now$"),
+        ("compression.dk=0", "dk is 0; expected at least 1"),
         ("compression.sequences=0", "sequences is 0; expected at least 1"),
         ("recovery={steps: 0}", "recovery takes 0 steps; expected at least 1"),
         ("recovery={}", "recovery trains a converted model on calibration data"),
@@ -106,7 +111,7 @@ def test_numbers_lists_and_places_as_people_write_them(path, monkeypatch):
 
 
 def test_an_alias_is_not_set_with_what_it_stands_for(tmp_path):
-    text = "{task: mrpc, model: minilm, output: out, tuning: &t {epochs: 4}, compression: {rank: 8}, again: *t}"
+    text = "{task: mrpc, model: minilm, output: out, tuning: &t {epochs: 4}, compression: {dk: 8}, again: *t}"
     (tmp_path / "alias.yaml").write_text(text)
     recipe = read_recipe(str(tmp_path / "alias.yaml"), ["again.epochs=2", "tuning.batch_size=8"])
     assert (recipe.tuning.epochs, recipe.again.epochs) == (4, 2)

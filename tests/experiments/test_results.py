@@ -3,18 +3,20 @@
 import json
 import math
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
+from collab_compress.conversion.compression import Compression
 from collab_compress.errors import RecipeError
 from collab_compress.experiments import read_sweep
 from collab_compress.experiments.comparison import compare, estimate
 from collab_compress.experiments.papers import read_papers
 from collab_compress.experiments.recipe import parse
+from collab_compress.experiments.record import read_records, write_records
 from collab_compress.experiments.results import read_results
 from collab_compress.training import HeadTraining
 
@@ -344,6 +346,36 @@ def test_nothing_to_read(tmp_path):
         read_results(tmp_path / "nowhere")
 
 
+def test_a_file_of_records_is_read_as_the_folder_it_is_of(write, tmp_path):
+    for seed in range(3):
+        write(80.0 + seed, seed=seed, recipe={"model": "/a/müller"})
+        write(math.nan, method="hsic", seed=seed, recipe={"model": None})
+    file = tmp_path / "records.jsonl"
+    write_records(read_records(tmp_path / "runs").values(), file)
+    ours, theirs = read_results(file), read_results(tmp_path / "runs")
+    assert [repr(replace(one, place="")) for one in ours] == [repr(replace(one, place="")) for one in theirs]
+    assert [one.place for one in ours] == [f"{file}, line {n}" for n in range(1, 7)]
+    write_records(read_records(file).values(), tmp_path / "again.jsonl")
+    assert (tmp_path / "again.jsonl").read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no records; expected one a line"),
+        ("[1]\n", "line 1 holds a list; expected the record of an experiment"),
+        ("\n{}\n", "line 2 is no record of an experiment: it has no task"),
+        ("{\n", "cannot read the record .*line 1: Expecting"),
+        ("\udcff", "cannot read the record"),
+    ],
+)
+def test_malformed_files_of_records_are_named(tmp_path, text, message):
+    file = tmp_path / "records.jsonl"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(RecipeError, match=message):
+        read_results(file)
+
+
 def test_one_path_written_in_two_ways_is_one_model(write, tmp_path):
     for seed, model in enumerate(("/a/b", "/a/b/")):
         write(80.0, seed=seed, recipe={"model": model})
@@ -364,11 +396,16 @@ def test_the_same_result_twice(write, tmp_path):
 
 def test_records_in_the_repository_are_read_by_todays_names():
     records = Path(__file__).parents[2] / "glue_runs" / "records"
-    heads = [result.recipe["heads"] for result in read_results(records)]
+    found = [result for name in ("glue", "multi30k") for result in read_results(records / f"{name}.jsonl")]
+    heads = [result.recipe["heads"] for result in found]
+    assert len(heads) == 100
     names = {penalty["name"] for each in heads for penalty in each["penalties"]}
     assert names == {"hsic", "orthogonality", "bhattacharyya"}
     assert {each["alphas"]["frozen_ratio"] for each in heads if each["alphas"] is not None} == {0.31}
     assert all(each == asdict(parse(HeadTraining, each, "a record")) for each in heads)
+    conversions = [result.recipe["compression"] for result in read_results(records) if result.variant.conversion]
+    assert {each["dk"] for each in conversions} == {64, 128, 192}
+    assert all(each == asdict(parse(Compression, each, "a record")) for each in conversions)
 
 
 def test_older_names_are_no_other_settings(write, tmp_path):
@@ -379,3 +416,9 @@ def test_older_names_are_no_other_settings(write, tmp_path):
     found = [result.recipe["heads"] for result in read_results(tmp_path / "runs")]
     assert found[0] == found[1]
     assert found[2] == found[3]
+    older, newer = ({"compression": {name: 8}, "fresh": {"attention": {name: 8}}} for name in ("rank", "dk"))
+    for seed, recipe in enumerate((older, newer)):
+        write(80.0, stage="conv", seed=seed, recipe=recipe)
+    found = [result.recipe for result in read_results(tmp_path / "runs") if result.variant.conversion]
+    assert found[0]["compression"] == found[1]["compression"]
+    assert found[0]["fresh"] == found[1]["fresh"] == newer["fresh"]

@@ -36,7 +36,7 @@ def start(script, launcher, *settings):
     tuning = f"tuning={{epochs: 2, learning_rate: 1.0e-3, batch_size: {rows}}}"
     return subprocess.run(
         [
-            sys.executable, *LAUNCHERS[launcher], str(SCRIPTS / script), FRESH, tuning, "compression.rank=12",
+            sys.executable, *LAUNCHERS[launcher], str(SCRIPTS / script), FRESH, tuning, "compression.dk=12",
             *settings,
         ],
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},

@@ -29,7 +29,7 @@ def path(start, data_dir, tmp_path):
         },
         "tasks": {"mrpc": {"tuning": {"epochs": 2}}},
         "methods": {"plain": None, "drophead": {"heads": {"drophead": [{"p": 0.2}]}}},
-        "conversions": {"dk12": {"compression": {"rank": 12}}, "rough": {"compression": {"rank": 6, "sweeps": 1}}},
+        "conversions": {"dk12": {"compression": {"dk": 12}}, "rough": {"compression": {"dk": 6, "sweeps": 1}}},
         "seeds": [0, 1],
     }  # fmt: skip
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep, sort_keys=False))
@@ -73,7 +73,7 @@ def test_mistakes_are_named(path, override, message):
 
 
 def test_a_run_that_fails_does_not_stop_the_others(path, tmp_path):
-    overrides = ["only={methods: [plain], seeds: [0]}", "conversions.bad={compression: {rank: 1000}}"]
+    overrides = ["only={methods: [plain], seeds: [0]}", "conversions.bad={compression: {dk: 1000}}"]
     failed = run_sweep(read_sweep(path, overrides))
     assert len(failed) == 1
     assert "1000" in failed[0]
@@ -109,13 +109,13 @@ LONE = """
 import sys
 import torch
 from collab_compress.experiments import protocol, tuning
-from collab_compress.distributed import processes
+from collab_compress.distributed import process_state
 from transformers import Trainer
 
 stock = Trainer.training_step
 
 def training_step(self, *arguments, **more):
-    if processes().process_index == 1 and self.args.learning_rate == 7e-3:
+    if process_state().process_index == 1 and self.args.learning_rate == 7e-3:
         raise MemoryError("of process 1")
     return stock(self, *arguments, **more)
 
@@ -144,13 +144,13 @@ def test_a_lone_process_that_fails_in_training_ends_the_waiting_of_the_others(pa
 def test_runs_that_fail_in_two_processes(path, tmp_path):
     """In both, or in the main one alone: both go on with what can be run, and recover a conversion together."""
     run_sweep(
-        read_sweep(path, ["only={methods: [plain], seeds: [0]}", "conversions={other: {compression: {rank: 9}}}"])
+        read_sweep(path, ["only={methods: [plain], seeds: [0]}", "conversions={other: {compression: {dk: 9}}}"])
     )
-    near = "{compression: {rank: 6}, calibration: synthetic, recovery: {steps: 2}}"
+    near = "{compression: {dk: 6}, calibration: synthetic, recovery: {steps: 2}}"
     arguments = [
         "only={methods: [plain], seeds: [0]}",
-        "conversions={bad: {compression: {rank: 1000}}, dk12: {compression: {rank: 12}}}",
-        "conversions.other={compression: {rank: 8}}",
+        "conversions={bad: {compression: {dk: 1000}}, dk12: {compression: {dk: 12}}}",
+        "conversions.other={compression: {dk: 8}}",
         f"conversions.near={near}",
     ]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]

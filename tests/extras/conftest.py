@@ -36,7 +36,7 @@ def converted(kind: str, make_tiny: Callable[..., PreTrainedModel]) -> PreTraine
     """A tiny converted model in evaluation mode that keeps no cache."""
     torch.manual_seed(0)
     model = OTHERS[kind]() if kind in OTHERS else make_tiny("bert" if kind == "per-head" else kind)
-    compress(model, Compression(rank=8, form="per-head" if kind == "per-head" else "shared"), calibration=None)
+    compress(model, Compression(dk=8, form="per-head" if kind == "per-head" else "shared"), calibration=None)
     for part in model.modules():
         if isinstance(part, PreTrainedModel):  # T5's decoder has a config of its own
             part.config.use_cache = False

@@ -19,7 +19,7 @@ pytestmark = [
 
 
 def test_minilm_as_one_graph_for_all_shapes(minilm, minilm_tokenizer):
-    compress(minilm, Compression(rank=128, sweeps=2), calibration=None)
+    compress(minilm, Compression(dk=128, sweeps=2), calibration=None)
     compiled = torch.compile(minilm, fullgraph=True, dynamic=True)
     for number, (rows, words) in enumerate(((3, 9), (2, 17), (5, 40))):
         texts = [" ".join(["word"] * (words - row)) for row in range(rows)]
@@ -31,7 +31,7 @@ def test_minilm_as_one_graph_for_all_shapes(minilm, minilm_tokenizer):
 
 def test_training(make_tiny, make_batch, set_dropout_):
     plain = set_dropout_(make_tiny("bert", BertForSequenceClassification), 0.0).train()
-    compress(plain, Compression(rank=8), calibration=None)
+    compress(plain, Compression(dk=8), calibration=None)
     other = copy.deepcopy(plain)
     batch = make_batch("bert")
     labels = torch.tensor([0, 1, 0])

@@ -26,7 +26,7 @@ def test_every_kind_for_any_shape(converted, batches, dynamic, tmp_path):
 
 def test_eager_attention_and_no_mask(make_tiny, make_batch, dynamic):
     model = make_tiny("bert")
-    compress(model, Compression(rank=8), calibration=None)
+    compress(model, Compression(dk=8), calibration=None)
     model.set_attn_implementation("eager")
     shapes = ((2, 9), (1, 21), (4, 30))
     batches = [{"input_ids": make_batch("bert", batch=b, length=t)["input_ids"]} for b, t in shapes]
@@ -34,6 +34,6 @@ def test_eager_attention_and_no_mask(make_tiny, make_batch, dynamic):
 
 
 def test_minilm(minilm, minilm_tokenizer, dynamic):
-    compress(minilm, Compression(rank=128, sweeps=2), calibration=None)
+    compress(minilm, Compression(dk=128, sweeps=2), calibration=None)
     batches = [dict(minilm_tokenizer(texts, padding=True, return_tensors="pt")) for texts in (TEXTS, TEXTS[:1])]
     check_same(exported(minilm, batches[0], dynamic).module(), minilm, batches)

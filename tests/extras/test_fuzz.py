@@ -426,15 +426,18 @@ for line, words in {
 }.items():
     add("collab-results", line, words, *LINKS)
 RECORD = "records/mrpc/plain/seed0/tuned/result.json"
+
+
+def a_record():
+    return json.loads((ROOT / "glue_runs" / "records" / "glue.jsonl").read_text().partition("\n")[0])
+
+
 for text in ("{", "", "[]", "3", "null", "[" * DEEP, b"\xff\xfe"):
     add("collab-results", "records", "result.json", write(RECORD, text))
 for entries in ({"score": 10**400}, {"score": "high"}, {"task": 3}, {"recipe": []}):
     add("collab-results", "records", "result.json", change(RECORD, **entries))
 for entries in ({"model": 3}, {"model": ["minilm"]}, {"translation": "de-en"}):
-    described = {
-        **json.loads((ROOT / "glue_runs" / "records" / "glue" / RECORD[8:]).read_text())["recipe"],
-        **entries,
-    }
+    described = {**a_record()["recipe"], **entries}
     add("collab-results", "records", "result.json", change(RECORD, recipe=described))
 
 # Experiments.
@@ -496,7 +499,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text = "\n".join(["Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", *rows]) + "\n"
         (folder / "data" / "MRPC" / name).write_text(text)
     (folder / RECORD).parent.mkdir(parents=True)
-    shutil.copyfile(ROOT / "glue_runs" / "records" / "glue" / RECORD[8:], folder / RECORD)
+    (folder / RECORD).write_text(json.dumps(a_record()))
     return folder
 
 

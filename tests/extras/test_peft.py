@@ -36,7 +36,7 @@ def adapted(model, **options):
 def classifier(make_tiny, tmp_path):
     """A converted classifier that is also saved as `tmp_path / "base"`."""
     model = make_tiny("bert", BertForSequenceClassification)
-    compress(model, Compression(rank=8), calibration=None)
+    compress(model, Compression(dk=8), calibration=None)
     model.save_pretrained(tmp_path / "base")
     return AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
 
@@ -120,5 +120,5 @@ def test_adapters_are_never_lost_silently(classifier, make_tiny, batch):
     assert torch.equal(outputs(wrapped, batch), expected)
     dense = adapted(make_tiny("bert"), target_modules=["query", "value"]).get_base_model()
     with pytest.raises(UnsupportedModelError, match=r"self\.query: .*adapters must be merged"):
-        compress(dense, Compression(rank=8), calibration=None)
+        compress(dense, Compression(dk=8), calibration=None)
     assert expand(wrapped.merge_and_unload()).errors

@@ -28,7 +28,7 @@ INT4_VALUES = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup
 
 @pytest.fixture
 def converted(minilm):
-    compress(minilm, Compression(rank=128, sweeps=5), calibration=None)
+    compress(minilm, Compression(dk=128, sweeps=5), calibration=None)
     return minilm
 
 
@@ -74,7 +74,7 @@ def test_int8(config, least, dtype, converted, embed):
 def test_int4_values_cost_what_they_cost_the_dense_model(minilm, embed):
     """Four bits kept in eight: what there is on a CPU."""
     dense = copy.deepcopy(minilm)
-    compress(minilm, Compression(rank=128, sweeps=5), calibration=None)
+    compress(minilm, Compression(dk=128, sweeps=5), calibration=None)
     one, other = (least_cosine(embed(quantized(model, INT4_VALUES)), embed(model)) for model in (dense, minilm))
     assert other > one - 0.05
     assert other > 0.85
@@ -120,10 +120,10 @@ def test_what_reads_weights_refuses(minilm, embed):
     dense = quantized(minilm, Int8WeightOnlyConfig())
     expected = embed(dense)
     with pytest.raises(UnsupportedModelError, match=r"query: weights are torchao.*; convert before quantizing"):
-        compress(dense, Compression(rank=128), calibration=None)
+        compress(dense, Compression(dk=128), calibration=None)
     with pytest.raises(HeadError, match=r"query: got Int8Tensor, .*undo quantization"):
         prune_heads_(dense, {FIRST: [0]})
     assert torch.equal(embed(dense), expected)
-    compress(minilm, Compression(rank=128, sweeps=2), calibration=None)
+    compress(minilm, Compression(dk=128, sweeps=2), calibration=None)
     with pytest.raises(UnsupportedModelError, match=r"query\.proj: got torchao.*undo quantization"):
         expand(quantized(minilm, Int8WeightOnlyConfig()))

@@ -117,11 +117,11 @@ def test_weighting_lowers_the_weighted_error_and_costs_the_unweighted(make_heads
     assert plain.factors.content_bias is None
 
 
-@pytest.mark.parametrize("form", ["shared", "per-head"])
-def test_queries_without_a_bias_get_no_content_bias_unless_asked(make_heads, form):
+@pytest.mark.parametrize("solver", ["als", "per-head"])
+def test_queries_without_a_bias_get_no_content_bias_unless_asked(make_heads, solver):
     """The mean query's part stays in the factors: those of second moments, keys centred, are the ones found."""
     tensor, moments = make_heads(3, 8, 8, 3), Moments.of(sample(50, 8, 3))
-    arguments = {"query_moments": moments, "key_moments": moments, "form": form}
+    arguments = {"query_moments": moments, "key_moments": moments, "solver": solver}
     silent, folded = (factorize(tensor.query, tensor.key, 4, centre=centre, **arguments) for centre in (None, True))
     assert silent.factors.content_bias is None
     assert folded.factors.content_bias is not None

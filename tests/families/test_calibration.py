@@ -25,9 +25,9 @@ def test_synthetic_data_suffices(kin, build, tokenizer):
     model = build(kin)
     if kin == "bert-cross":
         with pytest.raises(CalibrationError, match=r"crossattention\.self saw no token .*encoder_hidden_states"):
-            compress(model, Compression(rank=7), "synthetic", tokenizer)
+            compress(model, Compression(dk=7), "synthetic", tokenizer)
         return
-    report = compress(model, Compression(rank=7, sweeps=5), "synthetic", tokenizer)
+    report = compress(model, Compression(dk=7, sweeps=5), "synthetic", tokenizer)
     assert report.drift.sequences == 16
     assert 0 < report.drift.relative_error < 2
     assert all(0 < module.data_error < 1 for module in report.modules)

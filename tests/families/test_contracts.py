@@ -17,7 +17,7 @@ from collab_compress import (
     read_factors,
 )
 from collab_compress.architectures import FAMILIES, find_attention, find_dense_attention
-from collab_compress.attention.view import add_act_
+from collab_compress.attention.view import add_head_hook_
 from collab_compress.errors import CalibrationError, CompressionError, UnsupportedModelError
 
 
@@ -34,7 +34,7 @@ def test_kinds(kin, build, tinies):
 def test_a_description_that_does_not_fit_says_where(kin, build):
     model = build(kin)
     site = find_attention(model, FAMILIES)[0]
-    path = site.family.fused or site.family.key
+    path = site.family.conv1d or site.family.key
     delattr(site.module, path)
     with pytest.raises(
         UnsupportedModelError, match=rf"{site.name} \({type(site.module).__name__}\) has no attribute"
@@ -47,7 +47,7 @@ def test_full_rank_equals_dense(kin, implementation, build, inputs, run, tinies)
     dense, batch = build(kin), inputs(kin)
     dense.set_attn_implementation(implementation)
     converted = copy.deepcopy(dense)
-    compress(converted, Compression(rank=tinies[kin].full), calibration=None)
+    compress(converted, Compression(dk=tinies[kin].full), calibration=None)
     torch.testing.assert_close(run(converted, batch), run(dense, batch), atol=2e-5, rtol=1e-4)
     expand(converted)
     torch.testing.assert_close(run(converted, batch), run(dense, batch), atol=5e-5, rtol=1e-4)
@@ -62,15 +62,15 @@ class Reconstruction:
     Which keys a query sees is taken from the model's rows; how strongly it sees them is not.
     """
 
-    wants_rows = True
+    needs_rows = True
 
     def __init__(self, model, bias):
         self.bias, self.checked, self.read = bias, set(), {}
         self.factors = read_factors(model)
         self.names = {module: name for name, module in model.named_modules() if name in self.factors}
         for module in self.names:
-            add_act_(module, self)
-            for path in (module.collaborative.query, module.collaborative.key):
+            add_head_hook_(module, self)
+            for path in (module.score_form.query, module.score_form.key):
                 module.get_submodule(path).register_forward_pre_hook(self.noted(module, path))
 
     def noted(self, module, path):
@@ -78,7 +78,7 @@ class Reconstruction:
 
     def __call__(self, outputs, call):
         module, f = call.module, self.factors[self.names[call.module]]
-        query, key = (self.read[module, path] for path in (module.collaborative.query, module.collaborative.key))
+        query, key = (self.read[module, path] for path in (module.score_form.query, module.score_form.key))
         for head in range(len(f.mixing)):
             scores = module.scaling * (query @ ((f.query * f.mixing[head]) @ f.key.T) @ key.mT)  # (B, T, S)
             if f.content_bias is not None:
@@ -106,7 +106,7 @@ def t5_bias(model):
 
 def test_low_rank_follows_the_formula(kin, build, inputs):
     model = build(kin)
-    compress(model, Compression(rank=7), calibration=None)
+    compress(model, Compression(dk=7), calibration=None)
     oracle = Reconstruction(model.double(), t5_bias(model) if kin == "t5" else None)
     batch = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in inputs(kin).items()}
     with torch.no_grad():
@@ -116,7 +116,7 @@ def test_low_rank_follows_the_formula(kin, build, inputs):
 
 def test_gradients_reach_every_factor(kin, build, inputs):
     model = build(kin)
-    compress(model, Compression(rank=7), calibration=None)
+    compress(model, Compression(dk=7), calibration=None)
     model.train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -124,9 +124,7 @@ def test_gradients_reach_every_factor(kin, build, inputs):
     model(**inputs(kin))[0].square().sum().backward()
     for name in read_factors(model):
         module = model.get_submodule(name)
-        shared = [
-            module.get_submodule(path).proj.weight for path in (module.collaborative.query, module.collaborative.key)
-        ]
+        shared = [module.get_submodule(path).proj.weight for path in (module.score_form.query, module.score_form.key)]
         for parameter in (module.mixing, *shared):
             assert parameter.grad is not None
             assert parameter.grad.abs().sum() > 0
@@ -135,7 +133,7 @@ def test_gradients_reach_every_factor(kin, build, inputs):
 @pytest.mark.parametrize("standalone", [False, True])
 def test_saves_and_loads(kin, standalone, build, inputs, run, tmp_path, load_cleanly):
     model, batch = build(kin), inputs(kin)
-    compress(model, Compression(rank=7), calibration=None)
+    compress(model, Compression(dk=7), calibration=None)
     if standalone:
         make_standalone_(model)
     model.save_pretrained(tmp_path)
@@ -145,7 +143,7 @@ def test_saves_and_loads(kin, standalone, build, inputs, run, tmp_path, load_cle
 
 def test_a_fused_layer_loads_without_the_package_only_by_its_code(build, inputs, tmp_path, stock_reload):
     model, batch = build("gpt2"), inputs("gpt2")
-    compress(model, Compression(rank=7), calibration=None)
+    compress(model, Compression(dk=7), calibration=None)
     torch.save(batch, tmp_path / "batch.pt")
     model.save_pretrained(tmp_path)
     (tmp_path / "copy").mkdir()
@@ -163,7 +161,7 @@ def test_a_fused_layer_loads_without_the_package_only_by_its_code(build, inputs,
 
 def test_a_model_with_a_head_shares_checkpoints_with_its_body(generator, build, inputs, run, tinies, tmp_path):
     model, batch = build(generator, tinies[generator].generates), inputs(generator)
-    compress(model, Compression(rank=7), calibration=None)
+    compress(model, Compression(dk=7), calibration=None)
     model.save_pretrained(tmp_path)
     assert torch.equal(run(type(model).from_pretrained(tmp_path), batch), run(model, batch))
     body = type(build(generator)).from_pretrained(tmp_path)
@@ -176,7 +174,7 @@ def test_a_model_with_a_head_shares_checkpoints_with_its_body(generator, build, 
 def test_untrained_models_can_be_made(kin, build, inputs, run, tmp_path):
     torch.manual_seed(0)
     stock = type(build(kin))
-    model = from_config(build(kin).config, FromScratch(rank=7), stock).eval()
+    model = from_config(build(kin).config, FromScratch(dk=7), stock).eval()
     expected = run(model, inputs(kin))
     assert expected.isfinite().all()
     model.save_pretrained(tmp_path)
@@ -190,7 +188,7 @@ def test_calibrates_on_batches(kin, build, inputs, run, tinies):
     drifts = []
     for calibration in (None, batches):
         model = copy.deepcopy(dense)
-        report = compress(model, Compression(rank=7), calibration=calibration)
+        report = compress(model, Compression(dk=7), calibration=calibration)
         drifts.append(sum(float((run(model, batch) - run(dense, batch)).norm()) for batch in batches))
     assert drifts[1] < drifts[0]
     assert all(0 < module.data_error < 1 for module in report.modules)
@@ -200,7 +198,7 @@ def test_opt_says_which_rank_has_room(build):
     model = build("opt")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(CompressionError, match=r"exactly 3 heads of 8; pass dk up to 21"):
-        compress(model, Compression(rank=22), calibration=None)
+        compress(model, Compression(dk=22), calibration=None)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -217,4 +215,4 @@ def test_cross_attention_without_states_is_named(build, inputs):
     model = build("bert-cross")
     batch = {name: tensor for name, tensor in inputs("bert-cross").items() if "encoder" not in name}
     with pytest.raises(CalibrationError, match=r"crossattention\.self saw no token .*encoder_hidden_states"):
-        compress(model, Compression(rank=7), calibration=[batch, batch])
+        compress(model, Compression(dk=7), calibration=[batch, batch])

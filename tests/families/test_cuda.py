@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from collab_compress import Compression, HeadMask, compress, expand, head_importance, read_factors
-from collab_compress.attention.kernels import attend, folded, fused
+from collab_compress.attention.kernels import attend, folded, sdpa
 from collab_compress.calibration import calibration_batches
 from collab_compress.heads import DropHead, Tap
 
@@ -36,7 +36,7 @@ def some(inputs):
 def test_a_conversion_on_the_gpu_is_that_of_the_cpu(name, form, build, some):
     model = build(name)
     ours = copy.deepcopy(model).cuda()
-    options = Compression(rank=9, form=form)
+    options = Compression(dk=9, form=form)
     expected, found = compress(model, options, some(name)), compress(ours, options, some(name))
     assert {parameter.device.type for parameter in ours.parameters()} == {"cuda"}
     for one, other in zip(found.modules, expected.modules, strict=True):
@@ -53,7 +53,7 @@ def test_a_conversion_on_the_gpu_is_that_of_the_cpu(name, form, build, some):
 def test_where_to_decompose_is_a_choice(name, device, build, some):
     model = build(name).cuda() if device == "cpu" else build(name)
     place = next(model.parameters()).device
-    report = compress(model, Compression(rank=9, device=device), some(name))
+    report = compress(model, Compression(dk=9, device=device), some(name))
     assert {parameter.device for parameter in model.parameters()} == {place}
     assert report.drift.relative_error < 2
 
@@ -64,7 +64,7 @@ def test_where_to_decompose_is_a_choice(name, device, build, some):
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_are_those_of_the_cpu(name, implementation, form, dtype, build, inputs, run):
     model, batch = build(name), inputs(name)
-    compress(model, Compression(rank=9, form=form), calibration=None)
+    compress(model, Compression(dk=9, form=form), calibration=None)
     model.set_attn_implementation(implementation)
     expected = run(model, batch)
     found = run(copy.deepcopy(model).to("cuda", dtype), on_gpu(batch) if dtype == torch.float32 else {
@@ -80,7 +80,7 @@ def test_outputs_are_those_of_the_cpu(name, implementation, form, dtype, build, 
 def test_full_rank_is_the_dense_model(name, dtype, build, inputs, run):
     dense = build(name).to("cuda", dtype)
     model, batch = copy.deepcopy(dense), on_gpu(inputs(name))
-    compress(model, Compression(rank=24), calibration=None)
+    compress(model, Compression(dk=24), calibration=None)
     expected = run(dense, batch).float()
     scale = expected.abs().max().item()
     torch.testing.assert_close(run(model, batch).float() / scale, expected / scale, **CLOSE[dtype])
@@ -90,7 +90,7 @@ def test_full_rank_is_the_dense_model(name, dtype, build, inputs, run):
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_those_of_the_cpu(name, form, build, inputs):
     model, batch = build(name), inputs(name)
-    compress(model, Compression(rank=9, form=form), calibration=None)
+    compress(model, Compression(dk=9, form=form), calibration=None)
     ours = copy.deepcopy(model).cuda()
     for each, given in ((model, batch), (ours, on_gpu(batch))):
         each(**given)[0].square().mean().backward()
@@ -106,7 +106,7 @@ def test_generation_is_that_of_the_cpu(generator, form, build, inputs, tinies):
     model, batch = build(generator, tinies[generator].generates), inputs(generator)
     if "encoder_hidden_states" in batch:
         pytest.skip("stock BERT cannot generate with a cache when it gets encoder states by hand")
-    compress(model, Compression(rank=9, form=form), calibration=None)
+    compress(model, Compression(dk=9, form=form), calibration=None)
     ours = copy.deepcopy(model).cuda()
     given = {key: value for key, value in batch.items() if not key.startswith("decoder")}
     if not model.config.is_encoder_decoder:
@@ -119,7 +119,7 @@ def test_generation_is_that_of_the_cpu(generator, form, build, inputs, tinies):
 @pytest.mark.parametrize("name", ["bert", "marian", "gpt2"])
 def test_heads_are_read_masked_dropped_and_scored(name, build, inputs):
     model, batch = build(name), inputs(name)
-    compress(model, Compression(rank=9), calibration=None)
+    compress(model, Compression(dk=9), calibration=None)
     ours = copy.deepcopy(model).cuda()
     read = []
     for each, given in ((model, batch), (ours, on_gpu(batch))):
@@ -148,7 +148,7 @@ def test_heads_are_read_masked_dropped_and_scored(name, build, inputs):
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@pytest.mark.parametrize("kernel", [attend, fused, folded])
+@pytest.mark.parametrize("kernel", [attend, sdpa, folded])
 @pytest.mark.parametrize("mask", ["none", "padding", "bias", "causal"])
 @pytest.mark.parametrize("content", [True, False])
 def test_kernels_are_exact(kernel, mask, content, dtype):
@@ -181,7 +181,7 @@ def test_kernels_are_exact(kernel, mask, content, dtype):
 
 def test_a_checkpoint_goes_through_the_gpu_and_back(make_tiny, batch, tmp_path, load_cleanly):
     model = make_tiny("bert").cuda()
-    compress(model, Compression(rank=9), calibration=None)
+    compress(model, Compression(dk=9), calibration=None)
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         expected = model(**on_gpu(batch))[0].cpu()
@@ -193,9 +193,9 @@ def test_a_checkpoint_goes_through_the_gpu_and_back(make_tiny, batch, tmp_path, 
 def test_the_real_model(minilm, minilm_tokenizer):
     """Calibration, decomposition and drift of MiniLM on the GPU, in float32 and bfloat16."""
     batches = calibration_batches("synthetic", minilm, minilm_tokenizer)
-    expected = compress(copy.deepcopy(minilm), Compression(rank=128, sweeps=20), batches)
-    found = compress(copy.deepcopy(minilm).cuda(), Compression(rank=128, sweeps=20), batches)
-    half = compress(copy.deepcopy(minilm).to("cuda", torch.bfloat16), Compression(rank=128, sweeps=20), batches)
+    expected = compress(copy.deepcopy(minilm), Compression(dk=128, sweeps=20), batches)
+    found = compress(copy.deepcopy(minilm).cuda(), Compression(dk=128, sweeps=20), batches)
+    half = compress(copy.deepcopy(minilm).to("cuda", torch.bfloat16), Compression(dk=128, sweeps=20), batches)
     for report in (found, half):
         assert report.drift.relative_error == pytest.approx(expected.drift.relative_error, rel=0.1)
         for one, other in zip(report.modules, expected.modules, strict=True):

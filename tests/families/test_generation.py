@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import OPTConfig, OPTModel
 
-from collab_compress import Compression, CompressionError, UnsupportedModelError, compress, read_factors
+from collab_compress import Compression, CompressionError, UnsupportedModelError, compress, expand, read_factors
 from collab_compress.analysis import module_costs
+from collab_compress.architectures import FAMILIES, find_dense_attention
 
 WAYS = {
     "greedy": {"do_sample": False},
@@ -29,7 +30,7 @@ def generated(model, batch, **options):
 def test_full_rank_generates_what_the_dense_model_does(generator, build, inputs, tinies):
     dense, batch = build(generator, tinies[generator].generates), inputs(generator)
     converted = copy.deepcopy(dense)
-    compress(converted, Compression(rank=tinies[generator].full), calibration=None)
+    compress(converted, Compression(dk=tinies[generator].full), calibration=None)
     for way, options in WAYS.items():
         assert torch.equal(generated(converted, batch, **options), generated(dense, batch, **options)), way
 
@@ -43,29 +44,38 @@ def cached(model, batch):
 
 
 @pytest.mark.parametrize(
-    ("name", "rank", "keys"),
+    ("name", "dk", "keys"),
     [("gpt2", 8, 16), ("gpt2", 13, 16), ("marian", 8, 16), ("marian", 5, 8), ("t5", 8, 8), ("opt", 8, 24)],
 )
 @pytest.mark.parametrize("calibrated", [True, False])
-def test_key_cache_bytes_before_and_after(name, rank, keys, calibrated, build, inputs):
+def test_key_cache_bytes_before_and_after(name, dk, keys, calibrated, build, inputs):
     """R + H numbers a token, rounded up to whole heads of 8 (no content biases in T5; OPT saves nothing)."""
     model, batch = build(name), inputs(name)
     layers = len(cached(model, batch))
     assert layers > 0
     assert cached(model, batch) == [(4 * 24, 4 * 24)] * layers
     assert counted(model) == [4 * 24] * layers
-    compress(
-        model, Compression(rank=rank, sweeps=3), [inputs(name, seed) for seed in range(3)] if calibrated else None
-    )
+    compress(model, Compression(dk=dk, sweeps=3), [inputs(name, seed) for seed in range(3)] if calibrated else None)
     assert cached(model, batch) == [(4 * keys, 4 * 24)] * layers
     assert counted(model) == [4 * keys] * layers
 
 
 def test_content_biases_where_queries_have_none_are_a_choice(build, inputs):
     model, batch = build("t5"), inputs("t5")
-    compress(model, Compression(rank=8, centre=True, sweeps=3), [inputs("t5", seed) for seed in range(3)])
+    compress(model, Compression(dk=8, centre=True, sweeps=3), [inputs("t5", seed) for seed in range(3)])
     assert {keys for keys, _ in cached(model, batch)} == {4 * 16}
     assert all(factors.content_bias is not None for factors in read_factors(model).values())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CompressionError, match=r"queries of a stock T5.* have no bias .* convert with centre=False"):
+        expand(model)
+    assert before.keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("name", ["albert", "bart", "bert", "distilbert", "gpt2", "opt", "t5", "vit"])
+def test_queries_have_biases_where_values_have_them(name, build):
+    """By which `expand` knows whether a stock model could hold query biases."""
+    for site in find_dense_attention(build(name), FAMILIES):
+        assert (site.query.bias is None) == (site.part(site.family.value).bias is None) == (name == "t5")
 
 
 @pytest.mark.parametrize("form", ["shared", "per-head"])
@@ -73,25 +83,25 @@ def test_content_biases_where_queries_have_none_are_a_choice(build, inputs):
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("calibrated", [True, False])
 def test_the_room_of_opt_is_known_before_any_work(form, centre, biased, calibrated, inputs, tinies, monkeypatch):
-    """The largest rank that is let through is one that works; what is refused is refused before calibration."""
+    """The largest dk that is let through is one that works; what is refused is refused before calibration."""
     config = OPTConfig(**{**tinies["opt"].settings, "enable_bias": biased})
     batches = [inputs("opt", seed) for seed in range(3)] if calibrated else None
     biases = biased or (calibrated and centre is True)
     largest = 24 - 3 if biases else 24
     # at the full rank nothing is left to be folded into a content bias, so there is room again
-    refused = [rank for rank in (22, 23, 24) if biases and (rank < 24 or biased)]
-    for rank in (21, 22, 23, 24):
+    refused = [dk for dk in (22, 23, 24) if biases and (dk < 24 or biased)]
+    for dk in (21, 22, 23, 24):
         model = OPTModel(config)
-        options = Compression(rank=rank, form=form, centre=centre, sweeps=None if form == "per-head" else 1)
-        if rank in refused:
+        options = Compression(dk=dk, form=form, centre=centre, sweeps=None if form == "per-head" else 1)
+        if dk in refused:
             with monkeypatch.context() as patched:
                 patched.setattr("collab_compress.conversion.compress.noted_batches", None)  # not reached
-                with pytest.raises(CompressionError, match=f"got dk {rank} and 3 content biases .* up to {largest}"):
+                with pytest.raises(CompressionError, match=f"got dk {dk} and 3 content biases .* up to {largest}"):
                     compress(model, options, batches)
         else:
             compress(model, options, batches)
             assert all(
-                (each.content_bias is not None) == ((rank < 24 and biases) or biased)
+                (each.content_bias is not None) == ((dk < 24 and biases) or biased)
                 for each in read_factors(model).values()
             )
 
@@ -104,15 +114,15 @@ def counted(model):
 @pytest.mark.parametrize("name", ["gpt2", "marian", "t5", "bert-decoder"])
 def test_static_caches_are_refused_where_keys_do_not_fit(name, build, inputs, tinies):
     model, batch = build(name, tinies[name].generates), inputs(name)
-    compress(model, Compression(rank=5), calibration=None)
+    compress(model, Compression(dk=5), calibration=None)
     with pytest.raises(UnsupportedModelError, match=r"3 × 8, and the keys .* are 8 wide; generate with the default"):
         generated(model, batch, cache_implementation="static")
 
 
-@pytest.mark.parametrize(("name", "rank"), [("gpt2", 20), ("opt", 5), ("marian", 20), ("t5", 20)])
-def test_static_caches_work_where_keys_are_as_wide_as_values(name, rank, build, inputs, tinies):
+@pytest.mark.parametrize(("name", "dk"), [("gpt2", 20), ("opt", 5), ("marian", 20), ("t5", 20)])
+def test_static_caches_work_where_keys_are_as_wide_as_values(name, dk, build, inputs, tinies):
     model, batch = build(name, tinies[name].generates), inputs(name)
-    compress(model, Compression(rank=rank), calibration=None)
+    compress(model, Compression(dk=dk), calibration=None)
     expected = generated(model, batch, do_sample=False)
     options = {"cache_implementation": "static", "disable_compile": True}
     assert torch.equal(generated(model, batch, do_sample=False, **options), expected)

@@ -46,7 +46,7 @@ def randomise_(model, seed=0):
 def mixed(make_tiny, family, form="dense"):
     model = make_tiny(family)
     if form == "collaborative":
-        compress(model, Compression(rank=10), calibration=None)
+        compress(model, Compression(dk=10), calibration=None)
     mix_heads_(model)
     randomise_(model)
     return model
@@ -82,7 +82,7 @@ def test_each_head_is_a_combination_of_all(family, form, implementation, make_ti
 def test_starts_as_it_was(family, form, make_tiny, batch):
     model = make_tiny(family)
     if form == "collaborative":
-        compress(model, Compression(rank=10), calibration=None)
+        compress(model, Compression(dk=10), calibration=None)
     before = outputs(model, batch)
     mix_heads_(model)
     torch.testing.assert_close(outputs(model, batch), before, atol=1e-6, rtol=1e-6)
@@ -98,7 +98,7 @@ def test_starts_as_it_was(family, form, make_tiny, batch):
 def test_merging_is_exact_and_leaves_a_plain_projection(family, form, make_tiny, batch):
     untouched = make_tiny(family)
     if form == "collaborative":
-        compress(untouched, Compression(rank=10), calibration=None)
+        compress(untouched, Compression(dk=10), calibration=None)
     model = mixed(make_tiny, family, form)
     before = outputs(model, batch)
     merge_alphas_(model)
@@ -123,7 +123,7 @@ def test_only_one_kind(make_tiny, make_batch):
 def test_conversion_and_mixing_do_not_mind_each_other(first, family, make_tiny, batch):
     model = make_tiny(family)
     dense = copy.deepcopy(model)
-    steps = {"mix": mix_heads_, "compress": lambda model: compress(model, Compression(rank=24), calibration=None)}
+    steps = {"mix": mix_heads_, "compress": lambda model: compress(model, Compression(dk=24), calibration=None)}
     for step in (first, *(steps.keys() - {first})):
         steps[step](model)
     assert {edit.kind for edit in edits_of(model)} == {"alphas", "collaborative"}

@@ -32,7 +32,7 @@ def test_every_auto_class(family, auto_class, order, make_tiny, batch, tmp_path,
         if step == "mix":
             mix_randomly_(model)
         else:
-            compress(model, Compression(rank=5), calibration=None)
+            compress(model, Compression(dk=5), calibration=None)
     model.save_pretrained(tmp_path / "one")
     loaded = load_cleanly(auto_class, tmp_path / "one")
     assert torch.equal(outputs(loaded, batch), outputs(model, batch))
@@ -117,7 +117,7 @@ def test_without_the_package_loading_fails_and_never_ignores_alphas(family, make
 def test_shipped_code_loads_and_saves_without_the_package(family, form, make_tiny, batch, tmp_path, stock_reload):
     model = make_tiny(family)
     if form == "collaborative":
-        compress(model, Compression(rank=5), calibration=None)
+        compress(model, Compression(dk=5), calibration=None)
     mix_randomly_(model)
     make_standalone_(model)
     model.save_pretrained(tmp_path / "one")

@@ -47,7 +47,7 @@ def test_kept_heads_are_scaled_by_all_over_kept():
 def model(request, family, make_tiny, set_dropout_):
     made = make_tiny(family)
     if request.param == "collaborative":
-        compress(made, Compression(rank=13), calibration=None)
+        compress(made, Compression(dk=13), calibration=None)
     return set_dropout_(made, 0.0)
 
 

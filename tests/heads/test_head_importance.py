@@ -11,7 +11,7 @@ from transformers import (
 
 from collab_compress import Compression, HeadMask, compress, head_importance
 from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.attention.view import acts_of
+from collab_compress.attention.view import head_hooks
 from collab_compress.errors import HeadError
 from collab_compress.heads import least_important, masks_without
 
@@ -70,7 +70,7 @@ def slope(model, mask, masks, place, sample, loss, step):
 def test_is_the_mean_gradient_of_single_samples(family, form, step, make_tiny, calibration):
     model = classifier(family, make_tiny)
     if form == "collaborative":
-        compress(model, Compression(rank=13), calibration=None)
+        compress(model, Compression(dk=13), calibration=None)
     model.double()
     batches = labelled(calibration[:2])
     found = head_importance(model, iter(batches))
@@ -114,7 +114,7 @@ def test_the_model_is_left_as_it_was(make_tiny, calibration):
         frozen = head_importance(model, batches)
     assert [module.training for module in model.modules()] == modes
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert not any(acts_of(site.module) for site in find_attention(model, FAMILIES))
+    assert not any(head_hooks(site.module) for site in find_attention(model, FAMILIES))
     assert not any(hasattr(site.module.config, "stock") for site in find_attention(model, FAMILIES))
     trained = head_importance(model.requires_grad_(True), batches)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -156,7 +156,7 @@ def test_refusals(make_tiny, calibration):
         head_importance(model, [{**batches[0], "labels": batches[0]["labels"][:2]}])
     with pytest.raises(HeadError, match=r"attention\.self: the gradient of the loss in its heads is not finite"):
         head_importance(model, batches, lambda outputs, _: outputs.loss * float("inf"))
-    assert not any(acts_of(site.module) for site in find_attention(model, FAMILIES))
+    assert not any(head_hooks(site.module) for site in find_attention(model, FAMILIES))
 
 
 def test_important_heads_are_those_that_matter_when_they_go(make_tiny, calibration):

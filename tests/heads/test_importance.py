@@ -8,7 +8,7 @@ from transformers import BertLMHeadModel, BertModel, MarianMTModel
 
 from collab_compress import Compression, UnsupportedModelError, compress
 from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.attention.view import acts_of
+from collab_compress.attention.view import head_hooks
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.heads import average_distance, confidence, swap_heads_
 
@@ -101,7 +101,7 @@ def with_ends(batches):
 def test_confidence_is_the_mean_of_each_rows_largest_weight(family, form, implementation, make_tiny, calibration):
     model = make_tiny(family)
     if form == "collaborative":
-        compress(model, Compression(rank=9), calibration=None)
+        compress(model, Compression(dk=9), calibration=None)
     model.set_attn_implementation(implementation)
     found = confidence(model, calibration[:2])
     assert_close(found, oracle(model, calibration[:2], "confidence"))
@@ -181,7 +181,7 @@ def test_the_model_is_left_as_it_was(make_tiny, calibration):
         average_distance(model, [{"nonsense": torch.ones(1)}])
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
-    assert not any(acts_of(site.module) for site in find_attention(model, FAMILIES))
+    assert not any(head_hooks(site.module) for site in find_attention(model, FAMILIES))
 
 
 def test_half_precision_sums_in_full(make_tiny, calibration):

@@ -7,7 +7,7 @@ import torch
 
 from collab_compress import Compression, HeadMask, UnsupportedModelError, compress
 from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.attention.view import acts_of
+from collab_compress.attention.view import head_hooks
 from collab_compress.errors import HeadError
 from collab_compress.heads import Tap, masks_without
 
@@ -21,7 +21,7 @@ def hidden(model, batch):
 def built(make_tiny, family, form, implementation="sdpa"):
     model = make_tiny(family)
     if form == "collaborative":
-        compress(model, Compression(rank=13), calibration=None)
+        compress(model, Compression(dk=13), calibration=None)
     model.set_attn_implementation(implementation)
     return model
 
@@ -68,7 +68,7 @@ def test_heads_are_scaled_before_the_output_projection(family, form, implementat
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
         assert not torch.allclose(found, stock, atol=1e-2)
         assert torch.equal(hidden(model, batch), stock)
-    assert not any(acts_of(site.module) for site in find_attention(model, FAMILIES))
+    assert not any(head_hooks(site.module) for site in find_attention(model, FAMILIES))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -122,7 +122,7 @@ def test_masks_multiply_and_leave_in_any_order(make_tiny, batch):
         torch.testing.assert_close(hidden(model, batch), expected, atol=1e-5, rtol=1e-4)
     one.remove()
     two.remove()
-    assert not any(acts_of(site.module) for site in find_attention(model, FAMILIES))
+    assert not any(head_hooks(site.module) for site in find_attention(model, FAMILIES))
 
 
 def test_a_tap_reads_heads_before_they_are_masked(make_tiny, batch):
@@ -206,7 +206,7 @@ def test_a_wrong_mask_is_refused_and_changes_nothing(mask, message, make_tiny, b
         assert torch.equal(hidden(model, batch), before)
     with pytest.raises(HeadError, match=message):
         HeadMask(model, {name: mask})
-    assert not any(acts_of(site.module) for site in find_attention(model, FAMILIES))
+    assert not any(head_hooks(site.module) for site in find_attention(model, FAMILIES))
 
 
 def test_masks_for_another_number_of_samples_are_refused(make_tiny, batch):

@@ -19,7 +19,7 @@ from collab_compress.heads.pruning import PrunedEdit
 HISTORIES = ["pruned", "pruned twice", "converted, pruned", "pruned, converted", "converted, pruned, expanded", "all"]
 
 
-def live(model, history, rank=5):
+def live(model, history, dk=5):
     """Put a model through a history of edits."""
     names = [site.name for site in find_attention(model, FAMILIES)]
     whole = {"all": "pruned, converted, pruned, mixed", "pruned twice": "pruned, pruned"}
@@ -28,7 +28,7 @@ def live(model, history, rank=5):
             last = {name: [site.heads - 1] for name, site in zip(names, find_attention(model, FAMILIES), strict=True)}
             prune_heads_(model, last | {names[0]: [0]})
         elif step == "converted":
-            compress(model, Compression(rank=rank), calibration=None)
+            compress(model, Compression(dk=dk), calibration=None)
         elif step == "expanded":
             expand(model)
         else:
@@ -80,13 +80,13 @@ def test_body_and_head_exchange_checkpoints(make_tiny, batch, tmp_path):
 @pytest.mark.parametrize("history", ["pruned", "converted, pruned"])
 def test_a_loaded_model_goes_on(family, history, make_tiny, batch, tmp_path):
     """It is pruned again, converted or expanded, saved and loaded as one that was never saved."""
-    model = live(make_tiny(family), history, rank=24)
+    model = live(make_tiny(family), history, dk=24)
     model.save_pretrained(tmp_path / "one")
     loaded = AutoModel.from_pretrained(tmp_path / "one")
     name = find_attention(model, FAMILIES)[0].name
     for one in (model, loaded):
         prune_heads_(one, {name: [0]})
-        expand(one) if read_factors(one) else compress(one, Compression(rank=8), calibration=None)
+        expand(one) if read_factors(one) else compress(one, Compression(dk=8), calibration=None)
     assert torch.equal(outputs(loaded, batch), outputs(model, batch))
     loaded.save_pretrained(tmp_path / "two")
     assert torch.equal(outputs(AutoModel.from_pretrained(tmp_path / "two"), batch), outputs(model, batch))

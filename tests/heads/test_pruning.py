@@ -34,7 +34,7 @@ def hidden(model, batch):
 def built(make_tiny, family, form):
     model = make_tiny(family)
     if RANKS[form] is not None:
-        compress(model, Compression(rank=RANKS[form]), calibration=None)
+        compress(model, Compression(dk=RANKS[form]), calibration=None)
     return model
 
 
@@ -125,19 +125,19 @@ def test_nothing_to_remove_records_nothing(make_tiny):
     assert edits_of(model) == []
 
 
-@pytest.mark.parametrize("rank", [5, 8])
-def test_a_pruned_model_converts_and_expands(family, rank, make_tiny, batch, calibration):
+@pytest.mark.parametrize("dk", [5, 8])
+def test_a_pruned_model_converts_and_expands(family, dk, make_tiny, batch, calibration):
     model = make_tiny(family)
     name = find_attention(model, FAMILIES)[0].name
     prune_heads_(model, {site.name: [1] for site in find_attention(model, FAMILIES)})
     pruned = copy.deepcopy(model)
-    compress(model, Compression(rank=16), calibration=None)
+    compress(model, Compression(dk=16), calibration=None)
     close(hidden(model, batch), hidden(pruned, batch))
     assert expand(model).exact
     close(hidden(model, batch), hidden(pruned, batch))
     assert [edit.kind for edit in edits_of(model)] == ["pruned"]
-    compress(model, Compression(rank=rank), calibration=calibration)
-    assert read_factors(model)[name].mixing.shape == (2, rank)
+    compress(model, Compression(dk=dk), calibration=calibration)
+    assert read_factors(model)[name].mixing.shape == (2, dk)
     assert {site.heads for site in find_attention(model, FAMILIES)} == {2}
 
 
@@ -155,7 +155,7 @@ def test_a_converted_model_is_pruned_and_expands(family, make_tiny, batch):
 
 
 def test_from_scratch_without_query_bias_and_with_a_narrow_scale(make_tiny, batch):
-    scratch = FromScratch(rank=6, train_mixing=False, scale="narrow")
+    scratch = FromScratch(dk=6, train_mixing=False, scale="narrow")
     model = from_config(make_tiny("bert").config, scratch, type(make_tiny("bert"))).eval()
     expected = masked(model, {FIRST: [0, 1]}, batch)
     prune_heads_(model, {FIRST: [0, 1]})
@@ -167,7 +167,7 @@ def test_a_collaborative_model_without_content_bias(make_tiny, batch):
     model = make_tiny("bert")
     for site in find_dense_attention(model, FAMILIES):
         site.query.bias = None
-    compress(model, Compression(rank=13), calibration=None)
+    compress(model, Compression(dk=13), calibration=None)
     assert read_factors(model)[FIRST].content_bias is None
     expected = masked(model, {FIRST: [2], SECOND: [0, 1]}, batch)
     prune_heads_(model, {FIRST: [2], SECOND: [0, 1]})
@@ -189,7 +189,7 @@ def test_generation_equals_masking(form, beams, make_tiny, batch):
     torch.manual_seed(0)
     model = MarianMTModel(make_tiny("marian").config).eval()
     if RANKS[form] is not None:
-        compress(model, Compression(rank=RANKS[form]), calibration=None)
+        compress(model, Compression(dk=RANKS[form]), calibration=None)
     heads = some_heads(model)
     options = {**batch, "max_new_tokens": 12, "do_sample": False, "num_beams": beams}
     with HeadMask(model, masks_without(model, heads)):

@@ -84,5 +84,5 @@ def test_quantized_models_and_unknown_families_are_refused(make_tiny):
     model.config.quantization_config = {"quant_method": "other"}
     with pytest.raises(HeadError, match="BertModel is quantized; remove heads from the unquantized checkpoint"):
         prune_heads_(model, {FIRST: [0]})
-    with pytest.raises(UnsupportedModelError, match="has no description"):
+    with pytest.raises(UnsupportedModelError, match="Linear is no Transformers model"):
         prune_heads_(nn.Linear(2, 2), {})

@@ -135,7 +135,7 @@ def test_all_families_and_forms_rotate_inside_their_layers(family, make_tiny, ca
     for form in ("dense", "collaborative"):
         model = make_tiny(family)
         if form == "collaborative":
-            compress(model, Compression(rank=8), calibration=None)
+            compress(model, Compression(dk=8), calibration=None)
         before, sites = copy.deepcopy(model), find_attention(model, FAMILIES)
         rotator = Rotator(model, RotationOptions("in-layer", epochs=(0,), swap_back_after=1))
         (event,) = rotator.epoch(0, batches=calibration)
@@ -308,7 +308,7 @@ def test_what_a_model_cannot_do_is_refused_before_training(settings, message):
 @pytest.mark.parametrize("modules", ["*", "*layer.1*"])
 def test_collaborative_modules_rotate_inside_layers_only(strategy, modules, make_tiny):
     model = make_tiny("bert")
-    compress(model, Compression(rank=8, modules=modules), calibration=None)
+    compress(model, Compression(dk=8, modules=modules), calibration=None)
     with pytest.raises(HeadError, match="heads of a collaborative module share its queries and keys"):
         Rotator(model, RotationOptions(strategy, epochs=(0,)))
     Rotator(model, RotationOptions("in-layer", epochs=(0,)))

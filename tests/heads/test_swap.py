@@ -23,7 +23,7 @@ WIDTH = 8  # of a head of the tiny models
 def built(make_tiny, family, form):
     model = make_tiny(family)
     if form == "collaborative":
-        compress(model, Compression(rank=13), calibration=None)
+        compress(model, Compression(dk=13), calibration=None)
     return model
 
 
@@ -231,7 +231,7 @@ def test_kinds_never_mix(make_tiny):
 
 def test_collaborative_modules_keep_their_heads(make_tiny):
     model = make_tiny("bert")
-    compress(model, Compression(rank=8, modules="*layer.1*"), calibration=None)
+    compress(model, Compression(dk=8, modules="*layer.1*"), calibration=None)
     for pair in [((FIRST, 0), (SECOND, 1)), ((SECOND, 0), (FIRST, 1))]:
         with pytest.raises(HeadError, match="heads of a collaborative module share its queries and keys"):
             swap_heads_(model, [pair])

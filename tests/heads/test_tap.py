@@ -14,7 +14,7 @@ from collab_compress.heads import Tap
 def model(request, family, make_tiny):
     made = make_tiny(family)
     if request.param == "collaborative":
-        compress(made, Compression(rank=13), calibration=None)
+        compress(made, Compression(dk=13), calibration=None)
     return made
 
 
@@ -105,7 +105,7 @@ def test_queries_and_keys_make_the_rows(family, make_tiny, batch):
 
 def test_queries_of_collaborative_heads_are_mixed(make_tiny, batch):
     model = make_tiny("bert")
-    compress(model, Compression(rank=13), calibration=None)
+    compress(model, Compression(dk=13), calibration=None)
     module = model.encoder.layer[0].attention.self
     with Tap(model, ("queries",)) as tap:
         model(**batch)
@@ -213,7 +213,7 @@ def test_flash_attention_is_refused(make_tiny):
     model.config._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(UnsupportedModelError, match="runs with attn_implementation 'eager' or 'sdpa'"):
         Tap(model)
-    assert not any("head_acts" in vars(module) for module in model.modules())
+    assert not any("head_hooks" in vars(module) for module in model.modules())
 
 
 def test_two_taps_read_side_by_side(make_tiny, batch):
@@ -294,6 +294,6 @@ def test_refusals(make_tiny):
             Tap(model, parts)
     with pytest.raises(UnsupportedModelError, match=r"with kind cross; the attention modules are .* \(encoder\)"):
         Tap(model, kinds=("cross",))
-    compress(model, Compression(rank=5), calibration=None)
+    compress(model, Compression(dk=5), calibration=None)
     with pytest.raises(HeadError, match="is converted: its heads have no keys of one width"):
         Tap(model, ("keys",))

@@ -31,7 +31,7 @@ def whole(study):
 def test_other_families_and_their_conversions(family, make_tiny, make_batch):
     model, converted = make_tiny(family), make_tiny(family)
     batches = [make_batch(family, seed=seed) for seed in range(2)]
-    compress(converted, Compression(rank=9, sweeps=2), calibration=None)
+    compress(converted, Compression(dk=9, sweeps=2), calibration=None)
     found = whole(Study(converted, batches, baseline=model, look=QUICK))
     assert {each.name for each in found.sections} == set(SECTIONS) - {"attention_maps"}
     growth = next(t for section in found.sections for t in section.tables if t.name == "growth")
@@ -126,7 +126,7 @@ def test_some_gives_as_many_sequences_as_asked_for(study):
 def test_a_baseline_of_other_shapes_is_no_other_form(bert, tokenizer, sentences):
     """Latency is of the model and of what it becomes; a dense model of another width is not that."""
     model = bert()
-    compress(model, Compression(rank=7), calibration=None)
+    compress(model, Compression(dk=7), calibration=None)
     config = copy.deepcopy(bert().config)
     config.hidden_size, config.num_attention_heads = 32, 4
     batches = calibration_batches(sentences, model, tokenizer)

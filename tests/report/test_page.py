@@ -143,6 +143,15 @@ def test_shades(value, low, high, diverging, expected):
     assert shade(value, low, high, diverging) == expected
 
 
+def test_curves_and_their_dots_say_what_they_are():
+    curve, faint = Curve("a & b", (1, 10), (0.5, 1234.5)), Curve("", (1, 10), (1.0, 2.0), "faint")
+    long = Curve("long", tuple(range(25)), (1.0,) * 25)
+    panel = Panel("p", (curve, faint, long))
+    svg = drawn(draw_panel(panel, Curves("C", "R.", "P", (panel,), "x", "y"), {}))
+    titles = [[title.text for title in group.iter("title")] for group in svg.iter("g")]
+    assert titles == [["a & b", "a & b at 1: 0.500", "a & b at 10: 1,234"], [], ["long"]]
+
+
 @pytest.mark.parametrize("log", [False, True])
 def test_curves_run_from_corner_to_corner(log):
     curve = Curve("c", (1, 10, 100), (1.0, 10.0, 100.0))

@@ -194,7 +194,7 @@ def test_content(study, section):
 
 def test_cost(study, section):
     found = section("cost")
-    for row, cost in zip(table(found, "modules").rows, module_costs(study.model, rank=6), strict=True):
+    for row, cost in zip(table(found, "modules").rows, module_costs(study.model, dk=6), strict=True):
         numbers = (cost.dense.parameters, cost.converted.parameters, cost.dense.macs / 1e6, cost.converted.macs / 1e6)
         assert row[3:8] == (6, *numbers)
         assert row[8] == "any"  # fewer channels than a head has
@@ -209,7 +209,7 @@ def test_cost(study, section):
 def test_mixing(study, bert):
     assert "mixing" in look_at(study, ["mixing", "cost"]).omitted
     model = bert()
-    compress(model, Compression(rank=6, sweeps=2), calibration=None)
+    compress(model, Compression(dk=6, sweeps=2), calibration=None)
     mix_heads_(model)
     for layer, alphas in enumerate(alphas_of(model).values()):
         with torch.no_grad():

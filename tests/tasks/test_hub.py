@@ -18,7 +18,7 @@ def hub(monkeypatch):
             asked.append((path, options))
             return DatasetDict(dict.fromkeys(splits, Dataset.from_dict(columns, features=features)))
 
-        monkeypatch.setattr("collab_compress.tasks.hub.load_dataset", load_dataset)
+        monkeypatch.setattr("collab_compress.tasks.load.load_dataset", load_dataset)
         return asked
 
     return put
@@ -99,7 +99,7 @@ def test_no_hub_no_data_set(error, monkeypatch):
     def load_dataset(*_, **__):
         raise error
 
-    monkeypatch.setattr("collab_compress.tasks.hub.load_dataset", load_dataset)
+    monkeypatch.setattr("collab_compress.tasks.load.load_dataset", load_dataset)
     match = (
         rf"cannot load cola from the hub \({error}\); pass --data-dir \(data_dir=…\) .* expected train.tsv, dev.tsv"
     )

@@ -31,7 +31,7 @@ def apart(model, dense, batch):
 def test_attention_comes_nearer_and_nothing_else_moves(family, form, make_tiny, batch, calibration, tmp_path):
     dense = make_tiny(family).train()
     model = copy.deepcopy(dense)
-    compress(model, Compression(rank=6, form=form), calibration=None)
+    compress(model, Compression(dk=6, form=form), calibration=None)
     next(iter(model.parameters())).requires_grad_(False)
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     before, distance = copy.deepcopy(model.state_dict()), apart(model.eval(), dense.eval(), batch)
@@ -56,7 +56,7 @@ def test_what_cannot_be_distilled(make_tiny, calibration, tmp_path):
     dense, model = make_tiny("bert"), make_tiny("bert")
     with pytest.raises(HeadError, match="BertModel is not converted, so there is nothing to bring nearer"):
         distil_(model, dense, calibration, arguments(tmp_path))
-    compress(model, Compression(rank=6), calibration=None)
+    compress(model, Compression(dk=6), calibration=None)
     with pytest.raises(HeadError, match="AlbertModel has other attention modules than BertModel; pass the dense"):
         distil_(model, make_tiny("albert"), calibration, arguments(tmp_path))
 
@@ -107,7 +107,7 @@ def test_recovery_from_random_tokens_that_repeat(minilm, minilm_tokenizer, monke
 def test_recovery_on_texts(minilm, minilm_tokenizer):
     minilm.encoder.layer = minilm.encoder.layer[:1]
     model = copy.deepcopy(minilm)
-    compress(model, Compression(rank=48), calibration=None)
+    compress(model, Compression(dk=48), calibration=None)
     texts = ["one text", "another text"]
     assert recover_(model, minilm, minilm_tokenizer, texts, steps=3, disable_tqdm=True, use_cpu=True).global_step == 1
     for nothing in (None, "none"):

@@ -51,7 +51,7 @@ def test_a_penalty_is_its_loss_over_modules(loss, family, make_undropped, batch)
 @pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"orthogonality-keys", "agreement-keys"}))
 def test_penalties_reach_collaborative_models(loss, family, make_undropped, batch):
     model = make_undropped(family)
-    compress(model, Compression(rank=13), calibration=None)
+    compress(model, Compression(dk=13), calibration=None)
     session = HeadSession(model, HeadTraining(penalties=(PenaltyOptions(loss, weight=1.0),)))
     model(**batch)
     session.penalty().backward()
@@ -122,7 +122,7 @@ def test_a_penalty_on_attention_that_is_not_there_is_refused(make_tiny):
     penalties = (PenaltyOptions("agreement"), PenaltyOptions("bhattacharyya", kinds=("cross",)))
     with pytest.raises(UnsupportedModelError, match="with kind cross"):
         HeadSession(model, HeadTraining(penalties=penalties))
-    assert not any("head_acts" in vars(module) for module in model.modules())
+    assert not any("head_hooks" in vars(module) for module in model.modules())
 
 
 def test_schedules_move_with_progress(make_undropped, batch):
@@ -364,3 +364,17 @@ def test_a_closed_session_leaves_the_model_as_it_was(make_undropped, batch):
 def test_bad_options_are_refused(make, message):
     with pytest.raises(HeadError, match=message):
         make()
+
+
+def test_what_deepspeed_holds_is_refused(make_undropped):
+    model = make_undropped("bert")
+    copies = type("DeepSpeedZeroOptimizer", (), {"__module__": "deepspeed.runtime.zero.stage_1_and_2"})()
+    wrapper = type("Wrapper", (), {"optimizer": copies})()
+    acting = HeadTraining(drophead=(DropHeadOptions(0.2),))
+    for optimizer in (copies, wrapper):
+        with pytest.raises(HeadError, match=r"DeepSpeed was not tried.* shard the model with FSDP2 instead"):
+            HeadSession(model, acting, optimizer)
+        HeadSession(model, HeadTraining(), optimizer).close()
+    next(model.parameters()).ds_id = 0
+    with pytest.raises(HeadError, match="DeepSpeed was not tried"):
+        HeadSession(model, acting)

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import BertForSequenceClassification, MarianMTModel, TrainingArguments
 from two_processes import run_both
 
-from collab_compress import Compression, compress
+from collab_compress import Compression, CompressionError, compress, expand
 from collab_compress.errors import HeadError
 from collab_compress.heads import RotationOptions, Rotator, merge_alphas_, mix_heads_, prune_heads_, swap_heads_
 from collab_compress.training import (
@@ -66,7 +66,7 @@ def case(request, make_tiny, set_dropout_, make_batch):
     family, collaborative, acting = CASES[request.param]
     model = make_tiny(family, {"bert": BertForSequenceClassification, "marian": MarianMTModel}[family])
     if collaborative:
-        compress(model, Compression(rank=13), calibration=None)
+        compress(model, Compression(dk=13), calibration=None)
     mix_heads_(model)
     set_dropout_(model.double(), 0.0).train()
     batches = [make_batch(family, seed=seed) for seed in range(2 * STEPS * EPOCHS)]
@@ -311,7 +311,7 @@ PAIR = [((FIRST, 0), (SECOND, 1))]
 def refusal(call, *given, **options):
     try:
         call(*given, **options)
-    except (HeadError, TypeError) as error:
+    except (CompressionError, HeadError, TypeError) as error:
         return str(error)
     return "nothing was refused"
 
@@ -325,7 +325,7 @@ class First(HeadTrainer):
 
 
 def refusals_process(rank, model, batch, folder):
-    told = {}
+    told, dense = {}, copy.deepcopy(model)
     flat = FSDP1(copy.deepcopy(model), use_orig_params=True, device_id=torch.device("cpu"))
     told["swap under FSDP1"] = refusal(swap_heads_, flat.module, PAIR)
     told["rotation under FSDP1"] = refusal(Rotator, flat.module, RotationOptions("in-layer", (0,)))
@@ -365,6 +365,13 @@ def refusals_process(rank, model, batch, folder):
     for each in (model, mixed):
         fully_shard(each)
     told["mix"] = refusal(mix_heads_, model)
+    told["compress"] = refusal(compress, model, Compression(dk=8), None)
+    converted = copy.deepcopy(dense)
+    compress(converted, Compression(dk=8), None)
+    fully_shard(converted)
+    told["expand"] = refusal(expand, converted)
+    flat = FSDP1(copy.deepcopy(dense), use_orig_params=rank == 0, device_id=torch.device("cpu"))
+    told["flat"] = refusal(compress, flat.module, Compression(dk=8), None)
     told["prune"] = refusal(prune_heads_, model, {FIRST: [0]})
     told["merge"] = refusal(merge_alphas_, mixed)
     return told
@@ -383,6 +390,9 @@ def test_what_cannot_be_right_is_refused_in_all_processes(make_tiny, batch, tmp_
         if rank == 0:
             assert "process 1 could not measure the importance of heads: TypeError" in told["no data in one process"]
         assert told["rotated"] == "[]"
+        for name in ("compress", "expand", "flat"):
+            assert f"{'compress' if name == 'flat' else name}: " in told[name]
+            assert "BertModel is sharded, and what is put beside it would not be" in told[name]
         for name in ("mix_heads_", "merge_alphas_", "prune_heads_"):
             assert f"{name}: embeddings." in told[name.split("_")[0]]
             assert "is sharded" in told[name.split("_")[0]]

@@ -63,7 +63,7 @@ def classifier(make_tiny, family="bert", rank=None):
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(make_tiny(family).config)
     if rank is not None:
-        compress(model, Compression(rank=rank), calibration=None)
+        compress(model, Compression(dk=rank), calibration=None)
     return model
 
 
@@ -87,7 +87,7 @@ def test_every_method_at_once(family, rank, make_tiny, tmp_path):
     assert "nuclear-growth" not in logs[3]
     assert "nuclear-growth" in logs[4]  # 0.3 · 11 steps = 3.3
     assert {torch.equal(matrix, torch.eye(3)) for matrix in alphas_of(model).values()} == {False}
-    assert not any("head_acts" in vars(module) for module in model.modules())
+    assert not any("head_hooks" in vars(module) for module in model.modules())
 
 
 def final_weights(trainer, **kwargs):
@@ -380,7 +380,7 @@ def test_an_interrupted_run_leaves_nothing_to_the_next(make_tiny, tmp_path):
 
     class Interrupting(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
-            acts.append(max(len(vars(module).get("head_acts", ())) for module in model.modules()))
+            acts.append(max(len(vars(module).get("head_hooks", ())) for module in model.modules()))
             if len(acts) == 2:
                 raise KeyboardInterrupt
 
@@ -397,7 +397,7 @@ def test_an_interrupted_run_leaves_nothing_to_the_next(make_tiny, tmp_path):
 
 
 def assert_left_alone(model):
-    assert not any("head_acts" in vars(module) for module in model.modules())
+    assert not any("head_hooks" in vars(module) for module in model.modules())
     assert not any(getattr(module, "frozen", False) for module in model.modules())
     assert not any(
         hooks for module in model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.analysis import Latency, ModuleCost, module_costs, module_latency, paper_table_1
 from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.calibration import Batch, run_batch, running
+from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.conversion.compress import compress
 from collab_compress.conversion.compression import Compression
 from collab_compress.conversion.expand import expand, read_factors
@@ -23,18 +23,18 @@ COUNTED = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 def cost(study: Study) -> Section | Omitted:
     """Show what attention costs in both forms."""
-    rank = study.look.dk or max(1, min(site.width for site in study.sites) // 3)
-    costs = module_costs(study.model, LENGTH, rank=rank)
+    dk = study.look.dk or max(1, min(site.width for site in study.sites) // 3)
+    costs = module_costs(study.model, LENGTH, dk=dk)
     try:
-        timed, untimed = _latencies(study, rank), ""
+        timed, untimed = _latencies(study, dk), ""
     except CollabCompressError as error:
         timed, untimed = [], f" Latency was not measured: {error}."
     tables = [_modules(study, costs), *([_latency_table(study, timed)] if timed else []), _paper()]
-    pictures: list[Picture] = [_macs(study, rank), *([_latency_picture(timed)] if timed else [])]
+    pictures: list[Picture] = [_macs(study, dk), *([_latency_picture(timed)] if timed else [])]
     what = (
         "converted modules as they are"
         if study.converted
-        else f"dense modules, and what dk = {rank} would make of them"
+        else f"dense modules, and what dk = {dk} would make of them"
     )
     return Section(
         "cost",
@@ -47,8 +47,8 @@ def cost(study: Study) -> Section | Omitted:
     )  # fmt: skip
 
 
-def _latencies(study: Study, rank: int) -> list[Latency]:
-    dense, converted = _pair(study, rank)
+def _latencies(study: Study, dk: int) -> list[Latency]:
+    dense, converted = _pair(study, dk)
     told, inputs = study.progress("latency"), None
     if study.model.main_input_name == "input_ids":
         most = getattr(study.model.config, "max_position_embeddings", None) or max(study.look.lengths, default=0)
@@ -63,14 +63,14 @@ def _latencies(study: Study, rank: int) -> list[Latency]:
 
 def _length(model: PreTrainedModel, batch: Batch) -> int:
     """Count the tokens that an input becomes."""
-    with Tap(model) as tap, running(model):
+    with Tap(model) as tap, evaluation_mode(model):
         run_batch(model, batch)
         outputs = tap.take()[0].outputs
     assert outputs is not None
     return outputs.shape[1]
 
 
-def _pair(study: Study, rank: int) -> tuple[PreTrainedModel, PreTrainedModel]:
+def _pair(study: Study, dk: int) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Give the model in dense and in converted form; what is not at hand is made, in a form that is timed alike."""
     other = study.baseline
     if other is not None and bool(read_factors(other)) != study.converted and _shapes(other) == _shapes(study.model):
@@ -79,7 +79,7 @@ def _pair(study: Study, rank: int) -> tuple[PreTrainedModel, PreTrainedModel]:
     if study.converted:
         expand(made)
         return made, study.model
-    compress(made, Compression(rank=rank, sweeps=1), calibration=None)
+    compress(made, Compression(dk=dk, sweeps=1), calibration=None)
     return study.model, made
 
 
@@ -97,7 +97,7 @@ def _modules(study: Study, costs: list[ModuleCost]) -> Table:
         assert each.break_even_length is not None
         limit: Cell = "any" if isinf(each.break_even_length) else int(each.break_even_length)
         rows.append((
-            study.label(each.name), each.name, each.form, each.rank, ours.parameters, theirs.parameters,
+            study.label(each.name), each.name, each.form, each.dk, ours.parameters, theirs.parameters,
             ours.macs / 1e6, theirs.macs / 1e6, limit, ours.key_bytes, theirs.key_bytes,
         ))  # fmt: skip
     columns = (
@@ -128,7 +128,7 @@ def _paper() -> Table:
             row.dense.parameters / 1e6, row.collaborative.parameters / 1e6, row.dense.macs / 1e8,
             row.collaborative.macs / 1e8,
         )  # fmt: skip
-        rows += [(row.width, row.rank, "computed", *computed), (row.width, row.rank, "printed", *row.printed)]
+        rows += [(row.width, row.dk, "computed", *computed), (row.width, row.dk, "printed", *row.printed)]
     columns = (
         Column("D"), Column("dk"), Column("from"), Column("parameters, dense", "10⁶"),
         Column("parameters, converted", "10⁶"), Column("dense", "10⁸ MAC"), Column("converted", "10⁸ MAC"),
@@ -136,8 +136,8 @@ def _paper() -> Table:
     return Table("table-1", "Table 1 of Collaborate: a whole layer at T = 128, without biases", columns, tuple(rows))
 
 
-def _macs(study: Study, rank: int) -> Curves:
-    at = {length: module_costs(study.model, length, rank=rank) for length in COUNTED}
+def _macs(study: Study, dk: int) -> Curves:
+    at = {length: module_costs(study.model, length, dk=dk) for length in COUNTED}
     dense = [sum(each.dense.macs for each in costs) / 1e6 for costs in at.values()]
     converted = [sum(each.converted.macs for each in costs if each.converted) / 1e6 for costs in at.values()]
     return Curves(
@@ -174,7 +174,7 @@ def _highlights(costs: list[ModuleCost], timed: list[Latency]) -> tuple[str, ...
     shortest = min(limits)
     until = "at any length" if isinf(shortest) else f"up to T* = {shortest:.0f} tokens"
     first = (
-        f"Queries and keys: {dense:,} parameters dense, {converted:,} at dk = {costs[0].rank}; fewer operations "
+        f"Queries and keys: {dense:,} parameters dense, {converted:,} at dk = {costs[0].dk}; fewer operations "
         f"{until}."
     )
     if not timed:

@@ -1,0 +1,54 @@
+"""The table of forms, and the model edit by which a checkpoint remembers them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from transformers import PreTrainedModel
+
+from collab_compress.attention.form import ScoreForm
+from collab_compress.attention.install import install_, is_converted
+from collab_compress.attention.per_head import PerHeadScores
+from collab_compress.attention.shared import SharedScores
+from collab_compress.attention.view import IMPLEMENTATIONS
+
+Form = Literal["shared", "per-head"]
+FORMS: dict[str, type[ScoreForm]] = {form.option: form for form in (SharedScores, PerHeadScores)}
+
+
+@dataclass(frozen=True)
+class ScoreFormEdit:
+    """Attention modules in one form.
+
+    Args:
+        kind: of the form.
+        modules: path of each module inside the base model (so that the checkpoint loads with and without a head)
+            → its form.
+    """
+
+    kind: str
+    modules: Mapping[str, ScoreForm]
+    implementations: ClassVar[tuple[str, ...]] = IMPLEMENTATIONS
+
+    def to_dict(self) -> dict[str, Any]:
+        """Describe the edit in JSON types."""
+        return {"modules": {name: form.to_dict() for name, form in self.modules.items()}}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "ScoreFormEdit":
+        """Rebuild the edit from its kind and what `to_dict` gave."""
+        kind = next(form for form in FORMS.values() if form.kind == data["kind"])
+        return cls(data["kind"], {name: kind.from_dict(form) for name, form in data["modules"].items()})
+
+    def apply_(self, model: PreTrainedModel) -> None:
+        """Put empty attention of the form into `model` in place, for weights to be loaded into."""
+        for name, form in self.modules.items():
+            module = model.base_model.get_submodule(name)
+            if not is_converted(module):
+                install_(module, form, form.build(module))
+
+    def finish_(self, model: PreTrainedModel) -> None:
+        """Restore, in place, what the checkpoint does not hold."""
+        for name in self.modules:
+            module: Any = model.base_model.get_submodule(name)
+            module.score_form.finish_(module)

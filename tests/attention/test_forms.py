@@ -1,0 +1,140 @@
+"""What every form of score maps does: one contract over the table of forms, on a tiny module."""
+
+import json
+from typing import get_args
+
+import pytest
+import torch
+
+from collab_compress import Compression, Factors, compress
+from collab_compress.attention import FORMS, Form, ScoreFormEdit, install_, is_converted, uninstall_
+from collab_compress.checkpoint import EDITS
+from collab_compress.conversion.report import dense_macs
+from collab_compress.factorization import SOLVERS
+
+DK, HEADS, HEAD_WIDTH, WIDTH = 10, 3, 8, 24
+NAME = "encoder.layer.0.attention.self"
+
+
+@pytest.fixture(params=sorted(FORMS))
+def option(request):
+    return request.param
+
+
+@pytest.fixture
+def module(option, make_tiny):
+    """Attention of BERT in the form, in float64."""
+    model = make_tiny("bert").double()
+    compress(model, Compression(dk=DK, form=option), calibration=None)
+    return model.get_submodule(NAME)
+
+
+def factors_of(module):
+    return Factors(*module.score_form.read(NAME, module))
+
+
+def products(module):
+    """T̂_i and v_i of every head, (H, D + 1, D)."""
+    factors = factors_of(module)
+    slices = torch.stack([factors.slice(head) for head in range(factors.heads)])
+    return torch.cat([slices, factors.content_bias[:, None]], 1).detach()
+
+
+def inputs(module):
+    """Vectors (B, T, D), with queries, keys and values of them as the module lays them out."""
+    vectors = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    parts = [part(vectors).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2) for part in (module.query, module.key)]
+    return vectors, *parts, module.value(vectors).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+def oracle(module, vectors, scaling):
+    """Probabilities of the heads, (B, H, T, T), from dense T̂_i and v_i."""
+    dense = products(module)
+    extended = torch.cat([vectors, torch.ones(*vectors.shape[:2], 1).double()], -1)
+    return torch.einsum("btp,hpk,bsk->bhts", extended, dense, vectors).mul(scaling).softmax(-1)
+
+
+def test_the_table_is_whole():
+    assert tuple(FORMS) == get_args(Form)
+    for name, form in FORMS.items():
+        assert form.option == name
+        assert EDITS[form.kind] is ScoreFormEdit
+        assert set(form.solvers) <= set(SOLVERS)
+    assert sorted(solver for form in FORMS.values() for solver in form.solvers) == sorted(SOLVERS)
+
+
+def test_attends_as_its_factors_say(module):
+    vectors, query, key, value = inputs(module)
+    rows = oracle(module, vectors, module.scaling)
+    rest = {"scaling": module.scaling, "causal": False}
+    found = module.score_form.attend(module, query, key, value, None, dropout=0.0, **rest)
+    torch.testing.assert_close(found, rows @ value)
+    torch.testing.assert_close(module.score_form.probabilities(module, query, key, None, **rest), rows)
+
+
+def test_queries_of_heads_are_mixed(module):
+    vectors, query, _, _ = inputs(module)
+    factors = factors_of(module)
+    expected = torch.einsum("btd,dr,hr->bthr", vectors, factors.query, factors.mixing)
+    torch.testing.assert_close(module.score_form.head_queries(module, query), expected)
+
+
+def test_is_stored_in_json_and_rebuilt(module):
+    form = module.score_form
+    stored = json.loads(json.dumps(form.to_dict()))
+    assert type(form).from_dict(stored) == form
+    edit = ScoreFormEdit(form.kind, {NAME: form})
+    assert ScoreFormEdit.from_dict({"kind": form.kind, **json.loads(json.dumps(edit.to_dict()))}) == edit
+
+
+def test_goes_into_another_module_and_out_again(module, make_tiny):
+    form = module.score_form
+    dense = make_tiny("bert").double()
+    other = dense.get_submodule(NAME)
+    query, key, before = other.query, other.key, set(dense.state_dict())
+    parts = form.build(other)
+    form.load_(parts, *form.read(NAME, module))
+    install_(other, form, parts)
+    form.finish_(other)
+    assert is_converted(other)
+    torch.testing.assert_close(products(other), products(module))
+    assert [p.requires_grad for p in form.trained(other)] == [p.requires_grad for p in form.trained(module)]
+    uninstall_(other, query, key)
+    assert not is_converted(other)
+    assert set(dense.state_dict()) == before
+
+
+def test_a_head_owns_its_rows_and_nothing_else(module):
+    form = module.score_form
+    described = form.head_rows()
+    for head in range(HEADS):
+        before = products(module)
+        for path, heads in described:
+            taken = [row for own in heads for rows in own for row in rows]
+            assert len(set(taken)) == len(taken)
+            with torch.no_grad():
+                for rows in heads[head]:
+                    module.get_parameter(path)[rows.start : rows.stop] *= 2.0
+        moved = (products(module) != before).flatten(1).any(1)
+        assert moved.tolist() == [each == head for each in range(HEADS)]
+
+
+@pytest.mark.parametrize("kept", [(0,), (0, 2), (1, 2)])
+def test_heads_that_are_kept_stay_what_they_are(module, kept):
+    form, before = module.score_form, products(module)
+    for cut in form.keep_heads(module, kept):
+        setattr(cut.owner, cut.name, cut.value)
+    assert module.score_form == form.without(kept)
+    assert module.score_form.heads == len(kept)
+    torch.testing.assert_close(products(module), before[list(kept)])
+    assert module.query(torch.zeros(1, 1, WIDTH).double()).shape[-1] % HEAD_WIDTH == 0
+
+
+def test_counts_what_there_is(module):
+    form = module.score_form
+    assert form.parameters(WIDTH) == sum(parameter.numel() for parameter in form.trained(module))
+    assert form.key_width == module.key.width == form.key_pieces * HEAD_WIDTH
+    limit = form.break_even(WIDTH)
+    for length in (1, 7, 50, 1000):
+        pays = form.macs(WIDTH, length) <= dense_macs(WIDTH, HEADS, HEAD_WIDTH, length)
+        assert pays == (length <= limit)
