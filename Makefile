@@ -4,6 +4,7 @@
 # make test-lowest   try the lowest versions that pyproject.toml allows, in an environment of their own
 # make check         ruff, mypy, the import contracts and the documentation
 # make docs          the documentation, in build/docs; stops at a broken link or a missing docstring
+# make help-texts    what the commands print for --help, in cli/help_texts; after changing an option
 # make bench         factorization, latency, training cost, similarity and quality against their references
 
 PYTHON ?= python3
@@ -26,7 +27,7 @@ export COLLAB_COMPRESS_DATA
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-extras test-lowest check docs bench clean
+.PHONY: demo test test-extras test-lowest check docs help-texts bench clean
 
 demo: $(CORE)
 	rm -rf demo-output
@@ -63,6 +64,9 @@ check: $(STAMP)
 
 docs: $(DOCS)
 	$(BIN)/python -m sphinx -q -W --keep-going --fresh-env --write-all --builder html docs build/docs
+
+help-texts: $(STAMP)
+	$(BIN)/python -m collab_compress_cli.help
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/factorization.py

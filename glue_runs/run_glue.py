@@ -5,6 +5,7 @@
 
 The first argument may be a recipe; field=value or --field value sets or changes its fields, with dots between nested
 ones and values as in YAML. What is finished in the output is not done again, and what was interrupted goes on.
+`collab-run` is the same for all tasks; its --help shows every field.
 """
 
 from collab_compress_cli.run import run_script

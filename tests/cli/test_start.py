@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from collab_compress_cli.command import stopping_in_one_line
+from collab_compress_cli.start import COMMANDS
 from transformers import BertForSequenceClassification
 
-COMMANDS = {"collab-compress": "compress", "collab-analyze": "analyze", "collab-results": "results"}
 START = "import sys; sys.argv[0] = 'x'; from collab_compress_cli import start; start.{}()"
 LACKING = """
 import sys
@@ -76,6 +76,7 @@ def test_versions():
     ("command", "arguments", "package"),
     [
         ("collab-results", ["--papers"], "datasets"),
+        ("collab-run", ["task=mrpc", "model=minilm", "output=out"], "dacite"),
         ("collab-results", ["--papers"], "pyarrow"),
         ("collab-results", ["folder"], "scipy"),
         ("collab-results", ["folder"], "sklearn"),
