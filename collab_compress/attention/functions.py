@@ -16,12 +16,13 @@ from collab_compress.attention.install import is_converted
 from collab_compress.attention.view import HeadCall, head_hooks
 from collab_compress.errors import UnsupportedModelError
 
-# What models and continuous batching pass along, and stock attention functions leave unread.
+# What models, batches under `generate` and continuous batching pass along, and stock attention functions leave unread.
 UNREAD = frozenset(
     (
-        "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "logits_indices", "logits_processor_args", "max_length_k",
-        "max_length_q", "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits",
-        "position_ids", "return_dict", "use_cache",
+        "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "decoder_attention_mask", "decoder_input_ids", "labels",
+        "logits_indices", "logits_processor_args", "max_length_k", "max_length_q", "num_items_in_batch",
+        "output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "return_dict",
+        "return_loss", "special_tokens_mask", "token_type_ids", "use_cache",
     )
 )  # fmt: skip
 # What comes with a paged cache.

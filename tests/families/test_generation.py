@@ -35,6 +35,15 @@ def test_full_rank_generates_what_the_dense_model_does(generator, build, inputs,
         assert torch.equal(generated(converted, batch, **options), generated(dense, batch, **options)), way
 
 
+def test_a_batch_may_hold_labels(build, inputs, tinies):
+    """A `Seq2SeqTrainer` gives `generate` the batch as it is, and models pass what they do not read to attention."""
+    dense, batch = build("marian", tinies["marian"].generates), inputs("marian")
+    converted = copy.deepcopy(dense)
+    compress(converted, Compression(dk=tinies["marian"].full), calibration=None)
+    given = {**batch, "labels": batch["input_ids"]}
+    assert torch.equal(generated(converted, given), generated(dense, given))
+
+
 def cached(model, batch):
     """Bytes a token in the keys and in the values of each decoder self-attention cache."""
     with torch.no_grad():
