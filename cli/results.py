@@ -114,10 +114,12 @@ def _print(text: str) -> None:
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
+    except BrokenPipeError:  # told by the exit code alone
+        raise
     except OSError as error:
         from collab_compress.errors import RecipeError
 
-        raise RecipeError(f"cannot print: {error.strerror}") from error
+        raise RecipeError(f"cannot write the output: {error.strerror}") from error
 
 
 def _comparison_markdown(comparison: Comparison, papers: Sequence[PaperTable]) -> str:

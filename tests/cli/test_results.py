@@ -199,7 +199,7 @@ def test_nowhere_to_print():
             [sys.executable, "-m", "collab_compress_cli.results", "--papers"],
             stdout=full, stderr=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
-    assert (done.returncode, done.stderr) == (2, "collab-results: cannot print: No space left on device\n")
+    assert (done.returncode, done.stderr) == (2, "collab-results: cannot write the output: No space left on device\n")
 
 
 def test_tasks_that_no_paper_has(capsys, write):

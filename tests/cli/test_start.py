@@ -106,7 +106,7 @@ def test_an_output_that_is_full_or_gone():
             stderr=subprocess.PIPE,
             text=True,
         )
-    assert (done.returncode, done.stderr) == (2, "collab-results: cannot print: No space left on device\n")
+    assert (done.returncode, done.stderr) == (2, "collab-results: cannot write the output: No space left on device\n")
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
