@@ -16,7 +16,7 @@ from collab_compress.attention.install import is_converted
 from collab_compress.attention.view import HeadCall, head_hooks
 from collab_compress.errors import UnsupportedModelError
 
-# What models, batches under `generate` and continuous batching pass along, and stock attention functions leave unread.
+# What models, batches under `generate` and continuous batching pass along, and stock attention leaves unread.
 UNREAD = frozenset(
     (
         "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "decoder_attention_mask", "decoder_input_ids", "labels",
