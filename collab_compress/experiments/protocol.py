@@ -11,7 +11,7 @@ from collab_compress.checkpoint.find import find_directory
 from collab_compress.conversion import recover_
 from collab_compress.conversion.compress import compress
 from collab_compress.distributed import failing_together, on_every_process, on_main_process, process_state
-from collab_compress.errors import RecipeError
+from collab_compress.errors import CheckpointError, RecipeError
 from collab_compress.experiments.folders import is_free, is_ours, mark
 from collab_compress.experiments.identity import read_result, reserve_output
 from collab_compress.experiments.recipe import Recipe, Tuning
@@ -125,7 +125,10 @@ def _fresh(workload: Workload, find_model: Callable[[str], str | Path]) -> Path:
 
     def make() -> None:
         if fresh is not None and not is_ours(folder):
-            config = None if fresh.config is None else str(find_model(fresh.config))
+            try:
+                config = None if fresh.config is None else str(find_model(fresh.config))
+            except CheckpointError as error:
+                raise RecipeError(f"the config of {fresh.config} cannot be read: {error}") from error
             make_fresh(
                 replace(fresh, config=config), workload.task, workload.texts["train"], workload.recipe.seed, folder
             )

@@ -401,12 +401,12 @@ def test_the_model_is_where_it_was_asked_to_be(run, monkeypatch, model_dir, tmp_
 )
 def test_each_process_has_a_device_of_its_own(monkeypatch, asked, processes, expected):
     together = SimpleNamespace(num_processes=processes, local_process_index=1)
-    monkeypatch.setattr(source, "processes", lambda: together)
+    monkeypatch.setattr(source, "process_state", lambda: together)
     assert source.device_of(asked) == expected
 
 
 def test_one_device_for_all_processes_is_refused(monkeypatch):
     together = SimpleNamespace(num_processes=2, local_process_index=1)
-    monkeypatch.setattr(source, "processes", lambda: together)
+    monkeypatch.setattr(source, "process_state", lambda: together)
     with pytest.raises(CompressionError, match="'cuda:0' would hold all 2 processes; pass cuda"):
         source.device_of("cuda:0")
