@@ -24,6 +24,7 @@ __all__ = [
     "token_losses",
 ]
 
+# name → metric
 METRICS: dict[str, type[Metric]] = {
     "accuracy": Accuracy,
     "accuracy+f1": AccuracyAndF1,
@@ -32,7 +33,6 @@ METRICS: dict[str, type[Metric]] = {
     "bleu": Bleu,
     "perplexity": Perplexity,
 }
-"""Name → metric."""
 
 
 def load_metric(name: str, *, gather: bool = False, **options: Any) -> Metric:

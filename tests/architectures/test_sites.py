@@ -101,6 +101,6 @@ def test_says_which_width_does_not_fit(make_tiny):
 
 def test_a_plain_module_is_refused():
     with pytest.raises(
-        UnsupportedModelError, match="Linear is no Transformers model; pass a transformers.PreTrainedModel"
+        UnsupportedModelError, match=r"Linear is no Transformers model; pass a transformers\.PreTrainedModel"
     ):
         find_dense_attention(nn.Linear(2, 2), FAMILIES)
