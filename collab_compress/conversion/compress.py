@@ -1,4 +1,4 @@
-"""What is checked before any work is done: that every module asked for can be converted, and where."""
+"""Convert the attention of a pretrained model, all or nothing, once everything asked for is known to be possible."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Which heads: checked lists of them, and the least important ones."""
+"""Remove attention heads for good: which ones, how they are cut out, and how a checkpoint does it again."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
