@@ -17,8 +17,13 @@ LARGEST_DAMPING = 1e6
 class Compression:
     """How to turn dense attention into its collaborative form."""
 
-    dk: Annotated[int, tyro.conf.arg(metavar="N")]
-    """Shared query/key width R, from 1 to heads × head width; at the upper end the conversion is exact."""
+    dk: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Width of queries and keys, all heads together: from 1 to heads × head width, where the conversion is exact.
+    They stay dense if not given."""
+
+    dv: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Width of values and of what the output projection reads, all heads together: from 1 to heads × head width,
+    where the conversion is exact. They stay dense if not given."""
 
     form: Form = "shared"
     """Whether heads share their channels, or each has its own, as many as pay (per-head: cheaper on long inputs)."""
@@ -62,24 +67,27 @@ class Compression:
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise CompressionError(f"unknown form {self.form!r}; expected one of {', '.join(FORMS)}")
+        if self.dk is None and self.dv is None:
+            raise CompressionError(
+                "neither dk nor dv is given; pass the width of queries and keys, of values or both"
+            )
+        of_scores = (self.form, self.solver, self.sweeps, self.tolerance)
+        if self.dk is None and of_scores != ("shared", "als", None, None):
+            raise CompressionError("form, solver, sweeps and tolerance are for queries and keys; pass dk too")
         solvers = FORMS[self.form].solvers
         if len(solvers) == 1 and (self.solver, self.sweeps, self.tolerance) != ("als", None, None):
             raise CompressionError(
                 f"the {self.form} form is solved in closed form; leave out solver, sweeps, tolerance"
             )
-        if not isinstance(self.dk, int):
-            raise CompressionError(f"dk is {self.dk!r}; expected a whole number")
-        if self.dk < 1:
-            raise CompressionError(f"dk is {self.dk}; expected at least 1")
         object.__setattr__(self, "kinds", tuple(self.kinds))  # lists come from JSON and YAML
         unknown = sorted(set(self.kinds) - set(KINDS))
         if unknown or not self.kinds:
             raise CompressionError(f"kinds are {', '.join(unknown) or 'none'}; expected some of {', '.join(KINDS)}")
         if len(solvers) > 1 and self.solver not in solvers:
             raise CompressionError(f"unknown solver {self.solver!r}; expected one of {', '.join(sorted(solvers))}")
-        for name in ("sweeps", "sequences", "length"):
+        for name in ("dk", "dv", "sweeps", "sequences", "length"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, int):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
                 raise CompressionError(f"{name} is {value!r}; expected a whole number")
             if value is not None and value < 1:
                 raise CompressionError(f"{name} is {value}; expected at least 1")

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, transformers_model
-from collab_compress.attention import FORMS, ScoreForm, is_converted, uninstall_
+from collab_compress.attention import FORM_KINDS, DenseValues, NarrowValues, ScoreForm, is_converted, uninstall_
+from collab_compress.attention.values import output_dim
 from collab_compress.checkpoint import edits_of, forget_edits_, forget_standalone_
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import Factors
@@ -34,8 +35,8 @@ def read_factors(model: PreTrainedModel) -> dict[str, Factors]:
     edits_of(model)  # refuses a model whose modules are not this package's
     factors = {}
     for name, module in model.named_modules():
-        if is_converted(module):
-            form: Any = module.score_form
+        form: Any = getattr(module, "score_form", None)
+        if form is not None:
             factors[name] = Factors(*form.read(name, module))
     return factors
 
@@ -46,7 +47,8 @@ class Expansion:
 
     Args:
         errors: module path → relative error of the dense form, ‖[T̂_i; v_iᵀ] − [Wq_i; bq_iᵀ]·Wk_iᵀ‖/‖[T̂_i; v_iᵀ]‖
-            over all heads; at the level of rounding where every head's rank is at most d.
+            over all heads, where queries and keys were converted; at the level of rounding where every head's rank is
+            at most d.
     """
 
     errors: dict[str, float]
@@ -54,7 +56,7 @@ class Expansion:
     @property
     def exact(self) -> bool:
         """Whether the dense model computes the same, up to rounding."""
-        return max(self.errors.values()) < 1e-5
+        return max(self.errors.values(), default=0.0) < 1e-5
 
 
 def expand(model: PreTrainedModel) -> Expansion:
@@ -62,7 +64,8 @@ def expand(model: PreTrainedModel) -> Expansion:
 
     The content bias is part of the scores, so each head's context and content are factored together: the
     (D+1)×D matrix [T̂_i; v_iᵀ] at width d, by truncated singular value decomposition. That is exact where its
-    rank is at most d (always after a conversion at dk = H·d), else the best possible; the error says which.
+    rank is at most d (always after a conversion at dk = H·d), else the best possible; the error says which. Narrow
+    values fit into dense ones as they are.
 
     Args:
         model: a converted model.
@@ -80,19 +83,36 @@ def expand(model: PreTrainedModel) -> Expansion:
     refuse_sharded(model, "expand", CompressionError)
     sites = [(name, module) for name, module in model.named_modules() if is_converted(module)]
     if not sites:
-        raise CompressionError(f"{type(model).__name__} has no collaborative attention to expand")
-    planned, errors = [], {}
+        raise CompressionError(f"{type(model).__name__} has no converted attention to expand")
+    planned: list[tuple[Any, str, Any]] = []
+    errors = {}
     for name, module in sites:
-        _refuse_bias_without_place(model, name, module)
-        query, key, errors[name] = _dense_projections(name, module)
-        planned.append((module, query, key))
-    for module, query, key in planned:
-        uninstall_(module, query, key)
-    for form in FORMS.values():
-        forget_edits_(model, form.kind)
+        if hasattr(module, ScoreForm.at):
+            _refuse_bias_without_place(model, name, module)
+            query, key, errors[name] = _dense_projections(name, module)
+            planned.append((module, ScoreForm.at, (query, key)))
+        if hasattr(module, NarrowValues.at):
+            parent = model.get_submodule(name.rpartition(".")[0])
+            planned.append((module, NarrowValues.at, _dense_values(name, module, parent)))
+    for module, at, dense in planned:
+        uninstall_(module, at, dense)
+    for kind in FORM_KINDS:
+        forget_edits_(model, kind)
     if not edits_of(model):
         forget_standalone_(model)
     return Expansion(errors)
+
+
+def _dense_values(name: str, module: Any, parent: Any) -> DenseValues:
+    """Fill the values and the output projection of a module up to their dense width, by zeros: exact."""
+    form: NarrowValues = module.value_form
+    output = form.output_of(module, parent)
+    value, bias, weight = form.read(name, module, output)
+    own = None if bias is None else form.widened(bias, 0)
+    dense = _linear(form.widened(value, 1), own, module.get_submodule(form.value).proj.weight)
+    wide = form.widened(weight, 0)  # (H·d, D)
+    made = nn.Parameter(wide.T.contiguous() if output_dim(output) else wide, output.weight.requires_grad)
+    return DenseValues(dense, output, made, output.bias)
 
 
 def _refuse_bias_without_place(model: PreTrainedModel, name: str, module: Any) -> None:

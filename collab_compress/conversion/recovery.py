@@ -19,7 +19,6 @@ from transformers import (
 from transformers.trainer_utils import TrainOutput
 
 from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch, Calibration, calibration_batches
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.heads import Tap
@@ -115,7 +114,7 @@ def distil_(
     if not batches:
         raise CalibrationError("no batches to train on; pass 'synthetic', texts or batches")
     sites, others = (find_attention(each, FAMILIES) for each in (model, dense))
-    converted: list[Any] = [site.module for site in sites if is_converted(site.module)]
+    converted: list[Any] = [site.module for site in sites if hasattr(site.module, "score_form")]
     if not converted:
         raise HeadError(f"{type(model).__name__} is not converted, so there is nothing to bring nearer")
     if [site.name for site in sites] != [site.name for site in others]:
@@ -226,7 +225,7 @@ class _Distiller(Trainer):  # type: ignore[misc]
         losses = [
             kl_divergence(here.rows, there.rows, here.real.query)
             for here, there in zip(*(tap.take() for tap in self.taps), strict=True)
-            if is_converted(here.site.module) and here.rows is not None and there.rows is not None
+            if hasattr(here.site.module, "score_form") and here.rows is not None and there.rows is not None
         ]
         return torch.stack(losses).mean()
 
