@@ -1,6 +1,6 @@
 """What to convert and how: the same dataclass in the Python API and on the command line."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Annotated
 
@@ -21,7 +21,7 @@ class Compression:
     """Width of queries and keys, all heads together: from 1 to heads × head width, where the conversion is exact.
     They stay dense if not given."""
 
-    dv: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    dv: Annotated[int | None, tyro.conf.arg(metavar="N")] = field(default=None, kw_only=True)
     """Width of values and of what the output projection reads, all heads together: from 1 to heads × head width,
     where the conversion is exact. They stay dense if not given."""
 

@@ -92,14 +92,14 @@ def test_goes_into_another_module_and_out_again(module, make_tiny):
     dense = make_tiny("bert").double()
     other = dense.get_submodule(NAME)
     query, key, before = other.query, other.key, set(dense.state_dict())
-    parts = form.build(other)
+    parts = form.build(other, None)
     form.load_(parts, *form.read(NAME, module))
     install_(other, form, parts)
     form.finish_(other)
     assert is_converted(other)
     torch.testing.assert_close(products(other), products(module))
     assert [p.requires_grad for p in form.trained(other)] == [p.requires_grad for p in form.trained(module)]
-    uninstall_(other, query, key)
+    uninstall_(other, form.at, (query, key))
     assert not is_converted(other)
     assert set(dense.state_dict()) == before
 

@@ -97,15 +97,37 @@ def test_masked_and_pruned_heads_are_gone(kin, build, inputs, run):
     assert site.module.value_form.sizes == (4, 3)
 
 
-def test_generation_equals_that_of_the_expanded_model(generator, build, inputs, tinies):
+def test_generation_with_and_without_a_cache(generator, build, inputs, tinies):
     model, batch = build(generator, tinies[generator].generates), inputs(generator)
     asked = {name: tensor for name, tensor in batch.items() if not name.startswith("decoder")}
+    if not model.config.is_encoder_decoder:
+        asked["attention_mask"] = torch.ones_like(asked["attention_mask"])
+    cached = "encoder_hidden_states" not in asked  # stock BERT cannot use a cache when it gets them by hand
     compress(model, Compression(dk=9, dv=8, sweeps=2), calibration=[batch, batch])
-    dense = copy.deepcopy(model)
-    assert max(expand(dense).errors.values()) < 1  # queries and keys only
-    first = model.generate(**asked, max_new_tokens=6, do_sample=False)
+    first = model.generate(**asked, max_new_tokens=6, do_sample=False, use_cache=cached)
     again = model.generate(**asked, max_new_tokens=6, do_sample=False, use_cache=False)
     assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("dv", [UNEQUAL, 12])
+def test_expanding_is_exact(kin, dv, build, inputs, run):
+    model, batch = build(kin), inputs(kin)
+    compress(model, Compression(dv=dv), calibration=[batch, batch])
+    before = run(model, batch)
+    assert expand(model).exact
+    torch.testing.assert_close(run(model, batch), before, atol=2e-5, rtol=1e-4)
+    assert not hasattr(model.config, "quantization_config")
+
+
+@pytest.mark.parametrize(("name", "values"), [("gpt2", 16), ("marian", 16), ("t5", 16), ("opt", 24)])
+def test_value_cache_bytes(name, values, build, inputs):
+    model, batch = build(name), inputs(name)
+    compress(model, Compression(dv=12), calibration=[batch])
+    with torch.no_grad():
+        cache = model(**batch, use_cache=True).past_key_values
+    for at in getattr(cache, "self_attention_cache", cache).layers:
+        assert at.values.nbytes == at.values.shape[0] * at.values.shape[2] * values * 4  # whole heads of 8
+        assert at.keys.nbytes == at.keys.shape[0] * at.keys.shape[2] * 24 * 4
 
 
 def test_a_bad_width_is_one_clear_line(kin, build):
