@@ -221,7 +221,7 @@ def test_converting_a_module_twice_is_refused(make_tiny):
     before = state(model)
     with pytest.raises(
         CompressionError,
-        match=r"^encoder\.layer\.1\..*: its queries and keys are already converted; leave it out by modules",
+        match=r"^encoder\.layer\.1\..*: its queries and keys are already converted; leave",
     ):
         compress(model, Compression(dk=8), calibration=None)
     assert equal(before, state(model))
