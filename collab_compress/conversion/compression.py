@@ -28,6 +28,9 @@ class Compression:
     form: Form = "shared"
     """Whether heads share their channels, or each has its own, as many as pay (per-head: cheaper on long inputs)."""
 
+    equal_heads: bool = field(default=False, kw_only=True)
+    """In the per-head form: all heads equally wide, as a stock model has them, in place of as wide as pays."""
+
     solver: str = "als"
     """How to decompose: als (ours) or parafac (the papers' recipe, through tensorly)."""
 
@@ -75,6 +78,8 @@ class Compression:
         if self.dk is None and of_scores != ("shared", "als", None, None):
             raise CompressionError("form, solver, sweeps and tolerance are for queries and keys; pass dk too")
         solvers = FORMS[self.form].solvers
+        if self.equal_heads and self.form != "per-head":
+            raise CompressionError("equal_heads is for the per-head form; pass form='per-head' too, or leave it out")
         if len(solvers) == 1 and (self.solver, self.sweeps, self.tolerance) != ("als", None, None):
             raise CompressionError(
                 f"the {self.form} form is solved in closed form; leave out solver, sweeps, tolerance"

@@ -1,6 +1,6 @@
 """From converted back to dense: read a converted model's factors, and expand them into stock projections."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -78,7 +78,16 @@ def expand(model: PreTrainedModel) -> Expansion:
             form has no query biases for.
         UnsupportedModelError: a projection carries an adapter, is quantized or offloaded.
     """
-    model = transformers_model(model)
+    return expand_to_(transformers_model(model), None)
+
+
+def expand_to_(model: PreTrainedModel, head_width: int | None) -> Expansion:
+    """Give a converted model dense heads of any width, in place; `expand` with the width d of the stock model.
+
+    Args:
+        model: a converted model.
+        head_width: width of a head, of which the stock model may know nothing; None for its own.
+    """
     edits_of(model)  # refuses a model whose modules are not this package's
     refuse_sharded(model, "expand", CompressionError)
     sites = [(name, module) for name, module in model.named_modules() if is_converted(module)]
@@ -89,11 +98,11 @@ def expand(model: PreTrainedModel) -> Expansion:
     for name, module in sites:
         if hasattr(module, ScoreForm.at):
             _refuse_bias_without_place(model, name, module)
-            query, key, errors[name] = _dense_projections(name, module)
+            query, key, errors[name] = _dense_projections(name, module, head_width)
             planned.append((module, ScoreForm.at, (query, key)))
         if hasattr(module, NarrowValues.at):
             parent = model.get_submodule(name.rpartition(".")[0])
-            planned.append((module, NarrowValues.at, _dense_values(name, module, parent)))
+            planned.append((module, NarrowValues.at, _dense_values(name, module, parent, head_width)))
     for module, at, dense in planned:
         uninstall_(module, at, dense)
     for kind in FORM_KINDS:
@@ -103,9 +112,10 @@ def expand(model: PreTrainedModel) -> Expansion:
     return Expansion(errors)
 
 
-def _dense_values(name: str, module: Any, parent: Any) -> DenseValues:
+def _dense_values(name: str, module: Any, parent: Any, head_width: int | None) -> DenseValues:
     """Fill the values and the output projection of a module up to their dense width, by zeros: exact."""
     form: NarrowValues = module.value_form
+    form = form if head_width is None else replace(form, head_width=head_width)
     output = form.output_of(module, parent)
     value, bias, weight = form.read(name, module, output)
     own = None if bias is None else form.widened(bias, 0)
@@ -136,9 +146,10 @@ def _refuse_bias_without_place(model: PreTrainedModel, name: str, module: Any) -
         )
 
 
-def _dense_projections(name: str, module: Any) -> tuple[nn.Linear, nn.Linear, float]:
+def _dense_projections(name: str, module: Any, head_width: int | None) -> tuple[nn.Linear, nn.Linear, float]:
     """Build dense query and key projections for a collaborative module, and their relative error."""
     form: ScoreForm = module.score_form
+    room = form.head_width if head_width is None else head_width
     *factors, bias = form.read(name, module)
     query, mixing, key = (part.double() for part in factors)
     content = None if bias is None else bias.double()
@@ -150,17 +161,17 @@ def _dense_projections(name: str, module: Any) -> tuple[nn.Linear, nn.Linear, fl
     for head in range(form.heads):
         left, right = _joined(query * mixing[head], key, None if content is None else content[head])
         u, s, v = _truncated(left, right)
-        width = min(form.head_width, len(s))
+        width = min(room, len(s))
         lost, total = lost + float(s[width:].square().sum()), total + float(s.square().sum())
         root = s[:width].sqrt()
-        pad = (0, form.head_width - width)
+        pad = (0, room - width)
         tall = nn.functional.pad(u[:, :width] * root, pad)  # (D+1, d)
         wk.append(nn.functional.pad(v[:, :width] * root, pad))  # (D, d)
         wq.append(tall[: len(query)])
-        bq.append(tall[len(query)] if content is not None else tall.new_zeros(form.head_width))
+        bq.append(tall[len(query)] if content is not None else tall.new_zeros(room))
     like = module.get_submodule(form.query).proj.weight
     dense_query = _linear(torch.cat(wq, 1), torch.cat(bq) if content is not None else None, like)
-    zero = torch.zeros(form.heads * form.head_width) if content is not None else None
+    zero = torch.zeros(form.heads * room) if content is not None else None
     dense_key = _linear(torch.cat(wk, 1), zero, like)
     return dense_query, dense_key, (lost / total) ** 0.5 if total else 0.0
 

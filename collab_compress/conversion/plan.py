@@ -136,6 +136,7 @@ def _plan_scores(site: DenseSite, compression: Compression, moments: tuple[Momen
             query_moments=query_moments, key_moments=key_moments, solver=solver,
             seed=compression.seed, sweeps=compression.sweeps, tolerance=compression.tolerance,
             damping=compression.damping, centre=compression.centre, device=compression.device,
+            equal=compression.equal_heads,
         )  # fmt: skip
     except (ValueError, ImportError) as error:
         raise CompressionError(f"{site.name}: {error}") from error
