@@ -28,6 +28,7 @@ from collab_compress.calibration.batches import noted_batches
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
 from collab_compress.conversion.compression import Compression
 from collab_compress.conversion.drift import measure, rows_of, split_held_back
+from collab_compress.conversion.keep import choose
 from collab_compress.conversion.plan import (
     REPORT_LENGTH,
     Planned,
@@ -179,7 +180,7 @@ def compress(
     Args:
         model: a Transformers model, or a SentenceTransformer, of which its Transformers model is converted; dtype and
             device are kept.
-        compression: dk, dv, solver and the rest.
+        compression: dk and dv, or the share to keep, solver and the rest.
         calibration: data that says which input directions matter: "synthetic" (random tokens), None, a file of
             texts, texts or text pairs, or batches. An eighth of it is held back to measure drift. How much of it is
             used is said by `sequences` and `length` of the compression.
@@ -200,13 +201,18 @@ def compress(
     started = perf_counter()
     given, model = model, transformers_model(model)
     tokenizer = getattr(given, "tokenizer", None) if tokenizer is None and given is not model else tokenizer
+    data = partial(
+        noted_batches, calibration, model, tokenizer, sequences=compression.sequences, length=compression.length,
+        seed=compression.seed,
+    )  # fmt: skip
+    found, choice = None, ""
+    if compression.keep is not None:
+        found = data()
+        compression, choice = choose(model, compression, () if calibration == "synthetic" else found[0])
     sites = modules_to_convert(model, compression, calibration is not None and calibration != "none")
     compression = replace(compression, device=working_device(compression.device, sites, distributed))
     paths = {site.name: path_in_base(model, site.module) for site in sites}
-    batches, notes = noted_batches(
-        calibration, model, tokenizer, sequences=compression.sequences, length=compression.length,
-        seed=compression.seed,
-    )  # fmt: skip
+    batches, notes = found or data()
     used, held_back = split_held_back(batches)
 
     def work(chosen: Sequence[Site]) -> list[Planned]:
@@ -226,7 +232,7 @@ def compress(
     return Report(
         tuple(each for each in reports if isinstance(each, ModuleReport)), parameters_before, model.num_parameters(),
         REPORT_LENGTH, drift, perf_counter() - started, sum(map(rows_of, used)), warnings,
-        tuple(each for each in reports if isinstance(each, ValueReport)),
+        tuple(each for each in reports if isinstance(each, ValueReport)), compression, choice,
     )  # fmt: skip
 
 

@@ -25,6 +25,10 @@ class Compression:
     """Width of values and of what the output projection reads, all heads together: from 1 to heads × head width,
     where the conversion is exact. They stay dense if not given."""
 
+    keep: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = field(default=None, kw_only=True)
+    """Share of the attention's parameters to keep, in place of dk, dv and form: they are chosen for inputs as long as
+    `length`, or as the texts are on average, or else of 128 tokens."""
+
     form: Form = "shared"
     """Whether heads share their channels, or each has its own, as many as pay (per-head: cheaper on long inputs)."""
 
@@ -70,12 +74,14 @@ class Compression:
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise CompressionError(f"unknown form {self.form!r}; expected one of {', '.join(FORMS)}")
-        if self.dk is None and self.dv is None:
+        if self.keep is not None:
+            self._check_keep()
+        elif self.dk is None and self.dv is None:
             raise CompressionError(
-                "neither dk nor dv is given; pass the width of queries and keys, of values or both"
+                "none of dk, dv and keep is given; pass the width of queries and keys, of values, or a share to keep"
             )
         of_scores = (self.form, self.solver, self.sweeps, self.tolerance)
-        if self.dk is None and of_scores != ("shared", "als", None, None):
+        if self.dk is None and self.keep is None and of_scores != ("shared", "als", None, None):
             raise CompressionError("form, solver, sweeps and tolerance are for queries and keys; pass dk too")
         solvers = FORMS[self.form].solvers
         if self.equal_heads and self.form != "per-head":
@@ -105,3 +111,9 @@ class Compression:
             raise CompressionError(f"tolerance is {self.tolerance}; expected a finite number, 0 or more")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
             raise CompressionError(f"seed is {self.seed}; expected a whole number from 0 to 2³² − 1")
+
+    def _check_keep(self) -> None:
+        if (self.dk, self.dv, self.form) != (None, None, "shared"):
+            raise CompressionError("keep chooses dk, dv and form; leave those out, or leave out keep")
+        if not isinstance(self.keep, int | float) or not 0 < self.keep < 1:
+            raise CompressionError(f"keep is {self.keep!r}; expected a number between 0 and 1")

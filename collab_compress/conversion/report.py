@@ -10,6 +10,7 @@ from typing import Any
 
 from collab_compress.architectures import DenseSite, ValueSite
 from collab_compress.attention import NarrowValues, PerHeadScores, ScoreForm
+from collab_compress.conversion.compression import Compression
 from collab_compress.factorization import Factorization, Narrowing
 
 
@@ -139,6 +140,8 @@ class Report:
         seconds: time the conversion took, calibration included.
         sequences: how many sequences the conversion was calibrated on, those held back not counted.
         values: one entry for each module whose values were converted.
+        compression: what was asked for, with the widths and the form that were chosen.
+        choice: what was chosen and why, where a share to keep was asked for; else empty.
         warnings: what may have gone otherwise than expected: texts that were cut or left out, modules that saw few
             vectors, solvers that broke down.
     """
@@ -152,10 +155,13 @@ class Report:
     sequences: int = 0
     warnings: tuple[str, ...] = ()
     values: tuple[ValueReport, ...] = ()
+    compression: Compression | None = None
+    choice: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Give the report in JSON types; an infinite break-even length becomes None."""
         data = asdict(self)
+        del data["compression"]
         for module in data["modules"]:
             if not isfinite(module["break_even_length"]):
                 module["break_even_length"] = None
