@@ -26,8 +26,8 @@ def choose(model: PreTrainedModel, compression: Compression, texts: Sequence[Bat
     """Choose dk, dv and the form that keep a share of the attention's parameters.
 
     Queries and keys are shared where their scores take fewer operations than dense ones at the typical length, which
-    is better at equal parameters, and have channels of each head's own elsewhere. Widths are the largest whole numbers
-    of channels a head that keep no more than was asked for.
+    is better at equal parameters, and have channels of each head's own elsewhere. Widths are as many whole channels
+    a head as keep no more than was asked for.
 
     Args:
         model: dense.
