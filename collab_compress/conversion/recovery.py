@@ -40,6 +40,7 @@ def recover_(
     seed: int = 0,
     length: int | None = None,
     progress: StepProgress | None = None,
+    parameters: Callable[[AttentionSite], list[nn.Parameter]] | None = None,
     **arguments: Any,
 ) -> TrainOutput:
     """Bring the attention of a converted model nearer to the dense model's, without labels, in place.
@@ -57,6 +58,7 @@ def recover_(
         seed: of tokens and order; the tokens are others than those of a conversion with the same seed.
         length: tokens of a random sequence, or where texts are cut; as for `calibration_batches`.
         progress: called with (done, total) after each step, in place of the `Trainer`'s own bar.
+        parameters: as for `distil_`.
         arguments: more of `TrainingArguments`.
 
     Returns:
@@ -81,7 +83,7 @@ def recover_(
         if calibration == "synthetic" and batches and "input_ids" in batches[0]:
             separator = getattr(tokenizer, "sep_token_id", None)
             batches = with_copies(batches, separator, getattr(dense.config, "type_vocab_size", 0) > 1, seed)
-        return distil_(model, dense, batches[:count], training, progress)
+        return distil_(model, dense, batches[:count], training, progress, parameters)
 
 
 def distil_(
@@ -90,6 +92,7 @@ def distil_(
     batches: Sequence[Batch],
     arguments: TrainingArguments,
     progress: StepProgress | None = None,
+    parameters: Callable[[AttentionSite], list[nn.Parameter]] | None = None,
 ) -> TrainOutput:
     """Train what a conversion put into a model, and nothing else, in place.
 
@@ -104,6 +107,8 @@ def distil_(
         batches: keyword arguments for the models, one batch a step, as `calibration_batches` makes them.
         arguments: learning rate, schedule, epochs, precision and the rest.
         progress: as for `recover_`.
+        parameters: gives what of a module learns; all that the conversion put in (`converted_parameters`) if not
+            given.
 
     Returns:
         What the `Trainer` says: steps, mean loss, speed.
@@ -117,7 +122,8 @@ def distil_(
     if not batches:
         raise CalibrationError("no batches to train on; pass 'synthetic', texts or batches")
     sites, others = (find_attention(each, FAMILIES) for each in (model, dense))
-    trained = {parameter for site in sites for parameter in _trained(site)}
+    choose = converted_parameters if parameters is None else parameters
+    trained = {parameter for site in sites for parameter in choose(site)}
     if not trained:
         raise HeadError(f"{type(model).__name__} is not converted, so there is nothing to bring nearer")
     if [site.name for site in sites] != [site.name for site in others]:
@@ -197,7 +203,7 @@ class _Steps(TrainerCallback):  # type: ignore[misc]
         self.progress(state.global_step, state.max_steps)
 
 
-def _trained(site: AttentionSite) -> list[nn.Parameter]:
+def converted_parameters(site: AttentionSite) -> list[nn.Parameter]:
     """List the parameters that the conversion of a module put in."""
     module: Any = site.module
     scores, values = (getattr(module, name, None) for name in FORMS_AT)
