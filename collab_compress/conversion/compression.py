@@ -11,6 +11,7 @@ from collab_compress.attention import FORMS, Form
 from collab_compress.errors import CompressionError
 
 LARGEST_DAMPING = 1e6
+SOLVERS = max((form.solvers for form in FORMS.values()), key=len)  # where there is a choice
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Compression:
     form: Form = "shared"
     """Whether heads share their channels, or each has its own, as many as pay (per-head: cheaper on long inputs)."""
 
-    solver: str = "als"
+    solver: Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(SOLVERS)}}}")] = "als"
     """How to decompose: als (ours) or parafac (the papers' recipe, through tensorly)."""
 
     sweeps: int | None = None
