@@ -23,7 +23,8 @@ class Conversion(Compression):
     """How to convert, if at all."""
 
     dk: Annotated[int | None, tyro.conf.arg(metavar="N")] = None  # type: ignore[assignment]
-    """Shared query/key width R, from 1 to heads × head width; at the upper end the conversion is exact."""
+    """Shared query/key width R, from 1 to heads × head width, where the conversion is exact; a third of that is where
+    to begin, and collab-analyze MODEL --sections energy suggests one."""
 
     def __post_init__(self) -> None:
         if self.dk is not None:
