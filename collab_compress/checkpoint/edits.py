@@ -29,7 +29,6 @@ def path_in_base(model: PreTrainedModel, module: nn.Module) -> str:
 
 METHOD = "collab_compress"
 MARK = "collab_edited"  # attribute of live edited models
-TAGS = ("collab_compress", "collaborative-attention")  # of edited models on the hub
 VERSION = 2  # 1: guards were zero-length tensors under stock names
 
 

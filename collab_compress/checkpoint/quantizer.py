@@ -13,7 +13,7 @@ from transformers.quantizers.auto import (
 )
 from transformers.quantizers.base import HfQuantizer
 
-from collab_compress.checkpoint.edits import MARK, METHOD, TAGS, EditConfig, ModelEdit, edits_of
+from collab_compress.checkpoint.edits import MARK, METHOD, EditConfig, ModelEdit, edits_of
 from collab_compress.checkpoint.guard import (
     configs_of,
     guard_,
@@ -115,10 +115,8 @@ def _describe_(model: PreTrainedModel, edits: Sequence[ModelEdit]) -> None:
         part._is_hf_initialized = True  # else a model built around this one would initialise new parts once more
         if isinstance(part, PreTrainedModel):
             vars(part).pop(MARK, None)
-            part.model_tags = [tag for tag in part.model_tags or () if tag not in TAGS]  # a model's own push_to_hub's
             if edits:
                 setattr(part, MARK, True)
-                part.add_model_tags(list(TAGS))
 
 
 def _mark_as_ordinary_(model: PreTrainedModel) -> None:

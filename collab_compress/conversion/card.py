@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from collab_compress.attention import FORMS
 from collab_compress.checkpoint import edits_of
-from collab_compress.checkpoint.edits import TAGS
 from collab_compress.conversion.compression import Compression
 from collab_compress.conversion.report import Report
 
 CARD = "README.md"
+TAGS = ("collab_compress", "collaborative-attention")
 EDITED = {
     **{form.kind: form.title for form in FORMS.values()}, "alphas": "mixed heads",
     "pruned": "fewer heads",

@@ -4,12 +4,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from collab_compress_cli import expand as command
-from huggingface_hub import ModelCard, constants
-from huggingface_hub.errors import EntryNotFoundError
-from transformers.utils import hub as transformers_hub
+from collab_compress_cli import expand
+from huggingface_hub import constants
 
-from collab_compress import Compression, compress, expand
+from collab_compress import Compression, compress
 from collab_compress.checkpoint import upload
 from collab_compress.errors import CheckpointError
 
@@ -49,44 +47,17 @@ def small(make_tiny, tmp_path):
 
 def test_a_command_puts_its_result_on_the_hub(hub, small, tmp_path, capsys):
     output = tmp_path / "out"
-    command.main([str(small), "--output", str(output), "--push-to-hub", "me/small"])
+    expand.main([str(small), "--output", str(output), "--push-to-hub", "me/small"])
     assert hub.received == {path.name: path.read_bytes() for path in output.iterdir()}
     assert {"README.md", "config.json", "model.safetensors", "collab_compress.json"} <= set(hub.received)
     assert b"# out" in hub.received["README.md"]
     assert capsys.readouterr().out.endswith("On the hub: hub/me/small\n")
 
 
-def test_a_model_puts_itself_on_the_hub(make_tiny, monkeypatch):
-    """Transformers' own method writes its own card over any other; what it is given is tags."""
-    pushed = {}
-
-    class Client(Api):
-        def create_repo(self, name, **options):
-            return SimpleNamespace(repo_id=name)
-
-        def create_commit(self, *, repo_id, operations, **options):
-            pushed.update({each.path_in_repo: Path(each.path_or_fileobj).read_bytes() for each in operations})
-
-    def nothing_there(name, **options):
-        raise EntryNotFoundError("no README.md")
-
-    monkeypatch.setattr(transformers_hub, "hf_api", Client)
-    monkeypatch.setattr(ModelCard, "load", nothing_there)
-    model = make_tiny("bert")
-    compress(model, Compression(8, sweeps=2), calibration=None)
-    model.push_to_hub("me/small")
-    assert {"README.md", "config.json", "model.safetensors"} <= set(pushed)
-    tags = ModelCard(pushed["README.md"].decode()).data.tags
-    assert tags == ["collab_compress", "collaborative-attention"]
-    expand(model)
-    model.push_to_hub("me/small")
-    assert not ModelCard(pushed["README.md"].decode()).data.tags
-
-
 def test_what_the_hub_does_not_take(hub, small, tmp_path, capsys):
     output = tmp_path / "out"
     with pytest.raises(SystemExit, match="2"):
-        command.main([str(small), "--output", str(output), "--push-to-hub", "other/small", "--quiet"])
+        expand.main([str(small), "--output", str(output), "--push-to-hub", "other/small", "--quiet"])
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
     assert f"saved to {output}, but the hub does not take other/small: 403 Forbidden: not yours" in printed.err
