@@ -11,7 +11,7 @@ import tyro
 from tqdm import tqdm
 
 from collab_compress.checkpoint.directory import atomic_file, refuse_place
-from collab_compress.checkpoint.find import find_directory
+from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.report import SECTIONS, Findings, Look, Study, look_at, write_findings
 from collab_compress.report.files import NUMBERS, to_json
 

@@ -15,15 +15,22 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from collab_compress import CheckpointError, CollabCompressError, Compression, Report, make_standalone_
-from collab_compress.checkpoint import load
-from collab_compress.checkpoint.companions import companions_of, copy_companions
-from collab_compress.checkpoint.directory import atomic_directory, atomic_file, has_tokenizer, refuse_place, to_json
+from collab_compress.checkpoint import pretrained
+from collab_compress.checkpoint.directory import (
+    atomic_directory,
+    atomic_file,
+    companions_of,
+    copy_companions,
+    has_tokenizer,
+    refuse_place,
+    to_json,
+)
 from collab_compress.checkpoint.edits import METHOD
-from collab_compress.checkpoint.find import find_directory, repository_of, title_of
+from collab_compress.checkpoint.pretrained import find_directory, repository_of, title_of
 from collab_compress.checkpoint.upload import check_upload, push_to_hub
 from collab_compress.conversion.card import CARD, Origin, loading_lines, model_card
 from collab_compress.distributed import process_state
-from collab_compress.errors import CompressionError
+from collab_compress.errors import CompressionError, one_line
 
 RECORD = "collab_compress.json"
 RUNS_AS = (None, "eager", "sdpa")  # attention that can be read from a config
@@ -169,7 +176,7 @@ def load_model(directory: Path, edited: bool = False) -> PreTrainedModel:
     Raises:
         CheckpointError: config or weights are missing, damaged, incomplete, not finite, or already converted.
     """
-    config = load.load_config(directory)
+    config = pretrained.load_config(directory)
     _refuse_quantized(directory, config, edited)
     runs_as = getattr(config, "_attn_implementation", None)
     if runs_as not in RUNS_AS:
@@ -178,7 +185,7 @@ def load_model(directory: Path, edited: bool = False) -> PreTrainedModel:
             "or sdpa, so take that entry out"
         )
     model_class = _model_class(directory, config)
-    model, found = load.load_model(model_class, directory, dtype="auto")
+    model, found = pretrained.load_model(model_class, directory, dtype="auto")
     if found["missing_keys"]:
         raise CheckpointError(
             f"{directory} lacks weights that {model_class.__name__} needs, such as "
@@ -233,7 +240,7 @@ def load_tokenizer(directory: Path) -> Any:
     """Load the tokenizer, or what holds one; None where the model has none."""
     if not has_tokenizer(directory):
         return None
-    processor = load.load_processor(directory)
+    processor = pretrained.load_processor(directory)
     return getattr(processor, "tokenizer", processor)
 
 
@@ -268,7 +275,7 @@ def put_on(model: PreTrainedModel, device: str | None) -> None:
             torch.zeros(1, device=device).item()  # a device that is there, and holds values
             model.to(device)
         except (RuntimeError, AssertionError, NotImplementedError) as error:
-            raise CompressionError(f"device {device!r} cannot be used: {load.one_line(error)}") from error
+            raise CompressionError(f"device {device!r} cannot be used: {one_line(error)}") from error
 
 
 @contextmanager
@@ -320,7 +327,7 @@ def _save(source: Source, directory: Path, title: str, made: Made, record: dict[
     try:
         source.model.save_pretrained(directory)
     except ValueError as error:  # settings of generation that Transformers reads, but does not write
-        raise CheckpointError(f"{source.directory} cannot be saved again: {load.one_line(error)}") from error
+        raise CheckpointError(f"{source.directory} cannot be saved again: {one_line(error)}") from error
     origin = Origin(source.name, source.directory, source.repository)
     card = model_card(source.model, title, origin, made.compression, made.calibration, made.report, made.notes)
     (directory / CARD).write_text(str(card), encoding="utf-8")
