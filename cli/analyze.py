@@ -1,20 +1,23 @@
 """`collab-analyze`: look at the heads of a model, and write numbers and a page of pictures."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 from tqdm import tqdm
 
-from collab_compress.checkpoint.directory import refuse_place
+from collab_compress.checkpoint.directory import atomic_file, refuse_place
 from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.report import SECTIONS, Findings, Look, Study, look_at, write_findings
+from collab_compress.report.files import NUMBERS, to_json
 
-from .analyze_data import Data, load_data
 from .command import parse, silence_libraries, stopping_in_one_line
-from .source import Source, load_source, put_on
+from .data import Data, load_data
+from .model import Common, Device, Model, Source, check_json, load_source, put_on
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Arguments:
       collab-analyze bert-base --sections energy cost --output bert-cost
     """
 
-    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    model: Model
     """minilm (embedded), a model directory, stock or converted, or a name on the hub (bert-base, org/name)."""
 
     output: Annotated[Path, tyro.conf.arg(metavar="DIR")]
@@ -41,11 +44,13 @@ class Arguments:
     against: Annotated[str | None, tyro.conf.arg(metavar="OTHER")] = None
     """A model to compare with, as MODEL before conversion; it must read the same tokens."""
 
-    sections: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = tuple(SECTIONS)
+    sections: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{{{','.join(SECTIONS)}}} ...")] = tuple(SECTIONS)
     """What to look at."""
 
-    device: str | None = None
+    device: Device = None
     """Where to run the models, as torch names it (cpu, cuda:0); the CPU if not given."""
+
+    common: tyro.conf.OmitArgPrefixes[Common] = field(default_factory=Common)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -57,20 +62,25 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(arguments: Arguments) -> Findings:
     """Load, look, write and say the most telling numbers."""
     silence_libraries()
-    compared = [arguments.model, *([] if arguments.against is None else [arguments.against])]
-    refuse_place(arguments.output, *map(find_directory, compared))
-    sources = [load_source(name, edited=True) for name in compared]
-    for each in sources:
-        put_on(each.model, arguments.device)
-    source, other = sources[0], sources[1] if len(sources) > 1 else None
-    with Bars() as bars:
+    common, against = arguments.common, arguments.against
+    directory = find_directory(arguments.model, common.revision)
+    refuse_place(arguments.output, directory, *([] if against is None else [find_directory(against)]))
+    check_json(common.json, arguments.output, directory, NUMBERS)
+    source = load_source(arguments.model, edited=True, revision=common.revision)
+    other = None if against is None else load_source(against, edited=True)
+    for each in (source, other):
+        if each is not None:
+            put_on(each.model, arguments.device)
+    with Bars(common.quiet) as bars:
         findings = look_at(_study(arguments, source, other, bars), arguments.sections)
-    write_findings(findings, arguments.output)
-    for line in findings.highlights:
-        print(line)
-    for name, reason in findings.omitted.items():
-        print(f"Not shown: {name}: {reason}.")
-    print(f"\nPage: {arguments.output / 'index.html'}")
+    with ExitStack() as both:
+        if common.json is not None:
+            numbers = both.enter_context(atomic_file(common.json))
+            numbers.write_text(json.dumps(to_json(findings), allow_nan=False, indent=1) + "\n", encoding="utf-8")
+        write_findings(findings, arguments.output)
+    common.say(*findings.highlights)
+    common.say(*(f"Not shown: {name}: {reason}." for name, reason in findings.omitted.items()))
+    common.say(f"\nPage: {arguments.output / 'index.html'}")
     return findings
 
 
@@ -94,7 +104,8 @@ def _study(arguments: Arguments, source: Source, other: Source | None, bars: "Ba
 class Bars:
     """A progress bar on standard error for what is being measured; it goes away when that is done."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: bool = False) -> None:
+        self._disabled = hidden or None  # None: where there is no terminal
         self._bar: tqdm[Any] | None = None
         self._label = ""
 
@@ -102,7 +113,7 @@ class Bars:
         """Show how much is done."""
         if self._bar is None or label != self._label:
             self.close()
-            self._bar, self._label = tqdm(desc=label, total=total, disable=None, leave=False), label
+            self._bar, self._label = tqdm(desc=label, total=total, disable=self._disabled, leave=False), label
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
 

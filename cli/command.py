@@ -1,4 +1,4 @@
-"""What commands have in common: arguments, quiet libraries, and one line when something stops them.
+"""What commands have in common: arguments, tables, and one line when something stops them.
 
 What takes long to import is imported where it is used: `start` loads this module before anything can be interrupted.
 """
@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 CODES = (
     "Exit codes: 0, 2 for an error (one line on standard error), 130 when interrupted. --version says which it is."
 )
+UNBOUNDED = 100_000  # columns: wider than any table
 BROKEN_PIPE = 128 + 13  # what a shell gives for a process that SIGPIPE ends
 
 
@@ -94,6 +95,31 @@ def parse(kind: type[Arguments], name: str, argv: Sequence[str] | None) -> Argum
         raise
     sys.stderr.write(told.getvalue())
     return found
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lay out a table, a line each: names in the first column, numbers in the others.
+
+    On a terminal it is drawn as wide as that is. Elsewhere it is plain text that programs can read: no colours, a
+    row a line, nothing cut.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    terminal = sys.stdout.isatty()
+    drawn = Table(box=SIMPLE_HEAD if terminal else None, pad_edge=False, show_edge=False)
+    for place, name in enumerate(header):
+        drawn.add_column(name, justify="right" if place else "left", overflow="fold", no_wrap=not terminal)
+    for row in rows:
+        drawn.add_row(*row)
+    console = Console(
+        file=io.StringIO(), force_terminal=terminal, width=None if terminal else UNBOUNDED,
+        markup=False, emoji=False, highlight=False,
+    )  # fmt: skip
+    with console.capture() as captured:
+        console.print(drawn)
+    return [line.rstrip() for line in captured.get().splitlines()]
 
 
 def silence_libraries() -> None:

@@ -2,18 +2,124 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import isinf
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Any
 
-from collab_compress import Compression, Report, alphas_of, compress, mix_heads_
+import tyro
+
+from collab_compress import CollabCompressError, Compression, ModuleReport, Report, alphas_of, compress, mix_heads_
+from collab_compress.conversion.report import ValueReport
+from collab_compress.conversion.stock import refuse_stock, to_stock
 from collab_compress.distributed import process_state
 
-from .arguments import Arguments
-from .command import parse, silence_libraries, stopping_in_one_line
-from .options import Made, bar, begin, finish, output_of
+from .command import parse, silence_libraries, stopping_in_one_line, table
+from .model import Made, Model, Saving, Source, bar, begin, device_of, finish, load_model, output_of
 from .recover import STEPS, recover, recovery_lines, recovery_note
-from .source import Source, device_of, load_model
-from .table import mixing_lines, report_lines
+
+
+@dataclass(frozen=True)
+class Conversion(Compression):
+    """How to convert, if at all."""
+
+    def __post_init__(self) -> None:
+        if self.asked:
+            super().__post_init__()
+
+    @property
+    def asked(self) -> bool:
+        """Whether anything is to be converted."""
+        return any(each is not None for each in (self.dk, self.dv, self.keep))
+
+    @property
+    def changed(self) -> list[str]:
+        """Names of the options that are not at their defaults."""
+        return [each.name for each in fields(self) if getattr(self, each.name) != each.default]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Convert a pretrained model's attention into collaborative form, without retraining, or let its heads mix.
+
+    Examples:
+      collab-compress minilm --dk 128
+      collab-compress minilm --dk 192 --dv 252
+      collab-compress minilm --keep 0.6
+      collab-compress bert-base --dk 384 --output bert-base-384
+      collab-compress ./my-classifier --dk 256 --calibration sentences.txt --json report.json
+      collab-compress minilm --dk 192 --form per-head
+      collab-compress minilm --dk 128 --recover
+      collab-compress ./my-classifier --mix
+    """
+
+    model: Model
+    """minilm (embedded), a model directory, or a name on the hub (bert-base, distilbert, albert-base, org/name)."""
+
+    compression: tyro.conf.OmitArgPrefixes[Conversion]
+
+    recover: Annotated[int | None, tyro.conf.arg(metavar="[STEPS]")] = None
+    """Then bring the converted attention nearer to the dense model's by a short distillation without labels, on the
+    same kind of data; 150 steps if no number is given."""
+
+    mix: bool = False
+    """Add head mixing (alphas), to be trained; alone, or after conversion."""
+
+    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Where to save; MODEL-dkN-dvN, with -per-head, -recovered, -stock and -mixed where that was asked for, in the
+    current directory if not given."""
+
+    calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|none|FILE")] = "synthetic"
+    """Data that says which input directions matter: random tokens, none, or a file with one text a line."""
+
+    stock: bool = False
+    """Write a plain model with narrower heads, which needs no package, where the family's config has room for it (T5,
+    ViT, DeiT); takes dk and dv, and makes them --form per-head with --equal-heads."""
+
+    standalone: bool = False
+    """Ship the modelling code too: people without this package load it with trust_remote_code=True."""
+
+    saving: tyro.conf.OmitArgPrefixes[Saving] = field(default_factory=Saving)
+
+    def __post_init__(self) -> None:
+        if self.stock:
+            self._check_stock()
+        if self.compression.asked:
+            if self.recover is not None and self.calibration == "none":
+                raise CollabCompressError("--recover trains on calibration data; leave --calibration none out")
+            return
+        if not self.mix:
+            raise CollabCompressError(
+                "nothing to do: pass --dk N, --dv N or --keep X to convert, --mix to let heads mix"
+            )
+        unused = [
+            *self.compression.changed,
+            *(["calibration"] if self.calibration != "synthetic" else []),
+            *([] if self.recover is None else ["recover"]),
+        ]
+        if unused:
+            raise CollabCompressError(
+                f"--{unused[0]} belongs to a conversion; pass --dk or --dv too, or leave it out"
+            )
+
+    def _check_stock(self) -> None:
+        asked = self.compression
+        if asked.dk is None or asked.dv is None or self.mix or self.standalone:
+            raise CollabCompressError("--stock takes --dk N and --dv N, and neither --mix nor --standalone")
+        compression = replace(asked, form="per-head", equal_heads=True)
+        object.__setattr__(self, "compression", compression)
+
+    @property
+    def suffix(self) -> str:
+        """What is appended to the model's name to name the output."""
+        widths = {name: getattr(self.compression, name) for name in ("keep", "dk", "dv")}
+        converted = "".join(f"-{name}{width}" for name, width in widths.items() if width is not None)
+        if self.stock:
+            return f"{converted}{'' if self.recover is None else '-recovered'}-stock"
+        form = "" if self.compression.form == "shared" else f"-{self.compression.form}"
+        recovered = "" if self.recover is None else "-recovered"
+        return converted + form + recovered + ("-mixed" if self.mix else "")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -37,16 +143,20 @@ def run(arguments: Arguments) -> Report | None:
     saving = arguments.saving
     output = output_of(arguments.output, arguments.model, arguments.suffix)
     source = begin(arguments.model, output, saving, arguments.compression.device)
+    if arguments.stock:
+        refuse_stock(source.model)
     device = device_of(arguments.compression.device)
     arguments = replace(arguments, compression=replace(arguments.compression, device=device))
     report = _convert(source, arguments) if arguments.compression.asked else None
     recovery = None if arguments.recover is None else _recover(source, arguments)
     if arguments.mix:
         mix_heads_(source.model)
-    lines = [] if report is None else report_lines(report, arguments.calibration)
+    if arguments.stock:
+        source = replace(source, model=to_stock(source.model))
+    lines = [] if report is None else _report_lines(report, arguments.calibration)
     if recovery is not None:
         lines += recovery_lines(recovery, arguments.calibration)
-    finish(source, output, saving, _made(source, arguments, report, recovery), lines + mixing_lines(_mixed(source)))
+    finish(source, output, saving, _made(source, arguments, report, recovery), lines + _mixing_lines(_mixed(source)))
     return report
 
 
@@ -78,7 +188,7 @@ def _made(source: Source, arguments: Arguments, report: Report | None, recovery:
     record = {
         "model": arguments.model,
         "class": type(source.model).__name__,
-        "compression": None if report is None else asdict(arguments.compression),
+        "compression": None if report is None else asdict(_compression(arguments, report)),
         "calibration": None if report is None else arguments.calibration,
         "report": None if report is None else report.to_dict(),
         "mixed_heads": _mixed(source),
@@ -87,9 +197,115 @@ def _made(source: Source, arguments: Arguments, report: Report | None, recovery:
     notes = [] if recovery is None else [recovery_note(recovery)]
     if report is None:
         return Made(record, notes, standalone=arguments.standalone)
-    compression = Compression(**asdict(arguments.compression))
+    compression = _compression(arguments, report)
     calibration = {"synthetic": "random tokens", "none": None}.get(arguments.calibration, "texts")
     return Made(record, notes, compression, calibration, report, arguments.standalone)
+
+
+def _compression(arguments: Arguments, report: Report) -> Compression:
+    """How the model was converted, with what was chosen where a share to keep was asked for."""
+    return replace(report.compression or arguments.compression, device=arguments.compression.device)
+
+
+def _report_lines(report: Report, calibrated_on: str) -> list[str]:
+    """Say what a conversion did: tables of modules, and a summary."""
+    length = f"MMACs at T={report.length}"
+    scores = [
+        [
+            module.name, str(module.dk), *_errors_and_sizes(module),
+            "any" if isinf(module.break_even_length) else f"{module.break_even_length:.0f}",
+        ]
+        for module in report.modules
+    ]  # fmt: skip
+    values = [[module.name, str(module.dv), *_errors_and_sizes(module)] for module in report.values]
+    lines = [report.choice, ""] if report.choice else []
+    if scores:
+        header = ["module", "dk", "score error", "weight error", "parameters", length, "T*"]
+        lines += [*table(header, scores), ""]
+    if values:
+        lines += [*table(["module", "dv", "output error", "weight error", "parameters", length], values), ""]
+    apart = [f"  {module.name}: {' '.join(map(str, module.sizes))}" for module in report.modules if module.sizes]
+    channels = ["Channels of each head:", *apart, ""] if apart else []
+    return [*lines, *channels, *_summary(report, calibrated_on)]
+
+
+def _errors_and_sizes(module: ModuleReport | ValueReport) -> list[str]:
+    """Columns that tables of scores and of values have in common."""
+    return [
+        "–" if module.data_error is None else f"{module.data_error:.4f}",
+        f"{module.weight_error:.4f}",
+        f"{module.parameters_before:,} → {module.parameters_after:,}",
+        f"{module.macs_before / 1e6:.1f} → {module.macs_after / 1e6:.1f}",
+    ]
+
+
+def _summary(report: Report, calibrated_on: str) -> list[str]:
+    both = {"Query/key": report.modules, "Value/output": report.values}
+    sizes = {
+        name: [sum(getattr(each, f"parameters_{when}") for each in modules) for when in ("before", "after")]
+        for name, modules in both.items()
+        if modules
+    }
+    if len(sizes) == 2 and len(report.modules) == len(report.values):
+        sizes["Attention"] = [sum(column) for column in zip(*sizes.values(), strict=True)]
+    lines = [
+        *(
+            f"{name} parameters {before:,} → {after:,} ({after / before - 1:+.0%})."
+            for name, (before, after) in sizes.items()
+        ),
+        f"Whole model {report.parameters_before:,} → {report.parameters_after:,} parameters "
+        f"({report.parameters_after / report.parameters_before - 1:+.1%}).",
+        *_operations(report),
+    ]
+    if report.drift is not None:
+        lines.append(
+            f"Drift of {report.drift.output} on {report.drift.sequences} held-back sequences ({calibrated_on}): "
+            f"{report.drift.relative_error:.2%} of its norm."
+        )
+    vectors = [each.vectors for each in report.modules] + [each.vectors for each in report.values]
+    seen = min(map(min, vectors), default=0)
+    if report.sequences and seen:
+        lines.append(f"Calibrated on {report.sequences:,} sequences; each module saw {seen:,} vectors or more.")
+    lines.append(f"Converted in {report.seconds:.1f} s.")
+    return lines
+
+
+def _operations(report: Report) -> list[str]:
+    """Say up to where shared scores pay."""
+    shortest = min((module.break_even_length for module in report.modules), default=None)
+    if shortest is None:
+        return []
+    pays = "at any length" if isinf(shortest) else f"up to T* = {shortest:.0f} tokens, and more beyond"
+    return [f"Scores take fewer operations {pays}.", *_advice(report)]
+
+
+def _advice(report: Report) -> list[str]:
+    """Where shared channels cost more beyond T*, say what heads with channels of their own would cost instead."""
+    modules = report.modules
+    before, after, apart = (
+        sum(getattr(module, name) for module in modules) for name in ("macs_before", "macs_after", "per_head_macs")
+    )
+    longer = any(module.sizes is None and not isinf(module.break_even_length) for module in modules)
+    if not longer or apart >= before:
+        return []
+    errors = [module.weight_error if module.data_error is None else module.data_error for module in modules]
+    own = mean(module.per_head_error for module in modules)
+    return [
+        f"--form per-head is cheaper beyond, and below too ({apart / after - 1:+.0%} at T={report.length}), but its "
+        f"score error is {own:.4f} instead of {mean(errors):.4f} on average."
+    ]
+
+
+def _mixing_lines(heads: dict[str, int]) -> list[str]:
+    """Say what head mixing was added: module → number of heads; nothing for none."""
+    if not heads:
+        return []
+    shapes = " and ".join(f"{h}×{h}" for h in sorted(set(heads.values())))
+    return [
+        f"Heads mix in {len(heads)} attention module{'s' if len(heads) > 1 else ''}: alphas {shapes}, "
+        f"{sum(h * h for h in heads.values()):,} parameters more.",
+        "They are the identity until trained, so outputs are as without them; merge_alphas_(model) folds them in.",
+    ]
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ import tyro
 
 from collab_compress import Expansion, expand
 
-from .command import parse, silence_libraries, stopping_in_one_line
-from .options import Device, Made, Model, Saving, begin, finish, output_of
+from .command import parse, silence_libraries, stopping_in_one_line, table
+from .model import Device, Made, Model, Saving, begin, finish, output_of
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,7 @@ def run(arguments: Arguments) -> Expansion:
     source = begin(arguments.model, output, arguments.saving, arguments.device, edited=True)
     expansion = expand(source.model)
     record = {"model": arguments.model, "expansion": {"exact": expansion.exact, "errors": expansion.errors}}
-    width = max(map(len, expansion.errors))
-    lines = [f"{'module':<{width}}  relative error"]
-    lines += [f"{name:<{width}}  {error:>14.2e}" for name, error in expansion.errors.items()]
+    lines = table(["module", "relative error"], ([name, f"{error:.2e}"] for name, error in expansion.errors.items()))
     exact = "The dense model computes the same, up to rounding."
     nearest = "The dense model is the nearest one of this width, not the same."
     lines += ["", exact if expansion.exact else nearest]

@@ -4,18 +4,20 @@ import ast
 import inspect
 import io
 import os
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from textwrap import dedent, fill
 from typing import Any, get_args, get_type_hints
 
 from .start import COMMANDS
 
 WIDTH = 100
+fill = partial(textwrap.fill, width=WIDTH, break_on_hyphens=False, break_long_words=False)
 TEXTS = Path(__file__).parent / "help_texts"
 
 
@@ -32,8 +34,22 @@ def rendered(name: str) -> str:
     told = io.StringIO()
     with _terminal(), redirect_stdout(told), suppress(SystemExit):
         module.main(["--help"])
-    lines = [line.rstrip() for line in told.getvalue().strip("\n").splitlines()]
-    return "\n".join([*lines, *_further(name)]) + "\n"
+    lines = [line.rstrip() for line in told.getvalue().strip().splitlines()]
+    return "\n".join([*_filled(lines), *_further(name)]) + "\n"
+
+
+def _filled(lines: Sequence[str]) -> Iterator[str]:
+    """Fill again what is said of each option: the parser breaks lines where its docstring does, too."""
+    column = max(len(line) - len(line.lstrip()) for line in lines)  # where options are told
+    before, said = " " * column, list[str]()
+    for line in [*lines, ""]:
+        if said and not line.startswith(" " * column):
+            yield fill(" ".join(said), initial_indent=before, subsequent_indent=" " * column)
+            before, said = " " * column, []
+        if line[column - 2 : column] == "  " and line[column:].strip():
+            before, said = (line[:column], [line[column:]]) if not said else (before, [*said, line[column:]])
+        else:
+            yield line
 
 
 def _further(name: str) -> Iterator[str]:
@@ -41,7 +57,6 @@ def _further(name: str) -> Iterator[str]:
 
     described = {"collab-run": Recipe, "collab-sweep": Sweep}.get(name)
     if described is not None:
-        yield ""
         yield "fields of a recipe:" if described is Recipe else "fields of a sweep:"
         yield from _fields(described)
         if described is Sweep:
@@ -58,7 +73,7 @@ def _fields(described: Any, before: str = "") -> Iterator[str]:
             (kind for kind in (types[field.name], *get_args(types[field.name])) if is_dataclass(kind)), None
         )
         told = f"  {name}  {words.get(field.name, '')}{_default(field)}"
-        yield fill(told, WIDTH, subsequent_indent=" " * 6, break_on_hyphens=False)
+        yield fill(told, subsequent_indent=" " * 6)
         if nested is not None:
             yield from _fields(nested, f"{name}.")
 
@@ -74,7 +89,7 @@ def _default(field: "Field[Any]") -> str:
 def _docstrings(described: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for owner in reversed(described.__mro__[:-1]):
-        body = ast.parse(dedent(inspect.getsource(owner))).body[0].body  # type: ignore[attr-defined]
+        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0].body  # type: ignore[attr-defined]
         for one, other in pairwise(body):
             if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and isinstance(other, ast.Expr):
                 with suppress(ValueError):

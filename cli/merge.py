@@ -10,7 +10,7 @@ import tyro
 from collab_compress import alphas_of, merge_alphas_
 
 from .command import parse, silence_libraries, stopping_in_one_line
-from .options import Device, Made, Model, Saving, begin, finish, output_of
+from .model import Device, Made, Model, Saving, begin, finish, output_of
 
 
 @dataclass(frozen=True)

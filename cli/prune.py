@@ -11,10 +11,9 @@ import tyro
 from collab_compress import CollabCompressError, head_importance, prune_heads_
 from collab_compress.heads import confidence, least_important
 
-from .analyze_data import Data, Inputs, load_data
 from .command import parse, silence_libraries, stopping_in_one_line
-from .options import Device, Made, Model, Saving, begin, finish, output_of
-from .source import Source
+from .data import Data, Inputs, load_data
+from .model import Device, Made, Model, Saving, Source, begin, finish, output_of
 
 
 @dataclass(frozen=True)

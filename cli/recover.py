@@ -20,8 +20,7 @@ from collab_compress.conversion.recovery import recover_
 from collab_compress.distributed import process_state
 
 from .command import parse, silence_libraries, stopping_in_one_line
-from .options import RECORD, Device, Made, Model, Saving, bar, begin, finish, output_of
-from .source import Source, load_model
+from .model import RECORD, Device, Made, Model, Saving, Source, bar, begin, finish, load_model, output_of
 
 STEPS = 150  # of 16 sequences, as were tried
 TIMED = 3  # steps after which the time of all is told; the first is slower than the others

@@ -27,6 +27,10 @@ def test_what_is_imported_is_there(page: Path) -> None:
                 assert not missing, f"{statement.module} has no {', '.join(missing)}"
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) < 900
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_are_there(page: Path) -> None:
     commands = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]

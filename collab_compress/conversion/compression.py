@@ -11,6 +11,7 @@ from collab_compress.attention import FORMS, Form
 from collab_compress.errors import CompressionError
 
 LARGEST_DAMPING = 1e6
+SOLVERS = max((form.solvers for form in FORMS.values()), key=len)  # where there is a choice
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,13 @@ class Compression:
     equal_heads: bool = field(default=False, kw_only=True)
     """In the per-head form: all heads equally wide, as a stock model has them, in place of as wide as pays."""
 
-    solver: str = "als"
+    solver: Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(SOLVERS)}}}")] = "als"
     """How to decompose: als (ours) or parafac (the papers' recipe, through tensorly)."""
 
-    sweeps: int | None = None
+    sweeps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Most passes over the factors; the solver's own default if not given."""
 
-    tolerance: float | None = None
+    tolerance: Annotated[float | None, tyro.conf.arg(metavar="X")] = None
     """Stop once a sweep lowers the relative error by less; the solver's own default if not given."""
 
     damping: float = 1e-3
@@ -67,7 +68,7 @@ class Compression:
     seed: int = 0
     """Seed of random tokens and random starts."""
 
-    device: str | None = None
+    device: Annotated[str | None, tyro.conf.arg(metavar="DEVICE")] = None
     """Where to decompose, as torch names it (cpu, cuda:0; cuda is each process's own GPU); where the model is if not
     given, or the CPU if that device has no float64."""
 

@@ -83,6 +83,14 @@ def test_random_tokens_and_chosen_sections(run):
     assert "Not shown: mixing: heads of a dense model" in printed
 
 
+def test_for_programs(run, folder, tmp_path):
+    code, printed, error, numbers = run(
+        "dense", "--sections", "content", "--sentences", 3, *QUICK, "--quiet", "--json", tmp_path / "copy.json"
+    )
+    assert (code, printed, error) == (0, "", "")
+    assert json.loads((tmp_path / "copy.json").read_text(encoding="utf-8")) == numbers
+
+
 def test_a_task_scores_heads(run):
     code, printed, error, numbers = run(
         "dense", "--task", "mrpc", "--data-dir", "data", "--sections", "dominance", *QUICK
@@ -123,6 +131,9 @@ def test_a_translator_reads_pairs(run):
         (["translator", "--task", "mrpc", "--data-dir", "data"], "MarianModel does not answer mrpc"),
         (["dense", "--sentences", "0"], "expected at least 1"),
         (["dense", "--seed", str(2**64)], "expected a whole number from 0 to 2³² − 1"),
+        (["dense", "--revision", "main"], "is here, without revisions"),
+        (["dense", "--json", "nothing/numbers.json"], "expected a file in a directory that exists"),
+        (["dense", "--json", "dense/numbers.json"], "lies in"),
         (["dense", "--device", "abacus"], "device 'abacus' cannot be used"),
         (["dense", "--against", "converted", "--device", "cuda:99"], "device 'cuda:99' cannot be used"),
         (["dense", "--rounds", "few"], "--rounds: invalid literal"),
@@ -146,6 +157,12 @@ def test_nothing_is_overwritten(run, tmp_path):
     code, _, error, _ = run("dense")
     assert code == 2
     assert "exists; choose another output" in error
+
+
+def test_the_numbers_are_in_the_output_anyway(run, tmp_path):
+    code, _, error, _ = run("dense", "--json", tmp_path / "heads")
+    assert code == 2
+    assert "lies in the output, which has the report as numbers.json anyway" in error
 
 
 def test_nothing_is_written_into_a_model(folder, capsys, monkeypatch):

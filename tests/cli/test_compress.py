@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from collab_compress_cli import source
+from collab_compress_cli import model as command_model
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -401,12 +401,12 @@ def test_the_model_is_where_it_was_asked_to_be(run, monkeypatch, model_dir, tmp_
 )
 def test_each_process_has_a_device_of_its_own(monkeypatch, asked, processes, expected):
     together = SimpleNamespace(num_processes=processes, local_process_index=1)
-    monkeypatch.setattr(source, "process_state", lambda: together)
-    assert source.device_of(asked) == expected
+    monkeypatch.setattr(command_model, "process_state", lambda: together)
+    assert command_model.device_of(asked) == expected
 
 
 def test_one_device_for_all_processes_is_refused(monkeypatch):
     together = SimpleNamespace(num_processes=2, local_process_index=1)
-    monkeypatch.setattr(source, "process_state", lambda: together)
+    monkeypatch.setattr(command_model, "process_state", lambda: together)
     with pytest.raises(CompressionError, match="'cuda:0' would hold all 2 processes; pass cuda"):
-        source.device_of("cuda:0")
+        command_model.device_of("cuda:0")

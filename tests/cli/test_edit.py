@@ -7,7 +7,7 @@ import pytest
 import torch
 from collab_compress_cli import compress, expand, merge, prune, recover
 from collab_compress_cli.compress import with_steps
-from collab_compress_cli.source import load_model
+from collab_compress_cli.model import load_model
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
 from collab_compress import Compression, mix_heads_

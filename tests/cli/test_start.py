@@ -46,7 +46,7 @@ def run(command, *arguments, before="", cwd=None, **options):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("name", ["torch", "transformers.modeling_utils", "collab_compress_cli.source"])
+@pytest.mark.parametrize("name", ["torch", "transformers.modeling_utils", "collab_compress_cli.model"])
 def test_an_interrupt_while_libraries_are_loaded(tmp_path, name, signum):
     code = HEARING + SLOW.format(name=name) + START.format("compress")
     process = subprocess.Popen(

@@ -1,15 +1,16 @@
-"""What `collab-analyze` runs models on: random tokens, a file of sentences, or a task's labelled data."""
+"""What `collab-analyze` and `collab-prune` run models on: random tokens, a file of texts, a task's labelled data."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import tyro
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.calibration import Batch, calibration_batches
+from collab_compress.calibration import Batch, calibration_batches, evaluation_mode, run_batch
 from collab_compress.calibration.batches import BATCH_SIZE, read_texts
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.errors import CalibrationError, DataError
@@ -18,6 +19,8 @@ from collab_compress.report import TaskScore
 SYNTHETIC, SYNTHETIC_LENGTH = 256, 64  # random sequences at most, and their tokens
 SHORT = (5, 14)  # words of a sentence whose attention maps can be read
 SENTENCE = "The animal did not cross the street because it was too tired."
+SPLITS = ("validation", "validation_matched", "test", "train")  # of a task: the first that is there is read
+LABELLED = 256  # rows that the gradient of the loss is taken on
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,9 @@ class Inputs:
     random tokens (noise, for images) if not given."""
 
     task: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """A task of classification, as mrpc: its validation data are read, and heads are scored by its metric, at a pass
-    over them for each head."""
+    """A task of classification (cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli, imdb, yelp, yelp_full, ag_news,
+    dbpedia, yahoo, trec, snli): its validation data are read, and heads are scored by its metric, at a pass over them
+    for each head."""
 
     data_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder with the task's files; the hub if not given."""
@@ -83,10 +87,7 @@ def load_data(data: Data, model: PreTrainedModel, tokenizer: Any, seed: int) -> 
         DataError: a task that is not there, malformed, or of another kind.
     """
     if data.task is not None:
-        from .analyze_task import load_scored  # needs what `data` installs
-
-        rows, words, score = load_scored(data.task, data, model, tokenizer, seed)
-        return Loaded(rows.batches, words, data.sentence or short_text(rows.texts), score)
+        return _labelled(data.task, data, model, tokenizer, seed)
     if data.sentence is not None and model.config.is_encoder_decoder:
         raise DataError("--sentence is one text, and an encoder–decoder reads two; it shows a pair of --data FILE")
     if data.data is None:
@@ -102,12 +103,7 @@ def load_data(data: Data, model: PreTrainedModel, tokenizer: Any, seed: int) -> 
             next((pair for pair in pairs if SHORT[0] <= len(pair[0].split()) <= SHORT[1]), pairs[0]),
         )
     batches = calibration_batches(texts, model, tokenizer, sequences=data.sentences, length=data.length, seed=seed)
-    return Loaded(batches, words, data.sentence or short_text(texts))
-
-
-def short_text(texts: Sequence[str]) -> str:
-    """Choose the first sentence whose attention maps can be read."""
-    return next((text for text in texts if SHORT[0] <= len(text.split()) <= SHORT[1]), texts[0])
+    return Loaded(batches, words, data.sentence or _short(texts))
 
 
 def _synthetic(data: Data, model: PreTrainedModel, tokenizer: Any, seed: int) -> Loaded:
@@ -152,3 +148,87 @@ def _translated(
         batch["decoder_input_ids"] = torch.cat([first, target["input_ids"][:, :-1]], 1)
         batch["decoder_attention_mask"] = target["attention_mask"]
         yield batch
+
+
+def _labelled(name: str, data: Data, model: PreTrainedModel, tokenizer: Any, seed: int) -> Loaded:
+    """Load a task's validation data, and say how a model is scored on them.
+
+    Raises:
+        DataError: no such task, one that is not classification or regression, data that are not there or malformed,
+            or a model that does not answer it.
+    """
+    # what `data` installs is needed for a task alone
+    from collab_compress.metrics import load_metric
+    from collab_compress.tasks import TASKS, encode_classification, load_task
+
+    try:
+        rows = load_task(name, data.data_dir, train=False)
+    except DataError:
+        rows = load_task(name, data.data_dir)  # where there are none but training data
+    task = TASKS[name]
+    _check(name, model, tokenizer)
+    split = next(each for each in SPLITS if each in rows)
+    chosen = rows[split].shuffle(seed=seed).select(range(min(len(rows[split]), data.sentences)))
+    encoded = encode_classification(chosen, tokenizer, max_length=min(data.length, tokenizer.model_max_length))
+    if "labels" not in encoded.column_names:
+        raise DataError(f"{name}: {split} has no labels to score with; pass its sentences by --data instead")
+    batches = list(_padded(encoded, tokenizer, {*forward_arguments(model), "labels"}))
+    bare = [{key: value for key, value in batch.items() if key != "labels"} for batch in batches]
+    labels = torch.cat([batch["labels"] for batch in batches])
+    metric = load_metric(task.metric)
+
+    def score(scored: PreTrainedModel) -> float:
+        predicted = torch.cat([_predicted(scored, batch) for batch in bare])
+        found = metric.compute(predictions=predicted, references=labels)
+        return float(metric.scale * sum(found[key] for key in metric.scores) / len(metric.scores))
+
+    named = f"{' and '.join(metric.scores)} on {len(chosen):,} rows of {name}"
+    labelled = batches[: -(-LABELLED // BATCH_SIZE)]
+    return Loaded(
+        bare, f"rows of {name}, {split}", data.sentence or _short(chosen["text"][:]),
+        TaskScore(named, score, labelled, metric.greater_is_better),
+    )  # fmt: skip
+
+
+def _short(texts: Sequence[str]) -> str:
+    """Choose the first sentence whose attention maps can be read."""
+    return next((text for text in texts if SHORT[0] <= len(text.split()) <= SHORT[1]), texts[0])
+
+
+def _check(name: str, model: PreTrainedModel, tokenizer: Any) -> None:
+    """Refuse what would give a score that means nothing."""
+    from collab_compress.tasks import TASKS
+
+    task = TASKS[name]
+    if task.num_labels is None:
+        kinds = ", ".join(sorted(each.name for each in TASKS.values() if each.num_labels is not None))
+        raise DataError(f"{task.name} is {task.kind}, on which single heads are not scored; expected one of {kinds}")
+    config: Any = model.config
+    if (
+        tokenizer is None
+        or "SequenceClassification" not in type(model).__name__
+        or config.num_labels != task.num_labels
+    ):
+        raise DataError(
+            f"{type(model).__name__} does not answer {task.name}, which takes a sequence classifier of "
+            f"{task.num_labels} outputs with its tokenizer; fine-tune one, or pass sentences by --data"
+        )
+    order = [str(label).lower() for _, label in sorted(config.id2label.items())]
+    wanted = [label.lower() for label in task.labels]
+    if order != wanted and sorted(order) == sorted(wanted):
+        raise DataError(
+            f"the model has its classes in the order {', '.join(order)}; {task.name} has {', '.join(wanted)}"
+        )
+
+
+def _predicted(model: PreTrainedModel, batch: Batch) -> Tensor:
+    with evaluation_mode(model):
+        logits: Tensor = run_batch(model, batch).logits.float().cpu()
+    return logits[:, 0] if logits.shape[1] == 1 else logits.argmax(1)
+
+
+def _padded(rows: Any, tokenizer: Any, known: Collection[str]) -> Iterator[Batch]:
+    for start in range(0, len(rows), BATCH_SIZE):
+        part = [rows[place] for place in range(start, min(start + BATCH_SIZE, len(rows)))]
+        padded = tokenizer.pad(part, return_tensors="pt")
+        yield {key: value for key, value in padded.items() if key in known}

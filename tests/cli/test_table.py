@@ -1,0 +1,36 @@
+"""Tables that commands print: drawn on a terminal, plain text for programs elsewhere."""
+
+import sys
+
+import pytest
+from collab_compress_cli.command import COLOURS, table
+
+LONG = "bert.encoder.layer.11.attention.self." * 3
+HEADER, ROWS = ["module", "dk", "parameters"], [[LONG, "8", "1,200 → 400"], ["[b]b[/b]", "128", "8 → 4"]]
+
+
+@pytest.fixture
+def colours(monkeypatch):
+    """An environment that asks for colours, on a terminal of 60 columns."""
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm-256color"), ("COLUMNS", "60")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def test_elsewhere_it_is_plain(colours):
+    width = len(LONG)
+    assert table(HEADER, ROWS) == [
+        f"{'module':<{width}}   dk   parameters",
+        f"{LONG}    8  1,200 → 400",
+        f"{'[b]b[/b]':<{width}}  128        8 → 4",
+    ]
+
+
+def test_a_terminal_gets_all_of_it_too(colours, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    lines = table(HEADER, ROWS)
+    assert "\x1b[1mmodule" in lines[0]
+    plain = [COLOURS.sub("", line) for line in lines]
+    assert max(map(len, plain)) == 60
+    assert "…" not in "".join(plain)
+    assert "".join(line.split("  ")[0] for line in plain[2:5]) == LONG  # folded, not cut
