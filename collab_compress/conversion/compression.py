@@ -19,12 +19,13 @@ class Compression:
     """How to turn dense attention into its collaborative form."""
 
     dk: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Width of queries and keys, all heads together: from 1 to heads × head width, where the conversion is exact.
-    They stay dense if not given."""
+    """Width of queries and keys, all heads together: from 1 to heads × head width, where the conversion is exact; a
+    third of that is where to begin, and collab-analyze MODEL --sections energy suggests one. They stay dense if not
+    given."""
 
     dv: Annotated[int | None, tyro.conf.arg(metavar="N")] = field(default=None, kw_only=True)
     """Width of values and of what the output projection reads, all heads together: from 1 to heads × head width,
-    where the conversion is exact. They stay dense if not given."""
+    where the conversion is exact; two thirds of that is where to begin. They stay dense if not given."""
 
     keep: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = field(default=None, kw_only=True)
     """Share of the attention's parameters to keep, in place of dk, dv and form: they are chosen for inputs as long as
