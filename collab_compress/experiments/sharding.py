@@ -5,9 +5,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from accelerate.utils import str_to_bool
-from torch import Tensor
-from transformers import Trainer, TrainingArguments
+from accelerate.utils import FullyShardedDataParallelPlugin, str_to_bool
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from collab_compress.distributed import process_state
 from collab_compress.errors import RecipeError
@@ -95,10 +96,8 @@ def keep_whole_checkpoints(trainer: Trainer) -> None:
     if not trainer.is_fsdp_enabled:
         raise RecipeError("FSDP was asked for, and Accelerate shards on accelerators only; leave it out on CPUs")
     plugin = trainer.accelerator.state.fsdp_plugin
-    kinds = {type(module).__name__ for module in trainer.model.modules()}
-    for name in plugin.transformer_cls_names_to_wrap or ():
-        if name not in kinds:
-            raise RecipeError(f"FSDP is to wrap {name}, and {type(trainer.model).__name__} has none; see its modules")
+    _check_wrapping(trainer.model, plugin)
+    _check_sharing(trainer.model)
     plugin.state_dict_config = plugin.optim_state_dict_config = None  # those of what it was to write
     plugin.set_state_dict_type("FULL_STATE_DICT")
 
@@ -108,10 +107,43 @@ def whole_weights(trainer: Trainer) -> dict[str, Tensor] | None:
 
     Every process must call it.
     """
-    weights: dict[str, Tensor] | None = None
-    if trainer.is_fsdp_enabled:
-        weights = trainer.accelerator.get_state_dict(trainer.model)
+    if not trainer.is_fsdp_enabled:
+        return None
+    weights: dict[str, Tensor] = trainer.accelerator.get_state_dict(trainer.model)
+    names: dict[Tensor, str] = {}
+    for name, parameter in trainer.model.named_parameters(remove_duplicate=False):
+        if name in weights:
+            weights[name] = weights[names.setdefault(parameter, name)]  # one that is tied was gathered twice
     return weights
+
+
+def _check_wrapping(model: PreTrainedModel, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Refuse to wrap layers that are not there, and the input embeddings twice: Accelerate wraps them anyway."""
+    if plugin.auto_wrap_policy is not transformer_auto_wrap_policy:
+        return
+    embeddings = model.get_input_embeddings()
+    found = {type(module).__name__: embeddings in module.modules() for module in model.modules()}
+    names = plugin.transformer_cls_names_to_wrap or model._no_split_modules or ()
+    fit = ", ".join(sorted(name for name in names if found.get(name) is False))
+    for name in sorted(names):
+        if found.get(name, True):
+            why = "which holds its input embeddings" if name in found else "which it has not"
+            raise RecipeError(
+                f"FSDP is to wrap {name} of {type(model).__name__}, {why}; name its layers alone "
+                f"(fsdp_config: {{transformer_layer_cls_to_wrap: [{fit or 'BertLayer'}]}})"
+            )
+
+
+def _check_sharing(model: PreTrainedModel) -> None:
+    """Refuse a model in which modules share a weight, but for its input and output embeddings."""
+    embeddings = {model.get_input_embeddings(), model.get_output_embeddings()}
+    holders: dict[Tensor, tuple[str, nn.Module]] = {}
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            where, holder = holders.setdefault(parameter, (f"{name}.{own}", module))
+            if holder is not module and not {holder, module} <= embeddings:
+                same = f"{where} and {name}.{own} are one weight"
+                raise RecipeError(f"Accelerate cannot shard {type(model).__name__}, in which {same}; leave FSDP out")
 
 
 def _told(name: str) -> bool:
