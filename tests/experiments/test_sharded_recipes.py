@@ -137,6 +137,7 @@ def weights(folder):
     return load_file(folder / "model" / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("text")
 def test_sharded_processes_give_the_models_of_one(start, data_dir, tmp_path):
     """Heads act in all ways; the mean of two checkpoints is kept of the dense model, the worst of the converted."""
