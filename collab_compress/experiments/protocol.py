@@ -16,6 +16,7 @@ from collab_compress.experiments.folders import is_free, is_ours, mark
 from collab_compress.experiments.identity import read_result, reserve_output
 from collab_compress.experiments.recipe import Recipe, Tuning
 from collab_compress.experiments.record import environment
+from collab_compress.experiments.sharding import sharding
 from collab_compress.experiments.trackers import check_trackers
 from collab_compress.experiments.tuning import evaluate, fine_tune, training_arguments
 from collab_compress.experiments.untrained import make_fresh
@@ -106,9 +107,8 @@ def _checked(recipe: Recipe) -> Workload:
     workload = WORKLOADS[TASKS[recipe.task].kind](recipe)
     if not workload.scored():
         raise RecipeError(f"{recipe.task} has no split to score in {recipe.data_dir}: none but train has labels")
-    for tuning in (recipe.tuning, recipe.again):
-        if tuning is not None:
-            training_arguments(workload, tuning, recipe.output)
+    for tuning in (recipe.tuning or Tuning(), recipe.again or Tuning()):
+        training_arguments(workload, tuning, recipe.output)
     return workload
 
 
@@ -150,9 +150,9 @@ def _convert(workload: Workload, source: str | Path, tokenizer: Any, folder: Pat
         settings = {
             **asdict(recovery), "seed": recipe.seed, "length": compression.length, "disable_tqdm": not recipe.progress
         }  # fmt: skip
-        done = recover_(
-            model, on_every_process(lambda: workload.load_model(source)), tokenizer, recipe.calibration, **settings
-        )
+        dense = on_every_process(lambda: workload.load_model(source))
+        with sharding(allowed=False):  # each process has both models whole
+            done = recover_(model, dense, tokenizer, recipe.calibration, **settings)
         described["recovery"] = {"steps": done.global_step, "mean_divergence": done.training_loss}
 
     def save() -> None:

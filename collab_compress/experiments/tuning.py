@@ -22,6 +22,13 @@ from collab_compress.distributed import on_main_process
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.folders import discard, mark
 from collab_compress.experiments.recipe import Tuning
+from collab_compress.experiments.sharding import (
+    is_to_shard,
+    keep_whole_checkpoints,
+    refuse_deepspeed,
+    sharding,
+    whole_weights,
+)
 from collab_compress.experiments.trackers import keep_logs, log_scores
 from collab_compress.experiments.workload import Workload
 from collab_compress.training import HeadTraining
@@ -70,7 +77,11 @@ def seeded(trainer_class: type[Trainer]) -> type[Trainer]:
     return Seeded
 
 
-CHECKPOINT_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")  # the state is written last
+STATE = "trainer_state.json"  # written last
+OPTIMIZERS = {False: "optimizer.pt", True: "optimizer.bin"}
+"""Whether FSDP shards the model → what the optimizer is saved as."""
+CHECKPOINT_FILES = ((STATE,), tuple(OPTIMIZERS.values()), ("scheduler.pt",))
+"""Of each, a checkpoint that is whole has one."""
 EVALUATION = {
     "per_device_eval_batch_size", "eval_accumulation_steps", "dataloader_num_workers", "dataloader_pin_memory",
     "use_cpu", "disable_tqdm", "generation_max_length", "generation_num_beams",
@@ -87,6 +98,7 @@ PLAIN: dict[Any, Callable[[Any], bool]] = {
 """Type of a training argument → whether a value is one."""
 
 
+@sharding(allowed=True)
 def fine_tune(
     workload: Workload,
     model: PreTrainedModel,
@@ -106,33 +118,40 @@ def fine_tune(
         folder: holds checkpoints while it runs, and logs.
 
     Raises:
-        RecipeError: the training arguments are none, or no such tracker.
+        RecipeError: the training arguments are none, or no such tracker; the run that was interrupted sharded its
+            model and this one does not, or the other way round.
     """
     checkpoints, recipe = folder / "checkpoints", workload.recipe
     on_main_process(lambda: mark(checkpoints))
     trainer = _trainer(workload, model, data, tokenizer, tuning, checkpoints, recipe.heads)
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        raise RecipeError("an experiment keeps each model whole in its process; leave FSDP and DeepSpeed out")
+    keep_whole_checkpoints(trainer)
     keep_logs(trainer, recipe, folder)
+    model_class, weights = type(model), None
     latest = on_main_process(lambda: last_checkpoint(checkpoints))
-    if latest is not None and on_main_process(lambda: _finished(latest)):  # killed before it was saved
-        trained, _ = load_model(type(model), latest, dtype=model.dtype)
+    best = trainer.args.load_best_model_at_end
+    chosen = None if latest is None else on_main_process(lambda: _chosen(latest, best))
+    if chosen is not None:  # killed before it was saved
+        trained, _ = load_model(model_class, chosen, dtype=model.dtype)
     else:
+        if latest is not None:
+            on_main_process(lambda: _check_optimizer(latest, trainer.is_fsdp_enabled))
         with _writing(checkpoints):
             trainer.train(resume_from_checkpoint=None if latest is None else str(latest))
-        trained = trainer.accelerator.unwrap_model(trainer.model)
+        trained, weights = trainer.accelerator.unwrap_model(trainer.model), whole_weights(trainer)
 
     def save() -> None:
+        made, state = trained, weights
         if tuning.average > 1:
-            _average_(trained, checkpoints, tuning.average)
+            made, state = _averaged(model_class, trained.dtype, checkpoints, tuning.average), None
         with atomic_directory(folder / "model") as directory:
-            trained.save_pretrained(directory)
+            made.save_pretrained(directory, state_dict=state)
             tokenizer.save_pretrained(directory)
         discard(checkpoints)
 
     on_main_process(save)
 
 
+@sharding(allowed=False)
 def evaluate(
     workload: Workload,
     model: PreTrainedModel,
@@ -141,7 +160,10 @@ def evaluate(
     tuning: Tuning,
     folder: Path,
 ) -> dict[str, dict[str, float]]:
-    """Give the task's metrics on each split that has labels, but for the training data; in full precision."""
+    """Give the task's metrics on each split that has labels, but for the training data; in full precision.
+
+    Each process has the whole model, whether training shards it or not.
+    """
     kept = {name: value for name, value in tuning.arguments.items() if name in EVALUATION}
     trainer = _trainer(workload, model, data, tokenizer, Tuning(arguments=kept), folder, precise=True)
     results = {split: workload.score(trainer, split, data[split], folder) for split in workload.scored()}
@@ -161,27 +183,45 @@ def whole_checkpoints(folder: Path) -> list[Path]:
     found = []
     for path in folder.glob("checkpoint-*"):
         number = path.name.rpartition("-")[2]
-        if number.isdigit() and all((path / name).is_file() for name in CHECKPOINT_FILES) and _is_json(path):
+        whole = all(any((path / name).is_file() for name in names) for names in CHECKPOINT_FILES)
+        if number.isdigit() and whole and _is_json(path):
             found.append((int(number), path))
     return [path for _, path in sorted(found)]
 
 
-def _finished(checkpoint: Path) -> bool:
-    """Say whether a checkpoint is that of the last step."""
-    state = json.loads((checkpoint / CHECKPOINT_FILES[0]).read_text(encoding="utf-8"))
-    return bool(state["global_step"] >= state["max_steps"] > 0)
+def _chosen(checkpoint: Path, best: bool) -> Path | None:
+    """Give the checkpoint whose weights a training ended with; None if the one given is not that of its last step."""
+    state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    if not state["global_step"] >= state["max_steps"] > 0:
+        return None
+    named = state["best_model_checkpoint"] if best else None
+    return checkpoint if named is None else checkpoint.parent / Path(named).name
 
 
 def _is_json(checkpoint: Path) -> bool:
     try:
-        json.loads((checkpoint / CHECKPOINT_FILES[0]).read_text(encoding="utf-8"))
+        json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
     except ValueError:
         return False
     return True
 
 
-def _average_(model: PreTrainedModel, checkpoints: Path, count: int) -> None:
-    """Set weights to the mean of those in the last checkpoints, in place.
+def _check_optimizer(checkpoint: Path, sharded: bool) -> None:
+    """Refuse a checkpoint that a trainer cannot go on from.
+
+    Raises:
+        RecipeError: the run that wrote it sharded its model and this one does not, or the other way round.
+    """
+    if not (checkpoint / OPTIMIZERS[sharded]).is_file():
+        was, now = ("without", "with") if sharded else ("with", "without")
+        raise RecipeError(
+            f"{checkpoint} was written {was} FSDP, and training cannot go on {now} it; start it {was} FSDP again, or "
+            f"remove {checkpoint.parent}"
+        )
+
+
+def _averaged(model_class: type[PreTrainedModel], dtype: torch.dtype, checkpoints: Path, count: int) -> Any:
+    """Give a model whose weights are the mean of those in the last checkpoints.
 
     Raises:
         RecipeError: there are not as many checkpoints.
@@ -191,14 +231,15 @@ def _average_(model: PreTrainedModel, checkpoints: Path, count: int) -> None:
         raise RecipeError(f"average is {count}, but training left {len(paths)} checkpoints; train for more epochs")
     sums: dict[str, Tensor] = {}
     for path in paths:
-        checkpoint, _ = load_model(type(model), path, dtype=model.dtype)
-        for name, value in checkpoint.state_dict().items():
+        model, _ = load_model(model_class, path, dtype=dtype)
+        for name, value in model.state_dict().items():
             if value.is_floating_point():
                 sums[name] = sums.get(name, 0) + value.double()
     with torch.no_grad():
         for name, value in model.state_dict().items():
             if name in sums:
                 value.copy_(sums[name] / count)
+    return model
 
 
 def _trainer(
@@ -238,18 +279,22 @@ def training_arguments(workload: Workload, tuning: Tuning, folder: Path) -> Trai
     }  # fmt: skip
     if workload.task.kind == "regression" and tuning.arguments.get("label_smoothing_factor"):
         raise RecipeError(f"{workload.task.name} has scores, not classes; leave label_smoothing_factor out")
+    refuse_deepspeed(tuning.arguments)
     hints = get_type_hints(workload.arguments_class)
     for name, value in tuning.arguments.items():
-        kinds = set(get_args(hints.get(name)) or (hints.get(name),))
+        hint = bool if name == "fsdp" else hints.get(name)  # its hint is of a form that Transformers drops
+        kinds = set(get_args(hint) or (hint,))
         if kinds <= PLAIN.keys() and not any(PLAIN[kind](value) for kind in kinds):
             expected = " or ".join(sorted("null" if kind is NoneType else kind.__name__ for kind in kinds))
             raise RecipeError(f"training arguments: {name} is {value!r}; expected {expected}")
         if name in POSITIVE and isinstance(value, int) and value < 1:
             raise RecipeError(f"training arguments: {name} is {value}; expected at least 1")
     try:
-        return workload.arguments_class(str(folder), seed=workload.recipe.seed, **(given | tuning.arguments))
-    except (TypeError, ValueError, ImportError) as error:
+        arguments = workload.arguments_class(str(folder), seed=workload.recipe.seed, **(given | tuning.arguments))
+    except (TypeError, ValueError, ImportError, OSError) as error:
         raise RecipeError(f"training arguments: {error}") from error
+    is_to_shard(arguments)
+    return arguments
 
 
 @contextmanager

@@ -220,6 +220,28 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(start, data_dir, tmp_pa
         assert all(torch.equal(one[name], other[name]) for name in one), moment
 
 
+def test_a_run_that_was_interrupted_after_its_last_checkpoint_keeps_the_best(start, data_dir, tmp_path, monkeypatch):
+    best = {"eval_strategy": "epoch", "load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    arguments = {"use_cpu": True, "disable_tqdm": True, **best, "greater_is_better": True}  # the first
+    tuning = json.dumps({"epochs": 3, "learning_rate": 1e-3, "batch_size": 8, "arguments": arguments})
+
+    def attempt(output):
+        given = settings(start, data_dir, tmp_path / output, f"tuning={tuning}", "again=null", "compression=null")
+        run(read_recipe(overrides=given))
+        return load_file(tmp_path / output / "tuned" / "model" / "model.safetensors")
+
+    straight = attempt("straight")
+    with monkeypatch.context() as patch:
+        patch.setattr(Stopping, "limit", 12)
+        patch.setattr(HeadTrainer, "train", Stopping.train)
+        with pytest.raises(KeyboardInterrupt):
+            attempt("stopped")
+    state = json.loads((tmp_path / "stopped/tuned/checkpoints/checkpoint-12/trainer_state.json").read_text())
+    assert state["best_global_step"] < 12
+    stopped = attempt("stopped")
+    assert all(torch.equal(straight[name], stopped[name]) for name in straight)
+
+
 def broken(path):
     raise KeyboardInterrupt
 
@@ -236,6 +258,10 @@ class Stopping(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **_):
         if state.global_step == self.limit:
+            raise KeyboardInterrupt
+
+    def on_save(self, args, state, control, **_):
+        if state.global_step == self.limit == state.max_steps:
             raise KeyboardInterrupt
 
 

@@ -5,10 +5,12 @@ import multiprocessing
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate import DistributedType
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 
@@ -58,3 +60,22 @@ def _run(rank: int, port: int, results: Any, function: Callable[..., Any], given
         results.join_thread()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def sharding_on_cpus() -> Iterator[None]:
+    """Let Accelerate shard, which it does on accelerators only, though PyTorch does it on CPUs too."""
+    stock = AcceleratorState.__init__
+
+    def init(self: Any, *given: Any, fsdp_plugin: Any = None, **options: Any) -> None:
+        stock(self, *given, fsdp_plugin=fsdp_plugin, **options)
+        if fsdp_plugin is not None:
+            self.fsdp_plugin = fsdp_plugin
+            for state in (self, PartialState()):
+                state.distributed_type = DistributedType.FSDP
+
+    AcceleratorState.__init__ = init
+    try:
+        yield
+    finally:
+        AcceleratorState.__init__ = stock

@@ -6,7 +6,6 @@ DropHead is seeded to draw in pass r what process r draws. Importance is that of
 process has. Everything runs in float64, so that what differs is more than rounding.
 """
 
-import contextlib
 import copy
 import dataclasses
 import json
@@ -14,14 +13,13 @@ import warnings
 
 import pytest
 import torch
-from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
-from accelerate.state import AcceleratorState
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertForSequenceClassification, MarianMTModel, TrainingArguments
-from two_processes import run_both
+from two_processes import run_both, sharding_on_cpus
 
 from collab_compress import Compression, CompressionError, compress, expand
 from collab_compress.errors import HeadError
@@ -120,25 +118,6 @@ def expected(case, epochs=range(EPOCHS)):
     history = alone.state()["rotation"]["history"]
     assert history, "nothing rotated"
     return model.state_dict(), history
-
-
-@contextlib.contextmanager
-def sharding_on_cpus():
-    """Let Accelerate shard, which it does on accelerators only, though PyTorch does it on CPUs too."""
-    stock = AcceleratorState.__init__
-
-    def init(self, *given, fsdp_plugin=None, **options):
-        stock(self, *given, fsdp_plugin=fsdp_plugin, **options)
-        if fsdp_plugin is not None:
-            self.fsdp_plugin = fsdp_plugin
-            for state in (self, PartialState()):
-                state.distributed_type = DistributedType.FSDP
-
-    AcceleratorState.__init__ = init
-    try:
-        yield
-    finally:
-        AcceleratorState.__init__ = stock
 
 
 def fsdp2(family):
