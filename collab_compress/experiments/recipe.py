@@ -3,10 +3,11 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
+from difflib import get_close_matches
 from math import ceil, inf
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import yaml
 from dacite import Config, DaciteError, from_dict
@@ -129,6 +130,9 @@ class Recipe:
     model: str | None = None
     """minilm (embedded), a model directory, or a name on the hub (bert-base, org/name)."""
 
+    revision: str | None = None
+    """Branch, tag or commit of a model on the hub; its main branch if not given."""
+
     attn_implementation: str | None = None
     """Which attention of Transformers computes: eager, sdpa, …; Transformers' choice if not given."""
 
@@ -194,6 +198,8 @@ class Recipe:
             raise RecipeError(f"unknown task {self.task!r}; expected one of {', '.join(sorted(TASKS))}")
         if (self.model is None) == (self.fresh is None):
             raise RecipeError("give either a model to start from, or what a fresh one is like")
+        if self.revision is not None and self.model is None:
+            raise RecipeError("revision is that of a model on the hub; give model, or leave revision out")
         if self.fresh is not None and self.tuning is None:
             raise RecipeError("a fresh model is trained first; give tuning")
         if self.again is not None and self.compression is None:
@@ -261,9 +267,28 @@ def parse(described: type[Described], data: Mapping[str, Any], where: str) -> De
     try:
         for old, new in older_names(data):
             raise RecipeError(f"{old} is called {new} now")
-        return from_dict(described, data, Config(strict=True, cast=[Path, tuple], type_hooks=HOOKS))
+        _check_names(described, data)
+        return from_dict(described, data, Config(cast=[Path, tuple], type_hooks=HOOKS))
     except (CollabCompressError, DaciteError, TypeError, ValueError, RecursionError) as error:
         raise RecipeError(f"{where}: {_line(error)}") from error
+
+
+def _check_names(described: Any, data: Mapping[str, Any], where: str = "") -> None:
+    """Refuse what is no field of a dataclass, nor of those in it.
+
+    Raises:
+        RecipeError: naming the place, and the field that was meant.
+    """
+    kinds = get_type_hints(described)
+    for name, value in data.items():
+        if name not in kinds:
+            near = get_close_matches(str(name), kinds, n=1, cutoff=0.7)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise RecipeError(f'can not match "{name}" to any field{" of " * bool(where)}{where}{meant}')
+        for kind in filter(is_dataclass, (kinds[name], *get_args(kinds[name]))):
+            for inner in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(inner, Mapping):
+                    _check_names(kind, inner, f"{where}.{name}".strip("."))
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import version
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
+from huggingface_hub import try_to_load_from_cache
 
 from collab_compress.checkpoint.directory import write_new
 from collab_compress.distributed import process_state
@@ -68,6 +71,8 @@ PACKAGES = (
     "scikit-learn", "scipy",
 )  # fmt: skip
 CHECKOUT = Path(__file__).parents[2]
+SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})/config\.json$")  # in the hub's cache
+DATA_ADDRESS = re.compile(r"hf://datasets/[^@]+@([0-9a-f]{40})/")  # of a file that `datasets` loaded
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -153,6 +158,21 @@ def environment() -> dict[str, Any]:
         except (OSError, subprocess.SubprocessError):
             pass  # no git, or a checkout that it does not trust
     return found
+
+
+def hub_commits(model: str | Path, data: Mapping[str, Dataset]) -> dict[str, str | None]:
+    """Name the commits that a model and a data set have on the hub; None where one is not from there.
+
+    Args:
+        model: directory of the model, as of a snapshot in the hub's cache, or a name on the hub.
+        data: split → rows, which keep the addresses they were loaded from.
+    """
+    local = Path(model).is_dir()
+    place = Path(model, "config.json") if local else try_to_load_from_cache(str(model), "config.json")
+    snapshot = SNAPSHOT.search(Path(str(place)).as_posix())
+    addresses = [address for rows in data.values() for address in rows.info.download_checksums or ()]
+    found = {match[1] for match in map(DATA_ADDRESS.match, addresses) if match}
+    return {"model": snapshot and snapshot[1], "data": found.pop() if len(found) == 1 else None}
 
 
 def _hardware() -> str:
