@@ -17,8 +17,7 @@ from .command import parse, stopping_in_one_line
 
 if TYPE_CHECKING:  # what takes long to import is imported where it is used
     from collab_compress.experiments.comparison import Comparison, Estimate, Row
-    from collab_compress.experiments.papers import PaperRow, PaperTable
-    from collab_compress.experiments.results import Column
+    from collab_compress.experiments.results import Column, PaperRow, PaperTable
 
 FIELDS = (
     "from", "model", "method", "stage", "parameters", "task", "metric", "greater_is_better",
@@ -121,9 +120,8 @@ def run(arguments: Arguments) -> None:
     from collab_compress.checkpoint.directory import refuse_place, to_json, write_new
     from collab_compress.errors import RecipeError
     from collab_compress.experiments.comparison import compare
-    from collab_compress.experiments.papers import read_papers, select_tables
     from collab_compress.experiments.record import read_records, write_records
-    from collab_compress.experiments.results import read_results
+    from collab_compress.experiments.results import read_papers, read_results, select_tables
 
     for place in (arguments.output, arguments.json, arguments.records):
         if place is not None:

@@ -11,9 +11,8 @@ from typing import Any
 
 from collab_compress.checkpoint.directory import TOKENIZER_FILES, write_json
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.folders import discard, forget, is_free, is_ours, locked, mark
-from collab_compress.experiments.recipe import Recipe, parse
-from collab_compress.experiments.record import read_record, with_todays_names
+from collab_compress.experiments.recipe import Recipe, parse, with_todays_names
+from collab_compress.experiments.record import discard, forget, is_free, is_ours, locked, mark, read_record
 from collab_compress.tasks import task_files
 
 TOKENIZER = {*TOKENIZER_FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json", "generation_config.json"}

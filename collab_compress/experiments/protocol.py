@@ -12,10 +12,9 @@ from collab_compress.conversion import recover_
 from collab_compress.conversion.compress import compress
 from collab_compress.distributed import failing_together, on_every_process, on_main_process, process_state
 from collab_compress.errors import CheckpointError, RecipeError
-from collab_compress.experiments.folders import is_free, is_ours, mark
 from collab_compress.experiments.identity import read_result, refuse_moved, reserve_output
 from collab_compress.experiments.recipe import Recipe, Tuning
-from collab_compress.experiments.record import environment, hub_commits
+from collab_compress.experiments.record import environment, hub_commits, is_free, is_ours, mark
 from collab_compress.experiments.trackers import check_trackers
 from collab_compress.experiments.tuning import evaluate, fine_tune, training_arguments
 from collab_compress.experiments.untrained import make_fresh

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from difflib import get_close_matches
 from math import ceil, inf
@@ -14,10 +14,21 @@ from dacite import Config, DaciteError, from_dict
 
 from collab_compress.conversion.compression import Compression
 from collab_compress.errors import CollabCompressError, RecipeError
-from collab_compress.experiments.record import older_names
 from collab_compress.experiments.untrained import Fresh
 from collab_compress.tasks import TASKS
 from collab_compress.training import HeadTraining
+
+Field = tuple[str, ...]
+RENAMED: dict[Field, str] = {
+    ("compression", "rank"): "dk",
+    ("fresh", "attention", "rank"): "dk",
+    ("heads", "penalties", "loss"): "name",
+    ("heads", "alphas", "frozen"): "frozen_ratio",
+}
+"""Fields of a recipe, by their old names; those of a list are those of its items."""
+
+RENAMED_VALUES: dict[Field, tuple[str, str]] = {("heads", "penalties", "name"): ("disagreement", "agreement")}
+"""Settings (by the names of today) → how their values began, and begin now."""
 
 
 @dataclass(frozen=True)
@@ -273,6 +284,22 @@ def parse(described: type[Described], data: Mapping[str, Any], where: str) -> De
         raise RecipeError(f"{where}: {_line(error)}") from error
 
 
+def with_todays_names(settings: Any) -> Any:
+    """Give a recipe's settings by the names of today; what is no recipe is given as it is.
+
+    Args:
+        settings: fields of a recipe, nested, as JSON or YAML has them.
+    """
+    return _walk(settings, (), lambda old, new: None)
+
+
+def older_names(settings: Any) -> Iterator[tuple[str, str]]:
+    """Find the settings of a recipe that stand there by an old name, or with one: what they say, and say now."""
+    found: list[tuple[str, str]] = []
+    _walk(settings, (), lambda old, new: found.append((old, new)))
+    yield from found
+
+
 def _check_names(described: Any, data: Mapping[str, Any], where: str = "") -> None:
     """Refuse what is no field of a dataclass, nor of those in it.
 
@@ -289,6 +316,25 @@ def _check_names(described: Any, data: Mapping[str, Any], where: str = "") -> No
             for inner in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(inner, Mapping):
                     _check_names(kind, inner, f"{where}.{name}".strip("."))
+
+
+def _walk(value: Any, path: Field, note: Callable[[str, str], None]) -> Any:
+    if isinstance(value, Mapping):
+        todays = {}
+        for name, inner in value.items():
+            today = str(RENAMED.get((*path, str(name)), name))
+            if today != name:
+                note(".".join((*path, name)), ".".join((*path, today)))
+            todays[today] = _walk(inner, (*path, today), note)
+        return todays
+    if isinstance(value, list | tuple):
+        return [_walk(item, path, note) for item in value]
+    old, new = RENAMED_VALUES.get(path, ("", ""))
+    if old and isinstance(value, str) and value.startswith(old):
+        named = new + value.removeprefix(old)
+        note(f"{'.'.join(path)} {value}", named)
+        return named
+    return value
 
 
 def _load(path: Path) -> dict[str, Any]:
