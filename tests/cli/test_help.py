@@ -1,5 +1,6 @@
 """The help of every command: at once, without large libraries, and what the parser prints now."""
 
+import re
 import subprocess
 import sys
 import time
@@ -48,5 +49,8 @@ def test_stored_help_is_what_the_parser_prints(name):
 
 def test_recipes_are_told_field_by_field():
     text = help_text("collab-run")
+    assert not re.search(r"^  \S+ +(\(|$)", text.partition("fields of a recipe:")[2], re.MULTILINE), (
+        "a field without words"
+    )
     for field in ("task", "tuning.learning_rate", "compression.damping", "recovery.steps", "heads.drophead.p"):
         assert f"\n  {field}  " in text
