@@ -23,7 +23,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 from transformers.utils.logging import disable_progress_bar
 
 from collab_compress import Compression, compress
-from collab_compress.checkpoint.load import load_model, load_tokenizer
+from collab_compress.checkpoint.pretrained import load_model, load_tokenizer
 from collab_compress.conversion import recover_
 
 

@@ -9,7 +9,7 @@ import tyro
 from tqdm import tqdm
 
 from collab_compress.checkpoint.directory import refuse_place
-from collab_compress.checkpoint.find import find_directory
+from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.report import SECTIONS, Findings, Look, Study, look_at, write_findings
 
 from .analyze_data import Data, load_data

@@ -7,8 +7,7 @@ import torch
 from transformers import AutoModel
 from transformers.utils.logging import disable_progress_bar
 
-from collab_compress.checkpoint.find import EMBEDDED, find_directory
-from collab_compress.checkpoint.load import load_model, load_tokenizer
+from collab_compress.checkpoint.pretrained import EMBEDDED, find_directory, load_model, load_tokenizer
 
 SENTENCES = (
     "A man is playing a guitar on stage.",

@@ -14,13 +14,19 @@ import tyro
 from tqdm import tqdm
 
 from collab_compress import CheckpointError, CollabCompressError, Compression, Report, make_standalone_
-from collab_compress.checkpoint.companions import companions_of, copy_companions
-from collab_compress.checkpoint.directory import atomic_directory, atomic_file, refuse_place, to_json
-from collab_compress.checkpoint.find import find_directory, title_of
-from collab_compress.checkpoint.load import one_line
+from collab_compress.checkpoint.directory import (
+    atomic_directory,
+    atomic_file,
+    companions_of,
+    copy_companions,
+    refuse_place,
+    to_json,
+)
+from collab_compress.checkpoint.pretrained import find_directory, title_of
 from collab_compress.checkpoint.upload import check_upload, push_to_hub
 from collab_compress.conversion.card import CARD, Origin, loading_lines, model_card
 from collab_compress.distributed import process_state
+from collab_compress.errors import one_line
 
 from .source import Source, device_of, load_source, put_on
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from collab_compress import CollabCompressError
 from collab_compress.calibration import calibration_batches
-from collab_compress.checkpoint.find import find_directory
+from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.recovery import recover_
 from collab_compress.distributed import process_state

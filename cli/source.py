@@ -8,12 +8,12 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from collab_compress.checkpoint import load
+from collab_compress.checkpoint import pretrained
 from collab_compress.checkpoint.directory import has_tokenizer
 from collab_compress.checkpoint.edits import METHOD
-from collab_compress.checkpoint.find import find_directory, repository_of, title_of
+from collab_compress.checkpoint.pretrained import find_directory, repository_of, title_of
 from collab_compress.distributed import process_state
-from collab_compress.errors import CheckpointError, CompressionError
+from collab_compress.errors import CheckpointError, CompressionError, one_line
 
 RUNS_AS = (None, "eager", "sdpa")  # attention that can be read from a config
 
@@ -63,7 +63,7 @@ def load_model(directory: Path, edited: bool = False) -> PreTrainedModel:
     Raises:
         CheckpointError: config or weights are missing, damaged, incomplete, not finite, or already converted.
     """
-    config = load.load_config(directory)
+    config = pretrained.load_config(directory)
     _refuse_quantized(directory, config, edited)
     runs_as = getattr(config, "_attn_implementation", None)
     if runs_as not in RUNS_AS:
@@ -72,7 +72,7 @@ def load_model(directory: Path, edited: bool = False) -> PreTrainedModel:
             "or sdpa, so take that entry out"
         )
     model_class = _model_class(directory, config)
-    model, found = load.load_model(model_class, directory, dtype="auto")
+    model, found = pretrained.load_model(model_class, directory, dtype="auto")
     if found["missing_keys"]:
         raise CheckpointError(
             f"{directory} lacks weights that {model_class.__name__} needs, such as "
@@ -89,7 +89,7 @@ def load_tokenizer(directory: Path) -> Any:
     """Load the tokenizer, or what holds one; None where the model has none."""
     if not has_tokenizer(directory):
         return None
-    processor = load.load_processor(directory)
+    processor = pretrained.load_processor(directory)
     return getattr(processor, "tokenizer", processor)
 
 
@@ -124,7 +124,7 @@ def put_on(model: PreTrainedModel, device: str | None) -> None:
             torch.zeros(1, device=device).item()  # a device that is there, and holds values
             model.to(device)
         except (RuntimeError, AssertionError, NotImplementedError) as error:
-            raise CompressionError(f"device {device!r} cannot be used: {load.one_line(error)}") from error
+            raise CompressionError(f"device {device!r} cannot be used: {one_line(error)}") from error
 
 
 def _refuse_quantized(directory: Path, config: Any, edited: bool) -> None:

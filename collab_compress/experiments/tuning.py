@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from collab_compress.checkpoint.directory import atomic_directory
-from collab_compress.checkpoint.load import load_model
+from collab_compress.checkpoint.pretrained import load_model
 from collab_compress.distributed import on_main_process
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.recipe import Tuning

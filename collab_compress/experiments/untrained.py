@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from collab_compress.checkpoint.directory import atomic_directory
-from collab_compress.checkpoint.load import load_config
+from collab_compress.checkpoint.pretrained import load_config
 from collab_compress.conversion.from_scratch import FromScratch, from_config
 from collab_compress.errors import CheckpointError, RecipeError
 from collab_compress.experiments.record import mark

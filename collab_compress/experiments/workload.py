@@ -23,9 +23,9 @@ from transformers import (
     set_seed,
 )
 
-from collab_compress.checkpoint import load
+from collab_compress.checkpoint import pretrained
 from collab_compress.checkpoint.directory import has_tokenizer, write_atomically
-from collab_compress.checkpoint.load import load_config
+from collab_compress.checkpoint.pretrained import load_config
 from collab_compress.distributed import process_state
 from collab_compress.errors import CheckpointError, RecipeError
 from collab_compress.experiments.recipe import Recipe
@@ -84,7 +84,7 @@ class Workload(ABC):
         chosen = self.recipe.attn_implementation
         attention = {} if chosen is None else {"attn_implementation": chosen}
         try:
-            model, found = load.load_model(
+            model, found = pretrained.load_model(
                 self.model_class, directory, dtype=torch.float32, **attention, **self.head()
             )
         except CheckpointError as error:
@@ -146,7 +146,7 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     if Path(source).is_dir() and not has_tokenizer(Path(source)):
         raise RecipeError(f"{source} has no tokenizer; save it there too, by tokenizer.save_pretrained")
     try:
-        tokenizer: PreTrainedTokenizerBase = load.load_tokenizer(source)
+        tokenizer: PreTrainedTokenizerBase = pretrained.load_tokenizer(source)
     except CheckpointError as error:
         raise RecipeError(f"the tokenizer of {source} cannot be loaded: {error}") from error
     return tokenizer

@@ -1,10 +1,13 @@
 """Tasks as data: where their data sets are, how they are read, and how they are encoded for a Trainer."""
 
-from collab_compress.tasks.catalogue import TASKS
-from collab_compress.tasks.encode import encode_classification, encode_language_model, encode_translation
+from collab_compress.tasks.catalogue import TASKS, Hub, Kind, Task
 from collab_compress.tasks.load import load_task, progress_bars, task_files
-from collab_compress.tasks.task import Hub, Kind, Task
-from collab_compress.tasks.tokenizer import train_tokenizer
+from collab_compress.tasks.tokenization import (
+    encode_classification,
+    encode_language_model,
+    encode_translation,
+    train_tokenizer,
+)
 
 __all__ = [
     "TASKS",

@@ -16,9 +16,8 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 from tqdm import tqdm
 
 from collab_compress.errors import DataError
-from collab_compress.tasks.catalogue import TASKS
+from collab_compress.tasks.catalogue import NO_LABEL, TASKS, Hub, Task
 from collab_compress.tasks.layouts import Layout, Row, malformed
-from collab_compress.tasks.task import NO_LABEL, Hub, Task
 
 Languages = tuple[str, str] | None
 

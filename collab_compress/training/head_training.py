@@ -1,6 +1,7 @@
-"""What acts on heads while a model trains: the same dataclasses in Python, in a recipe and on a command line."""
+"""What acts on heads while a model trains, and how its strength changes: dataclasses, and the schedules they name."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,7 +9,8 @@ from collab_compress.architectures import KINDS, Kind
 from collab_compress.errors import HeadError
 from collab_compress.heads import RotationOptions
 from collab_compress.training.penalties import LOSSES
-from collab_compress.training.schedules import SCHEDULES
+
+Schedule = Callable[[float, float, float, float], float]
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,37 @@ class HeadTraining:
 def of_kinds(name: str, kinds: tuple[Kind, ...], usual: tuple[Kind, ...]) -> str:
     """Name what acts on some kinds of attention, in logs: its name alone where it acts on the usual ones."""
     return name if set(kinds) == set(usual) else f"{name}/{'+'.join(kind for kind in KINDS if kind in kinds)}"
+
+
+def constant(progress: float, warmup: float, start: float, end: float) -> float:
+    """Stay at `end`."""
+    return end
+
+
+def curriculum(progress: float, warmup: float, start: float, end: float) -> float:
+    """Grow from 0 to `end`."""
+    return end * progress
+
+
+def anti_curriculum(progress: float, warmup: float, start: float, end: float) -> float:
+    """Fall from `start` to 0."""
+    return start * (1 - progress)
+
+
+def scheduled(progress: float, warmup: float, start: float, end: float) -> float:
+    """Fall from `start` to 0 over the learning rate's warmup, then grow to `end` at the last step."""
+    if progress < warmup:
+        return start * (1 - progress / warmup)
+    return end * (progress - warmup) / (1 - warmup) if warmup < 1 else 0.0
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "constant": constant,
+    "curriculum": curriculum,
+    "anti-curriculum": anti_curriculum,
+    "scheduled": scheduled,
+}
+"""Name → function of progress (0 at the first step, 1 at the last), warmup's share of it, start and end value."""
 
 
 def _known(what: str, name: str, table: object) -> None:

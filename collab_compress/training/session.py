@@ -14,9 +14,8 @@ from collab_compress.heads import DropHead, Rotator
 from collab_compress.heads.alphas import mixed_projections
 from collab_compress.heads.sharding import reshard_
 from collab_compress.training.growth import AlphasTraining
-from collab_compress.training.head_training import HeadTraining, of_kinds
+from collab_compress.training.head_training import SCHEDULES, HeadTraining, of_kinds
 from collab_compress.training.penalties import LOSSES, HeadLosses
-from collab_compress.training.schedules import SCHEDULES
 
 logger = logging.getLogger(__name__)
 GROWTH = "nuclear-growth"

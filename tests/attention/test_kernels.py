@@ -119,7 +119,7 @@ def cache_bytes(request, monkeypatch):
 
 
 @pytest.mark.parametrize("run", [run_folded, run_sdpa, run_blocked, run_chosen])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=problems, causal=st.booleans())
 def test_kernel_computes_the_formula(run, problem, causal):
     causal = causal and problem.mask is None

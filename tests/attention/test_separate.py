@@ -63,7 +63,7 @@ cases = st.builds(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(inputs=cases, causal=st.booleans())
 def test_both_ways_equal_the_formula(inputs, causal):
     causal = causal and inputs[5] is None  # a mask that is there hides the future already

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from collab_compress.checkpoint.companions import companions_of, copy_companions, sentence_transformers_folders
+from collab_compress.checkpoint.directory import companions_of, copy_companions, sentence_transformers_folders
 from collab_compress.errors import CheckpointError
 
 TRAVELS = (

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, BertModel
 
-from collab_compress.checkpoint.load import load_config, load_model, load_processor, load_tokenizer
+from collab_compress.checkpoint.pretrained import load_config, load_model, load_processor, load_tokenizer
 from collab_compress.errors import CheckpointError
 
 EVIL = """

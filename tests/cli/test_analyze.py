@@ -2,36 +2,24 @@
 
 import json
 import os
-import random
 
 import pytest
 import torch
 from collab_compress_cli import analyze as command
-from transformers import BertConfig, BertForSequenceClassification, MarianConfig, MarianModel
+from tiny_words import bert_config, sentences, word_tokenizer, write_mrpc
+from transformers import BertForSequenceClassification, MarianConfig, MarianModel
 
 from collab_compress import Compression, compress
-from collab_compress.tasks import train_tokenizer
 
-WORDS = ("red", "blue", "green", "cat", "dog", "bird", "runs", "sleeps", "sings", "now", "later", "never")
 QUICK = ("--rounds", 2, "--lengths", 4, "--head-sequences", 2, "--input-sequences", 2, "--kernel-tokens", 8)
-
-
-def sentence(generator):
-    return " ".join(generator.choice(WORDS) for _ in range(5))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny classifier, its conversion, a translator, sentences, pairs, and a task."""
-    folder, generator = tmp_path_factory.mktemp("analyze"), random.Random(0)
-    tokenizer = train_tokenizer(WORDS, kind="word", vocab_size=None, start=True)
-    tokenizer.model_max_length = 40
+    folder, tokenizer = tmp_path_factory.mktemp("analyze"), word_tokenizer()
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=24, num_attention_heads=3, num_hidden_layers=2, intermediate_size=32,
-        max_position_embeddings=40, initializer_range=0.4, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    model = BertForSequenceClassification(config)
+    model = BertForSequenceClassification(bert_config(tokenizer))
     translator = MarianModel(MarianConfig(
         vocab_size=len(tokenizer), d_model=24, encoder_layers=1, decoder_layers=1, encoder_attention_heads=3,
         decoder_attention_heads=3, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=40,
@@ -43,16 +31,13 @@ def folder(tmp_path_factory):
     compress(model, Compression(dk=9, sweeps=2), calibration=None)
     model.save_pretrained(folder / "converted")
     tokenizer.save_pretrained(folder / "converted")
-    lines = [sentence(generator) for _ in range(12)]
+    lines = sentences(12)
     (folder / "sentences.txt").write_text("\n".join(lines) + "\n")
     (folder / "pairs.txt").write_text("".join(f"{line}\t{line.upper()}\n" for line in lines))
     (folder / "empty.txt").write_text("\n  \n")
     (folder / "bytes.txt").write_bytes(b"red \xff cat\n")
-    task = folder / "data" / "MRPC"
-    task.mkdir(parents=True)
-    rows = [f"{row % 2}\t{row}\t{row}\t{lines[row]}\t{lines[-row]}" for row in range(8)]
-    (task / "dev.tsv").write_text("\n".join(["Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", *rows]) + "\n")
-    (task / "train.tsv").write_text("what is not needed is not read\n")
+    write_mrpc(folder / "data/MRPC/dev.tsv", ((lines[row], lines[-row]) for row in range(8)))
+    (folder / "data/MRPC/train.tsv").write_text("what is not needed is not read\n")
     return folder
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, BertForSequenceClassification
 
 from collab_compress import Compression, CompressionError, compress, read_factors
-from collab_compress.checkpoint.find import SHORT_NAMES, find_directory
+from collab_compress.checkpoint.pretrained import SHORT_NAMES, find_directory
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from huggingface_hub import constants
 
-from collab_compress.checkpoint.find import SHORT_NAMES, find_directory
+from collab_compress.checkpoint.pretrained import SHORT_NAMES, find_directory
 from collab_compress.errors import CheckpointError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -22,12 +22,10 @@ import pytest
 import torch
 from collab_compress_cli import analyze, compress, results
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertForSequenceClassification
-
-from collab_compress.tasks import train_tokenizer
+from tiny_words import bert_config, sentences, word_tokenizer, write_mrpc
+from transformers import BertForSequenceClassification
 
 ROOT = Path(__file__).parents[2]
-WORDS = ("red", "blue", "green", "cat", "dog", "bird", "runs", "sleeps", "sings", "now", "later", "never")
 SECONDS = 60  # for one case; a command that hangs fails
 LONG, DEEP = "x" * 300, 100_000
 EVIL = """
@@ -370,7 +368,7 @@ for value, words in (
 add("collab-compress", "model --dk 8", "weights that are no safetensors", pickled("model/2_Dense/pytorch_model.bin"),
     write("model/modules.json", [{"path": "2_Dense"}]))  # fmt: skip
 
-# collab-analyze
+# collab-analyze; tests/cli/test_analyze.py has its options by themselves
 for line, words in {
     "": "missing",
     "model": "missing --output DIR",
@@ -381,26 +379,17 @@ for line, words in {
     "model --output nope/..": "nope/.. exists",
     "model --output out --against ./nowhere": "./nowhere is not a directory",
     "nowhere/at/all --output out": "nowhere/at/all",
-    "model --output out --rounds 1": "rounds is 1",
     "model --output out --rounds 1.5": "--rounds",
-    "model --output out --sections colour": "unknown section colour",
     "model --output out --sections": "unknown section none",
     "model --output out --lengths 0": "lengths are 0",
     "model --output out --dk 0": "dk is 0",
-    "model --output out --sentences 0": "expected at least 1",
     "model --output out --length=-1": "expected at least 1",
     "model --output out --kernel-tokens 3": "kernel_tokens is 3",
     "model --output out --head-sequences 0": "head_sequences is 0",
     "model --output out --input-sequences 0": "input_sequences is 0",
     "model --output out --seed abc": "--seed",
-    f"model --output out --seed {2**64}": f"seed is {2**64}",
-    "model --output out --device abacus": "device 'abacus' cannot be used",
     "model --output out --device cuda:99": "device 'cuda:99' cannot be used",
     "model --output out --data nowhere.txt": "cannot read",
-    "model --output out --data texts.txt --task mrpc": "give one of them",
-    "model --output out --data-dir data": "give --task NAME too",
-    "model --output out --task odd": "unknown task 'odd'",
-    "model --output out --task mrpc --data-dir nowhere": "nowhere",
     "model --output out --colour red": "Unrecognized options: --colour",
 }.items():
     add("collab-analyze", line, words)
@@ -478,26 +467,17 @@ add("run_glue", f"{GIVEN} output=mine", "mine", write("mine/tuned/result.json", 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny classifier with its tokenizer, texts, a task, and a record of an experiment."""
-    folder, generator = tmp_path_factory.mktemp("pristine"), random.Random(0)
-    tokenizer = train_tokenizer(WORDS, kind="word", vocab_size=None, start=True)
-    tokenizer.model_max_length = 40
+    folder, tokenizer = tmp_path_factory.mktemp("pristine"), word_tokenizer()
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=24, num_attention_heads=3, num_hidden_layers=2, intermediate_size=32,
-        max_position_embeddings=40, initializer_range=0.4, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    BertForSequenceClassification(config).save_pretrained(folder / "model")
+    BertForSequenceClassification(bert_config(tokenizer)).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     (folder / "model" / "special_tokens_map.json").write_text("{}")
     (folder / "model" / "1_Pooling").mkdir()
     (folder / "model" / "1_Pooling" / "config.json").write_text("{}")
-    lines = [" ".join(generator.choice(WORDS) for _ in range(5)) for _ in range(12)]
+    lines = sentences(12)
     (folder / "texts.txt").write_text("\n".join(lines) + "\n")
-    (folder / "data" / "MRPC").mkdir(parents=True)
     for name in ("train.tsv", "dev.tsv"):
-        rows = [f"{row % 2}\t{row}\t{row}\t{lines[row]}\t{lines[-row]}" for row in range(8)]
-        text = "\n".join(["Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", *rows]) + "\n"
-        (folder / "data" / "MRPC" / name).write_text(text)
+        write_mrpc(folder / "data/MRPC" / name, ((lines[row], lines[-row]) for row in range(8)))
     (folder / RECORD).parent.mkdir(parents=True)
     (folder / RECORD).write_text(json.dumps(a_record()))
     return folder

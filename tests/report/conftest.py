@@ -5,33 +5,25 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, PreTrainedModel
+from tiny_words import WORDS, bert_config, word_tokenizer
+from transformers import BertModel, PreTrainedModel
 
 from collab_compress.calibration import calibration_batches
 from collab_compress.report import Findings, Look, Study, look_at
-from collab_compress.tasks import train_tokenizer
 
-WORDS = ("red", "blue", "green", "cat", "dog", "bird", "runs", "sleeps", "sings", "now", "later", "never")
 LOOK = Look(dk=6, head_sequences=6, input_sequences=8, kernel_tokens=30, lengths=(4, 8, 500), rounds=2)
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    found = train_tokenizer(WORDS, kind="word", vocab_size=None, start=True)
-    found.model_max_length = 40
-    return found
+    return word_tokenizer()
 
 
 @pytest.fixture(scope="session")
 def bert(tokenizer) -> Callable[..., PreTrainedModel]:
     def make(heads: int = 3, layers: int = 2, seed: int = 0) -> PreTrainedModel:
         torch.manual_seed(seed)
-        config = BertConfig(
-            vocab_size=len(tokenizer), hidden_size=24, num_attention_heads=heads, num_hidden_layers=layers,
-            intermediate_size=32, max_position_embeddings=40, initializer_range=0.4,
-            pad_token_id=tokenizer.pad_token_id,
-        )  # fmt: skip
-        model = BertModel(config).eval()
+        model = BertModel(bert_config(tokenizer, num_attention_heads=heads, num_hidden_layers=layers)).eval()
         with torch.no_grad():
             for layer in model.encoder.layer:
                 layer.attention.self.query.bias.normal_(std=0.5)

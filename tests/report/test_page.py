@@ -18,8 +18,8 @@ from collab_compress.report import (
     Table,
     render_page,
 )
+from collab_compress.report.page import draw_heatmap, draw_panel, shade
 from collab_compress.report.section import short, written
-from collab_compress.report.svg import draw_heatmap, draw_panel, shade
 
 VOID = ("meta", "link")
 

@@ -1,4 +1,4 @@
-"""How different heads are: confidence, distances, discrepancy and its growth, overlap of attention."""
+"""How heads differ: confidence, distances, overlap of attention, and maps of one sentence."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from collab_compress.analysis import Discrepancy, mean_over_pairs
+from collab_compress.analysis import AttentionMap, Discrepancy, mean_over_pairs
+from collab_compress.analysis import attention_maps as maps_of
 from collab_compress.report.section import (
     Cell,
     Column,
     Curve,
     Curves,
+    Heatmap,
     Heatmaps,
     Omitted,
     Panel,
@@ -25,15 +27,8 @@ from collab_compress.report.section import (
 )
 from collab_compress.report.study import Pass, Study
 
-
-@dataclass(frozen=True)
-class _Measured:
-    """What one model's heads show; keys are module paths, or uses of one."""
-
-    name: str
-    confidence: dict[str, Tensor]
-    discrepancy: dict[str, Discrepancy]
-    overlap: dict[str, Tensor]
+TOKENS = 40  # beyond that a map is cut
+LAYERS = 12  # that are shown at most
 
 
 def diversity(study: Study) -> Section | Omitted:
@@ -69,6 +64,36 @@ def diversity(study: Study) -> Section | Omitted:
         "Rotation, sections 2.4 and 5.3; Diversified Attention, eq. 3",
         tuple(tables), tuple(pictures), tuple(highlights),
     )  # fmt: skip
+
+
+def attention_maps(study: Study) -> Section | Omitted:
+    """Show what each head attends to in a sentence."""
+    if study.tokenizer is None or study.sentence is None:
+        return Omitted("there is no sentence to read, or no tokenizer to read it with")
+    text, target = study.sentence if isinstance(study.sentence, tuple) else (study.sentence, None)
+    found = maps_of(study.model, study.tokenizer, text, target=target)
+    names = list(found)[:: -(-len(found) // LAYERS)]
+    first = found[names[0]]
+    word = _word(first, set(study.tokenizer.all_special_tokens))
+    skipped = "" if len(names) == len(found) else f" {len(names)} of {len(found)} modules are shown."
+    return Section(
+        "attention_maps",
+        "What heads attend to",
+        f"Attention weights of every head for the sentence “{text}”, read as {' '.join(first.queries[:TOKENS])}."
+        + (f" Its target: “{target}”." if target else "") + skipped,
+        "Diversity, Fig. 1",
+        pictures=(_rows_of_word(study, {name: found[name] for name in names}, word), _every_map(study, found, names)),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What one model's heads show; keys are module paths, or uses of one."""
+
+    name: str
+    confidence: dict[str, Tensor]
+    discrepancy: dict[str, Discrepancy]
+    overlap: dict[str, Tensor]
 
 
 def _measured(found: Pass, name: str) -> _Measured:
@@ -185,3 +210,38 @@ def _over_pairs(matrix: Tensor) -> float | None:
 
 def _mean(vectors: list[Tensor]) -> float:
     return float(torch.cat(vectors).mean())
+
+
+def _word(found: AttentionMap, special: set[str]) -> int:
+    """Choose the token whose attention is shown: the longest that is no special one."""
+    lengths = [0 if token in special else len(token.strip("Ġ▁#")) for token in found.queries[:TOKENS]]
+    return max(range(len(lengths)), key=lengths.__getitem__)
+
+
+def _rows_of_word(study: Study, found: dict[str, AttentionMap], place: int) -> Heatmaps:
+    maps = []
+    for name, each in found.items():
+        row = min(place, len(each.queries) - 1)
+        matrix = each.weights[:, row, :TOKENS]  # (H, S)
+        title = f"layer {study.label(name)}, from “{each.queries[row]}”"
+        maps.append(heatmap(title, matrix, numbered(len(matrix)), each.keys[:TOKENS]))
+    return Heatmaps(
+        "One word's attention",
+        "Each row is a head; rows that look alike attend alike, and a column of its own says where a head looks.",
+        "Diversity, Fig. 1",
+        tuple(maps), 0.0, 1.0, row_label="head", column_label="token attended to",
+    )  # fmt: skip
+
+
+def _every_map(study: Study, found: dict[str, AttentionMap], names: list[str]) -> Heatmaps:
+    maps: list[Heatmap] = [
+        heatmap(f"{study.label(name)} · {head}", weights[:TOKENS, :TOKENS])
+        for name in names
+        for head, weights in enumerate(found[name].weights)
+    ]
+    return Heatmaps(
+        "Every head's attention",
+        "Layer · head; a diagonal looks at the token itself, a line beside it at a neighbour, a column at one token.",
+        "Diversity, Fig. 1",
+        tuple(maps), 0.0, 1.0, row_label="token that asks", column_label="token attended to",
+    )  # fmt: skip

@@ -1,0 +1,421 @@
+"""Losses on heads' vectors, attention rows and mixing matrices: pure tensor mathematics.
+
+Vectors are (B, T, H, d), attention rows (B, H, T, S), masks (B, T) bool with True at real tokens. All compute in
+float32 at least, whatever the caller's autocast.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+__all__ = [
+    "agreement",
+    "agreement_rows",
+    "bhattacharyya",
+    "hsic",
+    "kl_divergence",
+    "nuclear_growth",
+    "nuclear_norm",
+    "orthogonality",
+]
+
+Kernel = Literal["linear", "rbf"]
+# How far, in units of the dtype's rounding, the spectral norm may fall short of itself where eigenvalues nearly tie,
+# times 4 e: 12 units, or 1.4e-6 in float32.
+SLACK = 128
+FAINT = 1e-4  # of the root mean square length; trained models do have such vectors
+# Keeps the root's slope finite at 0. Adds at most 2 √(ROOT_EPSILON · S) to a coefficient: 1e-5 at 2500 keys.
+ROOT_EPSILON = 1e-14
+HALF_ROOT_EPSILON = 6e-8  # float16's smallest number: the slope, scaled as in mixed precision, must fit float16 too
+GrowthForm = Literal["hinge", "printed"]
+LOG_EPSILON = 1e-9  # keeps the logarithm finite where a row is 0
+
+
+def hsic(x: Tensor, mask: Tensor | None = None, kernel: Kernel = "linear", bandwidth: float | None = None) -> Tensor:
+    r"""Return the mean Hilbert-Schmidt independence criterion of two heads over the real tokens, over pairs.
+
+    $$\mathrm{HSIC}(K_i, K_j) = \frac{1}{(N - 1)^2} \operatorname{tr}(K_i C K_j C), \quad C = I - \tfrac1N 1 1^\top$$
+
+    equations 4 and 7 of "Analyzing and Controlling Inter-Head Diversity in Multi-Head Attention", without its
+    λ, where $K_i$ is the N×N kernel of head i's outputs. No pair is formed. With the linear kernel
+
+    $$\sum_{i < j} \operatorname{tr}(K_i C K_j C) =
+      \tfrac12 \Big( \|X_{all}^\top C X_{all}\|_F^2 - \sum_i \|X_i^\top C X_i\|_F^2 \Big)$$
+
+    takes O(B T H d · min(B T, H d)) operations; with the radial one
+
+    $$\kappa(y, z) = \exp\!\big(-\|y - z\|^2 / 2 \sigma^2\big), \quad
+      \tfrac12 \Big( \big\| \sum_i C K_i C \big\|_F^2 - \sum_i \|C K_i C\|_F^2 \Big)$$
+
+    takes O((B T)² H d) operations and O((B T)² H) memory. First derivatives only.
+
+    Args:
+        x: head outputs, (B, T, H, d), finite.
+        mask: True at real tokens, (B, T) bool, or None for all.
+        kernel: `linear` or `rbf`.
+        bandwidth: σ of the radial kernel, or None for each head's median distance between two real tokens,
+            taken as a constant.
+
+    Returns:
+        A scalar in float32, or float64 if x is; 0 for one head or fewer than two real tokens.
+
+    Raises:
+        ValueError: a shape does not fit, the kernel is unknown, or the bandwidth is not positive.
+    """
+    _check("x", x, "(B, T, H, d)", mask, (0, 1))
+    if kernel not in ("linear", "rbf"):
+        raise ValueError(f"unknown kernel: got {kernel!r}, expected 'linear' or 'rbf'")
+    if bandwidth is not None and not bandwidth > 0:
+        raise ValueError(f"the bandwidth is not positive: got {bandwidth}; None takes the median distance")
+    with _no_autocast(x):
+        tokens = _full_precision(x).flatten(0, 1)  # (N, H, d)
+        real = tokens.new_ones(tokens.shape[0]) if mask is None else mask.flatten().to(tokens.dtype)
+        count = real.sum()
+        mean = torch.einsum("n,nhd->hd", real, tokens) / count.clamp(min=1)
+        centred = (tokens - mean) * real[:, None, None]
+        ordered = _linear_hsic(centred) if kernel == "linear" else _radial_hsic(centred, real, bandwidth)
+        return ordered * _per_pair(x.shape[2]) / (count - 1).clamp(min=1).square()
+
+
+def orthogonality(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    r"""Return the mean over real positions of the spectral norm of $V^\top V - I$.
+
+    $$\sigma(V_{all}^\top V_{all} - I)$$
+
+    where the columns of $V_{all}$, d×H, are the heads' vectors at one position: equation 8 of "Analyzing and
+    Controlling Inter-Head Diversity in Multi-Head Attention", without its λ. More heads than dimensions
+    cannot be orthonormal, and the norm is then at least 1. Only the smaller of $V^\top V$ and $V V^\top$ is
+    looked at: they share their non-zero eigenvalues. One head gives $|\|v\|^2 - 1|$.
+
+    Where several eigenvalues are equally far from 1 the gradient is one of the subgradients. Second
+    derivatives are not provided.
+
+    Args:
+        x: the heads' value (or query, or key) vectors, (B, T, H, d), finite.
+        mask: True at real tokens, (B, T) bool, or None for all.
+
+    Returns:
+        A scalar in float32, or float64 if x is; 0 without real tokens.
+
+    Raises:
+        ValueError: a shape does not fit.
+    """
+    _check("x", x, "(B, T, H, d)", mask, (0, 1))
+    heads, width = x.shape[2:]
+    with _no_autocast(x):
+        vectors = _full_precision(x).flatten(0, 1)  # (N, H, d)
+        gram = vectors @ vectors.mT if heads <= width else vectors.mT @ vectors  # (N, n, n)
+        residual = gram - torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+        with torch.no_grad():
+            right = _dominant_vectors(residual)
+            left = normalize(residual @ right, dim=1, eps=torch.finfo(gram.dtype).tiny)
+        # A singular value's derivative is that of lᵀ A r with its two singular vectors held fixed. Unlike
+        # |rᵀ A r| this stays right where r mixes eigenvectors of +σ and −σ.
+        norms = (left * (residual @ right)).sum((1, 2))
+        if heads > width:
+            norms = norms.clamp(min=1.0)
+        return _mean_over_real(norms.view(x.shape[:2]), mask)
+
+
+def agreement(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    r"""Return the mean cosine between two heads' vectors, over pairs of heads and real tokens.
+
+    The disagreement regularizer of Li et al. 2018, "Multi-Head Attention with Disagreement Regularization", with
+    the sign of a loss: the lower, the more the heads disagree. Without a loop over pairs,
+
+    $$\sum_{a < b} \cos(x_a, x_b) = \tfrac12 \Big( \big\| \sum_h \hat x_h \big\|^2 - \sum_h \|\hat x_h\|^2 \Big)$$
+
+    where $\hat x_h = x_h / \|x_h\|$. A zero vector, as of a dropped head, has cosine 0 with every other, and
+    no gradient; so has one that is 10⁻⁴ of the others' length, whose gradient would drown all else.
+
+    Args:
+        x: head outputs or values, (B, T, H, d), finite.
+        mask: True at real tokens, (B, T) bool, or None for all.
+
+    Returns:
+        A scalar in float32, or float64 if x is; 0 for one head or without real tokens.
+
+    Raises:
+        ValueError: a shape does not fit.
+    """
+    _check("x", x, "(B, T, H, d)", mask, (0, 1))
+    return _mean_cosine(x, 2, mask)
+
+
+def agreement_rows(rows: Tensor, mask: Tensor | None = None) -> Tensor:
+    r"""Return the mean cosine between two heads' attention rows, over pairs of heads and real queries.
+
+    `agreement` with the attention weights of one query as the head's vector.
+
+    Args:
+        rows: attention weights, (B, H, T, S), finite, 0 at padded keys.
+        mask: True at real queries, (B, T) bool, or None for all.
+
+    Returns:
+        A scalar in float32, or float64 if the rows are; 0 for one head or without real queries.
+
+    Raises:
+        ValueError: a shape does not fit.
+    """
+    _check("rows", rows, "(B, H, T, S)", mask, (0, 2))
+    return _mean_cosine(rows, 1, mask)
+
+
+def bhattacharyya(rows: Tensor, mask: Tensor | None = None) -> Tensor:
+    r"""Return the mean Bhattacharyya coefficient of two heads' attention rows, over real queries and pairs.
+
+    $$BC(a, b) = \sum_j \sqrt{p_j^a \, p_j^b}$$
+
+    equation 3 of "Diversified Attention on Transformers", from 0 for heads that attend to different tokens
+    to 1 for heads that attend alike. Without a loop over pairs,
+
+    $$\sum_{a < b} BC(a, b) = \tfrac12 \Big( \big\| \sum_h r_h \big\|^2 - \sum_h \|r_h\|^2 \Big)$$
+
+    where $r_h = \sqrt{p^h}$.
+
+    The paper trains with λ = 1 and finds its heads more diverse, but its own result is negative: the penalised
+    translation model never reaches the BLEU of the plain one.
+
+    Args:
+        rows: attention probabilities before dropout, (B, H, T, S), finite, 0 at padded keys.
+        mask: True at real queries, (B, T) bool, or None for all.
+
+    Returns:
+        A scalar in float32, or float64 if the rows are; 0 for one head or without real queries.
+
+    Raises:
+        ValueError: a shape does not fit.
+    """
+    _check("rows", rows, "(B, H, T, S)", mask, (0, 2))
+    with _no_autocast(rows):
+        shifted = _full_precision(rows) + (HALF_ROOT_EPSILON if rows.dtype == torch.float16 else ROOT_EPSILON)
+        return _mean_product(shifted.sqrt(), shifted.sum(1).sum(-1), mask, head_axis=1)
+
+
+def nuclear_norm(alphas: Tensor) -> Tensor:
+    r"""Return the sum of the singular values, $\|\alpha\|_*$.
+
+    Its gradient is $U V^\top$, finite for equal singular values, as in the identity, and for zero ones, where
+    it is one of the subgradients.
+
+    Args:
+        alphas: (…, H, H), row i the weights of head i's mixture.
+
+    Returns:
+        One for each matrix, (…), in float32, or float64 if alphas is.
+
+    Raises:
+        ValueError: a matrix is not square.
+    """
+    if alphas.ndim < 2 or alphas.shape[-2] != alphas.shape[-1]:
+        raise ValueError(f"alphas have the wrong shape: got {tuple(alphas.shape)}, expected (…, H, H)")
+    with _no_autocast(alphas):
+        norms: Tensor = torch.linalg.svdvals(_full_precision(alphas)).sum(-1)
+    return norms
+
+
+def nuclear_growth(
+    alphas: Tensor, previous: float | Tensor | None, growth: float, form: GrowthForm = "hinge"
+) -> Tensor:
+    r"""Return by how much the nuclear norm falls short of a step's growth.
+
+    $$L_{nuc} = \|\alpha(\Theta_0)\|_* + \Delta_r - \|\alpha(\Theta)\|_*$$
+
+    equation 7 of "Multi-Head Rotation", for one matrix; the paper's γ goes with the sum over all of them. It
+    leaves open what $\Theta_0$ is:
+
+    - `hinge`: the parameters one step before. Once the norm has grown by $\Delta_r$ the loss is 0 and asks no more.
+    - `printed`: the present parameters, not updated. The value is always $\Delta_r$, which has no gradient: the
+      norm is pushed up without end.
+
+    Args:
+        alphas: (…, H, H).
+        previous: the nuclear norms one step before, (…), taken as constants; `printed` ignores them, None will do.
+        growth: $\Delta_r$.
+        form: `hinge` or `printed`.
+
+    Returns:
+        One for each matrix, (…), in float32, or float64 if alphas is.
+
+    Raises:
+        ValueError: a matrix is not square, the form is unknown or the hinge has no previous norm.
+    """
+    if form not in ("hinge", "printed"):
+        raise ValueError(f"unknown form of nuclear growth: got {form!r}, expected 'hinge' or 'printed'")
+    norm = nuclear_norm(alphas)
+    if form == "printed":
+        return norm.detach() + growth - norm
+    if previous is None:
+        raise ValueError("the hinge needs the nuclear norm one step before: got None, expected a number or a tensor")
+    if isinstance(previous, Tensor):
+        previous = previous.detach()
+    return torch.relu(previous + growth - norm)
+
+
+def kl_divergence(rows: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
+    r"""Return the mean Kullback–Leibler divergence of attention rows, over real queries and heads, in nats.
+
+    $$KL(p \,\|\, q) = \sum_j p_j \log \frac{p_j}{q_j}$$
+
+    with $p$ a row of the target and $q$ the same row here; 0 where they agree.
+
+    Args:
+        rows: attention probabilities before dropout, (B, H, T, S), finite, 0 at padded keys.
+        target: those of the model to come near to, of the same shape; no gradient flows there.
+        mask: True at real queries, (B, T) bool, or None for all.
+
+    Returns:
+        A scalar in float32, or float64 if the rows are; 0 without real queries.
+
+    Raises:
+        ValueError: a shape does not fit.
+    """
+    _check("rows", rows, "(B, H, T, S)", mask, (0, 2))
+    if target.shape != rows.shape:
+        raise ValueError(f"target does not fit rows: got {tuple(target.shape)}, expected {tuple(rows.shape)}")
+    with _no_autocast(rows):
+        here, there = _full_precision(rows), _full_precision(target.detach())
+        lost = there * ((there + LOG_EPSILON).log() - (here + LOG_EPSILON).log())
+        return _mean_over_real(lost.sum(-1).mean(1), mask)
+
+
+def _linear_hsic(centred: Tensor) -> Tensor:
+    """Sum of tr(K_i C K_j C) over ordered pairs of distinct heads; centred vectors (N, H, d)."""
+    every = centred.flatten(1)  # (N, H·d)
+    # Half of a symmetric product's gradient, doubled: one large product less in the backward pass.
+    gram = every.mT @ every.detach() if every.shape[0] >= every.shape[1] else every @ every.detach().mT
+    total = gram.square().sum()
+    blocks = torch.einsum("nhc,nhd->hcd", centred, centred)
+    return 2 * total - total.detach() - blocks.square().sum()
+
+
+def _radial_hsic(centred: Tensor, real: Tensor, bandwidth: float | None) -> Tensor:
+    """Sum of tr(K_i C K_j C) over ordered pairs of distinct heads; vectors (N, H, d), real 1 or 0, (N,)."""
+    heads = centred.transpose(0, 1)  # (H, N, d)
+    squares = heads.square().sum(-1)
+    distances = (squares[:, :, None] + squares[:, None, :] - 2 * heads @ heads.mT).clamp(min=0)  # (H, N, N)
+    both = real[:, None] * real
+    variance = _median_distance(distances.detach(), both) if bandwidth is None else bandwidth**2
+    kernels = torch.exp(distances * (-0.5 / variance))
+    count = real.sum().clamp(min=1)
+    means = kernels @ real / count  # (H, N)
+    shift = means - (means @ real / count)[:, None] / 2
+    kernels = (kernels - shift[:, :, None] - shift[:, None, :]) * both  # C K_i C
+    return kernels.sum(0).square().sum() - kernels.square().sum()
+
+
+def _median_distance(distances: Tensor, both: Tensor) -> Tensor:
+    """Median squared distance of two real tokens of each head, 1 where it is 0 or there are none, (H, 1, 1)."""
+    pairs = torch.where(both.triu(1) > 0, distances, torch.nan)
+    median = pairs.flatten(1).nanmedian(1).values
+    return torch.where(median > 0, median, 1.0)[:, None, None]
+
+
+def _dominant_vectors(matrices: Tensor) -> Tensor:
+    """Unit eigenvectors of the eigenvalues largest in magnitude of symmetric (N, n, n), (N, n, 1).
+
+    By squaring the matrices over and over, four times faster than `eigh` on CPU at n = 12. Where eigenvalues
+    tie the result is some combination of their eigenvectors; for the zero matrix it is zero.
+    """
+    size = matrices.shape[-1]
+    tiny = torch.finfo(matrices.dtype).tiny
+    power = matrices / matrices.abs().amax((1, 2), keepdim=True).clamp(min=tiny)
+    # Whatever the gap, the power 2^k leaves a shortfall of about n / (2 e 2^k) at most. Even powers are
+    # positive semi-definite: their trace bounds their norm.
+    squarings = math.log2(2 * size / (SLACK * torch.finfo(matrices.dtype).eps))
+    for _ in range(math.ceil(squarings / 3)):
+        power = torch.linalg.matrix_power(power, 8)
+        power = power / _diagonal(power).sum(1)[:, None, None].clamp(min=tiny)
+    # The basis vector nearest to the dominant eigenspace is the one with the largest entry on the diagonal.
+    nearest = _diagonal(power).argmax(1)[:, None, None].expand(-1, size, 1)
+    return normalize(power.gather(2, nearest), dim=1, eps=tiny)
+
+
+def _diagonal(matrices: Tensor) -> Tensor:
+    return matrices.diagonal(dim1=1, dim2=2)
+
+
+def _mean_cosine(vectors: Tensor, head_axis: int, mask: Tensor | None) -> Tensor:
+    """Mean over pairs and real positions; the vectors lie along the last axis."""
+    with _no_autocast(vectors):
+        vectors = _full_precision(vectors)
+        squares = vectors.square().sum(-1, keepdim=True)
+        there = squares > (FAINT**2 * squares.detach().mean()).clamp(min=torch.finfo(vectors.dtype).tiny)
+        # The inner choice keeps inf out of the gradient of the outer one.
+        units = vectors * torch.where(there, torch.where(there, squares, 1.0).rsqrt(), 0.0)
+        # ‖x̂_h‖² is 1, with gradient 0.
+        return _mean_product(units, there.sum(head_axis).squeeze(-1), mask, head_axis)
+
+
+def _mean_product(vectors: Tensor, squares: Tensor, mask: Tensor | None, head_axis: int) -> Tensor:
+    r"""Return the mean of $x_a \cdot x_b$ over pairs of heads and real positions, without a loop over pairs.
+
+    Args:
+        vectors: (B, T, H, d) or (B, H, T, d).
+        squares: $\sum_h \|x_h\|^2$ at each position, (B, T).
+        mask: True at real positions, (B, T), or None for all.
+        head_axis: 2 or 1.
+
+    Returns:
+        A scalar.
+    """
+    total = vectors.sum(head_axis).square().sum(-1)  # (B, T)
+    return _mean_over_real(total - squares, mask) * _per_pair(vectors.shape[head_axis])
+
+
+def _full_precision(tensor: Tensor) -> Tensor:
+    """Return the tensor in float32, or in its own dtype if that is wider."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _no_autocast(tensor: Tensor) -> torch.autocast:
+    """Return a context in which products of such tensors keep their dtype, whatever the caller's autocast."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
+def _check(name: str, tensor: Tensor, layout: str, mask: Tensor | None, positions: tuple[int, int]) -> None:
+    """Refuse a tensor or a mask that a loss would misread.
+
+    Args:
+        name: of the argument, for the message.
+        tensor: to have four axes.
+        layout: names of the four axes, for the message.
+        mask: (B, T) bool, or None.
+        positions: the axes of the tensor that are B and T.
+
+    Raises:
+        ValueError: the tensor has not four axes, or the mask is not bool or does not fit.
+    """
+    if tensor.ndim != 4:
+        raise ValueError(f"{name} has the wrong shape: got {tuple(tensor.shape)}, expected {layout}")
+    expected = tuple(tensor.shape[axis] for axis in positions)
+    if mask is not None and (tuple(mask.shape) != expected or mask.dtype != torch.bool):
+        raise ValueError(
+            f"mask does not fit {name} {layout}: got {tuple(mask.shape)} of {mask.dtype}, expected {expected} "
+            "of torch.bool, True at real tokens"
+        )
+
+
+def _mean_over_real(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the mean over real positions, 0 if there is none.
+
+    Args:
+        values: one value a position, (B, T).
+        mask: True at real positions, (B, T), or None for all.
+
+    Returns:
+        A scalar.
+    """
+    if mask is None:
+        return values.sum() / max(values.numel(), 1)
+    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def _per_pair(heads: int) -> float:
+    r"""Return $1 / (H (H - 1))$: makes a sum over ordered pairs of heads their mean; 0 for one head."""
+    return 1.0 / (heads * (heads - 1)) if heads > 1 else 0.0

@@ -1,0 +1,282 @@
+"""Metrics of whole sets, gathered batch by batch over one process or several.
+
+Values are as the libraries have them: accuracy and F1 up to 1, correlations from −1 to 1 (the papers' tables have all
+of GLUE's times 100), BLEU by sacreBLEU up to 100, perplexity from 1.
+"""
+
+import math
+import warnings
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import datasets
+import evaluate
+import numpy as np
+import torch
+import torch.distributed as dist
+from datasets import Value
+from sacrebleu.metrics import BLEU
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from collab_compress.errors import DataError
+
+__all__ = [
+    "METRICS",
+    "Accuracy",
+    "AccuracyAndF1",
+    "Bleu",
+    "Correlation",
+    "Matthews",
+    "Metric",
+    "Perplexity",
+    "load_metric",
+    "token_losses",
+]
+
+CLASSES = {"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}
+NUMBERS = {"predictions": datasets.Value("float64"), "references": datasets.Value("float64")}
+
+
+class Metric(evaluate.Metric):  # type: ignore[misc]
+    """An `evaluate.Metric` that needs no network and no files.
+
+        metric.add_batch(predictions=..., references=...)   # as often as there are batches
+        result = metric.compute()
+
+    All predictions are kept in memory until `compute`, so results are those of the whole set and not means over
+    batches, and the metric is empty afterwards.
+
+    Rows that a sampler repeats to fill its last batch count twice: take them off before, as the Trainer and
+    `gather_for_metrics` of Accelerate do.
+
+    Args:
+        gather: whether `compute` scores what all processes of `torch.distributed` added, in the order of their ranks;
+            each then calls it, and has the result. Not for a `compute_metrics` of the Trainer, which hands the
+            predictions of all to each.
+    """
+
+    scores: ClassVar[tuple[str, ...]]
+    """Names of the results that the benchmark averages to one figure."""
+
+    scale: ClassVar[float] = 1.0
+    """What the benchmark multiplies them by."""
+
+    greater_is_better: ClassVar[bool] = True
+    formats: ClassVar[tuple[dict[str, Any], ...]]
+    """What a prediction and a reference may be; the first that fits counts."""
+
+    def __init__(self, *, gather: bool = False) -> None:
+        super().__init__(keep_in_memory=True)
+        self.gather = gather
+
+    def _info(self) -> evaluate.MetricInfo:
+        formats = [datasets.Features(types) for types in self.formats]
+        return evaluate.MetricInfo(
+            description=self.__doc__ or "",
+            citation="",
+            inputs_description="",
+            features=formats if len(formats) > 1 else formats[0],
+        )
+
+    def _build_data_dir(self) -> str:
+        """Make no folder: nothing is kept in files."""
+        return ""
+
+    def compute(self, *, predictions: Any = None, references: Any = None, **options: Any) -> dict[str, float]:
+        """Give the results on all that was added, and on what is given here."""
+        if self.writer is None and predictions is None and references is None:  # nothing was added in this process
+            return self._compute([], [])
+        result: dict[str, float] = super().compute(predictions=predictions, references=references, **options)
+        return result
+
+    def _compute(self, predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
+        """Score the rows of all processes, one after another."""
+        if self.gather and dist.is_initialized() and dist.get_world_size() > 1:
+            shares: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(shares, (predictions, references))
+            predictions, references = ([row for share in shares for row in share[place]] for place in range(2))
+        if not len(predictions):
+            raise DataError("nothing to score; add predictions and references before compute()")
+        return self._score(predictions, references)
+
+    @abstractmethod
+    def _score(self, predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
+        """Give the results on a whole set, which is not empty."""
+
+
+class Accuracy(Metric):
+    """Share of classes predicted right."""
+
+    scores = ("accuracy",)
+    scale = 100.0
+    formats = (CLASSES,)
+
+    def _score(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
+        _check_labels(references)
+        return {"accuracy": float(accuracy_score(references, predictions))}
+
+
+class AccuracyAndF1(Metric):
+    """Accuracy, and F1 of class 1 of two; F1 is 0 where class 1 is neither there nor predicted."""
+
+    scores = ("accuracy", "f1")
+    scale = 100.0
+    formats = (CLASSES,)
+
+    def _score(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
+        _check_labels(references)
+        if other := {*predictions, *references} - {0, 1}:
+            raise DataError(f"F1 is of two classes, 0 and 1; got class {min(other)}")
+        return {
+            "accuracy": float(accuracy_score(references, predictions)),
+            "f1": float(f1_score(references, predictions, zero_division=0.0)),
+        }
+
+
+class Matthews(Metric):
+    """Matthews correlation of predicted classes; 0 where only one class is predicted, or is there."""
+
+    scores = ("matthews_correlation",)
+    scale = 100.0
+    formats = (CLASSES,)
+
+    def _score(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
+        _check_labels(references)
+        if len(set(predictions)) == 1 or len(set(references)) == 1:
+            return {"matthews_correlation": 0.0}
+        return {"matthews_correlation": float(matthews_corrcoef(references, predictions))}
+
+
+class Correlation(Metric):
+    """Pearson and Spearman correlation of scores.
+
+    They are 0 where all predictions, or all references, are the same: such predictions tell nothing. They are NaN
+    where a prediction is no finite number.
+    """
+
+    scores = ("pearson", "spearmanr")
+    scale = 100.0
+    formats = (NUMBERS,)
+
+    def _score(self, predictions: Sequence[float], references: Sequence[float]) -> dict[str, float]:
+        x, y = np.asarray(predictions), np.asarray(references)
+        if not (np.isfinite(x).all() and np.isfinite(y).all()):
+            return {"pearson": float("nan"), "spearmanr": float("nan")}
+        if (x == x[0]).all() or (y == y[0]).all():
+            return {"pearson": 0.0, "spearmanr": 0.0}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of predictions that are nearly the same
+            return {"pearson": float(pearsonr(x, y).statistic), "spearmanr": float(spearmanr(x, y).statistic)}
+
+
+class Bleu(Metric):
+    """Corpus BLEU, from 0 to 100, of detokenized text against one or several references.
+
+    Args:
+        tokenize: sacreBLEU's tokenizer: 13a, intl, zh, char, none, …
+        lowercase: whether case is ignored.
+        gather: as for every metric.
+    """
+
+    scores = ("bleu",)
+    formats = (
+        {"predictions": datasets.Value("string"), "references": datasets.Value("string")},
+        {"predictions": datasets.Value("string"), "references": datasets.Sequence(datasets.Value("string"))},
+    )
+
+    def __init__(self, tokenize: str = "13a", lowercase: bool = False, *, gather: bool = False) -> None:
+        if tokenize not in BLEU.TOKENIZERS:
+            raise DataError(f"unknown tokenizer {tokenize!r}; expected one of {', '.join(sorted(BLEU.TOKENIZERS))}")
+        super().__init__(gather=gather)
+        self.tokenize, self.lowercase = tokenize, lowercase
+        self.signature: str | None = None
+        """How the last score came about, to be reported with it."""
+
+    def _score(
+        self, predictions: Sequence[str], references: Sequence[str] | Sequence[Sequence[str]]
+    ) -> dict[str, float]:
+        rows = [[reference] if isinstance(reference, str) else list(reference) for reference in references]
+        counts = {len(row) for row in rows}
+        if len(counts) > 1 or 0 in counts:
+            raise DataError(f"each sentence needs as many references as the others; got {sorted(counts)}")
+        bleu = BLEU(tokenize=self.tokenize, lowercase=self.lowercase)
+        score = bleu.corpus_score(list(predictions), [list(stream) for stream in zip(*rows, strict=True)])
+        self.signature = str(bleu.get_signature())
+        return {
+            "bleu": float(score.score),
+            "brevity_penalty": float(score.bp),
+            "length_ratio": score.sys_len / score.ref_len if score.ref_len else 0.0,
+        }
+
+
+class Perplexity(Metric):
+    """exp(Σ nll / Σ tokens), and the mean nll a token ("nll", in nats).
+
+    Predictions are summed negative log-likelihoods, of a row or of a batch; references are how many tokens each is
+    the sum of. Both come from `token_losses`. Where tokens are subwords, count words instead to compare with the
+    perplexities of papers.
+    """
+
+    scores = ("perplexity",)
+    greater_is_better = False
+    formats = ({"predictions": Value("float64"), "references": Value("int64")},)
+
+    def _score(self, predictions: Sequence[float], references: Sequence[int]) -> dict[str, float]:
+        tokens = sum(references)
+        if tokens <= 0 or min(references) < 0:
+            raise DataError(f"perplexity is over {tokens} tokens; expected some, and no negative counts")
+        nll = math.fsum(predictions) / tokens
+        return {"perplexity": math.exp(nll) if nll < math.log(1e308) else math.inf, "nll": nll}
+
+
+def token_losses(logits: Tensor, labels: Tensor, *, shift: bool = True) -> Tensor:
+    """Sum the negative log-likelihood of each row's labels.
+
+    Args:
+        logits: (B, T, V).
+        labels: (B, T); −100 is no label.
+        shift: whether position t predicts label t + 1, as in a decoder without an encoder; otherwise label t.
+
+    Returns:
+        Row by row the sum and the number of labels it is over, (B, 2), in double precision.
+    """
+    if shift:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    losses = cross_entropy(logits.transpose(1, 2).float(), labels, ignore_index=-100, reduction="none")
+    return torch.stack([losses.double().sum(1), (labels != -100).double().sum(1)], dim=1)
+
+
+# name → metric
+METRICS: dict[str, type[Metric]] = {
+    "accuracy": Accuracy,
+    "accuracy+f1": AccuracyAndF1,
+    "matthews": Matthews,
+    "correlation": Correlation,
+    "bleu": Bleu,
+    "perplexity": Perplexity,
+}
+
+
+def load_metric(name: str, *, gather: bool = False, **options: Any) -> Metric:
+    """Make a metric, by its name and without a network.
+
+    Args:
+        name: of a metric in `METRICS`.
+        gather: whether it scores what all processes of `torch.distributed` add.
+        options: of the metric: tokenize and lowercase for BLEU.
+
+    Raises:
+        DataError: no such metric.
+    """
+    if name not in METRICS:
+        raise DataError(f"unknown metric {name!r}; expected one of {', '.join(METRICS)}")
+    return METRICS[name](gather=gather, **options)
+
+
+def _check_labels(references: Sequence[int]) -> None:
+    if min(references) < 0:
+        raise DataError("a reference is −1, which stands for no label; a test split without labels cannot be scored")
