@@ -30,7 +30,7 @@ PACKAGES = (
 )  # fmt: skip
 CHECKOUT = Path(__file__).parents[2]
 SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})/config\.json$")  # in the hub's cache
-DATA_ADDRESS = re.compile(r"hf://datasets/[^@]+@([0-9a-f]{40})/")  # of a file that `datasets` loaded
+PREPARED = re.compile(r"/([0-9a-f]{40})/[^/]+\.arrow$")  # in the cache of `datasets`
 
 
 def mark(folder: Path) -> None:
@@ -184,13 +184,13 @@ def hub_commits(model: str | Path, data: Mapping[str, Dataset]) -> dict[str, str
 
     Args:
         model: directory of the model, as of a snapshot in the hub's cache, or a name on the hub.
-        data: split → rows, which keep the addresses they were loaded from.
+        data: split → rows, whose files `datasets` keeps in a folder named after the commit.
     """
     local = Path(model).is_dir()
     place = Path(model, "config.json") if local else try_to_load_from_cache(str(model), "config.json")
     snapshot = SNAPSHOT.search(Path(str(place)).as_posix())
-    addresses = [address for rows in data.values() for address in rows.info.download_checksums or ()]
-    found = {match[1] for match in map(DATA_ADDRESS.match, addresses) if match}
+    files = [Path(file["filename"]).as_posix() for rows in data.values() for file in rows.cache_files]
+    found = {match[1] for match in map(PREPARED.search, files) if match}
     return {"model": snapshot and snapshot[1], "data": found.pop() if len(found) == 1 else None}
 
 
