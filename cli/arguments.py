@@ -15,12 +15,14 @@ from .options import Model, Saving
 class Conversion(Compression):
     """How to convert, if at all."""
 
-    dk: Annotated[int | None, tyro.conf.arg(metavar="N")] = None  # type: ignore[assignment]
-    """Shared query/key width R, from 1 to heads × head width; at the upper end the conversion is exact."""
-
     def __post_init__(self) -> None:
-        if self.dk is not None:
+        if self.asked:
             super().__post_init__()
+
+    @property
+    def asked(self) -> bool:
+        """Whether anything is to be converted."""
+        return self.dk is not None or self.dv is not None
 
     @property
     def changed(self) -> list[str]:
@@ -34,6 +36,7 @@ class Arguments:
 
     Examples:
       collab-compress minilm --dk 128
+      collab-compress minilm --dk 192 --dv 252
       collab-compress bert-base --dk 384 --output bert-base-384
       collab-compress ./my-classifier --dk 256 --calibration sentences.txt --json report.json
       collab-compress minilm --dk 192 --form per-head
@@ -54,7 +57,7 @@ class Arguments:
     """Add head mixing (alphas), to be trained; alone, or after conversion."""
 
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where to save; MODEL-dkN, with -per-head, -recovered and -mixed where that was asked for, in the current
+    """Where to save; MODEL-dkN, -dvN, with -per-head, -recovered and -mixed where that was asked for, in the current
     directory if not given."""
 
     calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|none|FILE")] = "synthetic"
@@ -66,24 +69,27 @@ class Arguments:
     saving: tyro.conf.OmitArgPrefixes[Saving] = field(default_factory=Saving)
 
     def __post_init__(self) -> None:
-        if self.compression.dk is not None:
+        if self.compression.asked:
             if self.recover is not None and self.calibration == "none":
                 raise CollabCompressError("--recover trains on calibration data; leave --calibration none out")
             return
         if not self.mix:
-            raise CollabCompressError("nothing to do: pass --dk N to convert, --mix to let heads mix, or both")
+            raise CollabCompressError("nothing to do: pass --dk N, --dv N or both to convert, --mix to let heads mix")
         unused = [
             *self.compression.changed,
             *(["calibration"] if self.calibration != "synthetic" else []),
             *([] if self.recover is None else ["recover"]),
         ]
         if unused:
-            raise CollabCompressError(f"--{unused[0]} belongs to a conversion; pass --dk N too, or leave it out")
+            raise CollabCompressError(
+                f"--{unused[0]} belongs to a conversion; pass --dk or --dv too, or leave it out"
+            )
 
     @property
     def suffix(self) -> str:
         """What is appended to the model's name to name the output."""
-        converted = "" if self.compression.dk is None else f"-dk{self.compression.dk}"
+        widths = {"dk": self.compression.dk, "dv": self.compression.dv}
+        converted = "".join(f"-{name}{width}" for name, width in widths.items() if width is not None)
         form = "" if self.compression.form == "shared" else f"-{self.compression.form}"
         recovered = "" if self.recover is None else "-recovered"
         return converted + form + recovered + ("-mixed" if self.mix else "")

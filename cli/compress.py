@@ -39,7 +39,7 @@ def run(arguments: Arguments) -> Report | None:
     source = begin(arguments.model, output, saving, arguments.compression.device)
     device = device_of(arguments.compression.device)
     arguments = replace(arguments, compression=replace(arguments.compression, device=device))
-    report = None if arguments.compression.dk is None else _convert(source, arguments)
+    report = _convert(source, arguments) if arguments.compression.asked else None
     recovery = None if arguments.recover is None else _recover(source, arguments)
     if arguments.mix:
         mix_heads_(source.model)

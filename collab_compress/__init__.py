@@ -3,7 +3,7 @@
 Importing the package lets stock `from_pretrained` rebuild converted checkpoints.
 """
 
-from collab_compress.attention import FORMS, ScoreFormEdit, register_attention
+from collab_compress.attention import FORM_KINDS, FormEdit, register_attention
 from collab_compress.checkpoint import (
     AFTER_LOADING,
     EDITS,
@@ -30,7 +30,7 @@ from collab_compress.heads.mask import HeadMask
 from collab_compress.heads.pruning import PrunedEdit, prune_heads_
 
 # What makes stock `from_pretrained` rebuild converted models.
-EDITS.update({edit.kind: edit for edit in (AlphasEdit, PrunedEdit)} | {f.kind: ScoreFormEdit for f in FORMS.values()})
+EDITS.update({edit.kind: edit for edit in (AlphasEdit, PrunedEdit)} | dict.fromkeys(FORM_KINDS, FormEdit))
 AFTER_LOADING.append(keep_standalone_)
 register_attention()
 register_checkpoint()

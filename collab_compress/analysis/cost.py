@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.analysis.stream import Progress, with_progress
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
-from collab_compress.attention import FORMS, Form, ScoreForm, SharedScores, is_converted
+from collab_compress.attention import FORMS, Form, ScoreForm, SharedScores
 from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.conversion.report import dense_macs, dense_parameters
@@ -153,7 +153,7 @@ def layer_cost(width: int, heads: int, dk: int | None = None, length: int = 128)
             dense_parameters(width, heads, head_width, bias=False) + 2 * width**2,
             dense_macs(width, heads, head_width, length) + macs,
         )
-    form = SharedScores("", "", heads, width // heads, dk, content_bias=False)
+    form = SharedScores(heads, width // heads, "", "", dk, content_bias=False)
     return LayerCost(form.parameters(width) + 2 * width**2, form.macs(width, length) + macs)
 
 
@@ -250,7 +250,7 @@ def _module_cost(site: AttentionSite, length: int, dk: int | None, option: Form)
     query, key = (getattr(part, "proj", part) for part in (site.part(site.family.query), site.part(site.family.key)))
     width, bias = key.in_features, query.bias is not None
     form: ScoreForm | None = None if dk is None else FORMS[option].of(site, dk, content_bias=True)
-    if is_converted(module):
+    if hasattr(module, "score_form"):
         form = module.score_form
         bias = site.part(site.family.value).bias is not None  # as values have it, queries had it
     number = 0 if site.kind == "encoder" else query.weight.element_size()

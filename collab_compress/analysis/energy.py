@@ -16,7 +16,7 @@ from collab_compress.calibration import gather_moments
 from collab_compress.conversion.expand import read_factors
 from collab_compress.errors import HeadError
 from collab_compress.factorization import Factors, HeadTensor
-from collab_compress.factorization.moments import Weighting
+from collab_compress.factorization.moments import Moments, Weighting
 
 
 @dataclass(frozen=True)
@@ -165,10 +165,11 @@ def head_energy(
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
     found = score_parts(model, kinds)
-    moments = {}
+    moments: dict[str, tuple[Moments, ...]] = {}
     if batches is not None:
         watched = (dict(batch) for batch in with_progress(batches, progress, "batches"))
-        moments = gather_moments(model, [parts.site for parts in found], watched)
+        gathered = gather_moments(model, [parts.site for parts in found], watched)
+        moments = {parts.site.name: each for parts, each in zip(found, gathered, strict=True)}
     energies = {}
     for parts in found:
         tensor = parts.tensor

@@ -7,8 +7,10 @@ from collab_compress.architectures.sites import (
     Conv1DSlice,
     DenseSite,
     Kind,
+    ValueSite,
     find_attention,
     find_dense_attention,
+    find_dense_values,
     split_heads,
     transformers_model,
 )
@@ -21,8 +23,10 @@ __all__ = [
     "Conv1DSlice",
     "DenseSite",
     "Kind",
+    "ValueSite",
     "find_attention",
     "find_dense_attention",
+    "find_dense_values",
     "split_heads",
     "transformers_model",
 ]

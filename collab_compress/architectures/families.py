@@ -37,6 +37,8 @@ class AttentionFamily:
             there are three layers to begin with.
         fixed_heads: whether the module views what its projections return as exactly H heads, instead of as many as
             there are; shared projections are then H·d wide, zeros included, and save nothing in a key cache.
+        free_width: attribute of the config that sets the width of a head, whatever the model's width; empty where a
+            stock model has none.
         keeps_heads: why heads cannot be removed from it; empty where they can.
         undescribed: kind of attention that these paths do not fit → how it differs.
     """
@@ -54,6 +56,7 @@ class AttentionFamily:
     cross: str = ""
     conv1d: str = ""
     fixed_heads: bool = False
+    free_width: str = ""
     keeps_heads: str = ""
     undescribed: Mapping[str, str] = field(default_factory=dict)
 
@@ -75,11 +78,12 @@ _BART: dict[str, Any] = {
 _OPT = {**_BART, "cross": "", "fixed_heads": True}  # scales queries itself
 _VIT: dict[str, Any] = {
     "query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj", "heads": "num_attention_heads",
-    "head_width": "head_dim",
+    "head_width": "head_dim", "free_width": "head_dim",
 }  # fmt: skip
 _T5: dict[str, Any] = {  # scores are not scaled, and a position bias is added to them
     "query": "q", "key": "k", "value": "v", "output": "o", "heads": "n_heads", "head_width": "key_value_proj_dim",
-    "cross": "EncDecAttention", "keeps_heads": "all layers share one position bias with a column for each head",
+    "cross": "EncDecAttention", "free_width": "d_kv",
+    "keeps_heads": "all layers share one position bias with a column for each head",
 }  # fmt: skip
 _GPT2: dict[str, Any] = {  # queries, keys and values come out of one transposed layer
     "query": "c_attn.query", "key": "c_attn.key", "value": "c_attn.value", "output": "c_proj", "heads": "num_heads",

@@ -201,9 +201,9 @@ def _attribute(name: str, module: nn.Module, family: AttentionFamily, path: str)
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DenseSite(AttentionSite):
-    """A dense attention module.
+    """An attention module whose queries and keys are dense.
 
     Args:
         query: projection of queries, weight (H·d, D), storage layout of `nn.Linear`; the part that is it where the
@@ -213,6 +213,11 @@ class DenseSite(AttentionSite):
 
     query: nn.Linear | Conv1DSlice
     key: nn.Linear | Conv1DSlice
+
+    @property
+    def inputs(self) -> tuple[tuple[Any, str], ...]:
+        """What conversion weighs errors by: the projections whose inputs count, and whose tokens those are."""
+        return (self.query, "query"), (self.key, "key")
 
     def query_heads(self) -> Tensor:
         """Wq of each head in mathematical layout, (H, D, d)."""
@@ -226,6 +231,40 @@ class DenseSite(AttentionSite):
         """Query bias of each head, (H, d), or None where the projection has none."""
         bias = self.query.bias
         return None if bias is None else bias.detach().reshape(self.heads, self.head_width)
+
+
+@dataclass(frozen=True, eq=False)
+class ValueSite(AttentionSite):
+    """An attention module whose values and output projection are dense.
+
+    Args:
+        value: projection of values, weight (H·d, D), storage layout of `nn.Linear`; the part that is it where the
+            model keeps several in one layer.
+        output: the output projection, weight (D, H·d), or (H·d, D) in a transposed layer.
+    """
+
+    value: nn.Linear | Conv1DSlice
+    output: nn.Linear | Conv1D
+
+    @property
+    def inputs(self) -> tuple[tuple[Any, str], ...]:
+        """What conversion weighs errors by: the projection whose input counts, and whose tokens those are."""
+        return ((self.output, "query"),)
+
+    def value_heads(self) -> Tensor:
+        """Wv of each head in mathematical layout, (H, D, d)."""
+        return split_heads(self.value.weight, self.heads)
+
+    def value_bias(self) -> Tensor | None:
+        """Value bias of each head, (H, d), or None where the projection has none."""
+        bias = self.value.bias
+        return None if bias is None else bias.detach().reshape(self.heads, self.head_width)
+
+    def output_heads(self) -> Tensor:
+        """Wo of each head in mathematical layout, (H, d, D)."""
+        weight = self.output.weight.detach()
+        rows: Tensor = weight if isinstance(self.output, Conv1D) else weight.T
+        return rows.reshape(self.heads, -1, rows.shape[1])
 
 
 def split_heads(weight: Tensor, heads: int) -> Tensor:
@@ -248,25 +287,71 @@ def find_dense_attention(
     return [_dense(site) for site in find_attention(model, families, modules, kinds)]
 
 
+def find_dense_values(
+    model: nn.Module,
+    families: dict[str, AttentionFamily],
+    modules: str = "*",
+    kinds: Collection[Kind] = KINDS,
+) -> list[ValueSite]:
+    """List every attention module of `model` whose values can be converted; as `find_dense_attention`.
+
+    Raises:
+        UnsupportedModelError: as `find_attention`; the value or output projection is no plain layer, is quantized,
+            or is not H·d wide; heads are mixed before it; the family's description leaves this kind out.
+    """
+    return [_dense_values(site) for site in find_attention(model, families, modules, kinds)]
+
+
 def _dense(site: AttentionSite) -> DenseSite:
+    _refuse_undescribed(site)
+    query, key = (_projection(site, path) for path in (site.family.query, site.family.key))
+    return DenseSite(**vars(site), query=query, key=key)
+
+
+def _dense_values(site: AttentionSite) -> ValueSite:
+    _refuse_undescribed(site)
+    value, path = _projection(site, site.family.value), site.family.output
+    output = site.part(path)
+    if hasattr(output, "alphas"):
+        raise UnsupportedModelError(
+            f"{site.path(path)} mixes the heads; call merge_alphas_ first, then convert values"
+        )
+    plain = type(output) in (nn.Linear, Conv1D)
+    inputs = output.weight.shape[0 if isinstance(output, Conv1D) else 1] if plain else 0
+    if not plain or inputs != site.width:
+        got = f"a plain layer that reads {inputs} channels" if plain else type(output).__name__
+        raise UnsupportedModelError(
+            f"{site.path(path)}: got {got}; expected a plain nn.Linear that reads {site.heads} heads × "
+            f"{site.head_width} = {site.width}; adapters must be merged and quantization undone before converting"
+        )
+    _refuse_quantized(site.path(path), output.weight)
+    return ValueSite(**vars(site), value=value, output=output)
+
+
+def _refuse_undescribed(site: AttentionSite) -> None:
     if site.kind in site.family.undescribed:
         raise UnsupportedModelError(
             f"{site.name}: {site.kind} attention of {site.family.name} cannot be converted, because "
             f"{site.family.undescribed[site.kind]}; leave it out with a pattern of module paths, or by kinds"
         )
-    family, paths = site.family, (site.family.query, site.family.key)
-    query, key = (read(site.name, site.module, family, path, nn.Linear) for path in paths)
-    for path, projection in zip(paths, (query, key), strict=True):
-        if projection.out_features != site.width:
-            raise UnsupportedModelError(
-                f"{site.name}.{path}: got {projection.out_features} output channels; expected {site.heads} heads × "
-                f"{site.head_width} = {site.width}; the {family.name} description does not fit this model"
-            )
-    for path, weight in zip(paths, (query.weight, key.weight), strict=True):
-        if not weight.is_floating_point() or type(weight) not in (Tensor, nn.Parameter):
-            kind = f"{type(weight).__module__}.{type(weight).__qualname__} of {weight.dtype}"
-            raise UnsupportedModelError(f"{site.name}.{path}: weights are {kind}; convert before quantizing")
-    return DenseSite(**vars(site), query=query, key=key)
+
+
+def _projection(site: AttentionSite, path: str) -> nn.Linear | Conv1DSlice:
+    """Read a dense projection that is H·d wide and holds plain floats."""
+    found: nn.Linear | Conv1DSlice = read(site.name, site.module, site.family, path, nn.Linear)
+    if found.out_features != site.width:
+        raise UnsupportedModelError(
+            f"{site.name}.{path}: got {found.out_features} output channels; expected {site.heads} heads × "
+            f"{site.head_width} = {site.width}; the {site.family.name} description does not fit this model"
+        )
+    _refuse_quantized(f"{site.name}.{path}", found.weight)
+    return found
+
+
+def _refuse_quantized(path: str, weight: Tensor) -> None:
+    if not weight.is_floating_point() or type(weight) not in (Tensor, nn.Parameter):
+        kind = f"{type(weight).__module__}.{type(weight).__qualname__} of {weight.dtype}"
+        raise UnsupportedModelError(f"{path}: weights are {kind}; convert before quantizing")
 
 
 def transformers_model(model: Any) -> PreTrainedModel:

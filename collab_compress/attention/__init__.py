@@ -1,21 +1,27 @@
 """Converted attention inside a live model: its forms, projections, attention functions, kernels."""
 
-from collab_compress.attention.form import HeadRows, ScoreForm, ScoreParts
-from collab_compress.attention.forms import FORMS, Form, ScoreFormEdit
+from collab_compress.attention.form import HeadRows, MapForm, ScoreForm, ScoreParts
+from collab_compress.attention.forms import FORM_KINDS, FORMS, Form, FormEdit
 from collab_compress.attention.functions import register_attention
 from collab_compress.attention.install import install_, is_converted, uninstall_
 from collab_compress.attention.per_head import PerHeadScores
 from collab_compress.attention.shared import SharedScores
+from collab_compress.attention.values import DenseValues, NarrowValues, ValueParts
 
 __all__ = [
     "FORMS",
+    "FORM_KINDS",
+    "DenseValues",
     "Form",
+    "FormEdit",
     "HeadRows",
+    "MapForm",
+    "NarrowValues",
     "PerHeadScores",
     "ScoreForm",
-    "ScoreFormEdit",
     "ScoreParts",
     "SharedScores",
+    "ValueParts",
     "install_",
     "is_converted",
     "register_attention",

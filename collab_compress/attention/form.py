@@ -1,4 +1,4 @@
-"""What a form of attention's score maps is: one object that rebuilds, attends, prunes, counts and stores a module."""
+"""What a form of one of attention's maps is: an object that rebuilds, attends, prunes, counts and stores it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-from collab_compress.attention.projections import QKVProjection, SharedProjection, join, joint_layer, value_of
+from collab_compress.attention.projections import PaddedProjection, joint_layer, put_back_, replace_
 from collab_compress.errors import CompressionError, UnsupportedModelError
 
 
@@ -21,13 +22,11 @@ class ScoreParts:
         query: query projection, D → R.
         key: key projection, content biases included, D → R or R + H.
         mixing: mixing matrix (H, R); a buffer where it is fixed.
-        value: the model's own values where they were in one layer with query and key, else None.
     """
 
-    query: SharedProjection
-    key: SharedProjection
+    query: PaddedProjection
+    key: PaddedProjection
     mixing: Tensor
-    value: nn.Linear | None = None
 
     def tensors(self) -> list[Tensor]:
         """List the memory that holds what was fitted."""
@@ -56,18 +55,112 @@ class HeadRows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ScoreForm(ABC):
+class MapForm(ABC):
+    """The form of one map of an attention module: all that is needed to rebuild and use it, weights aside.
+
+    A module has two maps: that of the scores (queries and keys) and that of the values (values and output). Each is
+    dense, or in a form that the module holds in an attribute of its own. A new form is a subclass and a line in
+    `FORM_KINDS`.
+
+    Args:
+        heads: number of heads H.
+        head_width: width d of one head in the dense model.
+    """
+
+    heads: int
+    head_width: int
+
+    at: ClassVar[str]
+    """Attribute of the module that holds the form."""
+    kind: ClassVar[str]
+    """Name in checkpoints."""
+    option: ClassVar[str]
+    """Name that people choose it by."""
+    title: ClassVar[str]
+    """What a model in this form has, in words."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Describe the form in JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Rebuild the form from what `to_dict` gave."""
+        return cls(**data)
+
+    @abstractmethod
+    def build(self, module: Any, parent: Any) -> Any:
+        """Make uninitialised parameters for `module`: device, dtype and frozenness are those of what they replace.
+
+        Args:
+            module: the attention module.
+            parent: the module that holds it, where a family's path that starts with `..` begins.
+
+        Raises:
+            CompressionError: the module has no room for the form.
+        """
+
+    @abstractmethod
+    def put_in_(self, module: Any, parts: Any) -> None:
+        """Replace the map's projections by `parts`, as `build` makes them, in place."""
+
+    @abstractmethod
+    def take_out_(self, module: Any, dense: Any) -> None:
+        """Undo `put_in_`, also where it stopped half-way, in place.
+
+        Args:
+            module: the attention module.
+            dense: the map's dense projections.
+        """
+
+    @abstractmethod
+    def finish_(self, module: Any) -> None:
+        """Restore, in place, what a checkpoint does not hold."""
+
+    @abstractmethod
+    def head_rows(self) -> list[HeadRows]:
+        """Say what belongs to single heads, in an order that is the same for every head."""
+
+    @abstractmethod
+    def without(self, kept: Sequence[int]) -> Self:
+        """Describe what is left of this form with these heads only, in ascending order."""
+
+    @abstractmethod
+    def parameters(self, width: int) -> int:
+        """Count parameters of the map where the model is `width` D wide."""
+
+    @abstractmethod
+    def macs(self, width: int, length: int) -> int:
+        """Count multiply-accumulates of the map for `length` T tokens of `width` D."""
+
+    def row_cuts(self, module: Any, kept: Sequence[int]) -> list[Cut]:
+        """Compute what remains of the parameters that have rows of single heads, with these heads only."""
+        cuts = []
+        for path, heads in self.head_rows():
+            lost = {row for head, own in enumerate(heads) if head not in kept for rows in own for row in rows}
+            parameter = attrgetter(path)(module)
+            left = [row for row in range(parameter.shape[0]) if row not in lost]
+            place, _, name = path.rpartition(".")
+            owner = module.get_submodule(place)
+            cuts.append(Cut(owner, name, remaining(parameter, 0, left)))
+            if hasattr(owner, "out_features"):
+                cuts.append(Cut(owner, "out_features", len(left)))
+        return cuts
+
+
+@dataclass(frozen=True)
+class ScoreForm(MapForm):
     """The form of a module's score maps: all that is needed to rebuild and use it, weights aside.
 
     A module in such a form has projections of R channels for queries and keys in place of its own, a mixing matrix
-    (H, R), and its form as `module.score_form`. A new form is a subclass and a line in `FORMS`.
+    (H, R), and its form as `module.score_form`.
 
     Args:
+        heads: number of heads H.
+        head_width: width d of one head's keys in the dense model.
         query: attribute path of the query projection in the attention module; where the stock model keeps it in a
             joint layer, a child of that layer's path.
         key: attribute path of the key projection.
-        heads: number of heads H.
-        head_width: width d of one head's keys in the dense model.
         rank: channels R of all heads together.
         content_bias: whether the module has content biases v.
         scale: what scores are multiplied by; None keeps the model's own scale.
@@ -77,20 +170,13 @@ class ScoreForm(ABC):
 
     query: str
     key: str
-    heads: int
-    head_width: int
     rank: int
     content_bias: bool
     scale: float | None = None
     train_mixing: bool = True
     fixed_heads: bool = False
 
-    kind: ClassVar[str]
-    """Name in checkpoints."""
-    option: ClassVar[str]
-    """Name that people choose it by."""
-    title: ClassVar[str]
-    """What a model in this form has, in words."""
+    at: ClassVar[str] = "score_form"
     space: ClassVar[str]
     """What queries and keys are decomposed into, in words."""
     solvers: ClassVar[tuple[str, ...]]
@@ -110,15 +196,6 @@ class ScoreForm(ABC):
             query=site.family.query, key=site.family.key, heads=site.heads, head_width=site.head_width, rank=rank,
             content_bias=content_bias, fixed_heads=site.family.fixed_heads,
         )  # fmt: skip
-
-    def to_dict(self) -> dict[str, Any]:
-        """Describe the form in JSON types."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Rebuild the form from what `to_dict` gave."""
-        return cls(**data)
 
     # How wide queries and keys are.
 
@@ -164,26 +241,24 @@ class ScoreForm(ABC):
 
     # Parameters: made, filled, put into a module, read.
 
-    def build(self, module: Any) -> ScoreParts:
-        """Make uninitialised parameters for `module`: device, dtype and frozenness are those of what they replace.
+    def build(self, module: Any, parent: Any) -> ScoreParts:
+        """Make uninitialised parameters; arguments as for `MapForm.build`.
 
         Raises:
             CompressionError: as `multiple`.
         """
         layer: Any = joint_layer(module, self.query)
-        query, key = (
-            (layer, layer) if layer is not None else (attrgetter(path)(module) for path in (self.query, self.key))
-        )
+        joint = isinstance(layer, Conv1D)
+        query, key = (layer, layer) if joint else (attrgetter(path)(module) for path in (self.query, self.key))
         like: dict[str, Any] = {"device": query.weight.device, "dtype": query.weight.dtype}
         trained = (query.weight.requires_grad, key.weight.requires_grad)
-        inputs = (query.weight.shape[0],) * 2 if layer is not None else (query.in_features, key.in_features)
+        inputs = (query.weight.shape[0],) * 2 if joint else (query.in_features, key.in_features)
         widths = (self.rank, self.rank + self.content_channels)
-        projections = [
-            SharedProjection(width_in, width, self.multiple, **like).requires_grad_(train)
+        own_query, own_key = (
+            PaddedProjection(width_in, width, self.multiple, **like).requires_grad_(train)
             for width_in, width, train in zip(inputs, widths, trained, strict=True)
-        ]
-        mixing = self.build_mixing(any(trained), **like)
-        return ScoreParts(projections[0], projections[1], mixing, None if layer is None else value_of(layer))
+        )
+        return ScoreParts(own_query, own_key, self.build_mixing(any(trained), **like))
 
     @abstractmethod
     def build_mixing(self, trained: bool, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -196,40 +271,21 @@ class ScoreForm(ABC):
             parts.mixing.copy_(mixing)
             parts.key.proj.weight.copy_(key.T if content is None else torch.cat([key.T, content]))
 
-    @abstractmethod
-    def finish_(self, module: Any) -> None:
-        """Restore, in place, what a checkpoint does not hold."""
-
     def put_in_(self, module: Any, parts: ScoreParts) -> None:
         """Replace the query and key projections of `module` by `parts`, in place."""
         module.mixing = parts.mixing
-        if parts.value is None:
-            module.set_submodule(self.query, parts.query.train(module.training))
-            module.set_submodule(self.key, parts.key.train(module.training))
-        else:
-            whole = QKVProjection(parts.query, parts.key, parts.value).train(module.training)
-            module.set_submodule(self.query.rpartition(".")[0], whole)
-            module.split_size = whole.widths
+        replace_(module, {self.query: parts.query, self.key: parts.key})
         if self.scale is not None:
             module.stock_scaling, module.scaling = module.scaling, self.scale
 
-    def take_out_(self, module: Any, query: Any, key: Any) -> None:
-        """Undo `put_in_`, also where it stopped half-way, in place.
+    def take_out_(self, module: Any, dense: tuple[Any, Any]) -> None:
+        """Put dense query and key projections back, in place; as `MapForm.take_out_`.
 
         Args:
             module: the attention module.
-            query: its dense query projection; where the stock model has a joint layer, either a projection to be put
-                into one again, or something that holds the old layer as `whole`.
-            key: the same for keys.
+            dense: projections, or where the stock model has a joint layer, what holds the old one as `whole`.
         """
-        layer = joint_layer(module, self.query)
-        if layer is None:
-            module.set_submodule(self.query, query)
-            module.set_submodule(self.key, key)
-        else:
-            whole = query.whole if hasattr(query, "whole") else join(query, key, layer.value)
-            module.set_submodule(self.query.rpartition(".")[0], whole)
-            module.split_size = whole.weight.shape[1] // 3
+        put_back_(module, dict(zip((self.query, self.key), dense, strict=True)))
         if hasattr(module, "mixing"):
             del module.mixing
         if "stock_scaling" in module.__dict__:
@@ -242,7 +298,7 @@ class ScoreForm(ABC):
             UnsupportedModelError: a projection carries an adapter, is quantized, or is offloaded.
         """
         query, key = (
-            _plain_weight(f"{name}.{path}.proj", module.get_submodule(path).proj) for path in (self.query, self.key)
+            plain_weight(f"{name}.{path}.proj", module.get_submodule(path).proj) for path in (self.query, self.key)
         )
         content = key[self.rank :] if self.content_bias else None
         return query.T, module.mixing.detach(), key[: self.rank].T, content
@@ -299,14 +355,6 @@ class ScoreForm(ABC):
 
     # Heads.
 
-    @abstractmethod
-    def head_rows(self) -> list[HeadRows]:
-        """Say what belongs to single heads, in an order that is the same for every head."""
-
-    @abstractmethod
-    def without(self, kept: Sequence[int]) -> Self:
-        """Describe what is left of this form with these heads only, in ascending order."""
-
     def keep_heads(self, module: Any, kept: Sequence[int]) -> list[Cut]:
         """Compute what remains of `module` with these heads only, in ascending order, without changing it.
 
@@ -314,31 +362,12 @@ class ScoreForm(ABC):
             CompressionError: as `multiple`, of what is left.
         """
         smaller = self.without(kept)
-        cuts = [Cut(module, "score_form", smaller)]
-        for path, heads in self.head_rows():
-            lost = {row for head, own in enumerate(heads) if head not in kept for rows in own for row in rows}
-            parameter = attrgetter(path)(module)
-            left = [row for row in range(parameter.shape[0]) if row not in lost]
-            place, _, name = path.rpartition(".")
-            owner = module.get_submodule(place)
-            cuts.append(Cut(owner, name, remaining(parameter, 0, left)))
-            if hasattr(owner, "out_features"):
-                cuts.append(Cut(owner, "out_features", len(left)))
+        cuts = [Cut(module, self.at, smaller), *self.row_cuts(module, kept)]
         for path, width in ((self.query, smaller.rank), (self.key, smaller.rank + smaller.content_channels)):
-            # heads without channels are left with zeros, for there must be something to lay out as heads
-            padding = -width % smaller.multiple if width else smaller.multiple
-            cuts.append(Cut(module.get_submodule(path), "padding", padding))
+            cuts.append(Cut(module.get_submodule(path), "padding", padding_of(width, smaller.multiple)))
         return cuts
 
     # Costs: D input width, H heads, d head width, R channels, T tokens.
-
-    @abstractmethod
-    def parameters(self, width: int) -> int:
-        """Count parameters of queries and keys that read vectors of `width` D."""
-
-    @abstractmethod
-    def macs(self, width: int, length: int) -> int:
-        """Count multiply-accumulates of the scores of `length` T tokens of `width` D."""
 
     @abstractmethod
     def break_even(self, width: int) -> float:
@@ -358,9 +387,15 @@ def remaining(parameter: nn.Parameter, dim: int, indices: Sequence[int]) -> nn.P
     return nn.Parameter(parameter.detach().index_select(dim, index), parameter.requires_grad)
 
 
-def _plain_weight(path: str, projection: Any) -> Tensor:
+def padding_of(width: int, multiple: int) -> int:
+    """Say how many zeros `width` channels need; none are left with some, for there must be something to lay out."""
+    return -width % multiple if width else multiple
+
+
+def plain_weight(path: str, projection: Any) -> Tensor:
     """Read the weight of a projection, if that is all there is to it."""
-    plain = isinstance(projection, nn.Linear) and type(projection).forward is nn.Linear.forward
+    kinds = {nn.Linear: nn.Linear.forward, Conv1D: Conv1D.forward}
+    plain = any(isinstance(projection, kind) and type(projection).forward is own for kind, own in kinds.items())
     weight: Tensor = projection.weight
     if not plain or type(weight) not in (Tensor, nn.Parameter):
         kind = type(weight if plain else projection)

@@ -6,19 +6,24 @@ from typing import Any, ClassVar, Literal
 
 from transformers import PreTrainedModel
 
-from collab_compress.attention.form import ScoreForm
-from collab_compress.attention.install import install_, is_converted
+from collab_compress.attention.form import MapForm, ScoreForm
+from collab_compress.attention.install import install_
 from collab_compress.attention.per_head import PerHeadScores
 from collab_compress.attention.shared import SharedScores
+from collab_compress.attention.values import NarrowValues
 from collab_compress.attention.view import IMPLEMENTATIONS
 
 Form = Literal["shared", "per-head"]
 FORMS: dict[str, type[ScoreForm]] = {form.option: form for form in (SharedScores, PerHeadScores)}
+"""What people choose for queries and keys → form."""
+
+FORM_KINDS: dict[str, type[MapForm]] = {form.kind: form for form in (SharedScores, PerHeadScores, NarrowValues)}
+"""Name in checkpoints → form."""
 
 
 @dataclass(frozen=True)
-class ScoreFormEdit:
-    """Attention modules in one form.
+class FormEdit:
+    """Attention modules of which one map is in one form.
 
     Args:
         kind: of the form.
@@ -27,7 +32,7 @@ class ScoreFormEdit:
     """
 
     kind: str
-    modules: Mapping[str, ScoreForm]
+    modules: Mapping[str, MapForm]
     implementations: ClassVar[tuple[str, ...]] = IMPLEMENTATIONS
 
     def to_dict(self) -> dict[str, Any]:
@@ -35,20 +40,21 @@ class ScoreFormEdit:
         return {"modules": {name: form.to_dict() for name, form in self.modules.items()}}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "ScoreFormEdit":
+    def from_dict(cls, data: Mapping[str, Any]) -> "FormEdit":
         """Rebuild the edit from its kind and what `to_dict` gave."""
-        kind = next(form for form in FORMS.values() if form.kind == data["kind"])
+        kind = FORM_KINDS[data["kind"]]
         return cls(data["kind"], {name: kind.from_dict(form) for name, form in data["modules"].items()})
 
     def apply_(self, model: PreTrainedModel) -> None:
         """Put empty attention of the form into `model` in place, for weights to be loaded into."""
         for name, form in self.modules.items():
-            module = model.base_model.get_submodule(name)
-            if not is_converted(module):
-                install_(module, form, form.build(module))
+            module: Any = model.base_model.get_submodule(name)
+            if not hasattr(module, form.at):
+                parent = model.base_model.get_submodule(name.rpartition(".")[0])
+                install_(module, form, form.build(module, parent))
 
     def finish_(self, model: PreTrainedModel) -> None:
         """Restore, in place, what the checkpoint does not hold."""
-        for name in self.modules:
+        for name, form in self.modules.items():
             module: Any = model.base_model.get_submodule(name)
-            module.score_form.finish_(module)
+            getattr(module, form.at).finish_(module)

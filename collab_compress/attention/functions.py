@@ -12,7 +12,6 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from collab_compress.attention.install import is_converted
 from collab_compress.attention.view import HeadCall, head_hooks
 from collab_compress.errors import UnsupportedModelError
 
@@ -58,20 +57,23 @@ def collab_sdpa(
         UnsupportedModelError: the module passes something that would be left out of the scores, or its keys do not
             fit into the paged cache.
     """
-    key, value, kwargs = _received(module, key, value, kwargs)
     if any(hook.needs_rows for hook in head_hooks(module)):
         outputs, _ = collab_eager(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
         return outputs, None
-    if not is_converted(module):
+    key, value, kwargs = _received(module, key, value, kwargs)
+    form = getattr(module, "score_form", None)
+    if form is None:
+        left = query.shape[-1] - value.shape[-1]  # fused kernels want queries, keys and values of one width
         outputs, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
-            **kwargs,
+            module, query, key, pad(value, (0, left)) if left > 0 else value, attention_mask, dropout=dropout,
+            scaling=scaling, is_causal=is_causal, **kwargs,
         )  # fmt: skip
+        outputs = outputs[..., : value.shape[-1]]
     else:
         causal = _causal(module, is_causal, attention_mask, query.shape[2])
         mask, causal = _biased(attention_mask, kwargs.get("position_bias"), causal)
         scale = _scaling(module, scaling)
-        outputs = module.score_form.attend(
+        outputs = form.attend(
             module, query, key, value, mask, scaling=scale, dropout=dropout, causal=causal
         ).transpose(1, 2).contiguous()  # fmt: skip
     return _acted(outputs, HeadCall(module, query, key, value, None)), None
@@ -96,10 +98,11 @@ def collab_eager(
     key, value, kwargs = _received(module, key, value, kwargs)
     causal = _causal(module, is_causal, attention_mask, query.shape[2])
     wanted = any(hook.needs_rows for hook in head_hooks(module))
-    if is_converted(module):
+    form = getattr(module, "score_form", None)
+    if form is not None:
         mask, causal = _biased(attention_mask, kwargs.get("position_bias"), causal)
         scale = _scaling(module, scaling)
-        rows = module.score_form.probabilities(module, query, key, mask, scaling=scale, causal=causal)
+        rows = form.probabilities(module, query, key, mask, scaling=scale, causal=causal)
         outputs = None
     else:
         stock = sys.modules[type(module).__module__].eager_attention_forward
@@ -121,7 +124,8 @@ def _received(
     """Check what came along with a call, and write keys and values to a paged cache, which returns those before too.
 
     Returns:
-        Keys, values, and what else the scores need; the cache is not passed on, for it has been written to.
+        Keys, values of each head, and what else the scores need; the cache is not passed on, for it has been written
+        to.
     """
     known = UNREAD | PAGED | {"position_bias"}
     strange = sorted(name for name, passed in kwargs.items() if passed is not None and name not in known)
@@ -138,6 +142,8 @@ def _received(
                 "ContinuousBatchingConfig(max_blocks_per_request=0)"
             )
         key, value = _paged(module, cache, key, value, kwargs)
+    form = getattr(module, "value_form", None)
+    value = value if form is None else form.unpack(value)
     return key, value, {"position_bias": kwargs["position_bias"]} if "position_bias" in kwargs else {}
 
 
@@ -161,10 +167,15 @@ def _paged(module: Any, cache: Any, key: Tensor, value: Tensor, kwargs: dict[str
 
 
 def _acted(outputs: Tensor, call: HeadCall) -> Tensor:
-    """Let everything that acts on the module's heads see and change their outputs, (B, T, H, dv)."""
+    """Let everything that acts on the module's heads see and change their outputs, (B, T, H, s).
+
+    Returns:
+        Outputs as the module lays them side by side, (B, T, H, s), or (B, T, 1, dv) where heads differ in width.
+    """
     for hook in head_hooks(call.module):
         outputs = hook(outputs, call)
-    return outputs
+    form = getattr(call.module, "value_form", None)
+    return outputs if form is None else form.pack(outputs)
 
 
 def _scaling(module: Any, scaling: float | None) -> float:

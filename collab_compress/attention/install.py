@@ -1,47 +1,49 @@
-"""Put a form into an attention module, and take it out again.
+"""Put the form of a map into an attention module, and take it out again.
 
 Key caches of fixed size hold converted attention only where its keys take as much room as its values.
 """
 
 from typing import Any
 
-from collab_compress.attention.form import ScoreForm, ScoreParts
-from collab_compress.attention.view import redirect_, restore_
+from collab_compress.attention.form import MapForm
+from collab_compress.attention.view import FORMS_AT, redirect_, restore_
 from collab_compress.errors import UnsupportedModelError
 
 
 def is_converted(module: Any) -> bool:
-    """Whether the scores of this attention module are in a form other than the dense one."""
-    return hasattr(module, "score_form")
+    """Whether a map of this attention module, scores or values, is in a form other than the dense one."""
+    return any(hasattr(module, name) for name in FORMS_AT)
 
 
-def install_(module: Any, form: ScoreForm, parts: ScoreParts) -> None:
-    """Replace the query and key projections of `module` by `parts`, in place."""
-    module.score_form = form  # first, so that `uninstall_` knows of what is there half-way
+def install_(module: Any, form: MapForm, parts: Any) -> None:
+    """Replace the projections of one map of `module` by `parts`, as the form builds them, in place."""
+    setattr(module, form.at, form)  # first, so that `uninstall_` knows of what is there half-way
     form.put_in_(module, parts)
     redirect_(module)
     watch_cache_(module)
 
 
-def uninstall_(module: Any, query: Any, key: Any) -> None:
+def uninstall_(module: Any, at: str, dense: Any) -> None:
     """Put dense projections back into a module that `install_` changed, also half-way, in place.
 
     Args:
         module: the attention module.
-        query: its dense query projection, as `ScoreForm.take_out_` takes it.
-        key: the same for keys.
+        at: `MapForm.at` of the form to take out.
+        dense: what was there, as `MapForm.take_out_` takes it.
     """
-    form: ScoreForm | None = module.__dict__.pop("score_form", None)
+    form: MapForm | None = module.__dict__.pop(at, None)
     if form is None:
         return
-    form.take_out_(module, query, key)
-    unwatch_cache_(module)
+    form.take_out_(module, dense)
+    if not is_converted(module):
+        unwatch_cache_(module)
     restore_(module)
 
 
 def watch_cache_(module: Any) -> None:
-    """Let `module` refuse, from now on, a static cache that its keys do not fit, in place."""
-    module.register_forward_pre_hook(_refuse_static_cache, with_kwargs=True)
+    """Let `module` refuse, from now on, a static cache that its keys and values do not fit, in place."""
+    if _refuse_static_cache not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_refuse_static_cache, with_kwargs=True)
 
 
 def unwatch_cache_(module: Any) -> None:
@@ -56,11 +58,12 @@ def _refuse_static_cache(module: Any, _: tuple[Any, ...], kwargs: dict[str, Any]
     cache = kwargs.get("past_key_values")
     if cache is None or not getattr(cache, "is_compileable", False):
         return
-    form: ScoreForm = module.score_form
-    key = module.get_submodule(form.key)
-    if key.width != form.heads * form.head_width:
+    scores, values = (getattr(module, name, None) for name in FORMS_AT)
+    dense = next(form.heads * form.head_width for form in (scores, values) if form is not None)
+    key = dense if scores is None else module.get_submodule(scores.key).width
+    value = dense if values is None else values.value_width
+    if key != value:
         raise UnsupportedModelError(
-            f"a static key cache has room for keys as wide as values, {form.heads} × {form.head_width}, and the keys "
-            f"of this converted {type(module).__name__} are {key.width} wide; generate with the default, dynamic "
-            "cache"
+            f"a static key cache has room for keys as wide as values; this converted {type(module).__name__} has "
+            f"keys {key} and values {value} wide; generate with the default, dynamic cache"
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from collab_compress.errors import UnsupportedModelError
 
-FORMS_AT = ("score_form",)  # attributes of a module that hold the form of one of its maps each
+FORMS_AT = ("score_form", "value_form")  # attributes of a module that hold the form of one of its maps each
 IMPLEMENTATIONS = ("eager", "sdpa", "paged|eager")  # the last is what continuous batching makes of the first
 
 

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import DenseSite, Kind
+from collab_compress.architectures import DenseSite, Kind, ValueSite
 from collab_compress.calibration.batches import Batch
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.factorization import Moments
@@ -90,11 +91,11 @@ def _from_targets(model: Any, given: Mapping[str, Any]) -> Tensor | None:
 
 def gather_moments(
     model: PreTrainedModel,
-    sites: Sequence[DenseSite],
+    sites: Sequence[DenseSite | ValueSite],
     batches: Iterable[Batch],
     on_batch: Callable[[], None] | None = None,
-) -> dict[str, tuple[Moments, Moments]]:
-    """Run the model on `batches` and gather first and second moments of each site's query and key inputs.
+) -> list[tuple[Moments, ...]]:
+    """Run the model on `batches` and gather first and second moments of what each site's projections read.
 
     Padding is left out. A module that serves several layers (ALBERT) pools them. Where queries and keys read the
     same tensor, as in self-attention, it is summed once.
@@ -106,44 +107,65 @@ def gather_moments(
         on_batch: called after each batch.
 
     Returns:
-        Site name → moments of query inputs, moments of key inputs.
+        For each site moments of query inputs and of key inputs, or of the output projection's inputs.
 
     Raises:
         CalibrationError: a module saw no token, an input was not finite, or a mask is none of (batch, tokens).
     """
-    queries: dict[str, Moments | None] = {site.name: None for site in sites}
-    keys: dict[str, Moments | None] = dict(queries)
-    latest: dict[str, Tensor] = {}
-    real: dict[Kind, RealTokens] = {}
-    handles: list[RemovableHandle] = []
-
-    def watch(site: DenseSite) -> None:
-        name = site.name
-
-        def on_query(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            latest[name] = args[0]
-            queries[name] = _pooled(name, queries[name], _real_tokens(args[0], real[site.kind].query))
-
-        def on_key(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if args[0] is not latest.pop(name, None):
-                keys[name] = _pooled(name, keys[name], _real_tokens(args[0], real[site.kind].key))
-
-        handles.append(site.query.register_forward_pre_hook(on_query))
-        handles.append(site.key.register_forward_pre_hook(on_key))
-
+    gathered = [_Gathered(site) for site in sites]
     with evaluation_mode(model):
         try:
-            for site in sites:
-                watch(site)
+            for each in gathered:
+                each.start()
             for batch in batches:
                 real = _masks(model, batch)
+                for each in gathered:
+                    each.real = real[each.site.kind]
                 run_batch(model, batch)
                 if on_batch is not None:
                     on_batch()
         finally:
-            for handle in handles:
-                handle.remove()
-    return {name: _both(name, queries[name], keys[name]) for name in queries}
+            for each in gathered:
+                each.stop()
+    return [each.moments() for each in gathered]
+
+
+class _Gathered:
+    """Moments of one module's inputs, while they are gathered."""
+
+    def __init__(self, site: DenseSite | ValueSite) -> None:
+        self.site = site
+        self.real = RealTokens(None, None)
+        self._sums: list[Moments | None] = [None] * len(site.inputs)
+        self._latest: Tensor | None = None
+        self._handles: list[RemovableHandle] = []
+
+    def start(self) -> None:
+        """Watch the module."""
+        for place, (projection, _) in enumerate(self.site.inputs):
+            self._handles.append(projection.register_forward_pre_hook(partial(self._see, place)))
+
+    def stop(self) -> None:
+        """Leave the module as it was."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _see(self, place: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        before, self._latest = self._latest, args[0] if place == 0 and len(self._sums) > 1 else None
+        if place and args[0] is before:
+            return
+        mask = getattr(self.real, self.site.inputs[place][1])
+        self._sums[place] = _pooled(self.site.name, self._sums[place], _real_tokens(args[0], mask))
+
+    def moments(self) -> tuple[Moments, ...]:
+        """Give the moments; projections that always read the first one's tensor have none of their own."""
+        first = self._sums[0]
+        if first is None:
+            raise CalibrationError(
+                f"{self.site.name} saw no token during calibration; are all positions padding, or do the batches "
+                "lack what it reads (encoder_hidden_states, for cross-attention)?"
+            )
+        return tuple(first if each is None else each for each in self._sums)
 
 
 def _masks(model: PreTrainedModel, batch: Batch) -> dict[Kind, RealTokens]:
@@ -163,16 +185,6 @@ def _pooled(name: str, so_far: Moments | None, tokens: Tensor) -> Moments | None
     except ValueError as error:
         raise CalibrationError(f"{name}: its inputs are not finite on the calibration data") from error
     return moments if so_far is None else Moments.pool([so_far, moments])
-
-
-def _both(name: str, query: Moments | None, key: Moments | None) -> tuple[Moments, Moments]:
-    """Give the moments of queries and of keys; keys that always read the queries' tensor have none of their own."""
-    if query is None:
-        raise CalibrationError(
-            f"{name} saw no token during calibration; are all positions padding, or do the batches lack what it "
-            "reads (encoder_hidden_states, for cross-attention)?"
-        )
-    return query, query if key is None else key
 
 
 def run_batch(model: PreTrainedModel, batch: Batch) -> Any:

@@ -3,11 +3,12 @@
 import logging
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -15,28 +16,31 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import (
     FAMILIES,
-    DenseSite,
+    AttentionSite,
     find_attention,
     find_dense_attention,
+    find_dense_values,
     transformers_model,
 )
-from collab_compress.attention import FORMS, ScoreFormEdit, install_, is_converted, uninstall_
+from collab_compress.attention import FORMS, FormEdit, NarrowValues, ScoreForm, install_, uninstall_
 from collab_compress.calibration import Calibration
 from collab_compress.calibration.batches import noted_batches
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
 from collab_compress.conversion.compression import Compression
 from collab_compress.conversion.drift import measure, rows_of, split_held_back
+from collab_compress.conversion.keep import choose
 from collab_compress.conversion.plan import (
     REPORT_LENGTH,
     Planned,
     Progress,
+    Site,
     breakdowns,
     few_vectors,
     gets_content_bias,
     plan,
     plan_distributed,
 )
-from collab_compress.conversion.report import Report
+from collab_compress.conversion.report import ModuleReport, Report, ValueReport
 from collab_compress.distributed import process_state
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import has_float64
@@ -45,7 +49,7 @@ from collab_compress.heads.sharding import refuse_sharded
 _logger = logging.getLogger(__name__)
 
 
-def modules_to_convert(model: PreTrainedModel, compression: Compression, calibrated: bool) -> list[DenseSite]:
+def modules_to_convert(model: PreTrainedModel, compression: Compression, calibrated: bool) -> list[Site]:
     """Find the modules to convert and check that every one can be.
 
     Args:
@@ -67,32 +71,52 @@ def modules_to_convert(model: PreTrainedModel, compression: Compression, calibra
             "call model.set_attn_implementation('sdpa') first"
         )
     for chosen in find_attention(model, FAMILIES, compression.modules, compression.kinds):
-        if is_converted(chosen.module):
-            raise CompressionError(
-                f"{chosen.name} is already converted; leave it out by modules or kinds, expand the model first, or "
-                "start from the dense checkpoint"
-            )
-    sites = find_dense_attention(model, FAMILIES, compression.modules, compression.kinds)
-    for site in sites:
-        if compression.dk > site.width:
-            raise CompressionError(
-                f"{site.name}: dk is {compression.dk}, but {site.heads} heads × {site.head_width} = {site.width} "
-                f"is exact already; pass dk between 1 and {site.width}"
-            )
+        _refuse_converted(chosen, compression)
+    where = (model, FAMILIES, compression.modules, compression.kinds)
+    scores = find_dense_attention(*where) if compression.dk is not None else []
+    values = find_dense_values(*where) if compression.dv is not None else []
+    for site in scores:
         content_bias = gets_content_bias(site, compression, calibrated)
-        _ = FORMS[compression.form].of(site, compression.dk, content_bias).multiple  # room?
-        for path, projection in ((site.family.query, site.query), (site.family.key, site.key)):
-            for name, parameter in projection.named_parameters():
-                if parameter.is_meta:
-                    raise CompressionError(f"{site.name}.{path}.{name} is offloaded; load the model into memory")
-                if not bool(torch.isfinite(parameter).all()):
-                    raise CompressionError(
-                        f"{site.name}.{path}.{name} holds NaN or infinite values; the checkpoint is damaged"
-                    )
-    return sites
+        _check_width(site, "dk", compression.dk)
+        _ = FORMS[compression.form].of(site, compression.dk or 0, content_bias).multiple  # room?
+        _check_weights(site, ((site.family.query, site.query), (site.family.key, site.key)))
+    for each in values:
+        _check_width(each, "dv", compression.dv)
+        _check_weights(each, ((each.family.value, each.value), (each.family.output, each.output)))
+    return [*scores, *values]
 
 
-def working_device(device: str | None, sites: Sequence[DenseSite], distributed: bool = False) -> str | None:
+def _refuse_converted(site: AttentionSite, compression: Compression) -> None:
+    asked = {ScoreForm.at: compression.dk, NarrowValues.at: compression.dv}
+    for at, width in asked.items():
+        if width is not None and hasattr(site.module, at):
+            what = "values are" if at == NarrowValues.at else "queries and keys are"
+            raise CompressionError(
+                f"{site.name}: its {what} already converted; leave it out by modules or kinds, expand the model "
+                "first, or start from the dense checkpoint"
+            )
+
+
+def _check_width(site: AttentionSite, name: str, width: int | None) -> None:
+    if width is not None and width > site.width:
+        raise CompressionError(
+            f"{site.name}: {name} is {width}, but {site.heads} heads × {site.head_width} = {site.width} "
+            f"is exact already; pass {name} between 1 and {site.width}"
+        )
+
+
+def _check_weights(site: AttentionSite, projections: Iterable[tuple[str, Any]]) -> None:
+    for path, projection in projections:
+        for name, parameter in projection.named_parameters():
+            if parameter.is_meta:
+                raise CompressionError(f"{site.path(path)}.{name} is offloaded; load the model into memory")
+            if not bool(torch.isfinite(parameter).all()):
+                raise CompressionError(
+                    f"{site.path(path)}.{name} holds NaN or infinite values; the checkpoint is damaged"
+                )
+
+
+def working_device(device: str | None, sites: Sequence[Site], distributed: bool = False) -> str | None:
     """Say where to decompose: on a device that exists and computes in float64; None is where the weights are.
 
     Of the processes that a launcher started on one machine each has a GPU of its own, which "cuda" is.
@@ -101,7 +125,8 @@ def working_device(device: str | None, sites: Sequence[DenseSite], distributed: 
         CompressionError: there is no such device; one with a number is named for processes that share the work.
     """
     if device is None:
-        without = {str(site.query.weight.device) for site in sites if not has_float64(site.query.weight.device)}
+        places = {projection.weight.device for site in sites for projection, _ in site.inputs}
+        without = {str(place) for place in places if not has_float64(place)}
         if without:
             _logger.info("%s has no float64, so modules are decomposed on the CPU", ", ".join(sorted(without)))
         return "cpu" if without else None
@@ -144,16 +169,18 @@ def compress(
     """Convert the attention modules of `model` into collaborative form, in place and all or nothing.
 
     Every module is decomposed before any is replaced, so an error or an interrupt leaves the model as it was. Modules
-    that are still dense can be converted by a further call, so that dk differs by layer and kind.
-    The query and key projections of each module give way to shared ones of width R, a mixing matrix and, where
-    queries have a bias, content biases ("Multi-Head Attention: Collaborate Instead of Concatenate", eqs. 7–13).
+    that are still dense can be converted by a further call, so that widths differ by layer and kind; so can values
+    after queries and keys.
+    With `dk`, the query and key projections of each module give way to shared ones of width R, a mixing matrix and,
+    where queries have a bias, content biases ("Multi-Head Attention: Collaborate Instead of Concatenate", eqs. 7–13).
     In the per-head form each head keeps projections of its own, as wide as pays, and there is no mixing matrix.
-    Values, output projection and the scale of the scores stay the model's own.
+    With `dv`, each head's values keep the channels that matter most, and the output projection is fitted to what is
+    left of all heads (`narrow_values`). What neither names, and the scale of the scores, stay the model's own.
 
     Args:
         model: a Transformers model, or a SentenceTransformer, of which its Transformers model is converted; dtype and
             device are kept.
-        compression: dk, solver and the rest.
+        compression: dk and dv, or the share to keep, solver and the rest.
         calibration: data that says which input directions matter: "synthetic" (random tokens), None, a file of
             texts, texts or text pairs, or batches. An eighth of it is held back to measure drift. How much of it is
             used is said by `sequences` and `length` of the compression.
@@ -167,38 +194,45 @@ def compress(
 
     Raises:
         UnsupportedModelError: the model, or a module of it, cannot be converted.
-        CompressionError: dk beyond H·d, weights that are not finite, a module that is already converted, a
+        CompressionError: dk or dv beyond H·d, weights that are not finite, a module that is already converted, a
             quantized model.
         CalibrationError: calibration data is missing or unusable.
     """
     started = perf_counter()
     given, model = model, transformers_model(model)
     tokenizer = getattr(given, "tokenizer", None) if tokenizer is None and given is not model else tokenizer
+    data = partial(
+        noted_batches, calibration, model, tokenizer, sequences=compression.sequences, length=compression.length,
+        seed=compression.seed,
+    )  # fmt: skip
+    found, choice = None, ""
+    if compression.keep is not None:
+        found = data()
+        compression, choice = choose(model, compression, () if calibration == "synthetic" else found[0])
     sites = modules_to_convert(model, compression, calibration is not None and calibration != "none")
     compression = replace(compression, device=working_device(compression.device, sites, distributed))
     paths = {site.name: path_in_base(model, site.module) for site in sites}
-    batches, notes = noted_batches(
-        calibration, model, tokenizer, sequences=compression.sequences, length=compression.length,
-        seed=compression.seed,
-    )  # fmt: skip
+    batches, notes = found or data()
     used, held_back = split_held_back(batches)
 
-    def work(chosen: Sequence[DenseSite]) -> list[Planned]:
+    def work(chosen: Sequence[Site]) -> list[Planned]:
         return plan(model, chosen, compression, used, progress)
 
     planned = plan_distributed(sites, work) if distributed else work(sites)
     parameters_before = model.num_parameters()
     drift = measure(model, held_back, partial(_converted, planned))
     _install(planned)
-    forms = {paths[item.site.name]: item.form for item in planned}
-    record_edit_(model, ScoreFormEdit(FORMS[compression.form].kind, forms))
+    for kind in dict.fromkeys(item.form.kind for item in planned):
+        record_edit_(model, FormEdit(kind, {paths[i.site.name]: i.form for i in planned if i.form.kind == kind}))
     warnings = (*notes, *few_vectors(planned), *breakdowns(planned))
     if not distributed or process_state().is_main_process:
         for warning in warnings:
             _logger.warning(warning)
+    reports = [item.report for item in planned]
     return Report(
-        tuple(item.report for item in planned), parameters_before, model.num_parameters(), REPORT_LENGTH, drift,
-        perf_counter() - started, sum(map(rows_of, used)), warnings,
+        tuple(each for each in reports if isinstance(each, ModuleReport)), parameters_before, model.num_parameters(),
+        REPORT_LENGTH, drift, perf_counter() - started, sum(map(rows_of, used)), warnings,
+        tuple(each for each in reports if isinstance(each, ValueReport)), compression, choice,
     )  # fmt: skip
 
 
@@ -214,7 +248,7 @@ def _install(planned: Sequence[Planned]) -> None:
 
 def _uninstall(planned: Sequence[Planned]) -> None:
     for item in planned:
-        uninstall_(item.site.module, item.site.query, item.site.key)
+        uninstall_(item.site.module, item.form.at, item.dense)
 
 
 @contextmanager

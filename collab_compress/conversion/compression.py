@@ -1,6 +1,6 @@
 """What to convert and how: the same dataclass in the Python API and on the command line."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Annotated
 
@@ -17,11 +17,23 @@ LARGEST_DAMPING = 1e6
 class Compression:
     """How to turn dense attention into its collaborative form."""
 
-    dk: Annotated[int, tyro.conf.arg(metavar="N")]
-    """Shared query/key width R, from 1 to heads × head width; at the upper end the conversion is exact."""
+    dk: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Width of queries and keys, all heads together: from 1 to heads × head width, where the conversion is exact.
+    They stay dense if not given."""
+
+    dv: Annotated[int | None, tyro.conf.arg(metavar="N")] = field(default=None, kw_only=True)
+    """Width of values and of what the output projection reads, all heads together: from 1 to heads × head width,
+    where the conversion is exact. They stay dense if not given."""
+
+    keep: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = field(default=None, kw_only=True)
+    """Share of the attention's parameters to keep, in place of dk, dv and form: they are chosen for inputs as long as
+    `length`, or as the texts are on average, or else of 128 tokens."""
 
     form: Form = "shared"
     """Whether heads share their channels, or each has its own, as many as pay (per-head: cheaper on long inputs)."""
+
+    equal_heads: bool = field(default=False, kw_only=True)
+    """In the per-head form: all heads equally wide, as a stock model has them, in place of as wide as pays."""
 
     solver: str = "als"
     """How to decompose: als (ours) or parafac (the papers' recipe, through tensorly)."""
@@ -62,24 +74,31 @@ class Compression:
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise CompressionError(f"unknown form {self.form!r}; expected one of {', '.join(FORMS)}")
+        if self.keep is not None:
+            self._check_keep()
+        elif self.dk is None and self.dv is None:
+            raise CompressionError(
+                "none of dk, dv and keep is given; pass the width of queries and keys, of values, or a share to keep"
+            )
+        of_scores = (self.form, self.solver, self.sweeps, self.tolerance)
+        if self.dk is None and self.keep is None and of_scores != ("shared", "als", None, None):
+            raise CompressionError("form, solver, sweeps and tolerance are for queries and keys; pass dk too")
         solvers = FORMS[self.form].solvers
+        if self.equal_heads and self.form != "per-head":
+            raise CompressionError("equal_heads is for the per-head form; pass form='per-head' too, or leave it out")
         if len(solvers) == 1 and (self.solver, self.sweeps, self.tolerance) != ("als", None, None):
             raise CompressionError(
                 f"the {self.form} form is solved in closed form; leave out solver, sweeps, tolerance"
             )
-        if not isinstance(self.dk, int):
-            raise CompressionError(f"dk is {self.dk!r}; expected a whole number")
-        if self.dk < 1:
-            raise CompressionError(f"dk is {self.dk}; expected at least 1")
         object.__setattr__(self, "kinds", tuple(self.kinds))  # lists come from JSON and YAML
         unknown = sorted(set(self.kinds) - set(KINDS))
         if unknown or not self.kinds:
             raise CompressionError(f"kinds are {', '.join(unknown) or 'none'}; expected some of {', '.join(KINDS)}")
         if len(solvers) > 1 and self.solver not in solvers:
             raise CompressionError(f"unknown solver {self.solver!r}; expected one of {', '.join(sorted(solvers))}")
-        for name in ("sweeps", "sequences", "length"):
+        for name in ("dk", "dv", "sweeps", "sequences", "length"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, int):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
                 raise CompressionError(f"{name} is {value!r}; expected a whole number")
             if value is not None and value < 1:
                 raise CompressionError(f"{name} is {value}; expected at least 1")
@@ -92,3 +111,9 @@ class Compression:
             raise CompressionError(f"tolerance is {self.tolerance}; expected a finite number, 0 or more")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
             raise CompressionError(f"seed is {self.seed}; expected a whole number from 0 to 2³² − 1")
+
+    def _check_keep(self) -> None:
+        if (self.dk, self.dv, self.form) != (None, None, "shared"):
+            raise CompressionError("keep chooses dk, dv and form; leave those out, or leave out keep")
+        if not isinstance(self.keep, int | float) or not 0 < self.keep < 1:
+            raise CompressionError(f"keep is {self.keep!r}; expected a number between 0 and 1")

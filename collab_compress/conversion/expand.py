@@ -1,6 +1,6 @@
 """From converted back to dense: read a converted model's factors, and expand them into stock projections."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, transformers_model
-from collab_compress.attention import FORMS, ScoreForm, is_converted, uninstall_
+from collab_compress.attention import FORM_KINDS, DenseValues, NarrowValues, ScoreForm, is_converted, uninstall_
+from collab_compress.attention.values import output_dim
 from collab_compress.checkpoint import edits_of, forget_edits_, forget_standalone_
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import Factors
@@ -34,8 +35,8 @@ def read_factors(model: PreTrainedModel) -> dict[str, Factors]:
     edits_of(model)  # refuses a model whose modules are not this package's
     factors = {}
     for name, module in model.named_modules():
-        if is_converted(module):
-            form: Any = module.score_form
+        form: Any = getattr(module, "score_form", None)
+        if form is not None:
             factors[name] = Factors(*form.read(name, module))
     return factors
 
@@ -46,7 +47,8 @@ class Expansion:
 
     Args:
         errors: module path → relative error of the dense form, ‖[T̂_i; v_iᵀ] − [Wq_i; bq_iᵀ]·Wk_iᵀ‖/‖[T̂_i; v_iᵀ]‖
-            over all heads; at the level of rounding where every head's rank is at most d.
+            over all heads, where queries and keys were converted; at the level of rounding where every head's rank is
+            at most d.
     """
 
     errors: dict[str, float]
@@ -54,7 +56,7 @@ class Expansion:
     @property
     def exact(self) -> bool:
         """Whether the dense model computes the same, up to rounding."""
-        return max(self.errors.values()) < 1e-5
+        return max(self.errors.values(), default=0.0) < 1e-5
 
 
 def expand(model: PreTrainedModel) -> Expansion:
@@ -62,7 +64,8 @@ def expand(model: PreTrainedModel) -> Expansion:
 
     The content bias is part of the scores, so each head's context and content are factored together: the
     (D+1)×D matrix [T̂_i; v_iᵀ] at width d, by truncated singular value decomposition. That is exact where its
-    rank is at most d (always after a conversion at dk = H·d), else the best possible; the error says which.
+    rank is at most d (always after a conversion at dk = H·d), else the best possible; the error says which. Narrow
+    values fit into dense ones as they are.
 
     Args:
         model: a converted model.
@@ -75,24 +78,51 @@ def expand(model: PreTrainedModel) -> Expansion:
             form has no query biases for.
         UnsupportedModelError: a projection carries an adapter, is quantized or offloaded.
     """
-    model = transformers_model(model)
+    return expand_to_(transformers_model(model), None)
+
+
+def expand_to_(model: PreTrainedModel, head_width: int | None) -> Expansion:
+    """Give a converted model dense heads of any width, in place; `expand` with the width d of the stock model.
+
+    Args:
+        model: a converted model.
+        head_width: width of a head, of which the stock model may know nothing; None for its own.
+    """
     edits_of(model)  # refuses a model whose modules are not this package's
     refuse_sharded(model, "expand", CompressionError)
     sites = [(name, module) for name, module in model.named_modules() if is_converted(module)]
     if not sites:
-        raise CompressionError(f"{type(model).__name__} has no collaborative attention to expand")
-    planned, errors = [], {}
+        raise CompressionError(f"{type(model).__name__} has no converted attention to expand")
+    planned: list[tuple[Any, str, Any]] = []
+    errors = {}
     for name, module in sites:
-        _refuse_bias_without_place(model, name, module)
-        query, key, errors[name] = _dense_projections(name, module)
-        planned.append((module, query, key))
-    for module, query, key in planned:
-        uninstall_(module, query, key)
-    for form in FORMS.values():
-        forget_edits_(model, form.kind)
+        if hasattr(module, ScoreForm.at):
+            _refuse_bias_without_place(model, name, module)
+            query, key, errors[name] = _dense_projections(name, module, head_width)
+            planned.append((module, ScoreForm.at, (query, key)))
+        if hasattr(module, NarrowValues.at):
+            parent = model.get_submodule(name.rpartition(".")[0])
+            planned.append((module, NarrowValues.at, _dense_values(name, module, parent, head_width)))
+    for module, at, dense in planned:
+        uninstall_(module, at, dense)
+    for kind in FORM_KINDS:
+        forget_edits_(model, kind)
     if not edits_of(model):
         forget_standalone_(model)
     return Expansion(errors)
+
+
+def _dense_values(name: str, module: Any, parent: Any, head_width: int | None) -> DenseValues:
+    """Fill the values and the output projection of a module up to their dense width, by zeros: exact."""
+    form: NarrowValues = module.value_form
+    form = form if head_width is None else replace(form, head_width=head_width)
+    output = form.output_of(module, parent)
+    value, bias, weight = form.read(name, module, output)
+    own = None if bias is None else form.widened(bias, 0)
+    dense = _linear(form.widened(value, 1), own, module.get_submodule(form.value).proj.weight)
+    wide = form.widened(weight, 0)  # (H·d, D)
+    made = nn.Parameter(wide.T.contiguous() if output_dim(output) else wide, output.weight.requires_grad)
+    return DenseValues(dense, output, made, output.bias)
 
 
 def _refuse_bias_without_place(model: PreTrainedModel, name: str, module: Any) -> None:
@@ -116,9 +146,10 @@ def _refuse_bias_without_place(model: PreTrainedModel, name: str, module: Any) -
         )
 
 
-def _dense_projections(name: str, module: Any) -> tuple[nn.Linear, nn.Linear, float]:
+def _dense_projections(name: str, module: Any, head_width: int | None) -> tuple[nn.Linear, nn.Linear, float]:
     """Build dense query and key projections for a collaborative module, and their relative error."""
     form: ScoreForm = module.score_form
+    room = form.head_width if head_width is None else head_width
     *factors, bias = form.read(name, module)
     query, mixing, key = (part.double() for part in factors)
     content = None if bias is None else bias.double()
@@ -130,17 +161,17 @@ def _dense_projections(name: str, module: Any) -> tuple[nn.Linear, nn.Linear, fl
     for head in range(form.heads):
         left, right = _joined(query * mixing[head], key, None if content is None else content[head])
         u, s, v = _truncated(left, right)
-        width = min(form.head_width, len(s))
+        width = min(room, len(s))
         lost, total = lost + float(s[width:].square().sum()), total + float(s.square().sum())
         root = s[:width].sqrt()
-        pad = (0, form.head_width - width)
+        pad = (0, room - width)
         tall = nn.functional.pad(u[:, :width] * root, pad)  # (D+1, d)
         wk.append(nn.functional.pad(v[:, :width] * root, pad))  # (D, d)
         wq.append(tall[: len(query)])
-        bq.append(tall[len(query)] if content is not None else tall.new_zeros(form.head_width))
+        bq.append(tall[len(query)] if content is not None else tall.new_zeros(room))
     like = module.get_submodule(form.query).proj.weight
     dense_query = _linear(torch.cat(wq, 1), torch.cat(bq) if content is not None else None, like)
-    zero = torch.zeros(form.heads * form.head_width) if content is not None else None
+    zero = torch.zeros(form.heads * room) if content is not None else None
     dense_key = _linear(torch.cat(wk, 1), zero, like)
     return dense_query, dense_key, (lost / total) ** 0.5 if total else 0.0
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, find_dense_attention
-from collab_compress.attention import ScoreFormEdit, SharedScores, install_
+from collab_compress.attention import FormEdit, SharedScores, install_
 from collab_compress.checkpoint import path_in_base, record_edit_
 from collab_compress.errors import CompressionError
 
@@ -75,7 +75,7 @@ def from_config(
         scale = sqrt(site.heads / attention.dk) if attention.scale == "narrow" else None
         form = SharedScores.of(site, attention.dk, content_bias=site.query.bias is not None)
         form = replace(form, scale=scale, train_mixing=attention.train_mixing)
-        parts = form.build(site.module)
+        parts = form.build(site.module, site.parent)
         with torch.no_grad():
             for projection, dense in ((parts.query.proj, site.query), (parts.key.proj, site.key)):
                 projection.weight.normal_(std=float(dense.weight.std()))
@@ -83,7 +83,7 @@ def from_config(
             parts.mixing.copy_(MIXING_STARTS[attention.mixing](site.heads, attention.dk))
         install_(site.module, form, parts)
         modules[path_in_base(model, site.module)] = form
-    record_edit_(model, ScoreFormEdit(SharedScores.kind, modules))
+    record_edit_(model, FormEdit(SharedScores.kind, modules))
     return model
 
 

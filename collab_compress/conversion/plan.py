@@ -3,19 +3,21 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from accelerate.utils import broadcast, gather_object
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from collab_compress.architectures import DenseSite
-from collab_compress.attention import FORMS, ScoreForm, ScoreParts
+from collab_compress.architectures import DenseSite, ValueSite
+from collab_compress.attention import FORMS, DenseValues, MapForm, NarrowValues
 from collab_compress.calibration import Batch, gather_moments
 from collab_compress.conversion.compression import Compression
-from collab_compress.conversion.report import ModuleReport, module_report
+from collab_compress.conversion.report import ModuleReport, ValueReport, module_report, value_report
 from collab_compress.distributed import process_state
 from collab_compress.errors import CompressionError
-from collab_compress.factorization import Moments, centres_queries, factorize
+from collab_compress.factorization import Moments, Narrowing, centres_queries, factorize, narrow_values
 
 Progress = Callable[[str, int, int], None]
 REPORT_LENGTH = 128
@@ -24,26 +26,32 @@ STATISTICS_SHARE = 1 / 16  # of the model's own bytes: what moments may take at 
 STATISTICS_BYTES = 64 * 2**20  # … or this much, where that is more
 
 
+Site: TypeAlias = DenseSite | ValueSite
+"""An attention module by one of its maps."""
+
+
 @dataclass(frozen=True)
 class Planned:
-    """A module whose replacement is ready.
+    """A map of a module whose replacement is ready.
 
     Args:
         site: the module.
-        form: of its replacement.
+        form: of the replacement.
         parts: the replacement.
+        dense: what is replaced, as the form takes it to undo that.
         report: errors and costs.
     """
 
-    site: DenseSite
-    form: ScoreForm
-    parts: ScoreParts
-    report: ModuleReport
+    site: Site
+    form: MapForm
+    parts: Any
+    dense: Any
+    report: ModuleReport | ValueReport
 
 
 def plan(
     model: PreTrainedModel,
-    sites: Sequence[DenseSite],
+    sites: Sequence[Site],
     compression: Compression,
     batches: Sequence[Batch],
     progress: Progress | None = None,
@@ -61,34 +69,47 @@ def plan(
         CompressionError: a module cannot be decomposed.
         CalibrationError: a module saw no token, or an input was not finite.
     """
-    weighted = bool(batches) and any(compression.dk < site.width for site in sites)
+    weighted = bool(batches) and any(_narrower(site, compression) for site in sites)
     planned: list[Planned] = []
     for group in _groups(model, sites) if weighted else [list(sites)]:
-        moments = gather_moments(model, group, batches) if weighted else {}
-        for site in group:
+        moments: list[tuple[Moments, ...] | None] = [None] * len(group)
+        moments[:] = gather_moments(model, group, batches) if weighted else moments
+        for place, site in enumerate(group):
             if progress is not None:
                 progress(site.name, len(planned), len(sites))
-            planned.append(_plan(site, compression, moments.pop(site.name, None)))
+            seen, moments[place] = moments[place], None
+            planned.append(
+                _plan_values(site, compression, seen)
+                if isinstance(site, ValueSite)
+                else _plan_scores(site, compression, seen)
+            )
     if progress is not None:
         progress("", len(sites), len(sites))
     return planned
 
 
+def _narrower(site: Site, compression: Compression) -> bool:
+    """Whether a map loses anything."""
+    width = compression.dv if isinstance(site, ValueSite) else compression.dk
+    return width is not None and width < site.width
+
+
 def gets_content_bias(site: DenseSite, compression: Compression, calibrated: bool) -> bool:
     """Say whether a module will have content biases: where queries have a bias, or where centring is to make them."""
     biased = site.query.bias is not None
-    folded = calibrated and compression.dk < site.width and centres_queries(biased, compression.centre)
+    folded = calibrated and _narrower(site, compression) and centres_queries(biased, compression.centre)
     return biased or folded
 
 
-def _groups(model: PreTrainedModel, sites: Sequence[DenseSite]) -> Iterator[list[DenseSite]]:
+def _groups(model: PreTrainedModel, sites: Sequence[Site]) -> Iterator[list[Site]]:
     """Divide modules, in order, so that the moments of a group fit; a module that does not fit is alone."""
     room = max(STATISTICS_BYTES, int(model.get_memory_footprint() * STATISTICS_SHARE))
-    group: list[DenseSite] = []
+    group: list[Site] = []
     taken = 0
     for site in sites:
-        size = sum(8 * heads().shape[1] ** 2 for heads in (site.query_heads, site.key_heads))
-        size //= 1 if site.kind == "cross" else 2  # elsewhere queries and keys read the same input
+        size = sum(8 * width_in(projection) ** 2 for projection, _ in site.inputs)
+        if len(site.inputs) > 1 and site.kind != "cross":  # queries and keys read the same input
+            size //= 2
         if group and taken + size > room:
             yield group
             group, taken = [], 0
@@ -97,8 +118,14 @@ def _groups(model: PreTrainedModel, sites: Sequence[DenseSite]) -> Iterator[list
     yield group
 
 
-def _plan(site: DenseSite, compression: Compression, moments: tuple[Moments, Moments] | None) -> Planned:
-    """Decompose one module and build what will replace its projections."""
+def width_in(projection: Any) -> int:
+    """How wide the vectors are that a projection reads."""
+    return int(projection.nx if isinstance(projection, Conv1D) else projection.in_features)
+
+
+def _plan_scores(site: DenseSite, compression: Compression, moments: tuple[Moments, ...] | None) -> Planned:
+    """Decompose the scores of one module and build what will replace its query and key projections."""
+    assert compression.dk is not None
     query_moments, key_moments = moments or (None, None)
     started = perf_counter()
     form = FORMS[compression.form]
@@ -109,28 +136,64 @@ def _plan(site: DenseSite, compression: Compression, moments: tuple[Moments, Mom
             query_moments=query_moments, key_moments=key_moments, solver=solver,
             seed=compression.seed, sweeps=compression.sweeps, tolerance=compression.tolerance,
             damping=compression.damping, centre=compression.centre, device=compression.device,
+            equal=compression.equal_heads,
         )  # fmt: skip
     except (ValueError, ImportError) as error:
         raise CompressionError(f"{site.name}: {error}") from error
     made = form.of(site, compression.dk, result.factors.content_bias is not None, result.sizes)
-    parts = made.build(site.module)
+    parts = made.build(site.module, site.parent)
     found = result.factors.to(dtype=parts.mixing.dtype)  # where they are: not every device has float64
     made.load_(parts, found.query, found.mixing, found.key, found.content_bias)
     vectors = (0.0, 0.0) if moments is None else (moments[0].count, moments[1].count)
     report = module_report(site, made, result, REPORT_LENGTH, perf_counter() - started, vectors)
-    return Planned(site, made, parts, report)
+    return Planned(site, made, parts, _dense(site), report)
+
+
+def _plan_values(site: ValueSite, compression: Compression, moments: tuple[Moments, ...] | None) -> Planned:
+    """Find narrower values of one module and build what will replace its value and output projections."""
+    assert compression.dv is not None
+    started = perf_counter()
+    seen = None if moments is None else moments[0]
+    made = NarrowValues.of(site, compression.dv, site.value.bias is not None)
+    fold = site.output.bias is not None and compression.centre is not False
+    try:
+        found = narrow_values(
+            site.value_heads(), site.output_heads(), made.sizes, seen, fold=fold, damping=compression.damping,
+            device=compression.device,
+        )  # fmt: skip
+    except ValueError as error:
+        raise CompressionError(f"{site.name}: {error}") from error
+    parts = made.build(site.module, site.parent)
+    made.load_(parts, *_narrowed(site, found))
+    report = value_report(
+        site, made, found, REPORT_LENGTH, perf_counter() - started, 0 if seen is None else seen.count
+    )
+    return Planned(site, made, parts, _dense(site), report)
+
+
+def _narrowed(site: ValueSite, found: Narrowing) -> tuple[Any, ...]:
+    """Give Wv·P (D, dv), its bias, O (dv, D) and its bias, as they are to be loaded."""
+    like = found.output
+    heads, own = site.value_heads(), site.value_bias()
+    value = torch.cat([head.to(like) @ kept for head, kept in zip(heads, found.heads, strict=True)], 1)
+    value_bias = None
+    if own is not None:
+        value_bias = torch.cat([head.to(like) @ kept for head, kept in zip(own, found.heads, strict=True)])
+    bias = site.output.bias
+    if bias is not None:
+        bias = bias.detach().to(like)
+        bias = bias if found.bias is None else bias + found.bias
+    made = (value, value_bias, found.output, bias)  # rounded where they are: not every device has float64
+    return tuple(None if each is None else each.to(site.value.weight.dtype) for each in made)
 
 
 def few_vectors(planned: Sequence[Planned]) -> list[str]:
     """Say so where modules saw too few vectors for what is made of them."""
     few = [
-        (vectors, width, item.site.name)
+        (vectors, width_in(projection), item.site.name)
         for item in planned
-        for vectors, width in (
-            (item.report.query_vectors, item.site.query.in_features),
-            (item.report.key_vectors, item.site.key.in_features),
-        )
-        if 0 < vectors < FEW * width
+        for vectors, (projection, _) in zip(item.report.vectors, item.site.inputs, strict=True)
+        if 0 < vectors < FEW * width_in(projection)
     ]
     if not few:
         return []
@@ -149,13 +212,11 @@ def breakdowns(planned: Sequence[Planned]) -> list[str]:
         + ("it went on with a shifted one" if item.report.sweeps else "it kept its start")
         + "; look at the module's error, or raise the damping"
         for item in planned
-        if item.report.breakdowns
+        if isinstance(item.report, ModuleReport) and item.report.breakdowns
     ]
 
 
-def plan_distributed(
-    sites: Sequence[DenseSite], plan: Callable[[Sequence[DenseSite]], list[Planned]]
-) -> list[Planned]:
+def plan_distributed(sites: Sequence[Site], plan: Callable[[Sequence[Site]], list[Planned]]) -> list[Planned]:
     """Let each process plan some of the modules, and give all of them the plans of all modules, in order.
 
     Args:
@@ -178,17 +239,33 @@ def plan_distributed(
         raise error
     if failed:
         raise CompressionError(failed[0])
-    own = {planned.site.name: planned for planned in mine}
-    described: dict[str, Any] = {
-        name: (form, report)
-        for name, form, report in gather_object([(item.site.name, item.form, item.report) for item in mine])
+    own = {_key(item.site): item for item in mine}
+    described: dict[Any, Any] = {
+        key: (form, report)
+        for key, form, report in gather_object([(_key(item.site), item.form, item.report) for item in mine])
     }
     planned = []
     for place, site in enumerate(sites):
-        form, report = described[site.name]
-        item = own.get(site.name) or Planned(site, form, form.build(site.module), report)
+        item = own.get(_key(site)) or _empty(site, *described[_key(site)])
         for tensor in item.parts.tensors():
             sent = tensor.to(state.device)  # where processes can reach each other
             tensor.copy_(broadcast(sent, place % count))
         planned.append(item)
     return planned
+
+
+def _key(site: Site) -> tuple[str, str]:
+    return site.name, type(site).__name__
+
+
+def _empty(site: Site, form: MapForm, report: Any) -> Planned:
+    """Make room for what another process planned."""
+    return Planned(site, form, form.build(site.module, site.parent), _dense(site), report)
+
+
+def _dense(site: Site) -> Any:
+    """Give what a replacement takes the place of, as its form takes it back."""
+    if isinstance(site, ValueSite):
+        output: Any = site.output
+        return DenseValues(site.value, output, output.weight, output.bias)
+    return site.query, site.key

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from copy import copy
 from tempfile import TemporaryDirectory
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,8 @@ from transformers import (
 )
 from transformers.trainer_utils import TrainOutput
 
-from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.attention import is_converted
+from collab_compress.architectures import FAMILIES, AttentionSite, find_attention
+from collab_compress.attention.view import FORMS_AT
 from collab_compress.calibration import Batch, Calibration, calibration_batches
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.heads import Tap
@@ -40,6 +40,7 @@ def recover_(
     seed: int = 0,
     length: int | None = None,
     progress: StepProgress | None = None,
+    parameters: Callable[[AttentionSite], list[nn.Parameter]] | None = None,
     **arguments: Any,
 ) -> TrainOutput:
     """Bring the attention of a converted model nearer to the dense model's, without labels, in place.
@@ -48,7 +49,7 @@ def recover_(
     sequences a step. Random tokens are repeated within a sequence (`with_copies`).
 
     Args:
-        model: converted, in the shared or per-head form.
+        model: converted, in whatever form.
         dense: the model it was converted from.
         tokenizer: of both; as for `compress`.
         calibration: as for `compress`; texts are fewer steps where there are fewer than 16 a step.
@@ -57,6 +58,7 @@ def recover_(
         seed: of tokens and order; the tokens are others than those of a conversion with the same seed.
         length: tokens of a random sequence, or where texts are cut; as for `calibration_batches`.
         progress: called with (done, total) after each step, in place of the `Trainer`'s own bar.
+        parameters: as for `distil_`.
         arguments: more of `TrainingArguments`.
 
     Returns:
@@ -81,7 +83,7 @@ def recover_(
         if calibration == "synthetic" and batches and "input_ids" in batches[0]:
             separator = getattr(tokenizer, "sep_token_id", None)
             batches = with_copies(batches, separator, getattr(dense.config, "type_vocab_size", 0) > 1, seed)
-        return distil_(model, dense, batches[:count], training, progress)
+        return distil_(model, dense, batches[:count], training, progress, parameters)
 
 
 def distil_(
@@ -90,18 +92,23 @@ def distil_(
     batches: Sequence[Batch],
     arguments: TrainingArguments,
     progress: StepProgress | None = None,
+    parameters: Callable[[AttentionSite], list[nn.Parameter]] | None = None,
 ) -> TrainOutput:
-    """Train the shared projections and mixing matrices of a converted model, and nothing else, in place.
+    """Train what a conversion put into a model, and nothing else, in place.
 
-    The loss is the divergence of the model's attention rows from the dense model's, mean over converted modules. Both
-    models see the same tokens, and there is no dropout.
+    Where queries and keys are converted, their projections and mixing matrices learn, and the loss is the divergence
+    of the model's attention rows from the dense model's. Where values are, they and the output projections learn, and
+    the loss is the squared error of what the layer's attention adds, over its variance. Each is a mean over converted
+    modules; the two are summed. Both models see the same tokens, and there is no dropout.
 
     Args:
-        model: converted, in the shared or per-head form.
+        model: converted, in whatever form.
         dense: the model it was converted from; moved to the device of the training.
         batches: keyword arguments for the models, one batch a step, as `calibration_batches` makes them.
         arguments: learning rate, schedule, epochs, precision and the rest.
         progress: as for `recover_`.
+        parameters: gives what of a module learns; all that the conversion put in (`converted_parameters`) if not
+            given.
 
     Returns:
         What the `Trainer` says: steps, mean loss, speed.
@@ -115,23 +122,23 @@ def distil_(
     if not batches:
         raise CalibrationError("no batches to train on; pass 'synthetic', texts or batches")
     sites, others = (find_attention(each, FAMILIES) for each in (model, dense))
-    converted: list[Any] = [site.module for site in sites if is_converted(site.module)]
-    if not converted:
+    choose = converted_parameters if parameters is None else parameters
+    trained = {parameter for site in sites for parameter in choose(site)}
+    if not trained:
         raise HeadError(f"{type(model).__name__} is not converted, so there is nothing to bring nearer")
     if [site.name for site in sites] != [site.name for site in others]:
         raise HeadError(
             f"{type(dense).__name__} has other attention modules than {type(model).__name__}; pass the dense "
             "model that was converted"
         )
-    trained = {parameter for module in converted for parameter in module.score_form.trained(module)}
     before = {parameter: parameter.requires_grad for parameter in model.parameters()}
     modes = {module: module.training for each in (model, dense) for module in each.modules()}
     use_cache = vars(model.config).get("use_cache")  # a Trainer switches it off
     try:
         for parameter in before:
             parameter.requires_grad_(parameter in trained)
-        with Tap(model, "rows") as tap, Tap(dense, "rows") as target:
-            distiller = _Distiller(model, dense, (tap, target), batches, arguments)
+        with _Watched(model, sites) as watched, _Watched(dense, others, like=sites) as target:
+            distiller = _Distiller(model, dense, (watched, target), batches, arguments)
             if progress is not None:
                 distiller.remove_callback(ProgressCallback)
                 distiller.remove_callback(PrinterCallback)
@@ -196,14 +203,90 @@ class _Steps(TrainerCallback):  # type: ignore[misc]
         self.progress(state.global_step, state.max_steps)
 
 
+def converted_parameters(site: AttentionSite) -> list[nn.Parameter]:
+    """List the parameters that the conversion of a module put in."""
+    module: Any = site.module
+    scores, values = (getattr(module, name, None) for name in FORMS_AT)
+    found = [] if scores is None else scores.trained(module)
+    return [*found, *([] if values is None else values.trained(module, values.output_of(module, site.parent)))]
+
+
+class _Seen(NamedTuple):
+    """What one call of an attention module showed.
+
+    Args:
+        site: the module.
+        rows: attention rows (B, H, T, S), or None where its queries and keys are dense.
+        added: what the output projection returned, (B, T, D), or None where its values are dense.
+        real: which queries are no padding, (B, T), or None where all are.
+    """
+
+    site: AttentionSite
+    rows: Tensor | None
+    added: Tensor | None
+    real: Tensor | None
+
+
+class _Watched:
+    """Attention rows and attention outputs of a model's forward passes.
+
+    Args:
+        model: what to watch.
+        sites: its attention modules.
+        like: the same modules of the converted model, which says what is wanted; `sites` if not given.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, sites: Sequence[AttentionSite], like: Sequence[AttentionSite] | None = None
+    ) -> None:
+        converted: list[Any] = [site.module for site in like or sites]
+        self._rows, self._values = (
+            {site.name for site, module in zip(sites, converted, strict=True) if hasattr(module, name)}
+            for name in FORMS_AT
+        )
+        self._tap = Tap(model, "rows" if self._rows else ())
+        self._added: list[Tensor] = []
+        self._handles = [site.part(site.family.output).register_forward_hook(self._note) for site in sites]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tap.remove()
+        for handle in self._handles:
+            handle.remove()
+
+    def _note(self, _: nn.Module, __: Any, output: Tensor) -> None:
+        self._added.append(output)
+
+    def take(self) -> list[_Seen]:
+        """Hand over what the last pass showed, in the order of calls."""
+        added, self._added = self._added, []
+        return [
+            _Seen(
+                each.site, each.rows if each.site.name in self._rows else None,
+                output if each.site.name in self._values else None, each.real.query,
+            )
+            for each, output in zip(self._tap.take(), added, strict=True)
+        ]  # fmt: skip
+
+
+def _output_error(here: Tensor, there: Tensor, real: Tensor | None) -> Tensor:
+    """Squared error of attention outputs (B, T, D) over the variance of what they are to be, over real tokens."""
+    if real is not None:
+        here, there = here[real], there[real]
+    here, there = here.flatten(0, -2).float(), there.flatten(0, -2).float()
+    return (here - there).square().sum() / (there - there.mean(0)).square().sum().clamp_min(1e-12)
+
+
 class _Distiller(Trainer):  # type: ignore[misc]
-    """A `Trainer` whose loss is the divergence of attention rows."""
+    """A `Trainer` whose loss is the divergence of attention rows, and the error of attention outputs."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         dense: PreTrainedModel,
-        taps: tuple[Tap, Tap],
+        watched: tuple[_Watched, _Watched],
         batches: Sequence[Batch],
         arguments: TrainingArguments,
     ) -> None:
@@ -215,7 +298,7 @@ class _Distiller(Trainer):  # type: ignore[misc]
                 "with torchrun, or show one by CUDA_VISIBLE_DEVICES"
             )
         super().__init__(model, one_batch, train_dataset=list(batches), data_collator=_first)
-        self.dense, self.taps = dense.eval().to(arguments.device), taps
+        self.dense, self.watched = dense.eval().to(arguments.device), watched
         self.model_accepts_loss_kwargs = False
 
     def compute_loss(self, model: nn.Module, inputs: Batch, *_: Any, **__: Any) -> Tensor:
@@ -223,12 +306,18 @@ class _Distiller(Trainer):  # type: ignore[misc]
         with torch.no_grad():
             self.dense(**inputs)
         model(**inputs)
-        losses = [
-            kl_divergence(here.rows, there.rows, here.real.query)
-            for here, there in zip(*(tap.take() for tap in self.taps), strict=True)
-            if is_converted(here.site.module) and here.rows is not None and there.rows is not None
+        calls = list(zip(*(watched.take() for watched in self.watched), strict=True))
+        rows = [
+            kl_divergence(here.rows, there.rows, here.real)
+            for here, there in calls
+            if here.rows is not None and there.rows is not None
         ]
-        return torch.stack(losses).mean()
+        outputs = [
+            _output_error(here.added, there.added, here.real)
+            for here, there in calls
+            if here.added is not None and there.added is not None
+        ]
+        return torch.stack([torch.stack(losses).mean() for losses in (rows, outputs) if losses]).sum()
 
 
 def _first(batches: list[Batch]) -> Batch:

@@ -1,16 +1,17 @@
 """What a conversion did, module by module, and what scores cost: parameters, multiply-accumulates, break-even length.
 
-Queries and keys only: values and the output projection are the same in both forms ("Multi-Head Attention:
-Collaborate Instead of Concatenate", section 3.4). D input width, H heads, d head width, R shared width, T tokens.
+Queries and keys are counted as in "Multi-Head Attention: Collaborate Instead of Concatenate", section 3.4; values and
+the output projection apart from them. D input width, H heads, d head width, R shared width, T tokens.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import Any
 
-from collab_compress.architectures import DenseSite
-from collab_compress.attention import PerHeadScores, ScoreForm
-from collab_compress.factorization import Factorization
+from collab_compress.architectures import DenseSite, ValueSite
+from collab_compress.attention import NarrowValues, PerHeadScores, ScoreForm
+from collab_compress.conversion.compression import Compression
+from collab_compress.factorization import Factorization, Narrowing
 
 
 def dense_parameters(width: int, heads: int, head_width: int, bias: bool) -> int:
@@ -68,6 +69,48 @@ class ModuleReport:
     key_vectors: int = 0
     breakdowns: int = 0
 
+    @property
+    def vectors(self) -> tuple[int, ...]:
+        """How many vectors were seen, of queries' and of keys' inputs."""
+        return self.query_vectors, self.key_vectors
+
+
+@dataclass(frozen=True)
+class ValueReport:
+    """The values of one converted attention module.
+
+    Args:
+        name: path in the model.
+        dv: channels of values, all heads together.
+        weight_error: ‖U − Û‖/‖U‖ over the stacked Wv·Wo.
+        data_error: the same for what the layer adds on calibration data, or None without.
+        parameters_before: of the value and output projections, dense.
+        parameters_after: of what replaces them.
+        macs_before: multiply-accumulates of values and outputs of one sequence of `Report.length` tokens, dense.
+        macs_after: the same, converted.
+        seconds: time the decomposition took.
+        sizes: channels of each head.
+        output_vectors: how many vectors the moments of the output projection's inputs were taken from; 0 without
+            data.
+    """
+
+    name: str
+    dv: int
+    weight_error: float
+    data_error: float | None
+    parameters_before: int
+    parameters_after: int
+    macs_before: int
+    macs_after: int
+    seconds: float
+    sizes: tuple[int, ...]
+    output_vectors: int = 0
+
+    @property
+    def vectors(self) -> tuple[int, ...]:
+        """How many vectors were seen, of the output projection's inputs."""
+        return (self.output_vectors,)
+
 
 @dataclass(frozen=True)
 class Drift:
@@ -89,13 +132,16 @@ class Report:
     """What `compress` did.
 
     Args:
-        modules: one entry for each converted module.
+        modules: one entry for each module whose queries and keys were converted.
         parameters_before: of the whole model, as it was given.
         parameters_after: of the whole model, converted.
         length: tokens T for which multiply-accumulates are counted.
         drift: drift of the outputs, or None without calibration data.
         seconds: time the conversion took, calibration included.
         sequences: how many sequences the conversion was calibrated on, those held back not counted.
+        values: one entry for each module whose values were converted.
+        compression: what was asked for, with the widths and the form that were chosen.
+        choice: what was chosen and why, where a share to keep was asked for; else empty.
         warnings: what may have gone otherwise than expected: texts that were cut or left out, modules that saw few
             vectors, solvers that broke down.
     """
@@ -108,10 +154,14 @@ class Report:
     seconds: float
     sequences: int = 0
     warnings: tuple[str, ...] = ()
+    values: tuple[ValueReport, ...] = ()
+    compression: Compression | None = None
+    choice: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Give the report in JSON types; an infinite break-even length becomes None."""
         data = asdict(self)
+        del data["compression"]
         for module in data["modules"]:
             if not isfinite(module["break_even_length"]):
                 module["break_even_length"] = None
@@ -156,4 +206,25 @@ def module_report(
         query_vectors=int(vectors[0]),
         key_vectors=int(vectors[1]),
         breakdowns=result.breakdowns,
+    )
+
+
+def value_report(
+    site: ValueSite, form: NarrowValues, found: Narrowing, length: int, seconds: float, vectors: float
+) -> ValueReport:
+    """Put together what is known of one module's converted values; arguments as for `module_report`."""
+    width = site.value.weight.shape[1]
+    dense = replace(form, sizes=(site.head_width,) * site.heads)
+    return ValueReport(
+        name=site.name,
+        dv=form.dv,
+        weight_error=found.weight_error,
+        data_error=found.data_error,
+        parameters_before=dense.parameters(width),
+        parameters_after=form.parameters(width),
+        macs_before=dense.macs(width, length),
+        macs_after=form.macs(width, length),
+        seconds=seconds,
+        sizes=form.sizes,
+        output_vectors=int(vectors),
     )

@@ -1,4 +1,4 @@
-"""Decompose the query-key products of attention heads into shared projections and a mixing matrix."""
+"""Decompose the heads of an attention layer: their scores into shared factors, their values into fewer channels."""
 
 from collab_compress.factorization.decompose import (
     SOLVERS,
@@ -8,6 +8,7 @@ from collab_compress.factorization.decompose import (
 from collab_compress.factorization.factors import Factorization, Factors, Solution, SolverOptions
 from collab_compress.factorization.head_tensor import HeadTensor
 from collab_compress.factorization.moments import Moments, has_float64
+from collab_compress.factorization.narrowing import Narrowing, narrow_values
 
 __all__ = [
     "SOLVERS",
@@ -15,9 +16,11 @@ __all__ = [
     "Factors",
     "HeadTensor",
     "Moments",
+    "Narrowing",
     "Solution",
     "SolverOptions",
     "centres_queries",
     "factorize",
     "has_float64",
+    "narrow_values",
 ]

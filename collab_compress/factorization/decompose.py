@@ -41,6 +41,7 @@ def factorize(
     centre: bool | None = None,
     device: torch.device | str | None = None,
     progress: Progress | None = None,
+    equal: bool = False,
 ) -> Factorization:
     r"""Factor the heads' query-key products into shared projections and a mixing matrix.
 
@@ -70,6 +71,7 @@ def factorize(
         device: where to work and to leave the result; it must have float64. None for where `query` is, or for the
             CPU where that has none.
         progress: called with the sweep's number and the relative error so far.
+        equal: whether heads that share no channels are to be equally wide, in place of as wide as pays.
 
     Returns:
         The factors, in float64, with their errors.
@@ -102,7 +104,7 @@ def factorize(
     )
     weighted = weighting.apply(tensor)
     try:
-        options = SolverOptions(sweeps, tolerance, seed, progress)
+        options = SolverOptions(sweeps, tolerance, seed, progress, equal)
         solution = _compressed(SOLVERS[solver], weighted, rank, options)
         apart = per_head_error(weighted, rank)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]

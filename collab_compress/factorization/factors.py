@@ -109,12 +109,14 @@ class SolverOptions:
             solver's own default.
         seed: seed of random starts; solvers that start deterministically ignore it.
         progress: called after every sweep with the sweep's number and the relative error so far.
+        equal: whether heads that share no channels are to be equally wide.
     """
 
     sweeps: int | None = None
     tolerance: float | None = None
     seed: int = 0
     progress: Progress | None = None
+    equal: bool = False
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def concatenation(tensor: HeadTensor) -> Factors:
     return Factors(tensor.flat_query.clone(), mixing, tensor.flat_key.clone())
 
 
-def truncation(tensor: HeadTensor, rank: int) -> Factors:
+def truncation(tensor: HeadTensor, rank: int, equal: bool = False) -> Factors:
     """Return the R largest singular triplets over all heads, every component serving one head.
 
     The best approximation whose mixing matrix is one-hot: per-head truncated SVDs that share out the rank.
@@ -35,13 +35,18 @@ def truncation(tensor: HeadTensor, rank: int) -> Factors:
     Args:
         tensor: the heads.
         rank: R, at most H·min(Dq, Dk, d) triplets exist; further columns are zero.
+        equal: as many triplets for one head as for another, or one more for the first heads.
 
     Returns:
         Factors with query (Dq, R), mixing (H, R), key (Dk, R).
     """
     left, values, right = _slice_svd(tensor)
     kept = min(rank, values.numel())
-    order = values.flatten().argsort(descending=True, stable=True)[:kept]
+    weight = values
+    if equal:  # those that are i-th in their head come before those that are i+1-th
+        places = torch.arange(values.shape[1], 0, -1, dtype=values.dtype, device=values.device)
+        weight = places.expand_as(values)
+    order = weight.flatten().argsort(descending=True, stable=True)[:kept]
     head = order.div(values.shape[1], rounding_mode="floor")
     root = values.flatten()[order].sqrt()
     factors = [tensor.query.new_zeros(rows, rank) for rows in (left.shape[1], tensor.heads, right.shape[1])]
@@ -77,12 +82,12 @@ def per_head(tensor: HeadTensor, rank: int, options: SolverOptions | None = None
     Args:
         tensor: the heads, weighted where inputs matter.
         rank: R, from 1 to H·d.
-        options: those of other solvers; none matters here.
+        options: whether heads are to be equally wide; else they are as wide as pays.
 
     Returns:
         Factors whose channels are sorted by head, and the sizes $r_i$; a size may be 0.
     """
-    found = truncation(tensor, rank)
+    found = truncation(tensor, rank, options is not None and options.equal)
     order = found.mixing.argmax(0).argsort(stable=True)
     factors = Factors(found.query[:, order], found.mixing[:, order], found.key[:, order])
     sizes = torch.bincount(factors.mixing.argmax(0), minlength=tensor.heads)

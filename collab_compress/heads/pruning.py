@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, AttentionSite, find_attention, transformers_model
-from collab_compress.attention import is_converted
 from collab_compress.attention.form import Cut, remaining
 from collab_compress.attention.view import head_hooks
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
@@ -144,9 +143,13 @@ def plan_removal(model: PreTrainedModel, edit: PrunedEdit) -> list[Cut]:
 
 
 def _module_cuts(module: Any, output: Any, kept: KeptHeads) -> list[Cut]:
-    values = _channels(kept.kept, kept.value_width)
-    cuts = _output_cuts(module.get_submodule(kept.value), values) + _input_cuts(output, values)
-    if is_converted(module):
+    cuts: list[Cut]
+    if hasattr(module, "value_form"):
+        cuts = module.value_form.keep_heads(module, output, kept.kept)
+    else:
+        values = _channels(kept.kept, kept.value_width)
+        cuts = _output_cuts(module.get_submodule(kept.value), values) + _input_cuts(output, values)
+    if hasattr(module, "score_form"):
         cuts += module.score_form.keep_heads(module, kept.kept)
     else:
         channels = _channels(kept.kept, kept.head_width)
@@ -230,16 +233,19 @@ def _kept(model: PreTrainedModel, site: AttentionSite, removed: Sequence[int], s
             "remove heads"
         )
     _check_query_and_key(site, kept, shared)
-    value = _linear(site, family.value, site.part(family.value), shared)
+    form = getattr(site.module, "value_form", None)
+    path = family.value if form is None else f"{family.value}.proj"
+    value = _linear(site, path, site.part(path), shared)
     _linear(site, family.output, output, shared)
-    if value.out_features % site.heads or output.in_features != value.out_features:
+    if (form is None and value.out_features % site.heads) or output.in_features != value.out_features:
         raise HeadError(
             f"{site.name}: values are {value.out_features} wide and the output projection reads "
             f"{output.in_features}; expected the same for {site.heads} heads; the {family.name} description does not "
             "fit this model"
         )
+    value_width = value.out_features // site.heads if form is None else site.head_width
     return KeptHeads(
-        kept=kept, before=site.heads, head_width=site.head_width, value_width=value.out_features // site.heads,
+        kept=kept, before=site.heads, head_width=site.head_width, value_width=value_width,
         heads=family.heads, query=family.query, key=family.key, value=family.value,
         output=path_in_base(model, output),
     )  # fmt: skip
@@ -247,7 +253,7 @@ def _kept(model: PreTrainedModel, site: AttentionSite, removed: Sequence[int], s
 
 def _check_query_and_key(site: AttentionSite, kept: Sequence[int], shared: Collection[int]) -> None:
     """Check the projections of which channels are cut: queries and keys, or where they are shared, content biases."""
-    if is_converted(site.module):
+    if hasattr(site.module, "score_form"):
         form = site.part("score_form")
         owners = {rows.path.rpartition(".")[0] for rows in form.head_rows()} | {f"{form.key}.proj"}
         for path in sorted(owners - {""}):

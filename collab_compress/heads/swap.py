@@ -10,7 +10,8 @@ from torch import Tensor, distributed, nn
 
 from collab_compress.architectures import FAMILIES, AttentionSite, Conv1DSlice, find_attention
 from collab_compress.architectures.sites import read
-from collab_compress.attention import is_converted
+from collab_compress.attention import MapForm
+from collab_compress.attention.view import FORMS_AT
 from collab_compress.errors import HeadError
 from collab_compress.heads.sharding import refuse_pieces, reshard_, whole, write_
 
@@ -56,9 +57,13 @@ def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
     """
     if not 0 <= head < site.heads:
         raise HeadError(f"{site.name} has no head {head}; its {site.heads} heads are 0 to {site.heads - 1}")
-    value = _linear(site, site.family.value)
-    blocks = _converted(site, head) if is_converted(site.module) else _dense(site, head)
-    blocks += _rows(value, head, value.out_features // site.heads)
+    scores, values = (getattr(site.module, name, None) for name in FORMS_AT)
+    blocks = _dense(site, head) if scores is None else _converted(site, scores, head)
+    if values is None:
+        value = _linear(site, site.family.value)
+        blocks += _rows(value, head, value.out_features // site.heads)
+    else:
+        blocks += _converted(site, values, head)
     for block in blocks:
         refuse_pieces(site.name, block.parameter)
         shape = tuple(block.parameter.shape)
@@ -79,8 +84,7 @@ def _dense(site: AttentionSite, head: int) -> list[HeadBlock]:
     return [*_rows(query, head, site.head_width), *_rows(key, head, site.head_width)]
 
 
-def _converted(site: AttentionSite, head: int) -> list[HeadBlock]:
-    form = site.part("score_form")
+def _converted(site: AttentionSite, form: MapForm, head: int) -> list[HeadBlock]:
     return [
         HeadBlock(site.part(path), 0, rows.start, rows.stop)
         for path, heads in form.head_rows()
@@ -185,7 +189,7 @@ def _matched(one: AttentionSite, i: int, other: AttentionSite, j: int) -> list[t
     place = f"cannot swap head {i} of {one.name} with head {j} of {other.name}"
     if one.kind != other.kind:
         raise HeadError(f"{place}: one is {one.kind} attention, the other {other.kind}; pair heads of the same kind")
-    if one.module is not other.module and (is_converted(one.module) or is_converted(other.module)):
+    if one.module is not other.module and any(hasattr(each.module, "score_form") for each in (one, other)):
         raise HeadError(
             f"{place}: heads of a collaborative module share its queries and keys, so they mean nothing in another; "
             "pair heads of the same module, or expand the model to its dense form first"

@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention, transformers_model
-from collab_compress.attention import is_converted
 from collab_compress.attention.view import HeadCall, add_head_hook_, remove_head_hook_
 from collab_compress.calibration.gather import RealTokens, forward_arguments, real_tokens
 from collab_compress.errors import HeadError
@@ -25,8 +24,9 @@ class Reading:
 
     Args:
         site: the module. One that serves several layers (ALBERT) gives a reading for each.
-        outputs: head outputs before anything acts on them, (B, T, H, dv).
-        values: (B, S, H, dv).
+        outputs: head outputs before anything acts on them, (B, T, H, s); where heads differ in width, filled up
+            with zeros.
+        values: (B, S, H, s).
         rows: attention probabilities before dropout, (B, H, T, S).
         queries: (B, T, H, d), or (B, T, H, R) in a converted module.
         keys: (B, S, H, d).
@@ -75,7 +75,7 @@ class Tap:
         model = transformers_model(model)
         self.sites = find_attention(model, FAMILIES, kinds=kinds)
         for site in self.sites:
-            if "keys" in self.parts and is_converted(site.module):
+            if "keys" in self.parts and hasattr(site.module, "score_form"):
                 raise HeadError(f"{site.name} is converted: its heads have no keys of one width each to be read")
         self._readings: list[Reading] = []
         self._real: dict[Kind, RealTokens] | None = None  # None between forward passes
@@ -138,7 +138,7 @@ class Tap:
         queries = None
         if "queries" in self.parts:
             queries = call.query.transpose(1, 2)  # (B, T, H, d)
-            if is_converted(call.module):
+            if hasattr(call.module, "score_form"):
                 queries = call.module.score_form.head_queries(call.module, call.query)
         self._readings.append(
             Reading(

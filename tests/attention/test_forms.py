@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from collab_compress import Compression, Factors, compress
-from collab_compress.attention import FORMS, Form, ScoreFormEdit, install_, is_converted, uninstall_
+from collab_compress.attention import FORMS, Form, FormEdit, install_, is_converted, uninstall_
 from collab_compress.checkpoint import EDITS
 from collab_compress.conversion.report import dense_macs
 from collab_compress.factorization import SOLVERS
@@ -58,7 +58,7 @@ def test_the_table_is_whole():
     assert tuple(FORMS) == get_args(Form)
     for name, form in FORMS.items():
         assert form.option == name
-        assert EDITS[form.kind] is ScoreFormEdit
+        assert EDITS[form.kind] is FormEdit
         assert set(form.solvers) <= set(SOLVERS)
     assert sorted(solver for form in FORMS.values() for solver in form.solvers) == sorted(SOLVERS)
 
@@ -83,8 +83,8 @@ def test_is_stored_in_json_and_rebuilt(module):
     form = module.score_form
     stored = json.loads(json.dumps(form.to_dict()))
     assert type(form).from_dict(stored) == form
-    edit = ScoreFormEdit(form.kind, {NAME: form})
-    assert ScoreFormEdit.from_dict({"kind": form.kind, **json.loads(json.dumps(edit.to_dict()))}) == edit
+    edit = FormEdit(form.kind, {NAME: form})
+    assert FormEdit.from_dict({"kind": form.kind, **json.loads(json.dumps(edit.to_dict()))}) == edit
 
 
 def test_goes_into_another_module_and_out_again(module, make_tiny):
@@ -92,14 +92,14 @@ def test_goes_into_another_module_and_out_again(module, make_tiny):
     dense = make_tiny("bert").double()
     other = dense.get_submodule(NAME)
     query, key, before = other.query, other.key, set(dense.state_dict())
-    parts = form.build(other)
+    parts = form.build(other, None)
     form.load_(parts, *form.read(NAME, module))
     install_(other, form, parts)
     form.finish_(other)
     assert is_converted(other)
     torch.testing.assert_close(products(other), products(module))
     assert [p.requires_grad for p in form.trained(other)] == [p.requires_grad for p in form.trained(module)]
-    uninstall_(other, query, key)
+    uninstall_(other, form.at, (query, key))
     assert not is_converted(other)
     assert set(dense.state_dict()) == before
 

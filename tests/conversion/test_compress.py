@@ -220,7 +220,8 @@ def test_converting_a_module_twice_is_refused(make_tiny):
     compress(model, Compression(dk=8, modules="*layer.1*"), calibration=None)
     before = state(model)
     with pytest.raises(
-        CompressionError, match=r"^encoder\.layer\.1\..* is already converted; leave it out by modules"
+        CompressionError,
+        match=r"^encoder\.layer\.1\..*: its queries and keys are already converted; leave",
     ):
         compress(model, Compression(dk=8), calibration=None)
     assert equal(before, state(model))

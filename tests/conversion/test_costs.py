@@ -7,16 +7,16 @@ import torch
 from torch import nn
 
 from collab_compress.attention import PerHeadScores, SharedScores
-from collab_compress.attention.projections import SharedProjection
+from collab_compress.attention.projections import PaddedProjection
 from collab_compress.conversion.report import dense_macs, dense_parameters
 
 
 def shared(heads, head_width, dk, content):
-    return SharedScores("query", "key", heads, head_width, dk, content)
+    return SharedScores(heads, head_width, "query", "key", dk, content)
 
 
 def per_head(heads, head_width, dk, content):
-    return PerHeadScores("query", "key", heads, head_width, dk, content)
+    return PerHeadScores(heads, head_width, "query", "key", dk, content)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_whole_layer_equals_table_1(width, heads, dk, parameters, macs):
 
 
 def test_parameters_are_those_of_the_modules():
-    modules = [SharedProjection(24, 13, 8), SharedProjection(24, 13 + 3, 8)]
+    modules = [PaddedProjection(24, 13, 8), PaddedProjection(24, 13 + 3, 8)]
     count = sum(parameter.numel() for module in modules for parameter in module.parameters()) + 3 * 13
     assert shared(3, 8, 13, True).parameters(24) == count
     dense = 2 * sum(parameter.numel() for parameter in nn.Linear(24, 24).parameters())

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModel, AutoModelForSequenceClassification, BertForSequenceClassification
 
 from collab_compress import Compression, UnsupportedModelError, compress, expand, read_factors
-from collab_compress.attention.projections import SharedProjection
+from collab_compress.attention.projections import PaddedProjection
 
 peft = pytest.importorskip("peft")
 from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, get_peft_model  # noqa: E402
@@ -24,7 +24,7 @@ def outputs(model, batch):
 
 def shared(model):
     """Paths of the plain linear layers inside shared projections: what an adapter goes onto."""
-    return [f"{name}.proj" for name, module in model.named_modules() if isinstance(module, SharedProjection)]
+    return [f"{name}.proj" for name, module in model.named_modules() if isinstance(module, PaddedProjection)]
 
 
 def adapted(model, **options):
@@ -75,7 +75,7 @@ def test_trains_saves_loads_and_merges(converted, batches, tmp_path):
 
 
 def test_the_stock_models_names_are_refused(classifier):
-    with pytest.raises(ValueError, match=r"SharedProjection\([\s\S]*is not supported"):
+    with pytest.raises(ValueError, match=r"PaddedProjection\([\s\S]*is not supported"):
         get_peft_model(classifier, LoraConfig(task_type="SEQ_CLS"))  # PEFT's choice for BERT: query and value
 
 

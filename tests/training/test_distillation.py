@@ -5,6 +5,7 @@ import torch
 from transformers import TrainingArguments
 
 from collab_compress import Compression, compress
+from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.calibration import calibration_batches
 from collab_compress.conversion import distil_, recover_, with_copies
 from collab_compress.errors import CalibrationError, HeadError
@@ -50,6 +51,39 @@ def test_attention_comes_nearer_and_nothing_else_moves(family, form, make_tiny, 
     fixed = {name for name in projections if form == "per-head" and name.endswith(".mixing")}
     assert moved == projections - fixed
     assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == trainable
+
+
+def added(model, dense, batch):
+    """Mean relative squared error of what each layer's attention adds."""
+    taken = []
+    for each in (model, dense):
+        outputs, sites = [], find_attention(each, FAMILIES)
+        handles = [
+            site.part(site.family.output).register_forward_hook(lambda _, __, out, to=outputs: to.append(out))
+            for site in sites
+        ]
+        with torch.no_grad():
+            each(**batch)
+        for handle in handles:
+            handle.remove()
+        taken.append(outputs)
+    errors = [float((one - other).square().sum() / other.var(0).sum()) for one, other in zip(*taken, strict=True)]
+    return sum(errors) / len(errors)
+
+
+@pytest.mark.parametrize("dk", [None, 6])
+def test_values_and_outputs_come_nearer(family, dk, make_tiny, batch, calibration, tmp_path):
+    dense = make_tiny(family)
+    model = copy.deepcopy(dense)
+    compress(model, Compression(dk=dk, dv=6), calibration=None)
+    before, distance = copy.deepcopy(model.state_dict()), added(model, dense, batch)
+    distil_(model, dense, calibration, arguments(tmp_path))
+    assert added(model, dense, batch) < 0.9 * distance
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    sites = find_attention(model, FAMILIES)
+    outputs = {f"{site.path(site.family.output)}.{name}" for site in sites for name in ("weight", "bias")}
+    put_in = {name for name in before if name.endswith((".proj.weight", ".proj.bias", ".mixing"))}
+    assert moved == (put_in | outputs) & set(before)
 
 
 def test_what_cannot_be_distilled(make_tiny, calibration, tmp_path):

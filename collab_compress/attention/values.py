@@ -1,0 +1,288 @@
+"""Values of fewer channels a head, and the output projection that reads them: the narrow form of the value map.
+
+    layer(x) = Σ_i A_i (x Wv_i P_i) O_i
+
+where A_i are the attention rows of head i, P_i (d, s_i) leaves s_i of its d channels, and O_i (s_i, D) is what the
+output projection reads them with. Heads' channels lie side by side, dv of them in all.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from operator import attrgetter
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers.pytorch_utils import Conv1D
+
+from collab_compress.attention.form import Cut, HeadRows, MapForm, padding_of, plain_weight, remaining
+from collab_compress.attention.projections import PaddedProjection, joint_layer, put_back_, replace_
+from collab_compress.errors import CompressionError
+
+
+@dataclass(frozen=True)
+class DenseValues:
+    """The value and output projections of a dense module, as they were.
+
+    Args:
+        value: values, D → H·d; where the stock model has a joint layer, what holds it as `whole`.
+        output: the output projection, which stays in its place.
+        weight: its weight, (D, H·d), or (H·d, D) in a transposed layer.
+        bias: its bias (D,), or None.
+    """
+
+    value: Any
+    output: nn.Linear | Conv1D
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+
+@dataclass(frozen=True)
+class ValueParts:
+    """The parameters of a value map in the narrow form, ready to be installed.
+
+    Args:
+        value: values, D → dv.
+        output: the output projection, which gets what follows.
+        weight: (D, dv), or (dv, D) in a transposed layer.
+        bias: (D,), or None.
+    """
+
+    value: PaddedProjection
+    output: nn.Linear | Conv1D
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def tensors(self) -> list[Tensor]:
+        """List the memory that holds what was fitted."""
+        found = [self.value.proj.weight, self.value.proj.bias, self.weight, self.bias]
+        return [tensor.data for tensor in found if tensor is not None]
+
+
+@dataclass(frozen=True)
+class NarrowValues(MapForm):
+    """The narrow form: each head has values of its own, fewer than d, and the output projection reads dv in all.
+
+    Args:
+        heads: number of heads H.
+        head_width: width d of one head's values in the dense model.
+        value: attribute path of the value projection in the attention module.
+        output: attribute path of the output projection; a leading `..` starts at the module's parent.
+        sizes: channels of each head.
+        value_bias: whether values have a bias.
+        fixed_heads: whether the module views values as exactly H heads.
+    """
+
+    value: str
+    output: str
+    sizes: tuple[int, ...]
+    value_bias: bool
+    fixed_heads: bool = False
+
+    at: ClassVar[str] = "value_form"
+    kind: ClassVar[str] = "narrow-values"
+    option: ClassVar[str] = "narrow"
+    title: ClassVar[str] = "narrow values"
+
+    @classmethod
+    def of(cls, site: Any, dv: int, value_bias: bool) -> Self:
+        """Describe what is to replace the values and outputs of a module, dv channels wide.
+
+        Args:
+            site: the module, as `architectures` finds it.
+            dv: channels of all heads together; heads differ by one where H does not divide it.
+            value_bias: whether values have a bias.
+        """
+        sizes = tuple(dv // site.heads + (head < dv % site.heads) for head in range(site.heads))
+        return cls(
+            heads=site.heads, head_width=site.head_width, value=site.family.value, output=site.family.output,
+            sizes=sizes, value_bias=value_bias, fixed_heads=site.family.fixed_heads,
+        )  # fmt: skip
+
+    def to_dict(self) -> dict[str, Any]:
+        """Describe the form in JSON types."""
+        return {**super().to_dict(), "sizes": list(self.sizes)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Rebuild the form from what `to_dict` gave."""
+        return cls(**{**data, "sizes": tuple(data["sizes"])})
+
+    # How wide values are.
+
+    @property
+    def dv(self) -> int:
+        """Channels of all heads together."""
+        return sum(self.sizes)
+
+    @property
+    def value_width(self) -> int:
+        """How many channels values fill, zeros that make whole heads of them included."""
+        return self.dv + padding_of(self.dv, self.multiple)
+
+    @property
+    def multiple(self) -> int:
+        """What the width of values is padded to a multiple of, for the module to view as heads."""
+        return self.heads * self.head_width if self.fixed_heads else self.head_width
+
+    # Parameters: made, filled, put into a module, read.
+
+    def build(self, module: Any, parent: Any) -> ValueParts:
+        """Make uninitialised parameters; arguments as for `MapForm.build`.
+
+        Raises:
+            CompressionError: the output projection is no plain `nn.Linear` or `Conv1D`.
+        """
+        layer: Any = joint_layer(module, self.value)
+        joint = isinstance(layer, Conv1D)
+        dense = layer if joint else attrgetter(self.value)(module)
+        like: dict[str, Any] = {"device": dense.weight.device, "dtype": dense.weight.dtype}
+        width_in = dense.weight.shape[0] if joint else dense.in_features
+        value = PaddedProjection(width_in, self.dv, self.multiple, bias=self.value_bias, **like)
+        value.requires_grad_(dense.weight.requires_grad)
+        output = self.output_of(module, parent)
+        shape = list(output.weight.shape)
+        shape[output_dim(output)] = self.dv
+        weight = nn.Parameter(output.weight.new_empty(shape), output.weight.requires_grad)
+        bias = output.bias
+        own = None if bias is None else nn.Parameter(torch.empty_like(bias), bias.requires_grad)
+        return ValueParts(value, output, weight, own)
+
+    def output_of(self, module: Any, parent: Any) -> nn.Linear | Conv1D:
+        """Find the output projection, also where heads are mixed before it.
+
+        Raises:
+            CompressionError: it is no plain `nn.Linear` or `Conv1D`.
+        """
+        path = self.output
+        output = attrgetter(path[2:])(parent) if path.startswith("..") else attrgetter(path)(module)
+        output = getattr(output, "proj", output)
+        if type(output) not in (nn.Linear, Conv1D):
+            raise CompressionError(
+                f"{path}: got {type(output).__name__}, expected a plain nn.Linear; merge adapters first"
+            )
+        found: nn.Linear | Conv1D = output
+        return found
+
+    def load_(
+        self, parts: ValueParts, value: Tensor, value_bias: Tensor | None, output: Tensor, bias: Tensor | None
+    ) -> None:
+        """Copy Wv·P (D, dv), its bias (dv,), O (dv, D) and its bias (D,) into `parts`, in place, in their dtype."""
+        with torch.no_grad():
+            parts.value.proj.weight.copy_(value.T)
+            parts.weight.copy_(output.T if output_dim(parts.output) else output)
+            for own, new in ((parts.value.proj.bias, value_bias), (parts.bias, bias)):
+                if own is not None and new is not None:
+                    own.copy_(new)
+
+    def put_in_(self, module: Any, parts: ValueParts) -> None:
+        """Replace the values of `module`, and what its output projection holds, in place."""
+        replace_(module, {self.value: parts.value})
+        _fill_(parts.output, parts.weight, parts.bias)
+
+    def take_out_(self, module: Any, dense: DenseValues) -> None:
+        """Put dense values back, and what the output projection held, in place; as `MapForm.take_out_`."""
+        put_back_(module, {self.value: dense.value})
+        _fill_(dense.output, dense.weight, dense.bias)
+
+    def finish_(self, module: Any) -> None:
+        """Do nothing: all there is, is in the checkpoint."""
+
+    def read(self, name: str, module: Any, output: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Read Wv·P (D, dv), its bias (dv,) or None, and O (dv, D), from the module called `name`.
+
+        Raises:
+            UnsupportedModelError: a projection carries an adapter, is quantized, or is offloaded.
+        """
+        proj = module.get_submodule(self.value).proj
+        value = plain_weight(f"{name}.{self.value}.proj", proj)
+        weight = plain_weight(f"the output projection of {name}", output)
+        bias = None if proj.bias is None else proj.bias.detach()
+        return value.T, bias, weight.T if output_dim(output) else weight
+
+    def widened(self, channels: Tensor, dim: int) -> Tensor:
+        """Fill each head up with zeros to its dense width d: (…, dv, …) to (…, H·d, …)."""
+        heads = channels.split(list(self.sizes), dim)
+        after = channels.dim() - 1 - dim % channels.dim()
+        filled = [pad(head, (0, 0) * after + (0, self.head_width - head.shape[dim])) for head in heads]
+        return torch.cat(filled, dim)
+
+    def trained(self, module: Any, output: Any) -> list[nn.Parameter]:
+        """List the parameters of the map, for training to bring what it adds nearer to what a dense one does."""
+        proj = module.get_submodule(self.value).proj
+        return [each for each in (proj.weight, proj.bias, output.weight, output.bias) if each is not None]
+
+    # Attention.
+
+    def unpack(self, value: Tensor) -> Tensor:
+        """Give every head its values, heads with fewer filled up with zeros.
+
+        Args:
+            value: as the module lays out what its projection returns, (B, ⌈dv/d⌉, S, d).
+
+        Returns:
+            (B, H, S, s), s being the most channels that a head has.
+        """
+        joined = value.transpose(1, 2).flatten(2)[..., : self.dv]  # (B, S, dv)
+        most = max(self.sizes)
+        if min(self.sizes) == most:
+            return joined.reshape(*joined.shape[:2], self.heads, most).transpose(1, 2)
+        parts = [pad(part, (0, most - part.shape[-1])) for part in joined.split(list(self.sizes), -1)]
+        return torch.stack(parts, 1)
+
+    def pack(self, outputs: Tensor) -> Tensor:
+        """Take the zeros of `unpack` out again, (B, T, H, s) to (B, T, 1, dv); as it is where there are none."""
+        if min(self.sizes) == max(self.sizes):
+            return outputs
+        parts = [outputs[..., head, :size] for head, size in enumerate(self.sizes)]
+        return torch.cat(parts, -1).unsqueeze(-2)
+
+    # Heads.
+
+    def head_rows(self) -> list[HeadRows]:
+        """A head owns its channels of the values; those of the output projection are no rows."""
+        own = [[range(start, stop)] for start, stop in pairwise(accumulate(self.sizes, initial=0))]
+        names = ("weight", "bias") if self.value_bias else ("weight",)
+        return [HeadRows(f"{self.value}.proj.{name}", own) for name in names]
+
+    def without(self, kept: Sequence[int]) -> Self:
+        """Leave the channels of these heads."""
+        return replace(self, heads=len(kept), sizes=tuple(self.sizes[head] for head in kept))
+
+    def keep_heads(self, module: Any, output: Any, kept: Sequence[int]) -> list[Cut]:
+        """Compute what remains of `module` and its output projection with these heads only, in ascending order."""
+        smaller = self.without(kept)
+        stretches = [range(start, stop) for start, stop in pairwise(accumulate(self.sizes, initial=0))]
+        left = [channel for head in kept for channel in stretches[head]]
+        dim = output_dim(output)
+        return [
+            Cut(module, self.at, smaller), *self.row_cuts(module, kept),
+            Cut(module.get_submodule(self.value), "padding", padding_of(smaller.dv, smaller.multiple)),
+            Cut(output, "weight", remaining(output.weight, dim, left)),
+            Cut(output, "in_features" if dim else "nx", len(left)),
+        ]  # fmt: skip
+
+    # Costs: D input and output width, T tokens.
+
+    def parameters(self, width: int) -> int:
+        """2·D·dv, and dv for the values' bias."""
+        return (2 * width + self.value_bias) * self.dv
+
+    def macs(self, width: int, length: int) -> int:
+        """2·T·D·dv + T²·dv."""
+        return (2 * length * width + length**2) * self.dv
+
+
+def output_dim(output: nn.Linear | Conv1D) -> int:
+    """Say along which dimension of an output projection's weight its inputs lie: 0 in a transposed layer."""
+    return 0 if isinstance(output, Conv1D) else 1
+
+
+def _fill_(output: Any, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+    """Give an output projection these parameters, in place."""
+    output.weight = weight
+    if bias is not None:
+        output.bias = bias
+    setattr(output, "in_features" if output_dim(output) else "nx", weight.shape[output_dim(output)])

@@ -1,0 +1,71 @@
+"""Plain models with narrower heads."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+from collab_compress import Compression, compress, mix_heads_
+from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.conversion.stock import to_stock
+from collab_compress.errors import CompressionError
+
+WIDTHS = ("head_dim", "d_kv", "kv_channels", "attention_head_size", "qkv_dim")  # what configs call it
+FREE = ("deit", "t5", "vit")
+
+
+def test_the_table_names_every_config_with_a_free_width(kin, tinies):
+    tiny, found = tinies[kin], []
+    for name in WIDTHS:
+        try:
+            config = getattr(transformers, f"{tiny.name}Config")(**{**tiny.settings, name: 5})
+            site = find_attention(getattr(transformers, f"{tiny.name}Model")(config), FAMILIES)[0]
+        except (AttributeError, NotImplementedError):
+            continue  # the config computes it
+        if site.head_width == 5 and site.part(site.family.query).weight.shape == (15, 24):
+            found.append(config.attribute_map.get(name, name))
+    assert set(found) == ({FAMILIES[config.model_type].free_width} - {""})
+
+
+@pytest.mark.parametrize("name", FREE)
+@pytest.mark.parametrize("widths", [(12, 12), (9, 12), (10, 8)])
+def test_equals_the_converted_model_and_loads_without_this_package(
+    name, widths, build, inputs, run, tmp_path, stock_reload
+):
+    model, batch = build(name), inputs(name)
+    dk, dv = widths
+    compress(model, Compression(dk=dk, dv=dv, form="per-head", equal_heads=True), calibration=[batch, batch])
+    before = run(model, batch)
+    stock = to_stock(model)
+    torch.testing.assert_close(run(stock, batch), before, atol=2e-5, rtol=1e-4)
+    assert torch.equal(run(model, batch), before)
+    assert getattr(stock.config, FAMILIES[model.config.model_type].free_width) < 8
+    assert stock.num_parameters() <= model.num_parameters() + 3 * model.num_parameters() // 10
+    stock.save_pretrained(tmp_path / "stock")
+    torch.save(batch, tmp_path / "stock" / "batch.pt")
+    done = stock_reload(tmp_path / "stock", tmp_path / "again", trust=False)
+    assert done.returncode == 0, done.stderr
+    with torch.no_grad():
+        torch.testing.assert_close(torch.load(tmp_path / "again" / "output.pt"), stock(**batch)[0])
+    assert "quantization_config" not in stock.config.to_dict()
+
+
+def test_what_has_no_stock_form_says_what_could_be_done_instead(build, inputs):
+    with pytest.raises(CompressionError, match=r"a stock BertModel has heads as wide as .*T5.*standalone.*expand"):
+        to_stock(build("bert"))
+    model, batch = build("t5"), inputs("t5")
+    with pytest.raises(CompressionError, match="needs queries, keys and values of all modules narrower"):
+        to_stock(model)
+    shared = copy.deepcopy(model)
+    compress(shared, Compression(dk=12, dv=12, sweeps=2), calibration=[batch])
+    with pytest.raises(CompressionError, match="no channels shared"):
+        to_stock(shared)
+    wide = copy.deepcopy(model)
+    compress(wide, Compression(dk=24, dv=24, form="per-head"), calibration=None)
+    with pytest.raises(CompressionError, match="would be 8 wide, as the stock model's are 8; pass a smaller dk"):
+        to_stock(wide)
+    compress(model, Compression(dk=12, dv=12, form="per-head", equal_heads=True), calibration=[batch])
+    mix_heads_(model)
+    with pytest.raises(CompressionError, match="no room for alphas"):
+        to_stock(model)

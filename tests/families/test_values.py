@@ -1,0 +1,136 @@
+"""What every family must keep when its values become narrower."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModel
+from transformers.pytorch_utils import Conv1D
+
+from collab_compress import Compression, HeadMask, compress, expand, prune_heads_
+from collab_compress.architectures import FAMILIES, find_attention, find_dense_values
+from collab_compress.errors import CompressionError
+
+UNEQUAL = 10  # of three heads: 4, 3 and 3 channels
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("dk", [None, "full"])
+def test_full_width_equals_dense(kin, implementation, dk, build, inputs, run, tinies):
+    dense, batch = build(kin), inputs(kin)
+    dense.set_attn_implementation(implementation)
+    converted = copy.deepcopy(dense)
+    compress(converted, Compression(dk=dk and tinies[kin].full, dv=24), calibration=None)
+    torch.testing.assert_close(run(converted, batch), run(dense, batch), atol=2e-5, rtol=1e-4)
+    expand(converted)
+    torch.testing.assert_close(run(converted, batch), run(dense, batch), atol=5e-5, rtol=1e-4)
+    assert {name: tensor.shape for name, tensor in converted.state_dict().items()} == {
+        name: tensor.shape for name, tensor in dense.state_dict().items()
+    }
+
+
+def dense_twin(dense, converted):
+    """A stock model that computes what the narrow one does: its output projection leaves out what the values lost."""
+    twin = copy.deepcopy(dense)
+    narrow = find_attention(converted, FAMILIES)
+    with torch.no_grad():
+        for site, small in zip(find_dense_values(twin, FAMILIES), narrow, strict=True):
+            form = small.module.value_form
+            value = small.part(small.family.value).proj.weight.double()  # (dv, D)
+            own = site.value.weight.detach().double()  # (H·d, D)
+            kept = torch.zeros(site.width, form.dv, dtype=torch.float64)
+            column = 0
+            for head, size in enumerate(form.sizes):  # V_i = Wv_i P_i, so P_i by least squares
+                rows, columns = slice(head * 8, head * 8 + 8), slice(column, column + size)
+                kept[rows, columns] = torch.linalg.lstsq(own[rows].T, value[columns].T).solution
+                column += size
+            output = small.part(small.family.output)
+            small_weight = output.weight.double() if isinstance(output, Conv1D) else output.weight.double().T
+            whole = (kept @ small_weight).float()  # (H·d, D)
+            site.output.weight.copy_(whole if isinstance(output, Conv1D) else whole.T)
+            if output.bias is not None:
+                site.output.bias.copy_(output.bias)
+    return twin
+
+
+@pytest.mark.parametrize(("dk", "dv"), [(None, 12), (None, UNEQUAL), (9, 12), (9, UNEQUAL)])
+def test_narrow_values_equal_their_dense_twin(kin, dk, dv, build, inputs, run):
+    dense, batch = build(kin), inputs(kin)
+    converted = copy.deepcopy(dense)
+    if dk:
+        compress(dense, Compression(dk=dk, sweeps=2), calibration=[batch])
+        converted = copy.deepcopy(dense)
+    report = compress(converted, Compression(dv=dv), calibration=[batch, batch])
+    twin = dense_twin(dense, converted)
+    for implementation in ("eager", "sdpa"):
+        for model in (converted, twin):
+            model.set_attn_implementation(implementation)
+        torch.testing.assert_close(run(converted, batch), run(twin, batch), atol=5e-5, rtol=1e-3)
+    assert all(0 < each.data_error < 1 and each.dv == dv for each in report.values)
+
+
+def test_they_reload_and_train(kin, build, inputs, run, tmp_path):
+    model, batch = build(kin), inputs(kin)
+    compress(model, Compression(dk=9, dv=UNEQUAL, sweeps=2), calibration=[batch, batch])
+    model.save_pretrained(tmp_path / "saved")
+    loaded = AutoModel.from_pretrained(tmp_path / "saved")
+    assert torch.equal(run(loaded, batch), run(model, batch))
+    site = find_attention(model, FAMILIES)[0]
+    value, output = site.part(site.family.value).proj, site.part(site.family.output)
+    model(**batch)[0].square().sum().backward()
+    for parameter in (value.weight, output.weight):
+        assert parameter.grad is not None
+        assert parameter.grad.abs().max() > 0
+
+
+def test_masked_and_pruned_heads_are_gone(kin, build, inputs, run):
+    model, batch = build(kin), inputs(kin)
+    compress(model, Compression(dv=UNEQUAL), calibration=[batch, batch])
+    site = find_attention(model, FAMILIES)[0]
+    with HeadMask(model, {site.name: torch.tensor([1.0, 0.0, 1.0])}):
+        masked = run(model, batch)
+    assert (masked - run(model, batch)).abs().max() > 1e-3
+    if site.family.keeps_heads:
+        return
+    prune_heads_(model, {site.name: [1]})
+    torch.testing.assert_close(run(model, batch), masked, atol=2e-5, rtol=1e-4)
+    assert site.module.value_form.sizes == (4, 3)
+
+
+def test_generation_with_and_without_a_cache(generator, build, inputs, tinies):
+    model, batch = build(generator, tinies[generator].generates), inputs(generator)
+    asked = {name: tensor for name, tensor in batch.items() if not name.startswith("decoder")}
+    if not model.config.is_encoder_decoder:
+        asked["attention_mask"] = torch.ones_like(asked["attention_mask"])
+    cached = "encoder_hidden_states" not in asked  # stock BERT cannot use a cache when it gets them by hand
+    compress(model, Compression(dk=9, dv=8, sweeps=2), calibration=[batch, batch])
+    first = model.generate(**asked, max_new_tokens=6, do_sample=False, use_cache=cached)
+    again = model.generate(**asked, max_new_tokens=6, do_sample=False, use_cache=False)
+    assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("dv", [UNEQUAL, 12])
+def test_expanding_is_exact(kin, dv, build, inputs, run):
+    model, batch = build(kin), inputs(kin)
+    compress(model, Compression(dv=dv), calibration=[batch, batch])
+    before = run(model, batch)
+    assert expand(model).exact
+    torch.testing.assert_close(run(model, batch), before, atol=2e-5, rtol=1e-4)
+    assert not hasattr(model.config, "quantization_config")
+
+
+@pytest.mark.parametrize(("name", "values"), [("gpt2", 16), ("marian", 16), ("t5", 16), ("opt", 24)])
+def test_value_cache_bytes(name, values, build, inputs):
+    model, batch = build(name), inputs(name)
+    compress(model, Compression(dv=12), calibration=[batch])
+    with torch.no_grad():
+        cache = model(**batch, use_cache=True).past_key_values
+    for at in getattr(cache, "self_attention_cache", cache).layers:
+        assert at.values.nbytes == at.values.shape[0] * at.values.shape[2] * values * 4  # whole heads of 8
+        assert at.keys.nbytes == at.keys.shape[0] * at.keys.shape[2] * 24 * 4
+
+
+def test_a_bad_width_is_one_clear_line(kin, build):
+    model = build(kin)
+    with pytest.raises(CompressionError, match="dv is 25, but 3 heads × 8 = 24 is exact already"):
+        compress(model, Compression(dv=25), calibration=None)
