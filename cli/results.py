@@ -1,11 +1,11 @@
-"""`collab-results`: a table of what experiments found, with the papers' numbers beside it, as Markdown or CSV."""
+"""`collab-results`: a table of what experiments found, with the papers' numbers beside it."""
 
 from __future__ import annotations
 
 import csv
 import io
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -17,14 +17,50 @@ from .command import parse, stopping_in_one_line
 
 if TYPE_CHECKING:  # what takes long to import is imported where it is used
     from collab_compress.experiments.comparison import Comparison, Estimate, Row
-    from collab_compress.experiments.papers import PaperRow, PaperTable
-    from collab_compress.experiments.results import Column
+    from collab_compress.experiments.results import Column, PaperRow, PaperTable
 
 FIELDS = (
     "from", "model", "method", "stage", "parameters", "task", "metric", "greater_is_better",
     "mean", "sd", "n", "reference", "difference", "low", "high", "pairs", "printed",
 )  # fmt: skip
-"""Columns of the CSV."""
+"""Columns of the CSV, and fields of the JSON."""
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table, of which the first columns hold `words`, and the others numbers."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: int
+
+    def markdown(self) -> str:
+        """Give the table in Markdown, with columns of one width."""
+        lines = [[cell.replace("|", "\\|") for cell in line] for line in (self.header, *self.rows)]
+        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+        rule = ["-" * width if place < self.words else "-" * (width - 1) + ":" for place, width in enumerate(widths)]
+        padded = [
+            [
+                cell.ljust(width) if place < self.words else cell.rjust(width)
+                for place, (cell, width) in enumerate(pairs)
+            ]
+            for pairs in (list(zip(line, widths, strict=True)) for line in lines)
+        ]
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in (padded[0], rule, *padded[1:]))
+
+    def draw(self) -> None:
+        """Draw the table on the terminal, no wider than that is and with nothing cut."""
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table
+
+        drawn = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for place, name in enumerate(self.header):
+            drawn.add_column(name, justify="left" if place < self.words else "right", overflow="fold")
+        for row in self.rows:
+            drawn.add_row(*row)
+        Console(markup=False, emoji=False, highlight=False).print(drawn)
 
 
 @dataclass(frozen=True)
@@ -35,7 +71,7 @@ class Arguments:
       collab-results outputs/glue
       collab-results outputs/glue --papers --output RESULTS.md
       collab-results outputs/glue --against drophead/tuned --format csv
-      collab-results outputs/glue --records glue.jsonl
+      collab-results outputs/glue --records glue.jsonl --json numbers.json --quiet
       collab-results glue.jsonl
       collab-results outputs/glue --paper collaborate --table 2
       collab-results --paper diversity
@@ -63,8 +99,14 @@ class Arguments:
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write there instead of printing; must not exist."""
 
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write each number as JSON as well, with the fields of the CSV; must not exist."""
+
     records: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the folder's records there, one a line, to be read in its place; must not exist."""
+
+    quiet: bool = False
+    """Print no tables, only errors."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -75,14 +117,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(arguments: Arguments) -> None:
     """Read, compare and print or write."""
-    from collab_compress.checkpoint.directory import refuse_place, write_new
+    from collab_compress.checkpoint.directory import refuse_place, to_json, write_new
     from collab_compress.errors import RecipeError
     from collab_compress.experiments.comparison import compare
-    from collab_compress.experiments.papers import read_papers, select_tables
     from collab_compress.experiments.record import read_records, write_records
-    from collab_compress.experiments.results import read_results
+    from collab_compress.experiments.results import read_papers, read_results, select_tables
 
-    for place in (arguments.output, arguments.records):
+    for place in (arguments.output, arguments.json, arguments.records):
         if place is not None:
             refuse_place(place)
     chosen = arguments.paper is not None or arguments.table is not None
@@ -90,7 +131,7 @@ def run(arguments: Arguments) -> None:
     if arguments.folder is None:
         if not tables or arguments.against is not None or arguments.records is not None:
             raise RecipeError("no results: give a folder with the outputs of experiments, or --papers alone")
-        text = _papers_markdown(tables) if arguments.format == "markdown" else _papers_csv(tables)
+        lines, blocks = _papers_lines(tables), list(_papers_blocks(tables))
     else:
         comparison = compare(read_results(arguments.folder), arguments.against)
         if arguments.records is not None:
@@ -102,17 +143,24 @@ def run(arguments: Arguments) -> None:
             if chosen:
                 raise RecipeError(f"{missing}; leave the folder out to print what they have")
             print(f"collab-results: {missing}", file=sys.stderr)
-        render = _comparison_markdown if arguments.format == "markdown" else _comparison_csv
-        text = render(comparison, shown)
-    if arguments.output is None:
-        _print(text)
-    else:
+        lines, blocks = _comparison_lines(comparison, shown), _comparison_blocks(comparison, shown)
+    markdown = "\n\n".join(block if isinstance(block, str) else block.markdown() for block in blocks) + "\n"
+    text = markdown if arguments.format == "markdown" else _csv(lines)
+    if arguments.json is not None:
+        write_new(arguments.json, to_json([{name: _plain(value) for name, value in line.items()} for line in lines]))
+    if arguments.output is not None:
         write_new(arguments.output, text)
+    elif not arguments.quiet:
+        _print(blocks if arguments.format == "markdown" and sys.stdout.isatty() else [text])
 
 
-def _print(text: str) -> None:
+def _print(blocks: Iterable[str | Grid]) -> None:
     try:
-        sys.stdout.write(text)
+        for block in blocks:
+            if isinstance(block, Grid):
+                block.draw()
+            else:
+                print(block.rstrip("\n"))
         sys.stdout.flush()
     except BrokenPipeError:  # told by the exit code alone
         raise
@@ -122,7 +170,7 @@ def _print(text: str) -> None:
         raise RecipeError(f"cannot write the output: {error.strerror}") from error
 
 
-def _comparison_markdown(comparison: Comparison, papers: Sequence[PaperTable]) -> str:
+def _comparison_blocks(comparison: Comparison, papers: Sequence[PaperTable]) -> list[str | Grid]:
     """Format scores, differences and notes, with the papers' rows on the same tasks below ours."""
     columns = comparison.columns
     header = [*(["from"] if papers else []), "model", "method", "stage"]
@@ -134,9 +182,9 @@ def _comparison_markdown(comparison: Comparison, papers: Sequence[PaperTable]) -
         for row in table.rows_for([column.name for column in columns])
     ]
     header += ["parameters (M)", *(_header(column, "lower") for column in columns)]
-    blocks = [
+    blocks: list[str | Grid] = [
         "Mean ± sample standard deviation over seeds (number of seeds)." + _about_papers(papers),
-        _grid(header, rows, words),
+        Grid(header, rows, words),
     ]
     differences = [
         [*_named(row, papers), *_differences(row, columns)] for row in comparison.rows if row.differences
@@ -146,15 +194,14 @@ def _comparison_markdown(comparison: Comparison, papers: Sequence[PaperTable]) -
         blocks += [
             f"Difference to {comparison.reference} of the same model, task and seed: mean ± half of its "
             "95 % t-interval (number of pairs)." + _about_differences(comparison, papers),
-            _grid(header, differences, words),
+            Grid(header, differences, words),
         ]
     notes = [f"* {note}." for note in comparison.notes] + [f"* {_conditions(table)}" for table in papers]
-    return "\n\n".join([*blocks, *(["\n".join(notes)] if notes else [])]) + "\n"
+    return [*blocks, *(["\n".join(notes)] if notes else [])]
 
 
-def _papers_markdown(tables: Sequence[PaperTable]) -> str:
+def _papers_blocks(tables: Sequence[PaperTable]) -> Iterator[str | Grid]:
     """Format the papers' tables as they are printed."""
-    blocks = []
     for table in tables:
         columns = [f"{name} ({metric})" for name, metric in table.columns.items()]
         header = ["model", "method", "stage", "parameters (M)", *columns, "average"]
@@ -164,8 +211,8 @@ def _papers_markdown(tables: Sequence[PaperTable]) -> str:
         ]
         used = [place for place in range(len(header)) if any(row[place] for row in rows)]
         filled = [[line[place] for place in used] for line in (header, *rows)]
-        blocks += [_conditions(table), _grid(filled[0], filled[1:], words=sum(place < 3 for place in used))]
-    return "\n\n".join(blocks) + "\n"
+        yield _conditions(table)
+        yield Grid(filled[0], filled[1:], words=sum(place < 3 for place in used))
 
 
 def _paper_scores(row: PaperRow, comparison: Comparison) -> list[str]:
@@ -254,25 +301,13 @@ def _conditions(table: PaperTable) -> str:
     return f"{table.place} (“{table.title}”, {table.source}): {table.about}{doubts}"
 
 
-def _grid(header: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> str:
-    """Format a table whose first columns hold words, and the others numbers."""
-    lines = [[cell.replace("|", "\\|") for cell in line] for line in (header, *rows)]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    rule = ["-" * width if place < words else "-" * (width - 1) + ":" for place, width in enumerate(widths)]
-    padded = [
-        [cell.ljust(width) if place < words else cell.rjust(width) for place, (cell, width) in enumerate(pairs)]
-        for pairs in (list(zip(line, widths, strict=True)) for line in lines)
-    ]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (padded[0], rule, *padded[1:]))
-
-
-def _comparison_csv(comparison: Comparison, papers: Sequence[PaperTable]) -> str:
+def _comparison_lines(comparison: Comparison, papers: Sequence[PaperTable]) -> list[Line]:
     """Give each score with its difference to the reference, and the papers' on the same tasks below ours.
 
     `low` and `high` are the ends of the difference's 95 % t-interval. What is not there is left empty: the deviation
     and the interval of one seed, and differences that have no pair.
     """
-    lines: list[dict[str, Any]] = []
+    lines: list[Line] = []
     for row in comparison.rows:
         variant = row.variant
         named = {"from": "ours", "model": variant.model, "method": variant.method, "stage": variant.stage}
@@ -294,17 +329,15 @@ def _comparison_csv(comparison: Comparison, papers: Sequence[PaperTable]) -> str
     for table in papers:
         for paper_row in table.rows_for([column.name for column in comparison.columns]):
             lines += _beside_ours(table, paper_row, comparison)
-    return _csv(lines)
+    return lines
 
 
-def _papers_csv(tables: Sequence[PaperTable]) -> str:
+def _papers_lines(tables: Sequence[PaperTable]) -> list[Line]:
     """Give the papers' numbers; `mean` is that of the two that are printed for a task with two metrics."""
-    return _csv(
-        line for table in tables for row in table.rows for line in _paper_lines(table, row, list(table.columns))
-    )
+    return [line for table in tables for row in table.rows for line in _paper_lines(table, row, list(table.columns))]
 
 
-def _beside_ours(table: PaperTable, row: PaperRow, comparison: Comparison) -> list[dict[str, Any]]:
+def _beside_ours(table: PaperTable, row: PaperRow, comparison: Comparison) -> list[Line]:
     """Give a paper's numbers in our columns; an average is over the tasks that we have, as ours is."""
     better = {column.name: column.greater_is_better for column in comparison.columns}
     lines = _paper_lines(table, row, comparison.tasks)
@@ -314,7 +347,7 @@ def _beside_ours(table: PaperTable, row: PaperRow, comparison: Comparison) -> li
     return [{**line, "greater_is_better": better[line["task"]]} for line in lines]
 
 
-def _paper_lines(table: PaperTable, row: PaperRow, columns: Sequence[str]) -> list[dict[str, Any]]:
+def _paper_lines(table: PaperTable, row: PaperRow, columns: Sequence[str]) -> list[Line]:
     return [
         {
             **_paper_named(table, row), "task": column, "metric": table.columns[column], "mean": row.score(column),
@@ -325,14 +358,19 @@ def _paper_lines(table: PaperTable, row: PaperRow, columns: Sequence[str]) -> li
     ]  # fmt: skip
 
 
-def _paper_named(table: PaperTable, row: PaperRow) -> dict[str, Any]:
+def _paper_named(table: PaperTable, row: PaperRow) -> Line:
     parameters = None if row.parameters is None else int(row.parameters * 1_000_000)
     return {
         "from": table.place, "model": row.model, "method": row.method, "stage": row.stage, "parameters": parameters,
     }  # fmt: skip
 
 
-def _csv(lines: Iterable[dict[str, Any]]) -> str:
+def _plain(value: Any) -> Any:
+    """Give a paper's number as JSON has it."""
+    return float(value) if isinstance(value, Decimal) else value
+
+
+def _csv(lines: Iterable[Line]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, FIELDS, lineterminator="\n")
     writer.writeheader()

@@ -18,7 +18,7 @@ from collab_compress.tasks import TASKS
 
 from .command import silence_libraries, stopping_in_one_line
 
-RUN = """usage: collab-run [RECIPE.yaml] [FIELD=VALUE ...] [--json FILE] [--quiet]
+RUN = """usage: collab-run [RECIPE.yaml] [FIELD=VALUE ...] [--revision REV] [--json FILE] [--quiet]
 
 Fine-tune a model on a task, convert it, and fine-tune it again; evaluate after each. What is finished in the output
 is not done again, and what was interrupted goes on. Several processes: torchrun or accelerate launch, with
@@ -33,12 +33,13 @@ arguments:
   RECIPE.yaml          a file with fields and their values; without it, all fields are given here
   FIELD=VALUE          sets a field of the recipe, with dots between nested ones; values are YAML (quote brackets and
                        braces in a shell); --FIELD VALUE is the same
+  --revision REV       branch, tag or commit of a model on the hub; its main branch if not given
   --json FILE          write the record of each stage as JSON as well
   --quiet              no progress bars and no lines, but errors
   -h, --help           show this
   --version            show the version
 """
-SWEEP = """usage: collab-sweep SWEEP.yaml [FIELD=VALUE ...] [--json FILE] [--quiet]
+SWEEP = """usage: collab-sweep SWEEP.yaml [FIELD=VALUE ...] [--revision REV] [--json FILE] [--quiet]
 
 Run every task with every conversion, method and seed that a file describes, skipping what is finished. It can be
 stopped at any point and started again; collab-results OUTPUT shows what there is so far. Where some of the runs fail
@@ -52,6 +53,7 @@ arguments:
   SWEEP.yaml           a file with the fields of a sweep
   FIELD=VALUE          sets a field, with dots between nested ones; values are YAML (quote brackets and braces in a
                        shell); --FIELD VALUE is the same
+  --revision REV       branch, tag or commit of a model on the hub, as base.revision=REV; its main branch if not given
   --json FILE          write what failed as JSON as well
   --quiet              no progress bars and no lines, but errors
   -h, --help           show this
@@ -110,6 +112,7 @@ def run_sweep_script(usage: str, arguments: list[str] | None = None, name: str =
         path, settings, options = _arguments(usage, arguments)
         if path is None:
             raise RecipeError("give the file of a sweep")
+        settings = [f"base.{each}" if each.startswith("revision=") else each for each in settings]
         sweep = read_sweep(path, [*settings, *(["base.progress=false"] if options.quiet else [])])
         silence_libraries()
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -171,7 +174,8 @@ def _settings(given: list[str]) -> Iterator[str]:
         name, equals, value = word[2:].partition("=")
         if not equals and (value := next(words, "--")).startswith("--"):
             raise RecipeError(f"{word} sets nothing; expected a value after it")
-        yield f"{name if '.' in name else name.replace('-', '_')}={value}"
+        text = to_json(value).strip() if name == "revision" else value  # 1.0 is a name too
+        yield f"{name if '.' in name else name.replace('-', '_')}={text}"
 
 
 if __name__ == "__main__":

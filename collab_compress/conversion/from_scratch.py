@@ -20,21 +20,21 @@ MixingStart = Literal["concatenation", "ones", "uniform"]
 
 @dataclass(frozen=True)
 class FromScratch:
-    """Untrained collaborative attention for a fresh model.
-
-    Args:
-        dk: shared width R, at least 1; it may exceed H·d.
-        mixing: how the mixing matrix starts: "concatenation" gives each head its own R/H channels (remaining
-            channels go to the first heads), "ones" gives all heads all channels, "uniform" draws from [0, 1).
-        train_mixing: whether it is trained. Frozen concatenation is the paper's narrow-head baseline.
-        scale: "model" keeps the scale of the scores (1/√d); "narrow" is √(H/R), right only for frozen
-            concatenation, whose heads are R/H wide.
-    """
+    """Untrained collaborative attention for a fresh model."""
 
     dk: int
+    """Shared width R, at least 1; it may exceed H·d."""
+
     mixing: MixingStart = "concatenation"
+    """How the mixing matrix starts: "concatenation" gives each head its own R/H channels (remaining channels go to
+    the first heads), "ones" gives all heads all channels, "uniform" draws from [0, 1)."""
+
     train_mixing: bool = True
+    """Whether it is trained. Frozen concatenation is the paper's narrow-head baseline."""
+
     scale: Literal["model", "narrow"] = "model"
+    """The scale of the scores: "model" keeps the model's, 1/√d; "narrow" is √(H/R), right only for frozen
+    concatenation, whose heads are R/H wide."""
 
     def __post_init__(self) -> None:
         if self.dk < 1:

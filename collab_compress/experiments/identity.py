@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import cache
@@ -11,9 +11,8 @@ from typing import Any
 
 from collab_compress.checkpoint.directory import TOKENIZER_FILES, write_json
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.folders import discard, forget, is_free, is_ours, locked, mark
-from collab_compress.experiments.recipe import Recipe, parse
-from collab_compress.experiments.record import read_record, with_todays_names
+from collab_compress.experiments.recipe import Recipe, parse, with_todays_names
+from collab_compress.experiments.record import discard, forget, is_free, is_ours, locked, mark, read_record
 from collab_compress.tasks import task_files
 
 TOKENIZER = {*TOKENIZER_FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json", "generation_config.json"}
@@ -139,7 +138,10 @@ def _read(files: tuple[tuple[Path, int, int], ...]) -> str:
     return digest.hexdigest()
 
 
-BASE = ("task", "model", "fresh", "data_dir", "files", "seed", "max_length", "tuning", "heads", "translation")
+BASE = (
+    "task", "model", "revision", "fresh", "data_dir", "files", "seed", "max_length", "tuning", "heads", "translation",
+)  # fmt: skip
+ADDED = {"revision"}  # fields that the first experiments did not have
 CONVERTED = (*BASE, "compression", "calibration", "recovery")
 NOTES = ("weights", "contents")  # beside the fields of the recipe
 STAGE_FILES = {"model", "result.json", "report.json", "recipe.json", "checkpoints", "logs"}
@@ -235,6 +237,34 @@ def read_result(recipe: Recipe, stage: str) -> dict[str, Any]:
     return record
 
 
+def refuse_moved(recipe: Recipe, hub: Mapping[str, str | None]) -> None:
+    """Refuse to go on with another model or data set than something in the output was made with.
+
+    Args:
+        recipe: of the experiment.
+        hub: what is read now; `collab_compress.experiments.record.hub_commits` gives it.
+
+    Raises:
+        RecipeError: one is at another commit on the hub now.
+    """
+    for folder, commits in _hub_commits(recipe.output):
+        for name, now in hub.items():
+            if now is not None and (before := commits.get(name)) not in (None, now):
+                way = f"pass revision={before}, or " if name == "model" else ""
+                raise RecipeError(
+                    f"{folder} was made with commit {before} of the {name} on the hub, which is at {now} now; "
+                    f"{way}choose another output"
+                )
+
+
+def _hub_commits(output: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    """Give the folders of finished stages in an output, with the commits that they were made with."""
+    for path in sorted(output.glob("*/result.json")):
+        record: Any = read_record(path)
+        if isinstance(record, dict) and isinstance(record.get("hub"), dict):
+            yield path.parent, record["hub"]
+
+
 def _folders(recipe: Recipe) -> list[tuple[Path, tuple[str, ...], bool]]:
     """List an experiment's folders, the settings that decide what is in them, and whether training data do."""
     name, tuned = recipe.conversion_name, recipe.tuning is not None
@@ -288,7 +318,7 @@ def _is_early(folder: Path) -> bool:
     """Say whether a folder without a mark has the notes that experiments of revision eb8769f wrote."""
     try:
         noted: Any = read_record(folder / "recipe.json")
-        named = isinstance(noted, dict) and {*BASE, "output", "method", "weights"} <= noted.keys()
+        named = isinstance(noted, dict) and {*BASE, "output", "method", "weights"} - ADDED <= noted.keys()
         return named and bool(_parsed(noted))
     except RecipeError:
         return False
@@ -321,7 +351,10 @@ def _differs(folder: Path, wanted: dict[str, Any], fields: tuple[str, ...]) -> b
     if not isinstance(there, dict):
         raise RecipeError(f"{path} holds a {type(there).__name__}; expected what an experiment noted")
     try:
-        differing = differing_contents(_parsed(there, str(path)), _parsed(wanted), fields)
+        noted = _parsed(there, str(path))
+        if any(commits.get("model") == wanted["revision"] for _, commits in _hub_commits(Path(wanted["output"]))):
+            noted["revision"] = wanted["revision"] or noted["revision"]  # the same by another name, or by none
+        differing = differing_contents(noted, _parsed(wanted), fields)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RecipeError(f"{path} is not as an experiment notes it: {error}") from error
     if differing and any(_made(folder)):

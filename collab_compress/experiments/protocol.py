@@ -12,10 +12,9 @@ from collab_compress.conversion import recover_
 from collab_compress.conversion.compress import compress
 from collab_compress.distributed import failing_together, on_every_process, on_main_process, process_state
 from collab_compress.errors import CheckpointError, RecipeError
-from collab_compress.experiments.folders import is_free, is_ours, mark
-from collab_compress.experiments.identity import read_result, reserve_output
+from collab_compress.experiments.identity import read_result, refuse_moved, reserve_output
 from collab_compress.experiments.recipe import Recipe, Tuning
-from collab_compress.experiments.record import environment
+from collab_compress.experiments.record import environment, hub_commits, is_free, is_ours, mark
 from collab_compress.experiments.sharding import sharding
 from collab_compress.experiments.trackers import check_trackers
 from collab_compress.experiments.tuning import evaluate, fine_tune, training_arguments
@@ -32,7 +31,7 @@ WORKLOADS: dict[str, type[Workload]] = {
 """Kind of task → how it is run."""
 
 
-def run(recipe: Recipe, find_model: Callable[[str], str | Path] = find_directory) -> list[dict[str, Any]]:
+def run(recipe: Recipe, find_model: Callable[..., str | Path] = find_directory) -> list[dict[str, Any]]:
     """Run an experiment, or what is left of it.
 
     Each stage has a folder in `recipe.output` with `result.json` and, where one was made, the model: `tuned` (or
@@ -43,11 +42,13 @@ def run(recipe: Recipe, find_model: Callable[[str], str | Path] = find_directory
     Args:
         recipe: what to do.
         find_model: gives the directory, or the name on the hub, of the recipe's model, or of the one whose config a
-            fresh model takes; knows `minilm`, directories, short names and names on the hub if not given.
+            fresh model takes; knows `minilm`, directories, short names and names on the hub if not given. Of a recipe
+            with a revision it is called with that too, and gives a directory.
 
     Returns:
         The record of each stage: task, method, stage, conversion, whether it was tuned again, seed, metrics of each
-        split, score (their mean, in the benchmark's scale), parameters, the recipe, and the versions it ran with.
+        split, score (their mean, in the benchmark's scale), parameters, the recipe, the versions it ran with, and
+        the commits of model and data where they are from the hub.
 
     Raises:
         RecipeError: a folder holds another experiment, or something cannot be run.
@@ -63,15 +64,17 @@ def run(recipe: Recipe, find_model: Callable[[str], str | Path] = find_directory
         return on_main_process(lambda: [read_result(recipe, stage) for stage in stages])
 
 
-def _run(recipe: Recipe, find_model: Callable[[str], str | Path], first: str) -> None:
+def _run(recipe: Recipe, find_model: Callable[..., str | Path], first: str) -> None:
     """Run the stages that are not finished."""
     workload = on_every_process(lambda: _checked(recipe))
     source = (
         _fresh(workload, find_model)
         if recipe.model is None
-        else on_every_process(lambda: find_model(str(recipe.model)))
+        else on_every_process(lambda: find_model(str(recipe.model), *filter(None, [recipe.revision])))
     )
     tokenizer = on_every_process(lambda: load_tokenizer(source))
+    commits = on_every_process(lambda: hub_commits(source, workload.texts))
+    on_main_process(lambda: refuse_moved(recipe, commits))
     encoded = on_every_process(lambda: workload.encode(workload.texts, tokenizer))
 
     def stage(name: str, start: str | Path, tuning: Tuning | None = None) -> str | Path:
@@ -89,7 +92,8 @@ def _run(recipe: Recipe, find_model: Callable[[str], str | Path], first: str) ->
             metrics = evaluate(
                 workload, model, encoded, tokenizer, tuning or recipe.tuning or recipe.again or Tuning(), folder
             )
-            on_main_process(lambda: write_json(folder / "result.json", _record(workload, name, metrics, parameters)))
+            made = (metrics, parameters, commits)
+            on_main_process(lambda: write_json(folder / "result.json", _record(workload, name, *made)))
         return start
 
     found = stage(first, source, recipe.tuning)
@@ -164,7 +168,13 @@ def _convert(workload: Workload, source: str | Path, tokenizer: Any, folder: Pat
     on_main_process(save)
 
 
-def _record(workload: Workload, stage: str, metrics: dict[str, dict[str, float]], parameters: int) -> dict[str, Any]:
+def _record(
+    workload: Workload,
+    stage: str,
+    metrics: dict[str, dict[str, float]],
+    parameters: int,
+    hub: dict[str, str | None],
+) -> dict[str, Any]:
     recipe = workload.recipe
     tests = [split for split in metrics if split.startswith("test")]  # GLUE's have no labels, so they are not here
     scores = [metrics[split][name] for split in tests or metrics for name in workload.metric.scores]
@@ -180,4 +190,5 @@ def _record(workload: Workload, stage: str, metrics: dict[str, dict[str, float]]
         "parameters": parameters,
         "recipe": asdict(recipe),
         "environment": environment(),
+        "hub": hub,
     }

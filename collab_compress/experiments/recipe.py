@@ -2,21 +2,33 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from difflib import get_close_matches
 from math import ceil, inf
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import yaml
 from dacite import Config, DaciteError, from_dict
 
 from collab_compress.conversion.compression import Compression
 from collab_compress.errors import CollabCompressError, RecipeError
-from collab_compress.experiments.record import older_names
 from collab_compress.experiments.untrained import Fresh
 from collab_compress.tasks import TASKS
 from collab_compress.training import HeadTraining
+
+Field = tuple[str, ...]
+RENAMED: dict[Field, str] = {
+    ("compression", "rank"): "dk",
+    ("fresh", "attention", "rank"): "dk",
+    ("heads", "penalties", "loss"): "name",
+    ("heads", "alphas", "frozen"): "frozen_ratio",
+}
+"""Fields of a recipe, by their old names; those of a list are those of its items."""
+
+RENAMED_VALUES: dict[Field, tuple[str, str]] = {("heads", "penalties", "name"): ("disagreement", "agreement")}
+"""Settings (by the names of today) → how their values began, and begin now."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +141,9 @@ class Recipe:
     model: str | None = None
     """minilm (embedded), a model directory, or a name on the hub (bert-base, org/name)."""
 
+    revision: str | None = None
+    """Branch, tag or commit of a model on the hub; its main branch if not given."""
+
     attn_implementation: str | None = None
     """Which attention of Transformers computes: eager, sdpa, …; Transformers' choice if not given."""
 
@@ -194,6 +209,8 @@ class Recipe:
             raise RecipeError(f"unknown task {self.task!r}; expected one of {', '.join(sorted(TASKS))}")
         if (self.model is None) == (self.fresh is None):
             raise RecipeError("give either a model to start from, or what a fresh one is like")
+        if self.revision is not None and self.model is None:
+            raise RecipeError("revision is that of a model on the hub; give model, or leave revision out")
         if self.fresh is not None and self.tuning is None:
             raise RecipeError("a fresh model is trained first; give tuning")
         if self.again is not None and self.compression is None:
@@ -261,9 +278,63 @@ def parse(described: type[Described], data: Mapping[str, Any], where: str) -> De
     try:
         for old, new in older_names(data):
             raise RecipeError(f"{old} is called {new} now")
-        return from_dict(described, data, Config(strict=True, cast=[Path, tuple], type_hooks=HOOKS))
+        _check_names(described, data)
+        return from_dict(described, data, Config(cast=[Path, tuple], type_hooks=HOOKS))
     except (CollabCompressError, DaciteError, TypeError, ValueError, RecursionError) as error:
         raise RecipeError(f"{where}: {_line(error)}") from error
+
+
+def with_todays_names(settings: Any) -> Any:
+    """Give a recipe's settings by the names of today; what is no recipe is given as it is.
+
+    Args:
+        settings: fields of a recipe, nested, as JSON or YAML has them.
+    """
+    return _walk(settings, (), lambda old, new: None)
+
+
+def older_names(settings: Any) -> Iterator[tuple[str, str]]:
+    """Find the settings of a recipe that stand there by an old name, or with one: what they say, and say now."""
+    found: list[tuple[str, str]] = []
+    _walk(settings, (), lambda old, new: found.append((old, new)))
+    yield from found
+
+
+def _check_names(described: Any, data: Mapping[str, Any], where: str = "") -> None:
+    """Refuse what is no field of a dataclass, nor of those in it.
+
+    Raises:
+        RecipeError: naming the place, and the field that was meant.
+    """
+    kinds = get_type_hints(described)
+    for name, value in data.items():
+        if name not in kinds:
+            near = get_close_matches(str(name), kinds, n=1, cutoff=0.7)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise RecipeError(f'can not match "{name}" to any field{" of " * bool(where)}{where}{meant}')
+        for kind in filter(is_dataclass, (kinds[name], *get_args(kinds[name]))):
+            for inner in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(inner, Mapping):
+                    _check_names(kind, inner, f"{where}.{name}".strip("."))
+
+
+def _walk(value: Any, path: Field, note: Callable[[str, str], None]) -> Any:
+    if isinstance(value, Mapping):
+        todays = {}
+        for name, inner in value.items():
+            today = str(RENAMED.get((*path, str(name)), name))
+            if today != name:
+                note(".".join((*path, name)), ".".join((*path, today)))
+            todays[today] = _walk(inner, (*path, today), note)
+        return todays
+    if isinstance(value, list | tuple):
+        return [_walk(item, path, note) for item in value]
+    old, new = RENAMED_VALUES.get(path, ("", ""))
+    if old and isinstance(value, str) and value.startswith(old):
+        named = new + value.removeprefix(old)
+        note(f"{'.'.join(path)} {value}", named)
+        return named
+    return value
 
 
 def _load(path: Path) -> dict[str, Any]:

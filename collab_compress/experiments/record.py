@@ -1,73 +1,112 @@
-"""What experiments found and what it was found with; what older records call by other names."""
+"""What experiments leave: folders with a mark and a lock, and records of what they found and with what."""
 
 import json
 import os
 import platform
+import re
+import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
+from filelock import FileLock, Timeout
+from huggingface_hub import try_to_load_from_cache
 
-from collab_compress.checkpoint.directory import write_new
+from collab_compress.checkpoint.directory import write_json, write_new
 from collab_compress.distributed import process_state
 from collab_compress.errors import RecipeError
 
-Field = tuple[str, ...]
-RENAMED: dict[Field, str] = {
-    ("compression", "rank"): "dk",
-    ("fresh", "attention", "rank"): "dk",
-    ("heads", "penalties", "loss"): "name",
-    ("heads", "alphas", "frozen"): "frozen_ratio",
-}
-"""Fields of a recipe, by their old names; those of a list are those of its items."""
-
-RENAMED_VALUES: dict[Field, tuple[str, str]] = {("heads", "penalties", "name"): ("disagreement", "agreement")}
-"""Settings (by the names of today) → how their values began, and begin now."""
-
-
-def with_todays_names(settings: Any) -> Any:
-    """Give a recipe's settings by the names of today; what is no recipe is given as it is.
-
-    Args:
-        settings: fields of a recipe, nested, as JSON or YAML has them.
-    """
-    return _walk(settings, (), lambda old, new: None)
-
-
-def older_names(settings: Any) -> Iterator[tuple[str, str]]:
-    """Find the settings of a recipe that stand there by an old name, or with one: what they say, and say now."""
-    found: list[tuple[str, str]] = []
-    _walk(settings, (), lambda old, new: found.append((old, new)))
-    yield from found
-
-
-def _walk(value: Any, path: Field, note: Callable[[str, str], None]) -> Any:
-    if isinstance(value, Mapping):
-        todays = {}
-        for name, inner in value.items():
-            today = str(RENAMED.get((*path, str(name)), name))
-            if today != name:
-                note(".".join((*path, name)), ".".join((*path, today)))
-            todays[today] = _walk(inner, (*path, today), note)
-        return todays
-    if isinstance(value, list | tuple):
-        return [_walk(item, path, note) for item in value]
-    old, new = RENAMED_VALUES.get(path, ("", ""))
-    if old and isinstance(value, str) and value.startswith(old):
-        named = new + value.removeprefix(old)
-        note(f"{'.'.join(path)} {value}", named)
-        return named
-    return value
-
-
+MARK = ".collab-experiment.json"
+LOCK = ".collab-experiment.lock"
+MARKED = {"made_by": "collab_compress.experiments", "format": 1}
 PACKAGES = (
     "collab-compress", "torch", "transformers", "accelerate", "datasets", "tokenizers", "evaluate", "sacrebleu",
     "scikit-learn", "scipy",
 )  # fmt: skip
 CHECKOUT = Path(__file__).parents[2]
+SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})/config\.json$")  # in the hub's cache
+PREPARED = re.compile(r"/([0-9a-f]{40})/[^/]+\.arrow$")  # in the cache of `datasets`
+
+
+def mark(folder: Path) -> None:
+    """Make a folder if it is not there, and mark it as made by an experiment."""
+    write_json(folder / MARK, MARKED)
+
+
+def is_ours(folder: Path) -> bool:
+    """Say whether an experiment made a folder."""
+    try:
+        return bool(json.loads((folder / MARK).read_text(encoding="utf-8")) == MARKED)
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def is_free(folder: Path) -> bool:
+    """Say whether a folder is not there, or empty."""
+    if not folder.exists() and not folder.is_symlink():
+        return True
+    return folder.is_dir() and all(path.name == LOCK for path in folder.iterdir())
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder that an experiment made; anyone else's stays."""
+    if is_ours(folder) and not folder.is_symlink():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def forget(folder: Path, remove: bool = True) -> None:
+    """Remove a folder that an experiment made where nothing but its notes and other such folders is in it.
+
+    Args:
+        folder: it stays if it is not ours.
+        remove: whether the folder goes too; its notes alone if not, as for one that may have been there before.
+    """
+    if not is_ours(folder):
+        return
+    for inner in folder.glob("*/"):
+        forget(inner)
+    notes = {folder / name for name in (MARK, LOCK, "recipe.json")}
+    if set(folder.iterdir()) <= notes:
+        for path in notes:
+            path.unlink(missing_ok=True)
+        if remove:
+            folder.rmdir()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a folder, which is made if it is not there, and removed if it is left empty.
+
+    The lock is the operating system's: it goes with the process that holds it, however that ends.
+
+    Raises:
+        RecipeError: another process is at work there.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    lock = FileLock(folder / LOCK, is_singleton=False)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout as error:
+            raise RecipeError(
+                f"another process is at work in {folder}; wait for it, or choose another output"
+            ) from error
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                (folder / LOCK).unlink()  # before it is let go of: whoever waits for it makes a new one
+            lock.release()
+    finally:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -118,21 +157,6 @@ def write_records(records: Iterable[dict[str, Any]], path: Path) -> None:
     write_new(path, "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records))
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"cannot read the record {path}: {error}") from error
-
-
-def _parsed(text: str, place: str) -> dict[str, Any]:
-    try:
-        record: dict[str, Any] = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RecipeError(f"cannot read the record {place}: {error}") from error
-    return record
-
-
 def environment() -> dict[str, Any]:
     """Name the versions of what computes, on what hardware, and the git revision of this package in a checkout.
 
@@ -153,6 +177,36 @@ def environment() -> dict[str, Any]:
         except (OSError, subprocess.SubprocessError):
             pass  # no git, or a checkout that it does not trust
     return found
+
+
+def hub_commits(model: str | Path, data: Mapping[str, Dataset]) -> dict[str, str | None]:
+    """Name the commits that a model and a data set have on the hub; None where one is not from there.
+
+    Args:
+        model: directory of the model, as of a snapshot in the hub's cache, or a name on the hub.
+        data: split → rows, whose files `datasets` keeps in a folder named after the commit.
+    """
+    local = Path(model).is_dir()
+    place = Path(model, "config.json") if local else try_to_load_from_cache(str(model), "config.json")
+    snapshot = SNAPSHOT.search(Path(str(place)).as_posix())
+    files = [Path(file["filename"]).as_posix() for rows in data.values() for file in rows.cache_files]
+    found = {match[1] for match in map(PREPARED.search, files) if match}
+    return {"model": snapshot and snapshot[1], "data": found.pop() if len(found) == 1 else None}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"cannot read the record {path}: {error}") from error
+
+
+def _parsed(text: str, place: str) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(f"cannot read the record {place}: {error}") from error
+    return record
 
 
 def _hardware() -> str:

@@ -20,8 +20,8 @@ from collab_compress.checkpoint.directory import atomic_directory
 from collab_compress.checkpoint.pretrained import load_model
 from collab_compress.distributed import on_main_process
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.folders import discard, mark
 from collab_compress.experiments.recipe import Tuning
+from collab_compress.experiments.record import discard, mark
 from collab_compress.experiments.sharding import (
     is_to_shard,
     keep_whole_checkpoints,

@@ -25,7 +25,7 @@ from collab_compress.checkpoint.directory import atomic_directory
 from collab_compress.checkpoint.pretrained import load_config
 from collab_compress.conversion.from_scratch import FromScratch, from_config
 from collab_compress.errors import CheckpointError, RecipeError
-from collab_compress.experiments.folders import mark
+from collab_compress.experiments.record import mark
 from collab_compress.tasks import Task, train_tokenizer
 
 HEADS: dict[str, Any] = {"translation": AutoModelForSeq2SeqLM, "language modelling": AutoModelForCausalLM}

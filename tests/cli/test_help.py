@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
+from collab_compress.experiments.papers import read_papers
 from collab_compress_cli import help as texts
 from collab_compress_cli.start import COMMANDS, help_text
 
 from collab_compress.architectures import KINDS
 from collab_compress.attention import FORMS
-from collab_compress.experiments.papers import read_papers
 from collab_compress.report import SECTIONS
 from collab_compress.tasks import TASKS
 
@@ -116,5 +116,8 @@ def entries(text):
 
 def test_recipes_are_told_field_by_field():
     text = help_text("collab-run")
+    assert not re.search(r"^  \S+ +(\(|$)", text.partition("fields of a recipe:")[2], re.MULTILINE), (
+        "a field without words"
+    )
     for field in ("task", "tuning.learning_rate", "compression.damping", "recovery.steps", "heads.drophead.p"):
         assert f"\n  {field}  " in text

@@ -183,6 +183,35 @@ def test_records_in_one_file(capsys, write, tmp_path):
     assert run(capsys, "--papers", "--records", tmp_path / "none")[0] == 2
 
 
+def test_json_has_the_numbers_of_the_csv(capsys, write, tmp_path):
+    folder, file = write("mrpc", "rte"), tmp_path / "numbers.json"
+    assert run(capsys, folder, "--papers", "--json", file, "--quiet") == (0, "", "")
+    written = json.loads(file.read_text(encoding="utf-8"))
+    lines = list(csv.DictReader(io.StringIO(run(capsys, folder, "--papers", "--format", "csv")[1])))
+    assert [{name: text for name, text in line.items() if text} for line in lines] == [
+        {name: str(value) for name, value in line.items() if value is not None} for line in written
+    ]
+    code, _, error = run(capsys, folder, "--json", file)
+    assert (code, "numbers.json exists; choose another output" in error) == (2, True)
+    assert run(capsys, folder, "--quiet", "--output", tmp_path / "table.md") == (0, "", "")
+    assert grids((tmp_path / "table.md").read_text(encoding="utf-8"))
+
+
+def test_a_terminal_shows_tables_as_wide_as_it_is(capsys, write, monkeypatch):
+    folder = write("mrpc", "rte")
+    plain = run(capsys, folder)[1]
+    monkeypatch.setenv("TERM", "dumb")  # 80 columns, without colours
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    _, shown, _ = run(capsys, folder)
+    rows = [line for line in shown.splitlines() if line.startswith(" ")]
+    assert max(map(len, rows)) <= 80 < max(len(line) for line in plain.splitlines() if line.startswith("|"))
+    assert "84.17" in shown
+    assert "─" in shown
+    assert "|--" not in shown
+    assert "…" not in shown
+    assert run(capsys, folder, "--format", "csv")[1].startswith("from,model")
+
+
 def test_notes(capsys, write):
     folder = write("mrpc")
     path = folder / "mrpc-1" / "tuned" / "result.json"

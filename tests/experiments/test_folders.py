@@ -9,8 +9,7 @@ from filelock import FileLock
 
 from collab_compress.errors import CheckpointError, CompressionError, DataError, RecipeError
 from collab_compress.experiments import protocol, read_recipe, run
-from collab_compress.experiments.folders import LOCK, MARK, is_ours
-from collab_compress.experiments.record import read_record
+from collab_compress.experiments.record import LOCK, MARK, is_ours, read_record
 
 FRESH = "fresh={layers: 1, width: 24, heads: 3, max_length: 40, tokenizer: word, vocab_size: null}"
 TUNING = "tuning={epochs: 1, batch_size: 8, arguments: {disable_tqdm: true}}"

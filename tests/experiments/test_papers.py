@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.papers import PAPERS, PaperRow, read_papers, select_tables
+from collab_compress.experiments.results import PAPERS, PaperRow, read_papers, select_tables
 from collab_compress.tasks import TASKS
 
 ROOT = Path(__file__).parents[2]

@@ -51,8 +51,10 @@ def test_every_recipe_in_the_repository_reads():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("ranks=1", 'can not match "ranks"'),
-        ("heads.penalties=[{name: hsic, wt: 1}]", 'can not match "wt"'),
+        ("ranks=1", 'can not match "ranks" to any field$'),
+        ("modle=x", r'can not match "modle" to any field; did you mean model\?$'),
+        ("tuning.learningrate=1", r'"learningrate" to any field of tuning; did you mean learning_rate\?$'),
+        ("heads.penalties=[{name: hsic, wt: 1}]", 'can not match "wt" to any field of heads.penalties$'),
         ("seed=a", 'wrong value type for field "seed"'),
         ("task=foo", "unknown task 'foo'; expected one of ag_news"),
         ("heads.penalties=[{name: q}]", "unknown loss 'q'"),

@@ -14,10 +14,9 @@ from collab_compress.conversion.compression import Compression
 from collab_compress.errors import RecipeError
 from collab_compress.experiments import read_sweep
 from collab_compress.experiments.comparison import compare, estimate
-from collab_compress.experiments.papers import read_papers
 from collab_compress.experiments.recipe import parse
 from collab_compress.experiments.record import read_records, write_records
-from collab_compress.experiments.results import read_results
+from collab_compress.experiments.results import read_papers, read_results
 from collab_compress.training import HeadTraining
 
 SWEEPS = Path(__file__).parents[2] / "glue_runs" / "sweeps"

@@ -1,0 +1,112 @@
+"""Models and data of the hub: which commits they are of is recorded, and a moved one is refused."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+from collab_compress_cli.run import main, sweep_main
+from datasets import Dataset, DatasetDict
+
+from collab_compress.conversion.compression import Compression
+from collab_compress.errors import RecipeError
+from collab_compress.experiments import Recipe, Tuning, run
+from collab_compress.experiments.record import hub_commits
+
+COMMITS = {"v1": "1" * 40, "v2": "2" * 40}
+DATA = {"sentence1": ["red cat", "blue dog"] * 4, "sentence2": ["red cat", "red bird"] * 4, "label": [1, 0] * 4}
+COLD = Tuning(epochs=1, learning_rate=1e-3, batch_size=8)
+
+
+@pytest.fixture
+def hub(start, tmp_path, monkeypatch):
+    """A model and a data set that have commits; what its main branch is at can be set."""
+    at = {"model": COMMITS["v1"], "data": COMMITS["v1"]}
+    for commit in COMMITS.values():
+        shutil.copytree(start, tmp_path / "models--someone--tiny" / "snapshots" / commit)
+
+    def find_model(name, revision=None):
+        assert name == "someone/tiny"
+        commit = COMMITS.get(revision, revision or at["model"])
+        return tmp_path / "models--someone--tiny" / "snapshots" / commit
+
+    def load_dataset(path, **_):
+        folder = tmp_path / path.replace("/", "___") / "mrpc" / "0.0.0" / at["data"]  # where `datasets` has it
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = Dataset.from_dict(DATA).map(lambda row: row, cache_file_name=str(folder / "glue-train.arrow"))
+        return DatasetDict(train=rows, validation=rows)
+
+    monkeypatch.setattr("collab_compress.tasks.load.load_dataset", load_dataset)
+    at["find"] = find_model
+    return at
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    return Recipe(
+        task="mrpc", model="someone/tiny", output=tmp_path / "out", tuning=COLD, trackers=(), calibration="none",
+        progress=False, max_length=24,
+    )  # fmt: skip
+
+
+def test_commits_are_recorded(hub, recipe):
+    (record,) = run(replace(recipe, revision="v2"), hub["find"])
+    assert record["hub"] == {"model": COMMITS["v2"], "data": COMMITS["v1"]}
+    assert record["recipe"]["revision"] == "v2"
+    assert json.loads((recipe.output / "tuned" / "result.json").read_text()) == record
+    with pytest.raises(RecipeError, match=r"out was made with another revision; choose another output"):
+        run(replace(recipe, revision="v1"), hub["find"])
+
+
+def test_files_of_this_machine_have_no_commits(recipe, start, data_dir):
+    (record,) = run(replace(recipe, model=str(start), data_dir=data_dir))
+    assert record["hub"] == {"model": None, "data": None}
+
+
+def test_a_model_that_has_moved(hub, recipe):
+    run(recipe, hub["find"])
+    hub["model"] = COMMITS["v2"]
+    assert run(recipe, hub["find"])[0]["hub"]["model"] == COMMITS["v1"]  # finished, so nothing is read
+    converting = replace(recipe, compression=Compression(dk=12))
+    with pytest.raises(
+        RecipeError, match=r"tuned was made with commit 1+ of the model .* at 2+ now; pass revision=1+"
+    ):
+        run(converting, hub["find"])
+    assert not (recipe.output / "dk12" / "model").exists()
+    _, record = run(replace(converting, revision=COMMITS["v1"]), hub["find"])
+    assert record["hub"]["model"] == COMMITS["v1"]
+    with pytest.raises(RecipeError, match="another revision"):
+        run(replace(converting, revision=COMMITS["v2"]), hub["find"])
+
+
+def test_data_that_have_moved(hub, recipe):
+    run(recipe, hub["find"])
+    hub["data"] = COMMITS["v2"]
+    with pytest.raises(RecipeError, match=r"commit 1+ of the data on the hub, which is at 2+ now; choose another"):
+        run(replace(recipe, compression=Compression(dk=12)), hub["find"])
+
+
+def test_a_revision_without_a_model(recipe):
+    with pytest.raises(RecipeError, match="revision is that of a model on the hub; give model, or leave"):
+        replace(recipe, model=None, fresh={}, revision="v1")
+
+
+def test_a_name_in_the_cache(tmp_path, monkeypatch):
+    place = tmp_path / "models--someone--tiny"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text(COMMITS["v1"])
+    (place / "snapshots" / COMMITS["v1"]).mkdir(parents=True)
+    (place / "snapshots" / COMMITS["v1"] / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert hub_commits("someone/tiny", {}) == {"model": COMMITS["v1"], "data": None}
+    assert hub_commits("someone/other", {}) == {"model": None, "data": None}
+
+
+def test_the_commands_take_a_revision(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr("collab_compress_cli.run.run", lambda recipe: seen.append(recipe) or [])
+    monkeypatch.setattr("collab_compress_cli.run.run_sweep", lambda sweep: seen.extend(sweep.recipes()) or [])
+    main(["task=mrpc", "model=org/name", "output=out", "--revision", "1.0"])
+    (tmp_path / "sweep.yaml").write_text("{output: out, tasks: {mrpc: {}, rte: {revision: v2}}, base: {model: a/b}}")
+    sweep_main([str(tmp_path / "sweep.yaml"), "--revision", "1.0"])
+    assert [recipe.revision for recipe in seen] == ["1.0", "1.0", "v2"]
