@@ -5,6 +5,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ Examples:
   collab-run task=rte model=minilm output=outputs/rte 'tuning={epochs: 5}' 'compression={dk: 128}'
 
 arguments:
-  RECIPE.yaml          a file with fields and their values; without it, all fields are given here
+  RECIPE.yaml          a file with fields and their values, or one that comes with the package (mrpc.yaml, ptb.yaml,
+                       trec.yaml, multi30k.yaml); without it, all fields are given here
   FIELD=VALUE          sets a field of the recipe, with dots between nested ones; values are YAML (quote brackets and
                        braces in a shell); --FIELD VALUE is the same
   --revision REV       branch, tag or commit of a model on the hub; its main branch if not given
@@ -50,7 +52,8 @@ Examples:
   collab-sweep glue.yaml output=outputs/glue 'only.tasks=[mrpc]' 'only.seeds=[0]'
 
 arguments:
-  SWEEP.yaml           a file with the fields of a sweep
+  SWEEP.yaml           a file with the fields of a sweep, or one that comes with the package (glue.yaml and those of
+                       the papers' tables)
   FIELD=VALUE          sets a field, with dots between nested ones; values are YAML (quote brackets and braces in a
                        shell); --FIELD VALUE is the same
   --revision REV       branch, tag or commit of a model on the hub, as base.revision=REV; its main branch if not given
@@ -154,7 +157,7 @@ def _arguments(usage: str, arguments: list[str] | None) -> tuple[Path | None, li
     if {"-h", "--help"} & set(given):
         print(usage)
         sys.exit()
-    path = None if "=" in given[0] or given[0].startswith("--") else Path(given.pop(0))
+    path = None if "=" in given[0] or given[0].startswith("--") else _file(given.pop(0))
     quiet = "--quiet" in given
     settings = list(_settings([word for word in given if word != "--quiet"]))
     files = [Path(setting.partition("=")[2]) for setting in settings if setting.startswith("json=")]
@@ -162,6 +165,21 @@ def _arguments(usage: str, arguments: list[str] | None) -> tuple[Path | None, li
         refuse_place(file)
     kept = [setting for setting in settings if not setting.startswith("json=")]
     return path, kept, Options(files[-1] if files else None, quiet)
+
+
+def _file(name: str) -> Path:
+    """Find a recipe or a sweep: a file, or else one of those that come with the package."""
+    path = Path(name)
+    if path.exists() or path.name != name:
+        return path
+    for kind in ("recipes", "sweeps"):
+        try:
+            shipped = resources.files(f"{__package__}.{kind}") / name
+        except ModuleNotFoundError:
+            continue
+        if shipped.is_file():
+            return Path(str(shipped))
+    return path
 
 
 def _settings(given: list[str]) -> Iterator[str]:

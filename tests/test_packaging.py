@@ -99,6 +99,11 @@ def test_wheel_holds_all_packages_and_no_top_level_cli(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert "collab_compress_cli/compress.py" in names
     assert "collab_compress/py.typed" in names
+    for kind in ("recipes", "sweeps"):
+        shipped = {path.name for path in (ROOT / "glue_runs" / kind).glob("*.yaml")}
+        assert shipped <= {
+            name.rpartition("/")[2] for name in names if name.startswith(f"collab_compress_cli/{kind}/")
+        }
     assert not any(name.startswith(("cli/", "tests/")) for name in names)
     package = [path for path in (ROOT / "collab_compress").rglob("*") if path.suffix in SHIPPED]
     modules = {path.relative_to(ROOT).as_posix() for path in package}
@@ -108,6 +113,12 @@ def test_wheel_holds_all_packages_and_no_top_level_cli(wheel):
 
 def test_wheel_gives_the_command(installed):
     assert "--dk N" in installed("collab-compress", "--help")
+
+
+def test_recipes_come_with_the_wheel(installed):
+    """It is found in any directory, and misses the data only."""
+    found = installed("python", "-I", "-c", "from collab_compress_cli.run import _file; print(_file('mrpc.yaml'))")
+    assert found.strip().endswith("collab_compress_cli/recipes/mrpc.yaml")
 
 
 def test_wheel_has_every_module_and_loads_a_checkpoint(installed, make_tiny, batch, tmp_path):
