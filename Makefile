@@ -35,9 +35,10 @@ demo: $(CORE)
 	@echo
 	$(BIN)/python -m collab_compress_cli.demo demo-output
 
-# A worker for each core, with one thread each: tiny models gain nothing from more.
+# A worker for each core, with one thread each: tiny models gain nothing from more. Each takes whole files as long as
+# it can, for what one test has converted another need not.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 test-extras: $(EXTRAS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto tests/extras

@@ -4,8 +4,6 @@ import dataclasses
 import json
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -549,20 +547,18 @@ if trainer.is_world_process_zero():
 """
 
 
-def test_two_processes_train_as_one(make_tiny, tmp_path):
+def test_two_processes_train_as_one(python, make_tiny, tmp_path):
     """A stock trainer would add up the losses of the two."""
     from safetensors.torch import load_file
 
     start = classifier(make_tiny)
     undropped(start.config)
     start.save_pretrained(tmp_path / "start")
-    (tmp_path / "program.py").write_text(ADDING_UP)
     weights = []
-    for processes in (1, 2):
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if processes == 2 else []
+    for processes, launch in ((1, python), (2, python.both)):
         folder = tmp_path / str(processes)
-        command = [sys.executable, *launcher, "program.py", "start", str(folder), str(8 // processes)]
-        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=200)
+        done = launch(ADDING_UP, tmp_path / "start", folder, 8 // processes)
+        assert done.returncode == 0, done.stderr
         weights.append(load_file(folder / "model.safetensors"))
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, atol=1e-6, rtol=1e-4)
