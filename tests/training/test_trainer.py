@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -326,6 +327,8 @@ def undropped(config):
 def train_in_process(rank: int, processes: int, folder: str) -> None:
     """One of several processes, each with its part of the batch; the first writes the gradients."""
     torch.set_num_threads(1)
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
     meeting = f"file://{folder}/meeting-{processes}"
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes)
     config = torch.load(Path(folder) / "config.pt", weights_only=False)
@@ -351,7 +354,9 @@ def train_in_process(rank: int, processes: int, folder: str) -> None:
 def test_processes_give_the_gradients_of_one(make_tiny, tmp_path):
     torch.save(undropped(make_tiny("bert").config), tmp_path / "config.pt")
     for processes in (1, 2):
-        torch.multiprocessing.spawn(train_in_process, (processes, str(tmp_path)), nprocs=processes)
+        torch.multiprocessing.start_processes(
+            train_in_process, (processes, str(tmp_path)), nprocs=processes, start_method="fork"
+        )
     one, two = (torch.load(tmp_path / f"gradients-{count}.pt", weights_only=True) for count in (1, 2))
     for name, gradient in one.items():
         torch.testing.assert_close(two[name], gradient, atol=1e-6, rtol=1e-4)
