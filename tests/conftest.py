@@ -96,9 +96,14 @@ REMEMBERED = Remembered(plan.factorize)
 
 @pytest.fixture(autouse=True)
 def decomposed_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside the tests of conversion itself, tiny heads that were decomposed before are not decomposed again."""
-    if "conversion" not in request.path.parts:
+    """Tiny heads that were decomposed before are not decomposed again, but for tests that use `decomposed_anew`."""
+    if "decomposed_anew" not in request.fixturenames:
         monkeypatch.setattr(plan, "factorize", REMEMBERED)
+
+
+@pytest.fixture
+def decomposed_anew() -> None:
+    """For tests of how modules are decomposed."""
 
 
 def tiny(family: str, model_class: type[PreTrainedModel] | None = None, seed: int = 0) -> PreTrainedModel:
