@@ -35,12 +35,13 @@ demo: $(CORE)
 	@echo
 	$(BIN)/python -m collab_compress_cli.demo demo-output
 
-# A worker for each core, with one thread each: tiny models gain nothing from more.
+# A worker for each core, with one thread each: tiny models gain nothing from more. Each takes whole files as long as
+# it can, for what one test has converted another need not.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 test-extras: $(EXTRAS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto tests/extras
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal tests/extras
 
 # What meets other packages; their warnings count for nothing here. Torch is the exception: its version is that of
 # constraints.txt, because each other one is gigabytes.
@@ -51,7 +52,7 @@ test-lowest:
 	$(LOWEST)/bin/python tests/support/lowest.py > $(LOWEST)/constraints.txt
 	$(LOWEST)/bin/python -m pip $(PIP_OPTIONS) install "setuptools>=77"
 	$(LOWEST)/bin/python -m pip $(PIP_OPTIONS) install --editable ".[test]" --constraint $(LOWEST)/constraints.txt
-	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q -n auto -W default $(LOWEST_TESTS)
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q -n auto --dist worksteal -W default $(LOWEST_TESTS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

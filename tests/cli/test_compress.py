@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -243,22 +242,17 @@ def test_the_embedded_model_is_found(minilm_path):
     assert find_directory("minilm") == minilm_path
 
 
-# What runs in the background ignores SIGINT, and so would what it starts.
 INTERRUPTIBLE = """
-import runpy, signal
-signal.signal(signal.SIGINT, signal.default_int_handler)
+import runpy
 runpy.run_module("collab_compress_cli.compress", run_name="__main__")
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sees in /proc how far the command is")
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 130), ("SIGKILL", -9)])
-def test_interrupt_and_kill_leave_no_output(minilm_path, tmp_path, name, code):
-    process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTIBLE, "minilm", "--dk", "128", "--output", "out",
-         "--sweeps", "100000", "--tolerance", "0"],
-        cwd=tmp_path, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+def test_interrupt_and_kill_leave_no_output(python, minilm_path, tmp_path, name, code):
+    options = ("--dk", 128, "--output", "out", "--sweeps", 100000, "--tolerance", 0)
+    process = python.start(INTERRUPTIBLE, "minilm", *options, folder=tmp_path)
     weights, deadline = str(minilm_path / "model.safetensors"), time.monotonic() + 60
     try:
         while weights not in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8"):
@@ -267,7 +261,7 @@ def test_interrupt_and_kill_leave_no_output(minilm_path, tmp_path, name, code):
             time.sleep(0.01)
         time.sleep(1)  # at work on the first module
         process.send_signal(signal.Signals[name])
-        _, error = process.communicate(timeout=60)
+        error = process.ended(seconds=60).stderr
     finally:
         process.kill()  # it would go on for hours
     assert process.returncode == code

@@ -16,6 +16,8 @@ from transformers import BertForSequenceClassification
 START = "import sys; sys.argv[0] = 'x'; from collab_compress_cli import start; start.{}()"
 LACKING = """
 import sys
+for module in [name for name in sys.modules if name.partition('.')[0] in {lacking!r}]:
+    del sys.modules[module]
 class Lacking:
     def __init__(self, finder):
         self.finder = finder
@@ -38,11 +40,12 @@ sys.meta_path.insert(0, Slow())
 """
 
 
-def run(command, *arguments, before="", cwd=None, **options):
-    code = before + START.format(COMMANDS[command])
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, cwd=cwd, **options
-    )
+@pytest.fixture
+def run(python):
+    def in_a_process(command, *arguments, before="", **options):
+        return python(before + START.format(COMMANDS[command]), *arguments, **options)
+
+    return in_a_process
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -65,7 +68,7 @@ def test_an_interrupt_while_libraries_are_loaded(tmp_path, name, signum):
     assert os.listdir(tmp_path) == []
 
 
-def test_versions():
+def test_versions(run):
     for command in COMMANDS:
         done = run(command, "--version")
         assert (done.returncode, done.stderr) == (0, "")
@@ -87,9 +90,9 @@ def test_versions():
         ("collab-compress", ["minilm", "--dk", "8", "--solver", "parafac", "--calibration", "none"], "tensorly"),
     ],
 )
-def test_what_nobody_installed(tmp_path, command, arguments, package):
+def test_what_nobody_installed(run, tmp_path, command, arguments, package):
     lacking = LACKING.format(lacking={package})
-    done = run(command, *arguments, before=lacking, cwd=tmp_path)
+    done = run(command, *arguments, before=lacking, folder=tmp_path)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert package in done.stderr
@@ -98,25 +101,16 @@ def test_what_nobody_installed(tmp_path, command, arguments, package):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_an_output_that_is_full_or_gone():
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", START.format("results"), "--papers"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+def test_an_output_that_is_full_or_gone(run):
+    full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
+    done = run("collab-results", "--papers", before=full)
     assert (done.returncode, done.stderr) == (2, "collab-results: cannot write the output: No space left on device\n")
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-c", START.format("results"), "--papers"], stdout=write, stderr=subprocess.PIPE, text=True
-    )
-    os.close(write)
+    gone = "import os; read, write = os.pipe(); os.close(read); os.dup2(write, 1)\n"
+    done = run("collab-results", "--papers", before=gone)
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_yes_runs_nothing(make_tiny, tmp_path):
+def test_yes_runs_nothing(run, make_tiny, tmp_path):
     make_tiny("bert", BertForSequenceClassification).save_pretrained(tmp_path / "evil")
     code = "import pathlib; pathlib.Path('executed').write_text('')\nfrom transformers import *\n"
     code += "class Config(BertConfig): model_type = 'evil'\nclass Model(BertModel): config_class = Config\n"
@@ -124,7 +118,7 @@ def test_yes_runs_nothing(make_tiny, tmp_path):
     config = json.loads((tmp_path / "evil" / "config.json").read_text(encoding="utf-8"))
     config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}}
     (tmp_path / "evil" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    done = run("collab-compress", "evil", "--dk", 8, cwd=tmp_path, input="yes\n" * 100)
+    done = run("collab-compress", "evil", "--dk", 8, folder=tmp_path, told="yes\n" * 100)
     assert done.returncode == 2
     assert done.stderr == (
         "collab-compress: cannot read evil/config.json: it wants code that it brings along, which is not run\n"

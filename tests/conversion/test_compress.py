@@ -55,6 +55,7 @@ def equal(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.usefixtures("decomposed_anew")
 def test_factors_are_those_of_the_decomposition(family, make_tiny):
     model = make_tiny(family)
     site = find_dense_attention(model, FAMILIES)[0]
@@ -118,6 +119,7 @@ def test_no_calibration_no_drift(make_tiny):
     assert report.modules[0].data_error is None
 
 
+@pytest.mark.usefixtures("decomposed_anew")
 def test_same_seed_same_bits(family, make_tiny, calibration):
     models = [make_tiny(family) for _ in range(2)]
     for model in models:
@@ -344,6 +346,7 @@ def test_few_vectors_are_said(make_tiny, calibration, caplog):
     assert report.to_dict()["warnings"] == report.warnings
 
 
+@pytest.mark.usefixtures("decomposed_anew")
 @pytest.mark.parametrize("broken", [1, 10**6])
 def test_a_solver_that_breaks_down_is_said(make_tiny, monkeypatch, caplog, broken):
     found, calls = torch.linalg.cholesky_ex, itertools.count()
@@ -404,6 +407,7 @@ def test_drift_holds_the_outputs_of_one_batch(make_tiny, calibration):
     assert max(widest) <= length * model.config.vocab_size
 
 
+@pytest.mark.usefixtures("decomposed_anew")
 def test_a_device_without_float64_leaves_the_decomposition_to_the_cpu(make_tiny, calibration, monkeypatch, caplog):
     expected = copy.deepcopy(make_tiny("bert"))
     compress(expected, Compression(dk=8), calibration)

@@ -1,8 +1,6 @@
 """Conversion by several processes, and in groups of modules."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -63,14 +61,9 @@ def dense(make_tiny, tmp_path):
     return model
 
 
-def test_two_processes_convert_as_one(dense, calibration, tmp_path):
+def test_two_processes_convert_as_one(python, dense, calibration, tmp_path):
     torch.save(calibration, tmp_path / "batches.pt")
-    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launch, str(tmp_path / "program.py"), str(tmp_path)], check=False, capture_output=True,
-        text=True, timeout=200,
-    )  # fmt: skip
+    done = python.both(PROGRAM, tmp_path)
     assert done.returncode == 0, done.stderr
     for form in ("shared", "per-head"):
         alone = copy.deepcopy(dense)

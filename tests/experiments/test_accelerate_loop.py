@@ -1,9 +1,6 @@
 """The example of a bare loop: alone, in two processes, and against the Trainer."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,15 +47,6 @@ def train():
     GradientState._reset_state()
 
 
-def launch(arguments, processes=1):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if processes == 2 else []
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), *arguments], env=environment, check=False, capture_output=True,
-        text=True, timeout=300,
-    )  # fmt: skip
-
-
 def weights(folder):
     """Give what was trained, but for key biases: attention ignores them, so that their gradients are rounding."""
     found = load_file(folder / "model.safetensors")
@@ -71,15 +59,15 @@ def assert_same(one, other, **tolerances):
         torch.testing.assert_close(other[name], weight, **tolerances, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_two_processes_train_as_one(start, data_dir, tmp_path):
+def test_two_processes_train_as_one(python, start, data_dir, tmp_path):
     """The same passes of eight rows: four in each of two processes, or eight in one."""
     outputs = []
-    for processes, size in ((1, 8), (2, 4)):
+    for processes, launch, size in ((1, python, 8), (2, python.both, 4)):
         given = settings(
             start, data_dir, tmp_path / str(processes), PENALTY, ALPHAS, ROTATION, f"tuning.batch_size={size}",
             "tuning.arguments={gradient_accumulation_steps: 2}",
         )  # fmt: skip
-        done = launch(given, processes)
+        done = launch(SCRIPT, *given)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-9000:]
         outputs.append(done.stdout)
         assert done.stderr.count(" 0/6 ") == 1  # one bar
@@ -127,13 +115,13 @@ def test_it_trains_as_a_trainer_that_averages(size, accumulated, train, start, d
     assert [torch.equal(matrix, torch.eye(3)) for matrix in alphas_of(loaded).values()] == [False] * 2
 
 
-def test_what_is_logged(start, data_dir, tmp_path):
+def test_what_is_logged(python, start, data_dir, tmp_path):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     given = settings(
         start, data_dir, tmp_path / "out", PENALTY, DROPHEAD, "trackers=[tensorboard]",
         "tuning.arguments={mixed_precision: bf16}",
     )  # fmt: skip
-    done = launch(given)
+    done = python(SCRIPT, *given)
     assert done.returncode == 0, done.stderr[-9000:]
     logs = reader.EventAccumulator(str(tmp_path / "out" / "collab_compress")).Reload()
     steps = {name: [event.step for event in logs.Scalars(name)] for name in logs.Tags()["scalars"]}
@@ -147,8 +135,8 @@ def test_what_is_refused(more, train, start, data_dir, tmp_path):
         train(given)
 
 
-def test_mistakes_are_one_line(start, data_dir, tmp_path):
-    done = launch(settings(start, data_dir, tmp_path / "out", "trackers=[mlflow]"))
+def test_mistakes_are_one_line(python, start, data_dir, tmp_path):
+    done = python(SCRIPT, *settings(start, data_dir, tmp_path / "out", "trackers=[mlflow]"))
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("accelerate_loop: no tracker 'mlflow' here; install its package")
     assert len(done.stderr.splitlines()) == 1

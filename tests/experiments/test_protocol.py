@@ -1,11 +1,8 @@
 """The protocol end to end on a tiny task: stages, what is done once, and what survives being killed."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -265,27 +262,22 @@ class Stopping(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def command(*arguments):
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return [sys.executable, str(SCRIPT), *arguments], environment
-
-
-def test_a_killed_run_ends_as_an_uninterrupted_one(start, data_dir, tmp_path):
+def test_a_killed_run_ends_as_an_uninterrupted_one(python, start, data_dir, tmp_path):
     heads = "heads={drophead: [{p: 0.2}], penalties: [{name: agreement, weight: 0.1}]}"
     given = settings(start, data_dir, tmp_path / "whole", heads, "compression=null", "again=null")
-    arguments, environment = command(*given)
-    subprocess.run(arguments, env=environment, check=True, capture_output=True)
-    killed, _ = command(*settings(start, data_dir, tmp_path / "killed", heads, "compression=null", "again=null"))
-    process = subprocess.Popen(killed, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert python(SCRIPT, *given).returncode == 0
+    killed = settings(start, data_dir, tmp_path / "killed", heads, "compression=null", "again=null")
+    process = python.start(SCRIPT, *killed)
     checkpoints = tmp_path / "killed" / "tuned" / "checkpoints"
     deadline = time.monotonic() + 120
     while last_checkpoint(checkpoints) is None and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
     process.kill()
-    process.wait()
+    process.ended()
     if not (tmp_path / "killed" / "tuned" / "model").is_dir():  # unless it was faster than the signal
         assert last_checkpoint(checkpoints) is not None
-    done = subprocess.run(killed, env=environment, check=True, capture_output=True, text=True)
+    done = python(SCRIPT, *killed)
+    assert done.returncode == 0, done.stderr
     assert "mrpc       tuned" in done.stdout
     folders = [tmp_path / name / "tuned" for name in ("whole", "killed")]
     one, other = (load_file(folder / "model" / "model.safetensors") for folder in folders)
@@ -295,18 +287,15 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(start, data_dir, tmp_path):
     assert results[0]["metrics"] == results[1]["metrics"]
 
 
-def test_an_interrupt_is_one_line_and_leaves_nothing_half_made(start, data_dir, tmp_path):
+def test_an_interrupt_is_one_line_and_leaves_nothing_half_made(python, start, data_dir, tmp_path):
     given = settings(start, data_dir, tmp_path / "out", "compression=null", "again=null", "tuning.epochs=10000")
-    arguments, environment = command(*given)
-    process = subprocess.Popen(
-        arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    process = python.start(SCRIPT, *given)
     checkpoints = tmp_path / "out" / "tuned" / "checkpoints"
     deadline = time.monotonic() + 120
     while last_checkpoint(checkpoints) is None and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
-    _, printed = process.communicate(timeout=60)
+    printed = process.ended(seconds=60).stderr
     assert process.returncode == 130
     assert printed.splitlines()[-1] == "error: interrupted; nothing half-written is left"
     assert "Traceback" not in printed
@@ -328,17 +317,14 @@ def test_a_full_disk_is_one_line(start, data_dir, tmp_path, monkeypatch):
     assert run(read_recipe(overrides=given))
 
 
-def test_two_processes_give_the_metrics_of_one(start, data_dir, tmp_path):
+def test_two_processes_give_the_metrics_of_one(python, start, data_dir, tmp_path):
     """The same batches of eight: four rows in each of two processes, or eight in one."""
     plain = TUNING.replace("epochs: 4", "epochs: 1")
     halved = plain.replace("batch_size: 8", "batch_size: 4")
     metrics = []
-    for processes, tuning in ((1, plain), (2, halved)):
+    for processes, launch, tuning in ((1, python, plain), (2, python.both, halved)):
         given = settings(start, data_dir, tmp_path / str(processes), "again=null", f"tuning={tuning}")
-        arguments, environment = command(*given)
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        arguments = launch + arguments[1:] if processes == 2 else arguments
-        done = subprocess.run(arguments, env=environment, check=False, capture_output=True, text=True, timeout=300)
+        done = launch(SCRIPT, *given)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-9000:]
         files = (tmp_path / str(processes)).glob("*/result.json")
         metrics.append({path.parent.name: json.loads(path.read_text())["metrics"] for path in files})

@@ -23,35 +23,33 @@ CASES = {
 }
 
 
-LAUNCHERS = {
-    "python": [],
-    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
-    "accelerate": ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"],  # starts one where no GPU is
-}
+@pytest.fixture
+def accelerate():
+    """Start a script as `accelerate launch` does, which starts one process where there is no GPU."""
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    options = {"env": environment, "capture_output": True, "text": True, "timeout": 300, "check": False}
+    return lambda script, *arguments: subprocess.run([*launcher, str(script), *arguments], **options)
 
 
-def start(script, launcher, *settings):
-    """Run a script whose steps see eight rows, however many processes share them."""
-    rows = 4 if launcher == "torchrun" else 8
+def start(launch, rows, script, *settings):
+    """Run a script with so many rows a batch in each process."""
     tuning = f"tuning={{epochs: 2, learning_rate: 1.0e-3, batch_size: {rows}}}"
-    return subprocess.run(
-        [
-            sys.executable, *LAUNCHERS[launcher], str(SCRIPTS / script), FRESH, tuning, "compression.dk=12",
-            *settings,
-        ],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    return launch(SCRIPTS / script, FRESH, tuning, "compression.dk=12", *settings)
 
 
 @pytest.mark.parametrize("script", sorted(CASES))
-def test_two_processes_give_the_metrics_of_one(script, request, tmp_path):
+def test_two_processes_give_the_metrics_of_one(script, python, accelerate, request, tmp_path):
+    """The same batches of eight: four rows in each of two processes, or eight in one."""
     fixture, *settings = CASES[script]
     data = f"data_dir={request.getfixturevalue(fixture)}"
     metrics = []
-    for launcher in LAUNCHERS if script == "run_classification.py" else ("python", "torchrun"):
-        output = tmp_path / launcher
-        done = start(script, launcher, f"output={output}", data, *settings)
+    launchers = [(python, 8), (python.both, 4)]
+    if script == "run_classification.py":
+        launchers.append((accelerate, 8))
+    for place, (launch, rows) in enumerate(launchers):
+        output = tmp_path / str(place)
+        done = start(launch, rows, script, f"output={output}", data, *settings)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-9000:]
         found = {file.parent.name: json.loads(file.read_text()) for file in output.glob("*/result.json")}
         metrics.append({name: record["metrics"] for name, record in found.items()})
@@ -64,8 +62,8 @@ def test_two_processes_give_the_metrics_of_one(script, request, tmp_path):
                 assert other[stage][split] == pytest.approx(scores, rel=1e-4)
 
 
-def test_another_kind_of_task(text, tmp_path):
-    done = start("run_translation.py", "python", "task=text", f"data_dir={text}", f"output={tmp_path / 'out'}")
+def test_another_kind_of_task(python, text, tmp_path):
+    done = start(python, 8, "run_translation.py", "task=text", f"data_dir={text}", f"output={tmp_path / 'out'}")
     assert done.returncode == 2
     message = "error: text is language modelling; this script is for multi30k, iwslt14, iwslt17, wmt14, wmt16, wmt17,"
     assert message in done.stderr

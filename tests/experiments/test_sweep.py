@@ -141,7 +141,7 @@ def test_a_lone_process_that_fails_in_training_ends_the_waiting_of_the_others(pa
     assert more["method"] == "bad"
 
 
-def test_runs_that_fail_in_two_processes(path, tmp_path):
+def test_runs_that_fail_in_two_processes(python, path, tmp_path):
     """In both, or in the main one alone: both go on with what can be run, and recover a conversion together."""
     run_sweep(
         read_sweep(path, ["only={methods: [plain], seeds: [0]}", "conversions={other: {compression: {dk: 9}}}"])
@@ -153,11 +153,7 @@ def test_runs_that_fail_in_two_processes(path, tmp_path):
         "conversions.other={compression: {dk: 8}}",
         f"conversions.near={near}",
     ]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launch, str(path), *arguments], env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
+    done = python.both(SCRIPT, path, *arguments)
     found = {file.parent.name for file in (tmp_path / "out").rglob("result.json")}
     assert found == {"tuned", "dk12", "near", "other"}, done.stderr[-5000:]
     assert "other was made with another compression" in done.stderr
@@ -167,21 +163,20 @@ def test_runs_that_fail_in_two_processes(path, tmp_path):
     assert "1000" in done.stderr
 
 
-def test_a_sweep_that_was_killed_goes_on(path, tmp_path):
+def test_a_sweep_that_was_killed_goes_on(python, path, tmp_path):
     """Stopped after some of the results, it makes the rest and leaves those that are there."""
-    arguments = [sys.executable, str(SCRIPT), str(path), "only.seeds=[0]"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = python.start(SCRIPT, path, "only.seeds=[0]")
     deadline = time.monotonic() + 120
     while (
         not list((tmp_path / "out").rglob("result.json")) and process.poll() is None and time.monotonic() < deadline
     ):
         time.sleep(0.01)
     process.kill()
-    process.wait()
+    process.ended()
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("result.json")}
     assert before
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
+    done = python(SCRIPT, path, "only.seeds=[0]")
+    assert done.returncode == 0, done.stderr
     after = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("result.json")}
     assert len(after) == 6
     assert before.items() <= after.items()

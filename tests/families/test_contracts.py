@@ -106,7 +106,7 @@ def t5_bias(model):
 
 def test_low_rank_follows_the_formula(kin, build, inputs):
     model = build(kin)
-    compress(model, Compression(dk=7), calibration=None)
+    compress(model, Compression(dk=7, sweeps=20), calibration=None)
     oracle = Reconstruction(model.double(), t5_bias(model) if kin == "t5" else None)
     batch = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in inputs(kin).items()}
     with torch.no_grad():
@@ -116,7 +116,7 @@ def test_low_rank_follows_the_formula(kin, build, inputs):
 
 def test_gradients_reach_every_factor(kin, build, inputs):
     model = build(kin)
-    compress(model, Compression(dk=7), calibration=None)
+    compress(model, Compression(dk=7, sweeps=20), calibration=None)
     model.train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -133,7 +133,7 @@ def test_gradients_reach_every_factor(kin, build, inputs):
 @pytest.mark.parametrize("standalone", [False, True])
 def test_saves_and_loads(kin, standalone, build, inputs, run, tmp_path, load_cleanly):
     model, batch = build(kin), inputs(kin)
-    compress(model, Compression(dk=7), calibration=None)
+    compress(model, Compression(dk=7, sweeps=20), calibration=None)
     if standalone:
         make_standalone_(model)
     model.save_pretrained(tmp_path)
@@ -143,7 +143,7 @@ def test_saves_and_loads(kin, standalone, build, inputs, run, tmp_path, load_cle
 
 def test_a_fused_layer_loads_without_the_package_only_by_its_code(build, inputs, tmp_path, stock_reload):
     model, batch = build("gpt2"), inputs("gpt2")
-    compress(model, Compression(dk=7), calibration=None)
+    compress(model, Compression(dk=7, sweeps=20), calibration=None)
     torch.save(batch, tmp_path / "batch.pt")
     model.save_pretrained(tmp_path)
     (tmp_path / "copy").mkdir()
@@ -161,7 +161,7 @@ def test_a_fused_layer_loads_without_the_package_only_by_its_code(build, inputs,
 
 def test_a_model_with_a_head_shares_checkpoints_with_its_body(generator, build, inputs, run, tinies, tmp_path):
     model, batch = build(generator, tinies[generator].generates), inputs(generator)
-    compress(model, Compression(dk=7), calibration=None)
+    compress(model, Compression(dk=7, sweeps=20), calibration=None)
     model.save_pretrained(tmp_path)
     assert torch.equal(run(type(model).from_pretrained(tmp_path), batch), run(model, batch))
     body = type(build(generator)).from_pretrained(tmp_path)
@@ -188,7 +188,7 @@ def test_calibrates_on_batches(kin, build, inputs, run, tinies):
     drifts = []
     for calibration in (None, batches):
         model = copy.deepcopy(dense)
-        report = compress(model, Compression(dk=7), calibration=calibration)
+        report = compress(model, Compression(dk=7, sweeps=20), calibration=calibration)
         drifts.append(sum(float((run(model, batch) - run(dense, batch)).norm()) for batch in batches))
     assert drifts[1] < drifts[0]
     assert all(0 < module.data_error < 1 for module in report.modules)
@@ -215,4 +215,4 @@ def test_cross_attention_without_states_is_named(build, inputs):
     model = build("bert-cross")
     batch = {name: tensor for name, tensor in inputs("bert-cross").items() if "encoder" not in name}
     with pytest.raises(CalibrationError, match=r"crossattention\.self saw no token .*encoder_hidden_states"):
-        compress(model, Compression(dk=7), calibration=[batch, batch])
+        compress(model, Compression(dk=7, sweeps=20), calibration=[batch, batch])

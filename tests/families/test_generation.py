@@ -123,7 +123,7 @@ def counted(model):
 @pytest.mark.parametrize("name", ["gpt2", "marian", "t5", "bert-decoder"])
 def test_static_caches_are_refused_where_keys_do_not_fit(name, build, inputs, tinies):
     model, batch = build(name, tinies[name].generates), inputs(name)
-    compress(model, Compression(dk=5), calibration=None)
+    compress(model, Compression(dk=5, sweeps=20), calibration=None)
     with pytest.raises(UnsupportedModelError, match=r"3 × 8, and the keys .* are 8 wide; generate with the default"):
         generated(model, batch, cache_implementation="static")
 
@@ -131,7 +131,7 @@ def test_static_caches_are_refused_where_keys_do_not_fit(name, build, inputs, ti
 @pytest.mark.parametrize(("name", "dk"), [("gpt2", 20), ("opt", 5), ("marian", 20), ("t5", 20)])
 def test_static_caches_work_where_keys_are_as_wide_as_values(name, dk, build, inputs, tinies):
     model, batch = build(name, tinies[name].generates), inputs(name)
-    compress(model, Compression(dk=dk), calibration=None)
+    compress(model, Compression(dk=dk, sweeps=20), calibration=None)
     expected = generated(model, batch, do_sample=False)
     options = {"cache_implementation": "static", "disable_compile": True}
     assert torch.equal(generated(model, batch, do_sample=False, **options), expected)

@@ -21,7 +21,7 @@ from collab_compress.heads import Tap, masks_without, swap_heads_
 def model(request, kin, build):
     made = build(kin)
     if request.param == "converted":
-        compress(made, Compression(dk=7), calibration=None)
+        compress(made, Compression(dk=7, sweeps=20), calibration=None)
     return made
 
 
@@ -69,7 +69,7 @@ def test_mixing_merges(kin, model, inputs, run):
 
 def test_opt_keeps_room_for_its_shared_keys(build):
     model = build("opt")
-    compress(model, Compression(dk=15), calibration=None)
+    compress(model, Compression(dk=15, sweeps=20), calibration=None)
     with pytest.raises(
         HeadError, match=r"self_attn cannot do with 2 heads: got dk 15 .* pass dk up to 14; or remove"
     ):

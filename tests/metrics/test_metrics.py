@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 import warnings
 
 import evaluate
@@ -87,7 +85,8 @@ def test_arrays_tensors_and_lists_are_the_same(name):
 
 
 PROGRAM = """
-import json, sys
+import json, warnings
+warnings.simplefilter("error")
 import torch.distributed as dist
 from collab_compress.metrics import load_metric
 rank, store = int(sys.argv[1]), sys.argv[2]
@@ -102,23 +101,17 @@ dist.destroy_process_group()
 """
 
 
-def in_two_processes(rounds, folder):
+def in_two_processes(python, rounds, folder):
     """Let each process add its batches to each metric, round by round; gives what each printed."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [
-        subprocess.Popen([sys.executable, "-W", "error", "-c", PROGRAM, str(rank), str(folder / "store")], **pipes)
-        for rank in range(2)
+        python.start(PROGRAM, rank, folder / "store", told=json.dumps(work)) for rank, work in enumerate(rounds)
     ]
-    for process, work in zip(processes, rounds, strict=True):
-        process.stdin.write(json.dumps(work))
-        process.stdin.close()
-        process.stdin = None
-    outputs = [process.communicate(timeout=100) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    return [[json.loads(line) for line in printed.splitlines()] for printed, _ in outputs]
+    done = [process.ended(seconds=100) for process in processes]
+    assert [each.returncode for each in done] == [0, 0], done
+    return [[json.loads(line) for line in each.stdout.splitlines()] for each in done]
 
 
-def test_two_processes_score_what_both_have(tmp_path):
+def test_two_processes_score_what_both_have(python, tmp_path):
     """Two rounds, as in two evaluations of a run; in the second one process has nothing."""
     rounds, wanted = ({}, {}), []
     for name in ("accuracy+f1", "correlation", "bleu", "perplexity"):
@@ -126,7 +119,7 @@ def test_two_processes_score_what_both_have(tmp_path):
         batches = [[predictions[i : i + 8], references[i : i + 8]] for i in range(0, len(predictions), 8)]
         rounds[0][name], rounds[1][name] = [batches[:2], []], [batches[2:], batches]
         wanted += [(name, expected(name, predictions, references))] * 2
-    for printed in in_two_processes(rounds, tmp_path):
+    for printed in in_two_processes(python, rounds, tmp_path):
         assert [(name, {key: found[key] for key in dict(wanted)[name]}) for name, found in printed] == wanted
 
 

@@ -1,7 +1,4 @@
 import hashlib
-import os
-import subprocess
-import sys
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -94,18 +91,10 @@ def test_start_lower_case_and_pairs():
     assert tokenizer("one", "two")["input_ids"] == [2, one, 3, two, 3]
 
 
-def test_the_same_texts_give_the_same_tokenizer_in_another_process():
+def test_the_same_texts_give_the_same_tokenizer_in_another_process(python):
     tokenizers = [train_tokenizer(TEXTS, 120, "bpe"), train_tokenizer(TEXTS, 40, "word")]
     here = hashlib.sha256("".join(each.backend_tokenizer.to_str() for each in tokenizers).encode()).hexdigest()
-    environment = {**os.environ, "PYTHONHASHSEED": "1", "TOKENIZERS_PARALLELISM": "true"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        input=repr(TEXTS),
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=True,
-    )
+    done = python(PROGRAM, told=repr(TEXTS), environment={"TOKENIZERS_PARALLELISM": "true"})
     assert done.stdout.strip() == here
 
 

@@ -4,12 +4,11 @@ import dataclasses
 import json
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -328,6 +327,8 @@ def undropped(config):
 def train_in_process(rank: int, processes: int, folder: str) -> None:
     """One of several processes, each with its part of the batch; the first writes the gradients."""
     torch.set_num_threads(1)
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
     meeting = f"file://{folder}/meeting-{processes}"
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes)
     config = torch.load(Path(folder) / "config.pt", weights_only=False)
@@ -353,7 +354,9 @@ def train_in_process(rank: int, processes: int, folder: str) -> None:
 def test_processes_give_the_gradients_of_one(make_tiny, tmp_path):
     torch.save(undropped(make_tiny("bert").config), tmp_path / "config.pt")
     for processes in (1, 2):
-        torch.multiprocessing.spawn(train_in_process, (processes, str(tmp_path)), nprocs=processes)
+        torch.multiprocessing.start_processes(
+            train_in_process, (processes, str(tmp_path)), nprocs=processes, start_method="fork"
+        )
     one, two = (torch.load(tmp_path / f"gradients-{count}.pt", weights_only=True) for count in (1, 2))
     for name, gradient in one.items():
         torch.testing.assert_close(two[name], gradient, atol=1e-6, rtol=1e-4)
@@ -549,20 +552,18 @@ if trainer.is_world_process_zero():
 """
 
 
-def test_two_processes_train_as_one(make_tiny, tmp_path):
+def test_two_processes_train_as_one(python, make_tiny, tmp_path):
     """A stock trainer would add up the losses of the two."""
     from safetensors.torch import load_file
 
     start = classifier(make_tiny)
     undropped(start.config)
     start.save_pretrained(tmp_path / "start")
-    (tmp_path / "program.py").write_text(ADDING_UP)
     weights = []
-    for processes in (1, 2):
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if processes == 2 else []
+    for processes, launch in ((1, python), (2, python.both)):
         folder = tmp_path / str(processes)
-        command = [sys.executable, *launcher, "program.py", "start", str(folder), str(8 // processes)]
-        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=200)
+        done = launch(ADDING_UP, tmp_path / "start", folder, 8 // processes)
+        assert done.returncode == 0, done.stderr
         weights.append(load_file(folder / "model.safetensors"))
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, atol=1e-6, rtol=1e-4)
