@@ -1,5 +1,6 @@
-"""From dense to converted, and back: compress, recover, expand, start from nothing."""
+"""From dense to converted, and back: compress, recover, expand, go on as a stock model, start from nothing."""
 
 from collab_compress.conversion.recovery import distil_, recover_, with_copies
+from collab_compress.conversion.stock import to_stock
 
-__all__ = ["distil_", "recover_", "with_copies"]
+__all__ = ["distil_", "recover_", "to_stock", "with_copies"]
