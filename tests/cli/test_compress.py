@@ -15,7 +15,7 @@ from collab_compress_cli import model as command_model
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, BertForSequenceClassification
+from transformers import AutoModel, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
 
 from collab_compress import Compression, CompressionError, compress, read_factors
 from collab_compress.checkpoint.pretrained import SHORT_NAMES, find_directory
@@ -63,6 +63,53 @@ def test_converts_a_classifier_and_says_how_to_load_it(run, loaded, model_dir, t
     assert stored == json.loads((output / "collab_compress.json").read_text(encoding="utf-8"))
     assert stored["compression"]["dk"] == 8
     assert len(stored["report"]["modules"]) == 2
+
+
+def test_values_too_and_what_that_saves(run, loaded, model_dir, tmp_path):
+    code, printed, error = run(model_dir, "--dk", 12, "--dv", 12, "--output", tmp_path / "out")
+    assert code == 0, error
+    assert "dv output error weight error" in " ".join(printed.split())
+    assert "Value/output parameters 2,352 → 1,176 (-50%)." in printed
+    assert "Attention parameters" in printed
+    model = loaded(printed)
+    assert model.bert.encoder.layer[0].attention.self.value_form.dv == 12
+    code, printed, error = run(model_dir, "--dv", 12, "--output", tmp_path / "values")
+    assert code == 0, error
+    assert "Query/key" not in printed
+    assert "T*" not in printed
+    assert not read_factors(loaded(printed))
+
+
+def test_a_share_to_keep_is_said_in_widths(run, loaded, model_dir, tmp_path):
+    output = tmp_path / "out"
+    code, printed, error = run(model_dir, "--keep", 0.6, "--length", 8, "--output", output)
+    assert code == 0, error
+    assert printed.startswith("Kept ")
+    stored = json.loads((output / "collab_compress.json").read_text(encoding="utf-8"))["compression"]
+    assert f"dk {stored['dk']} and dv {stored['dv']}, shared, for at 8 tokens" in printed
+    assert loaded(printed).num_parameters() < 0.999 * AutoModel.from_pretrained(model_dir).num_parameters()
+
+
+def test_a_stock_model_needs_no_package(run, model_dir, tmp_path, fails, stock_python):
+    assert "a stock BertForSequenceClassification has heads as wide" in fails(
+        model_dir, "--dk", 12, "--dv", 12, "--stock", "--output", tmp_path / "out"
+    )
+    assert "--stock takes --dk N and --dv N" in fails(model_dir, "--dk", 12, "--stock", "--output", tmp_path / "out")
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=61, d_model=24, d_kv=8, num_heads=3, d_ff=32, num_layers=2, decoder_start_token_id=0)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    code, printed, error = run(
+        tmp_path / "t5", "--dk", 12, "--dv", 12, "--stock", "--calibration", "none", "--output", tmp_path / "narrow"
+    )
+    assert code == 0, error
+    assert "import collab_compress" not in printed
+    code = """
+from transformers import AutoModelForSeq2SeqLM
+model = AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1])
+assert model.config.d_kv == 4, model.config
+"""
+    done = stock_python(code, tmp_path / "narrow")
+    assert done.returncode == 0, done.stderr
 
 
 def test_how_much_is_calibrated_on_is_an_option_and_said(run, model_dir, tmp_path, caplog):
