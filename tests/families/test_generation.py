@@ -117,7 +117,7 @@ def test_the_room_of_opt_is_known_before_any_work(form, centre, biased, calibrat
 
 def counted(model):
     """The same for the keys, as the analysis counts them."""
-    return [(cost.converted or cost.dense).key_bytes for cost in module_costs(model, kinds=["decoder"])]
+    return [(cost.converted or cost.dense).cache_bytes for cost in module_costs(model, kinds=["decoder"])]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "marian", "t5", "bert-decoder"])
