@@ -24,7 +24,7 @@ from collab_compress.analysis.diversity import (
     discrepancy_growth,
 )
 from collab_compress.analysis.dominance import Dominance, PruningPoint, dominant_heads, pruning_curve
-from collab_compress.analysis.energy import Energy, head_energy, tensor_energy
+from collab_compress.analysis.energy import Energy, ValueEnergy, head_energy, tensor_energy, value_energy
 from collab_compress.analysis.mixing import alpha_matrices, effective_rank, mixing_matrices, skew_symmetry
 from collab_compress.analysis.responses import head_covariances, head_samples, layer_covariance, model_covariances
 from collab_compress.analysis.stream import with_progress
@@ -44,6 +44,7 @@ __all__ = [
     "ModuleCost",
     "PaperRow",
     "PruningPoint",
+    "ValueEnergy",
     "alpha_matrices",
     "attention_maps",
     "average_distance",
@@ -72,5 +73,6 @@ __all__ = [
     "skew_symmetry",
     "svcca",
     "tensor_energy",
+    "value_energy",
     "with_progress",
 ]

@@ -1,11 +1,11 @@
-"""What attention costs, dense and converted: parameters, multiply-accumulates, T*, key cache, measured latency."""
+"""What attention costs, dense and converted: parameters, multiply-accumulates, T*, cache, measured latency."""
 
 from __future__ import annotations
 
 import random
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.analysis.stream import Progress, with_progress
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
-from collab_compress.attention import FORMS, Form, ScoreForm, SharedScores
+from collab_compress.attention import FORMS, Form, NarrowValues, ScoreForm, SharedScores
 from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.conversion.report import dense_macs, dense_parameters
@@ -26,22 +26,24 @@ Inputs = Callable[[int], Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class FormCost:
-    """What the scores of one attention module cost in one form.
+    """What one map of an attention module costs in one form: its scores, or its values and outputs.
 
     Args:
-        parameters: of query and key projections, mixing matrix and content biases included.
-        macs: multiply-accumulates of the scores of one sequence.
-        key_bytes: what a key cache keeps of a token, in the model's dtype; 0 in an encoder, which keeps none.
+        parameters: of scores, those of query and key projections, mixing matrix and content biases included; of
+            values, those of value and output projections, without the bias of the latter.
+        macs: multiply-accumulates for one sequence.
+        cache_bytes: what a cache keeps of a token, in the model's dtype: its keys, or its values, filled up to whole
+            heads; 0 in an encoder, which keeps none.
     """
 
     parameters: int
     macs: int
-    key_bytes: int
+    cache_bytes: int
 
 
 @dataclass(frozen=True)
 class ModuleCost:
-    """What the scores of one attention module cost in both forms.
+    """What the two maps of one attention module cost in both forms: scores, and values with outputs.
 
     Args:
         name: path of the module.
@@ -49,9 +51,12 @@ class ModuleCost:
         length: tokens T for which multiply-accumulates are counted.
         dk: channels R of all heads together, or None for a dense module for which none was given.
         form: whether heads share these channels, or each has its own.
-        dense: cost in dense form.
-        converted: cost at that dk, or None without.
+        dense: cost of scores in dense form.
+        converted: cost of scores at that dk, or None without.
         break_even_length: T*, the number of tokens beyond which converted scores cost more, or None without dk.
+        dv: channels of all heads' values together, or None for dense values for which none was given.
+        dense_values: cost of values and outputs in dense form.
+        converted_values: cost of values and outputs at that dv, less at any length; None without.
     """
 
     name: str
@@ -62,6 +67,9 @@ class ModuleCost:
     dense: FormCost
     converted: FormCost | None
     break_even_length: float | None
+    dv: int | None
+    dense_values: FormCost
+    converted_values: FormCost | None
 
 
 @dataclass(frozen=True)
@@ -104,57 +112,65 @@ def module_costs(
     length: int = 128,
     *,
     dk: int | None = None,
+    dv: int | None = None,
     form: Form = "shared",
     kinds: Collection[Kind] = KINDS,
 ) -> list[ModuleCost]:
-    """Count what the scores of every attention module cost, as they are and in the other form.
+    """Count what scores, values and outputs of every attention module cost, as they are and in the other form.
 
     Args:
         model: stock or converted.
         length: tokens T.
-        dk: channels R to give dense modules, content biases besides; a converted module has its own.
-        form: whether dense modules are to share them; a converted module has its own form.
+        dk: channels R to give dense scores, content biases besides; converted ones have their own.
+        dv: channels to give dense values; narrow ones have their own.
+        form: whether dense scores are to share their channels; converted ones have their own form.
         kinds: which kinds of attention.
 
     Returns:
         One entry a module, in the model's order.
 
     Raises:
-        HeadError: the length or the dk is not positive, or the form is unknown.
+        HeadError: the length, dk or dv is not positive, or the form is unknown.
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
-    if length < 1 or (dk is not None and dk < 1):
-        raise HeadError(f"got length {length} and dk {dk}; expected at least 1")
+    asked = {"length": length, "dk": dk, "dv": dv}
+    if any(number is not None and number < 1 for number in asked.values()):
+        got = ", ".join(f"{name} {number}" for name, number in asked.items() if number is not None)
+        raise HeadError(f"got {got}; expected at least 1")
     if form not in FORMS:
         raise HeadError(f"unknown form {form!r}; expected one of {', '.join(FORMS)}")
-    return [_module_cost(site, length, dk, form) for site in find_attention(model, FAMILIES, kinds=kinds)]
+    return [_module_cost(site, length, dk, dv, form) for site in find_attention(model, FAMILIES, kinds=kinds)]
 
 
-def layer_cost(width: int, heads: int, dk: int | None = None, length: int = 128) -> LayerCost:
+def layer_cost(
+    width: int, heads: int, dk: int | None = None, length: int = 128, *, dv: int | None = None
+) -> LayerCost:
     """Count what a whole attention layer costs, without biases (section 3.4 of the paper).
 
-    Values and output take 2·D² parameters and 2·T·D² + T²·D multiply-accumulates in both forms.
+    Values and output take 2·D·dv parameters and 2·T·D·dv + T²·dv multiply-accumulates, with dv = D where they are
+    dense, as in the paper.
 
     Args:
-        width: D, and the dense query/key width H·d.
+        width: D, and the dense width H·d of queries, keys and values.
         heads: number of heads H.
-        dk: shared width R, or None for the dense layer.
+        dk: shared width R, or None for dense queries and keys.
         length: tokens T.
+        dv: width of values, or None for dense ones.
 
     Raises:
         HeadError: the width is no multiple of the number of heads.
     """
     if width % heads:
         raise HeadError(f"width {width} is no multiple of {heads} heads")
-    macs = 2 * length * width**2 + length**2 * width
+    head_width, values = width // heads, width if dv is None else dv
+    parameters, macs = 2 * width * values, (2 * length * width + length**2) * values
     if dk is None:
-        head_width = width // heads
         return LayerCost(
-            dense_parameters(width, heads, head_width, bias=False) + 2 * width**2,
+            dense_parameters(width, heads, head_width, bias=False) + parameters,
             dense_macs(width, heads, head_width, length) + macs,
         )
-    form = SharedScores(heads, width // heads, "", "", dk, content_bias=False)
-    return LayerCost(form.parameters(width) + 2 * width**2, form.macs(width, length) + macs)
+    form = SharedScores(heads, head_width, "", "", dk, content_bias=False)
+    return LayerCost(form.parameters(width) + parameters, form.macs(width, length) + macs)
 
 
 def paper_table_1() -> list[PaperRow]:
@@ -175,7 +191,7 @@ class Latency:
     Args:
         name: path of the module in both models.
         length: tokens T.
-        dense_ms: median time of the dense module, in milliseconds.
+        dense_ms: median time of the dense module and its output projection, in milliseconds.
         converted_ms: median time of the converted one.
         ratio: median of converted over dense, round by round; below 1 the converted one is faster.
         low: lower quartile of that.
@@ -207,8 +223,8 @@ def module_latency(
     """Time every attention module of a dense model against the converted one's, over the length of the input.
 
     Both modules are called with what the dense model calls its own with, one after the other and in random order, so
-    that what else the machine does falls on both alike. A module is what the model has as one: in some families the
-    output projection is in it. The times are of this machine, device and number of threads.
+    that what else the machine does falls on both alike. Output projections count, also in families whose modules
+    leave them to what is around. The times are of this machine, device and number of threads.
 
     Args:
         dense: the dense model; left in the mode it was in.
@@ -231,60 +247,85 @@ def module_latency(
     """
     if rounds < 2:
         raise HeadError(f"got {rounds} rounds; quartiles need 2 at least")
-    ours = {site.name: site.module for site in find_attention(converted, FAMILIES)}
-    names = [site.name for site in find_attention(dense, FAMILIES) if site.name in ours]
-    if not names:
+    ours = {site.name: site for site in find_attention(converted, FAMILIES)}
+    sites = [site for site in find_attention(dense, FAMILIES) if site.name in ours]
+    if not sites:
         raise HeadError("the two models have no attention module of the same path; pass a model and its conversion")
     draw, found = random.Random(seed), []
     with evaluation_mode(dense), evaluation_mode(converted):
         for length in with_progress(lengths, progress, "lengths"):
             batch = _random_tokens(dense, batch_size, length, seed) if inputs is None else dict(inputs(length))
-            calls = _calls(dense, names, batch)
-            for name, call in calls.items():
-                found.append(_timed(name, length, call, _Call(ours[name], call.args, call.kwargs), rounds, draw))
+            for call in _calls(dense, sites, batch):
+                found.append(_timed(call, replace(call, site=ours[call.site.name]), length, rounds, draw))
     return found
 
 
-def _module_cost(site: AttentionSite, length: int, dk: int | None, option: Form) -> ModuleCost:
+def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | None, option: Form) -> ModuleCost:
     module: Any = site.module
-    query, key = (getattr(part, "proj", part) for part in (site.part(site.family.query), site.part(site.family.key)))
-    width, bias = key.in_features, query.bias is not None
-    form: ScoreForm | None = None if dk is None else FORMS[option].of(site, dk, content_bias=True)
+    family = site.family
+    query, key, value = (_bare(site.part(path)) for path in (family.query, family.key, family.value))
+    width, bias, value_bias = key.in_features, query.bias is not None, value.bias is not None
+    scores: ScoreForm | None = None if dk is None else FORMS[option].of(site, dk, content_bias=True)
     if hasattr(module, "score_form"):
-        form = module.score_form
-        bias = site.part(site.family.value).bias is not None  # as values have it, queries had it
+        scores = module.score_form
+        bias = value_bias  # as values have it, queries had it
+    values = None if dv is None else NarrowValues.of(site, dv, value_bias)
+    values = getattr(module, "value_form", values)
     number = 0 if site.kind == "encoder" else query.weight.element_size()
+
+    def cost_of(form: ScoreForm | NarrowValues, cached: int) -> FormCost:
+        return FormCost(form.parameters(width), form.macs(width, length), cached * number)
+
     dense = FormCost(
         dense_parameters(width, site.heads, site.head_width, bias),
         dense_macs(width, site.heads, site.head_width, length),
         site.width * number,
     )
-    if form is None:
-        return ModuleCost(site.name, site.kind, length, None, option, dense, None, None)
-    converted = FormCost(form.parameters(width), form.macs(width, length), form.key_width * number)
-    return ModuleCost(site.name, site.kind, length, form.rank, form.option, dense, converted, form.break_even(width))
+    whole = NarrowValues.of(site, site.width, value_bias)
+    return ModuleCost(
+        site.name, site.kind, length,
+        dk=None if scores is None else scores.rank,
+        form=option if scores is None else scores.option,
+        dense=dense,
+        converted=None if scores is None else cost_of(scores, scores.key_width),
+        break_even_length=None if scores is None else scores.break_even(width),
+        dv=None if values is None else values.dv,
+        dense_values=cost_of(whole, whole.value_width),
+        converted_values=None if values is None else cost_of(values, values.value_width),
+    )  # fmt: skip
+
+
+def _bare(part: Any) -> Any:
+    """Give the projection itself, without what pads its channels to whole heads."""
+    return getattr(part, "proj", part)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A module and what it was called with."""
+    """An attention module and what it was called with."""
 
-    module: Any
+    site: AttentionSite
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    def __call__(self) -> None:
+        """Run the module, and its output projection where that is not in it."""
+        outputs = self.site.module(*self.args, **self.kwargs)
+        if self.site.family.output.startswith(".."):
+            self.site.part(self.site.family.output)(outputs[0])
 
-def _calls(model: PreTrainedModel, names: Sequence[str], batch: dict[str, Any]) -> dict[str, _Call]:
+
+def _calls(model: PreTrainedModel, sites: Sequence[AttentionSite], batch: dict[str, Any]) -> list[_Call]:
     """Note what each module is called with while the model runs."""
     calls: dict[str, _Call] = {}
 
-    def watch(name: str, module: Any) -> Any:
+    def watch(site: AttentionSite) -> Any:
         def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls.setdefault(name, _Call(module, args, kwargs))
+            calls.setdefault(site.name, _Call(site, args, kwargs))
 
-        return module.register_forward_pre_hook(note, with_kwargs=True)
+        return site.module.register_forward_pre_hook(note, with_kwargs=True)
 
-    handles = [watch(name, model.get_submodule(name)) for name in names]
+    handles = [watch(site) for site in sites]
     if "use_cache" in forward_arguments(model):
         batch = {**batch, "use_cache": False}  # a cache would grow with every call
     try:
@@ -292,10 +333,10 @@ def _calls(model: PreTrainedModel, names: Sequence[str], batch: dict[str, Any]) 
     finally:
         for handle in handles:
             handle.remove()
-    return calls
+    return list(calls.values())
 
 
-def _timed(name: str, length: int, dense: _Call, converted: _Call, rounds: int, draw: random.Random) -> Latency:
+def _timed(dense: _Call, converted: _Call, length: int, rounds: int, draw: random.Random) -> Latency:
     times: dict[str, list[float]] = {"dense": [], "converted": []}
     calls = {"dense": dense, "converted": converted}
     for count in range(rounds + 1):
@@ -306,16 +347,16 @@ def _timed(name: str, length: int, dense: _Call, converted: _Call, rounds: int, 
     ratios = [ours / theirs for ours, theirs in zip(times["converted"], times["dense"], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     medians = {which: 1e3 * statistics.median(found) for which, found in times.items()}
-    return Latency(name, length, medians["dense"], medians["converted"], middle, low, high, rounds)
+    return Latency(dense.site.name, length, medians["dense"], medians["converted"], middle, low, high, rounds)
 
 
 def _seconds(call: _Call) -> float:
     """Time one call, all of what it puts on a GPU included."""
-    on_gpu = torch.cuda.is_available() and next(call.module.parameters()).is_cuda
+    on_gpu = torch.cuda.is_available() and next(call.site.module.parameters()).is_cuda
     if on_gpu:
         torch.cuda.synchronize()
     started = perf_counter()
-    call.module(*call.args, **call.kwargs)
+    call()
     if on_gpu:
         torch.cuda.synchronize()
     return perf_counter() - started

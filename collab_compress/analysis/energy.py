@@ -1,22 +1,25 @@
-"""Energy of queries, keys and their products in their principal components: how many shared dimensions suffice."""
+"""Energy of queries, keys and their products, of values and outputs, by components: how many dimensions suffice."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from collab_compress.analysis.stream import Batches, Progress, with_progress
-from collab_compress.architectures import FAMILIES, KINDS, DenseSite, Kind, find_attention
+from collab_compress.architectures import FAMILIES, KINDS, DenseSite, Kind, ValueSite, find_attention
+from collab_compress.attention.form import plain_weight
 from collab_compress.calibration import gather_moments
 from collab_compress.conversion.expand import read_factors
 from collab_compress.errors import HeadError
 from collab_compress.factorization import Factors, HeadTensor
 from collab_compress.factorization.moments import Moments, Weighting
+from collab_compress.factorization.narrowing import captured, damp
 
 
 @dataclass(frozen=True)
@@ -116,15 +119,13 @@ class Energy:
         Raises:
             HeadError: the share is not in range, or the curve is unknown.
         """
-        if not 0 < share <= 1:
-            raise HeadError(f"share of energy is {share}; expected above 0, up to 1")
         curves = {
             "unshared": self.unshared, "shared": self.shared, "product": self.joined_product,
             "query": self.joined_query, "key": self.joined_key,
         }  # fmt: skip
         if of not in curves:
             raise HeadError(f"unknown curve {of!r}; expected one of {', '.join(curves)}")
-        return int((curves[of] < share - 1e-12).sum())
+        return _first(curves[of], share)
 
     def ranks(self, of: Joined = "unshared") -> dict[float, int]:
         """Suggest a dk for 90, 95 and 99 % of the energy; share → dk."""
@@ -205,6 +206,127 @@ def tensor_energy(tensor: HeadTensor) -> Energy:
         shared=torch.minimum(*(_cumulative(side)[: least + 1] for side in sides)),
         unshared=_cumulative(single.flatten().sort(descending=True).values),
     )
+
+
+@dataclass(frozen=True)
+class ValueEnergy:
+    r"""Cumulative energy of what one module's heads add to the residual stream; entry k is the share of the first k.
+
+    Args:
+        heads: of each head's $W_V^{(i)} W_O^{(i)}$ alone, (H, d+1).
+        narrow: of all heads' together, by the channels that narrow values of equal widths keep, (H·d+1,). A
+            conversion at dv captures narrow[dv]: its relative error is √(1 − narrow[dv]), but for damping.
+        joined: of all heads' together, by their best common components. No values capture more at that dv, however
+            their channels are divided among heads.
+    """
+
+    heads: Tensor
+    narrow: Tensor
+    joined: Tensor
+
+    def rank(self, share: float = 0.99, of: Literal["narrow", "joined"] = "narrow") -> int:
+        """Suggest a dv: the least number of channels of all heads together that capture this share.
+
+        Args:
+            share: of the energy, above 0, up to 1.
+            of: which curve.
+
+        Raises:
+            HeadError: the share is not in range, or the curve is unknown.
+        """
+        curves = {"narrow": self.narrow, "joined": self.joined}
+        if of not in curves:
+            raise HeadError(f"unknown curve {of!r}; expected one of {', '.join(curves)}")
+        return _first(curves[of], share)
+
+    def ranks(self, of: Literal["narrow", "joined"] = "narrow") -> dict[float, int]:
+        """Suggest a dv for 90, 95 and 99 % of the energy; share → dv."""
+        return {share: self.rank(share, of) for share in SHARES}
+
+
+def value_energy(
+    model: PreTrainedModel,
+    batches: Batches | None = None,
+    *,
+    centre: bool = True,
+    damping: float = 1e-3,
+    kinds: Collection[Kind] = KINDS,
+    progress: Progress = False,
+) -> dict[str, ValueEnergy]:
+    r"""Measure how much of what heads add to the residual stream few channels of their values capture.
+
+    Head i adds $o_i W_O^{(i)}$, where $o_i$ are its values, summed by its attention rows. Energy is
+    $E\|\sum_i o_i W_O^{(i)}\|^2$, weighed as a conversion does it (`narrow_values`): with batches by the covariance
+    of $o$, else as though inputs were white and heads attended independently of each other.
+
+    Args:
+        model: stock or edited; where heads are mixed, the mixture counts as part of $W_O$.
+        batches: keyword arguments for the model, to weigh by; none for the bare weights. Padding does not count.
+        centre: weigh by covariances where the output projection has a bias to take the mean; else by second moments.
+        damping: share of the mean variance that is added to every direction.
+        kinds: which kinds of attention.
+        progress: True for a bar, or a function of how many batches are done and how many there are.
+
+    Returns:
+        Module path → curves, in float64; of narrow values up to their dv.
+
+    Raises:
+        HeadError: weights or inputs allow no such weighting.
+        CalibrationError: the model does not take such batches, or a module saw no token.
+        UnsupportedModelError: the model's family is not known, or it has no attention of these kinds; a projection
+            carries an adapter, is quantized or offloaded.
+    """
+    sites = []
+    for site in find_attention(model, FAMILIES, kinds=kinds):
+        value, output = site.part(site.family.value), site.part(site.family.output)
+        sites.append(ValueSite(**vars(site), value=getattr(value, "proj", value), output=output))
+    moments: list[Moments | None] = [None] * len(sites)
+    if batches is not None:
+        watched = (dict(batch) for batch in with_progress(batches, progress, "batches"))
+        moments = [seen for (seen,) in gather_moments(model, sites, watched)]
+    return {site.name: _value_energy(site, seen, centre, damping) for site, seen in zip(sites, moments, strict=True)}
+
+
+def _value_energy(site: ValueSite, moments: Moments | None, centre: bool, damping: float) -> ValueEnergy:
+    form = getattr(site.module, "value_form", None)
+    heads = site.heads
+    sizes = [len(site.value.weight) // heads] * heads if form is None else list(form.sizes)
+    output = getattr(site.output, "proj", site.output)
+    weight = _exact(plain_weight(site.path(site.family.output), output))
+    rows = weight if isinstance(output, Conv1D) else weight.mT  # (dv, D)
+    alphas = getattr(site.output, "alphas", None)
+    if alphas is not None:
+        rows = torch.einsum("ij,icx->jcx", _exact(alphas), rows.unflatten(0, (heads, -1))).flatten(0, 1)
+    value = _exact(site.value.weight)
+    if not bool(rows.isfinite().all() and value.isfinite().all()):
+        raise HeadError(f"{site.name}: its weights are not finite; the checkpoint is damaged")
+    if moments is None:
+        joint = torch.block_diag(*(head @ head.mT for head in value.split(sizes)))
+    else:
+        seen = moments.to("cpu", torch.float64)
+        joint = seen.covariance() if centre and output.bias is not None else seen.second
+    try:
+        return _outputs_energy(damp(joint, damping), rows.split(sizes))
+    except ValueError as error:
+        raise HeadError(f"{site.name}: {error}") from error
+
+
+def _outputs_energy(moments: Tensor, outputs: Sequence[Tensor]) -> ValueEnergy:
+    """Measure the energy of heads that are at hand; arguments as for `captured`."""
+    alone, together = captured(moments, outputs)
+    longest = max(map(len, outputs))
+    heads = torch.stack([torch.nn.functional.pad(each, (0, longest - len(each))) for each in alone])
+    whole = torch.cat(list(outputs))
+    values, vectors = torch.linalg.eigh(moments)
+    root = values.clamp(min=0).sqrt()[:, None] * vectors.mT
+    return ValueEnergy(_cumulative(heads), _cumulative(together), _cumulative(_squares(root @ whole)))
+
+
+def _first(curve: Tensor, share: float) -> int:
+    """Find how many components it takes to capture a share of the energy."""
+    if not 0 < share <= 1:
+        raise HeadError(f"share of energy is {share}; expected above 0, up to 1")
+    return int((curve < share - 1e-12).sum())
 
 
 def _squares(matrix: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The model card of an edited model: what it was made from, how, what that cost, and how to load it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isinf
 from pathlib import Path
@@ -10,15 +10,15 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
-from collab_compress.attention import FORMS
+from collab_compress.attention import FORM_KINDS, FORMS
 from collab_compress.checkpoint import edits_of
 from collab_compress.conversion.compression import Compression
-from collab_compress.conversion.report import Report
+from collab_compress.conversion.report import ModuleReport, Report, ValueReport
 
 CARD = "README.md"
 TAGS = ("collab_compress", "collaborative-attention")
 EDITED = {
-    **{form.kind: form.title for form in FORMS.values()}, "alphas": "mixed heads",
+    **{form.kind: form.title for form in FORM_KINDS.values()}, "alphas": "mixed heads",
     "pruned": "fewer heads",
 }  # fmt: skip
 TAKEN = ("license", "license_name", "license_link", "language", "pipeline_tag", "library_name", "datasets")
@@ -107,35 +107,64 @@ def _made(
 ) -> list[str]:
     lines = []
     if compression is not None:
-        modules = "" if report is None else f" of {len(report.modules)} attention modules"
-        lines.append(
-            f"Queries and keys{modules} were decomposed into {FORMS[compression.form].space} of R = {compression.dk} "
-            f"(`{compression.form}`, solver `{compression.solver}`, damping {compression.damping:g}, "
-            f"seed {compression.seed}{'' if calibration is None else f', calibrated on {calibration}'}), "
-            "without retraining. Values and outputs are the source's own."
-        )
+        lines.append(" ".join(_converted(compression, calibration, report)))
     if any(edit.kind == "alphas" for edit in edits_of(model)):
         lines.append("Heads mix before the output projection; the mixture is the identity until it is trained.")
     return lines
 
 
+def _converted(compression: Compression, calibration: str | None, report: Report | None) -> Iterator[str]:
+    """Say what became of the two maps of attention."""
+    of_scores, of_values = (
+        f" of {len(modules)} attention modules" if modules else ""
+        for modules in (report and report.modules, report and report.values)
+    )
+    how = f"damping {compression.damping:g}, seed {compression.seed}"
+    how += "" if calibration is None else f", calibrated on {calibration}"
+    if compression.dk is None:
+        yield "Queries and keys are the source's own."
+    else:
+        yield (
+            f"Queries and keys{of_scores} were decomposed into {FORMS[compression.form].space} of "
+            f"R = {compression.dk} (`{compression.form}`, solver `{compression.solver}`, {how}), without retraining."
+        )
+    if compression.dv is None:
+        yield "Values and outputs are the source's own."
+    else:
+        yield (
+            f"Values{of_values} were narrowed to dv = {compression.dv} channels, all heads together, and the output "
+            f"projections fitted to them ({how}), without retraining."
+        )
+
+
 def _figures(report: Report | None) -> list[str]:
     if report is None:
         return []
-    modules = report.modules
-    before, after = (sum(getattr(each, f"parameters_{when}") for each in modules) for when in ("before", "after"))
-    errors = [each.weight_error if each.data_error is None else each.data_error for each in modules]
-    lengths = min(each.break_even_length for each in modules)
-    rows = {
-        "query/key parameters": f"{before:,} → {after:,}",
-        "parameters": f"{report.parameters_before:,} → {report.parameters_after:,}",
-        "relative error of scores, mean over modules": f"{mean(errors):.4f}",
-        "scores take fewer operations": "at any length" if isinf(lengths) else f"up to {lengths:.0f} tokens",
-    }
+    rows = {}
+    if report.modules:
+        rows["query/key parameters"] = _parameters(report.modules)
+    if report.values:
+        rows["value/output parameters"] = _parameters(report.values)
+    rows["parameters"] = f"{report.parameters_before:,} → {report.parameters_after:,}"
+    if report.modules:
+        lengths = min(each.break_even_length for each in report.modules)
+        rows["relative error of scores, mean over modules"] = _error(report.modules)
+        rows["scores take fewer operations"] = "at any length" if isinf(lengths) else f"up to {lengths:.0f} tokens"
+    if report.values:
+        rows["relative error of what heads add, mean over modules"] = _error(report.values)
+        rows["values take fewer operations"] = "at any length"
     if report.drift is not None:
         rows[f"drift of {report.drift.output} on held-back sequences"] = f"{report.drift.relative_error:.2%}"
     table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
     return ["## Figures", table]
+
+
+def _parameters(maps: Sequence[ModuleReport | ValueReport]) -> str:
+    return f"{sum(each.parameters_before for each in maps):,} → {sum(each.parameters_after for each in maps):,}"
+
+
+def _error(maps: Sequence[ModuleReport | ValueReport]) -> str:
+    return f"{mean(each.weight_error if each.data_error is None else each.data_error for each in maps):.4f}"
 
 
 def _licence(taken: dict[str, Any]) -> str:

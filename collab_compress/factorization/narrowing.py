@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -76,8 +77,7 @@ def narrow_values(
     joint = white
     if moments is not None:
         joint = (moments.covariance() if fold else moments.second).to(place)
-    damped = joint.clone()
-    damped.diagonal().add_(damping * joint.diagonal().mean())
+    damped = damp(joint, damping)
     kept = tuple(
         _leading(damped[i * width : (i + 1) * width, i * width : (i + 1) * width], wo[i], size)
         for i, size in enumerate(sizes)
@@ -105,10 +105,67 @@ def _leading(moments: Tensor, output: Tensor, size: int) -> Tensor:
     """P (d, s) whose channels o·P carry most of what o·W adds, for o with these moments (d, d) and W (d, D)."""
     if size == len(moments):
         return torch.eye(size, dtype=moments.dtype, device=moments.device)
+    return ranked_channels(moments, output)[0][:, :size]
+
+
+def ranked_channels(moments: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+    """Rank the channels of a head by what they add to the residual stream.
+
+    Args:
+        moments: of what the head hands to the output projection, o, (d, d), damped.
+        output: W^O of the head, (d, D).
+
+    Returns:
+        Channels o·P, P (d, d), each of variance 1 and none correlated with another, those that add most first; and
+        how much each adds to E‖o·W^O‖².
+
+    Raises:
+        ValueError: the moments are singular.
+    """
     root = _root(moments).mT
-    directions, _, _ = torch.linalg.svd(root @ output, full_matrices=False)
-    leading: Tensor = torch.linalg.solve_triangular(root, directions[:, :size], upper=True)
-    return leading
+    directions, sizes, _ = torch.linalg.svd(root @ output, full_matrices=False)
+    return torch.linalg.solve_triangular(root, directions, upper=True), sizes.square()
+
+
+def damp(moments: Tensor, damping: float) -> Tensor:
+    """Add a share of the mean variance to every direction of moments (n, n)."""
+    damped = moments.clone()
+    damped.diagonal().add_(damping * moments.diagonal().mean())
+    return damped
+
+
+def captured(moments: Tensor, outputs: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Measure what values of every width capture of what a layer adds, in the narrow form of equal widths.
+
+    The channels that values of dv channels keep are among those that dv + 1 keep, so that one factorization serves
+    every width: with the channels in the order in which they are kept and LLᵀ their moments, channel j adds the
+    square of row j of L⁻¹ E[f (Σ o_i W_i)].
+
+    Args:
+        moments: of what the output projection reads, heads side by side, (n, n), damped.
+        outputs: W^O of each head, (d_i, D).
+
+    Returns:
+        What each channel adds to E‖o_i W_i‖² of its head alone, (d_i,) for each head; and what each further channel
+        of all heads adds to E‖Σ o_i W_i‖² once outputs are refitted, (n,): the first head's best, the second head's,
+        …, then the first head's second, ….
+
+    Raises:
+        ValueError: the moments are singular.
+    """
+    starts = list(accumulate(map(len, outputs), initial=0))
+    ranked = [
+        ranked_channels(moments[start:stop, start:stop], output)
+        for (start, stop), output in zip(pairwise(starts), outputs, strict=True)
+    ]
+    places = sorted(
+        (place, start + place) for start, output in zip(starts, outputs, strict=False) for place in range(len(output))
+    )
+    channels = torch.block_diag(*(own for own, _ in ranked))[:, [column for _, column in places]]
+    seen = moments @ channels
+    adds = seen.mT @ torch.cat(list(outputs))  # (n, D)
+    reached = torch.linalg.solve_triangular(_root(channels.mT @ seen), adds, upper=False)
+    return [sizes for _, sizes in ranked], reached.square().sum(1)
 
 
 def _root(matrix: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
     Raises:
         UnsupportedModelError: the model's family is not known, or a module lies outside the base model.
         HeadError: heads are mixed already; the model is quantized, offloaded or sharded; an output projection is no
-            plain `nn.Linear`, or shares its weight with another.
+            plain `nn.Linear`, or shares its weight with another; heads differ in the width of their values.
     """
     model = transformers_model(model)
     refuse_sharded(model, "mix_heads_")
@@ -203,6 +203,12 @@ def _folded(projection: nn.Linear | Conv1D, alphas: Tensor) -> Tensor:
 
 
 def _plain_output(site: AttentionSite) -> nn.Linear | Conv1D:
+    form = getattr(site.module, "value_form", None)
+    if form is not None and len(set(form.sizes)) > 1:
+        raise HeadError(
+            f"{site.name}: its heads have {min(form.sizes)} to {max(form.sizes)} channels of values, and only heads "
+            f"of one width can be mixed; pass a dv that {site.heads} divides, or expand the model first"
+        )
     return _plain(site.path(site.family.output), site.part(site.family.output))
 
 

@@ -253,6 +253,9 @@ class Rotator:
         for sites in self._sites().values():
             for site in sites if not rotation.pairs else ():
                 head_blocks(site, 0)
+                heads = [(site.name, head) for head in range(site.heads)]
+                for start in (0, 1):  # each with the next: heads that differ in width would change places somewhere
+                    matched_blocks(model, list(zip(heads[start::2], heads[start + 1 :: 2], strict=False)))
             zeros = {site.name: torch.zeros(site.heads) for site in sites}
             self._pairing.pair(rotation, sites, zeros, 0)
             for site in sites[1:] if self._pairing.crosses else ():

@@ -17,9 +17,9 @@ from collab_compress.analysis.diversity import Coefficients, Discrepancies
 from collab_compress.analysis.responses import Covariances, LayerCovariance, Samples
 from collab_compress.analysis.stream import Observer, Progress, observed
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
+from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch
 from collab_compress.calibration.gather import real_tokens
-from collab_compress.conversion.expand import read_factors
 from collab_compress.errors import HeadError
 
 
@@ -28,13 +28,17 @@ class Look:
     """How much is looked at."""
 
     dk: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Shared width R at which the cost of dense attention is counted and timed; a third of H·d if not given."""
+    """Shared width R at which the cost of dense attention is counted and timed. If neither this nor dv is given, a
+    third of H·d."""
+
+    dv: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Width of values, all heads together, at which the cost of dense attention is counted and timed."""
 
     head_sequences: Annotated[int, tyro.conf.arg(metavar="N")] = 16
     """Sequences on which heads are silenced one by one; the drift of the outputs is measured on these."""
 
     input_sequences: Annotated[int, tyro.conf.arg(metavar="N")] = 256
-    """Sequences on which inputs of queries and keys are measured, for energy and content."""
+    """Sequences on which inputs of queries and keys, and what heads hand on, are measured, for energy and content."""
 
     kernel_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 1000
     """Tokens that CKA with the RBF kernel is measured on; time and memory grow with their square."""
@@ -53,8 +57,9 @@ class Look:
         for name, least in (("head_sequences", 1), ("input_sequences", 1), ("kernel_tokens", 4), ("rounds", 2)):
             if getattr(self, name) < least:
                 raise HeadError(f"{name} is {getattr(self, name)}; expected at least {least}")
-        if self.dk is not None and self.dk < 1:
-            raise HeadError(f"dk is {self.dk}; expected at least 1")
+        for name, width in (("dk", self.dk), ("dv", self.dv)):
+            if width is not None and width < 1:
+                raise HeadError(f"{name} is {width}; expected at least 1")
         if not 0 <= self.seed < 2**32:
             raise HeadError(f"seed is {self.seed}; expected a whole number from 0 to 2³² − 1")
         if min(self.lengths, default=1) < 1:
@@ -234,8 +239,8 @@ class Study:
 
     @property
     def converted(self) -> bool:
-        """Whether heads of the model share their queries and keys."""
-        return bool(read_factors(self.model))
+        """Whether a map of an attention module of the model, scores or values, is in another form than the dense."""
+        return any(is_converted(site.module) for site in self.sites)
 
     @property
     def sequences(self) -> int:

@@ -41,8 +41,39 @@ def test_parameters_and_cache_are_those_of_the_live_model(family, form, make_tin
         model(**calibration[0])
     for cost in planned:
         cached = 4 * widths[cost.name] if cost.kind != "encoder" else 0
-        assert cost.converted.key_bytes == cached
-        assert cost.dense.key_bytes == (4 * 24 if cost.kind != "encoder" else 0)
+        assert cost.converted.cache_bytes == cached
+        assert cost.dense.cache_bytes == (4 * 24 if cost.kind != "encoder" else 0)
+
+
+def live_value_parameters(site):
+    """Parameters of a module's values and outputs, the output's bias left out."""
+    value, output = site.part(site.family.value), site.part(site.family.output)
+    return sum(parameter.numel() for _, parameter in value.named_parameters()) + output.weight.numel()
+
+
+@pytest.mark.parametrize(("dk", "dv"), [(None, 12), (9, 10)])
+def test_values_and_their_cache_are_those_of_the_live_model(family, dk, dv, make_tiny, calibration):
+    model = make_tiny(family)
+    planned = module_costs(model, 7, dk=dk, dv=dv)
+    for site, cost in zip(find_attention(model, FAMILIES), planned, strict=True):
+        assert cost.dense_values.parameters == live_value_parameters(site)
+    report = compress(model, Compression(dk=dk, dv=dv), calibration=calibration[:2])
+    assert module_costs(model, 7, dv=99) == planned
+    widths = {}
+    for site, cost, module in zip(find_attention(model, FAMILIES), planned, report.values, strict=True):
+        assert cost.dv == dv
+        assert cost.converted_values.parameters == live_value_parameters(site) == module.parameters_after
+        assert cost.dense_values.parameters == module.parameters_before
+        assert cost.converted_values.macs == 7 * dv * (24 + 24 + 7)
+        assert cost.dense_values.macs == 7 * 24 * (24 + 24 + 7)
+        site.part(site.family.value).register_forward_hook(
+            lambda _, args, out, name=site.name: widths.update({name: out.shape[-1]})
+        )
+    with torch.no_grad():
+        model(**calibration[0])
+    for cost in planned:
+        assert cost.converted_values.cache_bytes == (4 * widths[cost.name] if cost.kind != "encoder" else 0)
+        assert cost.dense_values.cache_bytes == (4 * 24 if cost.kind != "encoder" else 0)
 
 
 def test_macs_meet_at_the_break_even_length(bert):
@@ -55,12 +86,13 @@ def test_macs_meet_at_the_break_even_length(bert):
 def test_without_a_rank_a_dense_module_has_one_form(bert):
     cost = module_costs(bert, 64)[0]
     assert (cost.dk, cost.converted, cost.break_even_length) == (None, None, None)
+    assert (cost.dv, cost.converted_values) == (None, None)
     assert cost.dense.macs == 2 * 64 * 24 * 24 + 64 * 64 * 24
 
 
 def test_half_precision_halves_the_cache(make_tiny):
     sizes = [
-        sum(cost.dense.key_bytes for cost in module_costs(model))
+        sum(cost.dense.cache_bytes for cost in module_costs(model))
         for model in (make_tiny("marian"), make_tiny("marian").to(torch.bfloat16))
     ]
     assert sizes[0] == 2 * sizes[1] == 4 * 4 * 24  # four modules, four bytes, H·d numbers
@@ -85,6 +117,9 @@ def test_a_layer_counts_every_product():
     scores = 2 * length * width * dk + heads * length * dk + heads * length * length * dk
     rest = 2 * length * width * width + heads * length * length * head_width
     assert layer_cost(width, heads, dk, length).macs == scores + rest
+    narrow = 2 * length * width * 12 + length * length * 12
+    assert layer_cost(width, heads, dk, length, dv=12).macs == scores + narrow
+    assert layer_cost(width, heads, dv=12).parameters == 2 * width * width + 2 * width * 12
     assert layer_cost(width, heads).parameters == 4 * width * width
     assert layer_cost(width, heads, dk).parameters == 2 * width * dk + heads * dk + 2 * width * width
 
@@ -94,6 +129,8 @@ def test_what_cannot_be_counted_is_refused(bert):
         module_costs(bert, 0)
     with pytest.raises(HeadError, match="dk 0"):
         module_costs(bert, dk=0)
+    with pytest.raises(HeadError, match="got length 128, dv 0; expected at least 1"):
+        module_costs(bert, dv=0)
     with pytest.raises(HeadError, match="unknown form 'half'"):
         module_costs(bert, form="half")
     with pytest.raises(HeadError, match="no multiple of 5 heads"):

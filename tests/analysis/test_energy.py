@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from collab_compress import Compression, compress, read_factors
-from collab_compress.analysis import head_energy, tensor_energy
-from collab_compress.architectures import FAMILIES, find_dense_attention
+from collab_compress import Compression, compress, merge_alphas_, mix_heads_, read_factors
+from collab_compress.analysis import head_energy, tensor_energy, value_energy
+from collab_compress.architectures import FAMILIES, find_dense_attention, find_dense_values
+from collab_compress.conversion.drift import split_held_back
 from collab_compress.errors import HeadError
 from collab_compress.factorization import HeadTensor
 
@@ -157,3 +158,78 @@ def test_what_cannot_be_measured_is_refused(bert):
     bert.get_submodule("encoder.layer.1.attention.self").query.weight.data[0, 0] = torch.inf
     with pytest.raises(HeadError, match=r"layer\.1.* weights are not finite"):
         head_energy(bert)
+
+
+def outputs_of_heads(model, site, batches):
+    """What an output projection reads at real tokens, (N, dv)."""
+    seen = []
+    for batch in batches:
+        encoder = batch["attention_mask"]
+        mask = encoder if site.kind == "encoder" else batch.get("decoder_attention_mask", encoder)
+        handle = site.part(site.family.output).register_forward_pre_hook(
+            lambda _, args, mask=mask: seen.append(args[0][mask.bool()])
+        )
+        with torch.no_grad():
+            model(**batch)
+        handle.remove()
+    return torch.cat(seen).double().numpy()
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+def test_values_of_each_head_have_the_energy_of_their_maps(family, weighed, make_tiny, calibration):
+    model, batches = make_tiny(family), calibration[:2]
+    found = value_energy(model, batches if weighed else None, damping=1e-9)
+    for site in find_dense_values(model, FAMILIES):
+        value, output = site.value_heads().double().numpy(), site.output_heads().double().numpy()
+        seen = np.cov(outputs_of_heads(model, site, batches).T, bias=True) if weighed else None
+        for head in range(site.heads):
+            own = slice(head * 8, head * 8 + 8)
+            made = value[head] @ output[head] if seen is None else root(seen[own, own], 0) @ output[head]
+            np.testing.assert_allclose(found[site.name].heads[head], curve(made)[:9], atol=1e-6)
+
+
+@pytest.mark.parametrize("dv", [1, 5, 12, 13, 23])
+@pytest.mark.parametrize("weighed", [False, True])
+def test_a_conversion_of_values_captures_what_the_curve_says(family, weighed, dv, make_tiny, calibration):
+    model = make_tiny(family)
+    used, _ = split_held_back(calibration)
+    found = value_energy(model, used if weighed else None, damping=1e-6)
+    report = compress(model, Compression(dv=dv, damping=1e-6), calibration=calibration if weighed else None)
+    for module in report.values:
+        error = module.data_error if weighed else module.weight_error
+        each = found[module.name]
+        assert error**2 == pytest.approx(1 - float(each.narrow[dv]), abs=1e-4)
+        assert each.narrow[dv] <= each.joined[dv] + 1e-9
+
+
+def test_narrow_and_mixed_values_have_curves_too(family, make_tiny, calibration):
+    model = make_tiny(family)
+    compress(model, Compression(dv=10), calibration=calibration[:2])
+    for each in value_energy(model, calibration[:2]).values():
+        assert each.narrow.shape == (11,)
+        assert each.heads.shape == (3, 5)
+        assert each.ranks()[0.9] <= each.rank(1) <= 10
+        assert each.rank(0.9, "joined") <= each.rank(0.9)
+    mixed = make_tiny(family)
+    mix_heads_(mixed)
+    with torch.no_grad():
+        for name, parameter in mixed.named_parameters():
+            if name.endswith("alphas"):
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    before = value_energy(mixed, calibration[:2])
+    merge_alphas_(mixed)
+    for name, each in value_energy(mixed, calibration[:2]).items():
+        torch.testing.assert_close(before[name].narrow, each.narrow, atol=1e-5, rtol=1e-5)
+
+
+def test_values_that_cannot_be_measured_are_refused(bert):
+    found = value_energy(bert)["encoder.layer.0.attention.self"]
+    with pytest.raises(HeadError, match="share of energy is 2"):
+        found.rank(2)
+    with pytest.raises(HeadError, match="unknown curve 'wide'"):
+        found.rank(0.9, "wide")
+    with pytest.raises(HeadError, match="values' moments are singular"):
+        value_energy(bert, [{"input_ids": torch.tensor([[5]])}])
+    bert.get_submodule("encoder.layer.1.attention.output.dense").weight.data[0, 0] = torch.inf
+    with pytest.raises(HeadError, match=r"layer\.1.* weights are not finite"):
+        value_energy(bert)

@@ -46,6 +46,17 @@ def test_both_get_what_the_dense_model_gives_its_own(two):
             torch.testing.assert_close(each, given[id(dense)][name][-1], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dv", [12, 10])
+def test_output_projections_are_timed_too(family, dv, make_tiny):
+    dense, converted = make_tiny(family), make_tiny(family)
+    compress(converted, Compression(dv=dv), calibration=None)
+    widths = []
+    for site in find_attention(converted, FAMILIES):
+        site.part(site.family.output).register_forward_hook(lambda _, args, out: widths.append(args[0].shape[-1]))
+    found = module_latency(dense, converted, (6,), rounds=2)
+    assert widths == [dv] * 3 * len(found)
+
+
 def test_own_inputs_progress_and_modes(make_tiny, batch):
     dense, converted = make_tiny("bert").train(), make_tiny("bert")
     compress(converted, Compression(dk=9, sweeps=1), calibration=None)

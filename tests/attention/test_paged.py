@@ -61,6 +61,9 @@ CASES = {
     "low": (gpt2, Compression(dk=7)),
     "per-head": (gpt2, Compression(dk=9, form="per-head")),
     "fixed heads": (opt, Compression(dk=9)),
+    "narrow": (gpt2, Compression(dk=7, dv=12)),
+    "unequal": (gpt2, Compression(dv=10)),
+    "narrow, fixed heads": (opt, Compression(dv=10)),
 }
 
 

@@ -16,11 +16,12 @@ def outputs(model, batch):
         return model(**batch)[0]
 
 
-@pytest.mark.parametrize("dk", [5, 24])  # 24 = D = H·d: the shapes of dense and shared projections agree
-def test_every_auto_class(family, auto_class, dk, make_tiny, batch, tmp_path, load_cleanly, capfd):
+# 24 = D = H·d: the shapes of dense and converted projections agree
+@pytest.mark.parametrize(("dk", "dv"), [(5, None), (24, None), (None, 10), (5, 24)])
+def test_every_auto_class(family, auto_class, dk, dv, make_tiny, batch, tmp_path, load_cleanly, capfd):
     torch.manual_seed(0)
     model = auto_class.from_config(make_tiny(family).config).eval()
-    compress(model, Compression(dk=dk), calibration=None)
+    compress(model, Compression(dk=dk, dv=dv), calibration=None)
     model.save_pretrained(tmp_path)
     loaded = load_cleanly(auto_class, tmp_path)
     assert torch.equal(outputs(loaded, batch), outputs(model, batch))

@@ -28,8 +28,8 @@ torch.save(first, target + "/output.pt")
 """
 
 
-def saved(model, directory, batch):
-    compress(model, Compression(dk=5), calibration=None)
+def saved(model, directory, batch, **widths):
+    compress(model, Compression(**widths or {"dk": 5}), calibration=None)
     make_standalone_(model)
     model.save_pretrained(directory)
     torch.save(batch, directory / "batch.pt")
@@ -37,14 +37,17 @@ def saved(model, directory, batch):
         return model(**batch)[0]
 
 
-@pytest.mark.parametrize("head", ["base", "classifier"])
-def test_loads_and_saves_without_the_package(family, head, make_tiny, batch, tmp_path, stock_python):
+@pytest.mark.parametrize(
+    ("head", "widths"),
+    [("base", {"dk": 5}), ("classifier", {"dk": 5}), ("base", {"dv": 10}), ("base", {"dk": 5, "dv": 12})],
+)
+def test_loads_and_saves_without_the_package(family, head, widths, make_tiny, batch, tmp_path, stock_python):
     model = make_tiny(family)
     if head == "classifier" and family == "marian":
         pytest.skip("Transformers has no Marian classifier")
     if head == "classifier":
         model = AutoModelForSequenceClassification.from_config(model.config).eval()
-    expected = saved(model, tmp_path / "one", batch)
+    expected = saved(model, tmp_path / "one", batch, **widths)
     done = stock_python(WITHOUT_PACKAGE, tmp_path / "one", tmp_path / "two", head)
     assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(tmp_path / "two" / "output.pt", weights_only=True), expected)

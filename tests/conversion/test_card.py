@@ -55,6 +55,35 @@ def test_it_says_what_the_model_is_and_was(converted, source):
         assert part in card.content
 
 
+@pytest.mark.parametrize("dk", [None, 8])
+def test_it_says_what_became_of_values(dk, make_tiny, calibration, tmp_path):
+    model = make_tiny("bert")
+    compression = Compression(dk=dk, dv=10, damping=0.01)
+    report = compress(model, compression, calibration)
+    card = model_card(model, "narrow", Origin("small"), compression, "texts", report).content
+    words = "shared attention and narrow values" if dk else "narrow values"
+    error = sum(each.data_error for each in report.values) / 2
+    for part in (
+        f"`BertModel` with {words}, made from `small`",
+        f"import collab_compress  # lets Transformers rebuild the {words}",
+        "Values of 2 attention modules were narrowed to dv = 10 channels",
+        "damping 0.01, seed 0, calibrated on texts",
+        "| value/output parameters | 2,352 → 980 |",
+        f"| relative error of what heads add, mean over modules | {error:.4f} |",
+        "| values take fewer operations | at any length |",
+    ):
+        assert part in card
+    assert ("Queries and keys are the source's own." in card) == (dk is None)
+    assert ("query/key parameters" in card) == ("R = 8" in card) == (dk is not None)
+    assert "R = None" not in card
+    assert "Values and outputs are the source's own" not in card
+    loading = "\n".join(loading_lines(model, tmp_path / "saved"))
+    model.save_pretrained(tmp_path / "saved")
+    scope = {}
+    exec(loading, scope)
+    assert scope["model"].num_parameters() == model.num_parameters()
+
+
 def test_a_base_model_that_is_not_on_the_hub_is_that_of_its_card(converted, source):
     model, report = converted
     card = model_card(model, "out", Origin("mine", source), Compression(dk=8), None, report)

@@ -21,11 +21,15 @@ from collab_compress.distributed import end_processes, process_state
 
 folder, rank = sys.argv[1], process_state().process_index
 batches = torch.load(folder + "/batches.pt", weights_only=True)
-for form in ("shared", "per-head"):
+forms = {
+    "shared": Compression(dk=7), "per-head": Compression(dk=7, form="per-head"), "narrow": Compression(dv=10),
+    "both": Compression(dk=7, dv=12),
+}
+for form, compression in forms.items():
     model = BertModel.from_pretrained(folder)
-    report = compress(model, Compression(dk=7, form=form), batches, distributed=True)
-    found = {"weights": model.state_dict(), "errors": [module.data_error for module in report.modules]}
-    torch.save(found, f"{folder}/{form}{rank}.pt")
+    report = compress(model, compression, batches, distributed=True)
+    errors = [each.data_error for each in (*report.modules, *report.values)]
+    torch.save({"weights": model.state_dict(), "errors": errors}, f"{folder}/{form}{rank}.pt")
 
 real = plan.factorize
 def broken(*args, **kwargs):
@@ -65,9 +69,14 @@ def test_two_processes_convert_as_one(python, dense, calibration, tmp_path):
     torch.save(calibration, tmp_path / "batches.pt")
     done = python.both(PROGRAM, tmp_path)
     assert done.returncode == 0, done.stderr
-    for form in ("shared", "per-head"):
+    forms = {
+        "shared": Compression(7), "per-head": Compression(7, "per-head"), "narrow": Compression(dv=10),
+        "both": Compression(7, dv=12),
+    }  # fmt: skip
+    for form, compression in forms.items():
         alone = copy.deepcopy(dense)
-        errors = [module.data_error for module in compress(alone, Compression(7, form), calibration).modules]
+        report = compress(alone, compression, calibration)
+        errors = [each.data_error for each in (*report.modules, *report.values)]
         for rank in range(2):
             found = torch.load(tmp_path / f"{form}{rank}.pt", weights_only=True)
             torch.testing.assert_close(dict(found["weights"]), dict(alone.state_dict()), rtol=1e-5, atol=1e-6)

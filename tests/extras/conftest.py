@@ -23,7 +23,10 @@ OTHERS = {  # heads in one layer with values; a position bias and no content bia
                   patch_size=4, initializer_range=0.4)
     ),
 }  # fmt: skip
-KINDS = ["albert", "bert", "distilbert", "marian", "per-head", *OTHERS]
+OF_BERT = {
+    "per-head": Compression(dk=8, form="per-head"), "narrow": Compression(dk=8, dv=12), "unequal": Compression(dv=10),
+}  # fmt: skip
+KINDS = ["albert", "bert", "distilbert", "marian", *OF_BERT, *OTHERS]
 
 
 @pytest.fixture(params=KINDS)
@@ -35,8 +38,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 def converted(kind: str, make_tiny: Callable[..., PreTrainedModel]) -> PreTrainedModel:
     """A tiny converted model in evaluation mode that keeps no cache."""
     torch.manual_seed(0)
-    model = OTHERS[kind]() if kind in OTHERS else make_tiny("bert" if kind == "per-head" else kind)
-    compress(model, Compression(dk=8, form="per-head" if kind == "per-head" else "shared"), calibration=None)
+    model = OTHERS[kind]() if kind in OTHERS else make_tiny("bert" if kind in OF_BERT else kind)
+    compress(model, OF_BERT.get(kind, Compression(dk=8)), calibration=None)
     for part in model.modules():
         if isinstance(part, PreTrainedModel):  # T5's decoder has a config of its own
             part.config.use_cache = False

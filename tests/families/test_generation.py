@@ -117,21 +117,29 @@ def test_the_room_of_opt_is_known_before_any_work(form, centre, biased, calibrat
 
 def counted(model):
     """The same for the keys, as the analysis counts them."""
-    return [(cost.converted or cost.dense).key_bytes for cost in module_costs(model, kinds=["decoder"])]
+    return [(cost.converted or cost.dense).cache_bytes for cost in module_costs(model, kinds=["decoder"])]
 
 
+@pytest.mark.parametrize(("dk", "dv", "widths"), [(5, None, (8, 24)), (None, 10, (24, 16)), (5, 12, (8, 16))])
 @pytest.mark.parametrize("name", ["gpt2", "marian", "t5", "bert-decoder"])
-def test_static_caches_are_refused_where_keys_do_not_fit(name, build, inputs, tinies):
+def test_static_caches_are_refused_where_keys_do_not_fit(name, dk, dv, widths, build, inputs, tinies):
     model, batch = build(name, tinies[name].generates), inputs(name)
-    compress(model, Compression(dk=5, sweeps=20), calibration=None)
-    with pytest.raises(UnsupportedModelError, match=r"3 × 8, and the keys .* are 8 wide; generate with the default"):
+    compress(model, Compression(dk=dk, dv=dv), calibration=None)
+    told = "has keys {} and values {} wide; generate with the default, dynamic cache".format(*widths)
+    with pytest.raises(UnsupportedModelError, match=told):
         generated(model, batch, cache_implementation="static")
 
 
-@pytest.mark.parametrize(("name", "dk"), [("gpt2", 20), ("opt", 5), ("marian", 20), ("t5", 20)])
-def test_static_caches_work_where_keys_are_as_wide_as_values(name, dk, build, inputs, tinies):
+@pytest.mark.parametrize(
+    ("name", "dk", "dv"),
+    [
+        ("gpt2", 20, None), ("opt", 5, None), ("marian", 20, None), ("t5", 20, None), ("gpt2", 13, 16),
+        ("gpt2", 13, 10), ("marian", 5, 8), ("opt", None, 10),
+    ],
+)  # fmt: skip
+def test_static_caches_work_where_keys_are_as_wide_as_values(name, dk, dv, build, inputs, tinies):
     model, batch = build(name, tinies[name].generates), inputs(name)
-    compress(model, Compression(dk=dk, sweeps=20), calibration=None)
+    compress(model, Compression(dk=dk, dv=dv), calibration=None)
     expected = generated(model, batch, do_sample=False)
     options = {"cache_implementation": "static", "disable_compile": True}
     assert torch.equal(generated(model, batch, do_sample=False, **options), expected)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from forms import convert_
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from transformers import AutoModelForSequenceClassification, BertModel
@@ -26,7 +27,7 @@ from collab_compress.errors import HeadError
 from collab_compress.heads import Tap
 from collab_compress.heads.alphas import MixedProjection
 
-FORMS = ["dense", "collaborative"]
+FORMS = ["dense", "collaborative", "narrow"]
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
 
@@ -44,9 +45,7 @@ def randomise_(model, seed=0):
 
 
 def mixed(make_tiny, family, form="dense"):
-    model = make_tiny(family)
-    if form == "collaborative":
-        compress(model, Compression(dk=10), calibration=None)
+    model = convert_(make_tiny(family), form)
     mix_heads_(model)
     randomise_(model)
     return model
@@ -80,9 +79,7 @@ def test_each_head_is_a_combination_of_all(family, form, implementation, make_ti
 
 @pytest.mark.parametrize("form", FORMS)
 def test_starts_as_it_was(family, form, make_tiny, batch):
-    model = make_tiny(family)
-    if form == "collaborative":
-        compress(model, Compression(dk=10), calibration=None)
+    model = convert_(make_tiny(family), form)
     before = outputs(model, batch)
     mix_heads_(model)
     torch.testing.assert_close(outputs(model, batch), before, atol=1e-6, rtol=1e-6)
@@ -96,9 +93,7 @@ def test_starts_as_it_was(family, form, make_tiny, batch):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_merging_is_exact_and_leaves_a_plain_projection(family, form, make_tiny, batch):
-    untouched = make_tiny(family)
-    if form == "collaborative":
-        compress(untouched, Compression(dk=10), calibration=None)
+    untouched = convert_(make_tiny(family), form)
     model = mixed(make_tiny, family, form)
     before = outputs(model, batch)
     merge_alphas_(model)
@@ -137,6 +132,33 @@ def test_conversion_and_mixing_do_not_mind_each_other(first, family, make_tiny, 
     assert edits_of(model) == []
     torch.testing.assert_close(outputs(model, batch), before, atol=5e-5, rtol=1e-3)
     assert model.state_dict().keys() == dense.state_dict().keys()
+
+
+@pytest.mark.parametrize("then", ["expand, merge", "merge, expand"])
+def test_mixed_narrow_values_become_dense_again(then, family, make_tiny, batch):
+    model = mixed(make_tiny, family, "narrow")
+    before, stock = outputs(model, batch), make_tiny(family)
+    for step in then.split(", "):
+        {"expand": expand, "merge": merge_alphas_}[step](model)
+        torch.testing.assert_close(outputs(model, batch), before, **CLOSE)
+    assert edits_of(model) == []
+    shapes = [{name: tensor.shape for name, tensor in each.state_dict().items()} for each in (model, stock)]
+    assert shapes[0] == shapes[1]
+
+
+def test_values_and_alphas_that_do_not_go_together_are_refused(family, make_tiny, batch):
+    model = make_tiny(family)
+    compress(model, Compression(dv=10), calibration=None)
+    before = outputs(model, batch)
+    with pytest.raises(HeadError, match="have 3 to 4 channels of values, and only heads of one width can be mixed"):
+        mix_heads_(model)
+    assert torch.equal(outputs(model, batch), before)
+    assert alphas_of(model) == {}
+    model = mixed(make_tiny, family)
+    before = outputs(model, batch)
+    with pytest.raises(UnsupportedModelError, match="mixes the heads; call merge_alphas_ first, then convert values"):
+        compress(model, Compression(dv=12), calibration=None)
+    assert torch.equal(outputs(model, batch), before)
 
 
 def test_alphas_learn(family, make_tiny, batch):

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from forms import convert_
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from collab_compress import Compression, alphas_of, compress, make_standalone_, merge_alphas_, mix_heads_
@@ -24,7 +25,7 @@ def mix_randomly_(model, seed=0):
             alphas.add_(0.3 * torch.randn_like(alphas))
 
 
-@pytest.mark.parametrize("order", ["mix", "mix, compress", "compress, mix"])
+@pytest.mark.parametrize("order", ["mix", "mix, compress", "compress, mix", "narrow, mix"])
 def test_every_auto_class(family, auto_class, order, make_tiny, batch, tmp_path, load_cleanly, capfd):
     torch.manual_seed(0)
     model = auto_class.from_config(make_tiny(family).config).eval()
@@ -32,7 +33,7 @@ def test_every_auto_class(family, auto_class, order, make_tiny, batch, tmp_path,
         if step == "mix":
             mix_randomly_(model)
         else:
-            compress(model, Compression(dk=5), calibration=None)
+            compress(model, Compression(dv=6) if step == "narrow" else Compression(dk=5), calibration=None)
     model.save_pretrained(tmp_path / "one")
     loaded = load_cleanly(auto_class, tmp_path / "one")
     assert torch.equal(outputs(loaded, batch), outputs(model, batch))
@@ -113,11 +114,9 @@ def test_without_the_package_loading_fails_and_never_ignores_alphas(family, make
     assert "needs-the-package-collab_compress" in done.stderr
 
 
-@pytest.mark.parametrize("form", ["dense", "collaborative"])
+@pytest.mark.parametrize("form", ["dense", "collaborative", "narrow"])
 def test_shipped_code_loads_and_saves_without_the_package(family, form, make_tiny, batch, tmp_path, stock_reload):
-    model = make_tiny(family)
-    if form == "collaborative":
-        compress(model, Compression(dk=5), calibration=None)
+    model = convert_(make_tiny(family), form)
     mix_randomly_(model)
     make_standalone_(model)
     model.save_pretrained(tmp_path / "one")

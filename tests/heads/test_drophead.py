@@ -1,7 +1,7 @@
 import pytest
 import torch
+from forms import FORMS, convert_, heads_of
 
-from collab_compress import Compression, compress
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.errors import HeadError
 from collab_compress.heads import DropHead, Tap
@@ -43,20 +43,19 @@ def test_kept_heads_are_scaled_by_all_over_kept():
         assert len(row[row > 0].unique()) == 1
 
 
-@pytest.fixture(params=["dense", "collaborative"])
+@pytest.fixture(params=FORMS)
 def model(request, family, make_tiny, set_dropout_):
-    made = make_tiny(family)
-    if request.param == "collaborative":
-        compress(made, Compression(dk=13), calibration=None)
-    return set_dropout_(made, 0.0)
+    return set_dropout_(convert_(make_tiny(family), request.param), 0.0)
 
 
 def projected(model, batch):
     """What each call of an output projection gets, (B, T, H, d)."""
     seen, handles = [], []
-    for projection in dict.fromkeys(site.part(site.family.output) for site in find_attention(model, FAMILIES)):
+    for site in find_attention(model, FAMILIES):
         handles.append(
-            projection.register_forward_pre_hook(lambda _, args: seen.append(args[0].unflatten(-1, (3, 8))))
+            site.part(site.family.output).register_forward_pre_hook(
+                lambda _, args, site=site: seen.append(heads_of(site, args[0]))
+            )
         )
     with torch.no_grad():
         output = model(**batch)[0]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from forms import FORMS, convert_
 from transformers import (
     AutoModelForSequenceClassification,
     BertForMaskedLM,
@@ -9,7 +10,7 @@ from transformers import (
     MarianMTModel,
 )
 
-from collab_compress import Compression, HeadMask, compress, head_importance
+from collab_compress import HeadMask, head_importance
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.attention.view import head_hooks
 from collab_compress.errors import HeadError
@@ -64,14 +65,11 @@ def slope(model, mask, masks, place, sample, loss, step):
     return float(torch.autograd.grad(loss(model(**sample), sample), watched)[0][head])
 
 
-@pytest.mark.parametrize("form", ["dense", "collaborative"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("step", [None, 1e-4])
 @pytest.mark.parametrize("family", ["bert", "albert", "distilbert"])  # Marian, which cannot classify, follows below
 def test_is_the_mean_gradient_of_single_samples(family, form, step, make_tiny, calibration):
-    model = classifier(family, make_tiny)
-    if form == "collaborative":
-        compress(model, Compression(dk=13), calibration=None)
-    model.double()
+    model = convert_(classifier(family, make_tiny), form).double()
     batches = labelled(calibration[:2])
     found = head_importance(model, iter(batches))
     expected = one_sample_at_a_time(model, batches, lambda outputs, _: outputs.loss, step)

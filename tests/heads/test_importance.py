@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
+from forms import FORMS, convert_
 from transformers import BertLMHeadModel, BertModel, MarianMTModel
 
-from collab_compress import Compression, UnsupportedModelError, compress
+from collab_compress import UnsupportedModelError
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.attention.view import head_hooks
 from collab_compress.errors import CalibrationError, HeadError
@@ -97,11 +98,9 @@ def with_ends(batches):
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("form", ["dense", "collaborative"])
+@pytest.mark.parametrize("form", FORMS)
 def test_confidence_is_the_mean_of_each_rows_largest_weight(family, form, implementation, make_tiny, calibration):
-    model = make_tiny(family)
-    if form == "collaborative":
-        compress(model, Compression(dk=9), calibration=None)
+    model = convert_(make_tiny(family), form)
     model.set_attn_implementation(implementation)
     found = confidence(model, calibration[:2])
     assert_close(found, oracle(model, calibration[:2], "confidence"))

@@ -4,14 +4,13 @@ import copy
 
 import pytest
 import torch
+from forms import FORMS, convert_, value_sizes
 
-from collab_compress import Compression, HeadMask, UnsupportedModelError, compress
+from collab_compress import HeadMask, UnsupportedModelError
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.attention.view import head_hooks
 from collab_compress.errors import HeadError
 from collab_compress.heads import Tap, masks_without
-
-FORMS = ["dense", "collaborative"]
 
 
 def hidden(model, batch):
@@ -19,9 +18,7 @@ def hidden(model, batch):
 
 
 def built(make_tiny, family, form, implementation="sdpa"):
-    model = make_tiny(family)
-    if form == "collaborative":
-        compress(model, Compression(dk=13), calibration=None)
+    model = convert_(make_tiny(family), form)
     model.set_attn_implementation(implementation)
     return model
 
@@ -38,13 +35,14 @@ def scaled_by_hand(model, masks):
     """Multiply what the output projection reads, one head of one sample at a time."""
     handles = []
     for site in find_attention(model, FAMILIES):
+        sizes = value_sizes(site)
 
-        def scale(module, args, name=site.name, width=site.head_width):
+        def scale(module, args, name=site.name, sizes=sizes):
             x = args[0].clone()
             for sample in range(len(x)):
-                for head in range(x.shape[-1] // width):
-                    mask = masks[name] if masks[name].dim() == 1 else masks[name][sample]
-                    x[sample, :, head * width : (head + 1) * width] *= mask[head]
+                mask = masks[name] if masks[name].dim() == 1 else masks[name][sample]
+                for head, part in enumerate(x[sample].split(sizes, -1)):
+                    part *= mask[head]
             return (x,)
 
         handles.append(site.part(site.family.output).register_forward_pre_hook(scale))

@@ -22,7 +22,11 @@ from collab_compress.checkpoint import edits_of
 from collab_compress.errors import HeadError
 from collab_compress.heads import masks_without, merge_alphas_
 
-RANKS = {"dense": None, "low": 13, "full": 24}
+FORMS = {
+    "dense": None, "low": Compression(dk=13), "full": Compression(dk=24), "narrow": Compression(dv=12),
+    "unequal": Compression(dk=13, dv=10),
+}  # fmt: skip
+SIZES = {"narrow": [4, 4, 4], "unequal": [4, 3, 3]}
 FIRST, SECOND = "encoder.layer.0.attention.self", "encoder.layer.1.attention.self"
 
 
@@ -32,9 +36,12 @@ def hidden(model, batch):
 
 
 def built(make_tiny, family, form):
-    model = make_tiny(family)
-    if RANKS[form] is not None:
-        compress(model, Compression(dk=RANKS[form]), calibration=None)
+    return converted(make_tiny(family), form)
+
+
+def converted(model, form):
+    if FORMS[form] is not None:
+        compress(model, FORMS[form], calibration=None)
     return model
 
 
@@ -54,7 +61,7 @@ def close(one, other):
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("form", sorted(RANKS))
+@pytest.mark.parametrize("form", sorted(FORMS))
 def test_equals_masking(family, form, implementation, make_tiny, batch):
     model = built(make_tiny, family, form)
     model.set_attn_implementation(implementation)
@@ -68,13 +75,17 @@ def test_equals_masking(family, form, implementation, make_tiny, batch):
         left = 3 - len(heads[site.name])
         assert (site.heads, site.head_width) == (left, 8)
         value, output = site.part(site.family.value), site.part(site.family.output)
-        assert (value.out_features, output.in_features, output.out_features) == (8 * left, 8 * left, 24)
+        sizes = [size for head, size in enumerate(SIZES.get(form, [8] * 3)) if head not in heads[site.name]]
+        value = getattr(value, "proj", value)
+        assert (value.out_features, output.in_features, output.out_features) == (sum(sizes), sum(sizes), 24)
         assert getattr(site.module, "all_head_size", 8 * left) == 8 * left
-        if form != "dense":
-            assert read_factors(model)[site.name].mixing.shape == (left, RANKS[form])
+        if form in SIZES:
+            assert site.module.value_form.sizes == tuple(sizes)
+        if form not in ("dense", "narrow"):
+            assert read_factors(model)[site.name].mixing.shape == (left, FORMS[form].dk)
 
 
-@pytest.mark.parametrize("form", sorted(RANKS))
+@pytest.mark.parametrize("form", sorted(FORMS))
 def test_twice_counts_the_heads_that_are_left(family, form, make_tiny, batch):
     model = built(make_tiny, family, form)
     name = find_attention(model, FAMILIES)[0].name
@@ -89,7 +100,7 @@ def test_twice_counts_the_heads_that_are_left(family, form, make_tiny, batch):
 
 
 def test_frozenness_dtype_and_training_mode_are_kept(family, make_tiny, batch):
-    for form in RANKS:
+    for form in FORMS:
         model = built(make_tiny, family, form).to(torch.bfloat16).train()
         for place, parameter in enumerate(model.parameters()):
             parameter.requires_grad_(place % 3 == 0)
@@ -174,7 +185,7 @@ def test_a_collaborative_model_without_content_bias(make_tiny, batch):
     close(hidden(model, batch), expected)
 
 
-@pytest.mark.parametrize("form", sorted(RANKS))
+@pytest.mark.parametrize("form", sorted(FORMS))
 def test_compiles_without_graph_breaks(family, form, make_tiny, batch):
     torch.compiler.reset()
     model = built(make_tiny, family, form)
@@ -184,12 +195,11 @@ def test_compiles_without_graph_breaks(family, form, make_tiny, batch):
 
 
 @pytest.mark.parametrize("beams", [1, 2])
-@pytest.mark.parametrize("form", sorted(RANKS))
+@pytest.mark.parametrize("form", sorted(FORMS))
 def test_generation_equals_masking(form, beams, make_tiny, batch):
     torch.manual_seed(0)
     model = MarianMTModel(make_tiny("marian").config).eval()
-    if RANKS[form] is not None:
-        compress(model, Compression(dk=RANKS[form]), calibration=None)
+    converted(model, form)
     heads = some_heads(model)
     options = {**batch, "max_new_tokens": 12, "do_sample": False, "num_beams": beams}
     with HeadMask(model, masks_without(model, heads)):

@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 import torch
+from forms import convert_
 from transformers import BertConfig, BertModel
 from two_processes import run_both
 
@@ -132,10 +133,8 @@ def test_every_kind_rotates_by_itself(make_tiny):
 
 
 def test_all_families_and_forms_rotate_inside_their_layers(family, make_tiny, calibration):
-    for form in ("dense", "collaborative"):
-        model = make_tiny(family)
-        if form == "collaborative":
-            compress(model, Compression(dk=8), calibration=None)
+    for form in ("dense", "collaborative", "narrow"):
+        model = convert_(make_tiny(family), form)
         before, sites = copy.deepcopy(model), find_attention(model, FAMILIES)
         rotator = Rotator(model, RotationOptions("in-layer", epochs=(0,), swap_back_after=1))
         (event,) = rotator.epoch(0, batches=calibration)
@@ -312,6 +311,14 @@ def test_collaborative_modules_rotate_inside_layers_only(strategy, modules, make
     with pytest.raises(HeadError, match="heads of a collaborative module share its queries and keys"):
         Rotator(model, RotationOptions(strategy, epochs=(0,)))
     Rotator(model, RotationOptions("in-layer", epochs=(0,)))
+
+
+@pytest.mark.parametrize("strategy", ["in-layer", "hard", "random"])
+def test_heads_of_different_widths_are_refused_before_training(strategy, make_tiny):
+    model = make_tiny("bert")
+    compress(model, Compression(dv=11), calibration=None)
+    with pytest.raises(HeadError, match=r"cannot swap head 1 of .* with head 2 of .*: their parameters differ"):
+        Rotator(model, RotationOptions(strategy, epochs=(0,)))
 
 
 def test_a_shared_layer_has_no_other_to_swap_with(make_tiny, calibration):

@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+from forms import FORMS, convert_, heads_of
 
 from collab_compress import Compression, compress
 from collab_compress.architectures import FAMILIES, find_attention
@@ -10,19 +11,20 @@ from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.heads import Tap
 
 
-@pytest.fixture(params=["dense", "collaborative"])
+@pytest.fixture(params=FORMS)
 def model(request, family, make_tiny):
-    made = make_tiny(family)
-    if request.param == "collaborative":
-        compress(made, Compression(dk=13), calibration=None)
-    return made
+    return convert_(make_tiny(family), request.param)
 
 
 def projected_inputs(model, batch):
-    """What the output projections get, in the order of their calls."""
+    """What the output projections get of each head, in the order of their calls."""
     seen, handles = [], []
-    for projection in dict.fromkeys(site.part(site.family.output) for site in find_attention(model, FAMILIES)):
-        handles.append(projection.register_forward_pre_hook(lambda _, args: seen.append(args[0])))
+    for site in find_attention(model, FAMILIES):
+        handles.append(
+            site.part(site.family.output).register_forward_pre_hook(
+                lambda _, args, site=site: seen.append(heads_of(site, args[0]))
+            )
+        )
     model(**batch)
     for handle in handles:
         handle.remove()
@@ -40,7 +42,7 @@ def test_outputs_are_what_the_output_projection_gets(model, batch, implementatio
         assert len(readings) == len(expected)
         for reading, inputs in zip(readings, expected, strict=True):
             real = reading.real.query
-            torch.testing.assert_close(reading.outputs.flatten(2)[real], inputs[real], atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(reading.outputs[real], inputs[real], atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

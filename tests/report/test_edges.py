@@ -8,6 +8,7 @@ import torch
 from transformers import BertModel, GPT2Config, GPT2Model, ViTConfig, ViTModel
 
 from collab_compress import Compression, compress, prune_heads_
+from collab_compress.analysis import module_costs
 from collab_compress.calibration import calibration_batches
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.report import Look, Study, look_at, render_page, to_json
@@ -37,6 +38,32 @@ def test_other_families_and_their_conversions(family, make_tiny, make_batch):
     growth = next(t for section in found.sections for t in section.tables if t.name == "growth")
     labels = {"albert": ["0", "1", "2"], "marian": ["encoder 0", "encoder 1", "decoder 0", "cross 0"]}[family]
     assert [row[0] for row in growth.rows][: len(labels)] == labels
+
+
+@pytest.mark.parametrize(("family", "dk", "dv"), [("bert", None, 10), ("marian", 9, 12)])
+def test_narrow_values(family, dk, dv, make_tiny, make_batch):
+    model, converted = make_tiny(family), make_tiny(family)
+    batches = [make_batch(family, seed=seed) for seed in range(2)]
+    compress(converted, Compression(dk=dk, dv=dv), calibration=None)
+    found = whole(Study(converted, batches, baseline=model, look=QUICK))
+    tables = {table.name: table for section in found.sections for table in section.tables}
+    for row, cost in zip(tables["values"].rows, module_costs(converted, 128), strict=True):
+        dense, narrow = cost.dense_values, cost.converted_values
+        numbers = (dv, dense.parameters, narrow.parameters, dense.macs / 1e6, narrow.macs / 1e6)
+        assert row[2:] == (*numbers, dense.cache_bytes, narrow.cache_bytes)
+    assert ("modules" in tables) == (dk is not None)
+    assert len(tables["latency"].rows) == len(tables["values"].rows)
+    assert ("mixing" in found.omitted) == (dk is None)
+    lines = [line for line in found.highlights if f"at dv = {dv}; fewer operations at any length" in line]
+    assert len(lines) == 1
+    assert "Values and outputs: " in lines[0]
+    planned = look_at(Study(model, batches, look=Look(dk=dk, dv=dv, lengths=(4,), rounds=2)), ("cost",)).sections[0]
+    (values,) = [table for table in planned.tables if table.name == "values"]
+    assert values.rows == tables["values"].rows
+    assert "not measured" not in planned.reading
+    assert {table.name for table in planned.tables} == {"values", "latency", "table-1"} | (
+        {"modules"} if dk else set()
+    )
 
 
 def test_images():
@@ -99,7 +126,8 @@ def test_what_cannot_be_looked_at_is_refused(study, bert, make_tiny):
 
 
 WRONG = [
-    {"dk": 0}, {"head_sequences": 0}, {"input_sequences": 0}, {"kernel_tokens": 3}, {"rounds": 1}, {"lengths": (0,)},
+    {"dk": 0}, {"dv": 0}, {"head_sequences": 0}, {"input_sequences": 0}, {"kernel_tokens": 3}, {"rounds": 1},
+    {"lengths": (0,)},
 ]  # fmt: skip
 
 

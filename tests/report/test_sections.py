@@ -27,6 +27,7 @@ from collab_compress.analysis import (
     sample_cka,
     skew_symmetry,
     svcca,
+    value_energy,
 )
 from collab_compress.heads import head_importance
 from collab_compress.report import Study, TaskScore, look_at
@@ -82,6 +83,20 @@ def test_energy(study, section):
         f"at most {', '.join(str(max(e.rank(s) for e in weighed.values())) for s in (0.9, 0.95, 0.99))}"
         in (found.highlights[0])
     )
+    plain, weighed = value_energy(study.model), value_energy(study.model, study.some(8))
+    expected = [
+        (str(layer), *each.ranks("joined").values(), *each.ranks().values())
+        for energies in (plain, weighed)
+        for layer, each in enumerate(energies.values())
+    ]
+    assert [(row[0], *row[2:]) for row in table(found, "dv").rows] == expected
+    close(picture(found, "What dv captures").panels[1].curves[1].y, list(weighed.values())[1].narrow)
+    close(
+        picture(found, "Energy of each head's values and outputs").panels[1].curves[1].y,
+        next(iter(weighed.values())).heads[1],
+    )
+    enough = [str(max(each.rank(share) for each in weighed.values())) for share in (0.9, 0.95, 0.99)]
+    assert f"outputs in every layer: {', '.join(enough)} (weighed" in found.highlights[1]
 
 
 def test_similarity_of_heads_and_layers(study, section):

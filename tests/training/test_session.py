@@ -48,10 +48,11 @@ def test_a_penalty_is_its_loss_over_modules(loss, family, make_undropped, batch)
     session.close()
 
 
+@pytest.mark.parametrize("dv", [None, 10])
 @pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"orthogonality-keys", "agreement-keys"}))
-def test_penalties_reach_collaborative_models(loss, family, make_undropped, batch):
+def test_penalties_reach_collaborative_models(loss, dv, family, make_undropped, batch):
     model = make_undropped(family)
-    compress(model, Compression(dk=13), calibration=None)
+    compress(model, Compression(dk=13, dv=dv), calibration=None)
     session = HeadSession(model, HeadTraining(penalties=(PenaltyOptions(loss, weight=1.0),)))
     model(**batch)
     session.penalty().backward()

@@ -58,11 +58,11 @@ def arguments(folder, **more):
     return TrainingArguments(**{**given, **more})
 
 
-def classifier(make_tiny, family="bert", rank=None):
+def classifier(make_tiny, family="bert", rank=None, dv=None):
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(make_tiny(family).config)
-    if rank is not None:
-        compress(model, Compression(dk=rank), calibration=None)
+    if rank is not None or dv is not None:
+        compress(model, Compression(dk=rank, dv=dv), calibration=None)
     return model
 
 
@@ -73,10 +73,10 @@ def trainer_of(model, folder, training=EVERYTHING, data=None, **more):
     )
 
 
-@pytest.mark.parametrize("rank", [None, 13])
+@pytest.mark.parametrize(("rank", "dv"), [(None, None), (13, None), (13, 12)])
 @pytest.mark.parametrize("family", ["bert", "albert", "distilbert"])
-def test_every_method_at_once(family, rank, make_tiny, tmp_path):
-    model = classifier(make_tiny, family, rank)
+def test_every_method_at_once(family, rank, dv, make_tiny, tmp_path):
+    model = classifier(make_tiny, family, rank, dv)
     trainer = trainer_of(model, tmp_path)
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -1,6 +1,7 @@
 """What heads share: the dimensions they need, mixing matrices and alphas, content against context."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,14 +9,17 @@ from torch import Tensor
 from collab_compress.analysis import (
     ContentShare,
     Energy,
+    ValueEnergy,
     alpha_matrices,
     content_share,
     effective_rank,
     head_energy,
     mixing_matrices,
     skew_symmetry,
+    value_energy,
 )
 from collab_compress.analysis.energy import SHARES, Joined
+from collab_compress.conversion.expand import read_factors
 from collab_compress.errors import HeadError
 from collab_compress.heads import alphas_of
 from collab_compress.report.section import (
@@ -41,45 +45,66 @@ CUT = 0.98  # share of entries that the scale of colours reaches to; a few are f
 
 
 def energy(study: Study) -> Section | Omitted:
-    """Show the energy of queries, keys and their products, and suggest a dk."""
-    found, unweighed = {"weights": head_energy(study.model)}, ""
-    batches = study.some(study.look.input_sequences)
-    try:
-        found["inputs"] = head_energy(study.model, batches, progress=study.progress("energy"))
-    except HeadError as error:  # as for a single token, whose covariance is 0
-        unweighed = f" These inputs allow no weighing: {error}."
-    labels = study.labels(found["weights"])
-    by_weighing = {weighing: list(energies.values()) for weighing, energies in found.items()}
+    """Show the energy of queries, keys and their products, and of values and outputs; suggest a dk and a dv."""
+    scores, values = _weighed(study, head_energy), _weighed(study, value_energy)
+    labels = study.labels(next(iter(scores.found.values())))
+    by_weighing = {weighing: list(energies.values()) for weighing, energies in scores.found.items()}
+    of_values = {weighing: list(energies.values()) for weighing, energies in values.found.items()}
     weighing, last = list(by_weighing.items())[-1]
+    value_weighing, value_last = list(of_values.items())[-1]
     least, most = (
         [max(each.rank(share, curve) for each in last) for share in SHARES] for curve in ("shared", "unshared")
     )
+    enough = [max(each.rank(share) for each in value_last) for share in SHARES]
     return Section(
         "energy",
-        "How many dimensions queries and keys need",
+        "How many dimensions attention needs",
         "Energy is the share of squared singular values that the first components hold. Weighed by inputs (of "
         f"{min(study.look.input_sequences, study.sequences):,} sequences), it is that of what the weights make of "
         "their real inputs, as a conversion weighs it; most directions of the weights never meet an input. The sum "
         "of all heads (W_Q W_Kᵀ) needs few components, but that says little of each head. No conversion captures the "
-        "share below the dk named “at least”; the dk named “at most” captures it even before heads share anything."
-        + unweighed,
-        "Collaborate, Fig. 1",
-        tables=(_suggestions(by_weighing, labels),),
+        "share below the dk named “at least”; the dk named “at most” captures it even before heads share anything. "
+        "For values and outputs it is the share of what heads add to the residual stream, and the dv named “narrow "
+        "values” is what captures it." + (scores.note or values.note),
+        "Collaborate, Fig. 1; values: docs/method.md",
+        tables=(_suggestions(by_weighing, labels), _value_suggestions(of_values, labels)),
         pictures=(
             _of_heads(by_weighing),
             _of_all(by_weighing, labels),
             _bounds(last, labels, weighing),
+            _of_value_heads(of_values),
+            _narrow(value_last, labels, value_weighing),
         ),
         highlights=(
             "dk for 90, 95, 99 % of the energy of scores in every layer: at least "
             f"{', '.join(map(str, least))}, at most {', '.join(map(str, most))} ({WEIGHED[weighing]}).",
+            "dv for 90, 95, 99 % of the energy of values and outputs in every layer: "
+            f"{', '.join(map(str, enough))} ({WEIGHED[value_weighing]}).",
         ),
     )
 
 
+class _Weighed(NamedTuple):
+    """Energies of modules by what they are weighed with, and why one of these is missing."""
+
+    found: dict[str, dict[str, Any]]
+    note: str
+
+
+def _weighed(study: Study, measure: Callable[..., dict[str, Any]]) -> _Weighed:
+    """Measure energy of bare weights, and weighed by inputs where these allow it."""
+    found = {"weights": measure(study.model)}
+    try:
+        batches = study.some(study.look.input_sequences)
+        found["inputs"] = measure(study.model, batches, progress=study.progress("energy"))
+    except HeadError as error:  # as for a single token, whose covariance is 0
+        return _Weighed(found, f" These inputs allow no weighing: {error}.")
+    return _Weighed(found, "")
+
+
 def mixing(study: Study) -> Section | Omitted:
     """Show mixing matrices and alphas as heatmaps, with what can be read off them."""
-    matrices = mixing_matrices(study.model, order=True) if study.converted else {}
+    matrices = mixing_matrices(study.model, order=True) if read_factors(study.model) else {}
     alphas = alpha_matrices(study.model) if alphas_of(study.model) else {}
     if not matrices and not alphas:
         return Omitted("heads of a dense model share no components, and they are not mixed: there is no such matrix")
@@ -140,6 +165,19 @@ def _suggestions(found: dict[str, list[Energy]], labels: Sequence[str]) -> Table
     )  # fmt: skip
 
 
+def _value_suggestions(found: dict[str, list[ValueEnergy]], labels: Sequence[str]) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for weighing, energies in found.items():
+        for label, each in zip(labels, energies, strict=True):
+            rows.append((label, WEIGHED[weighing], *each.ranks("joined").values(), *each.ranks().values()))
+    names = ("at least", "narrow values")
+    columns = [Column(f"{name}, {100 * share:.0f} %", "dv") for name in names for share in SHARES]
+    return Table(
+        "dv", "Suggested --dv for 90, 95 and 99 % of the energy", (Column("layer"), Column("energy"), *columns),
+        tuple(rows),
+    )  # fmt: skip
+
+
 def _of_heads(found: dict[str, list[Energy]]) -> Curves:
     panels = []
     for weighing, energies in found.items():
@@ -188,6 +226,34 @@ def _bounds(energies: Sequence[Energy], labels: Sequence[str], weighing: str) ->
         "A conversion at dk lies between the two; its relative error is the root of what is missing.",
         "bounds of this toolkit, docs/analysis.md",
         tuple(panels), "dk", f"share of energy, {WEIGHED[weighing]}", 0.0, 1.0,
+    )  # fmt: skip
+
+
+def _of_value_heads(found: dict[str, list[ValueEnergy]]) -> Curves:
+    panels = []
+    for weighing, energies in found.items():
+        curves = [head for each in energies for head in each.heads]
+        drawn = curves[:: -(-len(curves) // HEADS)]
+        lines = (*(_curve("", head, "faint") for head in drawn), _curve("mean of heads", _mean(curves), "bold"))
+        panels.append(Panel(f"W_V W_O, {WEIGHED[weighing]}", lines))
+    return Curves(
+        "Energy of each head's values and outputs",
+        "A curve that rises late is a head that needs all of its values.",
+        "of this toolkit, docs/method.md",
+        tuple(panels), "channels of the head", "share of energy", 0.0, 1.0,
+    )  # fmt: skip
+
+
+def _narrow(energies: Sequence[ValueEnergy], labels: Sequence[str], weighing: str) -> Curves:
+    panels = []
+    for name, title in (("joined", "most that dv can capture"), ("narrow", "what narrow values capture")):
+        lines = [_curve(f"layer {label}", getattr(each, name)) for label, each in zip(labels, energies, strict=True)]
+        panels.append(Panel(title, tuple(lines)))
+    return Curves(
+        "What dv captures",
+        "The relative error of a conversion at dv is the root of what is missing on the right.",
+        "of this toolkit, docs/method.md",
+        tuple(panels), "dv", f"share of energy, {WEIGHED[weighing]}", 0.0, 1.0,
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """What attention costs (Table 1 of Collaborate, T*, measured latency), and what its heads are worth."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from math import isinf
 
@@ -21,10 +21,11 @@ from collab_compress.analysis import (
     with_progress,
 )
 from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.conversion.compress import compress
 from collab_compress.conversion.compression import Compression
-from collab_compress.conversion.expand import expand, read_factors
+from collab_compress.conversion.expand import expand
 from collab_compress.errors import CollabCompressError
 from collab_compress.heads import Tap, head_importance
 from collab_compress.report.section import (
@@ -49,28 +50,39 @@ COUNTED = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 def cost(study: Study) -> Section | Omitted:
     """Show what attention costs in both forms."""
-    dk = study.look.dk or max(1, min(site.width for site in study.sites) // 3)
-    costs = module_costs(study.model, LENGTH, dk=dk)
+    widths = _widths(study)
+    costs = module_costs(study.model, LENGTH, dk=widths.get("dk"), dv=widths.get("dv"))
     try:
-        timed, untimed = _latencies(study, dk), ""
+        timed, untimed = _latencies(study, widths), ""
     except CollabCompressError as error:
         timed, untimed = [], f" Latency was not measured: {error}."
-    tables = [_modules(study, costs), *([_latency_table(study, timed)] if timed else []), _paper()]
-    pictures: list[Picture] = [_macs(study, dk), *([_latency_picture(timed)] if timed else [])]
-    what = (
-        "converted modules as they are"
-        if study.converted
-        else f"dense modules, and what dk = {dk} would make of them"
-    )
+    scores, values = any(each.converted for each in costs), any(each.converted_values for each in costs)
+    tables = [
+        *([_modules(study, costs)] if scores else []), *([_values(study, costs)] if values else []),
+        *([_latency_table(study, timed)] if timed else []), _paper(),
+    ]  # fmt: skip
+    pictures: list[Picture] = [_macs(study, widths), *([_latency_picture(timed)] if timed else [])]
+    asked = " and ".join(f"{name} = {width}" for name, width in widths.items())
+    what = f"dense modules, and what {asked} would make of them" if asked else "converted modules as they are"
     return Section(
         "cost",
         "What attention costs",
-        f"Queries and keys of {what}; values and output projection cost the same in both forms. Beyond T* tokens "
-        "converted scores take more operations than dense ones. Latencies are of whole attention modules on this "
-        f"machine, dense and converted in turns, medians of {study.look.rounds} rounds." + untimed,
+        f"Of {what}; maps that are not converted cost the same in both forms. Beyond T* tokens converted scores take "
+        "more operations than dense ones; narrow values take fewer at any length. Latencies are of whole attention "
+        f"modules on this machine, dense and converted in turns, medians of {study.look.rounds} rounds." + untimed,
         "Collaborate, section 3.4 and Table 1",
         tuple(tables), tuple(pictures), _highlights(costs, timed),
     )  # fmt: skip
+
+
+def _widths(study: Study) -> dict[str, int]:
+    """Say what is to be made of a dense model; nothing of a converted one, which is looked at as it is."""
+    if study.converted:
+        return {}
+    dk, dv = study.look.dk, study.look.dv
+    if dk is None and dv is None:
+        dk = max(1, min(site.width for site in study.sites) // 3)
+    return {name: width for name, width in (("dk", dk), ("dv", dv)) if width is not None}
 
 
 def dominance(study: Study) -> Section | Omitted:
@@ -114,8 +126,8 @@ def dominance(study: Study) -> Section | Omitted:
     )
 
 
-def _latencies(study: Study, dk: int) -> list[Latency]:
-    dense, converted = _pair(study, dk)
+def _latencies(study: Study, widths: Mapping[str, int]) -> list[Latency]:
+    dense, converted = _pair(study, widths)
     told, inputs = study.progress("latency"), None
     if study.model.main_input_name == "input_ids":
         most = getattr(study.model.config, "max_position_embeddings", None) or max(study.look.lengths, default=0)
@@ -137,35 +149,43 @@ def _length(model: PreTrainedModel, batch: Batch) -> int:
     return outputs.shape[1]
 
 
-def _pair(study: Study, dk: int) -> tuple[PreTrainedModel, PreTrainedModel]:
+def _pair(study: Study, widths: Mapping[str, int]) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Give the model in dense and in converted form; what is not at hand is made, in a form that is timed alike."""
     other = study.baseline
-    if other is not None and bool(read_factors(other)) != study.converted and _shapes(other) == _shapes(study.model):
+    if other is not None and _converted(other) != study.converted and _shapes(other) == _shapes(study.model):
         return (other, study.model) if study.converted else (study.model, other)
     made = deepcopy(study.model)
     if study.converted:
         expand(made)
         return made, study.model
-    compress(made, Compression(dk=dk, sweeps=1), calibration=None)
+    compress(
+        made,
+        Compression(widths.get("dk"), dv=widths.get("dv"), sweeps=1 if "dk" in widths else None),
+        calibration=None,
+    )
     return study.model, made
+
+
+def _converted(model: PreTrainedModel) -> bool:
+    return any(is_converted(site.module) for site in find_attention(model, FAMILIES))
 
 
 def _shapes(model: PreTrainedModel) -> list[tuple[object, ...]]:
     """Describe the attention modules of a model in what its two forms have in common."""
     values = [(site, site.part(site.family.value)) for site in find_attention(model, FAMILIES)]
-    return [(site.name, site.heads, site.head_width, tuple(value.weight.shape)) for site, value in values]
+    return [(site.name, site.heads, site.head_width, value.weight.shape[1]) for site, value in values]
 
 
 def _modules(study: Study, costs: list[ModuleCost]) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for each in costs:
-        ours, theirs = each.dense, each.converted
-        assert theirs is not None
-        assert each.break_even_length is not None
-        limit: Cell = "any" if isinf(each.break_even_length) else int(each.break_even_length)
+        ours, theirs = each.dense, each.converted or each.dense
+        limit: Cell = None
+        if each.break_even_length is not None:
+            limit = "any" if isinf(each.break_even_length) else int(each.break_even_length)
         rows.append((
-            study.label(each.name), each.name, each.form, each.dk, ours.parameters, theirs.parameters,
-            ours.macs / 1e6, theirs.macs / 1e6, limit, ours.key_bytes, theirs.key_bytes,
+            study.label(each.name), each.name, each.form if each.converted else "dense", each.dk, ours.parameters,
+            theirs.parameters, ours.macs / 1e6, theirs.macs / 1e6, limit, ours.cache_bytes, theirs.cache_bytes,
         ))  # fmt: skip
     columns = (
         Column("layer"), Column("module"), Column("form"), Column("dk"), Column("parameters, dense"),
@@ -174,6 +194,23 @@ def _modules(study: Study, costs: list[ModuleCost]) -> Table:
         Column("key cache, converted", "B/token"),
     )  # fmt: skip
     return Table("modules", "Queries and keys of each attention module", columns, tuple(rows))
+
+
+def _values(study: Study, costs: list[ModuleCost]) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for each in costs:
+        ours, theirs = each.dense_values, each.converted_values or each.dense_values
+        rows.append((
+            study.label(each.name), each.name, each.dv, ours.parameters, theirs.parameters, ours.macs / 1e6,
+            theirs.macs / 1e6, ours.cache_bytes, theirs.cache_bytes,
+        ))  # fmt: skip
+    columns = (
+        Column("layer"), Column("module"), Column("dv"), Column("parameters, dense"),
+        Column("parameters, converted"), Column(f"dense at T = {LENGTH}", "MMAC"),
+        Column(f"converted at T = {LENGTH}", "MMAC"), Column("value cache, dense", "B/token"),
+        Column("value cache, converted", "B/token"),
+    )  # fmt: skip
+    return Table("values", "Values and outputs of each attention module", columns, tuple(rows))
 
 
 def _latency_table(study: Study, timed: list[Latency]) -> Table:
@@ -203,15 +240,20 @@ def _paper() -> Table:
     return Table("table-1", "Table 1 of Collaborate: a whole layer at T = 128, without biases", columns, tuple(rows))
 
 
-def _macs(study: Study, dk: int) -> Curves:
-    at = {length: module_costs(study.model, length, dk=dk) for length in COUNTED}
-    dense = [sum(each.dense.macs for each in costs) / 1e6 for costs in at.values()]
-    converted = [sum(each.converted.macs for each in costs if each.converted) / 1e6 for costs in at.values()]
+def _macs(study: Study, widths: Mapping[str, int]) -> Curves:
+    at = [module_costs(study.model, length, dk=widths.get("dk"), dv=widths.get("dv")) for length in COUNTED]
+    dense = [sum(each.dense.macs for each in costs) / 1e6 for costs in at]
+    converted = [sum((each.converted or each.dense).macs for each in costs) / 1e6 for costs in at]
+    panels = [_both("queries and keys", COUNTED, dense, converted)]
+    if any(each.converted_values for each in at[0]):
+        dense = [sum(each.dense_values.macs for each in costs) / 1e6 for costs in at]
+        converted = [sum((each.converted_values or each.dense_values).macs for each in costs) / 1e6 for costs in at]
+        panels.append(_both("values and outputs", COUNTED, dense, converted))
     return Curves(
         "Operations over length",
         "Where the curves cross is T*; right of it the converted form does more arithmetic.",
         "Collaborate, section 3.4; T* is this toolkit's",
-        (_both(COUNTED, dense, converted),),
+        tuple(panels),
         "T, tokens", "million multiply-accumulates a sequence", log=True,
     )  # fmt: skip
 
@@ -224,34 +266,49 @@ def _latency_picture(timed: list[Latency]) -> Curves:
         "Latency over length",
         "Time of all attention modules together; fused dense attention can be faster where it does more arithmetic.",
         "measured here, Collaborate, Table 1",
-        (_both(lengths, dense, converted),),
+        (_both("all modules", lengths, dense, converted),),
         "T, tokens", "ms a sequence", log=True,
     )  # fmt: skip
 
 
-def _both(lengths: Sequence[int], dense: Sequence[float], converted: Sequence[float]) -> Panel:
+def _both(title: str, lengths: Sequence[int], dense: Sequence[float], converted: Sequence[float]) -> Panel:
     x = tuple(map(float, lengths))
-    return Panel("all modules", (Curve("dense", x, tuple(dense)), Curve("converted", x, tuple(converted))))
+    return Panel(title, (Curve("dense", x, tuple(dense)), Curve("converted", x, tuple(converted))))
 
 
 def _highlights(costs: list[ModuleCost], timed: list[Latency]) -> tuple[str, ...]:
-    dense = sum(each.dense.parameters for each in costs)
-    converted = sum(each.converted.parameters for each in costs if each.converted)
-    limits = [each.break_even_length for each in costs if each.break_even_length is not None]
-    shortest = min(limits)
-    until = "at any length" if isinf(shortest) else f"up to T* = {shortest:.0f} tokens"
-    first = (
-        f"Queries and keys: {dense:,} parameters dense, {converted:,} at dk = {costs[0].dk}; fewer operations "
-        f"{until}."
-    )
+    lines = []
+    if any(each.converted for each in costs):
+        shortest = min(each.break_even_length for each in costs if each.break_even_length is not None)
+        until = "at any length" if isinf(shortest) else f"up to T* = {shortest:.0f} tokens"
+        dense = sum(each.dense.parameters for each in costs)
+        converted = sum((each.converted or each.dense).parameters for each in costs)
+        dk = _range(each.dk for each in costs)
+        lines.append(
+            f"Queries and keys: {dense:,} parameters dense, {converted:,} at dk = {dk}; fewer operations {until}."
+        )
+    if any(each.converted_values for each in costs):
+        dense = sum(each.dense_values.parameters for each in costs)
+        converted = sum((each.converted_values or each.dense_values).parameters for each in costs)
+        dv = _range(each.dv for each in costs)
+        lines.append(
+            f"Values and outputs: {dense:,} parameters dense, {converted:,} at dv = {dv}; fewer operations at any "
+            "length."
+        )
     if not timed:
-        return (first,)
+        return tuple(lines)
     longest = max(each.length for each in timed)
     ratios = sorted(each.ratio for each in timed if each.length == longest)
     return (
-        first,
+        *lines,
         f"Converted attention takes {ratios[len(ratios) // 2]:.2f} of dense time at T = {longest}, measured here.",
     )
+
+
+def _range(widths: Iterable[int | None]) -> str:
+    """Say which widths there are."""
+    found = sorted({width for width in widths if width is not None})
+    return str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 
 def _by_drift(study: Study) -> tuple[Dominance, list[PruningPoint], str]:
