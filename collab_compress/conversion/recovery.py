@@ -29,6 +29,10 @@ StepProgress: TypeAlias = Callable[[int, int], None]
 """Called after each step with how many are done, and how many there are."""
 
 
+SCORES_RATE = 1e-3
+VALUES_RATE = 2e-4
+
+
 def recover_(
     model: PreTrainedModel,
     dense: PreTrainedModel,
@@ -36,7 +40,7 @@ def recover_(
     calibration: Calibration = "synthetic",
     *,
     steps: int = 150,
-    learning_rate: float = 1e-3,
+    learning_rate: float | None = None,
     seed: int = 0,
     length: int | None = None,
     progress: StepProgress | None = None,
@@ -54,7 +58,8 @@ def recover_(
         tokenizer: of both; as for `compress`.
         calibration: as for `compress`; texts are fewer steps where there are fewer than 16 a step.
         steps: at most how many; processes that were started together take 16 sequences each.
-        learning_rate: at its highest.
+        learning_rate: at its highest; 1e-3 if not given, or 2e-4 where values are converted, which a higher one makes
+            worse than they were.
         seed: of tokens and order; the tokens are others than those of a conversion with the same seed.
         length: tokens of a random sequence, or where texts are cut; as for `calibration_batches`.
         progress: called with (done, total) after each step, in place of the `Trainer`'s own bar.
@@ -68,6 +73,9 @@ def recover_(
         HeadError: as for `distil_`.
         CalibrationError: calibration data is missing or unusable.
     """
+    if learning_rate is None:
+        narrow = any(hasattr(module, "value_form") for module in model.modules())
+        learning_rate = VALUES_RATE if narrow else SCORES_RATE
     with TemporaryDirectory() as scratch:
         settings = {
             "output_dir": scratch, "num_train_epochs": 1, "learning_rate": learning_rate,
