@@ -1,6 +1,6 @@
 """What recovery buys, by its length and by what learns, and whether calibrating layer after layer is a part of it.
 
-    python benchmarks/recovery.py --data-dir DIR [--classifier DIR] [--seeds 0 1 2] [--records FILE]
+    python benchmarks/recovery.py --data-dir DIR [--classifier DIR] [--seeds 0 1 2] [--learning-rate 2e-4]
 
 DIR holds GLUE tasks in their original TSV layout. STS-B is Spearman (×100) of MiniLM's mean-pooled embeddings, MRPC
 the accuracy of a classifier that glue_runs/finetune_mrpc.py made. Both are converted to dk=192, dv=192 on random
@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--classifier", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--records", type=Path, default=Path(__file__).parent / "records" / "recovery.jsonl")
     args = parser.parse_args()
     disable_progress_bar()
@@ -61,6 +62,7 @@ def main() -> None:
     args.records.parent.mkdir(exist_ok=True)
     lines = args.records.read_text(encoding="utf-8").splitlines() if args.records.exists() else []
     records = [json.loads(line) for line in lines]
+    records = [each for each in records if not each["steps"] or each["learning_rate"] == args.learning_rate]
     done = {(each["task"], each["kind"], each["steps"], each["seed"]) for each in records}
     for seed in args.seeds:
         for task, (dense, score) in models.items():
@@ -75,25 +77,18 @@ def main() -> None:
                 if steps:
                     recover_(
                         model, copy.deepcopy(dense), tokenizer, steps=steps, seed=seed, disable_tqdm=True,
+                        learning_rate=args.learning_rate,
                         parameters=small if kind == "small" else None,
                     )  # fmt: skip
                 seconds = perf_counter() - began
                 with torch.no_grad():
                     found = float(score(model.eval(), tokenizer, args.data_dir))
-                record = {
-                    "task": task,
-                    "kind": kind,
-                    "steps": steps,
-                    "seed": seed,
-                    "score": found,
-                    "seconds": seconds,
-                }
+                case = {"task": task, "kind": kind, "steps": steps, "seed": seed}
+                record = {**case, "learning_rate": args.learning_rate if steps else None, "score": round(found, 2)}
                 records.append(record)
                 with args.records.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(record) + "\n")
-                print(
-                    f"{task:<6} {kind:<10} {steps:>4} steps  seed {seed}  {found:6.2f}  {seconds:6.0f} s", flush=True
-                )
+                print(f"{task:<6} {kind:<10} {steps:>4} steps  seed {seed} {found:7.2f} {seconds:6.0f} s", flush=True)
     for task, (dense, score) in models.items():
         print(f"{task:<6} dense {float(score(dense, tokenizer, args.data_dir)):6.2f}")
         for kind, steps in CASES:

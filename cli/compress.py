@@ -90,9 +90,7 @@ class Arguments:
                 raise CollabCompressError("--recover trains on calibration data; leave --calibration none out")
             return
         if not self.mix:
-            raise CollabCompressError(
-                "nothing to do: pass --dk N, --dv N or --keep X to convert, --mix to let heads mix"
-            )
+            raise CollabCompressError("nothing to do: pass --dk N, --dv N or --keep X to convert, --mix to mix heads")
         unused = [
             *self.compression.changed,
             *(["calibration"] if self.calibration != "synthetic" else []),

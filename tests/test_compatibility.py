@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model, infer_auto_device_map
-from collab_compress_cli.compress import Arguments, run
+from collab_compress_cli.compress import Arguments, Conversion, run
 from sentence_transformers import SentenceTransformer
 from torch import nn
 from transformers import (
@@ -44,7 +44,7 @@ TEXTS = ["A man is playing a guitar.", "Someone makes music.", "The market fell.
 def converted(tmp_path_factory):
     """MiniLM at dk = 192, as the command saves it."""
     output = tmp_path_factory.mktemp("converted") / "minilm"
-    run(Arguments("minilm", Compression(dk=192, sweeps=20), output=output))
+    run(Arguments("minilm", Conversion(dk=192, sweeps=20), output=output))
     return output
 
 

@@ -65,7 +65,7 @@ def pip(*arguments):
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    for name in ("collab_compress", "cli"):
+    for name in ("collab_compress", "cli", "glue_runs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)

@@ -146,7 +146,7 @@ PARTS = [
          sdpa_takes_no_more),
     Part("PreTrainedConfig._attn_implementation", "attention/view.py", "_attn_implementation",
          lambda: bert().config._attn_implementation == "sdpa"),
-    Part("split_size of GPT2Attention", "attention/form.py", "split_size", gpt2_splits_by_an_attribute),
+    Part("split_size of GPT2Attention", "attention/projections.py", "split_size", gpt2_splits_by_an_attribute),
     Part("the mappings of transformers.quantizers.auto", "checkpoint/quantizer.py", "AUTO_QUANTIZER_MAPPING",
          quantizers_are_plugged_in),
     Part("HfQuantizer._process_model_before_weight_loading", "checkpoint/quantizer.py",

@@ -150,7 +150,7 @@ def test_the_number_of_steps_may_be_left_out():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["expand", "dense"], "has no collaborative attention to expand"),
+        (["expand", "dense"], "has no converted attention to expand"),
         (["merge", "dense"], "has no alphas to merge"),
         (["prune", "dense"], "say which heads go"),
         (["prune", "dense", "--share", 0.3], "--share ranks heads by data"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
-from collab_compress.experiments.papers import read_papers
+from collab_compress.experiments.results import read_papers
 from collab_compress_cli import help as texts
 from collab_compress_cli.start import COMMANDS, help_text
 

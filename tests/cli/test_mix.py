@@ -68,9 +68,12 @@ def test_standalone(run, model_dir, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "nothing to do: pass --dk N to convert, --mix to let heads mix, or both"),
+        ((), "nothing to do: pass --dk N, --dv N or --keep X to convert, --mix to mix heads"),
         (("--solver", "parafac"), "nothing to do"),
-        (("--mix", "--solver", "parafac"), "--solver belongs to a conversion; pass --dk N too, or leave it out"),
+        (
+            ("--mix", "--solver", "parafac"),
+            "--solver belongs to a conversion; pass --dk or --dv too, or leave it out",
+        ),
         (("--mix", "--calibration", "none"), "--calibration belongs to a conversion"),
         (("--mix", "--dk", "0"), "dk is 0; expected at least 1"),
     ],

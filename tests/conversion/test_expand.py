@@ -76,7 +76,7 @@ def test_a_scale_of_its_own_goes_into_the_weights(make_tiny, batch):
 
 
 def test_a_stock_model_cannot_be_expanded(make_tiny):
-    with pytest.raises(CompressionError, match="no collaborative attention to expand"):
+    with pytest.raises(CompressionError, match="has no converted attention to expand"):
         expand(make_tiny("bert"))
 
 

@@ -164,14 +164,14 @@ def test_weights_of_the_last_epochs_are_averaged(text, tmp_path, monkeypatch):
     from collab_compress.experiments import tuning
 
     kept = []
-    average = tuning._average_
+    average = tuning._averaged
 
-    def spy(model, checkpoints, count):
+    def spy(model_class, dtype, checkpoints, count):
         paths = tuning.whole_checkpoints(checkpoints)
         kept.extend(AutoModelForCausalLM.from_pretrained(path).state_dict() for path in paths)
-        average(model, checkpoints, count)
+        return average(model_class, dtype, checkpoints, count)
 
-    monkeypatch.setattr(tuning, "_average_", spy)
+    monkeypatch.setattr(tuning, "_averaged", spy)
     settings = ("task=text", f"data_dir={text}", "fresh.attention={dk: 12}", "heads.alphas={frozen_ratio: 0.0}")
     run(recipe(tmp_path / "out", *settings, "tuning.epochs=4", "tuning.average=3"))
     assert len(kept) == 3
