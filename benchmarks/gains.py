@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import mean, median, quantiles, stdev
+from statistics import mean, median, quantiles
 from typing import Any
 
 import torch

@@ -74,18 +74,14 @@ class Arguments:
                 raise CollabCompressError("--recover trains on calibration data; leave --calibration none out")
             return
         if not self.mix:
-            raise CollabCompressError(
-                "nothing to do: pass --dk N or --dv N to convert, --mix to let heads mix, or both"
-            )
+            raise CollabCompressError("nothing to do: pass --dk N or --dv N to convert, --mix to let heads mix, or both")
         unused = [
             *self.compression.changed,
             *(["calibration"] if self.calibration != "synthetic" else []),
             *([] if self.recover is None else ["recover"]),
         ]
         if unused:
-            raise CollabCompressError(
-                f"--{unused[0]} belongs to a conversion; pass --dk N or --dv N too, or leave it out"
-            )
+            raise CollabCompressError(f"--{unused[0]} belongs to a conversion; pass --dk N or --dv N too, or leave it out")
 
     @property
     def suffix(self) -> str:
