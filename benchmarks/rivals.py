@@ -1,11 +1,11 @@
 """What else makes attention smaller without training: simple, exact forms of three known ways, to stand beside.
 
 Each changes a dense model of the BERT family in place into a dense model that computes what the smaller one would,
-with zeros where channels are gone; what the smaller one would have is counted by `gains.py`. All get what a conversion
+with zeros where channels are gone; what the smaller one would have, `gains.py` counts. All get what a conversion
 of ours gets: the moments of the same random tokens, damped alike, and means folded into biases.
 
-* `per_head_`: every head by itself, heads of equal width: the weighted singular value decomposition of its scores, and
-  that of its values and outputs ("A3: an Analytical Low-Rank Approximation Framework for Attention", and CLOVER with
+* `per_head_`: every head by itself, all of equal width: the weighted singular value decomposition of its scores and
+  of its values and outputs ("A3: an Analytical Low-Rank Approximation Framework for Attention", and CLOVER with
   data).
 * `low_rank_`: each of the four projections by itself, as the product of two (SVD-LLM's whitening).
 * `without_heads_`: the least important heads removed (Michel et al., "Are Sixteen Heads Really Better than One?").
