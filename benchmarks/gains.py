@@ -1,7 +1,7 @@
 """What a user gains, side by side: queries and keys alone, values alone, both, and rivals at equal parameters.
 
     python benchmarks/gains.py quality --data-dir DIR [--classifiers FOLDER] [--records FILE]
-    python benchmarks/gains.py latency [--seconds 10] [--threads 2] [--records FILE]
+    python benchmarks/gains.py latency [--seconds 10] [--threads 1 --processor-time] [--records FILE]
     python benchmarks/gains.py table [--records FILE]
 
 DIR holds the GLUE tasks in their original TSV layout. Quality is STS-B dev Spearman (×100) of mean-pooled MiniLM
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import mean, median, quantiles, stdev
+from time import perf_counter, process_time
 from typing import Any, ClassVar
 
 import torch
@@ -175,9 +176,9 @@ class Conversions:
             self.plans[key] = plan(self.model, sites, compression, self.batches)
         return self.plans[key]
 
-    def planned_for(self, row: Row) -> list[Planned]:
+    def planned_for(self, row: Row, sweeps: int | None = None) -> list[Planned]:
         """Both maps of all modules, those that the row leaves dense aside; each is fitted to the dense model."""
-        scores = self.planned(dk=row.own_dk, form=row.kind) if row.dk is not None else []
+        scores = self.planned(dk=row.own_dk, form=row.kind, sweeps=sweeps) if row.dk is not None else []
         return scores + (self.planned(dv=row.dv) if row.dv is not None else [])
 
     @contextmanager
@@ -322,17 +323,22 @@ def latency(args: argparse.Namespace) -> None:
     for row in ROWS:
         if row.kind in ("shared", "per-head") and (not args.rows or row.name in args.rows):
             models[row.name] = copy.deepcopy(dense)
-            for item in Conversions(models[row.name], tokenizer, 0).planned_for(row):
+            sweeps = 1 if row.kind == "shared" and row.dk is not None else None  # factors' values do not matter
+            for item in Conversions(models[row.name], tokenizer, 0).planned_for(row, sweeps=sweeps):
                 install_(item.site.module, item.form, item.parts)
     with torch.inference_mode():
         for length in args.lengths:
             for batch in (1, 8):
-                times = paired_seconds(models, inputs(batch, length, padded=False), args.seconds)
+                if length * batch > args.most_tokens:
+                    continue
+                clock = process_time if args.processor_time else perf_counter
+                times = paired_seconds(models, inputs(batch, length, padded=False), args.seconds, clock)
                 for name in list(models)[1:]:
                     ratios = [ours / theirs for ours, theirs in zip(times[name], times["dense"], strict=True)]
                     low, middle, high = quantiles(ratios, n=4)
                     write(args.records, {
                         "row": name, "length": length, "batch": batch, "threads": torch.get_num_threads(),
+                        "processor_time": args.processor_time,
                         "ratio": middle, "low": low, "high": high, "rounds": len(ratios),
                         "dense_ms": 1e3 * median(times["dense"]),
                     })  # fmt: skip
@@ -404,6 +410,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--seconds", type=float, default=10, help="for each length and batch, all rows together")
+    parser.add_argument("--most-tokens", type=int, default=4096, help="of a batch whose latency is measured")
+    parser.add_argument(
+        "--processor-time", action="store_true", help="for one thread, while others work"
+    )
     parser.add_argument("--threads", type=int, help="CPU threads; PyTorch's own choice if not given")
     parser.add_argument("--records", type=Path, default=RECORDS)
     args = parser.parse_args()
