@@ -364,7 +364,8 @@ def quality_table(records: list[dict[str, Any]]) -> list[str]:
         cells, losses = [], {}
         for task in tasks:
             found = {key[1::2]: value for key, value in scores.items() if key[0] == task and key[2] == row.name}
-            lost = {key: value - scores[task, key[0], "dense", key[1]] for key, value in found.items()}
+            whole = {key[1::2]: value for key, value in scores.items() if key[0] == task and key[2] == ROWS[0].name}
+            lost = {key: value - whole[key] for key, value in found.items() if key in whole}
             if task != Embeddings.task:
                 losses[task] = lost
             cells.append(f"{mean(found.values()):.2f}, {cell(lost.values())}" if found else "")
