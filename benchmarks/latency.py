@@ -54,18 +54,20 @@ def inputs(batch: int, length: int, padded: bool) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": (torch.arange(length) < real[:, None]).long()}
 
 
-def paired_seconds(models: dict[str, PreTrainedModel], x: dict[str, torch.Tensor], seconds: float) -> dict[str, list]:
-    """Run every model once a round, in random order, for about `seconds` (at least 5 rounds)."""
+def paired_seconds(
+    models: dict[str, PreTrainedModel], x: dict[str, torch.Tensor], seconds: float, clock=perf_counter
+) -> dict[str, list]:
+    """Run every model once a round, in random order, for about `seconds` by the clock (at least 5 rounds)."""
     times = {name: [] for name in models}
     for model in models.values():
         model(**x)
-    started, order = perf_counter(), list(models)
-    while perf_counter() - started < seconds or len(times[order[0]]) < 5:
+    started, order = clock(), list(models)
+    while clock() - started < seconds or len(times[order[0]]) < 5:
         random.shuffle(order)
         for name in order:
-            before = perf_counter()
+            before = clock()
             models[name](**x)
-            times[name].append(perf_counter() - before)
+            times[name].append(clock() - before)
     return times
 
 

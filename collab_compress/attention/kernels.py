@@ -54,7 +54,7 @@ def attend(
     """Compute head outputs (B, H, T, dv) by the kernel that suits device and mode."""
     if query.device.type != "cpu":  # kernels there never write scores to memory, whatever the key width
         return sdpa(query, key, content, mixing, value, mask, scaling, dropout, causal)
-    if dropout == 0 and _can_overwrite(query, key, content, mixing, value, mask):
+    if dropout == 0 and can_overwrite(query, key, content, mixing, value, mask):
         return blocked(query, key, content, mixing, value, mask, scaling, causal)
     return folded(query, key, content, mixing, value, mask, scaling, dropout, causal)
 
@@ -115,7 +115,7 @@ def blocked(
     """
     (batch, length, rank), keys, heads = query.shape, key.shape[1], mixing.shape[0]
     scaled_mixing = (mixing * scaling).unsqueeze(1)  # (H, 1, R)
-    row_bias, bias = _biases(content, mask, scaling, (batch, heads, length, keys), query.dtype)
+    row_bias, bias = biases_of(content, mask, scaling, (batch, heads, length, keys), query.dtype)
     block = _block_shape(batch, heads, length, max(keys, rank) * query.element_size())
     corner = query.new_full((block[2], block[2]), torch.finfo(query.dtype).min).triu_(1) if causal else None
     if block == (batch, heads, length) and (corner is None or length == keys):  # slicing costs more than it saves
@@ -188,7 +188,7 @@ def sdpa(
     )
 
 
-def _can_overwrite(query: Tensor, *others: Tensor | None) -> bool:
+def can_overwrite(query: Tensor, *others: Tensor | None) -> bool:
     """Whether nothing records these operations, and all tensors share a dtype once they are in float32 at least."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
         return False
@@ -204,7 +204,7 @@ def _content_scores(content: Tensor, scaling: float) -> Tensor:
     return (content.transpose(1, 2).contiguous() * scaling).unsqueeze(2)
 
 
-def _biases(
+def biases_of(
     content: Tensor | None, mask: Tensor | None, scaling: float, shape: tuple[int, int, int, int], dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gather what is added to scores: the same for all queries (B, H, 1, S), and the rest (B, H, T, S)."""

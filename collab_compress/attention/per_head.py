@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from collab_compress.attention.form import Cut, HeadRows, ScoreForm
-from collab_compress.attention.kernels import in_float32_on_cpu, softmax
+from collab_compress.attention.kernels import CACHE_BYTES, biases_of, can_overwrite, in_float32_on_cpu, softmax
 
 
 @in_float32_on_cpu
@@ -26,11 +26,13 @@ def attend_separately(
     query: Tensor, key: Tensor, content: Tensor | None, sizes: Sequence[int], value: Tensor, mask: Tensor | None,
     scaling: float, dropout: float, causal: bool,
 ) -> Tensor:  # fmt: skip
-    """Compute head outputs (B, H, T, dv) by PyTorch's fused kernel, heads padded to the width of the values.
+    """Compute head outputs (B, H, T, dv): on CPUs in inference head by head, else by PyTorch's fused kernel.
 
-    Fused kernels want queries, keys and values of one width, so narrower heads would not be faster; only where a
+    Fused kernels want queries, keys and values of one width, so heads are padded to that of the values; only where a
     head fills that width already do the values get wider, by zeros.
     """
+    if query.device.type == "cpu" and dropout == 0 and can_overwrite(query, key, content, value, mask):
+        return one_by_one(query, key, content, sizes, value, mask, scaling, causal)
     width = value.shape[-1]
     wider = max(0, max(sizes) + (content is not None) - width)
     total = width + (-(-wider // 8)) * 8
@@ -41,6 +43,48 @@ def attend_separately(
         heads_query, heads_key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scaling
     )
     return outputs[..., :width]
+
+
+def one_by_one(
+    query: Tensor, key: Tensor, content: Tensor | None, sizes: Sequence[int], value: Tensor, mask: Tensor | None,
+    scaling: float, causal: bool,
+) -> Tensor:  # fmt: skip
+    """Attend head by head, each as wide as it is, scores in a buffer that stays in cache, (B, H, T, dv).
+
+    Nothing is padded or laid out anew. The result is a view of a contiguous (B, T, H, dv) tensor.
+    """
+    batch, heads, keys, width = value.shape
+    length = query.shape[1]
+    row_bias, bias = biases_of(content, mask, scaling, (batch, heads, length, keys), query.dtype)
+    output = value.new_empty(batch, length, heads, width)
+    rows = max(torch.get_num_threads() * CACHE_BYTES // (max(keys, 1) * query.element_size()), 1)
+    queries = min(rows, length)
+    samples = max(min(rows // max(queries, 1), batch), 1)
+    buffer = query.new_empty(samples * queries * keys)
+    zero = query.new_zeros(1)
+    own = list(zip(query.split(list(sizes), -1), key.split(list(sizes), -1), strict=True))
+    for first in range(0, batch, samples):
+        b = slice(first, min(first + samples, batch))
+        for start in range(0, length, max(queries, 1)):
+            t = slice(start, min(start + queries, length))
+            seen = min(t.stop, keys) if causal else keys  # keys beyond are in every query's future
+            shape = (b.stop - b.start, t.stop - t.start, seen)
+            scores = buffer[: shape[0] * shape[1] * shape[2]].view(shape)
+            future = _future(query, shape[1], seen, start) if causal else None
+            for head, (q, k) in enumerate(own):
+                added = zero if row_bias is None else row_bias[b, head, :, :seen]
+                torch.baddbmm(added, q[b, t], k[b, :seen].transpose(1, 2), alpha=scaling, out=scores)
+                if bias is not None:
+                    scores.add_(bias[b, head, t, :seen])
+                if future is not None:
+                    scores.add_(future)
+                output[b, t, head] = torch.softmax(scores, -1, out=scores) @ value[b, head, :seen]
+    return output.transpose(1, 2)
+
+
+def _future(like: Tensor, length: int, keys: int, start: int) -> Tensor:
+    """What hides from queries `start`, `start` + 1, … the keys after them, (T, S)."""
+    return like.new_full((length, keys), torch.finfo(like.dtype).min).triu_(start + 1)
 
 
 @in_float32_on_cpu

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collab_compress.attention.per_head import attend_separately, separate_probabilities, separated
+from collab_compress.attention import per_head
+from collab_compress.attention.per_head import attend_separately, one_by_one, separate_probabilities, separated
 
 
 def draw(sizes=(3, 0, 2), batch=2, length=4, keys=5, width=2, content=True, mask="none", seed=0):
@@ -64,13 +65,39 @@ cases = st.builds(
 
 
 @settings(max_examples=60)
-@given(inputs=cases, causal=st.booleans())
-def test_both_ways_equal_the_formula(inputs, causal):
+@given(inputs=cases, causal=st.booleans(), room=st.sampled_from([1, 100, 10**6]))
+def test_all_ways_equal_the_formula(inputs, causal, room):
     causal = causal and inputs[5] is None  # a mask that is there hides the future already
     rows, outputs = oracle(inputs, causal)
-    torch.testing.assert_close(attend_separately(*inputs, dropout=0.0, causal=causal), outputs)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(per_head, "CACHE_BYTES", room)
+        torch.testing.assert_close(one_by_one(*inputs, causal=causal), outputs)
+    torch.testing.assert_close(attend_separately(*recorded(inputs), dropout=0.0, causal=causal), outputs)
     without_values = (*inputs[:4], *inputs[5:])
     torch.testing.assert_close(separate_probabilities(*without_values, causal=causal), rows)
+
+
+def recorded(inputs):
+    """The same, but gradients are wanted, for which nothing may be overwritten."""
+    return (inputs[0].clone().requires_grad_(), *inputs[1:])
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_heads_attend_one_by_one_where_nothing_is_recorded(wanted, monkeypatch):
+    seen = []
+
+    def spy(*parts):
+        seen.append(True)
+        return one_by_one(*parts)
+
+    monkeypatch.setattr(per_head, "one_by_one", spy)
+    inputs = draw()
+    attend_separately(*(inputs if wanted else recorded(inputs)), dropout=0.0, causal=False)
+    assert bool(seen) == wanted
+
+
+def test_results_lie_as_modules_want_them():
+    assert attend_separately(*draw(), dropout=0.0, causal=False).transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize(("widest", "content", "width", "expected"), [
@@ -85,7 +112,7 @@ def test_heads_are_as_wide_as_values_unless_they_need_more(widest, content, widt
         return fused(*parts, **options)
 
     monkeypatch.setattr("collab_compress.attention.per_head.scaled_dot_product_attention", spy)
-    inputs = draw(sizes=(widest, 1), width=width, content=content)
+    inputs = recorded(draw(sizes=(widest, 1), width=width, content=content))
     assert attend_separately(*inputs, dropout=0.0, causal=False).shape == (2, 2, 4, width)
     assert seen == [{expected}]
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
-from collab_compress.experiments.results import read_papers
 from collab_compress_cli import help as texts
 from collab_compress_cli.start import COMMANDS, help_text
 
 from collab_compress.architectures import KINDS
 from collab_compress.attention import FORMS
+from collab_compress.experiments.results import read_papers
 from collab_compress.report import SECTIONS
 from collab_compress.tasks import TASKS
 

@@ -1,0 +1,158 @@
+"""What benchmarks compare with is what it says it is, and what they count is what is there."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+from collab_compress import Compression, compress
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+try:
+    from gains import LAYERS, ROWS, WIDTH, Row
+    from rivals import layers_of, low_rank_, per_head_, without_heads_
+finally:
+    sys.path.pop(0)
+
+HEADS, HEAD_WIDTH, TIGHT = 3, 8, 1e-9
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=61, hidden_size=24, num_attention_heads=HEADS, num_hidden_layers=2, intermediate_size=32,
+        max_position_embeddings=40, initializer_range=0.4,
+    )  # fmt: skip
+    model = BertModel(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.fixture
+def batch():
+    ids = torch.randint(1, 61, (12, 11), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def run(model, batch):
+    with torch.no_grad():
+        return model(**batch).last_hidden_state
+
+
+def vectors(model, module, batch):
+    """What a module reads, (N, D), in float64."""
+    seen = []
+    handle = module.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    run(model, batch)
+    handle.remove()
+    return seen[0].flatten(0, 1).double()
+
+
+def best_error(matrix, rank):
+    """Of the best approximation of a matrix by one of that rank."""
+    return torch.linalg.svdvals(matrix)[rank:].norm()
+
+
+def test_products_of_two_leave_the_best_outputs_on_the_data(model, batch):
+    projections = [each for layer in model.encoder.layer for each in (
+        layer.attention.self.query, layer.attention.self.value, layer.attention.output.dense
+    )]  # fmt: skip
+    dense = copy.deepcopy(projections)
+    inputs = [vectors(model, each, batch) for each in projections]
+    for layer in layers_of(model, [batch]):
+        low_rank_(layer, 5, damping=TIGHT)
+    for x, before, after in zip(inputs, dense, projections, strict=True):
+        wanted = x @ before.weight.double().T + before.bias.double()
+        found = x @ after.weight.double().T + after.bias.double()
+        assert torch.linalg.matrix_rank(after.weight.detach(), rtol=1e-4) == 5
+        torch.testing.assert_close((found - wanted).mean(0), torch.zeros(24).double(), atol=1e-4, rtol=0)
+        torch.testing.assert_close((found - wanted).norm(), best_error(wanted - wanted.mean(0), 5), rtol=1e-3, atol=0)
+
+
+def test_heads_by_themselves_leave_the_best_scores_and_outputs_on_the_data(model, batch):
+    dense = copy.deepcopy(model)
+    seen = [(vectors(model, layer.attention.self.query, batch), vectors(model, layer.attention.output.dense, batch))
+            for layer in model.encoder.layer]  # fmt: skip
+    for layer in layers_of(model, [batch]):
+        per_head_(layer, 9, 14, damping=TIGHT)
+    for (x, z), before, after in zip(seen, dense.encoder.layer, model.encoder.layer, strict=True):
+        for head, (size, kept) in enumerate(zip((3, 3, 3), (5, 5, 4), strict=True)):
+            rows = slice(head * HEAD_WIDTH, (head + 1) * HEAD_WIDTH)
+            wanted, found = (scores(x, each.attention.self, rows) for each in (before, after))
+            error = (found - wanted) - (found - wanted).mean(1, keepdim=True)  # the softmax sees no more
+            centred = wanted - wanted.mean(1, keepdim=True)
+            best = best_error(centred - centred.mean(0), size)
+            torch.testing.assert_close(error.norm(), best, rtol=1e-3, atol=0)
+            # the values keep what matters of this head's own part of the output
+            own = z[:, rows]
+            part = (own - own.mean(0)) @ before.attention.output.dense.weight[:, rows].double().T
+            smaller = smaller_part(own - own.mean(0), before, after, rows)
+            torch.testing.assert_close((part - smaller).norm(), best_error(part, kept), rtol=1e-3, atol=0)
+
+
+def scores(x, module, rows):
+    """Scores of one head over all pairs of vectors, its query bias included."""
+    query = x @ module.query.weight[rows].double().T + module.query.bias[rows].double()
+    return query @ (x @ module.key.weight[rows].double().T + module.key.bias[rows].double()).T
+
+
+def smaller_part(own, before, after, rows):
+    """What a head adds to the output after its values became fewer, by what it read before: V̂ = V P."""
+    dense, fewer = (each.attention.self.value.weight[rows].double().T for each in (before, after))
+    kept = torch.linalg.lstsq(dense, fewer).solution  # (d, d), zeros at the end
+    return own @ kept @ after.attention.output.dense.weight[:, rows].double().T
+
+
+def test_full_widths_are_exact(model, batch):
+    wanted = run(model, batch)
+    for layer in layers_of(model, [batch]):
+        per_head_(layer, 24, 24)
+        low_rank_(layer, 24)
+    torch.testing.assert_close(run(model, batch), wanted, atol=2e-4, rtol=1e-3)
+
+
+def test_outputs_stay_where_they_were_on_average(model, batch):
+    """Folded means, checked end to end: fewer values and fewer channels move the mean output of the first layer less
+    than the weights that are lost would by themselves."""
+    wanted = vectors(model, model.encoder.layer[0].intermediate.dense, batch)
+    for layer in layers_of(model, [batch])[:1]:
+        per_head_(layer, None, 6)
+    moved = vectors(model, model.encoder.layer[0].intermediate.dense, batch) - wanted
+    assert moved.mean(0).norm() < 0.3 * moved.norm(dim=1).mean()
+
+
+def test_the_most_important_heads_remain(model, batch):
+    def loss(outputs, _):
+        return outputs.last_hidden_state.square().sum((1, 2))
+
+    without_heads_(model, 4, [batch], loss)
+    kept = [layer.attention.self.num_attention_heads for layer in model.encoder.layer]
+    assert sum(kept) == 4
+    assert min(kept) >= 1
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.kind == "shared"], ids=lambda row: row.name)
+def test_counts_are_those_of_the_converted_model(row, minilm):
+    dense = minilm.num_parameters()
+    compress(minilm, Compression(dk=row.dk, dv=row.dv, sweeps=1 if row.dk else None), calibration=None)
+    assert row.parameters == minilm.num_parameters()
+    assert Row("dense").parameters == dense
+    layer = minilm.encoder.layer[0].attention.self
+    forms = [getattr(layer, name) for name in ("score_form", "value_form") if hasattr(layer, name)]
+    for length in (32, 512):
+        whole = (2 * length * WIDTH + length**2) * WIDTH
+        spared = sum(whole - form.macs(WIDTH, length) for form in forms)
+        assert Row("dense").macs(length) - row.macs(length) == LAYERS * spared
+
+
+def test_rivals_have_as_many_parameters_and_not_fewer():
+    for row in ROWS:
+        if row.kind in ("svd", "low-rank", "heads", "per-head"):
+            ours = Row("shared", row.dk, row.dv).attention
+            assert ours <= row.attention < 1.02 * ours, row.name
