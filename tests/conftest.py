@@ -98,6 +98,13 @@ REMEMBERED = Remembered(plan.factorize)
 
 
 @pytest.fixture(autouse=True)
+def compiled_anew(request: pytest.FixtureRequest) -> None:
+    """What earlier tests compiled does not count for the number of times that a function may be compiled."""
+    if "compile" in request.node.name:
+        torch.compiler.reset()
+
+
+@pytest.fixture(autouse=True)
 def decomposed_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny heads that were decomposed before are not decomposed again, but for tests that use `decomposed_anew`."""
     if "decomposed_anew" not in request.fixturenames:

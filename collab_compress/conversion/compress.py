@@ -23,7 +23,7 @@ from collab_compress.architectures import (
     transformers_model,
 )
 from collab_compress.attention import FORMS, FormEdit, NarrowValues, ScoreForm, install_, uninstall_
-from collab_compress.calibration import Calibration
+from collab_compress.calibration import Batch, Calibration
 from collab_compress.calibration.batches import noted_batches
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
 from collab_compress.conversion.compression import Compression
@@ -201,18 +201,14 @@ def compress(
     started = perf_counter()
     given, model = model, transformers_model(model)
     tokenizer = getattr(given, "tokenizer", None) if tokenizer is None and given is not model else tokenizer
-    data = partial(
-        noted_batches, calibration, model, tokenizer, sequences=compression.sequences, length=compression.length,
-        seed=compression.seed,
-    )  # fmt: skip
     found, choice = None, ""
     if compression.keep is not None:
-        found = data()
+        found = _data(model, compression, calibration, tokenizer)
         compression, choice = choose(model, compression, () if calibration == "synthetic" else found[0])
     sites = modules_to_convert(model, compression, calibration is not None and calibration != "none")
     compression = replace(compression, device=working_device(compression.device, sites, distributed))
     paths = {site.name: path_in_base(model, site.module) for site in sites}
-    batches, notes = found or data()
+    batches, notes = found or _data(model, compression, calibration, tokenizer)
     used, held_back = split_held_back(batches)
 
     def work(chosen: Sequence[Site]) -> list[Planned]:
@@ -233,6 +229,16 @@ def compress(
         tuple(each for each in reports if isinstance(each, ModuleReport)), parameters_before, model.num_parameters(),
         REPORT_LENGTH, drift, perf_counter() - started, sum(map(rows_of, used)), warnings,
         tuple(each for each in reports if isinstance(each, ValueReport)), compression, choice,
+    )  # fmt: skip
+
+
+def _data(
+    model: PreTrainedModel, compression: Compression, calibration: Calibration, tokenizer: Any
+) -> tuple[list[Batch], list[str]]:
+    """Make the batches to calibrate on, and say what was left out."""
+    return noted_batches(
+        calibration, model, tokenizer, sequences=compression.sequences, length=compression.length,
+        seed=compression.seed,
     )  # fmt: skip
 
 

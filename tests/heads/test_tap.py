@@ -263,7 +263,7 @@ def test_gradient_checkpointing_changes_nothing(model, batch, set_dropout_):
     found = penalised_gradients(model, batch)
     assert expected.keys() == found.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient)
+        torch.testing.assert_close(found[name], gradient, atol=3e-5, rtol=1e-5)  # sums of float32 in another order
 
 
 def test_reentrant_checkpointing_is_refused(make_tiny, batch):

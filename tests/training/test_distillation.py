@@ -125,7 +125,7 @@ def test_recovery_from_random_tokens_that_repeat(minilm, minilm_tokenizer, monke
     seen = []
     monkeypatch.setattr("collab_compress.conversion.recovery.distil_", lambda *given: seen.append(given))
     recover_(minilm, minilm, minilm_tokenizer, steps=2, logging_steps=7)
-    _, _, batches, settings, _ = seen[0]
+    _, _, batches, settings, *_ = seen[0]
     assert (settings.lr_scheduler_type, settings.warmup_steps, settings.logging_steps) == ("cosine", 0.125, 7)
     assert [batch["input_ids"].shape for batch in batches] == [(16, 64)] * 2
     used = calibration_batches("synthetic", minilm, minilm_tokenizer)
