@@ -15,7 +15,7 @@ def exported(model, batch, dynamic):
 def check_same(one, other, batches):
     for batch in batches:
         with torch.no_grad():
-            torch.testing.assert_close(one(**batch)[0], other(**batch)[0], atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(one(**batch)[0], other(**batch)[0], atol=5e-6, rtol=1e-5)  # other kernels
 
 
 def test_every_kind_for_any_shape(converted, batches, dynamic, tmp_path):
