@@ -76,6 +76,7 @@ with sharding_on_cpus():
     for overrides in recipes:
         run(read_recipe(overrides=overrides))
 end_processes()
+os._exit(0)  # sharded on CPUs, PyTorch keeps threads that may want the interpreter while it ends, and are aborted
 """
 HEADS = {
     "drophead": [{"p": 0.3}],
