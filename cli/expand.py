@@ -49,11 +49,12 @@ def run(arguments: Arguments) -> Expansion:
     source = begin(arguments.model, output, arguments.saving, arguments.device, edited=True)
     expansion = expand(source.model)
     record = {"model": arguments.model, "expansion": {"exact": expansion.exact, "errors": expansion.errors}}
-    lines = table(["module", "relative error"], ([name, f"{error:.2e}"] for name, error in expansion.errors.items()))
+    rows = [[name, f"{error:.2e}"] for name, error in expansion.errors.items()]
+    lines = [*table(["module", "relative error"], rows), ""] if rows else []
     exact = "The dense model computes the same, up to rounding."
     nearest = "The dense model is the nearest one of this width, not the same."
-    lines += ["", exact if expansion.exact else nearest]
-    note = "Its shared queries and keys were expanded to dense ones of each head's own"
+    lines.append(exact if expansion.exact else nearest)
+    note = "What was converted was expanded to dense projections of each head's own"
     note += "; it computes the same." if expansion.exact else ", the nearest of their width."
     finish(source, output, arguments.saving, Made(record, [note]), lines)
     return expansion

@@ -123,9 +123,7 @@ class Energy:
             "unshared": self.unshared, "shared": self.shared, "product": self.joined_product,
             "query": self.joined_query, "key": self.joined_key,
         }  # fmt: skip
-        if of not in curves:
-            raise HeadError(f"unknown curve {of!r}; expected one of {', '.join(curves)}")
-        return _first(curves[of], share)
+        return _least(curves, of, share)
 
     def ranks(self, of: Joined = "unshared") -> dict[float, int]:
         """Suggest a dk for 90, 95 and 99 % of the energy; share → dk."""
@@ -235,9 +233,7 @@ class ValueEnergy:
             HeadError: the share is not in range, or the curve is unknown.
         """
         curves = {"narrow": self.narrow, "joined": self.joined}
-        if of not in curves:
-            raise HeadError(f"unknown curve {of!r}; expected one of {', '.join(curves)}")
-        return _first(curves[of], share)
+        return _least(curves, of, share)
 
     def ranks(self, of: Literal["narrow", "joined"] = "narrow") -> dict[float, int]:
         """Suggest a dv for 90, 95 and 99 % of the energy; share → dv."""
@@ -322,11 +318,13 @@ def _outputs_energy(moments: Tensor, outputs: Sequence[Tensor]) -> ValueEnergy:
     return ValueEnergy(_cumulative(heads), _cumulative(together), _cumulative(_squares(root @ whole)))
 
 
-def _first(curve: Tensor, share: float) -> int:
-    """Find how many components it takes to capture a share of the energy."""
+def _least(curves: dict[str, Tensor], of: str, share: float) -> int:
+    """Find how many components it takes to capture a share of the energy, by one of some curves."""
+    if of not in curves:
+        raise HeadError(f"unknown curve {of!r}; expected one of {', '.join(curves)}")
     if not 0 < share <= 1:
         raise HeadError(f"share of energy is {share}; expected above 0, up to 1")
-    return int((curve < share - 1e-12).sum())
+    return int((curves[of] < share - 1e-12).sum())
 
 
 def _squares(matrix: Tensor) -> Tensor:

@@ -253,8 +253,12 @@ class _Watched:
             for name in FORMS_AT
         )
         self._tap = Tap(model, "rows" if self._rows else ())
-        self._added: list[Tensor] = []
-        self._handles = [site.part(site.family.output).register_forward_hook(self._note) for site in sites]
+        self._added: list[Tensor] = []  # of modules whose values are converted, in the order of calls
+        self._handles = [
+            site.part(site.family.output).register_forward_hook(self._note)
+            for site in sites
+            if site.name in self._values
+        ]
 
     def __enter__(self) -> Self:
         return self
@@ -269,13 +273,13 @@ class _Watched:
 
     def take(self) -> list[_Seen]:
         """Hand over what the last pass showed, in the order of calls."""
-        added, self._added = self._added, []
+        added, self._added = iter(self._added), []
         return [
             _Seen(
                 each.site, each.rows if each.site.name in self._rows else None,
-                output if each.site.name in self._values else None, each.real.query,
+                next(added) if each.site.name in self._values else None, each.real.query,
             )
-            for each, output in zip(self._tap.take(), added, strict=True)
+            for each in self._tap.take()
         ]  # fmt: skip
 
 

@@ -78,7 +78,7 @@ def test_expanding_an_exact_conversion_gives_the_dense_model(run, folder, tmp_pa
     config = json.loads((tmp_path / "exact-dense" / "config.json").read_text())
     assert "quantization_config" not in config
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "exact-dense")
-    assert "expanded to dense ones" in (tmp_path / "exact-dense" / "README.md").read_text(encoding="utf-8")
+    assert "expanded to dense projections" in (tmp_path / "exact-dense" / "README.md").read_text(encoding="utf-8")
 
 
 def test_expanding_a_smaller_one_says_what_is_lost(run, tmp_path):

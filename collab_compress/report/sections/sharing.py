@@ -217,15 +217,12 @@ def _of_all(found: dict[str, list[Energy]], labels: Sequence[str]) -> Curves:
 
 
 def _bounds(energies: Sequence[Energy], labels: Sequence[str], weighing: str) -> Curves:
-    panels = []
-    for name, title in (("shared", "most that dk can capture"), ("unshared", "what dk captures at least")):
-        lines = [_curve(f"layer {label}", getattr(each, name)) for label, each in zip(labels, energies, strict=True)]
-        panels.append(Panel(title, tuple(lines)))
+    titles = {"shared": "most that dk can capture", "unshared": "what dk captures at least"}
     return Curves(
         "What a shared dk captures",
         "A conversion at dk lies between the two; its relative error is the root of what is missing.",
         "bounds of this toolkit, docs/analysis.md",
-        tuple(panels), "dk", f"share of energy, {WEIGHED[weighing]}", 0.0, 1.0,
+        _by_layer(energies, labels, titles), "dk", f"share of energy, {WEIGHED[weighing]}", 0.0, 1.0,
     )  # fmt: skip
 
 
@@ -245,16 +242,28 @@ def _of_value_heads(found: dict[str, list[ValueEnergy]]) -> Curves:
 
 
 def _narrow(energies: Sequence[ValueEnergy], labels: Sequence[str], weighing: str) -> Curves:
-    panels = []
-    for name, title in (("joined", "most that dv can capture"), ("narrow", "what narrow values capture")):
-        lines = [_curve(f"layer {label}", getattr(each, name)) for label, each in zip(labels, energies, strict=True)]
-        panels.append(Panel(title, tuple(lines)))
+    titles = {"joined": "most that dv can capture", "narrow": "what narrow values capture"}
     return Curves(
         "What dv captures",
         "The relative error of a conversion at dv is the root of what is missing on the right.",
         "of this toolkit, docs/method.md",
-        tuple(panels), "dv", f"share of energy, {WEIGHED[weighing]}", 0.0, 1.0,
+        _by_layer(energies, labels, titles), "dv", f"share of energy, {WEIGHED[weighing]}", 0.0, 1.0,
     )  # fmt: skip
+
+
+def _by_layer(
+    energies: Sequence[Energy] | Sequence[ValueEnergy], labels: Sequence[str], titles: dict[str, str]
+) -> tuple[Panel, ...]:
+    """Draw a panel for each of some attributes of the energies, a curve for each layer."""
+    return tuple(
+        Panel(
+            title,
+            tuple(
+                _curve(f"layer {label}", getattr(each, name)) for label, each in zip(labels, energies, strict=True)
+            ),
+        )
+        for name, title in titles.items()
+    )
 
 
 def _curve(name: str, shares: Tensor, weight: str = "line") -> Curve:
