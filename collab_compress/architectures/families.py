@@ -25,11 +25,13 @@ class AttentionFamily:
         attention_classes: class names of the modules that project queries and keys and call Transformers' attention
             interface.
         query: the `nn.Linear` projecting queries, D → H·d.
-        key: the `nn.Linear` projecting keys, D → H·d.
-        value: the `nn.Linear` projecting values, D → H·dv.
+        key: the `nn.Linear` projecting keys, D → H·d, or Hkv·d where queries are grouped.
+        value: the `nn.Linear` projecting values, as wide.
         output: the `nn.Linear` that reads all head outputs, H·dv → D.
         heads: integer attribute, number of heads H.
         head_width: integer attribute, width d of one head's keys.
+        key_value_heads: integer attribute, number of heads of keys and values where several heads of queries share
+            one; empty where each has its own.
         scaling: float attribute multiplying the scores (usually 1/√d).
         cross: name of the child that holds cross-attention, in the path of such a module; empty where there is none.
         conv1d: the `Conv1D` (D → 3·H·d, weight transposed) that holds query, key and value side by side in a stock
@@ -53,6 +55,7 @@ class AttentionFamily:
     heads: str
     head_width: str
     scaling: str = "scaling"
+    key_value_heads: str = ""
     cross: str = ""
     conv1d: str = ""
     fixed_heads: bool = False
