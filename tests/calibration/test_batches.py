@@ -77,13 +77,13 @@ def test_a_file_of_pairs(tmp_path, minilm, minilm_tokenizer):
 def test_random_tokens_beside_texts(tmp_path, minilm, minilm_tokenizer):
     file = tmp_path / "texts.txt"
     file.write_text("a dog\n" * 80, encoding="utf-8")
-    found = calibration_batches(f"synthetic+{file}", minilm, minilm_tokenizer, sequences=48, length=9, seed=3)
-    alone = calibration_batches("synthetic", minilm, minilm_tokenizer, sequences=48, length=9, seed=3)
+    found = calibration_batches(f"synthetic+{file}", minilm, minilm_tokenizer, length=9, seed=3)
+    alone = calibration_batches("synthetic", minilm, minilm_tokenizer, length=9, seed=3)
     texts = calibration_batches(file, minilm, minilm_tokenizer, seed=3)
     same, wanted = (sorted((batch["input_ids"] for batch in each), key=str) for each in (found, [*alone, *texts]))
     assert all(torch.equal(*each) for each in zip(same, wanted, strict=True))
     are_texts = [batch["input_ids"].shape[1] == 4 for batch in found]
-    assert (are_texts.count(True), are_texts.count(False)) == (5, 3)
+    assert (are_texts.count(True), are_texts.count(False)) == (5, 8)
     assert are_texts not in (sorted(are_texts), sorted(are_texts, reverse=True))
     with pytest.raises(CalibrationError, match=r"cannot read calibration texts from .*nothing\.txt"):
         calibration_batches(f"synthetic+{tmp_path / 'nothing.txt'}", minilm, minilm_tokenizer)
