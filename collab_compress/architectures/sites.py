@@ -191,14 +191,16 @@ def find_attention(
 def _kind(name: str, module: nn.Module, family: AttentionFamily) -> Kind:
     if family.cross and family.cross in name.split("."):
         return "cross"
-    return "decoder" if getattr(module, "is_decoder", False) or getattr(module, "is_causal", False) else "encoder"
+    causal = family.decoder or getattr(module, "is_decoder", False) or getattr(module, "is_causal", False)
+    return "decoder" if causal else "encoder"
 
 
 def _site(
     name: str, module: nn.Module, parent: nn.Module, family: AttentionFamily, kind: Kind, layer: int
 ) -> AttentionSite:
     heads, head_width = (read(name, module, family, path, int) for path in (family.heads, family.head_width))
-    scaling = float(read(name, module, family, family.scaling, (int, float)))
+    path = "scaling" if hasattr(module, "scaling") else family.scaling
+    scaling = float(read(name, module, family, path, (int, float))) if path else head_width**-0.5
     return AttentionSite(name, module, family, kind, layer, heads, head_width, scaling, parent)
 
 
