@@ -33,7 +33,7 @@ class AttentionFamily:
         head_width: integer attribute, width d of one head's keys.
         scaling: float attribute multiplying the scores (usually 1/√d); empty where that is 1/√d and no attribute.
         cross: name of the child that holds cross-attention, in the path of such a module; empty where there is none.
-        decoder: whether self-attention sees only earlier tokens where modules do not say so by `is_decoder` or
+        causal: whether self-attention sees earlier tokens only, though its modules do not say so by `is_decoder` or
             `is_causal`.
         fused: the `nn.Linear` or `Conv1D` (D → 3·H·d) that holds query, key and value in a stock model; in a
             converted one it has them as children, at the paths `query`, `key` and `value`. Empty where there are
@@ -59,7 +59,7 @@ class AttentionFamily:
     head_width: str
     scaling: str = "scaling"
     cross: str = ""
-    decoder: bool = False
+    causal: bool = False
     fused: str = ""
     interleaved: bool = False
     fixed_heads: bool = False
@@ -105,7 +105,7 @@ _MPNET: dict[str, Any] = {  # computes scores itself
 }  # fmt: skip
 _BLOOM: dict[str, Any] = {  # computes scores itself; one layer holds each head's queries, keys and values together
     "query": "query_key_value.query", "key": "query_key_value.key", "value": "query_key_value.value",
-    "output": "dense", "heads": "num_heads", "head_width": "head_dim", "scaling": "inv_norm_factor", "decoder": True,
+    "output": "dense", "heads": "num_heads", "head_width": "head_dim", "scaling": "inv_norm_factor", "causal": True,
     "fused": "query_key_value", "interleaved": True,
     "keeps_heads": "it keeps queries, keys and values in one layer, query_key_value",
 }  # fmt: skip

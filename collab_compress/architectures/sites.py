@@ -191,7 +191,7 @@ def find_attention(
 def _kind(name: str, module: nn.Module, family: AttentionFamily) -> Kind:
     if family.cross and family.cross in name.split("."):
         return "cross"
-    causal = family.decoder or getattr(module, "is_decoder", False) or getattr(module, "is_causal", False)
+    causal = family.causal or getattr(module, "is_decoder", False) or getattr(module, "is_causal", False)
     return "decoder" if causal else "encoder"
 
 
