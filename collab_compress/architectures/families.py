@@ -26,11 +26,13 @@ class AttentionFamily:
         attention_classes: class names of the modules that project queries and keys and call Transformers' attention
             interface, or have a forward pass in `attention.forwards`.
         query: the `nn.Linear` projecting queries, D → H·d.
-        key: the `nn.Linear` projecting keys, D → H·d.
-        value: the `nn.Linear` projecting values, D → H·dv.
+        key: the `nn.Linear` projecting keys, D → H·d, or Hkv·d where queries are grouped.
+        value: the `nn.Linear` projecting values, as wide.
         output: the `nn.Linear` that reads all head outputs, H·dv → D.
         heads: integer attribute, number of heads H.
         head_width: integer attribute, width d of one head's keys.
+        key_value_heads: integer attribute, number of heads of keys and values where several heads of queries share
+            one; empty where each has its own.
         scaling: float attribute multiplying the scores (usually 1/√d); empty where that is 1/√d and no attribute.
         cross: name of the child that holds cross-attention, in the path of such a module; empty where there is none.
         causal: whether self-attention sees earlier tokens only, though its modules do not say so by `is_decoder` or
@@ -58,6 +60,7 @@ class AttentionFamily:
     heads: str
     head_width: str
     scaling: str = "scaling"
+    key_value_heads: str = ""
     cross: str = ""
     causal: bool = False
     fused: str = ""

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.errors import CalibrationError
@@ -37,7 +38,7 @@ def special_tokens(
     raise CalibrationError("the tokenizer makes no tokens of any text; pass ready batches instead")
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, text: str, target: bool, **options: bool) -> list[int]:
+def _encoded(tokenizer: PreTrainedTokenizerBase, text: str, target: bool = False, **options: bool) -> list[int]:
     """Encode one text, as a target where the tokenizer knows how."""
     language = getattr(tokenizer, "tgt_lang", None)
     if target:
@@ -96,9 +97,17 @@ def image_batches(model: PreTrainedModel, images: int, seed: int) -> list[Batch]
 
 
 def synthetic_batches(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sequences: int, length: int, seed: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sequences: int | None = None,
+    length: int | None = None,
+    seed: int = 0,
 ) -> list[Batch]:
     """Draw token ids uniformly from the non-special vocabulary, between the special tokens that the tokenizer adds.
+
+    Without a length sequences are short and long, 8 to 128 tokens, as likely from 8 to 16 as from 64 to 128; for an
+    encoder whose tokenizer tells pairs of texts apart, half of them are pairs. What models read is so, and the start
+    of a sequence, where attention often goes, gets its share of the vectors.
 
     A decoder of an encoder–decoder starts with its start token and what the tokenizer puts before a target: a
     language code, in NLLB, M2M100 and mBART-50.
@@ -109,20 +118,91 @@ def synthetic_batches(
     if not len(ordinary):
         raise CalibrationError(f"the tokenizer's vocabulary of {size} holds special tokens only")
     first, last = special_tokens(tokenizer, ordinary.tolist())
-    drawn = length - len(first) - len(last)
-    if drawn < 1:
-        raise CalibrationError(f"no room for random tokens in sequences of {length}; pass a larger length")
     generator = torch.Generator().manual_seed(seed)
-    middle = ordinary[torch.randint(len(ordinary), (sequences, drawn), generator=generator)]
-    ids = torch.cat([torch.tensor([first] * sequences).long(), middle, torch.tensor([last] * sequences).long()], 1)
-    batches = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids.split(BATCH_SIZE)]
+    longest = fitting(length or LONGEST, model, tokenizer) or LONGEST
+    shortest = min(SHORTEST, longest) if length is None else longest
+    if longest <= len(first) + len(last):
+        raise CalibrationError(f"no room for random tokens in sequences of {longest}; pass a larger length")
+    count = sequences or (VARIED if length is None else EQUAL)
+    lengths = _lengths(count, max(shortest, len(first) + len(last) + 1), longest, generator)
+    pairs = length is None and not model.config.is_encoder_decoder and not is_causal(model)
+    between = separator(tokenizer, ordinary.tolist(), first, last) if pairs else None
+    drawn = [ordinary[torch.randint(len(ordinary), (number,), generator=generator)] for number in lengths.tolist()]
+    rows = [_row(tokens, first, between if place % 2 else None, last) for place, tokens in enumerate(drawn)]
+    columns = {"input_ids": [ids for ids, _ in rows]}
+    if between is not None and "token_type_ids" in tokenizer.model_input_names:
+        columns["token_type_ids"] = [types for _, types in rows]
+    batches = _padded(columns, "attention_mask", tokenizer)
     if model.config.is_encoder_decoder:
         first, last = special_tokens(tokenizer, ordinary.tolist(), target=True)
-        begin = torch.tensor([_start_token(model.config, last), *first])[:length]
-        targets = ordinary[torch.randint(len(ordinary), (sequences, length), generator=generator)]
-        targets[:, : len(begin)] = begin
-        for batch, part in zip(batches, targets.split(BATCH_SIZE), strict=True):
-            batch["decoder_input_ids"], batch["decoder_attention_mask"] = part, torch.ones_like(part)
+        begin = torch.tensor([_start_token(model.config, last), *first])[:longest]
+        targets = [
+            ordinary[torch.randint(len(ordinary), (number,), generator=generator)] for number in lengths.tolist()
+        ]
+        for target in targets:
+            target[: len(begin)] = begin[: len(target)]
+        decoded = _padded({"decoder_input_ids": targets}, "decoder_attention_mask", tokenizer)
+        batches = [{**source, **target} for source, target in zip(batches, decoded, strict=True)]
+    return _sample(batches, len(batches), seed)
+
+
+def is_causal(model: PreTrainedModel) -> bool:
+    """Whether tokens of the model see only those before them."""
+    return any(getattr(module, "is_causal", False) for module in model.modules()) or bool(
+        getattr(model.config, "is_decoder", False)
+    )
+
+
+def separator(
+    tokenizer: PreTrainedTokenizerBase, ordinary: Sequence[int], first: Sequence[int], last: Sequence[int]
+) -> list[int] | None:
+    """Find out which tokens the tokenizer puts between two texts, or None where it puts none.
+
+    Args:
+        tokenizer: what encodes.
+        ordinary: some tokens that are not special, to make a text of.
+        first: what it puts before a text.
+        last: what it puts behind it.
+    """
+    for text in ("a", *(tokenizer.decode([token]) for token in ordinary[:TRIED])):
+        plain, whole = _encoded(tokenizer, text, add_special_tokens=False), list(tokenizer(text, text)["input_ids"])
+        inner = whole[len(first) + len(plain) : len(whole) - len(plain) - len(last)]
+        if plain and [*first, *plain, *inner, *plain, *last] == whole:
+            return inner or None
+    return None
+
+
+def _lengths(count: int, shortest: int, longest: int, generator: torch.Generator) -> Tensor:
+    """Draw lengths in ascending order, each power of two as likely as the next."""
+    spread = torch.rand(count, generator=generator, dtype=torch.float64).sort().values
+    return (shortest * ((longest + 1) / shortest) ** spread).long().clamp(shortest, longest)
+
+
+def _row(
+    drawn: Tensor, first: Sequence[int], between: Sequence[int] | None, last: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Put special tokens in their places, over tokens drawn; and say to which of two texts each token belongs."""
+    ids, types = drawn.clone(), torch.zeros_like(drawn)
+    ids[: len(first)] = torch.tensor(first, dtype=ids.dtype)
+    ids[len(ids) - len(last) :] = torch.tensor(last, dtype=ids.dtype)
+    free = len(ids) - len(first) - len(last) - len(between or ())
+    if between is not None and free > 1:
+        middle = len(first) + free // 2
+        ids[middle : middle + len(between)] = torch.tensor(between, dtype=ids.dtype)
+        types[middle + len(between) :] = 1
+    return ids, types
+
+
+def _padded(columns: Mapping[str, list[Tensor]], mask: str, tokenizer: PreTrainedTokenizerBase) -> list[Batch]:
+    """Make batches of rows that lie side by side, filled up behind, with a mask of what is real."""
+    ids = next(iter(columns))
+    pad = {ids: tokenizer.pad_token_id or 0}
+    batches = []
+    for start in range(0, len(columns[ids]), BATCH_SIZE):
+        parts = {name: rows[start : start + BATCH_SIZE] for name, rows in columns.items()}
+        batch = {name: pad_sequence(part, True, pad.get(name, 0)) for name, part in parts.items()}
+        batch[mask] = pad_sequence([torch.ones_like(row) for row in parts[ids]], True)
+        batches.append(batch)
     return batches
 
 
@@ -142,8 +222,10 @@ Calibration: TypeAlias = str | Path | Sequence[Text] | Iterable[Mapping[str, Ten
 _Item = TypeVar("_Item")
 _logger = logging.getLogger(__name__)
 
-SEQUENCES = 128
-LENGTH = 64
+SHORTEST, LONGEST = 8, 128  # tokens of a random sequence, where no length is given
+VARIED, EQUAL = 192, 128  # random sequences, where lengths vary and where not: 8,000 tokens both
+IMAGES = 128
+BESIDE = "synthetic+"
 
 
 def calibration_batches(
@@ -158,14 +240,15 @@ def calibration_batches(
     """Turn any accepted form of calibration data into batches for `model`; what is left out is logged as a warning.
 
     Args:
-        calibration: "synthetic" (random tokens, or noise for images), "none" or None, the path of a text file with
-            one text a line, a sequence of texts or text pairs (a column of a `datasets` data set is one), or ready
-            batches.
+        calibration: "synthetic" (random tokens, or noise for images), "none" or None, the path of a text file as
+            `read_texts` takes it, "synthetic+PATH" for random tokens beside the texts of a file, a sequence of texts
+            or text pairs (a column of a `datasets` data set is one), or ready batches.
         model: the model they are for; bounds the vocabulary and the length.
         tokenizer: needed for everything but ready batches, images and none.
-        sequences: number of random sequences, 128 if not given; of more texts than that a random sample is used, and
-            all of them if not given.
-        length: tokens in a random sequence, 64 if not given; texts are cut there, or else at the model's limit.
+        sequences: number of random sequences, 192 if not given, or 128 of one length; of more texts than that a
+            random sample is used, and all of them if not given.
+        length: tokens in a random sequence; 8 to 128 if not given, as `synthetic_batches` draws them. Texts are cut
+            there, or else at the model's limit.
         seed: seed of the random tokens, and of the sample and order of texts.
 
     Returns:
@@ -207,7 +290,7 @@ def noted_batches(
     if items is not None and any(isinstance(item, Mapping) for item in items):
         batches = [_batch(place, item) for place, item in enumerate(items)]
     elif model.main_input_name != "input_ids":
-        batches = _noise(calibration, model, sequences or SEQUENCES, seed)
+        batches = _noise(calibration, model, sequences or IMAGES, seed)
     elif tokenizer is None:
         raise CalibrationError(
             "calibration from random tokens or texts needs the model's tokenizer, and there is none: pass "
@@ -219,14 +302,10 @@ def noted_batches(
             "input_ids and decoder_input_ids, or calibration 'synthetic'"
         )
     elif calibration == "synthetic":
-        limit = fitting(length or LENGTH, model, tokenizer)
-        batches = synthetic_batches(model, tokenizer, sequences or SEQUENCES, limit or LENGTH, seed)
+        batches = synthetic_batches(model, tokenizer, sequences, length, seed)
     else:
-        texts = (
-            read_texts(Path(calibration))
-            if isinstance(calibration, str | Path)
-            else [_text(place, item) for place, item in enumerate(items or [])]
-        )
+        file = text_file(calibration)
+        texts = [_text(place, item) for place, item in enumerate(items or [])] if file is None else read_texts(file)
         sample = _sample(texts, len(texts) if sequences is None else sequences, seed)
         if len(sample) < len(texts):
             notes.append(f"calibration uses {len(sample)} of {len(texts)} texts, drawn at random")
@@ -234,6 +313,9 @@ def noted_batches(
         batches, cut = text_batches(tokenizer, sample, limit, seed)
         if cut:
             notes.append(f"{cut} of {len(sample)} texts are longer than {limit} tokens and are cut there")
+        if str(calibration).startswith(BESIDE):
+            batches += synthetic_batches(model, tokenizer, sequences, length, seed)
+            batches = _sample(batches, len(batches), seed)
     size = getattr(model.config, "vocab_size", None)
     largest = max((int(batch["input_ids"].max()) for batch in batches if "input_ids" in batch), default=0)
     if size is not None and largest >= size:
@@ -288,18 +370,34 @@ def _sample(items: Sequence[_Item], count: int, seed: int) -> list[_Item]:
     return [items[place] for place in order[:count].tolist()]
 
 
+def text_file(calibration: Any) -> Path | None:
+    """Say which file of texts a calibration names, if it names one."""
+    if not isinstance(calibration, str | Path) or str(calibration) in ("synthetic", "none"):
+        return None
+    return Path(str(calibration).removeprefix(BESIDE))
+
+
 def read_texts(path: Path) -> list[Text]:
-    """Read one text a line; blank lines are left out.
+    """Read one text a line, or a pair of texts with a tab between them; blank lines are left out.
 
     Raises:
-        CalibrationError: the file is missing, not UTF-8, or has no text.
+        CalibrationError: the file is missing, not UTF-8, has no text, or has a line of more than two.
     """
     try:
-        texts: list[Text] = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(f"cannot read calibration texts from {path}: {error}") from error
-    if not texts:
+    if not lines:
         raise CalibrationError(f"{path} has no text; expected one text a line")
+    texts: list[Text] = []
+    for line in lines:
+        first, *rest = (part.strip() for part in line.split("\t"))
+        if len(rest) > 1:
+            raise CalibrationError(
+                f"{path} has a line of {len(rest) + 1} columns, {line[:40]!r}; expected one text a line, or two with "
+                "a tab between them"
+            )
+        texts.append((first, rest[0]) if rest else first)
     return texts
 
 

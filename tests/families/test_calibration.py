@@ -28,7 +28,7 @@ def test_synthetic_data_suffices(kin, build, tokenizer):
             compress(model, Compression(dk=7), "synthetic", tokenizer)
         return
     report = compress(model, Compression(dk=7, sweeps=5), "synthetic", tokenizer)
-    assert report.drift.sequences == 16
+    assert report.drift.sequences == 24
     assert 0 < report.drift.relative_error < 2
     assert all(0 < module.data_error < 1 for module in report.modules)
 
