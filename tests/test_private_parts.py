@@ -19,13 +19,18 @@ from transformers import BertConfig, BertModel, PreTrainedModel, Trainer
 from transformers.models.auto import modeling_auto
 
 from collab_compress.architectures import FAMILIES
+from collab_compress.attention.forwards import FORWARDS
 
 PACKAGE = Path(__file__).parents[1] / "collab_compress"
-CLASSES = [
-    pytest.param(family, model_type.replace("-", "_"), name, id=f"{model_type}-{name}")
-    for model_type, family in FAMILIES.items()
-    for name in family.attention_classes
-]
+CLASSES, OWN = (
+    [
+        pytest.param(family, model_type.replace("-", "_"), name, id=f"{model_type}-{name}")
+        for model_type, family in FAMILIES.items()
+        for name in family.attention_classes
+        if (name in FORWARDS) == own
+    ]
+    for own in (False, True)
+)
 
 
 def moved(part: str, file: str, found: Any) -> None:
@@ -63,6 +68,17 @@ def test_stock_eager_attention_stands_beside_its_module(family, model_type, name
     expected = ["module", "query", "key", "value", "attention_mask"]
     if found[:5] != expected or not {"scaling", "dropout", "kwargs"} <= set(found):
         moved(part, "attention/functions.py", f"it takes {found}")
+
+
+@pytest.mark.parametrize(("family", "model_type", "name"), OWN)
+def test_a_forward_pass_of_ours_takes_what_the_stock_one_does(family, model_type, name):
+    stock, ours = (
+        [each for each in inspect.signature(function).parameters.values() if each.kind != each.VAR_KEYWORD]
+        for function in (getattr(modelling(model_type), name).forward, FORWARDS[name].run)
+    )
+    found, expected = ([(each.name, each.default) for each in one[1:]] for one in (stock, ours))
+    if found != expected:
+        moved(f"{name}.forward", "attention/forwards.py", f"it takes {found}, ours {expected}")
 
 
 class Part(NamedTuple):
@@ -135,6 +151,12 @@ def gpt2_splits_by_an_attribute() -> bool:
     return ".split(self.split_size, dim=2)" in inspect.getsource(GPT2Attention.forward)
 
 
+def accelerate_keeps_forward() -> bool:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    return "_old_forward" in vars(add_hook_to_module(torch.nn.Linear(1, 1), ModelHook()))
+
+
 def lengths_are_grouped() -> bool:
     from transformers.trainer_pt_utils import get_length_grouped_indices
 
@@ -147,6 +169,8 @@ PARTS = [
     Part("PreTrainedConfig._attn_implementation", "attention/view.py", "_attn_implementation",
          lambda: bert().config._attn_implementation == "sdpa"),
     Part("split_size of GPT2Attention", "attention/projections.py", "split_size", gpt2_splits_by_an_attribute),
+    Part("_old_forward of a module that Accelerate hooks into", "attention/forwards.py", "_old_forward",
+         accelerate_keeps_forward),
     Part("the mappings of transformers.quantizers.auto", "checkpoint/quantizer.py", "AUTO_QUANTIZER_MAPPING",
          quantizers_are_plugged_in),
     Part("HfQuantizer._process_model_before_weight_loading", "checkpoint/quantizer.py",

@@ -5,6 +5,7 @@ Papers: ALBERT (Lan et al., 2020), BART (Lewis et al., 2020), BERT (Devlin et al
 al., 2019), M2M100 (Fan et al., 2021) and NLLB (NLLB Team, 2022), Marian (Junczys-Dowmunt et al., 2018), mBART (Liu et
 al., 2020), OPT (Zhang et al., 2022), Pegasus (Zhang et al., 2020), RoBERTa (Liu et al., 2019), T5 (Raffel et al.,
 2020), ViT (Dosovitskiy et al., 2021), XLM-RoBERTa (Conneau et al., 2020).
+Those that compute scores themselves: BLOOM (BigScience, 2022), MPNet (Song et al., 2020).
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ class AttentionFamily:
         name: what people call it, for messages.
         model_types: `config.model_type` values it covers.
         attention_classes: class names of the modules that project queries and keys and call Transformers' attention
-            interface.
+            interface, or have a forward pass in `attention.forwards`.
         query: the `nn.Linear` projecting queries, D → H·d.
         key: the `nn.Linear` projecting keys, D → H·d, or Hkv·d where queries are grouped.
         value: the `nn.Linear` projecting values, as wide.
@@ -32,11 +33,15 @@ class AttentionFamily:
         head_width: integer attribute, width d of one head's keys.
         key_value_heads: integer attribute, number of heads of keys and values where several heads of queries share
             one; empty where each has its own.
-        scaling: float attribute multiplying the scores (usually 1/√d).
+        scaling: float attribute multiplying the scores (usually 1/√d); empty where that is 1/√d and no attribute.
         cross: name of the child that holds cross-attention, in the path of such a module; empty where there is none.
-        conv1d: the `Conv1D` (D → 3·H·d, weight transposed) that holds query, key and value side by side in a stock
-            model; in a converted one it has them as children, at the paths `query`, `key` and `value`. Empty where
-            there are three layers to begin with.
+        causal: whether self-attention sees earlier tokens only, though its modules do not say so by `is_decoder` or
+            `is_causal`.
+        fused: the `nn.Linear` or `Conv1D` (D → 3·H·d) that holds query, key and value in a stock model; in a
+            converted one it has them as children, at the paths `query`, `key` and `value`. Empty where there are
+            three layers to begin with.
+        interleaved: whether that layer holds each head's query, key and value together, instead of three blocks side
+            by side.
         fixed_heads: whether the module views what its projections return as exactly H heads, instead of as many as
             there are; shared projections are then H·d wide, zeros included, and save nothing in a key cache.
         free_width: attribute of the config that sets the width of a head, whatever the model's width; empty where a
@@ -57,7 +62,9 @@ class AttentionFamily:
     scaling: str = "scaling"
     key_value_heads: str = ""
     cross: str = ""
-    conv1d: str = ""
+    causal: bool = False
+    fused: str = ""
+    interleaved: bool = False
     fixed_heads: bool = False
     free_width: str = ""
     keeps_heads: str = ""
@@ -90,9 +97,20 @@ _T5: dict[str, Any] = {  # scores are not scaled, and a position bias is added t
 }  # fmt: skip
 _GPT2: dict[str, Any] = {  # queries, keys and values come out of one transposed layer
     "query": "c_attn.query", "key": "c_attn.key", "value": "c_attn.value", "output": "c_proj", "heads": "num_heads",
-    "head_width": "head_dim", "cross": "crossattention", "conv1d": "c_attn",
+    "head_width": "head_dim", "cross": "crossattention", "fused": "c_attn",
     "keeps_heads": "it keeps queries, keys and values in one layer, c_attn",
     "undescribed": {"cross": "it keeps queries in one layer and keys and values together in another"},
+}  # fmt: skip
+_MPNET: dict[str, Any] = {  # computes scores itself
+    "query": "q", "key": "k", "value": "v", "output": "o", "heads": "num_attention_heads",
+    "head_width": "attention_head_size", "scaling": "",
+    "keeps_heads": "all layers share one position bias with a column for each head",
+}  # fmt: skip
+_BLOOM: dict[str, Any] = {  # computes scores itself; one layer holds each head's queries, keys and values together
+    "query": "query_key_value.query", "key": "query_key_value.key", "value": "query_key_value.value",
+    "output": "dense", "heads": "num_heads", "head_width": "head_dim", "scaling": "inv_norm_factor", "causal": True,
+    "fused": "query_key_value", "interleaved": True,
+    "keeps_heads": "it keeps queries, keys and values in one layer, query_key_value",
 }  # fmt: skip
 
 
@@ -120,5 +138,13 @@ _ROWS = (
     _family("XLM-RoBERTa", "xlm-roberta", "XLMRobertaSelfAttention XLMRobertaCrossAttention", _BERT),
 )
 
-FAMILIES: dict[str, AttentionFamily] = {model_type: row for row in _ROWS for model_type in row.model_types}
+# Those whose modules compute scores themselves, by the forward passes of `attention.forwards` once they are edited.
+_OWN_ROWS = (
+    _family("BLOOM", "bloom", "BloomAttention", _BLOOM),
+    _family("MPNet", "mpnet", "MPNetSelfAttention", _MPNET),
+)
+
+FAMILIES: dict[str, AttentionFamily] = {
+    model_type: row for row in (*_ROWS, *_OWN_ROWS) for model_type in row.model_types
+}
 """`config.model_type` → family. Adding one is a row."""

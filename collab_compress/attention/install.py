@@ -18,8 +18,8 @@ def is_converted(module: Any) -> bool:
 def install_(module: Any, form: MapForm, parts: Any) -> None:
     """Replace the projections of one map of `module` by `parts`, as the form builds them, in place."""
     setattr(module, form.at, form)  # first, so that `uninstall_` knows of what is there half-way
-    form.put_in_(module, parts)
     redirect_(module)
+    form.put_in_(module, parts)
     watch_cache_(module)
 
 
@@ -55,7 +55,7 @@ def unwatch_cache_(module: Any) -> None:
 
 def _refuse_static_cache(module: Any, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse a static cache, which allocates values by the number of pieces that keys come in."""
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
     if cache is None or not getattr(cache, "is_compileable", False):
         return
     scores, values = (getattr(module, name, None) for name in FORMS_AT)

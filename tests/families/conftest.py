@@ -49,6 +49,8 @@ FAMILIES = {
         "Bert", {**ENCODER, "is_decoder": True, "add_cross_attention": True}, ("decoder", "cross") * LAYERS,
         "BertLMHeadModel",
     ),
+    "bloom": Tiny("Bloom", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "n_head": HEADS, "n_layer": LAYERS,
+                            "initializer_range": 0.4, **ENDS}, CAUSAL, "BloomForCausalLM"),
     "camembert": Tiny("Camembert", ENCODER, SELF),
     "deit": Tiny("DeiT", IMAGES, SELF),
     "distilbert": Tiny("DistilBert", {"vocab_size": VOCABULARY, "dim": WIDTH, "n_heads": HEADS, "n_layers": LAYERS,
@@ -61,6 +63,7 @@ FAMILIES = {
     "m2m_100": Tiny("M2M100", TRANSLATOR, ALL, "M2M100ForConditionalGeneration"),
     "marian": Tiny("Marian", TRANSLATOR, ALL, "MarianMTModel"),
     "mbart": Tiny("MBart", TRANSLATOR, ALL, "MBartForConditionalGeneration"),
+    "mpnet": Tiny("MPNet", ENCODER, SELF),
     # heads of OPT have no room for content biases beyond this rank; its model is made to be exact there
     "opt": Tiny("OPT", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_attention_heads": HEADS,
                         "num_hidden_layers": LAYERS, "ffn_dim": 32, "word_embed_proj_dim": WIDTH, "init_std": 0.4,

@@ -34,7 +34,7 @@ def test_kinds(kin, build, tinies):
 def test_a_description_that_does_not_fit_says_where(kin, build):
     model = build(kin)
     site = find_attention(model, FAMILIES)[0]
-    path = site.family.conv1d or site.family.key
+    path = site.family.fused or site.family.key
     delattr(site.module, path)
     with pytest.raises(
         UnsupportedModelError, match=rf"{site.name} \({type(site.module).__name__}\) has no attribute"
@@ -92,7 +92,7 @@ class Reconstruction:
         return outputs
 
 
-def t5_bias(model):
+def t5_bias(model, _):
     """What T5 adds to scores: the first block's bias in all self-attention of a stack, none in cross-attention."""
     first = {
         block.layer[0].SelfAttention: stack.block[0].layer[0].SelfAttention
@@ -104,11 +104,27 @@ def t5_bias(model):
     )
 
 
+def mpnet_bias(model, _):
+    """What MPNet adds to scores: one bias for all layers."""
+    return lambda module, shape: model.encoder.compute_position_bias(torch.empty(*shape[:2], 1))
+
+
+def bloom_bias(model, batch):
+    """What BLOOM adds to scores: a slope for each head, times the place of the key among real tokens."""
+    places = (batch["attention_mask"].cumsum(1) - 1) * batch["attention_mask"]
+    slopes = torch.tensor([2.0**-4, 2.0**-8, 2.0**-2])  # those of two heads, then every other of four
+    return lambda module, shape: slopes.double()[:, None, None] * places[:, None, None]
+
+
+BIASES = {"bloom": bloom_bias, "mpnet": mpnet_bias, "t5": t5_bias}
+
+
 def test_low_rank_follows_the_formula(kin, build, inputs):
     model = build(kin)
     compress(model, Compression(dk=7, sweeps=20), calibration=None)
-    oracle = Reconstruction(model.double(), t5_bias(model) if kin == "t5" else None)
+    model.double()
     batch = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in inputs(kin).items()}
+    oracle = Reconstruction(model, BIASES[kin](model, batch) if kin in BIASES else None)
     with torch.no_grad():
         model(**batch)
     assert oracle.checked == set(read_factors(model))
@@ -141,8 +157,10 @@ def test_saves_and_loads(kin, standalone, build, inputs, run, tmp_path, load_cle
         assert torch.equal(run(load_cleanly(auto_class, tmp_path), batch), run(model, batch))
 
 
-def test_a_fused_layer_loads_without_the_package_only_by_its_code(build, inputs, tmp_path, stock_reload):
-    model, batch = build("gpt2"), inputs("gpt2")
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "mpnet"])
+def test_without_the_package_it_loads_only_by_its_code(name, build, inputs, tmp_path, stock_reload):
+    """Fused layers, and modules with a forward pass of ours."""
+    model, batch = build(name), inputs(name)
     compress(model, Compression(dk=7, sweeps=20), calibration=None)
     torch.save(batch, tmp_path / "batch.pt")
     model.save_pretrained(tmp_path)
