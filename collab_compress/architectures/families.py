@@ -5,7 +5,9 @@ Papers: ALBERT (Lan et al., 2020), BART (Lewis et al., 2020), BERT (Devlin et al
 al., 2019), M2M100 (Fan et al., 2021) and NLLB (NLLB Team, 2022), Marian (Junczys-Dowmunt et al., 2018), mBART (Liu et
 al., 2020), OPT (Zhang et al., 2022), Pegasus (Zhang et al., 2020), RoBERTa (Liu et al., 2019), T5 (Raffel et al.,
 2020), ViT (Dosovitskiy et al., 2021), XLM-RoBERTa (Conneau et al., 2020).
-Those that compute scores themselves: BLOOM (BigScience, 2022), MPNet (Song et al., 2020).
+Those that compute scores themselves: BLOOM (BigScience, 2022), Megatron-BERT (Shoeybi et al., 2019), MPNet (Song et
+al., 2020), MPT (MosaicML, 2023), RemBERT (Chung et al., 2021), TrOCR (Li et al., 2023), VisualBERT (Li et al., 2019),
+XGLM (Lin et al., 2022).
 """
 
 from collections.abc import Mapping
@@ -47,6 +49,7 @@ class AttentionFamily:
         free_width: attribute of the config that sets the width of a head, whatever the model's width; empty where a
             stock model has none.
         keeps_heads: why heads cannot be removed from it; empty where they can.
+        must_lack: attribute of the module → why a module in which it is true cannot be converted.
         undescribed: kind of attention that these paths do not fit → how it differs.
     """
 
@@ -68,6 +71,7 @@ class AttentionFamily:
     fixed_heads: bool = False
     free_width: str = ""
     keeps_heads: str = ""
+    must_lack: Mapping[str, str] = field(default_factory=dict)
     undescribed: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -112,6 +116,14 @@ _BLOOM: dict[str, Any] = {  # computes scores itself; one layer holds each head'
     "fused": "query_key_value", "interleaved": True,
     "keeps_heads": "it keeps queries, keys and values in one layer, query_key_value",
 }  # fmt: skip
+_MPT: dict[str, Any] = {  # computes scores itself
+    "query": "Wqkv.query", "key": "Wqkv.key", "value": "Wqkv.value", "output": "out_proj", "heads": "n_heads",
+    "head_width": "head_dim", "scaling": "softmax_scale", "causal": True, "fused": "Wqkv",
+    "keeps_heads": "it keeps queries, keys and values in one layer, Wqkv",
+    "must_lack": {"clip_qkv": "queries and keys are clipped after their projection"},
+}  # fmt: skip
+_TROCR = {**_BART, "keeps_heads": "its modules view outputs as wide as their inputs are"}  # computes scores itself
+_OWN_BERT = {**_BERT, "scaling": ""}  # computes scores itself
 
 
 def _family(name: str, model_type: str, classes: str, paths: Mapping[str, Any]) -> AttentionFamily:
@@ -141,7 +153,13 @@ _ROWS = (
 # Those whose modules compute scores themselves, by the forward passes of `attention.forwards` once they are edited.
 _OWN_ROWS = (
     _family("BLOOM", "bloom", "BloomAttention", _BLOOM),
+    _family("Megatron-BERT", "megatron-bert", "MegatronBertSelfAttention", _OWN_BERT),
     _family("MPNet", "mpnet", "MPNetSelfAttention", _MPNET),
+    _family("MPT", "mpt", "MptAttention", _MPT),
+    _family("RemBERT", "rembert", "RemBertSelfAttention", _OWN_BERT),
+    _family("TrOCR", "trocr", "TrOCRAttention", _TROCR),
+    _family("VisualBERT", "visual_bert", "VisualBertSelfAttention", {**_OWN_BERT, "cross": ""}),
+    _family("XGLM", "xglm", "XGLMAttention", _BART),
 )
 
 FAMILIES: dict[str, AttentionFamily] = {

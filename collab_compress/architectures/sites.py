@@ -382,6 +382,12 @@ def _refuse_undescribed(site: AttentionSite) -> None:
             f"{site.name}: {site.kind} attention of {site.family.name} cannot be converted, because "
             f"{site.family.undescribed[site.kind]}; leave it out with a pattern of module paths, or by kinds"
         )
+    for name, reason in site.family.must_lack.items():
+        if getattr(site.module, name, None):
+            raise UnsupportedModelError(
+                f"{site.name}: this {site.family.name} cannot be converted, because {reason} "
+                f"({name} is {getattr(site.module, name)})"
+            )
 
 
 def _projection(site: AttentionSite, path: str, heads: int) -> nn.Linear | FusedSlice:

@@ -13,6 +13,7 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from transformers import EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from collab_compress.attention.projections import Layout, QKVProjection
@@ -58,6 +59,30 @@ def attended(
     return outputs.flatten(2), probabilities
 
 
+def keys_and_values(
+    module: Any, layers: tuple[Any, Any], own: Tensor, others: Tensor | None, cache: Any
+) -> tuple[Tensor, Tensor]:
+    """Project keys and values, laid out, with those that a cache holds.
+
+    Args:
+        module: the attention module.
+        layers: that project keys and values.
+        own: tokens that queries come from, (B, T, D).
+        others: tokens of an encoder to attend to instead, (B, S, D), or None.
+        cache: of Transformers', or None. It keeps those of an encoder from the first time on.
+    """
+    if isinstance(cache, EncoderDecoderCache) and others is None:
+        cache = cache.self_attention_cache
+    elif isinstance(cache, EncoderDecoderCache):
+        updated, cache.is_updated[module.layer_idx] = cache.is_updated.get(module.layer_idx), True
+        cache = cache.cross_attention_cache
+        if updated:
+            return cache.layers[module.layer_idx].keys, cache.layers[module.layer_idx].values
+    width = module.head_dim if hasattr(module, "head_dim") else module.attention_head_size
+    key, value = (heads_of(layer(own if others is None else others), width) for layer in layers)
+    return (key, value) if cache is None else cache.update(key, value, module.layer_idx)
+
+
 def mpnet(
     module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, position_bias: Tensor | None = None,
     output_attentions: bool = False, **_: Any,
@@ -87,6 +112,65 @@ def bloom(
     return residual + nn.functional.dropout(module.dense(outputs), module.hidden_dropout, module.training), rows
 
 
+def mpt(
+    module: Any, hidden_states: Tensor, position_bias: Tensor, past_key_values: Any = None,
+    attention_mask: Tensor | None = None, **_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attend with ALiBi, (H, 1, most tokens), its last columns being those of the keys; a true mask hides."""
+    layout = Layout(module.n_heads, module.head_dim)
+    query, key, value = fused_heads(module.Wqkv, hidden_states, layout)
+    if past_key_values is not None:
+        key, value = past_key_values.update(key, value, module.layer_idx)
+    bias = None if position_bias is None else position_bias[None, :, :, -key.shape[2] :].to(query.dtype)
+    seen = None if attention_mask is None else attention_mask.logical_not()
+    outputs, rows = attended(module, query, key, value, seen, rows=True, share=module.attn_dropout_p, bias=bias)
+    return module.out_proj(outputs), rows  # type: ignore[return-value]
+
+
+def xglm(
+    module: Any, hidden_states: Tensor, key_value_states: Tensor | None = None, past_key_values: Any = None,
+    attention_mask: Tensor | None = None, **options: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Attend to the tokens themselves, or to `key_value_states`, by four projections."""
+    wanted = bool(options.get("output_attentions"))
+    query = heads_of(module.q_proj(hidden_states), module.head_dim)
+    layers = (module.k_proj, module.v_proj)
+    key, value = keys_and_values(module, layers, hidden_states, key_value_states, past_key_values)
+    outputs, rows = attended(module, query, key, value, attention_mask, rows=wanted, share=module.dropout)
+    return module.out_proj(outputs), rows
+
+
+def trocr(
+    module: Any, hidden_states: Tensor, key_value_states: Tensor | None = None, past_key_values: Any = None,
+    attention_mask: Tensor | None = None, output_attentions: bool | None = False, **_: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Attend as `xglm` does."""
+    return xglm(
+        module, hidden_states, key_value_states, past_key_values, attention_mask, output_attentions=output_attentions
+    )
+
+
+def bert(
+    module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None,
+    encoder_hidden_states: Tensor | None = None, past_key_values: Any = None, output_attentions: bool | None = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Attend to the tokens themselves, or to `encoder_hidden_states`; outputs are projected by another module."""
+    query = heads_of(module.query(hidden_states), module.attention_head_size)
+    layers = (module.key, module.value)
+    key, value = keys_and_values(module, layers, hidden_states, encoder_hidden_states, past_key_values)
+    wanted = bool(output_attentions)
+    return attended(module, query, key, value, attention_mask, rows=wanted, share=module.dropout.p)
+
+
+def visual_bert(
+    module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, output_attentions: bool = False
+) -> tuple[Tensor | None, ...]:
+    """Attend as `bert` does, in an encoder."""
+    outputs, rows = bert(module, hidden_states, attention_mask, output_attentions=output_attentions)
+    return (outputs, rows) if output_attentions else (outputs,)
+
+
 class Forward(NamedTuple):
     """How a class of attention modules attends while something of ours is in it.
 
@@ -107,9 +191,19 @@ def _norm_factor(module: Any) -> float:
     return float(module.inv_norm_factor)
 
 
+def _softmax_scale(module: Any) -> float:
+    return float(module.softmax_scale)
+
+
 FORWARDS: dict[str, Forward] = {
     "BloomAttention": Forward(bloom, _norm_factor),
+    "MegatronBertSelfAttention": Forward(bert, _root),
     "MPNetSelfAttention": Forward(mpnet, _root),
+    "MptAttention": Forward(mpt, _softmax_scale),
+    "RemBertSelfAttention": Forward(bert, _root),
+    "TrOCRAttention": Forward(trocr),
+    "VisualBertSelfAttention": Forward(visual_bert, _root),
+    "XGLMAttention": Forward(xglm),
 }
 """Name of the stock class → its forward pass."""
 

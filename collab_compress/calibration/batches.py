@@ -64,7 +64,8 @@ def _positions(model: PreTrainedModel) -> float:
     for table in tables:
         if isinstance(table, nn.Embedding) and table.padding_idx is not None:
             return table.num_embeddings - table.padding_idx - 1
-    return getattr(model.config, "max_position_embeddings", None) or inf
+    limits = (getattr(model.config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    return next(filter(None, limits), inf)
 
 
 Batch: TypeAlias = dict[str, Tensor]

@@ -68,7 +68,7 @@ def least_important(
 
 
 # What some families keep beside the number of heads: H·d.
-JOINT_WIDTHS = ("all_head_size",)
+JOINT_WIDTHS = ("all_head_size", "embed_dim")
 
 
 @dataclass(frozen=True)

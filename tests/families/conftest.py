@@ -31,13 +31,18 @@ SELF, CAUSAL, ALL = ("encoder",) * LAYERS, ("decoder",) * LAYERS, ("encoder", "d
 
 @dataclass(frozen=True)
 class Tiny:
-    """How to build one: class name before `Config` and `Model`, settings, kinds of its attention modules."""
+    """How to build one: class name before `Config` and `Model`, settings, kinds of its attention modules.
+
+    Args:
+        model: class of the model, where it is not called like the config.
+    """
 
     name: str
     settings: dict[str, Any]
     kinds: tuple[str, ...]
     generates: str = ""
     full: int = WIDTH
+    model: str = ""
 
 
 FAMILIES = {
@@ -63,19 +68,31 @@ FAMILIES = {
     "m2m_100": Tiny("M2M100", TRANSLATOR, ALL, "M2M100ForConditionalGeneration"),
     "marian": Tiny("Marian", TRANSLATOR, ALL, "MarianMTModel"),
     "mbart": Tiny("MBart", TRANSLATOR, ALL, "MBartForConditionalGeneration"),
+    "megatron-bert": Tiny("MegatronBert", ENCODER, SELF),
     "mpnet": Tiny("MPNet", ENCODER, SELF),
+    "mpt": Tiny("Mpt", {"vocab_size": VOCABULARY, "d_model": WIDTH, "n_heads": HEADS, "n_layers": LAYERS,
+                        "max_seq_len": 80, "initializer_range": 0.4, **ENDS}, CAUSAL, "MptForCausalLM"),
     # heads of OPT have no room for content biases beyond this rank; its model is made to be exact there
     "opt": Tiny("OPT", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_attention_heads": HEADS,
                         "num_hidden_layers": LAYERS, "ffn_dim": 32, "word_embed_proj_dim": WIDTH, "init_std": 0.4,
                         "max_position_embeddings": 80, **ENDS}, CAUSAL, "OPTForCausalLM",
                 WIDTH - HEADS),
     "pegasus": Tiny("Pegasus", TRANSLATOR, ALL, "PegasusForConditionalGeneration"),
+    "rembert": Tiny("RemBert", {**ENCODER, "input_embedding_size": 12, "output_embedding_size": 12}, SELF),
     "roberta": Tiny("Roberta", ENCODER, SELF),
     "t5": Tiny("T5", {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "num_heads": HEADS, "d_ff": 32,
                       "num_layers": LAYERS, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1},
                ("encoder",) * LAYERS + ("decoder", "cross") * LAYERS,
                "T5ForConditionalGeneration"),
+    "visual_bert": Tiny("VisualBert", {**ENCODER, "visual_embedding_dim": 12}, SELF),
+    "trocr": Tiny("TrOCR", {"vocab_size": VOCABULARY, "d_model": WIDTH, "decoder_layers": LAYERS,
+                            "decoder_attention_heads": HEADS, "decoder_ffn_dim": 32, "max_position_embeddings": 80,
+                            "cross_attention_hidden_size": WIDTH, "init_std": 0.4, **ENDS},
+                  ("decoder", "cross") * LAYERS, "TrOCRForCausalLM", model="TrOCRForCausalLM"),
     "vit": Tiny("ViT", IMAGES, SELF),
+    "xglm": Tiny("XGLM", {"vocab_size": VOCABULARY, "d_model": WIDTH, "attention_heads": HEADS, "num_layers": LAYERS,
+                          "ffn_dim": 32, "max_position_embeddings": 80, "init_std": 0.4, **ENDS}, CAUSAL,
+                 "XGLMForCausalLM"),
     "xlm-roberta": Tiny("XLMRoberta", ENCODER, SELF),
 }  # fmt: skip
 
@@ -104,7 +121,7 @@ def build() -> Callable[..., PreTrainedModel]:
         tiny = FAMILIES[name]
         torch.manual_seed(0)
         config = getattr(transformers, f"{tiny.name}Config")(**tiny.settings)
-        model = getattr(transformers, class_name or f"{tiny.name}Model")(config)
+        model = getattr(transformers, class_name or tiny.model or f"{tiny.name}Model")(config)
         with torch.no_grad():
             for path, parameter in model.named_parameters():
                 if path.endswith(".bias") and parameter.dim() == 1 and "orm" not in path and "ln_" not in path:
@@ -131,7 +148,7 @@ def inputs() -> Callable[..., dict[str, torch.Tensor]]:
         batch = {"input_ids": ids, "attention_mask": mask}
         if "encoder" in tiny.kinds and "decoder" in tiny.kinds:
             batch |= {"decoder_input_ids": ids[:, :7].flip(0), "decoder_attention_mask": mask[:, :7]}
-        if name == "bert-cross":
+        if name in ("bert-cross", "trocr"):
             states = torch.randn(3, 5, WIDTH, generator=generator)
             seen = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])
             batch |= {"encoder_hidden_states": states, "encoder_attention_mask": seen}

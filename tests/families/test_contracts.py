@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModel, GPT2Model
+from transformers import AutoModel, AutoModelForCausalLM, GPT2Model, MptModel
 
 from collab_compress import (
     Compression,
@@ -116,7 +116,13 @@ def bloom_bias(model, batch):
     return lambda module, shape: slopes.double()[:, None, None] * places[:, None, None]
 
 
-BIASES = {"bloom": bloom_bias, "mpnet": mpnet_bias, "t5": t5_bias}
+def mpt_bias(model, _):
+    """What MPT adds to scores: a slope for each head, times how far the key lies before the last one."""
+    slopes = torch.tensor([2.0**-4, 2.0**-8, 2.0**-2])
+    return lambda module, shape: slopes.double()[None, :, None, None] * torch.arange(1 - shape[2], 1)
+
+
+BIASES = {"bloom": bloom_bias, "mpt": mpt_bias, "mpnet": mpnet_bias, "t5": t5_bias}
 
 
 def test_low_rank_follows_the_formula(kin, build, inputs):
@@ -153,7 +159,7 @@ def test_saves_and_loads(kin, standalone, build, inputs, run, tmp_path, load_cle
     if standalone:
         make_standalone_(model)
     model.save_pretrained(tmp_path)
-    for auto_class in (type(build(kin)), AutoModel):
+    for auto_class in (type(build(kin)), AutoModelForCausalLM if kin == "trocr" else AutoModel):
         assert torch.equal(run(load_cleanly(auto_class, tmp_path), batch), run(model, batch))
 
 
@@ -227,6 +233,13 @@ def test_cross_attention_of_gpt2_is_refused(build):
     with pytest.raises(UnsupportedModelError, match=r"h\.0\.crossattention: cross attention of GPT-2 cannot be"):
         find_dense_attention(model, FAMILIES)
     assert len(find_dense_attention(model, FAMILIES, "*.attn")) == 2
+
+
+def test_clipped_projections_are_refused(build):
+    config = build("mpt").config
+    config.attn_config.clip_qkv = 6.0
+    with pytest.raises(UnsupportedModelError, match=r"blocks\.0\.attn: .*MPT .* clipped .*clip_qkv is 6"):
+        find_dense_attention(MptModel(config), FAMILIES)
 
 
 def test_cross_attention_without_states_is_named(build, inputs):

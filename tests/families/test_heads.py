@@ -20,6 +20,8 @@ KEEP_HEADS = {
     "bloom": "BLOOM, because it keeps .* in one layer, query_key_value",
     "gpt2": "GPT-2, because it keeps .* in one layer, c_attn",
     "mpnet": "MPNet, because all layers share one",
+    "mpt": "MPT, because it keeps .* in one layer, Wqkv",
+    "trocr": "TrOCR, because its modules view",
     "t5": "T5, because all layers share one",
 }
 
@@ -30,6 +32,8 @@ def forget_biases_(kin, model):
         torch.nn.init.zeros_(model.encoder.relative_attention_bias.weight)
     if kin == "bloom":
         model.build_alibi_tensor = lambda mask, heads, dtype: torch.zeros(len(mask) * heads, 1, mask.shape[1])
+    if kin == "mpt":
+        model.build_mpt_alibi_tensor = lambda heads, length, **_: torch.zeros(heads, 1, length)
 
 
 @pytest.fixture(params=["dense", "converted"])

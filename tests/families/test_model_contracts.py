@@ -87,9 +87,10 @@ def test_embeddings_can_be_resized(kin, model, inputs, run, tmp_path, load_clean
     expected = run(model, batch)
     model.resize_token_embeddings(70, mean_resizing=False)
     assert model.get_input_embeddings().num_embeddings == model.config.vocab_size == 70
-    assert torch.equal(run(model, batch), expected)
+    resized = run(model, batch)
+    assert torch.equal(resized[..., : expected.shape[-1]], expected)  # or logits, and more of them
     model.save_pretrained(tmp_path)
-    assert torch.equal(run(load_cleanly(type(model), tmp_path), batch), expected)
+    assert torch.equal(run(load_cleanly(type(model), tmp_path), batch), resized)
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(kin, model, inputs):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress import Compression, HeadMask, compress, expand, prune_heads_
@@ -73,7 +73,7 @@ def test_they_reload_and_train(kin, build, inputs, run, tmp_path):
     model, batch = build(kin), inputs(kin)
     compress(model, Compression(dk=9, dv=UNEQUAL, sweeps=2), calibration=[batch, batch])
     model.save_pretrained(tmp_path / "saved")
-    loaded = AutoModel.from_pretrained(tmp_path / "saved")
+    loaded = (AutoModelForCausalLM if kin == "trocr" else AutoModel).from_pretrained(tmp_path / "saved")
     assert torch.equal(run(loaded, batch), run(model, batch))
     site = find_attention(model, FAMILIES)[0]
     value, output = site.part(site.family.value).proj, site.part(site.family.output)
