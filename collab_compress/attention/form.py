@@ -79,9 +79,19 @@ class MapForm(ABC):
     title: ClassVar[str]
     """What a model in this form has, in words."""
 
+    @property
+    @abstractmethod
+    def pieces(self) -> str:
+        """Attribute of a module that says how many heads it views, if it views so many and that can change."""
+
+    @property
+    @abstractmethod
+    def padded(self) -> tuple[str, ...]:
+        """Paths of the projections that are filled up with zeros, for the module to view them as whole heads."""
+
     def to_dict(self) -> dict[str, Any]:
-        """Describe the form in JSON types."""
-        return asdict(self)
+        """Describe the form in JSON types; `pieces` only where it is not empty."""
+        return {name: value for name, value in asdict(self).items() if name != "pieces" or value}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -166,6 +176,7 @@ class ScoreForm(MapForm):
         scale: what scores are multiplied by; None keeps the model's own scale.
         train_mixing: whether the mixing matrix is trained.
         fixed_heads: whether the module views queries and keys as exactly H heads.
+        pieces: attribute that says how many those are, if it can be changed.
     """
 
     query: str
@@ -175,6 +186,7 @@ class ScoreForm(MapForm):
     scale: float | None = None
     train_mixing: bool = True
     fixed_heads: bool = False
+    pieces: str = ""
 
     at: ClassVar[str] = "score_form"
     space: ClassVar[str]
@@ -194,10 +206,15 @@ class ScoreForm(MapForm):
         """
         return cls(
             query=site.family.query, key=site.family.key, heads=site.heads, head_width=site.head_width, rank=rank,
-            content_bias=content_bias, fixed_heads=site.family.fixed_heads,
+            content_bias=content_bias, fixed_heads=site.family.fixed_heads, pieces=site.family.pieces,
         )  # fmt: skip
 
     # How wide queries and keys are.
+
+    @property
+    def padded(self) -> tuple[str, ...]:
+        """Queries and keys."""
+        return self.query, self.key
 
     @property
     def head_sizes(self) -> tuple[int, ...] | None:
@@ -276,7 +293,8 @@ class ScoreForm(MapForm):
         module.mixing = parts.mixing
         replace_(module, {self.query: parts.query, self.key: parts.key})
         if self.scale is not None:
-            module.stock_scaling, module.scaling = module.scaling, self.scale
+            module.stock_scaling = scaling_of(module)
+            setattr(module, _scaling_at(module), self.scale)
 
     def take_out_(self, module: Any, dense: tuple[Any, Any]) -> None:
         """Put dense query and key projections back, in place; as `MapForm.take_out_`.
@@ -289,7 +307,7 @@ class ScoreForm(MapForm):
         if hasattr(module, "mixing"):
             del module.mixing
         if "stock_scaling" in module.__dict__:
-            module.scaling = module.__dict__.pop("stock_scaling")
+            setattr(module, _scaling_at(module), module.__dict__.pop("stock_scaling"))
 
     def read(self, name: str, module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Read W̃q (D, R), M (H, R), W̃k (D, R) and v (H, D) or None from the module called `name`.
@@ -343,8 +361,8 @@ class ScoreForm(MapForm):
         joined_query = query.transpose(1, 2).flatten(2)  # (B, T, R + padding)
         joined_key = key.transpose(1, 2).flatten(2)  # (B, S, R + H + padding)
         content = joined_key[..., rank : rank + self.heads] if self.content_bias else None
-        if content is not None and scaling != module.scaling:
-            content = content * (module.scaling / scaling)
+        if content is not None and scaling != scaling_of(module):
+            content = content * (scaling_of(module) / scaling)
         return joined_query[..., :rank], joined_key[..., :rank], content
 
     def head_queries(self, module: Any, query: Tensor) -> Tensor:
@@ -379,6 +397,15 @@ class ScoreForm(MapForm):
         Returns:
             Infinite where they always do, 0 where they never do.
         """
+
+
+def _scaling_at(module: Any) -> str:
+    return "scaling" if hasattr(module, "scaling") else "scale"
+
+
+def scaling_of(module: Any) -> float:
+    """What an attention module multiplies scores by; it goes by either of two names."""
+    return float(getattr(module, _scaling_at(module)))
 
 
 def remaining(parameter: nn.Parameter, dim: int, indices: Sequence[int]) -> nn.Parameter:

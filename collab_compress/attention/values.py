@@ -21,6 +21,8 @@ from collab_compress.attention.form import Cut, HeadRows, MapForm, padding_of, p
 from collab_compress.attention.projections import PaddedProjection, joint_layer, put_back_, replace_
 from collab_compress.errors import CompressionError
 
+JOINT_WIDTH = "all_head_size"  # what some families keep beside the number of heads: H·d, or dv
+
 
 @dataclass(frozen=True)
 class DenseValues:
@@ -73,6 +75,7 @@ class NarrowValues(MapForm):
         sizes: channels of each head.
         value_bias: whether values have a bias.
         fixed_heads: whether the module views values as exactly H heads.
+        pieces: attribute that says how many those are, if it can be changed.
     """
 
     value: str
@@ -80,6 +83,7 @@ class NarrowValues(MapForm):
     sizes: tuple[int, ...]
     value_bias: bool
     fixed_heads: bool = False
+    pieces: str = ""
 
     at: ClassVar[str] = "value_form"
     kind: ClassVar[str] = "narrow-values"
@@ -98,7 +102,7 @@ class NarrowValues(MapForm):
         sizes = tuple(dv // site.heads + (head < dv % site.heads) for head in range(site.heads))
         return cls(
             heads=site.heads, head_width=site.head_width, value=site.family.value, output=site.family.output,
-            sizes=sizes, value_bias=value_bias, fixed_heads=site.family.fixed_heads,
+            sizes=sizes, value_bias=value_bias, fixed_heads=site.family.fixed_heads, pieces=site.family.pieces,
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,6 +115,11 @@ class NarrowValues(MapForm):
         return cls(**{**data, "sizes": tuple(data["sizes"])})
 
     # How wide values are.
+
+    @property
+    def padded(self) -> tuple[str, ...]:
+        """Values."""
+        return (self.value,)
 
     @property
     def dv(self) -> int:
@@ -181,11 +190,13 @@ class NarrowValues(MapForm):
         """Replace the values of `module`, and what its output projection holds, in place."""
         replace_(module, {self.value: parts.value})
         _fill_(parts.output, parts.weight, parts.bias)
+        join_(module, self.dv)
 
     def take_out_(self, module: Any, dense: DenseValues) -> None:
         """Put dense values back, and what the output projection held, in place; as `MapForm.take_out_`."""
         put_back_(module, {self.value: dense.value})
         _fill_(dense.output, dense.weight, dense.bias)
+        join_(module, self.heads * self.head_width)
 
     def finish_(self, module: Any) -> None:
         """Do nothing: all there is, is in the checkpoint."""
@@ -262,6 +273,7 @@ class NarrowValues(MapForm):
             Cut(module.get_submodule(self.value), "padding", padding_of(smaller.dv, smaller.multiple)),
             Cut(output, "weight", remaining(output.weight, dim, left)),
             Cut(output, "in_features" if dim else "nx", len(left)),
+            *([Cut(module, JOINT_WIDTH, smaller.dv)] if hasattr(module, JOINT_WIDTH) else []),
         ]  # fmt: skip
 
     # Costs: D input and output width, T tokens.
@@ -273,6 +285,12 @@ class NarrowValues(MapForm):
     def macs(self, width: int, length: int) -> int:
         """2·T·D·dv + T²·dv."""
         return (2 * length * width + length**2) * self.dv
+
+
+def join_(module: Any, width: int) -> None:
+    """Tell a module how wide the heads' outputs are side by side, where it lays them out by that, in place."""
+    if hasattr(module, JOINT_WIDTH):
+        setattr(module, JOINT_WIDTH, width)
 
 
 def output_dim(output: nn.Linear | Conv1D) -> int:
