@@ -16,6 +16,8 @@ from collab_compress.calibration.batches import Batch
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.factorization import Moments
 
+FRAMES = "_get_feature_vector_attention_mask"  # method of models of sound: mask of samples → mask of positions
+
 
 class RealTokens(NamedTuple):
     """Masks (True = real) of one attention kind; None where all tokens are.
@@ -62,10 +64,10 @@ def real_tokens(
         return None if found is None else found != 0
 
     own = mask("attention_mask")
-    frames = getattr(model, "_get_feature_vector_attention_mask", None)  # of sounds, which become fewer positions
-    if own is not None and frames is not None:
-        length = int(model._get_feat_extract_output_lengths(torch.tensor(own.shape[1])))
-        own = frames(length, own.long()).bool()
+    hears = next((each for each in (model, getattr(model, "encoder", None)) if hasattr(each, FRAMES)), None)
+    if own is not None and hears is not None:  # sounds become fewer positions than they have samples
+        length = int(hears._get_feat_extract_output_lengths(torch.tensor(own.shape[1])))
+        own = getattr(hears, FRAMES)(length, own.long()).bool()
     if not model.config.is_encoder_decoder:
         return {
             "encoder": RealTokens(own, own),

@@ -4,22 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, ViTConfig, ViTModel
+from transformers import ViTConfig, ViTModel
 
 from collab_compress import CalibrationError, Compression, compress
 from collab_compress.calibration import calibration_batches
 from collab_compress.calibration.gather import real_tokens
-
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    words = {"[PAD]": 0, "</s>": 1, "<s>": 2, "[UNK]": 3, **{f"w{number}": number for number in range(4, 61)}}
-    inner = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="[PAD]", eos_token="</s>", bos_token="<s>", unk_token="[UNK]"
-    )
 
 
 def test_synthetic_data_suffices(kin, build, tokenizer):
