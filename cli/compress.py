@@ -70,8 +70,9 @@ class Arguments:
     """Where to save; MODEL-dkN-dvN, with -per-head, -recovered, -stock and -mixed where that was asked for, in the
     current directory if not given."""
 
-    calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|none|FILE")] = "synthetic"
-    """Data that says which input directions matter: random tokens, none, or a file with one text a line."""
+    calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|none|FILE|DIR")] = "synthetic"
+    """Data that says which input directions matter: random tokens (noise for images and sounds), none, a file with
+    one text a line, or a folder of images or of 16-bit .wav files, which takes the processor beside the model."""
 
     stock: bool = False
     """Write a plain model with narrower heads, which needs no package, where the family's config has room for it (T5,
@@ -196,7 +197,9 @@ def _made(source: Source, arguments: Arguments, report: Report | None, recovery:
     if report is None:
         return Made(record, notes, standalone=arguments.standalone)
     compression = _compression(arguments, report)
-    calibration = {"synthetic": "random tokens", "none": None}.get(arguments.calibration, "texts")
+    kind = "files" if Path(arguments.calibration).is_dir() else "texts"
+    drawn = "random tokens" if source.model.main_input_name == "input_ids" else "noise"
+    calibration = {"synthetic": drawn, "none": None}.get(arguments.calibration, kind)
     return Made(record, notes, compression, calibration, report, arguments.standalone)
 
 
