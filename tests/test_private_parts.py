@@ -59,7 +59,7 @@ def test_attention_is_looked_up_by_the_config_of_its_module(family, model_type, 
 
 @pytest.mark.parametrize(("family", "model_type", "name"), CLASSES)
 def test_heads_are_as_many_as_projections_give(family, model_type, name):
-    source = inspect.getsource(getattr(modelling(name), name).forward)
+    source = inspect.getsource(getattr(modelling(name), name))
     expected = (f"self.{family.heads}" if family.fixed_heads else "-1") + f", self.{family.head_width}"
     if expected not in source:
         moved(f"the view (…, {expected} in {model_type}'s {name}.forward", "attention/projections.py", "not there")

@@ -154,7 +154,7 @@ def _family(name: str, model_types: str, classes: str, paths: Mapping[str, Any],
 _ROWS = (
     # Encoders of text; as decoders too, where they can be.
     _family("ALBERT", "albert", "AlbertAttention", _ALBERT),
-    _family("BERT", "bert", "BertSelfAttention BertCrossAttention", _BERT),
+    _family("BERT", "bert dpr", "BertSelfAttention BertCrossAttention", _BERT),
     _family("BertGeneration", "bert-generation", "BertGenerationSelfAttention BertGenerationCrossAttention", _BERT),
     _family("CamemBERT", "camembert", "CamembertSelfAttention CamembertCrossAttention", _BERT),
     _family("Data2Vec text", "data2vec-text", "Data2VecTextSelfAttention Data2VecTextCrossAttention", _BERT),

@@ -237,6 +237,7 @@ FAMILIES = {
     # Encoders of text.
     "bert-generation": Tiny("BertGeneration", ENCODER, SELF, copy_of="bert", model="BertGenerationEncoder"),
     "data2vec-text": Tiny("Data2VecText", ENCODER, SELF, copy_of="roberta"),
+    "dpr": Tiny("DPR", ENCODER, SELF, copy_of="bert", model="DPRQuestionEncoder"),
     "ernie": Tiny("Ernie", ENCODER, SELF, copy_of="bert"),
     "layoutlm": Tiny("LayoutLM", {**ENCODER, "max_2d_position_embeddings": 32}, SELF, copy_of="bert"),
     "markuplm": Tiny("MarkupLM", {**ENCODER, "max_depth": 4, "xpath_unit_hidden_size": 4}, SELF, copy_of="bert"),

@@ -137,7 +137,7 @@ def test_reading_agrees_with_what_can_be_converted():
         ("whisper", CONVERTED),
         ("clip", CONVERTED),
         ("clap", IN_PART),
-        ("audioflamingo3", NOT_YET),
+        ("moss_transcribe_diarize", "fixed head count"),
         ("bridgetower", NOT_YET),
     ],
 )
