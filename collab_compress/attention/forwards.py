@@ -12,11 +12,13 @@ from functools import cache
 from types import MethodType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from collab_compress.attention.projections import Layout, QKVProjection
+from collab_compress.errors import UnsupportedModelError
 
 
 def heads_of(projected: Tensor, head_width: int) -> Tensor:
@@ -171,6 +173,75 @@ def visual_bert(
     return (outputs, rows) if output_attentions else (outputs,)
 
 
+def tapas(
+    module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None,
+    encoder_hidden_states: Tensor | None = None, past_key_values: Any = None, output_attentions: bool = False,
+    **_: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Attend as `bert` does; a decoder hands its cache on."""
+    outputs, rows = bert(
+        module, hidden_states, attention_mask, encoder_hidden_states, past_key_values, output_attentions
+    )
+    found = (outputs, rows) if output_attentions else (outputs,)
+    return (*found, past_key_values) if module.is_decoder else found
+
+
+def blip_text(
+    module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None,
+    encoder_hidden_states: Tensor | None = None, encoder_attention_mask: Tensor | None = None,
+    past_key_values: Any = None, **_: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Attend as `bert` does, with a mask of its own for `encoder_hidden_states`; probabilities are always given."""
+    mask = attention_mask if encoder_hidden_states is None else encoder_attention_mask
+    return bert(module, hidden_states, mask, encoder_hidden_states, past_key_values, output_attentions=True)
+
+
+def blip_vision(module: Any, hidden_states: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """Attend to all patches."""
+    query, key, value = fused_heads(module.qkv, hidden_states, Layout(module.num_heads, module.head_dim))
+    wanted = bool(options.get("output_attentions"))
+    outputs, rows = attended(module, query, key, value, None, rows=wanted, share=module.dropout.p)
+    return module.projection(outputs), rows
+
+
+def table_transformer(
+    module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, object_queries: Tensor | None = None,
+    key_value_states: Tensor | None = None, spatial_position_embeddings: Tensor | None = None,
+    output_attentions: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Attend by inputs to which positions are added, to values of inputs to which they are not; true masks hide."""
+    placed = hidden_states if object_queries is None else hidden_states + object_queries
+    seen, keyed = (hidden_states, placed) if key_value_states is None else (key_value_states, key_value_states)
+    if key_value_states is not None and spatial_position_embeddings is not None:
+        keyed = key_value_states + spatial_position_embeddings
+    projected = (module.q_proj(placed), module.k_proj(keyed), module.v_proj(seen))
+    query, key, value = (heads_of(each, module.head_dim) for each in projected)
+    mask = attention_mask
+    if mask is not None and mask.dtype == torch.bool:
+        mask = mask.logical_not()
+    outputs, rows = attended(module, query, key, value, mask, rows=output_attentions, share=module.dropout)
+    return module.out_proj(outputs), rows
+
+
+def mvp(
+    module: Any, hidden_states: Tensor, key_value_states: Tensor | None = None, past_key_values: Any = None,
+    attention_mask: Tensor | None = None, attn_prompt: Any = None, output_attentions: bool = False, **_: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Attend as `xglm` does.
+
+    Raises:
+        UnsupportedModelError: there are prompts, which are keys and values of dense heads.
+    """
+    if attn_prompt is not None:
+        raise UnsupportedModelError(
+            "edited MvpAttention cannot read prompts (use_prompt=True), which are keys and values of dense heads; "
+            "use the model without them"
+        )
+    return xglm(
+        module, hidden_states, key_value_states, past_key_values, attention_mask, output_attentions=output_attentions
+    )
+
+
 class Forward(NamedTuple):
     """How a class of attention modules attends while something of ours is in it.
 
@@ -191,16 +262,25 @@ def _norm_factor(module: Any) -> float:
     return float(module.inv_norm_factor)
 
 
+def _scale(module: Any) -> float:
+    return float(module.scale)
+
+
 def _softmax_scale(module: Any) -> float:
     return float(module.softmax_scale)
 
 
 FORWARDS: dict[str, Forward] = {
+    "BlipAttention": Forward(blip_vision, _scale),
+    "BlipTextSelfAttention": Forward(blip_text, _root),
     "BloomAttention": Forward(bloom, _norm_factor),
     "MegatronBertSelfAttention": Forward(bert, _root),
     "MPNetSelfAttention": Forward(mpnet, _root),
     "MptAttention": Forward(mpt, _softmax_scale),
+    "MvpAttention": Forward(mvp),
     "RemBertSelfAttention": Forward(bert, _root),
+    "TableTransformerAttention": Forward(table_transformer),
+    "TapasSelfAttention": Forward(tapas, _root),
     "TrOCRAttention": Forward(trocr),
     "VisualBertSelfAttention": Forward(visual_bert, _root),
     "XGLMAttention": Forward(xglm),

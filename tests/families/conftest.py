@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
 VOCABULARY, WIDTH, HEADS, LAYERS = 61, 24, 3, 2
 ENCODER = {
@@ -24,6 +24,13 @@ TRANSLATOR = {
 IMAGES = {
     "hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS, "intermediate_size": 32,
     "image_size": 8, "patch_size": 4, "initializer_range": 0.4,
+}  # fmt: skip
+DETECTOR = {
+    "d_model": WIDTH, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_queries": 5, "init_std": 0.4,
+    "init_xavier_std": 1.0, "use_timm_backbone": False, "use_pretrained_backbone": False,
+    "backbone_config": {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 8, 8],
+                        "depths": [1, 1, 1, 1], "out_features": ["stage4"], "layer_type": "basic"},
 }  # fmt: skip
 ENDS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
 SELF, CAUSAL, ALL = ("encoder",) * LAYERS, ("decoder",) * LAYERS, ("encoder", "decoder", "cross")
@@ -54,10 +61,14 @@ FAMILIES = {
         "Bert", {**ENCODER, "is_decoder": True, "add_cross_attention": True}, ("decoder", "cross") * LAYERS,
         "BertLMHeadModel",
     ),
+    "blip_text_model": Tiny("BlipText", {**ENCODER, "encoder_hidden_size": WIDTH, "is_decoder": True},
+                            ("encoder", "cross") * LAYERS),
+    "blip_vision_model": Tiny("BlipVision", IMAGES, SELF),
     "bloom": Tiny("Bloom", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "n_head": HEADS, "n_layer": LAYERS,
                             "initializer_range": 0.4, **ENDS}, CAUSAL, "BloomForCausalLM"),
     "camembert": Tiny("Camembert", ENCODER, SELF),
     "deit": Tiny("DeiT", IMAGES, SELF),
+    "detr": Tiny("Detr", DETECTOR, ("encoder", "encoder", "cross")),
     "distilbert": Tiny("DistilBert", {"vocab_size": VOCABULARY, "dim": WIDTH, "n_heads": HEADS, "n_layers": LAYERS,
                                       "hidden_dim": 32, "max_position_embeddings": 80, "initializer_range": 0.4},
                        SELF),
@@ -77,6 +88,7 @@ FAMILIES = {
                         "num_hidden_layers": LAYERS, "ffn_dim": 32, "word_embed_proj_dim": WIDTH, "init_std": 0.4,
                         "max_position_embeddings": 80, **ENDS}, CAUSAL, "OPTForCausalLM",
                 WIDTH - HEADS),
+    "mvp": Tiny("Mvp", TRANSLATOR, ALL, "MvpForConditionalGeneration"),
     "pegasus": Tiny("Pegasus", TRANSLATOR, ALL, "PegasusForConditionalGeneration"),
     "rembert": Tiny("RemBert", {**ENCODER, "input_embedding_size": 12, "output_embedding_size": 12}, SELF),
     "roberta": Tiny("Roberta", ENCODER, SELF),
@@ -85,6 +97,8 @@ FAMILIES = {
                ("encoder",) * LAYERS + ("decoder", "cross") * LAYERS,
                "T5ForConditionalGeneration"),
     "visual_bert": Tiny("VisualBert", {**ENCODER, "visual_embedding_dim": 12}, SELF),
+    "table-transformer": Tiny("TableTransformer", DETECTOR, ("encoder", "encoder", "cross")),
+    "tapas": Tiny("Tapas", ENCODER, SELF),
     "trocr": Tiny("TrOCR", {"vocab_size": VOCABULARY, "d_model": WIDTH, "decoder_layers": LAYERS,
                             "decoder_attention_heads": HEADS, "decoder_ffn_dim": 32, "max_position_embeddings": 80,
                             "cross_attention_hidden_size": WIDTH, "init_std": 0.4, **ENDS},
@@ -109,6 +123,13 @@ def generator(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture
+def auto(kin: str, build: Callable[..., PreTrainedModel]) -> Any:
+    """`AutoModel`, or the model's own class where that knows none."""
+    model = build(kin)
+    return AutoModel if type(model.config) in AutoModel._model_mapping else type(model)
+
+
 @pytest.fixture(scope="session")
 def tinies() -> dict[str, Tiny]:
     return FAMILIES
@@ -122,6 +143,9 @@ def build() -> Callable[..., PreTrainedModel]:
         torch.manual_seed(0)
         config = getattr(transformers, f"{tiny.name}Config")(**tiny.settings)
         model = getattr(transformers, class_name or tiny.model or f"{tiny.name}Model")(config)
+        for part in model.modules():
+            if type(part).__name__ == "ResNetBackbone":
+                part._supports_sdpa = True  # it has no attention, and Transformers would refuse to set any
         with torch.no_grad():
             for path, parameter in model.named_parameters():
                 if path.endswith(".bias") and parameter.dim() == 1 and "orm" not in path and "ln_" not in path:
@@ -142,13 +166,15 @@ def inputs() -> Callable[..., dict[str, torch.Tensor]]:
         tiny, generator = FAMILIES[name], torch.Generator().manual_seed(seed)
         if "image_size" in tiny.settings:
             return {"pixel_values": torch.randn(3, 3, 8, 8, generator=generator)}
+        if "num_queries" in tiny.settings:
+            return {"pixel_values": torch.randn(3, 3, 64, 96, generator=generator)}
         ids = torch.randint(5, VOCABULARY, (3, 9), generator=generator)
         mask = torch.ones_like(ids)
         mask[1, 7:], mask[2, 5:] = 0, 0
         batch = {"input_ids": ids, "attention_mask": mask}
         if "encoder" in tiny.kinds and "decoder" in tiny.kinds:
             batch |= {"decoder_input_ids": ids[:, :7].flip(0), "decoder_attention_mask": mask[:, :7]}
-        if name in ("bert-cross", "trocr"):
+        if name in ("bert-cross", "trocr", "blip_text_model"):
             states = torch.randn(3, 5, WIDTH, generator=generator)
             seen = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])
             batch |= {"encoder_hidden_states": states, "encoder_attention_mask": seen}

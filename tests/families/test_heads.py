@@ -17,6 +17,9 @@ from collab_compress.errors import HeadError
 from collab_compress.heads import Tap, masks_without, swap_heads_
 
 KEEP_HEADS = {
+    "detr": "DETR, because its modules do not count",
+    "table-transformer": "Table Transformer, because its modules view",
+    "blip_vision_model": "BLIP vision, because it keeps .* in one layer, qkv",
     "bloom": "BLOOM, because it keeps .* in one layer, query_key_value",
     "gpt2": "GPT-2, because it keeps .* in one layer, c_attn",
     "mpnet": "MPNet, because all layers share one",
