@@ -28,7 +28,7 @@ CLASSES, OWN = (
         pytest.param(family, model_type.replace("-", "_"), name, id=f"{model_type}-{name}")
         for model_type, family in FAMILIES.items()
         for name in family.attention_classes
-        if (name in FORWARDS) == own
+        if (f"{model_type_to_module_name(model_type)}.{name}" in FORWARDS) == own
     ]
     for own in (False, True)
 )
@@ -83,7 +83,10 @@ def stock_class(model_type: str, name: str) -> Any:
 def test_a_forward_pass_of_ours_takes_what_the_stock_one_does(family, model_type, name):
     stock, ours = (
         [each for each in inspect.signature(function).parameters.values() if each.kind != each.VAR_KEYWORD]
-        for function in (stock_class(model_type, name).forward, FORWARDS[name].run)
+        for function in (
+            stock_class(model_type, name).forward,
+            FORWARDS[f"{model_type_to_module_name(model_type)}.{name}"].run,
+        )
     )
     found, expected = ([(each.name, each.default) for each in one[1:]] for one in (stock, ours))
     if found != expected:

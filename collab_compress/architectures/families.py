@@ -8,7 +8,8 @@ al., 2020), OPT (Zhang et al., 2022), Pegasus (Zhang et al., 2020), RoBERTa (Liu
 Those that compute scores themselves: BLIP (Li et al., 2022), BLOOM (BigScience, 2022), Megatron-BERT (Shoeybi et al.,
 2019), MPNet (Song et al., 2020), MPT (MosaicML, 2023), MVP (Tang et al., 2023), RemBERT (Chung et al., 2021), Table
 Transformer (Smock et al., 2022), TAPAS (Herzig et al., 2020), TrOCR (Li et al., 2023), VisualBERT (Li et al., 2019),
-XGLM (Lin et al., 2022). DETR (Carion et al., 2020) does not any more.
+XGLM (Lin et al., 2022), XLM (Conneau and Lample, 2019) and FlauBERT (Le et al., 2020). DETR (Carion et al., 2020)
+does not any more.
 """
 
 from collections.abc import Mapping
@@ -135,6 +136,7 @@ _DETR: dict[str, Any] = {  # positions are added to what queries and keys read, 
     "heads": "config.encoder_attention_heads", "head_width": "head_dim", "cross": "encoder_attn",
     "keeps_heads": "its modules do not count them",
 }  # fmt: skip
+_XLM = {**_DISTILBERT, "head_width": "head_dim", "scaling": ""}
 _OWN_BERT = {**_BERT, "scaling": ""}  # computes scores itself
 
 
@@ -177,6 +179,8 @@ _OWN_ROWS = (
     _family("TAPAS", "tapas", "TapasSelfAttention", _OWN_BERT),
     _family("TrOCR", "trocr", "TrOCRAttention", _TROCR),
     _family("VisualBERT", "visual_bert", "VisualBertSelfAttention", {**_OWN_BERT, "cross": ""}),
+    _family("XLM", "xlm", "MultiHeadAttention", _XLM),
+    _family("FlauBERT", "flaubert", "MultiHeadAttention", _XLM),
     _family("XGLM", "xglm", "XGLMAttention", _BART),
 )
 

@@ -25,6 +25,10 @@ IMAGES = {
     "hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS, "intermediate_size": 32,
     "image_size": 8, "patch_size": 4, "initializer_range": 0.4,
 }  # fmt: skip
+SENTENCES = {
+    "vocab_size": VOCABULARY, "emb_dim": WIDTH, "n_heads": HEADS, "n_layers": LAYERS, "max_position_embeddings": 80,
+    "embed_init_std": 0.4, "init_std": 0.4, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1,
+}  # fmt: skip
 DETECTOR = {
     "d_model": WIDTH, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": HEADS,
     "decoder_attention_heads": HEADS, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_queries": 5, "init_std": 0.4,
@@ -73,6 +77,7 @@ FAMILIES = {
                                       "hidden_dim": 32, "max_position_embeddings": 80, "initializer_range": 0.4},
                        SELF),
     "electra": Tiny("Electra", {**ENCODER, "embedding_size": 12}, SELF),
+    "flaubert": Tiny("Flaubert", SENTENCES, SELF),
     "gpt2": Tiny("GPT2", {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_head": HEADS, "n_layer": LAYERS,
                           "n_positions": 80, "initializer_range": 0.4, **ENDS},
                  CAUSAL, "GPT2LMHeadModel"),
@@ -107,6 +112,7 @@ FAMILIES = {
     "xglm": Tiny("XGLM", {"vocab_size": VOCABULARY, "d_model": WIDTH, "attention_heads": HEADS, "num_layers": LAYERS,
                           "ffn_dim": 32, "max_position_embeddings": 80, "init_std": 0.4, **ENDS}, CAUSAL,
                  "XGLMForCausalLM"),
+    "xlm": Tiny("XLM", SENTENCES, SELF),
     "xlm-roberta": Tiny("XLMRoberta", ENCODER, SELF),
 }  # fmt: skip
 
