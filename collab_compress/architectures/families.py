@@ -4,7 +4,8 @@ Papers: ALBERT (Lan et al., 2020), BART (Lewis et al., 2020), BERT (Devlin et al
 2020), DeiT (Touvron et al., 2021), DistilBERT (Sanh et al., 2019), ELECTRA (Clark et al., 2020), GPT-2 (Radford et
 al., 2019), M2M100 (Fan et al., 2021) and NLLB (NLLB Team, 2022), Marian (Junczys-Dowmunt et al., 2018), mBART (Liu et
 al., 2020), OPT (Zhang et al., 2022), Pegasus (Zhang et al., 2020), RoBERTa (Liu et al., 2019), T5 (Raffel et al.,
-2020), ViT (Dosovitskiy et al., 2021), XLM-RoBERTa (Conneau et al., 2020).
+2020), ViT (Dosovitskiy et al., 2021), XLM-RoBERTa (Conneau et al., 2020); of the others Transformers' documentation
+names them.
 Those that compute scores themselves: BLIP (Li et al., 2022), BLOOM (BigScience, 2022), Megatron-BERT (Shoeybi et al.,
 2019), MPNet (Song et al., 2020), MPT (MosaicML, 2023), MVP (Tang et al., 2023), RemBERT (Chung et al., 2021), Table
 Transformer (Smock et al., 2022), TAPAS (Herzig et al., 2020), TrOCR (Li et al., 2023), VisualBERT (Li et al., 2019),
@@ -48,6 +49,10 @@ class AttentionFamily:
             by side.
         fixed_heads: whether the module views what its projections return as exactly H heads, instead of as many as
             there are; shared projections are then H·d wide, zeros included, and save nothing in a key cache.
+        pieces: attribute of such a module that says how many heads it views, and nothing else; where queries, keys
+            and values are all converted it becomes the number of pieces that they need, so that a cache is smaller.
+            Empty where it has other uses.
+        key_bias: whether keys have a bias where queries have one.
         free_width: attribute of the config that sets the width of a head, whatever the model's width; empty where a
             stock model has none.
         keeps_heads: why heads cannot be removed from it; empty where they can.
@@ -71,6 +76,8 @@ class AttentionFamily:
     fused: str = ""
     interleaved: bool = False
     fixed_heads: bool = False
+    pieces: str = ""
+    key_bias: bool = True
     free_width: str = ""
     keeps_heads: str = ""
     must_lack: Mapping[str, str] = field(default_factory=dict)
@@ -91,7 +98,11 @@ _BART: dict[str, Any] = {
     "query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj", "heads": "num_heads",
     "head_width": "head_dim", "cross": "encoder_attn",
 }  # fmt: skip
-_OPT = {**_BART, "cross": "", "fixed_heads": True}  # scales queries itself
+_OPT = {**_BART, "cross": "", "fixed_heads": True, "pieces": "num_heads"}  # scales queries itself
+_WHISPER = {**_OPT, "cross": "encoder_attn", "key_bias": False}
+_WAV2VEC2 = {**_BART, "cross": ""}
+_NLLB_MOE = {**_BART, "cross": "cross_attention"}
+_CLIP = {**_BART, "cross": "", "scaling": "scale"}
 _VIT: dict[str, Any] = {
     "query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj", "heads": "num_attention_heads",
     "head_width": "head_dim", "free_width": "head_dim",
@@ -101,6 +112,11 @@ _T5: dict[str, Any] = {  # scores are not scaled, and a position bias is added t
     "cross": "EncDecAttention", "free_width": "d_kv",
     "keeps_heads": "all layers share one position bias with a column for each head",
 }  # fmt: skip
+_OWN_BIAS = "its position bias has a column for each head"
+_UMT5 = {**_T5, "fixed_heads": True, "keeps_heads": _OWN_BIAS}
+_BEIT = {**_VIT, "key_bias": False, "keeps_heads": _OWN_BIAS}
+_VIDEOMAE = {**_BERT, "cross": "", "key_bias": False}
+_DPT = {**_VIDEOMAE, "key_bias": True, "fixed_heads": True}
 _GPT2: dict[str, Any] = {  # queries, keys and values come out of one transposed layer
     "query": "c_attn.query", "key": "c_attn.key", "value": "c_attn.value", "output": "c_proj", "heads": "num_heads",
     "head_width": "head_dim", "cross": "crossattention", "fused": "c_attn",
@@ -140,30 +156,101 @@ _XLM = {**_DISTILBERT, "head_width": "head_dim", "scaling": ""}
 _OWN_BERT = {**_BERT, "scaling": ""}  # computes scores itself
 
 
-def _family(name: str, model_type: str, classes: str, paths: Mapping[str, Any]) -> AttentionFamily:
-    return AttentionFamily(name, (model_type,), tuple(classes.split()), **paths)
+def _family(name: str, model_types: str, classes: str, paths: Mapping[str, Any], **more: Any) -> AttentionFamily:
+    return AttentionFamily(name, tuple(model_types.split()), tuple(classes.split()), **paths, **more)
 
 
 _ROWS = (
+    # Encoders of text; as decoders too, where they can be.
     _family("ALBERT", "albert", "AlbertAttention", _ALBERT),
-    _family("BART", "bart", "BartAttention", _BART),
     _family("BERT", "bert", "BertSelfAttention BertCrossAttention", _BERT),
+    _family("BertGeneration", "bert-generation", "BertGenerationSelfAttention BertGenerationCrossAttention", _BERT),
     _family("CamemBERT", "camembert", "CamembertSelfAttention CamembertCrossAttention", _BERT),
-    _family("DeiT", "deit", "DeiTAttention", _VIT),
+    _family("Data2Vec text", "data2vec-text", "Data2VecTextSelfAttention Data2VecTextCrossAttention", _BERT),
     _family("DETR", "detr", "DetrSelfAttention DetrCrossAttention", _DETR),
     _family("DistilBERT", "distilbert", "DistilBertSelfAttention", _DISTILBERT),
     _family("ELECTRA", "electra", "ElectraSelfAttention ElectraCrossAttention", _BERT),
+    _family("ERNIE", "ernie", "ErnieSelfAttention ErnieCrossAttention", _BERT),
+    _family("LayoutLM", "layoutlm", "LayoutLMSelfAttention", _BERT),
+    _family("MarkupLM", "markuplm", "MarkupLMSelfAttention", _BERT),
+    _family("MobileBERT", "mobilebert", "MobileBertSelfAttention", _BERT),
+    _family("RoBERTa", "roberta", "RobertaSelfAttention RobertaCrossAttention", _BERT),
+    _family("RoBERTa-PreLayerNorm", "roberta-prelayernorm",
+            "RobertaPreLayerNormSelfAttention RobertaPreLayerNormCrossAttention", _BERT),
+    _family("RoCBert", "roc_bert", "RoCBertSelfAttention RoCBertCrossAttention", _BERT),
+    _family("Splinter", "splinter", "SplinterSelfAttention", _BERT),
+    _family("X-MOD", "xmod", "XmodSelfAttention XmodCrossAttention", _BERT),
+    _family("XLM-RoBERTa", "xlm-roberta", "XLMRobertaSelfAttention XLMRobertaCrossAttention", _BERT),
+    _family("XLM-RoBERTa-XL", "xlm-roberta-xl", "XLMRobertaXLSelfAttention XLMRobertaXLCrossAttention", _BERT),
+    # Decoders of text.
+    _family("BioGPT", "biogpt", "BioGptAttention", _WAV2VEC2),
     _family("GPT-2", "gpt2", "GPT2Attention", _GPT2),
+    _family("OPT", "opt", "OPTAttention", _OPT),
+    # Encoder and decoder.
+    _family("BART", "bart", "BartAttention", _BART),
+    _family("Blenderbot", "blenderbot", "BlenderbotAttention", _BART),
+    _family("Blenderbot Small", "blenderbot-small", "BlenderbotSmallAttention", _BART),
     _family("M2M100/NLLB", "m2m_100", "M2M100Attention", _BART),
     _family("Marian", "marian", "MarianAttention", _BART),
     _family("mBART", "mbart", "MBartAttention", _BART),
-    _family("OPT", "opt", "OPTAttention", _OPT),
+    _family("mT5", "mt5", "MT5Attention", _T5),
+    _family("NLLB-MoE", "nllb-moe", "NllbMoeAttention", _NLLB_MOE),
     _family("Pegasus", "pegasus", "PegasusAttention", _BART),
-    _family("RoBERTa", "roberta", "RobertaSelfAttention RobertaCrossAttention", _BERT),
+    _family("PLBart", "plbart", "PLBartAttention", _BART),
+    _family("Switch Transformers", "switch_transformers", "SwitchTransformersAttention", _T5),
     _family("T5", "t5", "T5Attention", _T5),
+    _family("UMT5", "umt5", "UMT5Attention", _UMT5),
+    # Images and videos.
+    _family("BEiT", "beit", "BeitAttention", _BEIT),
+    _family("DeiT", "deit", "DeiTAttention", _VIT),
+    _family("DINOv2", "dinov2", "Dinov2Attention", _VIT),
+    _family("DINOv2 with registers", "dinov2_with_registers", "Dinov2WithRegistersAttention", _VIT),
+    _family("DPT", "dpt", "DPTSelfAttention", _DPT),
+    _family("I-JEPA", "ijepa", "IJepaAttention", _VIT),
+    _family("Pixio", "pixio", "PixioAttention", _VIT),
+    _family("VideoMAE", "videomae", "VideoMAESelfAttention", _VIDEOMAE),
     _family("ViT", "vit", "ViTAttention", _VIT),
-    _family("XLM-RoBERTa", "xlm-roberta", "XLMRobertaSelfAttention XLMRobertaCrossAttention", _BERT),
-)
+    _family("ViTMAE", "vit_mae", "ViTMAEAttention", _VIT),
+    _family("ViTMSN", "vit_msn", "ViTMSNAttention", _VIT),
+    _family("ViTPose", "vitpose_backbone", "VitPoseBackboneSelfAttention", _DPT),
+    _family("ViViT", "vivit", "VivitAttention", _VIT),
+    _family("YOLOS", "yolos", "YolosSelfAttention", _DPT),
+    # Sound.
+    _family("AST", "audio-spectrogram-transformer", "ASTAttention", _VIT),
+    _family("Data2Vec audio", "data2vec-audio", "Data2VecAudioAttention", _WAV2VEC2),
+    _family("HuBERT", "hubert", "HubertAttention", _WAV2VEC2),
+    _family("MusicGen decoder", "musicgen_decoder", "MusicgenAttention", _BART),
+    _family("SEW", "sew", "SEWAttention", _WAV2VEC2),
+    _family("Speech2Text", "speech_to_text", "Speech2TextAttention", _BART),
+    _family("UniSpeech", "unispeech", "UniSpeechAttention", _WAV2VEC2),
+    _family("UniSpeechSat", "unispeech-sat", "UniSpeechSatAttention", _WAV2VEC2),
+    _family("Wav2Vec2", "wav2vec2", "Wav2Vec2Attention", _WAV2VEC2),
+    _family("Whisper", "whisper", "WhisperAttention", _WHISPER),
+    # Time series.
+    _family("PatchTST", "patchtst", "PatchTSTAttention", _WAV2VEC2),
+    # Towers of models that read two things.
+    _family("ALIGN text", "align_text_model", "AlignTextSelfAttention", _BERT),
+    _family("AltCLIP text", "altclip_text_model", "AltRobertaSelfAttention", _BERT),
+    _family("AltCLIP vision", "altclip_vision_model", "AltCLIPAttention", _CLIP),
+    _family("Chinese-CLIP text", "chinese_clip_text_model", "ChineseCLIPTextSelfAttention", _BERT),
+    _family("Chinese-CLIP vision", "chinese_clip_vision_model", "ChineseCLIPVisionAttention", _CLIP),
+    _family("CLAP text", "clap_text_model", "ClapTextSelfAttention", _BERT),
+    _family("CLIP text", "clip_text_model", "CLIPAttention", _CLIP, causal=True),
+    _family("CLIP vision", "clip_vision_model", "CLIPAttention", _CLIP),
+    _family("CLIPSeg text", "clipseg_text_model", "CLIPSegAttention", _CLIP, causal=True),
+    _family("CLIPSeg vision", "clipseg_vision_model", "CLIPSegAttention", _CLIP),
+    _family("MetaCLIP 2 text", "metaclip_2_text_model", "MetaClip2Attention", _CLIP, causal=True),
+    _family("MetaCLIP 2 vision", "metaclip_2_vision_model", "MetaClip2Attention", _CLIP),
+    _family("OWLv2 text", "owlv2_text_model", "Owlv2Attention", _CLIP, causal=True),
+    _family("OWLv2 vision", "owlv2_vision_model", "Owlv2Attention", _CLIP),
+    _family("OWL-ViT text", "owlvit_text_model", "OwlViTAttention", _CLIP, causal=True),
+    _family("OWL-ViT vision", "owlvit_vision_model", "OwlViTAttention", _CLIP),
+    _family("SigLIP text", "siglip_text_model", "SiglipAttention", _CLIP),
+    _family("SigLIP vision", "siglip_vision_model", "SiglipAttention", _CLIP),
+    _family("SigLIP 2 text", "siglip2_text_model", "Siglip2Attention", _CLIP),
+    _family("SigLIP 2 vision", "siglip2_vision_model", "Siglip2Attention", _CLIP),
+    _family("X-CLIP text", "xclip_text_model", "XCLIPAttention", _CLIP, causal=True),
+)  # fmt: skip
 
 # Those whose modules compute scores themselves, by the forward passes of `attention.forwards` once they are edited.
 _OWN_ROWS = (
@@ -187,4 +274,4 @@ _OWN_ROWS = (
 FAMILIES: dict[str, AttentionFamily] = {
     model_type: row for row in (*_ROWS, *_OWN_ROWS) for model_type in row.model_types
 }
-"""`config.model_type` → family. Adding one is a row."""
+"""`config.model_type` of a model, or of one inside a model, → family. Adding one is a row."""

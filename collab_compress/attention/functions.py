@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from collab_compress.attention.form import scaling_of
 from collab_compress.attention.kernels import softmax
 from collab_compress.attention.view import HeadCall, for_each_head, head_hooks
 from collab_compress.errors import UnsupportedModelError
@@ -192,7 +193,7 @@ def _acted(outputs: Tensor, call: HeadCall) -> Tensor:
 
 
 def _scaling(module: Any, scaling: float | None) -> float:
-    return float(module.scaling if scaling is None else scaling)
+    return scaling_of(module) if scaling is None else float(scaling)
 
 
 def _causal(module: Any, is_causal: bool | None, mask: Tensor | None, queries: int) -> bool:

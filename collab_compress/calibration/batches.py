@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from collab_compress.calibration.noise import noise_for, reads_two
 from collab_compress.errors import CalibrationError
 
 TRIED = 50  # texts with which to find out which special tokens a tokenizer adds
@@ -64,7 +65,8 @@ def _positions(model: PreTrainedModel) -> float:
     for table in tables:
         if isinstance(table, nn.Embedding) and table.padding_idx is not None:
             return table.num_embeddings - table.padding_idx - 1
-    limits = (getattr(model.config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    config = model.config.get_text_config()
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
     return next(filter(None, limits), inf)
 
 
@@ -73,28 +75,28 @@ Batch: TypeAlias = dict[str, Tensor]
 BATCH_SIZE = 16
 
 
-def image_batches(model: PreTrainedModel, images: int, seed: int) -> list[Batch]:
-    """Draw images of the size in the model's config, with mean 0 and variance 1 as processors make them.
-
-    Each is noise at every scale: a sum of noise on grids of 1, 2, 4, … cells a side, so that what patches hold does
-    not average out.
+def noise_batches(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, sequences: int, length: int, seed: int
+) -> list[Batch]:
+    """Draw noise for a model that reads images, clips or sounds, and random tokens for what else it reads.
 
     Raises:
-        CalibrationError: the config does not say how large images are.
+        CalibrationError: the config does not say how large they are; tokens are needed, and there is no tokenizer.
     """
-    size, channels = (getattr(model.config, name, None) for name in ("image_size", "num_channels"))
-    if size is None or channels is None:
-        raise CalibrationError(
-            f"the config of {type(model).__name__} does not say image_size and num_channels; pass batches of "
-            "pixel_values"
-        )
-    height, width = (size, size) if isinstance(size, int) else size
-    generator = torch.Generator().manual_seed(seed)
-    pixels = torch.zeros(images, channels, height, width)
-    for cells in (2**power for power in range(max(height, width).bit_length())):
-        grid = torch.randn(images, channels, min(cells, height), min(cells, width), generator=generator)
-        pixels += torch.nn.functional.interpolate(grid, (height, width))
-    return [{"pixel_values": part} for part in (pixels / pixels.std()).split(BATCH_SIZE)]
+    noise = noise_for(model, sequences, length, seed)
+    tokens: dict[str, Tensor] = {}
+    if reads_two(model) or model.config.is_encoder_decoder:
+        if tokenizer is None:
+            raise CalibrationError(
+                f"{type(model).__name__} reads tokens beside {', '.join(noise)}; pass its tokenizer=…, or "
+                "ready batches"
+            )
+        limit = fitting(length, model, tokenizer) or length
+        drawn = synthetic_batches(model, tokenizer, sequences, limit, seed, source=reads_two(model))
+        tokens = {name: torch.cat([batch[name] for batch in drawn]) for name in drawn[0]}
+    whole = {**tokens, **noise}
+    places = range(0, sequences, BATCH_SIZE)
+    return [{name: part[start : start + BATCH_SIZE] for name, part in whole.items()} for start in places]
 
 
 def synthetic_batches(
@@ -103,6 +105,7 @@ def synthetic_batches(
     sequences: int | None = None,
     length: int | None = None,
     seed: int = 0,
+    source: bool = True,
 ) -> list[Batch]:
     """Draw token ids uniformly from the non-special vocabulary, between the special tokens that the tokenizer adds.
 
@@ -111,9 +114,9 @@ def synthetic_batches(
     of a sequence, where attention often goes, gets its share of the vectors.
 
     A decoder of an encoder–decoder starts with its start token and what the tokenizer puts before a target: a
-    language code, in NLLB, M2M100 and mBART-50.
+    language code, in NLLB, M2M100 and mBART-50. Without `source` there are tokens for the decoder only.
     """
-    size = min(len(tokenizer), getattr(model.config, "vocab_size", len(tokenizer)))
+    size = min(len(tokenizer), getattr(model.config.get_text_config(), "vocab_size", len(tokenizer)))
     special = set(tokenizer.all_special_ids)
     ordinary = torch.tensor([token for token in range(size) if token not in special])
     if not len(ordinary):
@@ -134,6 +137,8 @@ def synthetic_batches(
     if between is not None and "token_type_ids" in tokenizer.model_input_names:
         columns["token_type_ids"] = [types for _, types in rows]
     batches = _padded(columns, "attention_mask", tokenizer)
+    if not source:
+        batches = [{} for _ in batches]
     if model.config.is_encoder_decoder:
         first, last = special_tokens(tokenizer, ordinary.tolist(), target=True)
         begin = torch.tensor([_start_token(model.config, last), *first])[:longest]
@@ -225,7 +230,7 @@ _logger = logging.getLogger(__name__)
 
 SHORTEST, LONGEST = 8, 128  # tokens of a random sequence, where no length is given
 VARIED, EQUAL = 192, 128  # random sequences, where lengths vary and where not: 8,000 tokens both
-IMAGES = 128
+LENGTH = 64  # tokens beside noise, and positions of it
 BESIDE = "synthetic+"
 
 
@@ -241,15 +246,15 @@ def calibration_batches(
     """Turn any accepted form of calibration data into batches for `model`; what is left out is logged as a warning.
 
     Args:
-        calibration: "synthetic" (random tokens, or noise for images), "none" or None, the path of a text file as
-            `read_texts` takes it, "synthetic+PATH" for random tokens beside the texts of a file, a sequence of texts
-            or text pairs (a column of a `datasets` data set is one), or ready batches.
+        calibration: "synthetic" (random tokens; noise for images, clips and sounds), "none" or None, the path of a
+            text file as `read_texts` takes it, "synthetic+PATH" for random tokens beside the texts of a file, a
+            sequence of texts or text pairs (a column of a `datasets` data set is one), or ready batches.
         model: the model they are for; bounds the vocabulary and the length.
         tokenizer: needed for everything but ready batches, images and none.
         sequences: number of random sequences, 192 if not given, or 128 of one length; of more texts than that a
             random sample is used, and all of them if not given.
         length: tokens in a random sequence; 8 to 128 if not given, as `synthetic_batches` draws them. Texts are cut
-            there, or else at the model's limit.
+            there, or else at the model's limit. Positions of a sound, 64 if not given.
         seed: seed of the random tokens, and of the sample and order of texts.
 
     Returns:
@@ -290,8 +295,8 @@ def noted_batches(
     items = None if isinstance(calibration, str | Path) else _items(calibration)
     if items is not None and any(isinstance(item, Mapping) for item in items):
         batches = [_batch(place, item) for place, item in enumerate(items)]
-    elif model.main_input_name != "input_ids":
-        batches = _noise(calibration, model, sequences or IMAGES, seed)
+    elif model.main_input_name != "input_ids" or reads_two(model):
+        batches = _unlike_texts(calibration, model, tokenizer, sequences or EQUAL, length or LENGTH, seed)
     elif tokenizer is None:
         raise CalibrationError(
             "calibration from random tokens or texts needs the model's tokenizer, and there is none: pass "
@@ -317,7 +322,7 @@ def noted_batches(
         if str(calibration).startswith(BESIDE):
             batches += synthetic_batches(model, tokenizer, sequences, length, seed)
             batches = _sample(batches, len(batches), seed)
-    size = getattr(model.config, "vocab_size", None)
+    size = getattr(model.config.get_text_config(), "vocab_size", None)
     largest = max((int(batch["input_ids"].max()) for batch in batches if "input_ids" in batch), default=0)
     if size is not None and largest >= size:
         raise CalibrationError(
@@ -329,14 +334,19 @@ def noted_batches(
     return batches, notes
 
 
-def _noise(calibration: Any, model: PreTrainedModel, sequences: int, seed: int) -> list[Batch]:
-    """Draw images of noise, or say what to pass instead."""
-    if calibration != "synthetic" or model.main_input_name != "pixel_values":
-        raise CalibrationError(
-            f"{type(model).__name__} reads {model.main_input_name}, not texts; pass batches of them as its processor "
-            "makes them"
-        )
-    return image_batches(model, sequences, seed)
+def _unlike_texts(
+    calibration: Any, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, sequences: int, length: int,
+    seed: int,
+) -> list[Batch]:  # fmt: skip
+    """Make batches for a model that reads more than texts: noise; or say what to pass instead."""
+    if calibration == "synthetic":
+        batches = noise_batches(model, tokenizer, sequences, length, seed)
+        if batches and batches[0]:
+            return batches
+    reads = f"{model.main_input_name} and images" if reads_two(model) else model.main_input_name
+    raise CalibrationError(
+        f"{type(model).__name__} reads {reads}, not texts; pass batches of them as its processor makes them"
+    )
 
 
 def text_batches(

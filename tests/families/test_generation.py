@@ -27,6 +27,7 @@ def generated(model, batch, **options):
     return model.generate(**arguments, max_new_tokens=6, min_new_tokens=6, **options)
 
 
+@pytest.mark.every_family
 def test_full_rank_generates_what_the_dense_model_does(generator, build, inputs, tinies):
     dense, batch = build(generator, tinies[generator].generates), inputs(generator)
     converted = copy.deepcopy(dense)
