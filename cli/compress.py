@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from collab_compress import CollabCompressError, Compression, ModuleReport, Report, alphas_of, compress, mix_heads_
-from collab_compress.calibration.batches import BESIDE
+from collab_compress.calibration.batches import BESIDE, text_file
 from collab_compress.conversion.report import ValueReport
 from collab_compress.conversion.stock import refuse_stock, to_stock
 from collab_compress.distributed import process_state
@@ -71,9 +71,10 @@ class Arguments:
     """Where to save; MODEL-dkN-dvN, with -per-head, -recovered, -stock and -mixed where that was asked for, in the
     current directory if not given."""
 
-    calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|none|FILE|synthetic+FILE")] = "synthetic"
-    """Data that says which input directions matter: random tokens, none, a file with one text a line (or two, with a
-    tab between, as a classifier of pairs reads them), or random tokens beside such a file."""
+    calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|none|FILE|synthetic+FILE|DIR")] = "synthetic"
+    """Data that says which input directions matter: random tokens (noise for images and sounds), none, a file with
+    one text a line (or two, with a tab between, as a classifier of pairs reads them), random tokens beside such a
+    file, or a folder of images or of 16-bit .wav files, which takes the processor beside the model."""
 
     stock: bool = False
     """Write a plain model with narrower heads, which needs no package, where the family's config has room for it (T5,
@@ -198,9 +199,11 @@ def _made(source: Source, arguments: Arguments, report: Report | None, recovery:
     if report is None:
         return Made(record, notes, standalone=arguments.standalone)
     compression = _compression(arguments, report)
-    named = {"synthetic": "random tokens", "none": None}
-    beside = "texts and random tokens" if arguments.calibration.startswith(BESIDE) else "texts"
-    calibration = named.get(arguments.calibration, beside)
+    drawn = "random tokens" if source.model.main_input_name == "input_ids" else "noise"
+    file = text_file(arguments.calibration)
+    kind = "files" if file is not None and file.is_dir() else "texts"
+    kind = f"texts and {drawn}" if arguments.calibration.startswith(BESIDE) else kind
+    calibration = {"synthetic": drawn, "none": None}.get(arguments.calibration, kind)
     return Made(record, notes, compression, calibration, report, arguments.standalone)
 
 

@@ -100,6 +100,7 @@ _BART: dict[str, Any] = {
 }  # fmt: skip
 _OPT = {**_BART, "cross": "", "fixed_heads": True, "pieces": "num_heads"}  # scales queries itself
 _WHISPER = {**_OPT, "cross": "encoder_attn", "key_bias": False}
+_LISTENER = {**_WHISPER, "cross": "", "pieces": ""}  # no cache to make smaller
 _WAV2VEC2 = {**_BART, "cross": ""}
 _NLLB_MOE = {**_BART, "cross": "cross_attention"}
 _CLIP = {**_BART, "cross": "", "scaling": "scale"}
@@ -117,6 +118,13 @@ _UMT5 = {**_T5, "fixed_heads": True, "keeps_heads": _OWN_BIAS}
 _BEIT = {**_VIT, "key_bias": False, "keeps_heads": _OWN_BIAS}
 _VIDEOMAE = {**_BERT, "cross": "", "key_bias": False}
 _DPT = {**_VIDEOMAE, "key_bias": True, "fixed_heads": True}
+_PIX2STRUCT_VISION: dict[str, Any] = {
+    "query": "query", "key": "key", "value": "value", "output": "output", "heads": "n_heads",
+    "head_width": "key_value_proj_dim", "free_width": "d_kv",
+}  # fmt: skip
+_PIX2STRUCT_TEXT = {
+    **_PIX2STRUCT_VISION, "free_width": "", "cross": "encoder_decoder_attention", "keeps_heads": _T5["keeps_heads"],
+}  # fmt: skip
 _GPT2: dict[str, Any] = {  # queries, keys and values come out of one transposed layer
     "query": "c_attn.query", "key": "c_attn.key", "value": "c_attn.value", "output": "c_proj", "heads": "num_heads",
     "head_width": "head_dim", "cross": "crossattention", "fused": "c_attn",
@@ -209,6 +217,7 @@ _ROWS = (
     _family("I-JEPA", "ijepa", "IJepaAttention", _VIT),
     _family("Pixio", "pixio", "PixioAttention", _VIT),
     _family("VideoMAE", "videomae", "VideoMAESelfAttention", _VIDEOMAE),
+    _family("SegFormer", "segformer", "SegformerAttention", {**_VIT, "free_width": ""}),
     _family("ViT", "vit", "ViTAttention", _VIT),
     _family("ViTMAE", "vit_mae", "ViTMAEAttention", _VIT),
     _family("ViTMSN", "vit_msn", "ViTMSNAttention", _VIT),
@@ -220,10 +229,13 @@ _ROWS = (
     _family("Data2Vec audio", "data2vec-audio", "Data2VecAudioAttention", _WAV2VEC2),
     _family("HuBERT", "hubert", "HubertAttention", _WAV2VEC2),
     _family("MusicGen decoder", "musicgen_decoder", "MusicgenAttention", _BART),
+    _family("MusicGen Melody decoder", "musicgen_melody_decoder", "MusicgenMelodyAttention", _WAV2VEC2),
+    _family("Qwen2-Audio encoder", "qwen2_audio_encoder", "Qwen2AudioAttention", _LISTENER),
     _family("SEW", "sew", "SEWAttention", _WAV2VEC2),
     _family("Speech2Text", "speech_to_text", "Speech2TextAttention", _BART),
     _family("UniSpeech", "unispeech", "UniSpeechAttention", _WAV2VEC2),
     _family("UniSpeechSat", "unispeech-sat", "UniSpeechSatAttention", _WAV2VEC2),
+    _family("Voxtral encoder", "voxtral_encoder", "VoxtralAttention", _LISTENER),
     _family("Wav2Vec2", "wav2vec2", "Wav2Vec2Attention", _WAV2VEC2),
     _family("Whisper", "whisper", "WhisperAttention", _WHISPER),
     # Time series.
@@ -245,10 +257,14 @@ _ROWS = (
     _family("OWLv2 vision", "owlv2_vision_model", "Owlv2Attention", _CLIP),
     _family("OWL-ViT text", "owlvit_text_model", "OwlViTAttention", _CLIP, causal=True),
     _family("OWL-ViT vision", "owlvit_vision_model", "OwlViTAttention", _CLIP),
+    _family("Idefics3 vision", "idefics3_vision", "Idefics3VisionAttention", _CLIP),
+    _family("Pix2Struct text", "pix2struct_text_model", "Pix2StructTextAttention", _PIX2STRUCT_TEXT),
+    _family("Pix2Struct vision", "pix2struct_vision_model", "Pix2StructVisionAttention", _PIX2STRUCT_VISION),
     _family("SigLIP text", "siglip_text_model", "SiglipAttention", _CLIP),
     _family("SigLIP vision", "siglip_vision_model", "SiglipAttention", _CLIP),
     _family("SigLIP 2 text", "siglip2_text_model", "Siglip2Attention", _CLIP),
     _family("SigLIP 2 vision", "siglip2_vision_model", "Siglip2Attention", _CLIP),
+    _family("SmolVLM vision", "smolvlm_vision", "SmolVLMVisionAttention", _CLIP),
     _family("X-CLIP text", "xclip_text_model", "XCLIPAttention", _CLIP, causal=True),
 )  # fmt: skip
 

@@ -230,7 +230,6 @@ def _refuse_undescribed_parts(model: nn.Module, families: dict[str, AttentionFam
     for name in others:
         module = model.get_submodule(name)
         if name and "attention" in type(module).__name__.lower() and fnmatch(name, modules):
-            refuse_interposed(model, families, among=others)
             refuse_unknown(model, families, name, _model_type(_owners(model)[name]))
 
 

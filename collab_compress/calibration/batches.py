@@ -1,4 +1,4 @@
-"""What models are run on to calibrate them: random tokens, noise, texts, or ready batches."""
+"""What models are run on to calibrate them: random tokens, noise, texts, files, or ready batches."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from collab_compress.calibration.folders import folder_inputs
 from collab_compress.calibration.noise import noise_for, reads_two
 from collab_compress.errors import CalibrationError
 
@@ -75,26 +76,37 @@ Batch: TypeAlias = dict[str, Tensor]
 BATCH_SIZE = 16
 
 
-def noise_batches(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, sequences: int, length: int, seed: int
+def batches_beside_tokens(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    inputs: dict[str, Tensor],
+    length: int,
+    seed: int,
 ) -> list[Batch]:
-    """Draw noise for a model that reads images, clips or sounds, and random tokens for what else it reads.
+    """Cut images, clips or sounds into batches, with random tokens for what else the model reads.
+
+    Args:
+        model: the model they are for.
+        tokenizer: its tokenizer, if it reads tokens too.
+        inputs: keyword arguments of the model, each (N, …).
+        length: tokens in a random sequence.
+        seed: of the tokens.
 
     Raises:
-        CalibrationError: the config does not say how large they are; tokens are needed, and there is no tokenizer.
+        CalibrationError: tokens are needed, and there is no tokenizer.
     """
-    noise = noise_for(model, sequences, length, seed)
+    sequences = min((len(part) for part in inputs.values()), default=0)
     tokens: dict[str, Tensor] = {}
     if reads_two(model) or model.config.is_encoder_decoder:
         if tokenizer is None:
             raise CalibrationError(
-                f"{type(model).__name__} reads tokens beside {', '.join(noise)}; pass its tokenizer=…, or "
+                f"{type(model).__name__} reads tokens beside {', '.join(inputs)}; pass its tokenizer=…, or "
                 "ready batches"
             )
         limit = fitting(length, model, tokenizer) or length
         drawn = synthetic_batches(model, tokenizer, sequences, limit, seed, source=reads_two(model))
         tokens = {name: torch.cat([batch[name] for batch in drawn]) for name in drawn[0]}
-    whole = {**tokens, **noise}
+    whole = {**tokens, **inputs}
     places = range(0, sequences, BATCH_SIZE)
     return [{name: part[start : start + BATCH_SIZE] for name, part in whole.items()} for start in places]
 
@@ -247,10 +259,11 @@ def calibration_batches(
 
     Args:
         calibration: "synthetic" (random tokens; noise for images, clips and sounds), "none" or None, the path of a
-            text file as `read_texts` takes it, "synthetic+PATH" for random tokens beside the texts of a file, a
-            sequence of texts or text pairs (a column of a `datasets` data set is one), or ready batches.
+            text file as `read_texts` takes it, "synthetic+PATH" for random tokens beside the texts of a file, that of
+            a folder of images or sounds for models that read those, a sequence of texts or text pairs (a column of a
+            `datasets` data set is one), or ready batches.
         model: the model they are for; bounds the vocabulary and the length.
-        tokenizer: needed for everything but ready batches, images and none.
+        tokenizer: needed for everything but ready batches, none, and models that read no tokens.
         sequences: number of random sequences, 192 if not given, or 128 of one length; of more texts than that a
             random sample is used, and all of them if not given.
         length: tokens in a random sequence; 8 to 128 if not given, as `synthetic_batches` draws them. Texts are cut
@@ -296,7 +309,7 @@ def noted_batches(
     if items is not None and any(isinstance(item, Mapping) for item in items):
         batches = [_batch(place, item) for place, item in enumerate(items)]
     elif model.main_input_name != "input_ids" or reads_two(model):
-        batches = _unlike_texts(calibration, model, tokenizer, sequences or EQUAL, length or LENGTH, seed)
+        batches, notes = _unlike_texts(calibration, model, tokenizer, sequences, length or LENGTH, seed)
     elif tokenizer is None:
         raise CalibrationError(
             "calibration from random tokens or texts needs the model's tokenizer, and there is none: pass "
@@ -335,14 +348,20 @@ def noted_batches(
 
 
 def _unlike_texts(
-    calibration: Any, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, sequences: int, length: int,
-    seed: int,
-) -> list[Batch]:  # fmt: skip
-    """Make batches for a model that reads more than texts: noise; or say what to pass instead."""
+    calibration: Any, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, sequences: int | None,
+    length: int, seed: int,
+) -> tuple[list[Batch], list[str]]:  # fmt: skip
+    """Make batches of noise or of a folder for a model that reads more than texts; or say what to pass instead."""
+    notes: list[str] = []
+    inputs: dict[str, Tensor] = {}
     if calibration == "synthetic":
-        batches = noise_batches(model, tokenizer, sequences, length, seed)
-        if batches and batches[0]:
-            return batches
+        inputs = noise_for(model, sequences or EQUAL, length, seed)
+    elif isinstance(calibration, str | Path) and Path(calibration).is_dir():
+        inputs, count = folder_inputs(Path(calibration), model, sequences, seed)
+        if sequences is not None and sequences < count:
+            notes.append(f"calibration uses {sequences} of {count} files, drawn at random")
+    if inputs:
+        return batches_beside_tokens(model, tokenizer, inputs, length, seed), notes
     reads = f"{model.main_input_name} and images" if reads_two(model) else model.main_input_name
     raise CalibrationError(
         f"{type(model).__name__} reads {reads}, not texts; pass batches of them as its processor makes them"

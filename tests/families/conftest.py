@@ -57,6 +57,11 @@ WAVES = {
     "mask_time_prob": 0.0, "vocab_size": VOCABULARY,
 }  # fmt: skip
 LISTENER = {**TRANSLATOR, "max_source_positions": 12, "max_target_positions": 80, "num_mel_bins": 8}
+AUDIO_TOWER = {
+    "d_model": WIDTH, "hidden_size": WIDTH, "num_attention_heads": HEADS, "encoder_attention_heads": HEADS,
+    "num_hidden_layers": LAYERS, "encoder_layers": LAYERS, "encoder_ffn_dim": 32, "intermediate_size": 32,
+    "max_source_positions": 12, "num_mel_bins": 8, "initializer_range": 0.4,
+}  # fmt: skip
 SELF, CAUSAL, ALL = ("encoder",) * LAYERS, ("decoder",) * LAYERS, ("encoder", "decoder", "cross")
 T5_KINDS = ("encoder",) * LAYERS + ("decoder", "cross") * LAYERS
 BOTH = ("encoder", "encoder")
@@ -131,6 +136,20 @@ def heard(generator: torch.Generator) -> Batch:
         "input_features": torch.randn(3, 8, 24, generator=generator),
         **{name: target[name] for name in ("decoder_input_ids", "decoder_attention_mask")},
     }
+
+
+def mel(generator: torch.Generator) -> Batch:
+    """Log-mel features by themselves."""
+    return {"input_features": heard(generator)["input_features"]}
+
+
+def flat_patches(generator: torch.Generator) -> Batch:
+    """Patches with their row and column, padded."""
+    patches = torch.randn(3, 6, 50, generator=generator)
+    patches[..., :2] = torch.tensor([[1, 1], [1, 2], [1, 3], [2, 1], [2, 2], [2, 3]]).float()
+    mask = torch.ones(3, 6)
+    mask[1, 4:], mask[2, 3:] = 0, 0
+    return {"flattened_patches": patches, "attention_mask": mask}
 
 
 def heard_in_frames(generator: torch.Generator) -> Batch:
@@ -270,6 +289,10 @@ FAMILIES = {
     "dpt": Tiny("DPT", {**IMAGES, "backbone_out_indices": [0, 1, 1, 1]}, SELF, full=WIDTH - HEADS, reads=images),
     "ijepa": Tiny("IJepa", IMAGES, SELF, reads=images, copy_of="vit"),
     "pixio": Tiny("Pixio", IMAGES, SELF, reads=images, copy_of="vit"),
+    "segformer": Tiny("Segformer", {"num_encoder_blocks": 2, "depths": [1, 1], "hidden_sizes": [WIDTH, WIDTH],
+                                    "num_attention_heads": [HEADS, HEADS], "sr_ratios": [2, 1], "patch_sizes": [3, 3],
+                                    "strides": [2, 2], "mlp_ratios": [2, 2], "initializer_range": 0.4},
+                      SELF, reads=large_images),
     "videomae": Tiny("VideoMAE", CLIPS, SELF, reads=videos),
     "vit_mae": Tiny("ViTMAE", {**IMAGES, "mask_ratio": 0.0}, SELF, reads=kept_images, copy_of="vit"),
     "vit_msn": Tiny("ViTMSN", IMAGES, SELF, reads=images, copy_of="vit"),
@@ -299,6 +322,13 @@ FAMILIES = {
     "unispeech-sat": Tiny("UniSpeechSat", WAVES, SELF, reads=waves, copy_of="wav2vec2"),
     "wav2vec2": Tiny("Wav2Vec2", WAVES, SELF, reads=waves),
     "whisper": Tiny("Whisper", LISTENER, ALL, "WhisperForConditionalGeneration", WIDTH - HEADS, reads=heard),
+    "musicgen_melody_decoder": Tiny("MusicgenMelodyDecoder", {**ENCODER, "ffn_dim": 32, "num_codebooks": 1,
+                                                              "initializer_factor": 0.4},
+                                    CAUSAL, model="MusicgenMelodyModel", copy_of="musicgen_decoder"),
+    "qwen2_audio_encoder": Tiny("Qwen2AudioEncoder", AUDIO_TOWER, SELF, full=WIDTH - HEADS, reads=mel,
+                                copy_of="whisper", model="Qwen2AudioEncoder"),
+    "voxtral_encoder": Tiny("VoxtralEncoder", AUDIO_TOWER, SELF, full=WIDTH - HEADS, reads=mel, copy_of="whisper",
+                            model="VoxtralEncoder"),
     # Time series.
     "patchtst": Tiny("PatchTST", {"d_model": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS,
                                   "ffn_dim": 32, "context_length": 16, "patch_length": 4, "patch_stride": 4,
@@ -316,6 +346,15 @@ FAMILIES = {
     "metaclip_2": Tiny("MetaClip2", TOWERS, ("decoder", "encoder"), reads=both, copy_of="clip"),
     "owlv2": Tiny("Owlv2", TOWERS, ("decoder", "encoder"), reads=both, copy_of="clip"),
     "owlvit": Tiny("OwlViT", TOWERS, ("decoder", "encoder"), reads=both, copy_of="clip"),
+    "idefics3_vision": Tiny("Idefics3Vision", IMAGES, SELF, reads=images, copy_of="clip",
+                            model="Idefics3VisionTransformer"),
+    "pix2struct_text_model": Tiny("Pix2StructText", {**T5, "hidden_size": WIDTH, "initializer_range": 0.4},
+                                  ("decoder", "cross") * LAYERS, reads=with_states, copy_of="t5"),
+    "pix2struct_vision_model": Tiny("Pix2StructVision", {**IMAGES, "d_kv": 8, "d_ff": 32,
+                                                         "patch_embed_hidden_size": 48},
+                                    SELF, reads=flat_patches, copy_of="vit"),
+    "smolvlm_vision": Tiny("SmolVLMVision", IMAGES, SELF, reads=images, copy_of="clip",
+                           model="SmolVLMVisionTransformer"),
     "siglip": Tiny("Siglip", TOWERS, BOTH, reads=both, copy_of="clip"),
     "siglip2": Tiny("Siglip2", {**TOWERS, "text_config": {**TEXT_TOWER, "projection_size": WIDTH},
                                 "vision_config": {**IMAGE_TOWER, "num_patches": 9}}, BOTH, reads=both_in_patches,

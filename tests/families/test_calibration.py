@@ -1,13 +1,16 @@
 """Conversions that need no data: random tokens for whoever reads tokens, noise for whoever reads images."""
 
+import wave
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import ViTConfig, ViTModel
+from PIL import Image
+from transformers import CLIPImageProcessorPil, ViTConfig, ViTImageProcessorPil, ViTModel, Wav2Vec2FeatureExtractor
 
 from collab_compress import CalibrationError, Compression, compress
 from collab_compress.calibration import calibration_batches
+from collab_compress.calibration.batches import noted_batches
 from collab_compress.calibration.gather import real_tokens
 
 TOKENS = {"input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", "token_type_ids"}
@@ -15,7 +18,7 @@ TOKENS = {"input_ids", "attention_mask", "decoder_input_ids", "decoder_attention
 
 def test_synthetic_data_suffices(kin, build, inputs, tokenizer):
     model = build(kin)
-    if kin in ("blip_vision_model", "detr", "table-transformer"):
+    if kin in ("blip_vision_model", "detr", "segformer", "table-transformer"):
         with pytest.raises(CalibrationError, match="does not say image_size and num_channels; pass batches"):
             compress(model, Compression(dk=7), "synthetic", tokenizer)
         return
@@ -110,3 +113,71 @@ def test_an_unknown_image_size_is_asked_for():
         CalibrationError, match="does not say image_size and num_channels; pass batches of pixel_values"
     ):
         calibration_batches("synthetic", model)
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """A folder of images, and one that is none."""
+    folder = tmp_path / "pictures" / "cats"
+    folder.mkdir(parents=True)
+    for number in range(5):
+        pixels = torch.randint(256, (20, 30, 3), generator=torch.Generator().manual_seed(number), dtype=torch.uint8)
+        Image.fromarray(pixels.numpy()).save(folder / f"{number}.png")
+    (folder / "notes.txt").write_text("no image", encoding="utf-8")
+    return folder.parent
+
+
+@pytest.fixture
+def sounds(tmp_path):
+    """A folder of sounds of two lengths."""
+    folder = tmp_path / "sounds"
+    folder.mkdir()
+    for number in range(4):
+        samples = torch.randint(-9999, 9999, (400 + 100 * (number % 2),), dtype=torch.int16)
+        with wave.open(str(folder / f"{number}.wav"), "wb") as file:
+            file.setparams((1, 2, 16000, len(samples), "NONE", ""))
+            file.writeframes(samples.numpy().tobytes())
+    return folder
+
+
+def saved_with(processor, model, path):
+    """The model as it is loaded from a directory that holds its processor."""
+    model.save_pretrained(path)
+    processor.save_pretrained(path)
+    return type(model).from_pretrained(path)
+
+
+def test_a_folder_of_images(pictures, build, tokenizer, tmp_path):
+    processor = ViTImageProcessorPil(size={"height": 8, "width": 8})
+    model = saved_with(processor, build("vit"), tmp_path / "vit")
+    batches, notes = noted_batches(pictures, model, None, sequences=3, length=None, seed=0)
+    assert [batch["pixel_values"].shape for batch in batches] == [(3, 3, 8, 8)]
+    assert notes == ["calibration uses 3 of 5 files, drawn at random"]
+    assert compress(model, Compression(dk=7, sweeps=1), str(pictures)).drift.relative_error > 0
+    clip = saved_with(CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size=8), build("clip"), tmp_path / "clip")
+    (batch,) = calibration_batches(pictures, clip, tokenizer, length=9)
+    assert {name: tuple(part.shape) for name, part in batch.items()} == {
+        "pixel_values": (5, 3, 8, 8), "input_ids": (5, 9), "attention_mask": (5, 9),
+    }  # fmt: skip
+
+
+def test_a_folder_of_sounds(sounds, build, tmp_path):
+    extractor = Wav2Vec2FeatureExtractor(return_attention_mask=True)
+    model = saved_with(extractor, build("wav2vec2"), tmp_path / "model")
+    (batch,) = calibration_batches(sounds, model)
+    assert batch["input_values"].shape == (4, 500)
+    assert sorted(batch["attention_mask"].sum(1).tolist()) == [400, 400, 500, 500]
+    with wave.open(str(sounds / "9.wav"), "wb") as file:
+        file.setparams((1, 2, 8000, 1, "NONE", ""))
+        file.writeframes(b"\0\0")
+    with pytest.raises(
+        CalibrationError, match=r"9\.wav has 16 bits a sample and 8000 samples a second; expected 16 and"
+    ):
+        calibration_batches(sounds, model)
+
+
+def test_what_a_folder_lacks_is_said(pictures, sounds, build):
+    with pytest.raises(CalibrationError, match="holds no images for ViTModel; expected files that end in"):
+        calibration_batches(sounds, build("vit"))
+    with pytest.raises(CalibrationError, match=r"ViTModel has no processor at '' .*; save it there"):
+        calibration_batches(pictures, build("vit"))

@@ -101,13 +101,15 @@ def t5_bias(model, _):
 
     UMT5 has one in each block.
     """
-    owners = {
-        block.layer[0].SelfAttention: (stack.block[0] if model.config.model_type != "umt5" else block).layer[0]
-        for stack in (model.encoder, model.decoder)
-        for block in stack.block
-    }
+    first, owners = {}, {}
+    for name, module in model.named_modules():
+        if hasattr(module, "compute_bias") and "EncDec" not in name and "encoder_decoder" not in name:
+            stack = name.partition(".")[0]
+            if module.has_relative_attention_bias:
+                first[stack] = module
+            owners[module] = first[stack]
     return lambda module, shape: (
-        owners[module].SelfAttention.compute_bias(*shape[1:]) if module in owners else torch.zeros(1, 3, 1, 1)
+        owners[module].compute_bias(*shape[1:]) if module in owners else torch.zeros(1, 3, 1, 1)
     )
 
 

@@ -6,9 +6,19 @@ import pytest
 import torch
 from transformers import OPTConfig, OPTModel
 
-from collab_compress import Compression, CompressionError, UnsupportedModelError, compress, expand, read_factors
+from collab_compress import (
+    Compression,
+    CompressionError,
+    HeadMask,
+    UnsupportedModelError,
+    compress,
+    expand,
+    prune_heads_,
+    read_factors,
+)
 from collab_compress.analysis import module_costs
-from collab_compress.architectures import FAMILIES, find_dense_attention
+from collab_compress.architectures import FAMILIES, find_attention, find_dense_attention
+from collab_compress.heads import masks_without
 
 WAYS = {
     "greedy": {"do_sample": False},
@@ -145,6 +155,7 @@ def test_static_caches_are_refused_where_keys_do_not_fit(name, dk, dv, widths, b
         ("gpt2", 20, None), ("bloom", 20, None), ("bloom", 13, 16), ("opt", 5, None), ("marian", 20, None),
         ("t5", 20, None), ("gpt2", 13, 16),
         ("gpt2", 13, 10), ("marian", 5, 8), ("opt", None, 10),
+        ("opt", 13, 16), ("whisper", 5, 8),
     ],
 )  # fmt: skip
 def test_static_caches_work_where_keys_are_as_wide_as_values(name, dk, dv, build, inputs, tinies):
@@ -153,3 +164,45 @@ def test_static_caches_work_where_keys_are_as_wide_as_values(name, dk, dv, build
     expected = generated(model, batch, do_sample=False)
     options = {"cache_implementation": "static", "disable_compile": True}
     assert torch.equal(generated(model, batch, do_sample=False, **options), expected)
+
+
+@pytest.mark.parametrize(
+    ("dk", "dv", "pieces"), [(5, 8, 1), (8, 8, 2), (13, 10, 2), (13, None, 3), (None, 8, 3), (21, 24, 3)]
+)
+@pytest.mark.parametrize("name", ["opt", "whisper"])
+def test_where_exactly_h_heads_are_viewed_both_maps_make_caches_smaller(name, dk, dv, pieces, build, inputs, tinies):
+    """Keys and values are laid out alike, in as many pieces of 8 as the wider of the two fills: R + H, or dv."""
+    model, batch = build(name), inputs(name)
+    compress(model, Compression(dk=dk, dv=dv, sweeps=1 if dk else None), [batch, batch])
+    assert {site.heads for site in find_dense_attention(build(name), FAMILIES)} == {3}
+    assert {site.heads for site in find_attention(model, FAMILIES)} == {3}
+    with torch.no_grad():
+        cache = model(**batch, use_cache=True).past_key_values
+    caches = [cache.self_attention_cache, cache.cross_attention_cache] if name == "whisper" else [cache]
+    for layer in [layer for each in caches for layer in each.layers]:
+        assert layer.keys.shape[1] == layer.values.shape[1] == pieces
+    costs = [cost for cost in module_costs(model) if cost.kind != "encoder"]
+    found = {(cost.converted or cost.dense).cache_bytes for cost in costs}
+    assert found == {4 * (8 * pieces if dk else 24)}
+
+
+@pytest.mark.parametrize("name", ["opt", "whisper"])
+def test_heads_of_such_models_are_removed_and_all_is_undone(name, build, inputs, run, tmp_path):
+    dense, batch = build(name), inputs(name)
+    model = copy.deepcopy(dense)
+    compress(model, Compression(dk=9, dv=8, sweeps=1), [batch, batch])
+    heads = {site.name: [1] for site in find_attention(model, FAMILIES)}
+    with HeadMask(model, masks_without(model, heads)):
+        expected = run(model, batch)
+    prune_heads_(model, heads)
+    assert {site.heads for site in find_attention(model, FAMILIES)} == {2}
+    torch.testing.assert_close(run(model, batch), expected, atol=2e-5, rtol=1e-4)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert torch.equal(run(loaded, batch), run(model, batch))
+    expand(loaded)
+    assert {site.heads for site in find_dense_attention(loaded, FAMILIES)} == {2}
+    again = copy.deepcopy(dense)
+    compress(again, Compression(dk=21, dv=24), calibration=None)
+    expand(again)
+    assert vars(again.get_submodule(next(iter(heads)))).keys() == vars(dense.get_submodule(next(iter(heads)))).keys()

@@ -141,8 +141,8 @@ def test_reading_agrees_with_what_can_be_converted():
         ("whisper", CONVERTED),
         ("clip", CONVERTED),
         ("clap", IN_PART),
-        ("qwen2_audio", "fixed head count"),
-        ("idefics3", NOT_YET),
+        ("audioflamingo3", NOT_YET),
+        ("bridgetower", NOT_YET),
     ],
 )
 def test_reading_agrees_with_what_is_known(name, verdict):
