@@ -6,7 +6,6 @@ is tried by itself, and named with the file of ours that uses it.
 
 import importlib
 import inspect
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,25 +15,18 @@ import evaluate
 import pytest
 import torch
 import transformers
+from stock_classes import DESCRIBED, FILES
 from transformers import BertConfig, BertModel, PreTrainedModel, Trainer
 from transformers.models.auto import modeling_auto
 
-from collab_compress.architectures import FAMILIES
 from collab_compress.attention.forwards import FORWARDS
 
 PACKAGE = Path(__file__).parents[1] / "collab_compress"
-MODELS = Path(transformers.__file__).parent / "models"
-FILES = {
-    name: f"transformers.models.{file.parent.name}.{file.stem}"
-    for file in MODELS.glob("*/modeling_*.py")
-    for name in re.findall(r"^class (\w+)\(", file.read_text(encoding="utf-8"), re.MULTILINE)
-}
-BY_CLASS = {name: family for family in FAMILIES.values() for name in family.attention_classes}
 CLASSES, OWN = (
     [
-        pytest.param(family, family.model_types[0], name, id=f"{family.model_types[0]}-{name}")
-        for name, family in BY_CLASS.items()
-        if (name in FORWARDS) == own
+        pytest.param(family, folder, name, id=f"{folder}-{name}")
+        for (folder, name), family in DESCRIBED.items()
+        if (f"{folder}.{name}" in FORWARDS) == own
     ]
     for own in (False, True)
 )
@@ -45,30 +37,30 @@ def moved(part: str, file: str, found: Any) -> None:
     pytest.fail(f"{part} is not what collab_compress/{file} relies on ({versions}): {found}", pytrace=False)
 
 
-def modelling(name: str) -> Any:
-    return importlib.import_module(FILES[name])
+def modelling(folder: str, name: str) -> Any:
+    return importlib.import_module(FILES[folder, name])
 
 
-@pytest.mark.parametrize(("family", "model_type", "name"), CLASSES)
-def test_attention_is_looked_up_by_the_config_of_its_module(family, model_type, name):
-    source = inspect.getsource(getattr(modelling(name), name).forward)
+@pytest.mark.parametrize(("family", "folder", "name"), CLASSES)
+def test_attention_is_looked_up_by_the_config_of_its_module(family, folder, name):
+    source = inspect.getsource(getattr(modelling(folder, name), name).forward)
     for used in ("ALL_ATTENTION_FUNCTIONS", "self.config._attn_implementation"):
         if used not in source:
-            moved(f"{used} in {model_type}'s {name}.forward", "attention/view.py", "it is not read there")
+            moved(f"{used} in {folder}'s {name}.forward", "attention/view.py", "it is not read there")
 
 
-@pytest.mark.parametrize(("family", "model_type", "name"), CLASSES)
-def test_heads_are_as_many_as_projections_give(family, model_type, name):
-    source = inspect.getsource(getattr(modelling(name), name))
+@pytest.mark.parametrize(("family", "folder", "name"), CLASSES)
+def test_heads_are_as_many_as_projections_give(family, folder, name):
+    source = inspect.getsource(getattr(modelling(folder, name), name))
     expected = (f"self.{family.heads}" if family.fixed_heads else "-1") + f", self.{family.head_width}"
     if expected not in source:
-        moved(f"the view (…, {expected} in {model_type}'s {name}.forward", "attention/projections.py", "not there")
+        moved(f"the view (…, {expected} in {folder}'s {name}.forward", "attention/projections.py", "not there")
 
 
-@pytest.mark.parametrize(("family", "model_type", "name"), CLASSES)
-def test_stock_eager_attention_stands_beside_its_module(family, model_type, name):
-    part = f"eager_attention_forward of {model_type}"
-    function = getattr(modelling(name), "eager_attention_forward", None)
+@pytest.mark.parametrize(("family", "folder", "name"), CLASSES)
+def test_stock_eager_attention_stands_beside_its_module(family, folder, name):
+    part = f"eager_attention_forward of {folder}"
+    function = getattr(modelling(folder, name), "eager_attention_forward", None)
     if function is None:
         moved(part, "attention/functions.py", "it is gone")
     found = list(inspect.signature(function).parameters)
@@ -77,11 +69,11 @@ def test_stock_eager_attention_stands_beside_its_module(family, model_type, name
         moved(part, "attention/functions.py", f"it takes {found}")
 
 
-@pytest.mark.parametrize(("family", "model_type", "name"), OWN)
-def test_a_forward_pass_of_ours_takes_what_the_stock_one_does(family, model_type, name):
+@pytest.mark.parametrize(("family", "folder", "name"), OWN)
+def test_a_forward_pass_of_ours_takes_what_the_stock_one_does(family, folder, name):
     stock, ours = (
         [each for each in inspect.signature(function).parameters.values() if each.kind != each.VAR_KEYWORD]
-        for function in (getattr(modelling(name), name).forward, FORWARDS[name].run)
+        for function in (getattr(modelling(folder, name), name).forward, FORWARDS[f"{folder}.{name}"].run)
     )
     found, expected = ([(each.name, each.default) for each in one[1:]] for one in (stock, ours))
     if found != expected:

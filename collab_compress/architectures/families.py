@@ -6,6 +6,11 @@ al., 2019), M2M100 (Fan et al., 2021) and NLLB (NLLB Team, 2022), Marian (Junczy
 al., 2020), OPT (Zhang et al., 2022), Pegasus (Zhang et al., 2020), RoBERTa (Liu et al., 2019), T5 (Raffel et al.,
 2020), ViT (Dosovitskiy et al., 2021), XLM-RoBERTa (Conneau et al., 2020); of the others Transformers' documentation
 names them.
+Those that compute scores themselves: BLIP (Li et al., 2022), BLOOM (BigScience, 2022), Megatron-BERT (Shoeybi et al.,
+2019), MPNet (Song et al., 2020), MPT (MosaicML, 2023), MVP (Tang et al., 2023), RemBERT (Chung et al., 2021), Table
+Transformer (Smock et al., 2022), TAPAS (Herzig et al., 2020), TrOCR (Li et al., 2023), VisualBERT (Li et al., 2019),
+XGLM (Lin et al., 2022), XLM (Conneau and Lample, 2019) and FlauBERT (Le et al., 2020). DETR (Carion et al., 2020)
+does not any more.
 """
 
 from collections.abc import Mapping
@@ -144,6 +149,18 @@ _MPT: dict[str, Any] = {  # computes scores itself
     "must_lack": {"clip_qkv": "queries and keys are clipped after their projection"},
 }  # fmt: skip
 _TROCR = {**_BART, "keeps_heads": "its modules view outputs as wide as their inputs are"}  # computes scores itself
+_BLIP_VISION: dict[str, Any] = {  # computes scores itself
+    "query": "qkv.query", "key": "qkv.key", "value": "qkv.value", "output": "projection", "heads": "num_heads",
+    "head_width": "head_dim", "scaling": "scale", "fused": "qkv",
+    "keeps_heads": "it keeps queries, keys and values in one layer, qkv",
+}  # fmt: skip
+_TABLES = {**_TROCR, "cross": "encoder_attn"}
+_DETR: dict[str, Any] = {  # positions are added to what queries and keys read, not to what values do
+    "query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj",
+    "heads": "config.encoder_attention_heads", "head_width": "head_dim", "cross": "encoder_attn",
+    "keeps_heads": "its modules do not count them",
+}  # fmt: skip
+_XLM = {**_DISTILBERT, "head_width": "head_dim", "scaling": ""}
 _OWN_BERT = {**_BERT, "scaling": ""}  # computes scores itself
 
 
@@ -158,6 +175,7 @@ _ROWS = (
     _family("BertGeneration", "bert-generation", "BertGenerationSelfAttention BertGenerationCrossAttention", _BERT),
     _family("CamemBERT", "camembert", "CamembertSelfAttention CamembertCrossAttention", _BERT),
     _family("Data2Vec text", "data2vec-text", "Data2VecTextSelfAttention Data2VecTextCrossAttention", _BERT),
+    _family("DETR", "detr", "DetrSelfAttention DetrCrossAttention", _DETR),
     _family("DistilBERT", "distilbert", "DistilBertSelfAttention", _DISTILBERT),
     _family("ELECTRA", "electra", "ElectraSelfAttention ElectraCrossAttention", _BERT),
     _family("ERNIE", "ernie", "ErnieSelfAttention ErnieCrossAttention", _BERT),
@@ -252,13 +270,20 @@ _ROWS = (
 
 # Those whose modules compute scores themselves, by the forward passes of `attention.forwards` once they are edited.
 _OWN_ROWS = (
+    _family("BLIP text", "blip_text_model", "BlipTextSelfAttention", _OWN_BERT),
+    _family("BLIP vision", "blip_vision_model", "BlipAttention", _BLIP_VISION),
     _family("BLOOM", "bloom", "BloomAttention", _BLOOM),
     _family("Megatron-BERT", "megatron-bert", "MegatronBertSelfAttention", _OWN_BERT),
     _family("MPNet", "mpnet", "MPNetSelfAttention", _MPNET),
     _family("MPT", "mpt", "MptAttention", _MPT),
+    _family("MVP", "mvp", "MvpAttention", _BART),
     _family("RemBERT", "rembert", "RemBertSelfAttention", _OWN_BERT),
+    _family("Table Transformer", "table-transformer", "TableTransformerAttention", _TABLES),
+    _family("TAPAS", "tapas", "TapasSelfAttention", _OWN_BERT),
     _family("TrOCR", "trocr", "TrOCRAttention", _TROCR),
     _family("VisualBERT", "visual_bert", "VisualBertSelfAttention", {**_OWN_BERT, "cross": ""}),
+    _family("XLM", "xlm", "MultiHeadAttention", _XLM),
+    _family("FlauBERT", "flaubert", "MultiHeadAttention", _XLM),
     _family("XGLM", "xglm", "XGLMAttention", _BART),
 )
 

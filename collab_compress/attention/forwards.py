@@ -12,11 +12,13 @@ from functools import cache
 from types import MethodType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from collab_compress.attention.projections import Layout, QKVProjection
+from collab_compress.errors import UnsupportedModelError
 
 
 def heads_of(projected: Tensor, head_width: int) -> Tensor:
@@ -60,7 +62,7 @@ def attended(
 
 
 def keys_and_values(
-    module: Any, layers: tuple[Any, Any], own: Tensor, others: Tensor | None, cache: Any
+    module: Any, layers: tuple[Any, Any], own: Tensor, others: Tensor | None, cache: Any, number: int | None
 ) -> tuple[Tensor, Tensor]:
     """Project keys and values, laid out, with those that a cache holds.
 
@@ -70,17 +72,18 @@ def keys_and_values(
         own: tokens that queries come from, (B, T, D).
         others: tokens of an encoder to attend to instead, (B, S, D), or None.
         cache: of Transformers', or None. It keeps those of an encoder from the first time on.
+        number: of the layer in the cache.
     """
     if isinstance(cache, EncoderDecoderCache) and others is None:
         cache = cache.self_attention_cache
     elif isinstance(cache, EncoderDecoderCache):
-        updated, cache.is_updated[module.layer_idx] = cache.is_updated.get(module.layer_idx), True
+        updated, cache.is_updated[number] = cache.is_updated.get(number), True
         cache = cache.cross_attention_cache
         if updated:
-            return cache.layers[module.layer_idx].keys, cache.layers[module.layer_idx].values
+            return cache.layers[number].keys, cache.layers[number].values
     width = module.head_dim if hasattr(module, "head_dim") else module.attention_head_size
     key, value = (heads_of(layer(own if others is None else others), width) for layer in layers)
-    return (key, value) if cache is None else cache.update(key, value, module.layer_idx)
+    return (key, value) if cache is None else cache.update(key, value, number)
 
 
 def mpnet(
@@ -135,7 +138,7 @@ def xglm(
     wanted = bool(options.get("output_attentions"))
     query = heads_of(module.q_proj(hidden_states), module.head_dim)
     layers = (module.k_proj, module.v_proj)
-    key, value = keys_and_values(module, layers, hidden_states, key_value_states, past_key_values)
+    key, value = keys_and_values(module, layers, hidden_states, key_value_states, past_key_values, module.layer_idx)
     outputs, rows = attended(module, query, key, value, attention_mask, rows=wanted, share=module.dropout)
     return module.out_proj(outputs), rows
 
@@ -157,8 +160,8 @@ def bert(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attend to the tokens themselves, or to `encoder_hidden_states`; outputs are projected by another module."""
     query = heads_of(module.query(hidden_states), module.attention_head_size)
-    layers = (module.key, module.value)
-    key, value = keys_and_values(module, layers, hidden_states, encoder_hidden_states, past_key_values)
+    layers, number = (module.key, module.value), getattr(module, "layer_idx", None)
+    key, value = keys_and_values(module, layers, hidden_states, encoder_hidden_states, past_key_values, number)
     wanted = bool(output_attentions)
     return attended(module, query, key, value, attention_mask, rows=wanted, share=module.dropout.p)
 
@@ -169,6 +172,89 @@ def visual_bert(
     """Attend as `bert` does, in an encoder."""
     outputs, rows = bert(module, hidden_states, attention_mask, output_attentions=output_attentions)
     return (outputs, rows) if output_attentions else (outputs,)
+
+
+def tapas(
+    module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None,
+    encoder_hidden_states: Tensor | None = None, past_key_values: Any = None, output_attentions: bool = False,
+    **_: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Attend as `bert` does; a decoder hands its cache on."""
+    outputs, rows = bert(
+        module, hidden_states, attention_mask, encoder_hidden_states, past_key_values, output_attentions
+    )
+    found = (outputs, rows) if output_attentions else (outputs,)
+    return (*found, past_key_values) if module.is_decoder else found
+
+
+def blip_text(
+    module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None,
+    encoder_hidden_states: Tensor | None = None, encoder_attention_mask: Tensor | None = None,
+    past_key_values: Any = None, **_: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Attend as `bert` does, with a mask of its own for `encoder_hidden_states`; probabilities are always given."""
+    mask = attention_mask if encoder_hidden_states is None else encoder_attention_mask
+    return bert(module, hidden_states, mask, encoder_hidden_states, past_key_values, output_attentions=True)
+
+
+def blip_vision(module: Any, hidden_states: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """Attend to all patches."""
+    query, key, value = fused_heads(module.qkv, hidden_states, Layout(module.num_heads, module.head_dim))
+    wanted = bool(options.get("output_attentions"))
+    outputs, rows = attended(module, query, key, value, None, rows=wanted, share=module.dropout.p)
+    return module.projection(outputs), rows
+
+
+def table_transformer(
+    module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, object_queries: Tensor | None = None,
+    key_value_states: Tensor | None = None, spatial_position_embeddings: Tensor | None = None,
+    output_attentions: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Attend by inputs to which positions are added, to values of inputs to which they are not; true masks hide."""
+    placed = hidden_states if object_queries is None else hidden_states + object_queries
+    seen, keyed = (hidden_states, placed) if key_value_states is None else (key_value_states, key_value_states)
+    if key_value_states is not None and spatial_position_embeddings is not None:
+        keyed = key_value_states + spatial_position_embeddings
+    projected = (module.q_proj(placed), module.k_proj(keyed), module.v_proj(seen))
+    query, key, value = (heads_of(each, module.head_dim) for each in projected)
+    mask = attention_mask
+    if mask is not None and mask.dtype == torch.bool:
+        mask = mask.logical_not()
+    outputs, rows = attended(module, query, key, value, mask, rows=output_attentions, share=module.dropout)
+    return module.out_proj(outputs), rows
+
+
+def mvp(
+    module: Any, hidden_states: Tensor, key_value_states: Tensor | None = None, past_key_values: Any = None,
+    attention_mask: Tensor | None = None, attn_prompt: Any = None, output_attentions: bool = False, **_: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Attend as `xglm` does.
+
+    Raises:
+        UnsupportedModelError: there are prompts, which are keys and values of dense heads.
+    """
+    if attn_prompt is not None:
+        raise UnsupportedModelError(
+            "edited MvpAttention cannot read prompts (use_prompt=True), which are keys and values of dense heads; "
+            "use the model without them"
+        )
+    return xglm(
+        module, hidden_states, key_value_states, past_key_values, attention_mask, output_attentions=output_attentions
+    )
+
+
+def xlm(
+    module: Any, input: Tensor, mask: Tensor, kv: Tensor | None = None, cache: Any = None,
+    output_attentions: bool = False, **_: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Attend with a mask (B, S) or (B, T, S), true where something is to be seen."""
+    query = heads_of(module.q_lin(input), module.head_dim)
+    layers = (module.k_lin, module.v_lin)
+    key, value = keys_and_values(module, layers, input, kv, cache, module.layer_id)
+    seen = (mask != 0)[:, None] if mask.dim() == 3 else (mask != 0)[:, None, None]
+    outputs, rows = attended(module, query, key, value, seen, rows=output_attentions, share=module.dropout)
+    projected = module.out_lin(outputs)
+    return (projected, rows) if output_attentions else (projected,)
 
 
 class Forward(NamedTuple):
@@ -187,8 +273,16 @@ def _root(module: Any) -> float:
     return float(module.attention_head_size**-0.5)
 
 
+def _head_root(module: Any) -> float:
+    return float(module.head_dim**-0.5)
+
+
 def _norm_factor(module: Any) -> float:
     return float(module.inv_norm_factor)
+
+
+def _scale(module: Any) -> float:
+    return float(module.scale)
 
 
 def _softmax_scale(module: Any) -> float:
@@ -196,28 +290,40 @@ def _softmax_scale(module: Any) -> float:
 
 
 FORWARDS: dict[str, Forward] = {
-    "BloomAttention": Forward(bloom, _norm_factor),
-    "MegatronBertSelfAttention": Forward(bert, _root),
-    "MPNetSelfAttention": Forward(mpnet, _root),
-    "MptAttention": Forward(mpt, _softmax_scale),
-    "RemBertSelfAttention": Forward(bert, _root),
-    "TrOCRAttention": Forward(trocr),
-    "VisualBertSelfAttention": Forward(visual_bert, _root),
-    "XGLMAttention": Forward(xglm),
+    "blip.BlipAttention": Forward(blip_vision, _scale),
+    "blip.BlipTextSelfAttention": Forward(blip_text, _root),
+    "bloom.BloomAttention": Forward(bloom, _norm_factor),
+    "flaubert.MultiHeadAttention": Forward(xlm, _head_root),
+    "megatron_bert.MegatronBertSelfAttention": Forward(bert, _root),
+    "mpnet.MPNetSelfAttention": Forward(mpnet, _root),
+    "mpt.MptAttention": Forward(mpt, _softmax_scale),
+    "mvp.MvpAttention": Forward(mvp),
+    "rembert.RemBertSelfAttention": Forward(bert, _root),
+    "table_transformer.TableTransformerAttention": Forward(table_transformer),
+    "tapas.TapasSelfAttention": Forward(tapas, _root),
+    "trocr.TrOCRAttention": Forward(trocr),
+    "visual_bert.VisualBertSelfAttention": Forward(visual_bert, _root),
+    "xglm.XGLMAttention": Forward(xglm),
+    "xlm.MultiHeadAttention": Forward(xlm, _head_root),
 }
-"""Name of the stock class → its forward pass."""
+"""Folder in Transformers and name of the stock class → its forward pass."""
+
+
+def place_of(kind: Any) -> str:
+    """Name a class as `FORWARDS` does."""
+    return f"{kind.__module__.split('.')[-2:][0]}.{kind.__name__}"
 
 
 def has_own_forward(module: Any) -> bool:
     """Whether the stock forward pass of a module computes scores itself."""
-    return type(module).__name__ in FORWARDS
+    return place_of(type(module)) in FORWARDS
 
 
 def take_over_(module: Any) -> None:
     """Give a module that computes scores itself our forward pass, in place, unless it has it already."""
     stock: Any = type(module)
     if not hasattr(stock, "stock_class"):
-        own = FORWARDS[stock.__name__]
+        own = FORWARDS[place_of(stock)]
         _change_class_(module, edited_class(stock))
         if own.scaling is not None:
             module.scaling = own.scaling(module)
@@ -228,7 +334,7 @@ def hand_back_(module: Any) -> None:
     stock = getattr(type(module), "stock_class", None)
     if stock is not None:
         _change_class_(module, stock)
-        if FORWARDS[stock.__name__].scaling is not None:
+        if FORWARDS[place_of(stock)].scaling is not None:
             del module.scaling
 
 
@@ -242,7 +348,7 @@ def _change_class_(module: Any, new: Any) -> None:
 @cache
 def edited_class(stock: Any) -> Any:
     """Make a subclass of a stock class, of the same name, with our forward pass."""
-    own = {"forward": FORWARDS[stock.__name__].run, "__reduce_ex__": _reduced, "stock_class": stock}
+    own = {"forward": FORWARDS[place_of(stock)].run, "__reduce_ex__": _reduced, "stock_class": stock}
     return type(stock.__name__, (stock,), {**own, "__module__": stock.__module__, "__doc__": stock.__doc__})
 
 

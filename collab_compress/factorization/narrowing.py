@@ -11,6 +11,8 @@ from torch import Tensor
 
 from collab_compress.factorization.moments import Moments, float64_device
 
+CONSTANT = 1e-10  # share of the variance in the second moments below which there is only rounding
+
 
 @dataclass(frozen=True)
 class Narrowing:
@@ -61,7 +63,9 @@ def narrow_values(
         value: $W^V$ of each head of values, (Hkv, D, d); each serves H / Hkv heads, side by side.
         output: $W^O$ of each head, (H, d, D).
         sizes: channels s_i of each head of values, 0 to d.
-        moments: of what the output projection reads, heads side by side, H·d wide; None without data.
+        moments: of what the output projection reads, heads side by side, H·d wide; None without data. Where they are
+            those of one vector that never varies, as in the first layer of DETR's decoder, and the bias takes that,
+            the weights decide as without data.
         fold: whether the output projection has a bias to take the mean part; without, second moments count.
         damping: share of the mean variance that is added to every direction.
         device: where to compute; where the weights are if not given, or the CPU if that device has no float64.
@@ -80,6 +84,8 @@ def narrow_values(
     joint = white
     if moments is not None:
         joint = (moments.covariance() if fold else moments.second).to(place)
+        if float(joint.trace()) <= CONSTANT * float(moments.second.trace()):  # then the bias takes all there is
+            joint = white
     damped = damp(joint, damping)
     own, outputs = grouped(damped, list(wo), group)
     kept = tuple(_leading(*each) for each in zip(own, outputs, sizes, strict=True))

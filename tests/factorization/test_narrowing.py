@@ -41,6 +41,16 @@ def test_error_is_what_the_layer_loses_on_the_data(layer, fold):
         torch.testing.assert_close(lost.mean(0), torch.zeros(MODEL).double(), atol=1e-8, rtol=0)
 
 
+@pytest.mark.parametrize("noise", [0.0, 1e-7])
+def test_values_that_never_vary_are_taken_by_the_bias(layer, noise):
+    value, output, outputs = layer
+    constant = outputs[:1].repeat(50, 1) + noise * torch.randn(50, HEADS * WIDTH).double()
+    found = narrow_values(value, output, SIZES, Moments.of(constant))
+    dense = constant @ output.flatten(0, 1)
+    torch.testing.assert_close(added(constant, found.heads, found.output) + found.bias, dense, atol=1e-4, rtol=1e-6)
+    assert 0 < found.data_error < 1  # as of the weights
+
+
 def test_output_is_the_least_squares_fit(layer):
     value, output, outputs = layer
     found = narrow_values(value, output, SIZES, Moments.of(outputs), damping=1e-12)

@@ -33,6 +33,17 @@ T5 = {
     "vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "num_heads": HEADS, "d_ff": 32, "num_layers": LAYERS,
     "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
+SENTENCES = {
+    "vocab_size": VOCABULARY, "emb_dim": WIDTH, "n_heads": HEADS, "n_layers": LAYERS, "max_position_embeddings": 80,
+    "embed_init_std": 0.4, "init_std": 0.4, **IDS,
+}  # fmt: skip
+DETECTOR = {
+    "d_model": WIDTH, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_queries": 5, "init_std": 0.4,
+    "init_xavier_std": 1.0, "use_timm_backbone": False, "use_pretrained_backbone": False,
+    "backbone_config": {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 8, 8],
+                        "depths": [1, 1, 1, 1], "out_features": ["stage4"], "layer_type": "basic"},
+}  # fmt: skip
 ENDS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
 IMAGES = {
     "hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS, "intermediate_size": 32,
@@ -96,6 +107,11 @@ def kept_images(generator: torch.Generator) -> Batch:
 
 def large_images(generator: torch.Generator) -> Batch:
     return {"pixel_values": torch.randn(3, 3, 16, 16, generator=generator)}
+
+
+def scenes(generator: torch.Generator) -> Batch:
+    """Images as large as a backbone asks for."""
+    return {"pixel_values": torch.randn(3, 3, 64, 96, generator=generator)}
 
 
 def videos(generator: torch.Generator) -> Batch:
@@ -267,6 +283,7 @@ FAMILIES = {
                                 T5_KINDS, "SwitchTransformersForConditionalGeneration", reads=pairs, copy_of="t5"),
     "umt5": Tiny("UMT5", T5, T5_KINDS, "UMT5ForConditionalGeneration", reads=pairs),
     # Images and videos.
+    "detr": Tiny("Detr", DETECTOR, ("encoder", "encoder", "cross"), reads=scenes),
     "beit": Tiny("Beit", {**IMAGES, "use_relative_position_bias": True}, SELF, reads=images),
     "dinov2": Tiny("Dinov2", IMAGES, SELF, reads=images, copy_of="vit"),
     "dinov2_with_registers": Tiny("Dinov2WithRegisters", IMAGES, SELF, reads=images, copy_of="vit"),
@@ -345,13 +362,21 @@ FAMILIES = {
                     copy_of="clip"),
     "xclip_text_model": Tiny("XCLIPText", TEXT_TOWER, ("decoder",), reads=both_texts, copy_of="clip"),
     # Those that compute scores themselves.
+    "blip_text_model": Tiny("BlipText", {**ENCODER, "encoder_hidden_size": WIDTH, "is_decoder": True},
+                            ("encoder", "cross") * LAYERS, reads=with_states),
+    "blip_vision_model": Tiny("BlipVision", IMAGES, SELF, reads=images),
+    "flaubert": Tiny("Flaubert", SENTENCES, SELF, copy_of="xlm"),
+    "mvp": Tiny("Mvp", TRANSLATOR, ALL, "MvpForConditionalGeneration", reads=pairs, copy_of="trocr"),
     "rembert": Tiny("RemBert", {**ENCODER, "input_embedding_size": 12, "output_embedding_size": 12}, SELF,
                     copy_of="megatron-bert"),
+    "table-transformer": Tiny("TableTransformer", DETECTOR, ("encoder", "encoder", "cross"), reads=scenes),
+    "tapas": Tiny("Tapas", ENCODER, SELF, copy_of="megatron-bert"),
     "visual_bert": Tiny("VisualBert", {**ENCODER, "visual_embedding_dim": 12}, SELF, copy_of="megatron-bert"),
     "trocr": Tiny("TrOCR", {"vocab_size": VOCABULARY, "d_model": WIDTH, "decoder_layers": LAYERS,
                             "decoder_attention_heads": HEADS, "decoder_ffn_dim": 32, "max_position_embeddings": 80,
                             "cross_attention_hidden_size": WIDTH, "init_std": 0.4, **ENDS},
                   ("decoder", "cross") * LAYERS, "TrOCRForCausalLM", reads=with_states, model="TrOCRForCausalLM"),
+    "xlm": Tiny("XLM", SENTENCES, SELF),
     "xglm": Tiny("XGLM", {"vocab_size": VOCABULARY, "d_model": WIDTH, "attention_heads": HEADS, "num_layers": LAYERS,
                           "ffn_dim": 32, "max_position_embeddings": 80, "init_std": 0.4, **ENDS}, CAUSAL,
                  "XGLMForCausalLM"),
@@ -383,6 +408,9 @@ def make_tiny(name: str, class_name: str = "") -> PreTrainedModel:
     torch.manual_seed(0)
     config = getattr(transformers, f"{tiny.name}Config")(**tiny.settings)
     model = getattr(transformers, class_name or tiny.model or f"{tiny.name}Model")(config)
+    for part in model.modules():
+        if type(part).__name__ == "ResNetBackbone":
+            part._supports_sdpa = True  # it has no attention, and Transformers would refuse to set any
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             if path.endswith(".bias") and parameter.dim() == 1 and "orm" not in path and "ln_" not in path:

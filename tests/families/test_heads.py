@@ -18,10 +18,13 @@ from collab_compress.heads import Tap, masks_without, swap_heads_
 
 KEEP_HEADS = {
     "beit": "BEiT, because its position bias has a column",
+    "blip_vision_model": "BLIP vision, because it keeps .* in one layer, qkv",
     "bloom": "BLOOM, because it keeps .* in one layer, query_key_value",
+    "detr": "DETR, because its modules do not count",
     "gpt2": "GPT-2, because it keeps .* in one layer, c_attn",
     "mpnet": "MPNet, because all layers share one",
     "mpt": "MPT, because it keeps .* in one layer, Wqkv",
+    "table-transformer": "Table Transformer, because its modules view",
     "trocr": "TrOCR, because its modules view",
     "t5": "T5, because all layers share one",
     "umt5": "UMT5, because its position bias has a column",

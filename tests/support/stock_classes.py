@@ -1,0 +1,35 @@
+"""In which files Transformers defines the attention classes that families describe."""
+
+import re
+from pathlib import Path
+
+import transformers
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+from collab_compress.architectures import FAMILIES
+
+MODELS = Path(transformers.__file__).parent / "models"
+FILES = {
+    (file.parent.name, name): f"transformers.models.{file.parent.name}.{file.stem}"
+    for file in sorted(MODELS.glob("*/modeling_*.py"))
+    for name in re.findall(r"^class (\w+)\(", file.read_text(encoding="utf-8"), re.MULTILINE)
+}
+"""Folder and name of each class → its module."""
+
+
+def folder_of(model_type, name):
+    """The folder that has the class of a family: its own, or the only one."""
+    own = model_type_to_module_name(model_type)
+    found = [folder for folder, each in FILES if each == name]
+    if own in found:
+        return own
+    assert len(found) == 1, (model_type, name, found)
+    return found[0]
+
+
+DESCRIBED = {
+    (folder_of(family.model_types[0], name), name): family
+    for family in FAMILIES.values()
+    for name in family.attention_classes
+}
+"""Folder and name of each attention class that is described → its family."""
