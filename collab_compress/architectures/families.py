@@ -9,7 +9,7 @@ al., 2020), OPT (Zhang et al., 2022), Pegasus (Zhang et al., 2020), RoBERTa (Liu
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,11 @@ class AttentionFamily:
         free_width: attribute of the config that sets the width of a head, whatever the model's width; empty where a
             stock model has none.
         keeps_heads: why heads cannot be removed from it; empty where they can.
+        key_heads: integer attribute, number of heads of keys and values, which several query heads share; empty where
+            all heads have their own.
+        rotary: how the channels of a head that a rotary embedding turns are paired: "halves" (channel j with j + d/2)
+            or "neighbours" (2j with 2j + 1); empty where there is none.
+        rotary_width: integer attribute, how many channels of a head are turned, its first; empty where all are.
         undescribed: kind of attention that these paths do not fit → how it differs.
     """
 
@@ -58,6 +63,9 @@ class AttentionFamily:
     fixed_heads: bool = False
     free_width: str = ""
     keeps_heads: str = ""
+    key_heads: str = ""
+    rotary: Literal["", "halves", "neighbours"] = ""
+    rotary_width: str = ""
     undescribed: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -91,6 +99,13 @@ _GPT2: dict[str, Any] = {  # queries, keys and values come out of one transposed
     "keeps_heads": "it keeps queries, keys and values in one layer, c_attn",
     "undescribed": {"cross": "it keeps queries in one layer and keys and values together in another"},
 }  # fmt: skip
+_LLAMA: dict[str, Any] = {
+    "query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj", "heads": "config.num_attention_heads",
+    "key_heads": "config.num_key_value_heads", "head_width": "head_dim", "rotary": "halves",
+    "keeps_heads": "its config has one number of heads for all layers",
+}  # fmt: skip
+_PHI = {**_LLAMA, "output": "dense", "rotary_width": "rotary_ndims"}
+_ESM = {**_BERT, "cross": "", "rotary": "halves"}  # scales queries itself, before they are turned
 
 
 def _family(name: str, model_type: str, classes: str, paths: Mapping[str, Any]) -> AttentionFamily:
@@ -105,12 +120,18 @@ _ROWS = (
     _family("DeiT", "deit", "DeiTAttention", _VIT),
     _family("DistilBERT", "distilbert", "DistilBertSelfAttention", _DISTILBERT),
     _family("ELECTRA", "electra", "ElectraSelfAttention ElectraCrossAttention", _BERT),
+    _family("ESM", "esm", "EsmSelfAttention", _ESM),
+    _family("Gemma", "gemma", "GemmaAttention", _LLAMA),
     _family("GPT-2", "gpt2", "GPT2Attention", _GPT2),
+    _family("Llama", "llama", "LlamaAttention", _LLAMA),
     _family("M2M100/NLLB", "m2m_100", "M2M100Attention", _BART),
     _family("Marian", "marian", "MarianAttention", _BART),
     _family("mBART", "mbart", "MBartAttention", _BART),
+    _family("Mistral", "mistral", "MistralAttention", _LLAMA),
     _family("OPT", "opt", "OPTAttention", _OPT),
     _family("Pegasus", "pegasus", "PegasusAttention", _BART),
+    _family("Phi", "phi", "PhiAttention", _PHI),
+    _family("Qwen2", "qwen2", "Qwen2Attention", _LLAMA),
     _family("RoBERTa", "roberta", "RobertaSelfAttention RobertaCrossAttention", _BERT),
     _family("T5", "t5", "T5Attention", _T5),
     _family("ViT", "vit", "ViTAttention", _VIT),

@@ -5,13 +5,12 @@ from torch import nn
 from collab_compress.architectures.families import AttentionFamily
 from collab_compress.errors import UnsupportedModelError
 
+# (mark in a class name, mark in a child's name, reason)
+_ROTARY = (
+    "rotaryembedding", "rotary_emb", "a rotary position embedding turns queries and keys after their projection"
+)  # fmt: skip
 _INTERPOSED = (
-    # (mark in a class name, mark in a child's name, reason)
-    (
-        "rotaryembedding",
-        "rotary_emb",
-        "a rotary position embedding turns queries and keys after their projection",
-    ),
+    _ROTARY,
     ("", "q_norm", "queries and keys are normalised after their projection (QK-norm)"),
     ("", "query_norm", "queries and keys are normalised after their projection (QK-norm)"),
     ("", "q_layernorm", "queries and keys are normalised after their projection (QK-norm)"),
@@ -25,16 +24,19 @@ def convertible(families: dict[str, AttentionFamily]) -> str:
 
 
 def refuse_interposed(model: nn.Module, families: dict[str, AttentionFamily]) -> None:
-    """Refuse a model that does something between projection and dot product.
+    """Refuse a model that does something between projection and dot product which its family does not describe.
 
-    The collaborative form factors Wq·Wkᵀ, so nothing may stand between the two.
+    The collaborative form factors Wq·Wkᵀ, so nothing may stand between the two, but for a rotary embedding where the
+    family says how it turns channels.
 
     Raises:
         UnsupportedModelError: naming the first such module and the reason.
     """
+    family = families.get(getattr(getattr(model, "config", None), "model_type", ""))
+    interposed = [row for row in _INTERPOSED if row is not _ROTARY or family is None or not family.rotary]
     for name, module in model.named_modules():
         child = name.rpartition(".")[2].lower()
-        for class_mark, child_mark, reason in _INTERPOSED:
+        for class_mark, child_mark, reason in interposed:
             if child == child_mark or (class_mark and class_mark in type(module).__name__.lower()):
                 raise UnsupportedModelError(
                     f"{name} ({type(module).__name__}): {reason}, so Wq·Wkᵀ is not what the scores use; "

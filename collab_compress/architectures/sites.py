@@ -88,6 +88,7 @@ class AttentionSite:
         heads: number of heads H.
         head_width: width d of one head's keys.
         scaling: what the scores are multiplied by.
+        key_heads: number of heads of keys and values; as many as heads where each has its own.
     """
 
     name: str
@@ -99,11 +100,25 @@ class AttentionSite:
     head_width: int
     scaling: float
     parent: nn.Module
+    key_heads: int
 
     @property
     def width(self) -> int:
-        """H·d: the largest rank a conversion can use, and the one at which it is exact."""
+        """H·d: how wide queries of all heads are, and what the output projection reads."""
         return self.heads * self.head_width
+
+    @property
+    def key_width(self) -> int:
+        """How wide keys of all heads are: the largest dk a conversion can use, and the one at which it is exact."""
+        return self.key_heads * self.head_width
+
+    @property
+    def rotated(self) -> int:
+        """How many channels of a head a rotary embedding turns, its first."""
+        if not self.family.rotary:
+            return 0
+        path = self.family.rotary_width
+        return read(self.name, self.module, self.family, path, int) if path else self.head_width  # type: ignore[no-any-return]
 
     def part(self, path: str) -> Any:
         """Read an attribute by a path of the family's: `query`, `key`, `value` and `output` are such."""
@@ -171,7 +186,8 @@ def _site(
 ) -> AttentionSite:
     heads, head_width = (read(name, module, family, path, int) for path in (family.heads, family.head_width))
     scaling = float(read(name, module, family, family.scaling, (int, float)))
-    return AttentionSite(name, module, family, kind, layer, heads, head_width, scaling, parent)
+    key_heads = read(name, module, family, family.key_heads, int) if family.key_heads else heads
+    return AttentionSite(name, module, family, kind, layer, heads, head_width, scaling, parent, key_heads)
 
 
 def read(name: str, module: nn.Module, family: AttentionFamily, path: str, kind: Any) -> Any:
@@ -208,7 +224,7 @@ class DenseSite(AttentionSite):
     Args:
         query: projection of queries, weight (H·d, D), storage layout of `nn.Linear`; the part that is it where the
             model keeps several in one layer.
-        key: projection of keys, weight (H·d, D).
+        key: projection of keys, weight (H·d, D), or that of fewer heads where several share a key.
     """
 
     query: nn.Linear | Conv1DSlice
@@ -219,13 +235,13 @@ class DenseSite(AttentionSite):
         """What conversion weighs errors by: the projections whose inputs count, and whose tokens those are."""
         return (self.query, "query"), (self.key, "key")
 
-    def query_heads(self) -> Tensor:
+    def query_matrices(self) -> Tensor:
         """Wq of each head in mathematical layout, (H, D, d)."""
         return split_heads(self.query.weight, self.heads)
 
-    def key_heads(self) -> Tensor:
-        """Wk of each head in mathematical layout, (H, D, d)."""
-        return split_heads(self.key.weight, self.heads)
+    def key_matrices(self) -> Tensor:
+        """Wk of each head of keys in mathematical layout, (H, D, d)."""
+        return split_heads(self.key.weight, self.key_heads)
 
     def query_bias(self) -> Tensor | None:
         """Query bias of each head, (H, d), or None where the projection has none."""
@@ -304,13 +320,14 @@ def find_dense_values(
 
 def _dense(site: AttentionSite) -> DenseSite:
     _refuse_undescribed(site)
-    query, key = (_projection(site, path) for path in (site.family.query, site.family.key))
+    query = _projection(site, site.family.query, site.heads)
+    key = _projection(site, site.family.key, site.key_heads)
     return DenseSite(**vars(site), query=query, key=key)
 
 
 def _dense_values(site: AttentionSite) -> ValueSite:
     _refuse_undescribed(site)
-    value, path = _projection(site, site.family.value), site.family.output
+    value, path = _projection(site, site.family.value, site.key_heads), site.family.output
     output = site.part(path)
     if hasattr(output, "alphas"):
         raise UnsupportedModelError(
@@ -336,13 +353,13 @@ def _refuse_undescribed(site: AttentionSite) -> None:
         )
 
 
-def _projection(site: AttentionSite, path: str) -> nn.Linear | Conv1DSlice:
-    """Read a dense projection that is H·d wide and holds plain floats."""
+def _projection(site: AttentionSite, path: str, heads: int) -> nn.Linear | Conv1DSlice:
+    """Read a dense projection that is as many heads wide and holds plain floats."""
     found: nn.Linear | Conv1DSlice = read(site.name, site.module, site.family, path, nn.Linear)
-    if found.out_features != site.width:
+    if found.out_features != heads * site.head_width:
         raise UnsupportedModelError(
-            f"{site.name}.{path}: got {found.out_features} output channels; expected {site.heads} heads × "
-            f"{site.head_width} = {site.width}; the {site.family.name} description does not fit this model"
+            f"{site.name}.{path}: got {found.out_features} output channels; expected {heads} heads × "
+            f"{site.head_width} = {heads * site.head_width}; the {site.family.name} description does not fit this model"
         )
     _refuse_quantized(f"{site.name}.{path}", found.weight)
     return found

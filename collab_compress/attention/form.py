@@ -79,6 +79,11 @@ class MapForm(ABC):
     title: ClassVar[str]
     """What a model in this form has, in words."""
 
+    @property
+    def dense_key_width(self) -> int:
+        """How wide keys, and values, of all heads are in the dense model."""
+        return self.heads * self.head_width
+
     def to_dict(self) -> dict[str, Any]:
         """Describe the form in JSON types."""
         return asdict(self)

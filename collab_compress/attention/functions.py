@@ -18,10 +18,10 @@ from collab_compress.errors import UnsupportedModelError
 # What models, batches under `generate` and continuous batching pass along, and stock attention leaves unread.
 UNREAD = frozenset(
     (
-        "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "decoder_attention_mask", "decoder_input_ids", "labels",
-        "logits_indices", "logits_processor_args", "max_length_k", "max_length_q", "num_items_in_batch",
+        "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "decoder_attention_mask", "decoder_input_ids", "deterministic",
+        "labels",        "logits_indices", "logits_processor_args", "max_length_k", "max_length_q", "num_items_in_batch",
         "output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "return_dict",
-        "return_loss", "special_tokens_mask", "token_type_ids", "use_cache",
+        "return_loss", "sliding_window", "special_tokens_mask", "token_type_ids", "use_cache",
     )
 )  # fmt: skip
 # What comes with a paged cache.
@@ -144,6 +144,9 @@ def _received(
         key, value = _paged(module, cache, key, value, kwargs)
     form = getattr(module, "value_form", None)
     value = value if form is None else form.unpack(value)
+    scores = getattr(module, "score_form", None)
+    if scores is not None and value.shape[1] < scores.heads:  # each of several heads that share values
+        value = value.repeat_interleave(scores.heads // value.shape[1], 1)
     return key, value, {"position_bias": kwargs["position_bias"]} if "position_bias" in kwargs else {}
 
 

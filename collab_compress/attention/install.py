@@ -59,7 +59,7 @@ def _refuse_static_cache(module: Any, _: tuple[Any, ...], kwargs: dict[str, Any]
     if cache is None or not getattr(cache, "is_compileable", False):
         return
     scores, values = (getattr(module, name, None) for name in FORMS_AT)
-    dense = next(form.heads * form.head_width for form in (scores, values) if form is not None)
+    dense = next(form.dense_key_width for form in (scores, values) if form is not None)
     key = dense if scores is None else module.get_submodule(scores.key).width
     value = dense if values is None else values.value_width
     if key != value:

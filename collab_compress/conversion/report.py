@@ -11,17 +11,17 @@ from typing import Any
 from collab_compress.architectures import DenseSite, ValueSite
 from collab_compress.attention import NarrowValues, PerHeadScores, ScoreForm
 from collab_compress.conversion.compression import Compression
-from collab_compress.factorization import Factorization, Narrowing
+from collab_compress.factorization import Factorization, Narrowing, RotaryFactorization
 
 
-def dense_parameters(width: int, heads: int, head_width: int, bias: bool) -> int:
-    """Count parameters of the dense query and key projections: 2·D·H·d, and 2·H·d for biases."""
-    return 2 * heads * head_width * (width + bias)
+def dense_parameters(width: int, heads: int, head_width: int, bias: bool, key_heads: int | None = None) -> int:
+    """Count parameters of dense query and key projections: D·(H + G)·d, and (H + G)·d for biases; G = H if not given."""
+    return (heads + (key_heads or heads)) * head_width * (width + bias)
 
 
-def dense_macs(width: int, heads: int, head_width: int, length: int) -> int:
-    """Count multiply-accumulates of dense scores over T tokens: 2·T·D·H·d + T²·H·d."""
-    return (2 * length * width + length**2) * heads * head_width
+def dense_macs(width: int, heads: int, head_width: int, length: int, key_heads: int | None = None) -> int:
+    """Count multiply-accumulates of dense scores over T tokens: T·D·(H + G)·d + T²·H·d; G = H if not given."""
+    return (length * width * (heads + (key_heads or heads)) + length**2 * heads) * head_width
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Report:
 def module_report(
     site: DenseSite,
     form: ScoreForm,
-    result: Factorization,
+    result: Factorization | RotaryFactorization,
     length: int,
     seconds: float,
     vectors: tuple[float, float] = (0, 0),
@@ -192,9 +192,11 @@ def module_report(
         dk=form.rank,
         weight_error=result.weight_error,
         data_error=result.data_error,
-        parameters_before=dense_parameters(width, site.heads, site.head_width, site.query.bias is not None),
+        parameters_before=dense_parameters(
+            width, site.heads, site.head_width, site.query.bias is not None, site.key_heads
+        ),
         parameters_after=form.parameters(width),
-        macs_before=dense_macs(width, site.heads, site.head_width, length),
+        macs_before=dense_macs(width, site.heads, site.head_width, length, site.key_heads),
         macs_after=form.macs(width, length),
         break_even_length=form.break_even(width),
         sweeps=result.sweeps,
