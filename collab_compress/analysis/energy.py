@@ -16,8 +16,7 @@ from collab_compress.architectures import FAMILIES, KINDS, DenseSite, Kind, Valu
 from collab_compress.attention.form import plain_weight
 from collab_compress.calibration import gather_moments
 from collab_compress.conversion.expand import read_factors
-from collab_compress.errors import UnsupportedModelError
-from collab_compress.errors import HeadError
+from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.factorization import Factors, HeadTensor
 from collab_compress.factorization.moments import Moments, Weighting
 from collab_compress.factorization.narrowing import captured, damp

@@ -32,9 +32,11 @@ class AttentionFamily:
         head_width: integer attribute, width d of one head's keys.
         scaling: float attribute multiplying the scores (usually 1/√d).
         cross: name of the child that holds cross-attention, in the path of such a module; empty where there is none.
-        conv1d: the `Conv1D` (D → 3·H·d, weight transposed) that holds query, key and value side by side in a stock
-            model; in a converted one it has them as children, at the paths `query`, `key` and `value`. Empty where
-            there are three layers to begin with.
+        fused: the `nn.Linear` or `Conv1D` (D → 3·H·d) that holds query, key and value in a stock model; in a
+            converted one it has them as children, at the paths `query`, `key` and `value`. Empty where there are
+            three layers to begin with.
+        interleaved: whether that layer holds each head's query, key and value together, instead of three blocks side
+            by side.
         fixed_heads: whether the module views what its projections return as exactly H heads, instead of as many as
             there are; shared projections are then H·d wide, zeros included, and save nothing in a key cache.
         free_width: attribute of the config that sets the width of a head, whatever the model's width; empty where a
@@ -59,7 +61,8 @@ class AttentionFamily:
     head_width: str
     scaling: str = "scaling"
     cross: str = ""
-    conv1d: str = ""
+    fused: str = ""
+    interleaved: bool = False
     fixed_heads: bool = False
     free_width: str = ""
     keeps_heads: str = ""
@@ -95,7 +98,7 @@ _T5: dict[str, Any] = {  # scores are not scaled, and a position bias is added t
 }  # fmt: skip
 _GPT2: dict[str, Any] = {  # queries, keys and values come out of one transposed layer
     "query": "c_attn.query", "key": "c_attn.key", "value": "c_attn.value", "output": "c_proj", "heads": "num_heads",
-    "head_width": "head_dim", "cross": "crossattention", "conv1d": "c_attn",
+    "head_width": "head_dim", "cross": "crossattention", "fused": "c_attn",
     "keeps_heads": "it keeps queries, keys and values in one layer, c_attn",
     "undescribed": {"cross": "it keeps queries in one layer and keys and values together in another"},
 }  # fmt: skip

@@ -6,6 +6,7 @@ from fnmatch import fnmatch
 from operator import attrgetter
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
@@ -17,58 +18,85 @@ from collab_compress.errors import UnsupportedModelError
 
 
 @dataclass(frozen=True, eq=False)
-class Conv1DSlice:
-    """One of the projections in a joint layer, seen as the `nn.Linear` it would be by itself.
+class FusedSlice:
+    """One of the projections in a fused layer, seen as the `nn.Linear` it would be by itself.
 
     Args:
-        whole: the layer, weight (D, 3·H·d) and bias (3·H·d,).
-        start: where the projection's channels begin.
-        stop: where they end.
+        whole: the layer, with weight (3·H·d, D), or (D, 3·H·d) in a transposed layer, and bias (3·H·d,) or None.
+        first: where the projection's first head begins.
+        step: how far one head's channels begin after those of the one before.
+        heads: number of heads H.
+        head_width: width d of one head.
     """
 
-    whole: Conv1D
-    start: int
-    stop: int
+    whole: nn.Linear | Conv1D
+    first: int
+    step: int
+    heads: int
+    head_width: int
 
     @property
     def in_features(self) -> int:
         """Input width D."""
-        return int(self.whole.weight.shape[0])
+        return int(self.whole.weight.shape[1 - self.dim])
 
     @property
     def out_features(self) -> int:
         """Output width H·d."""
-        return self.stop - self.start
+        return self.heads * self.head_width
+
+    @property
+    def dim(self) -> int:
+        """Dimension of the whole weight along which channels lie: 1 in a transposed layer."""
+        return int(isinstance(self.whole, Conv1D))
 
     @property
     def weight(self) -> Tensor:
-        """View of the weight in the layout of `nn.Linear`, (H·d, D)."""
-        return self.whole.weight[:, self.start : self.stop].T  # type: ignore[no-any-return]
+        """The weight in the layout of `nn.Linear`, (H·d, D); a view where heads lie side by side."""
+        whole: Tensor = self.whole.weight
+        return self._taken(whole.T if self.dim else whole)
 
     @property
-    def bias(self) -> Tensor:
-        """View of the bias, (H·d,)."""
-        return self.whole.bias[self.start : self.stop]  # type: ignore[no-any-return]
+    def bias(self) -> Tensor | None:
+        """The bias, (H·d,), or None; a view where heads lie side by side."""
+        return None if self.whole.bias is None else self._taken(self.whole.bias)
+
+    def rows(self, head: int) -> range:
+        """Which channels of the layer one head has."""
+        start = self.first + head * self.step
+        return range(start, start + self.head_width)
+
+    def _taken(self, rows: Tensor) -> Tensor:
+        if self.step == self.head_width:
+            return rows[self.first : self.first + self.out_features]
+        return torch.cat([rows[own.start : own.stop] for own in map(self.rows, range(self.heads))])
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield weight and bias, as views."""
+        """Yield weight and bias, where it has one."""
         yield "weight", self.weight
-        yield "bias", self.bias
+        if self.bias is not None:
+            yield "bias", self.bias
 
     def register_forward_pre_hook(self, hook: Any) -> RemovableHandle:
         """Let `hook` see what the layer reads."""
-        return self.whole.register_forward_pre_hook(hook)  # type: ignore[no-any-return]
+        return self.whole.register_forward_pre_hook(hook)
 
 
-def conv1d_slice(module: Any, family: AttentionFamily, path: str) -> Conv1DSlice | None:
-    """Find the part of a stock module's joint layer for which a path of the family stands, or None."""
+def fused_slice(module: Any, family: AttentionFamily, path: str) -> FusedSlice | None:
+    """Find the part of a stock module's fused layer for which a path of the family stands, or None."""
     parts = (family.query, family.key, family.value)
-    whole = getattr(module, family.conv1d, None) if family.conv1d and path in parts else None
-    width = getattr(module, family.heads, 0) * getattr(module, family.head_width, 0)
-    if not isinstance(whole, Conv1D) or whole.weight.shape[1] != 3 * width:
+    whole: Any = getattr(module, family.fused, None) if family.fused and path in parts else None
+    heads, width = (getattr(module, each, 0) for each in (family.heads, family.head_width))
+    if type(whole) not in (nn.Linear, Conv1D):
         return None
-    start = parts.index(path) * width
-    return Conv1DSlice(whole, start, start + width)
+    if whole.weight.shape[int(isinstance(whole, Conv1D))] != 3 * heads * width:
+        return None
+    place = parts.index(path) * width
+    return (
+        FusedSlice(whole, place, 3 * width, heads, width)
+        if family.interleaved
+        else FusedSlice(whole, place * heads, width, heads, width)
+    )
 
 
 Kind = Literal["encoder", "decoder", "cross"]
@@ -194,7 +222,7 @@ def read(name: str, module: nn.Module, family: AttentionFamily, path: str, kind:
     """Read `module.path` and check its type; the message names the attribute that is missing and where."""
     value = _attribute(name, module, family, path)
     own_forward = isinstance(value, nn.Linear) and type(value).forward is not nn.Linear.forward
-    if not isinstance(value, kind | Conv1DSlice if kind is nn.Linear else kind) or own_forward:
+    if not isinstance(value, kind | FusedSlice if kind is nn.Linear else kind) or own_forward:
         expected = f"a plain {kind.__name__}" if isinstance(kind, type) else "a number"
         raise UnsupportedModelError(
             f"{name}.{path}: got {type(value).__name__}, expected {expected}; "
@@ -204,13 +232,16 @@ def read(name: str, module: nn.Module, family: AttentionFamily, path: str, kind:
 
 
 def _attribute(name: str, module: nn.Module, family: AttentionFamily, path: str) -> Any:
-    """Read `module.path`, or the part of a joint layer that the path stands for."""
+    """Read `module.path`, or the part of a fused layer that the path stands for."""
     try:
         return attrgetter(path)(module)
     except AttributeError:
-        found = conv1d_slice(module, family, path)
+        found = fused_slice(module, family, path)
+        whole = getattr(module, family.fused, None) if family.fused else None
         if found is not None:
             return found
+        if whole is not None and type(whole) not in (nn.Linear, Conv1D):
+            return whole  # whoever reads it says what it is
     raise UnsupportedModelError(
         f"{name} ({type(module).__name__}) has no attribute {path!r}, which the {family.name} description "
         "promises; this version of Transformers may have renamed it"
@@ -227,8 +258,8 @@ class DenseSite(AttentionSite):
         key: projection of keys, weight (H·d, D), or that of fewer heads where several share a key.
     """
 
-    query: nn.Linear | Conv1DSlice
-    key: nn.Linear | Conv1DSlice
+    query: nn.Linear | FusedSlice
+    key: nn.Linear | FusedSlice
 
     @property
     def inputs(self) -> tuple[tuple[Any, str], ...]:
@@ -259,7 +290,7 @@ class ValueSite(AttentionSite):
         output: the output projection, weight (D, H·d), or (H·d, D) in a transposed layer.
     """
 
-    value: nn.Linear | Conv1DSlice
+    value: nn.Linear | FusedSlice
     output: nn.Linear | Conv1D
 
     @property
@@ -353,13 +384,14 @@ def _refuse_undescribed(site: AttentionSite) -> None:
         )
 
 
-def _projection(site: AttentionSite, path: str, heads: int) -> nn.Linear | Conv1DSlice:
+def _projection(site: AttentionSite, path: str, heads: int) -> nn.Linear | FusedSlice:
     """Read a dense projection that is as many heads wide and holds plain floats."""
-    found: nn.Linear | Conv1DSlice = read(site.name, site.module, site.family, path, nn.Linear)
+    found: nn.Linear | FusedSlice = read(site.name, site.module, site.family, path, nn.Linear)
     if found.out_features != heads * site.head_width:
         raise UnsupportedModelError(
             f"{site.name}.{path}: got {found.out_features} output channels; expected {heads} heads × "
-            f"{site.head_width} = {heads * site.head_width}; the {site.family.name} description does not fit this model"
+            f"{site.head_width} = {heads * site.head_width}; the {site.family.name} description does not fit "
+            "this model"
         )
     _refuse_quantized(f"{site.name}.{path}", found.weight)
     return found

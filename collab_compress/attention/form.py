@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress.attention.projections import PaddedProjection, joint_layer, put_back_, replace_
+from collab_compress.attention.projections import Layout, PaddedProjection, dense_projection, put_back_, replace_
 from collab_compress.errors import CompressionError, UnsupportedModelError
 
 
@@ -164,13 +164,14 @@ class ScoreForm(MapForm):
         heads: number of heads H.
         head_width: width d of one head's keys in the dense model.
         query: attribute path of the query projection in the attention module; where the stock model keeps it in a
-            joint layer, a child of that layer's path.
+            fused layer, a child of that layer's path.
         key: attribute path of the key projection.
         rank: channels R of all heads together.
         content_bias: whether the module has content biases v.
         scale: what scores are multiplied by; None keeps the model's own scale.
         train_mixing: whether the mixing matrix is trained.
         fixed_heads: whether the module views queries and keys as exactly H heads.
+        interleaved: whether a fused layer holds each head's queries, keys and values together.
     """
 
     query: str
@@ -180,6 +181,7 @@ class ScoreForm(MapForm):
     scale: float | None = None
     train_mixing: bool = True
     fixed_heads: bool = False
+    interleaved: bool = False
 
     at: ClassVar[str] = "score_form"
     space: ClassVar[str]
@@ -199,8 +201,13 @@ class ScoreForm(MapForm):
         """
         return cls(
             query=site.family.query, key=site.family.key, heads=site.heads, head_width=site.head_width, rank=rank,
-            content_bias=content_bias, fixed_heads=site.family.fixed_heads,
+            content_bias=content_bias, fixed_heads=site.family.fixed_heads, interleaved=site.family.interleaved,
         )  # fmt: skip
+
+    @property
+    def layout(self) -> Layout:
+        """How a fused layer of the stock module is laid out."""
+        return Layout(self.heads, self.head_width, self.interleaved)
 
     # How wide queries and keys are.
 
@@ -252,12 +259,9 @@ class ScoreForm(MapForm):
         Raises:
             CompressionError: as `multiple`.
         """
-        layer: Any = joint_layer(module, self.query)
-        joint = isinstance(layer, Conv1D)
-        query, key = (layer, layer) if joint else (attrgetter(path)(module) for path in (self.query, self.key))
-        like: dict[str, Any] = {"device": query.weight.device, "dtype": query.weight.dtype}
-        trained = (query.weight.requires_grad, key.weight.requires_grad)
-        inputs = (query.weight.shape[0],) * 2 if joint else (query.in_features, key.in_features)
+        weights, inputs = zip(*(dense_projection(module, path) for path in (self.query, self.key)), strict=True)
+        like: dict[str, Any] = {"device": weights[0].device, "dtype": weights[0].dtype}
+        trained = [weight.requires_grad for weight in weights]
         widths = (self.rank, self.rank + self.content_channels)
         own_query, own_key = (
             PaddedProjection(width_in, width, self.multiple, **like).requires_grad_(train)
@@ -279,7 +283,7 @@ class ScoreForm(MapForm):
     def put_in_(self, module: Any, parts: ScoreParts) -> None:
         """Replace the query and key projections of `module` by `parts`, in place."""
         module.mixing = parts.mixing
-        replace_(module, {self.query: parts.query, self.key: parts.key})
+        replace_(module, {self.query: parts.query, self.key: parts.key}, self.layout)
         if self.scale is not None:
             module.stock_scaling, module.scaling = module.scaling, self.scale
 
@@ -288,9 +292,9 @@ class ScoreForm(MapForm):
 
         Args:
             module: the attention module.
-            dense: projections, or where the stock model has a joint layer, what holds the old one as `whole`.
+            dense: projections, or where the stock model has a fused layer, what holds the old one as `whole`.
         """
-        put_back_(module, dict(zip((self.query, self.key), dense, strict=True)))
+        put_back_(module, dict(zip((self.query, self.key), dense, strict=True)), self.layout)
         if hasattr(module, "mixing"):
             del module.mixing
         if "stock_scaling" in module.__dict__:

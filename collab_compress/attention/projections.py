@@ -1,7 +1,7 @@
 """What projects the inputs of converted attention: padded to what modules view as heads, alone or side by side."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,18 +58,55 @@ class PaddedProjection(nn.Module):
         return nn.functional.pad(projected, (0, self.padding)) if self.padding else projected
 
 
+class Layout(NamedTuple):
+    """How a fused layer holds queries, keys and values in its output channels.
+
+    Args:
+        heads: number of heads H of queries.
+        head_width: width d of one head.
+        interleaved: whether each head's queries, keys and values lie together, (H, 3, d), instead of in three blocks,
+            of which that of the queries is H·d wide and the other two share the rest.
+    """
+
+    heads: int
+    head_width: int
+    interleaved: bool = False
+
+    def split(self, channels: Tensor, dim: int) -> list[Tensor]:
+        """Take queries, keys and values apart along a dimension, with each one's heads side by side."""
+        dim %= channels.dim()
+        if self.interleaved:
+            parts = channels.unflatten(dim, (self.heads, 3, self.head_width)).unbind(dim + 1)
+            return [part.flatten(dim, dim + 1) for part in parts]
+        query = self.heads * self.head_width
+        other = (channels.shape[dim] - query) // 2
+        return list(channels.split([query, other, other], dim))
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """Undo `split` along the first dimension."""
+        if not self.interleaved:
+            return torch.cat(parts)
+        heads = [part.unflatten(0, (self.heads, self.head_width)) for part in parts]
+        return torch.stack(heads, 1).flatten(0, 2)
+
+
 class QKVProjection(nn.Module):
-    """Queries, keys and values of their own, returned side by side as the stock layer does, for some are converted.
+    """Queries, keys and values of their own in place of a fused layer, for some are converted.
 
     Args:
         query: D → q channels, padding included.
         key: D → k channels.
         value: D → v channels.
+        layout: of the stock layer.
+        transposed: whether the stock layer is a `Conv1D`.
     """
 
-    def __init__(self, query: nn.Module, key: nn.Module, value: nn.Module) -> None:
+    def __init__(
+        self, query: nn.Module, key: nn.Module, value: nn.Module, *, layout: Layout, transposed: bool
+    ) -> None:
         super().__init__()
         self.query, self.key, self.value = query, key, value
+        self.layout, self.transposed = layout, transposed
 
     @property
     def widths(self) -> list[int]:
@@ -78,70 +115,106 @@ class QKVProjection(nn.Module):
         return [part.width if isinstance(part, PaddedProjection) else part.out_features for part in parts]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Project x (B, T, D) to (B, T, q + k + v)."""
+        """Project x (B, T, D) to (B, T, q + k + v), three blocks side by side."""
         return torch.cat([self.query(x), self.key(x), self.value(x)], dim=-1)
 
 
-def joint_layer(module: Any, path: str) -> Conv1D | QKVProjection | None:
+def fused_layer(module: Any, path: str) -> Conv1D | nn.Linear | QKVProjection | None:
     """Find the layer that holds the projection at `path` together with others, or None where it stands alone."""
     parent = module.get_submodule(path.rpartition(".")[0])
-    return parent if isinstance(parent, Conv1D | QKVProjection) else None
+    return parent if isinstance(parent, Conv1D | nn.Linear | QKVProjection) else None
 
 
-def replace_(module: Any, projections: Mapping[str, nn.Module]) -> None:
+def dense_projection(module: Any, path: str) -> tuple[Tensor, int]:
+    """Find the weight that computes the projection at `path`, alone or with others, and how wide its inputs are."""
+    layer = fused_layer(module, path)
+    if layer is None or isinstance(layer, QKVProjection):
+        layer = module.get_submodule(path)
+    return layer.weight, width_in(layer)
+
+
+def width_in(layer: Any) -> int:
+    """How wide the vectors are that a layer reads."""
+    return int(layer.nx if isinstance(layer, Conv1D) else layer.in_features)
+
+
+def replace_(module: Any, projections: Mapping[str, nn.Module], layout: Layout) -> None:
     """Put projections into an attention module, path → projection, in place.
 
     Where the module keeps queries, keys and values in one layer, all three stand side by side afterwards, or are one
     layer again if all are dense.
+
+    Args:
+        module: the attention module.
+        projections: path → projection.
+        layout: of the fused layer, where the stock module has one.
     """
     for path, projection in projections.items():
-        layer = joint_layer(module, path)
-        if isinstance(layer, Conv1D):
-            layer = QKVProjection(*_thirds(layer))
-            module.set_submodule(path.rpartition(".")[0], layer.train(module.training))
+        layer = fused_layer(module, path)
+        if layer is not None and not isinstance(layer, QKVProjection):
+            layer = QKVProjection(*_apart(layer, layout), layout=layout, transposed=isinstance(layer, Conv1D))
+            _set_fused_(module, path, layer)
         module.set_submodule(path, projection.train(module.training))
         if layer is not None:
             parts = (layer.query, layer.key, layer.value)
-            dense = all(isinstance(part, nn.Linear) for part in parts)
-            whole: Any = _join(*parts).train(module.training) if dense else layer
-            module.set_submodule(path.rpartition(".")[0], whole)
-            module.split_size = whole.weight.shape[1] // 3 if dense else whole.widths
+            _set_fused_(module, path, _joined(layer) if all(isinstance(part, nn.Linear) for part in parts) else layer)
 
 
-def put_back_(module: Any, projections: Mapping[str, Any]) -> None:
+def put_back_(module: Any, projections: Mapping[str, Any], layout: Layout) -> None:
     """Put stock projections back in place of what `replace_` put there, in place.
 
     Args:
         module: the attention module.
-        projections: path → projection, or something that holds the old joint layer as `whole`.
+        projections: path → projection, or something that holds the old fused layer as `whole`.
+        layout: as for `replace_`.
     """
     for path, projection in projections.items():
         if not hasattr(projection, "whole"):
-            replace_(module, {path: projection})
+            replace_(module, {path: projection}, layout)
         else:
-            module.set_submodule(path.rpartition(".")[0], projection.whole)
-            module.split_size = projection.whole.weight.shape[1] // 3
+            _set_fused_(module, path, projection.whole)
 
 
-def _thirds(layer: Conv1D) -> list[nn.Linear]:
-    """Copy the parts of a joint layer into layers of their own; device, dtype and frozenness are kept."""
-    weight, width = layer.weight, layer.weight.shape[1] // 3
-    thirds = []
-    for start in range(0, 3 * width, width):
-        third = nn.Linear(weight.shape[0], width, device=weight.device, dtype=weight.dtype)
+def _set_fused_(module: Any, path: str, layer: Any) -> None:
+    """Put a layer in place of the one that holds the projection at `path` together with others."""
+    module.set_submodule(path.rpartition(".")[0], layer.train(module.training))
+    if isinstance(layer, Conv1D):
+        module.split_size = layer.nf // 3  # GPT-2 splits by this
+    elif isinstance(layer, QKVProjection) and layer.transposed:
+        module.split_size = layer.widths
+
+
+def _apart(layer: Any, layout: Layout) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+    """Copy the parts of a fused layer into layers of their own; device, dtype and frozenness are kept."""
+    weight: Tensor = layer.weight
+    rows = layout.split(weight.T if isinstance(layer, Conv1D) else weight, 0)
+    biases: list[Any] = [None] * 3 if layer.bias is None else layout.split(layer.bias, 0)
+    parts = []
+    for row, bias in zip(rows, biases, strict=True):
+        part = nn.Linear(row.shape[1], row.shape[0], bias is not None, device=weight.device, dtype=weight.dtype)
         with torch.no_grad():
-            third.weight.copy_(weight[:, start : start + width].T)
-            third.bias.copy_(layer.bias[start : start + width])
-        thirds.append(third.requires_grad_(weight.requires_grad))
-    return thirds
-
-
-def _join(*parts: Any) -> Conv1D:
-    """Put three projections into one transposed layer, as the stock model has it; a missing bias is zero."""
+            part.weight.copy_(row)
+            if bias is not None:
+                part.bias.copy_(bias)
+        parts.append(part.requires_grad_(weight.requires_grad))
     query, key, value = parts
-    biases = [part.weight.new_zeros(part.out_features) if part.bias is None else part.bias for part in parts]
-    layer = Conv1D(sum(part.out_features for part in parts), value.in_features).to(value.weight)
+    return query, key, value
+
+
+def _joined(projections: QKVProjection) -> Any:
+    """Put three projections into one layer, as the stock model has it; a bias that not all have is zero elsewhere."""
+    parts: list[Any] = [projections.query, projections.key, projections.value]
+    value, join = parts[2], projections.layout.join
+    weight = join([part.weight for part in parts])
+    layer: Any
+    if projections.transposed:
+        layer = Conv1D(weight.shape[0], weight.shape[1]).to(value.weight)
+    else:
+        layer = nn.Linear(weight.shape[1], weight.shape[0], any(part.bias is not None for part in parts)).to(weight)
     with torch.no_grad():
-        layer.weight.copy_(torch.cat([query.weight, key.weight, value.weight]).T)
-        layer.bias.copy_(torch.cat(biases))
+        layer.weight.copy_(weight.T if projections.transposed else weight)
+        if layer.bias is not None:
+            layer.bias.copy_(
+                join([part.weight.new_zeros(part.out_features) if part.bias is None else part.bias for part in parts])
+            )
     return layer.requires_grad_(value.weight.requires_grad)

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.attention.form import Cut, HeadRows, MapForm, padding_of, plain_weight, remaining
-from collab_compress.attention.projections import PaddedProjection, joint_layer, put_back_, replace_
+from collab_compress.attention.projections import Layout, PaddedProjection, dense_projection, put_back_, replace_
 from collab_compress.errors import CompressionError
 
 
@@ -27,7 +27,7 @@ class DenseValues:
     """The value and output projections of a dense module, as they were.
 
     Args:
-        value: values, D → H·d; where the stock model has a joint layer, what holds it as `whole`.
+        value: values, D → H·d; where the stock model has a fused layer, what holds it as `whole`.
         output: the output projection, which stays in its place.
         weight: its weight, (D, H·d), or (H·d, D) in a transposed layer.
         bias: its bias (D,), or None.
@@ -73,6 +73,7 @@ class NarrowValues(MapForm):
         sizes: channels of each head.
         value_bias: whether values have a bias.
         fixed_heads: whether the module views values as exactly H heads.
+        interleaved: whether a fused layer holds each head's queries, keys and values together.
     """
 
     value: str
@@ -80,6 +81,7 @@ class NarrowValues(MapForm):
     sizes: tuple[int, ...]
     value_bias: bool
     fixed_heads: bool = False
+    interleaved: bool = False
 
     at: ClassVar[str] = "value_form"
     kind: ClassVar[str] = "narrow-values"
@@ -99,6 +101,7 @@ class NarrowValues(MapForm):
         return cls(
             heads=site.heads, head_width=site.head_width, value=site.family.value, output=site.family.output,
             sizes=sizes, value_bias=value_bias, fixed_heads=site.family.fixed_heads,
+            interleaved=site.family.interleaved,
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
@@ -109,6 +112,11 @@ class NarrowValues(MapForm):
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Rebuild the form from what `to_dict` gave."""
         return cls(**{**data, "sizes": tuple(data["sizes"])})
+
+    @property
+    def layout(self) -> Layout:
+        """How a fused layer of the stock module is laid out."""
+        return Layout(self.heads, self.head_width, self.interleaved)
 
     # How wide values are.
 
@@ -135,13 +143,10 @@ class NarrowValues(MapForm):
         Raises:
             CompressionError: the output projection is no plain `nn.Linear` or `Conv1D`.
         """
-        layer: Any = joint_layer(module, self.value)
-        joint = isinstance(layer, Conv1D)
-        dense = layer if joint else attrgetter(self.value)(module)
-        like: dict[str, Any] = {"device": dense.weight.device, "dtype": dense.weight.dtype}
-        width_in = dense.weight.shape[0] if joint else dense.in_features
+        dense, width_in = dense_projection(module, self.value)
+        like: dict[str, Any] = {"device": dense.device, "dtype": dense.dtype}
         value = PaddedProjection(width_in, self.dv, self.multiple, bias=self.value_bias, **like)
-        value.requires_grad_(dense.weight.requires_grad)
+        value.requires_grad_(dense.requires_grad)
         output = self.output_of(module, parent)
         shape = list(output.weight.shape)
         shape[output_dim(output)] = self.dv
@@ -179,12 +184,12 @@ class NarrowValues(MapForm):
 
     def put_in_(self, module: Any, parts: ValueParts) -> None:
         """Replace the values of `module`, and what its output projection holds, in place."""
-        replace_(module, {self.value: parts.value})
+        replace_(module, {self.value: parts.value}, self.layout)
         _fill_(parts.output, parts.weight, parts.bias)
 
     def take_out_(self, module: Any, dense: DenseValues) -> None:
         """Put dense values back, and what the output projection held, in place; as `MapForm.take_out_`."""
-        put_back_(module, {self.value: dense.value})
+        put_back_(module, {self.value: dense.value}, self.layout)
         _fill_(dense.output, dense.weight, dense.bias)
 
     def finish_(self, module: Any) -> None:

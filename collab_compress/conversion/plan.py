@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 import torch
 from accelerate.utils import broadcast, gather_object
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import DenseSite, ValueSite
 from collab_compress.attention import DenseValues, MapForm, NarrowValues, RotaryScores, form_for
+from collab_compress.attention.projections import width_in
 from collab_compress.attention.rotary import arranged
 from collab_compress.calibration import Batch, gather_moments
 from collab_compress.conversion.compression import Compression
@@ -126,11 +126,6 @@ def _groups(model: PreTrainedModel, sites: Sequence[Site]) -> Iterator[list[Site
         group.append(site)
         taken += size
     yield group
-
-
-def width_in(projection: Any) -> int:
-    """How wide the vectors are that a projection reads."""
-    return int(projection.nx if isinstance(projection, Conv1D) else projection.in_features)
 
 
 def _plan_scores(site: DenseSite, compression: Compression, moments: tuple[Moments, ...] | None) -> Planned:

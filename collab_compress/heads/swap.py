@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, distributed, nn
 
-from collab_compress.architectures import FAMILIES, AttentionSite, Conv1DSlice, find_attention
+from collab_compress.architectures import FAMILIES, AttentionSite, FusedSlice, find_attention
 from collab_compress.architectures.sites import read
 from collab_compress.attention import MapForm
 from collab_compress.attention.view import FORMS_AT
@@ -92,19 +92,18 @@ def _converted(site: AttentionSite, form: MapForm, head: int) -> list[HeadBlock]
     ]
 
 
-def _linear(site: AttentionSite, path: str) -> nn.Linear | Conv1DSlice:
-    linear: nn.Linear | Conv1DSlice = read(site.name, site.module, site.family, path, nn.Linear)
+def _linear(site: AttentionSite, path: str) -> nn.Linear | FusedSlice:
+    linear: nn.Linear | FusedSlice = read(site.name, site.module, site.family, path, nn.Linear)
     return linear
 
 
-def _rows(linear: nn.Linear | Conv1DSlice, head: int, width: int) -> list[HeadBlock]:
+def _rows(linear: nn.Linear | FusedSlice, head: int, width: int) -> list[HeadBlock]:
     """Where a projection's weight (H·width, D) and bias (H·width,) compute one head's part."""
-    start, stop = head * width, (head + 1) * width
-    if isinstance(linear, Conv1DSlice):  # weight (D, 3·H·width)
-        start, stop = linear.start + start, linear.start + stop
-        return [HeadBlock(linear.whole.weight, 1, start, stop), HeadBlock(linear.whole.bias, 0, start, stop)]
-    parameters: list[Any] = [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
-    return [HeadBlock(parameter, 0, start, stop) for parameter in parameters]
+    rows, dim, layer = range(head * width, (head + 1) * width), 0, linear
+    if isinstance(linear, FusedSlice):
+        rows, dim, layer = linear.rows(head), linear.dim, linear.whole
+    blocks: list[tuple[Any, int]] = [(layer.weight, dim)] + ([] if layer.bias is None else [(layer.bias, 0)])
+    return [HeadBlock(parameter, along, rows.start, rows.stop) for parameter, along in blocks]
 
 
 Head: TypeAlias = tuple[str, int]

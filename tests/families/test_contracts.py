@@ -34,7 +34,7 @@ def test_kinds(kin, build, tinies):
 def test_a_description_that_does_not_fit_says_where(kin, build):
     model = build(kin)
     site = find_attention(model, FAMILIES)[0]
-    path = site.family.conv1d or site.family.key
+    path = site.family.fused or site.family.key
     delattr(site.module, path)
     with pytest.raises(
         UnsupportedModelError, match=rf"{site.name} \({type(site.module).__name__}\) has no attribute"

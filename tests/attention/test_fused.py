@@ -1,0 +1,95 @@
+"""Queries, keys and values in one layer: taken apart, and put together again."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from collab_compress.architectures.families import AttentionFamily
+from collab_compress.architectures.sites import fused_slice
+from collab_compress.attention.projections import (
+    Layout,
+    PaddedProjection,
+    QKVProjection,
+    fused_layer,
+    put_back_,
+    replace_,
+)
+
+HEADS, WIDTH, IN = 3, 4, 10
+PARTS = ("qkv.query", "qkv.key", "qkv.value")
+
+
+class Attention(nn.Module):
+    def __init__(self, kind, bias):
+        super().__init__()
+        self.heads, self.width, self.split_size = HEADS, WIDTH, HEADS * WIDTH
+        self.qkv = Conv1D(3 * HEADS * WIDTH, IN) if kind == "Conv1D" else nn.Linear(IN, 3 * HEADS * WIDTH, bias)
+        if self.qkv.bias is not None:
+            nn.init.normal_(self.qkv.bias)
+
+
+def family(interleaved):
+    return AttentionFamily(
+        "Some", ("some",), ("Attention",), *PARTS, "", "heads", "width", fused="qkv", interleaved=interleaved
+    )
+
+
+def expected(x, channels, interleaved):
+    """Queries, keys and values, (T, H·d) each, channel by channel as the layout says."""
+    found = [torch.empty(len(x), HEADS * WIDTH) for _ in range(3)]
+    for place in range(3):
+        for head in range(HEADS):
+            for channel in range(WIDTH):
+                at = (head * 3 + place) * WIDTH if interleaved else (place * HEADS + head) * WIDTH
+                found[place][:, head * WIDTH + channel] = channels[:, at + channel]
+    return found
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["Conv1D", "Linear"])
+def test_parts_compute_what_the_layer_does_and_make_it_again(kind, bias, interleaved):
+    module, layout, x = Attention(kind, bias), Layout(HEADS, WIDTH, interleaved), torch.randn(5, IN)
+    whole = module.qkv
+    weights = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    parts = expected(x, whole(x), interleaved)
+    slices = [fused_slice(module, family(interleaved), path) for path in PARTS]
+    for part, one in zip(parts, slices, strict=True):
+        torch.testing.assert_close(nn.functional.linear(x, one.weight, one.bias), part)
+        assert (one.in_features, one.out_features) == (IN, HEADS * WIDTH)
+        assert set(dict(one.named_parameters())) == set(weights)
+    for found, part in zip(layout.split(whole(x), -1), parts, strict=True):
+        assert torch.equal(found, part)
+
+    narrow = PaddedProjection(IN, 7, WIDTH)
+    replace_(module, {PARTS[1]: narrow}, layout)
+    assert isinstance(module.qkv, QKVProjection)
+    torch.testing.assert_close(module.qkv.query(x), parts[0])
+    torch.testing.assert_close(module.qkv.value(x), parts[2])
+    torch.testing.assert_close(module.qkv.key(x), narrow(x))
+    dense = nn.Linear(IN, HEADS * WIDTH, slices[1].bias is not None)
+    dense.load_state_dict(dict(slices[1].named_parameters()))
+    put_back_(module, {PARTS[1]: dense}, layout)
+    assert type(module.qkv) is type(whole)
+    assert module.qkv.state_dict().keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in module.qkv.state_dict().items())
+    put_back_(module, dict(zip(PARTS, slices, strict=True)), layout)
+    assert module.qkv is whole
+
+
+def test_keys_and_values_may_be_narrower_than_queries():
+    layer = nn.Linear(IN, HEADS * WIDTH + 2 * WIDTH)
+    parts = Layout(HEADS, WIDTH).split(layer.weight, 0)
+    assert [len(part) for part in parts] == [HEADS * WIDTH, WIDTH, WIDTH]
+    assert torch.equal(torch.cat(parts), layer.weight)
+
+
+def test_a_layer_of_another_kind_or_width_is_no_fused_one():
+    module = Attention("Linear", True)
+    assert fused_slice(module, family(False), "somewhere.else") is None
+    assert fused_layer(module, "query") is None
+    module.heads = 4
+    assert fused_slice(module, family(False), PARTS[0]) is None
+    module.qkv = nn.Identity()
+    assert fused_slice(module, family(False), PARTS[0]) is None
