@@ -53,8 +53,8 @@ def score_parts(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> list
     for site in find_attention(model, FAMILIES, kinds=kinds):
         if site.family.rotary:
             raise UnsupportedModelError(
-                f"{site.name}: a rotary position embedding turns queries and keys after their projection, so Wq·Wkᵀ is "
-                "not what the scores use, and nothing can be measured on it; leave this measure out"
+                f"{site.name}: a rotary position embedding turns queries and keys after their projection, so Wq·Wkᵀ "
+                "is not what the scores use, and nothing can be measured on it; leave this measure out"
             )
         query, key = site.part(site.family.query), site.part(site.family.key)
         dense = DenseSite(**vars(site), query=query, key=key)

@@ -146,7 +146,7 @@ class AttentionSite:
         if not self.family.rotary:
             return 0
         path = self.family.rotary_width
-        return read(self.name, self.module, self.family, path, int) if path else self.head_width  # type: ignore[no-any-return]
+        return read(self.name, self.module, self.family, path, int) if path else self.head_width
 
     def part(self, path: str) -> Any:
         """Read an attribute by a path of the family's: `query`, `key`, `value` and `output` are such."""

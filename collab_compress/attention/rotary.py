@@ -2,9 +2,9 @@
 
     score_i(x, y) = s · Re Σ_c m_ic (x χ_c) conj(y κ_c) e^{iθ(c)n}
 
-where two channels that are turned together are one complex channel c, θ(c) its frequency, n the distance of the tokens
-and m_ic complex ("RoFormer", Su et al., 2021; the sharing is ours). Where groups of heads share a key, keys are shared
-among groups, and queries stay each head's own: x a_iθ(c) in place of x χ_c.
+where two channels that are turned together are one complex channel c, θ(c) its frequency, n the distance of the
+tokens and m_ic complex ("RoFormer", Su et al., 2021; the sharing is ours). Where groups of heads share a key, keys
+are shared among groups, and queries stay each head's own: x a_iθ(c) in place of x χ_c.
 
 The module projects P·d channels of keys, views them as P heads and turns each of their channel pairs by the frequency
 that belongs to its place; a channel of another frequency is turned by the difference beforehand. Heads are mixed
@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from collab_compress.attention.form import Cut, HeadRows, ScoreForm, ScoreParts, plain_weight
 from collab_compress.attention.kernels import in_float32_on_cpu, softmax
-from collab_compress.attention.projections import PaddedProjection, joint_layer
+from collab_compress.attention.projections import PaddedProjection, dense_projection
 from collab_compress.errors import CompressionError, UnsupportedModelError
 
 
@@ -200,8 +200,8 @@ class RotaryScores(ScoreForm):
         return cls(
             query=site.family.query, key=site.family.key, heads=site.heads, head_width=width, rank=pseudo * width,
             content_bias=False, key_heads=site.key_heads, rotated=site.rotated,
-            neighbours=site.family.rotary == "neighbours", frequencies=found, query_bias=query.bias is not None,
-            key_bias=key.bias is not None,
+            interleaved=site.family.interleaved, neighbours=site.family.rotary == "neighbours", frequencies=found,
+            query_bias=query.bias is not None, key_bias=key.bias is not None,
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
@@ -237,19 +237,16 @@ class RotaryScores(ScoreForm):
 
     def build(self, module: Any, parent: Any) -> ScoreParts:
         """Make uninitialised parameters; arguments as for `MapForm.build`."""
-        query, key = (module.get_submodule(path) for path in (self.query, self.key))
-        like: dict[str, Any] = {"device": query.weight.device, "dtype": query.weight.dtype}
-        trained = (query.weight.requires_grad, key.weight.requires_grad)
-        own_query: PaddedProjection = PaddedProjection(
-            query.in_features, self.query_width, self.head_width, self.query_bias, **like
+        weights, inputs = zip(*(dense_projection(module, path) for path in (self.query, self.key)), strict=True)
+        like: dict[str, Any] = {"device": weights[0].device, "dtype": weights[0].dtype}
+        trained = [weight.requires_grad for weight in weights]
+        shared = (self.rank, self.pairing, self.frequencies)
+        own_query = (
+            PaddedProjection(inputs[0], self.query_width, self.head_width, self.query_bias, **like)
+            if self.grouped
+            else TurningProjection(inputs[0], *shared, self.query_bias, **like)
         )
-        if not self.grouped:
-            own_query = TurningProjection(
-                query.in_features, self.rank, self.pairing, self.frequencies, self.query_bias, **like
-            )
-        own_key = TurningProjection(
-            key.in_features, self.rank, self.pairing, self.frequencies, self.key_bias, **like
-        )  # fmt: skip
+        own_key = TurningProjection(inputs[1], *shared, self.key_bias, **like)
         return ScoreParts(
             own_query.requires_grad_(trained[0]), own_key.requires_grad_(trained[1]),
             self.build_mixing(any(trained), **like),
@@ -292,7 +289,7 @@ class RotaryScores(ScoreForm):
         """Pair the channels of dense heads: (H, D, d) to complex (H, D, d/2), a bias (H·d,) as one more row."""
         rows = heads if bias is None else torch.cat([heads, bias.detach().view(len(heads), 1, -1)], 1)
         real, imaginary = self.pairing.split(rows)
-        wide = torch.float64 if has_float64(rows.device) else torch.float32
+        wide = torch.float32 if rows.device.type == "mps" else torch.float64  # which has no other
         return torch.complex(real.to(wide), imaginary.to(wide))
 
     def to_heads(self, real: Tensor, imaginary: Tensor) -> Tensor:
@@ -307,8 +304,7 @@ class RotaryScores(ScoreForm):
 
     def put_in_(self, module: Any, parts: ScoreParts) -> None:
         """Replace the query and key projections of `module`, which learn what it turns by, in place."""
-        if joint_layer(module, self.query) is None:
-            super().put_in_(module, parts)
+        super().put_in_(module, parts)
         if _hand_tables_over not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_hand_tables_over, with_kwargs=True)
 
@@ -327,8 +323,7 @@ class RotaryScores(ScoreForm):
         """Read what makes the scores of the module called `name`, as complex numbers.
 
         Returns:
-            χ (Dq, R/2), or each head's own (Dq, H·d/2); m (G, R/2); κ (Dk, R/2). Where there is a bias, it is the last
-            row.
+            χ (Dq, R/2), or each head's own (Dq, H·d/2); m (G, R/2); κ (Dk, R/2). A bias is the last row.
 
         Raises:
             UnsupportedModelError: a projection carries an adapter, is quantized, or is offloaded.
@@ -447,7 +442,7 @@ def _hand_tables_over(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 def attend_to_shared(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, dropout: float, causal: bool
 ) -> Tensor:
-    """Compute head outputs (B, H, T, dv) of queries (B, H, T, R), keys (B, S, R) for all heads, values (B, H, S, dv)."""
+    """Compute head outputs (B, H, T, dv) of queries (B, H, T, R), keys of all (B, S, R) and values (B, H, S, dv)."""
     shared = key.unsqueeze(1).expand(-1, query.shape[1], -1, -1)
     return scaled_dot_product_attention(
         query, shared, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scaling

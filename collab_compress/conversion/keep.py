@@ -54,9 +54,7 @@ def choose(model: PreTrainedModel, compression: Compression, texts: Sequence[Bat
         )
     sites = list(zip(find_dense_attention(*where), find_dense_values(*where), strict=True))
     length = compression.length or _mean_length(texts) or TYPICAL
-    dense = sum(
-        dense_macs(site.key.in_features, site.heads, site.head_width, length, site.key_heads) for site, _ in sites
-    )
+    dense = sum(dense_macs(site.key.in_features, site.heads, site.head_width, length) for site, _ in sites)
     for form in get_args(Form):
         dk, dv, kept = _widest(sites, form, keep)
         macs = sum(_scores(site, form, dk).macs(site.key.in_features, length) for site, _ in sites)

@@ -15,12 +15,12 @@ from collab_compress.factorization import Factorization, Narrowing, RotaryFactor
 
 
 def dense_parameters(width: int, heads: int, head_width: int, bias: bool, key_heads: int | None = None) -> int:
-    """Count parameters of dense query and key projections: D·(H + G)·d, and (H + G)·d for biases; G = H if not given."""
+    """Count parameters of dense query and key projections: D·(H + G)·d, and (H + G)·d for biases; else G = H."""
     return (heads + (key_heads or heads)) * head_width * (width + bias)
 
 
 def dense_macs(width: int, heads: int, head_width: int, length: int, key_heads: int | None = None) -> int:
-    """Count multiply-accumulates of dense scores over T tokens: T·D·(H + G)·d + T²·H·d; G = H if not given."""
+    """Count multiply-accumulates of dense scores over T tokens: T·D·(H + G)·d + T²·H·d; else G = H."""
     return (length * width * (heads + (key_heads or heads)) + length**2 * heads) * head_width
 
 

@@ -1,7 +1,8 @@
 r"""Shared channels for heads that a rotary embedding turns: a decomposition for each of its frequencies.
 
-Two channels that are turned together are one complex channel, $q_{ij} = x \cdot a_{ij}$ and $k_{ij} = y \cdot b_{ij}$ of
-head i and frequency j, and the scores of tokens n apart are $\mathrm{Re} \sum_j e^{i\theta_j n} q_{ij} \bar k_{ij}$.
+Two channels that are turned together are one complex channel, $q_{ij} = x \cdot a_{ij}$ and
+$k_{ij} = y \cdot b_{ij}$ of head i and frequency j, and
+the scores of tokens n apart are $\mathrm{Re} \sum_j e^{i\theta_j n} q_{ij} \bar k_{ij}$.
 A channel may be shared by heads within its frequency, with complex mixing:
 
 $$a_{ij} b_{ij}^* \approx \sum_p m_{ijp}\, \chi_{jp} \kappa_{jp}^*$$
@@ -120,7 +121,7 @@ def factorize_rotary(
         for side, each, width in (
             ("query", query_moments, query.shape[1]),
             ("key", key_moments, key.shape[1]),
-        )  # fmt: skip
+        )
     ]
     weighed_query, weighed_key = (
         each if root is None else root @ each for each, root in zip((query, key), roots, strict=True)
@@ -219,13 +220,15 @@ def _root(side: str, moments: Moments | None, width: int, damping: float, place:
 
 
 def _weighed(root: Tensor | None, channels: Tensor) -> Tensor:
-    return channels if root is None else root @ channels
+    weighed: Tensor = channels if root is None else root @ channels
+    return weighed
 
 
 def _strengths(query: Tensor, key: Tensor) -> Tensor:
     """‖a‖²‖b‖² of each head and frequency, (H, J)."""
     norms = key.norm(dim=1).square().repeat_interleave(len(query) // len(key), 0)
-    return query.norm(dim=1).square() * norms
+    strengths: Tensor = query.norm(dim=1).square() * norms
+    return strengths
 
 
 Channels = tuple[Tensor | None, Tensor, Tensor]
@@ -394,14 +397,16 @@ def _mixed(query: Tensor, key: Tensor, chi: Tensor, kappa: Tensor, ridge: float)
     """Least-squares mixing (J, H, n)."""
     right = (chi.mH @ query) * (kappa.mH @ key).conj()  # (J, n, H)
     gram = (chi.mH @ chi) * (kappa.mH @ kappa).conj()
-    return torch.linalg.solve(_shifted(gram, ridge), right).mT
+    mixing: Tensor = torch.linalg.solve(_shifted(gram, ridge), right).mT
+    return mixing
 
 
 def _side(query: Tensor, key: Tensor, kappa: Tensor, mixing: Tensor, ridge: float) -> Tensor:
     """Least-squares χ (J, r, n), or κ where the sides are exchanged and the mixing is conjugate."""
     right = query @ ((key.mH @ kappa) * mixing.conj())  # (J, r, n)
     gram = (kappa.mH @ kappa) * (mixing.mT @ mixing.conj())
-    return torch.linalg.solve(_shifted(gram, ridge).mT, right.mT).mT
+    side: Tensor = torch.linalg.solve(_shifted(gram, ridge).mT, right.mT).mT
+    return side
 
 
 def _shifted(gram: Tensor, ridge: float) -> Tensor:

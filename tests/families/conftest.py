@@ -76,6 +76,17 @@ FAMILIES = {
     "xlm-roberta": Tiny("XLMRoberta", ENCODER, SELF),
 }  # fmt: skip
 
+MANY = {**ENCODER, "num_key_value_heads": HEADS}
+FAMILIES |= {
+    "esm": Tiny("Esm", {**ENCODER, "position_embedding_type": "rotary", "mask_token_id": 4, "token_dropout": False},
+                SELF),
+    "gemma": Tiny("Gemma", {**MANY, "head_dim": 8}, CAUSAL, "GemmaForCausalLM"),
+    "llama": Tiny("Llama", MANY, CAUSAL, "LlamaForCausalLM"),
+    "mistral": Tiny("Mistral", {**MANY, "sliding_window": 4}, CAUSAL, "MistralForCausalLM"),
+    "phi": Tiny("Phi", ENCODER, CAUSAL, "PhiForCausalLM"),
+    "qwen2": Tiny("Qwen2", MANY, CAUSAL, "Qwen2ForCausalLM"),
+}  # fmt: skip
+
 
 @pytest.fixture(params=sorted(FAMILIES))
 def kin(request: pytest.FixtureRequest) -> str:
