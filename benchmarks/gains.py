@@ -15,7 +15,7 @@ import argparse
 import copy
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -355,23 +355,23 @@ def costs_table() -> list[str]:
     return lines
 
 
-def quality_table(records: list[dict[str, Any]]) -> list[str]:
+def quality_table(records: list[dict[str, Any]], rows: Iterable[str]) -> list[str]:
     """Mean scores, and the mean difference to dense with half of its 95 % t-interval, over all pairs of seeds."""
     scores = {(each["task"], each["tuned"], each["row"], each["seed"]): each["score"] for each in records}
     tasks = [task for task in (Embeddings.task, *GLUE) if any(key[0] == task for key in scores)]
     lines = ["| | " + " | ".join([*tasks, "average of tasks"]) + " |", "|---|" + "---|" * (len(tasks) + 1)]
-    for row in ROWS:
+    for row in rows:
         cells, losses = [], {}
         for task in tasks:
-            found = {key[1::2]: value for key, value in scores.items() if key[0] == task and key[2] == row.name}
-            whole = {key[1::2]: value for key, value in scores.items() if key[0] == task and key[2] == ROWS[0].name}
+            found = {key[1::2]: value for key, value in scores.items() if key[0] == task and key[2] == row}
+            whole = {key[1::2]: value for key, value in scores.items() if key[0] == task and key[2] == "dense"}
             lost = {key: value - whole[key] for key, value in found.items() if key in whole}
             if task != Embeddings.task:
                 losses[task] = lost
             cells.append(f"{mean(found.values()):.2f}, {cell(lost.values())}" if found else "")
         shared = set.intersection(*map(set, losses.values())) if losses else set()
         cells.append(cell([mean(lost[key] for lost in losses.values()) for key in sorted(shared)]))
-        lines.append(f"| {row.name} | {' | '.join(cells)} |")
+        lines.append(f"| {row} | {' | '.join(cells)} |")
     return lines
 
 
@@ -397,7 +397,7 @@ def latency_table(records: list[dict[str, Any]]) -> list[str]:
 def table(args: argparse.Namespace) -> None:
     records = read(args.records)
     print(*costs_table(), "", sep="\n")
-    print(*quality_table([each for each in records if "score" in each]), "", sep="\n")
+    print(*quality_table([each for each in records if "score" in each], [row.name for row in ROWS]), "", sep="\n")
     print(*latency_table([each for each in records if "ratio" in each]), sep="\n")
 
 

@@ -83,9 +83,7 @@ def per_head_(layer: Layer, dk: int | None, dv: int | None, damping: float = 1e-
 def _scores_(layer: Layer, sizes: list[int], damping: float) -> None:
     site, width = layer.scores, layer.scores.head_width
     root, mean = root_of(layer.inputs.covariance(), damping), layer.inputs.mean.double()
-    queries, keys, biases = (
-        each.double() for each in (site.query_matrices(), site.key_matrices(), site.query_bias())
-    )
+    queries, keys, biases = (each.double() for each in (site.query_heads(), site.key_heads(), site.query_bias()))
     for head, size in enumerate(sizes):
         wq, wk, rows = queries[head], keys[head], slice(head * width, (head + 1) * width)
         if size == width:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from collab_compress import CollabCompressError, Compression, ModuleReport, Report, alphas_of, compress, mix_heads_
+from collab_compress.calibration.batches import BESIDE
 from collab_compress.conversion.report import ValueReport
 from collab_compress.conversion.stock import refuse_stock, to_stock
 from collab_compress.distributed import process_state
@@ -70,8 +71,9 @@ class Arguments:
     """Where to save; MODEL-dkN-dvN, with -per-head, -recovered, -stock and -mixed where that was asked for, in the
     current directory if not given."""
 
-    calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|none|FILE")] = "synthetic"
-    """Data that says which input directions matter: random tokens, none, or a file with one text a line."""
+    calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|none|FILE|synthetic+FILE")] = "synthetic"
+    """Data that says which input directions matter: random tokens, none, a file with one text a line (or two, with a
+    tab between, as a classifier of pairs reads them), or random tokens beside such a file."""
 
     stock: bool = False
     """Write a plain model with narrower heads, which needs no package, where the family's config has room for it (T5,
@@ -196,7 +198,9 @@ def _made(source: Source, arguments: Arguments, report: Report | None, recovery:
     if report is None:
         return Made(record, notes, standalone=arguments.standalone)
     compression = _compression(arguments, report)
-    calibration = {"synthetic": "random tokens", "none": None}.get(arguments.calibration, "texts")
+    named = {"synthetic": "random tokens", "none": None}
+    beside = "texts and random tokens" if arguments.calibration.startswith(BESIDE) else "texts"
+    calibration = named.get(arguments.calibration, beside)
     return Made(record, notes, compression, calibration, report, arguments.standalone)
 
 

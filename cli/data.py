@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.calibration import Batch, calibration_batches, evaluation_mode, run_batch
-from collab_compress.calibration.batches import BATCH_SIZE, read_texts
+from collab_compress.calibration.batches import BATCH_SIZE, Text, read_texts
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.errors import CalibrationError, DataError
 from collab_compress.report import TaskScore
@@ -93,7 +93,7 @@ def load_data(data: Data, model: PreTrainedModel, tokenizer: Any, seed: int) -> 
     if data.data is None:
         return _synthetic(data, model, tokenizer, seed)
     words = f"sentences of {data.data.name}"
-    texts = [text for text in read_texts(data.data) if isinstance(text, str)]
+    texts = read_texts(data.data)
     if model.config.is_encoder_decoder and tokenizer is not None:
         pairs = _pairs(data.data, texts)
         drawn = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))[: data.sentences].tolist()
@@ -116,20 +116,20 @@ def _synthetic(data: Data, model: PreTrainedModel, tokenizer: Any, seed: int) ->
     return Loaded(batches, "random tokens" if tokens else "noise", sentence)
 
 
-def _pairs(path: Path, lines: Sequence[str]) -> list[tuple[str, str]]:
-    """Split lines into what the encoder and what the decoder reads.
+def _pairs(path: Path, texts: Sequence[Text]) -> list[tuple[str, str]]:
+    """Take pairs of what the encoder and what the decoder reads.
 
     Raises:
         CalibrationError: a line is no such pair.
     """
     pairs = []
-    for line in lines:
-        source, tab, target = line.partition("\t")
-        if not tab or not source.strip() or not target.strip():
+    for text in texts:
+        if isinstance(text, str) or not all(text):
+            line = text if isinstance(text, str) else "\t".join(text)
             raise CalibrationError(
                 f"{path}: {line[:60]!r} is no pair; an encoder–decoder reads a source and a target, a tab between"
             )
-        pairs.append((source, target))
+        pairs.append(text)
     return pairs
 
 
@@ -190,9 +190,9 @@ def _labelled(name: str, data: Data, model: PreTrainedModel, tokenizer: Any, see
     )  # fmt: skip
 
 
-def _short(texts: Sequence[str]) -> str:
-    """Choose the first sentence whose attention maps can be read."""
-    return next((text for text in texts if SHORT[0] <= len(text.split()) <= SHORT[1]), texts[0])
+def _short(texts: Sequence[Text]) -> Text:
+    """Choose the first text, or pair, whose attention maps can be read."""
+    return next((text for text in texts if SHORT[0] <= len(str(text).split()) <= SHORT[1]), texts[0])
 
 
 def _check(name: str, model: PreTrainedModel, tokenizer: Any) -> None:

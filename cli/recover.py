@@ -47,11 +47,12 @@ class Arguments:
     steps: Annotated[int, tyro.conf.arg(metavar="N")] = STEPS
     """Steps of 16 sequences at most; of texts there may be fewer."""
 
-    calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|FILE")] = "synthetic"
-    """What both models read: random tokens, or a file with one text a line."""
+    calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|FILE|synthetic+FILE")] = "synthetic"
+    """What both models read: random tokens, a file with one text a line, or both."""
 
-    learning_rate: Annotated[float, tyro.conf.arg(metavar="RATE")] = 1e-3
-    """At its highest; it rises over the first eighth of the steps and falls along a cosine."""
+    learning_rate: Annotated[float | None, tyro.conf.arg(metavar="RATE")] = None
+    """At its highest, 1e-3 if not given, or 2e-4 where values are converted; it rises over the first eighth of the
+    steps and falls along a cosine."""
 
     length: Annotated[int | None, tyro.conf.arg(metavar="T")] = None
     """Tokens of a random sequence (64 if not given), or where texts are cut (the model's limit if not given)."""
@@ -100,7 +101,7 @@ def recover(
     seed: int,
     device: str | None,
     quiet: bool,
-    learning_rate: float = 1e-3,
+    learning_rate: float | None = None,
 ) -> dict[str, Any]:
     """Recover the model of `source`, in place, with a bar; say after the first steps how long it takes.
 

@@ -166,8 +166,8 @@ def layer_cost(
     parameters, macs = 2 * width * values, (2 * length * width + length**2) * values
     if dk is None:
         return LayerCost(
-            dense_parameters(width, heads, head_width, bias=False) + parameters,
-            dense_macs(width, heads, head_width, length) + macs,
+            dense_parameters(width, width, width, bias=False) + parameters,
+            dense_macs(width, width, width, length) + macs,
         )
     form = SharedScores(heads, head_width, "", "", dk, content_bias=False)
     return LayerCost(form.parameters(width) + parameters, form.macs(width, length) + macs)
@@ -277,11 +277,11 @@ def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | Non
         return FormCost(form.parameters(width), form.macs(width, length), cached * number)
 
     dense = FormCost(
-        dense_parameters(width, site.heads, site.head_width, bias, site.key_heads),
-        dense_macs(width, site.heads, site.head_width, length, site.key_heads),
-        site.key_width * number,
+        dense_parameters(width, site.width, site.key_value_width, bias),
+        dense_macs(width, site.width, site.key_value_width, length),
+        site.key_value_width * number,
     )
-    whole = NarrowValues.of(site, site.width, value_bias)
+    whole = NarrowValues.of(site, site.key_value_width, value_bias)
     return ModuleCost(
         site.name, site.kind, length,
         dk=None if scores is None else scores.rank,

@@ -63,7 +63,7 @@ def score_parts(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> list
 
 
 def _dense(site: DenseSite) -> ScoreParts:
-    tensor = HeadTensor(_exact(site.query_matrices()), _exact(site.key_matrices()))
+    tensor = HeadTensor(_exact(site.query_heads()), _exact(site.key_heads()))
     bias = site.query_bias()
     content = None if bias is None else torch.einsum("hkd,hd->hk", tensor.key, _exact(bias))
     return ScoreParts(site, tensor, content, None)
@@ -290,8 +290,9 @@ def value_energy(
 
 def _value_energy(site: ValueSite, moments: Moments | None, centre: bool, damping: float) -> ValueEnergy:
     form = getattr(site.module, "value_form", None)
-    heads = site.heads
-    sizes = [len(site.value.weight) // heads] * heads if form is None else list(form.sizes)
+    heads, count = site.heads, site.key_value_heads
+    sizes = [len(site.value.weight) // count] * count if form is None else list(form.sizes)
+    group = heads // count
     output = getattr(site.output, "proj", site.output)
     weight = _exact(plain_weight(site.path(site.family.output), output))
     rows = weight if isinstance(output, Conv1D) else weight.mT  # (dv, D)
@@ -302,20 +303,22 @@ def _value_energy(site: ValueSite, moments: Moments | None, centre: bool, dampin
     if not bool(rows.isfinite().all() and value.isfinite().all()):
         raise HeadError(f"{site.name}: its weights are not finite; the checkpoint is damaged")
     if moments is None:
-        joint = torch.block_diag(*(head @ head.mT for head in value.split(sizes)))
+        joint = torch.block_diag(*(head @ head.mT for head in value.split(sizes) for _ in range(group)))
     else:
         seen = moments.to("cpu", torch.float64)
         joint = seen.covariance() if centre and output.bias is not None else seen.second
     try:
-        return _outputs_energy(damp(joint, damping), rows.split(sizes))
+        return _outputs_energy(
+            damp(joint, damping), rows.split([each for each in sizes for _ in range(group)]), group
+        )
     except ValueError as error:
         raise HeadError(f"{site.name}: {error}") from error
 
 
-def _outputs_energy(moments: Tensor, outputs: Sequence[Tensor]) -> ValueEnergy:
+def _outputs_energy(moments: Tensor, outputs: Sequence[Tensor], group: int) -> ValueEnergy:
     """Measure the energy of heads that are at hand; arguments as for `captured`."""
-    alone, together = captured(moments, outputs)
-    longest = max(map(len, outputs))
+    alone, together = captured(moments, outputs, group)
+    longest = max(map(len, alone))
     heads = torch.stack([torch.nn.functional.pad(each, (0, longest - len(each))) for each in alone])
     whole = torch.cat(list(outputs))
     values, vectors = torch.linalg.eigh(moments)

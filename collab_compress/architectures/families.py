@@ -25,11 +25,13 @@ class AttentionFamily:
         attention_classes: class names of the modules that project queries and keys and call Transformers' attention
             interface.
         query: the `nn.Linear` projecting queries, D → H·d.
-        key: the `nn.Linear` projecting keys, D → H·d.
-        value: the `nn.Linear` projecting values, D → H·dv.
+        key: the `nn.Linear` projecting keys, D → H·d, or Hkv·d where queries are grouped.
+        value: the `nn.Linear` projecting values, as wide.
         output: the `nn.Linear` that reads all head outputs, H·dv → D.
         heads: integer attribute, number of heads H.
         head_width: integer attribute, width d of one head's keys.
+        key_value_heads: integer attribute, number of heads of keys and values where several heads of queries share
+            one; empty where each has its own.
         scaling: float attribute multiplying the scores (usually 1/√d).
         cross: name of the child that holds cross-attention, in the path of such a module; empty where there is none.
         fused: the `nn.Linear` or `Conv1D` (D → 3·H·d) that holds query, key and value in a stock model; in a
@@ -42,8 +44,6 @@ class AttentionFamily:
         free_width: attribute of the config that sets the width of a head, whatever the model's width; empty where a
             stock model has none.
         keeps_heads: why heads cannot be removed from it; empty where they can.
-        key_heads: integer attribute, number of heads of keys and values, which several query heads share; empty where
-            all heads have their own.
         rotary: how the channels of a head that a rotary embedding turns are paired: "halves" (channel j with j + d/2)
             or "neighbours" (2j with 2j + 1); empty where there is none.
         rotary_width: integer attribute, how many channels of a head are turned, its first; empty where all are.
@@ -60,13 +60,13 @@ class AttentionFamily:
     heads: str
     head_width: str
     scaling: str = "scaling"
+    key_value_heads: str = ""
     cross: str = ""
     fused: str = ""
     interleaved: bool = False
     fixed_heads: bool = False
     free_width: str = ""
     keeps_heads: str = ""
-    key_heads: str = ""
     rotary: Literal["", "halves", "neighbours"] = ""
     rotary_width: str = ""
     undescribed: Mapping[str, str] = field(default_factory=dict)
@@ -104,7 +104,7 @@ _GPT2: dict[str, Any] = {  # queries, keys and values come out of one transposed
 }  # fmt: skip
 _LLAMA: dict[str, Any] = {
     "query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj", "heads": "config.num_attention_heads",
-    "key_heads": "config.num_key_value_heads", "head_width": "head_dim", "rotary": "halves",
+    "key_value_heads": "config.num_key_value_heads", "head_width": "head_dim", "rotary": "halves",
     "keeps_heads": "its config has one number of heads for all layers",
 }  # fmt: skip
 _PHI = {**_LLAMA, "output": "dense", "rotary_width": "rotary_ndims"}

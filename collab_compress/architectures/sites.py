@@ -116,7 +116,8 @@ class AttentionSite:
         heads: number of heads H.
         head_width: width d of one head's keys.
         scaling: what the scores are multiplied by.
-        key_heads: number of heads of keys and values; as many as heads where each has its own.
+        parent: the module that holds it.
+        key_value_heads: number of heads of keys and values, of which each serves as many heads of queries.
     """
 
     name: str
@@ -128,7 +129,7 @@ class AttentionSite:
     head_width: int
     scaling: float
     parent: nn.Module
-    key_heads: int
+    key_value_heads: int
 
     @property
     def width(self) -> int:
@@ -136,9 +137,9 @@ class AttentionSite:
         return self.heads * self.head_width
 
     @property
-    def key_width(self) -> int:
-        """How wide keys of all heads are: the largest dk a conversion can use, and the one at which it is exact."""
-        return self.key_heads * self.head_width
+    def key_value_width(self) -> int:
+        """How wide keys are, and values: H·d, or less where queries are grouped."""
+        return self.key_value_heads * self.head_width
 
     @property
     def rotated(self) -> int:
@@ -214,8 +215,8 @@ def _site(
 ) -> AttentionSite:
     heads, head_width = (read(name, module, family, path, int) for path in (family.heads, family.head_width))
     scaling = float(read(name, module, family, family.scaling, (int, float)))
-    key_heads = read(name, module, family, family.key_heads, int) if family.key_heads else heads
-    return AttentionSite(name, module, family, kind, layer, heads, head_width, scaling, parent, key_heads)
+    groups = read(name, module, family, family.key_value_heads, int) if family.key_value_heads else heads
+    return AttentionSite(name, module, family, kind, layer, heads, head_width, scaling, parent, groups)
 
 
 def read(name: str, module: nn.Module, family: AttentionFamily, path: str, kind: Any) -> Any:
@@ -255,7 +256,7 @@ class DenseSite(AttentionSite):
     Args:
         query: projection of queries, weight (H·d, D), storage layout of `nn.Linear`; the part that is it where the
             model keeps several in one layer.
-        key: projection of keys, weight (H·d, D), or that of fewer heads where several share a key.
+        key: projection of keys, weight (Hkv·d, D).
     """
 
     query: nn.Linear | FusedSlice
@@ -266,13 +267,13 @@ class DenseSite(AttentionSite):
         """What conversion weighs errors by: the projections whose inputs count, and whose tokens those are."""
         return (self.query, "query"), (self.key, "key")
 
-    def query_matrices(self) -> Tensor:
+    def query_heads(self) -> Tensor:
         """Wq of each head in mathematical layout, (H, D, d)."""
         return split_heads(self.query.weight, self.heads)
 
-    def key_matrices(self) -> Tensor:
-        """Wk of each head of keys in mathematical layout, (H, D, d)."""
-        return split_heads(self.key.weight, self.key_heads)
+    def key_heads(self) -> Tensor:
+        """Wk of each head of keys in mathematical layout, (Hkv, D, d)."""
+        return split_heads(self.key.weight, self.key_value_heads)
 
     def query_bias(self) -> Tensor | None:
         """Query bias of each head, (H, d), or None where the projection has none."""
@@ -285,7 +286,7 @@ class ValueSite(AttentionSite):
     """An attention module whose values and output projection are dense.
 
     Args:
-        value: projection of values, weight (H·d, D), storage layout of `nn.Linear`; the part that is it where the
+        value: projection of values, weight (Hkv·d, D), storage layout of `nn.Linear`; the part that is it where the
             model keeps several in one layer.
         output: the output projection, weight (D, H·d), or (H·d, D) in a transposed layer.
     """
@@ -294,18 +295,23 @@ class ValueSite(AttentionSite):
     output: nn.Linear | Conv1D
 
     @property
+    def width(self) -> int:
+        """Hkv·d: the widest values, and the width at which a conversion is exact."""
+        return self.key_value_width
+
+    @property
     def inputs(self) -> tuple[tuple[Any, str], ...]:
         """What conversion weighs errors by: the projection whose input counts, and whose tokens those are."""
         return ((self.output, "query"),)
 
     def value_heads(self) -> Tensor:
-        """Wv of each head in mathematical layout, (H, D, d)."""
-        return split_heads(self.value.weight, self.heads)
+        """Wv of each head of values in mathematical layout, (Hkv, D, d)."""
+        return split_heads(self.value.weight, self.key_value_heads)
 
     def value_bias(self) -> Tensor | None:
-        """Value bias of each head, (H, d), or None where the projection has none."""
+        """Value bias of each head of values, (Hkv, d), or None where the projection has none."""
         bias = self.value.bias
-        return None if bias is None else bias.detach().reshape(self.heads, self.head_width)
+        return None if bias is None else bias.detach().reshape(self.key_value_heads, self.head_width)
 
     def output_heads(self) -> Tensor:
         """Wo of each head in mathematical layout, (H, d, D)."""
@@ -352,13 +358,13 @@ def find_dense_values(
 def _dense(site: AttentionSite) -> DenseSite:
     _refuse_undescribed(site)
     query = _projection(site, site.family.query, site.heads)
-    key = _projection(site, site.family.key, site.key_heads)
+    key = _projection(site, site.family.key, site.key_value_heads)
     return DenseSite(**vars(site), query=query, key=key)
 
 
 def _dense_values(site: AttentionSite) -> ValueSite:
     _refuse_undescribed(site)
-    value, path = _projection(site, site.family.value, site.key_heads), site.family.output
+    value, path = _projection(site, site.family.value, site.key_value_heads), site.family.output
     output = site.part(path)
     if hasattr(output, "alphas"):
         raise UnsupportedModelError(
@@ -385,13 +391,13 @@ def _refuse_undescribed(site: AttentionSite) -> None:
 
 
 def _projection(site: AttentionSite, path: str, heads: int) -> nn.Linear | FusedSlice:
-    """Read a dense projection that is as many heads wide and holds plain floats."""
+    """Read a dense projection that is as wide as so many heads and holds plain floats."""
     found: nn.Linear | FusedSlice = read(site.name, site.module, site.family, path, nn.Linear)
     if found.out_features != heads * site.head_width:
         raise UnsupportedModelError(
             f"{site.name}.{path}: got {found.out_features} output channels; expected {heads} heads × "
-            f"{site.head_width} = {heads * site.head_width}; the {site.family.name} description does not fit "
-            "this model"
+            f"{site.head_width} = {heads * site.head_width}; the {site.family.name} description does not fit this "
+            "model"
         )
     _refuse_quantized(f"{site.name}.{path}", found.weight)
     return found

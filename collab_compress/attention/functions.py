@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from collab_compress.attention.view import HeadCall, head_hooks
+from collab_compress.attention.view import HeadCall, for_each_head, head_hooks
 from collab_compress.errors import UnsupportedModelError
 
 # What models, batches under `generate` and continuous batching pass along, and stock attention leaves unread.
@@ -74,7 +74,7 @@ def collab_sdpa(
         mask, causal = _biased(attention_mask, kwargs.get("position_bias"), causal)
         scale = _scaling(module, scaling)
         outputs = form.attend(
-            module, query, key, value, mask, scaling=scale, dropout=dropout, causal=causal
+            module, query, key, for_each_head(value, form.heads), mask, scaling=scale, dropout=dropout, causal=causal
         ).transpose(1, 2).contiguous()  # fmt: skip
     return _acted(outputs, HeadCall(module, query, key, value, None)), None
 
@@ -114,7 +114,7 @@ def collab_eager(
     probabilities = rows
     if outputs is None or (wanted and dropout > 0 and module.training):
         probabilities = nn.functional.dropout(rows, p=dropout, training=module.training)
-        outputs = (probabilities @ value).transpose(1, 2).contiguous()
+        outputs = (probabilities @ for_each_head(value, rows.shape[1])).transpose(1, 2).contiguous()
     return _acted(outputs, HeadCall(module, query, key, value, rows)), probabilities
 
 
@@ -144,9 +144,6 @@ def _received(
         key, value = _paged(module, cache, key, value, kwargs)
     form = getattr(module, "value_form", None)
     value = value if form is None else form.unpack(value)
-    scores = getattr(module, "score_form", None)
-    if scores is not None and value.shape[1] < scores.heads:  # each of several heads that share values
-        value = value.repeat_interleave(scores.heads // value.shape[1], 1)
     return key, value, {"position_bias": kwargs["position_bias"]} if "position_bias" in kwargs else {}
 
 

@@ -199,7 +199,7 @@ class RotaryScores(ScoreForm):
         query, key = site.part(site.family.query), site.part(site.family.key)
         return cls(
             query=site.family.query, key=site.family.key, heads=site.heads, head_width=width, rank=pseudo * width,
-            content_bias=False, key_heads=site.key_heads, rotated=site.rotated,
+            content_bias=False, key_heads=site.key_value_heads, rotated=site.rotated,
             interleaved=site.family.interleaved, neighbours=site.family.rotary == "neighbours", frequencies=found,
             query_bias=query.bias is not None, key_bias=key.bias is not None,
         )  # fmt: skip

@@ -3,7 +3,8 @@
     layer(x) = Σ_i A_i (x Wv_i P_i) O_i
 
 where A_i are the attention rows of head i, P_i (d, s_i) leaves s_i of its d channels, and O_i (s_i, D) is what the
-output projection reads them with. Heads' channels lie side by side, dv of them in all.
+output projection reads them with. Heads' channels lie side by side, dv of them in all. Where queries are grouped, the
+heads of a group have one Wv and one P, and each an O of its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +47,7 @@ class ValueParts:
     Args:
         value: values, D → dv.
         output: the output projection, which gets what follows.
-        weight: (D, dv), or (dv, D) in a transposed layer.
+        weight: (D, dv·group), or (dv·group, D) in a transposed layer.
         bias: (D,), or None.
     """
 
@@ -70,10 +71,11 @@ class NarrowValues(MapForm):
         head_width: width d of one head's values in the dense model.
         value: attribute path of the value projection in the attention module.
         output: attribute path of the output projection; a leading `..` starts at the module's parent.
-        sizes: channels of each head.
+        sizes: channels of each head of values.
         value_bias: whether values have a bias.
         fixed_heads: whether the module views values as exactly H heads.
         interleaved: whether a fused layer holds each head's queries, keys and values together.
+        group: how many heads share one head of values.
     """
 
     value: str
@@ -82,6 +84,7 @@ class NarrowValues(MapForm):
     value_bias: bool
     fixed_heads: bool = False
     interleaved: bool = False
+    group: int = 1
 
     at: ClassVar[str] = "value_form"
     kind: ClassVar[str] = "narrow-values"
@@ -94,14 +97,15 @@ class NarrowValues(MapForm):
 
         Args:
             site: the module, as `architectures` finds it.
-            dv: channels of all heads together; heads differ by one where H does not divide it.
+            dv: channels of all heads of values together; they differ by one where it cannot be divided evenly.
             value_bias: whether values have a bias.
         """
-        sizes = tuple(dv // site.heads + (head < dv % site.heads) for head in range(site.heads))
+        heads = site.key_value_heads
+        sizes = tuple(dv // heads + (head < dv % heads) for head in range(heads))
         return cls(
             heads=site.heads, head_width=site.head_width, value=site.family.value, output=site.family.output,
             sizes=sizes, value_bias=value_bias, fixed_heads=site.family.fixed_heads,
-            interleaved=site.family.interleaved,
+            interleaved=site.family.interleaved, group=site.heads // heads,
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,8 +126,18 @@ class NarrowValues(MapForm):
 
     @property
     def dv(self) -> int:
-        """Channels of all heads together."""
+        """Channels of all heads of values together."""
         return sum(self.sizes)
+
+    @property
+    def output_sizes(self) -> tuple[int, ...]:
+        """Channels that each head hands to the output projection."""
+        return tuple(size for size in self.sizes for _ in range(self.group))
+
+    @property
+    def dense_key_width(self) -> int:
+        """How wide keys, and values, of all heads are in the dense model."""
+        return self.heads // self.group * self.head_width
 
     @property
     def value_width(self) -> int:
@@ -149,7 +163,7 @@ class NarrowValues(MapForm):
         value.requires_grad_(dense.requires_grad)
         output = self.output_of(module, parent)
         shape = list(output.weight.shape)
-        shape[output_dim(output)] = self.dv
+        shape[output_dim(output)] = self.dv * self.group
         weight = nn.Parameter(output.weight.new_empty(shape), output.weight.requires_grad)
         bias = output.bias
         own = None if bias is None else nn.Parameter(torch.empty_like(bias), bias.requires_grad)
@@ -174,7 +188,7 @@ class NarrowValues(MapForm):
     def load_(
         self, parts: ValueParts, value: Tensor, value_bias: Tensor | None, output: Tensor, bias: Tensor | None
     ) -> None:
-        """Copy Wv·P (D, dv), its bias (dv,), O (dv, D) and its bias (D,) into `parts`, in place, in their dtype."""
+        """Copy Wv·P (D, dv), its bias (dv,), O (dv·group, D) and its bias (D,) into `parts`, in place."""
         with torch.no_grad():
             parts.value.proj.weight.copy_(value.T)
             parts.weight.copy_(output.T if output_dim(parts.output) else output)
@@ -196,7 +210,7 @@ class NarrowValues(MapForm):
         """Do nothing: all there is, is in the checkpoint."""
 
     def read(self, name: str, module: Any, output: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Read Wv·P (D, dv), its bias (dv,) or None, and O (dv, D), from the module called `name`.
+        """Read Wv·P (D, dv), its bias (dv,) or None, and O (dv·group, D), from the module called `name`.
 
         Raises:
             UnsupportedModelError: a projection carries an adapter, is quantized, or is offloaded.
@@ -207,9 +221,9 @@ class NarrowValues(MapForm):
         bias = None if proj.bias is None else proj.bias.detach()
         return value.T, bias, weight.T if output_dim(output) else weight
 
-    def widened(self, channels: Tensor, dim: int) -> Tensor:
-        """Fill each head up with zeros to its dense width d: (…, dv, …) to (…, H·d, …)."""
-        heads = channels.split(list(self.sizes), dim)
+    def widened(self, channels: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """Fill each head up with zeros to its dense width d: the channels of all, `sizes` wide, along a dimension."""
+        heads = channels.split(list(sizes), dim)
         after = channels.dim() - 1 - dim % channels.dim()
         filled = [pad(head, (0, 0) * after + (0, self.head_width - head.shape[dim])) for head in heads]
         return torch.cat(filled, dim)
@@ -222,38 +236,40 @@ class NarrowValues(MapForm):
     # Attention.
 
     def unpack(self, value: Tensor) -> Tensor:
-        """Give every head its values, heads with fewer filled up with zeros.
+        """Give every head of values its own, heads with fewer filled up with zeros.
 
         Args:
             value: as the module lays out what its projection returns, (B, ⌈dv/d⌉, S, d).
 
         Returns:
-            (B, H, S, s), s being the most channels that a head has.
+            (B, H, S, s), s being the most channels that a head has; Hkv heads where queries are grouped.
         """
         joined = value.transpose(1, 2).flatten(2)[..., : self.dv]  # (B, S, dv)
         most = max(self.sizes)
         if min(self.sizes) == most:
-            return joined.reshape(*joined.shape[:2], self.heads, most).transpose(1, 2)
+            return joined.reshape(*joined.shape[:2], len(self.sizes), most).transpose(1, 2)
         parts = [pad(part, (0, most - part.shape[-1])) for part in joined.split(list(self.sizes), -1)]
         return torch.stack(parts, 1)
 
     def pack(self, outputs: Tensor) -> Tensor:
-        """Take the zeros of `unpack` out again, (B, T, H, s) to (B, T, 1, dv); as it is where there are none."""
+        """Take the zeros of `unpack` out again, (B, T, H, s) to (B, T, 1, dv·group), where there are any."""
         if min(self.sizes) == max(self.sizes):
             return outputs
-        parts = [outputs[..., head, :size] for head, size in enumerate(self.sizes)]
+        parts = [outputs[..., head, :size] for head, size in enumerate(self.output_sizes)]
         return torch.cat(parts, -1).unsqueeze(-2)
 
     # Heads.
 
     def head_rows(self) -> list[HeadRows]:
-        """A head owns its channels of the values; those of the output projection are no rows."""
+        """A head owns its channels of the values, unless it shares them; outputs are no rows."""
+        if self.group > 1:
+            return []
         own = [[range(start, stop)] for start, stop in pairwise(accumulate(self.sizes, initial=0))]
         names = ("weight", "bias") if self.value_bias else ("weight",)
         return [HeadRows(f"{self.value}.proj.{name}", own) for name in names]
 
     def without(self, kept: Sequence[int]) -> Self:
-        """Leave the channels of these heads."""
+        """Leave the channels of these heads, none of which shares its own."""
         return replace(self, heads=len(kept), sizes=tuple(self.sizes[head] for head in kept))
 
     def keep_heads(self, module: Any, output: Any, kept: Sequence[int]) -> list[Cut]:
@@ -272,12 +288,12 @@ class NarrowValues(MapForm):
     # Costs: D input and output width, T tokens.
 
     def parameters(self, width: int) -> int:
-        """2·D·dv, and dv for the values' bias."""
-        return (2 * width + self.value_bias) * self.dv
+        """D·dv for values, as much for the outputs of each head that shares them, and dv for the values' bias."""
+        return ((1 + self.group) * width + self.value_bias) * self.dv
 
     def macs(self, width: int, length: int) -> int:
-        """2·T·D·dv + T²·dv."""
-        return (2 * length * width + length**2) * self.dv
+        """T·D·dv for values; T²·dv and T·D·dv for each head that shares them."""
+        return (length * width + self.group * (length**2 + length * width)) * self.dv
 
 
 def output_dim(output: nn.Linear | Conv1D) -> int:

@@ -21,8 +21,8 @@ class HeadCall(NamedTuple):
     Args:
         module: the attention module.
         query: (B, H, T, d); in converted modules all heads' channels in pieces.
-        key: (B, H, S, d); in converted modules the same, and content biases.
-        value: (B, H, S, dv).
+        key: (B, Hkv, S, d); in converted modules the same as queries, and content biases.
+        value: (B, Hkv, S, dv), or of each head.
         rows: attention probabilities before dropout (B, H, T, S), or None where no hook wants them.
     """
 
@@ -31,6 +31,12 @@ class HeadCall(NamedTuple):
     key: Tensor
     value: Tensor
     rows: Tensor | None
+
+
+def for_each_head(part: Tensor, heads: int) -> Tensor:
+    """Give every head the keys or values of its group, (B, Hkv, S, d) to (B, H, S, d)."""
+    group = heads // part.shape[1]
+    return part if group == 1 else part.repeat_interleave(group, 1)
 
 
 class HeadHook(Protocol):

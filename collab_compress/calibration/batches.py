@@ -144,6 +144,7 @@ _logger = logging.getLogger(__name__)
 
 SEQUENCES = 128
 LENGTH = 64
+BESIDE = "synthetic+"
 
 
 def calibration_batches(
@@ -158,9 +159,9 @@ def calibration_batches(
     """Turn any accepted form of calibration data into batches for `model`; what is left out is logged as a warning.
 
     Args:
-        calibration: "synthetic" (random tokens, or noise for images), "none" or None, the path of a text file with
-            one text a line, a sequence of texts or text pairs (a column of a `datasets` data set is one), or ready
-            batches.
+        calibration: "synthetic" (random tokens, or noise for images), "none" or None, the path of a text file as
+            `read_texts` takes it, "synthetic+PATH" for random tokens beside the texts of a file, a sequence of texts
+            or text pairs (a column of a `datasets` data set is one), or ready batches.
         model: the model they are for; bounds the vocabulary and the length.
         tokenizer: needed for everything but ready batches, images and none.
         sequences: number of random sequences, 128 if not given; of more texts than that a random sample is used, and
@@ -222,11 +223,8 @@ def noted_batches(
         limit = fitting(length or LENGTH, model, tokenizer)
         batches = synthetic_batches(model, tokenizer, sequences or SEQUENCES, limit or LENGTH, seed)
     else:
-        texts = (
-            read_texts(Path(calibration))
-            if isinstance(calibration, str | Path)
-            else [_text(place, item) for place, item in enumerate(items or [])]
-        )
+        file = text_file(calibration)
+        texts = [_text(place, item) for place, item in enumerate(items or [])] if file is None else read_texts(file)
         sample = _sample(texts, len(texts) if sequences is None else sequences, seed)
         if len(sample) < len(texts):
             notes.append(f"calibration uses {len(sample)} of {len(texts)} texts, drawn at random")
@@ -234,6 +232,10 @@ def noted_batches(
         batches, cut = text_batches(tokenizer, sample, limit, seed)
         if cut:
             notes.append(f"{cut} of {len(sample)} texts are longer than {limit} tokens and are cut there")
+        if str(calibration).startswith(BESIDE):
+            limit = fitting(length or LENGTH, model, tokenizer)
+            batches += synthetic_batches(model, tokenizer, sequences or SEQUENCES, limit or LENGTH, seed)
+            batches = _sample(batches, len(batches), seed)
     size = getattr(model.config, "vocab_size", None)
     largest = max((int(batch["input_ids"].max()) for batch in batches if "input_ids" in batch), default=0)
     if size is not None and largest >= size:
@@ -288,18 +290,34 @@ def _sample(items: Sequence[_Item], count: int, seed: int) -> list[_Item]:
     return [items[place] for place in order[:count].tolist()]
 
 
+def text_file(calibration: Any) -> Path | None:
+    """Say which file of texts a calibration names, if it names one."""
+    if not isinstance(calibration, str | Path) or str(calibration) in ("synthetic", "none"):
+        return None
+    return Path(str(calibration).removeprefix(BESIDE))
+
+
 def read_texts(path: Path) -> list[Text]:
-    """Read one text a line; blank lines are left out.
+    """Read one text a line, or a pair of texts with a tab between them; blank lines are left out.
 
     Raises:
-        CalibrationError: the file is missing, not UTF-8, or has no text.
+        CalibrationError: the file is missing, not UTF-8, has no text, or has a line of more than two.
     """
     try:
-        texts: list[Text] = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(f"cannot read calibration texts from {path}: {error}") from error
-    if not texts:
+    if not lines:
         raise CalibrationError(f"{path} has no text; expected one text a line")
+    texts: list[Text] = []
+    for line in lines:
+        first, *rest = (part.strip() for part in line.split("\t"))
+        if len(rest) > 1:
+            raise CalibrationError(
+                f"{path} has a line of {len(rest) + 1} columns, {line[:40]!r}; expected one text a line, or two with "
+                "a tab between them"
+            )
+        texts.append((first, rest[0]) if rest else first)
     return texts
 
 

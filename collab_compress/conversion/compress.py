@@ -77,13 +77,13 @@ def modules_to_convert(model: PreTrainedModel, compression: Compression, calibra
     values = find_dense_values(*where) if compression.dv is not None else []
     for site in scores:
         content_bias = gets_content_bias(site, compression, calibrated)
-        _check_width(site, "dk", compression.dk, site.key_heads)
+        _check_width(site, "dk", compression.dk, site.key_value_heads)
         form = form_for(compression.form, site)
         _check_solver(site, form, compression)
         _ = form.of(site, compression.dk or 0, content_bias).multiple  # room?
         _check_weights(site, ((site.family.query, site.query), (site.family.key, site.key)))
     for each in values:
-        _check_width(each, "dv", compression.dv, each.key_heads)
+        _check_width(each, "dv", compression.dv, each.key_value_heads)
         _check_weights(each, ((each.family.value, each.value), (each.family.output, each.output)))
     return [*scores, *values]
 

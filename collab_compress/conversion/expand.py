@@ -128,9 +128,9 @@ def _dense_values(name: str, module: Any, parent: Any, head_width: int | None) -
     form = form if head_width is None else replace(form, head_width=head_width)
     output = form.output_of(module, parent)
     value, bias, weight = form.read(name, module, output)
-    own = None if bias is None else form.widened(bias, 0)
-    dense = _linear(form.widened(value, 1), own, module.get_submodule(form.value).proj.weight)
-    wide = form.widened(weight, 0)  # (H·d, D)
+    own = None if bias is None else form.widened(bias, 0, form.sizes)
+    dense = _linear(form.widened(value, 1, form.sizes), own, module.get_submodule(form.value).proj.weight)
+    wide = form.widened(weight, 0, form.output_sizes)  # (H·d, D)
     made = nn.Parameter(wide.T.contiguous() if output_dim(output) else wide, output.weight.requires_grad)
     return DenseValues(dense, output, made, output.bias)
 

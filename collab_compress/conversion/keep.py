@@ -54,7 +54,7 @@ def choose(model: PreTrainedModel, compression: Compression, texts: Sequence[Bat
         )
     sites = list(zip(find_dense_attention(*where), find_dense_values(*where), strict=True))
     length = compression.length or _mean_length(texts) or TYPICAL
-    dense = sum(dense_macs(site.key.in_features, site.heads, site.head_width, length) for site, _ in sites)
+    dense = sum(dense_macs(site.key.in_features, site.width, site.key_value_width, length) for site, _ in sites)
     for form in get_args(Form):
         dk, dv, kept = _widest(sites, form, keep)
         macs = sum(_scores(site, form, dk).macs(site.key.in_features, length) for site, _ in sites)
@@ -72,7 +72,7 @@ def choose(model: PreTrainedModel, compression: Compression, texts: Sequence[Bat
 def _widest(sites: Sequence[tuple[DenseSite, ValueSite]], form: Form, keep: float) -> tuple[int, int, float]:
     """Find the largest widths that keep no more than a share of the parameters: dk, dv, and the share they keep."""
     heads, room = sites[0][0].heads, min(site.head_width for site, _ in sites)
-    before = sum(_parameters(site, values, None, site.width, site.width) for site, values in sites)
+    before = sum(_parameters(site, values, None, site.width, values.width) for site, values in sites)
     scores_share, values_share = SPLIT[form]
     for channels in range(room, 0, -1):
         dv = heads * channels
@@ -89,7 +89,7 @@ def _parameters(site: DenseSite, values: ValueSite, form: Form | None, dk: int, 
     bias = values.value.bias is not None
     narrow = NarrowValues.of(site, dv, bias).parameters(width)
     if form is None:
-        return dense_parameters(width, site.heads, site.head_width, site.query.bias is not None) + narrow
+        return dense_parameters(width, site.width, site.key_value_width, site.query.bias is not None) + narrow
     return _scores(site, form, dk).parameters(width) + narrow
 
 

@@ -99,7 +99,7 @@ def plan(
 def _narrower(site: Site, compression: Compression) -> bool:
     """Whether a map loses anything."""
     width = compression.dv if isinstance(site, ValueSite) else compression.dk
-    return width is not None and width < site.key_width
+    return width is not None and width < site.key_value_width
 
 
 def gets_content_bias(site: DenseSite, compression: Compression, calibrated: bool) -> bool:
@@ -139,7 +139,7 @@ def _plan_scores(site: DenseSite, compression: Compression, moments: tuple[Momen
     solver = compression.solver if compression.solver in form.solvers else form.solvers[0]
     try:
         result = factorize(
-            site.query_matrices(), site.key_matrices(), compression.dk, query_bias=site.query_bias(),
+            site.query_heads(), site.key_heads(), compression.dk, query_bias=site.query_bias(),
             query_moments=query_moments, key_moments=key_moments, solver=solver,
             seed=compression.seed, sweeps=compression.sweeps, tolerance=compression.tolerance,
             damping=compression.damping, centre=compression.centre, device=compression.device,
@@ -166,7 +166,7 @@ def _plan_rotary(
     asked = form.of(site, compression.dk, content_bias=False)
     heads = [
         asked.channels_of(matrices, projection.bias)
-        for matrices, projection in ((site.query_matrices(), site.query), (site.key_matrices(), site.key))
+        for matrices, projection in ((site.query_heads(), site.query), (site.key_heads(), site.key))
     ]
     try:
         result = factorize_rotary(

@@ -14,14 +14,14 @@ from collab_compress.conversion.compression import Compression
 from collab_compress.factorization import Factorization, Narrowing, RotaryFactorization
 
 
-def dense_parameters(width: int, heads: int, head_width: int, bias: bool, key_heads: int | None = None) -> int:
-    """Count parameters of dense query and key projections: D·(H + G)·d, and (H + G)·d for biases; else G = H."""
-    return (heads + (key_heads or heads)) * head_width * (width + bias)
+def dense_parameters(width: int, queries: int, keys: int, bias: bool) -> int:
+    """Count parameters of dense projections, D wide, to so many channels of queries and of keys, and their biases."""
+    return (queries + keys) * (width + bias)
 
 
-def dense_macs(width: int, heads: int, head_width: int, length: int, key_heads: int | None = None) -> int:
-    """Count multiply-accumulates of dense scores over T tokens: T·D·(H + G)·d + T²·H·d; else G = H."""
-    return (length * width * (heads + (key_heads or heads)) + length**2 * heads) * head_width
+def dense_macs(width: int, queries: int, keys: int, length: int) -> int:
+    """Count multiply-accumulates of dense scores over T tokens: T·D for each channel, and T² for each of queries."""
+    return length * width * (queries + keys) + length**2 * queries
 
 
 @dataclass(frozen=True)
@@ -192,11 +192,9 @@ def module_report(
         dk=form.rank,
         weight_error=result.weight_error,
         data_error=result.data_error,
-        parameters_before=dense_parameters(
-            width, site.heads, site.head_width, site.query.bias is not None, site.key_heads
-        ),
+        parameters_before=dense_parameters(width, site.width, site.key_value_width, site.query.bias is not None),
         parameters_after=form.parameters(width),
-        macs_before=dense_macs(width, site.heads, site.head_width, length, site.key_heads),
+        macs_before=dense_macs(width, site.width, site.key_value_width, length),
         macs_after=form.macs(width, length),
         break_even_length=form.break_even(width),
         sweeps=result.sweeps,
@@ -216,7 +214,7 @@ def value_report(
 ) -> ValueReport:
     """Put together what is known of one module's converted values; arguments as for `module_report`."""
     width = site.value.weight.shape[1]
-    dense = replace(form, sizes=(site.head_width,) * site.heads)
+    dense = replace(form, sizes=(site.head_width,) * site.key_value_heads)
     return ValueReport(
         name=site.name,
         dv=form.dv,

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from collab_compress.calibration.batches import text_file
 from collab_compress.checkpoint.directory import TOKENIZER_FILES, write_json
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.recipe import Recipe, parse, with_todays_names
@@ -49,8 +50,8 @@ def contents_of(recipe: Recipe, train: bool) -> dict[str, Any]:
                 train=train,
             )  # fmt: skip
             found["data"] = {split: _digests(paths) for split, paths in files.items()}
-        if recipe.compression is not None and recipe.calibration not in ("synthetic", "none"):
-            texts = Path(recipe.calibration).expanduser()
+        if recipe.compression is not None and (file := text_file(recipe.calibration)) is not None:
+            texts = file.expanduser()
             found["calibration"] = {"": _digests([texts])} if texts.is_file() else None
     except (OSError, RuntimeError) as error:  # RuntimeError: ~ of nobody
         raise RecipeError(f"cannot read what {recipe.task} starts from: {error}") from error

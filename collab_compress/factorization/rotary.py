@@ -314,7 +314,8 @@ class _Shared:
         return torch.stack([*rough, torch.zeros_like(none)], 1)
 
     def _norms(self) -> Tensor:
-        return (self.query.norm(dim=1) * self.key.norm(dim=1)).square().sum(1)
+        norms: Tensor = (self.query.norm(dim=1) * self.key.norm(dim=1)).square().sum(1)
+        return norms
 
     def channels(self, counts: Sequence[int]) -> list[Channels]:
         """Give as many channels of each frequency, those of frequencies that get equally many at once."""

@@ -226,6 +226,11 @@ def _kept(model: PreTrainedModel, site: AttentionSite, removed: Sequence[int], s
             f"{site.name}: heads cannot be removed from {family.name}, because {family.keeps_heads}; mask them "
             "instead (HeadMask)"
         )
+    if site.key_value_heads != site.heads:
+        raise HeadError(
+            f"{site.name}: {site.heads} heads share {site.key_value_heads} heads of keys and values, so none can be "
+            "removed alone; mask them instead (HeadMask)"
+        )
     output = site.part(family.output)
     if hasattr(output, "alphas"):
         raise HeadError(

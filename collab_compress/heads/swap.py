@@ -57,6 +57,11 @@ def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
     """
     if not 0 <= head < site.heads:
         raise HeadError(f"{site.name} has no head {head}; its {site.heads} heads are 0 to {site.heads - 1}")
+    if site.key_value_heads != site.heads:
+        raise HeadError(
+            f"{site.name}: {site.heads} heads share {site.key_value_heads} heads of keys and values, so a head has "
+            "none of its own to swap; rotate heads of a model without grouped queries"
+        )
     scores, values = (getattr(site.module, name, None) for name in FORMS_AT)
     blocks = _dense(site, head) if scores is None else _converted(site, scores, head)
     if values is None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention, transformers_model
-from collab_compress.attention.view import HeadCall, add_head_hook_, remove_head_hook_
+from collab_compress.attention.view import HeadCall, add_head_hook_, for_each_head, remove_head_hook_
 from collab_compress.calibration.gather import RealTokens, forward_arguments, real_tokens
 from collab_compress.errors import HeadError
 
@@ -144,10 +144,10 @@ class Tap:
             Reading(
                 site,
                 outputs if "outputs" in self.parts else None,
-                call.value.transpose(1, 2) if "values" in self.parts else None,
+                for_each_head(call.value, site.heads).transpose(1, 2) if "values" in self.parts else None,
                 call.rows if "rows" in self.parts else None,
                 queries,
-                call.key.transpose(1, 2) if "keys" in self.parts else None,
+                for_each_head(call.key, site.heads).transpose(1, 2) if "keys" in self.parts else None,
                 self._fitting(site, call),
             )
         )

@@ -76,7 +76,7 @@ def test_bare_weights_have_the_energy_of_their_matrices(family, make_tiny):
     sites = find_dense_attention(model, FAMILIES)
     assert list(found) == [site.name for site in sites]
     for site in sites:
-        assert_energy(found[site.name], site.query_matrices().double().numpy(), site.key_matrices().double().numpy())
+        assert_energy(found[site.name], site.query_heads().double().numpy(), site.key_heads().double().numpy())
 
 
 @pytest.mark.parametrize("centre", [True, False])
@@ -87,7 +87,7 @@ def test_with_batches_it_is_the_energy_of_what_inputs_meet(family, make_tiny, ca
         inputs = real_inputs(model, site, calibration[:2])
         moments = [np.cov(x.T, bias=True) if centre else x.T @ x / len(x) for x in inputs]
         s_query, s_key = (root(moment, 0.01) for moment in moments)
-        queries, keys = (w.double().numpy() for w in (site.query_matrices(), site.key_matrices()))
+        queries, keys = (w.double().numpy() for w in (site.query_heads(), site.key_heads()))
         assert_energy(found[site.name], s_query @ queries, s_key @ keys)
 
 

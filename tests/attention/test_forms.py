@@ -136,5 +136,5 @@ def test_counts_what_there_is(module):
     assert form.key_width == module.key.width == form.key_pieces * HEAD_WIDTH
     limit = form.break_even(WIDTH)
     for length in (1, 7, 50, 1000):
-        pays = form.macs(WIDTH, length) <= dense_macs(WIDTH, HEADS, HEAD_WIDTH, length)
+        pays = form.macs(WIDTH, length) <= dense_macs(WIDTH, HEADS * HEAD_WIDTH, HEADS * HEAD_WIDTH, length)
         assert pays == (length <= limit)

@@ -61,6 +61,34 @@ def test_a_file_of_texts(tmp_path, minilm, minilm_tokenizer):
     assert torch.equal(same["input_ids"], batch["input_ids"])
 
 
+def test_a_file_of_pairs(tmp_path, minilm, minilm_tokenizer):
+    file = tmp_path / "pairs.tsv"
+    file.write_text("a dog\ta cat\n\none text alone\n", encoding="utf-8")
+    (batch,) = calibration_batches(file, minilm, minilm_tokenizer)
+    both = minilm_tokenizer([("a dog", "a cat"), "one text alone"], padding=True, return_tensors="pt")
+    order = batch["input_ids"][:, 2].argsort(), both["input_ids"][:, 2].argsort()
+    for name in ("input_ids", "token_type_ids", "attention_mask"):
+        assert torch.equal(batch[name][order[0]], both[name][order[1]])
+    file.write_text("1\ta dog\ta cat\n", encoding="utf-8")
+    with pytest.raises(CalibrationError, match=r"a line of 3 columns, '1\\ta dog\\ta cat'; expected one text"):
+        calibration_batches(file, minilm, minilm_tokenizer)
+
+
+def test_random_tokens_beside_texts(tmp_path, minilm, minilm_tokenizer):
+    file = tmp_path / "texts.txt"
+    file.write_text("a dog\n" * 80, encoding="utf-8")
+    found = calibration_batches(f"synthetic+{file}", minilm, minilm_tokenizer, length=9, seed=3)
+    alone = calibration_batches("synthetic", minilm, minilm_tokenizer, length=9, seed=3)
+    texts = calibration_batches(file, minilm, minilm_tokenizer, seed=3)
+    same, wanted = (sorted((batch["input_ids"] for batch in each), key=str) for each in (found, [*alone, *texts]))
+    assert all(torch.equal(*each) for each in zip(same, wanted, strict=True))
+    are_texts = [batch["input_ids"].shape[1] == 4 for batch in found]
+    assert (are_texts.count(True), are_texts.count(False)) == (5, 8)
+    assert are_texts not in (sorted(are_texts), sorted(are_texts, reverse=True))
+    with pytest.raises(CalibrationError, match=r"cannot read calibration texts from .*nothing\.txt"):
+        calibration_batches(f"synthetic+{tmp_path / 'nothing.txt'}", minilm, minilm_tokenizer)
+
+
 def test_texts_pairs_and_a_column_of_a_data_set(minilm, minilm_tokenizer):
     data = Dataset.from_dict({"text": ["a dog", "a cat"]})
     (from_column,) = calibration_batches(data["text"], minilm, minilm_tokenizer)

@@ -59,7 +59,7 @@ def equal(one, other):
 def test_factors_are_those_of_the_decomposition(family, make_tiny):
     model = make_tiny(family)
     site = find_dense_attention(model, FAMILIES)[0]
-    expected = factorize(site.query_matrices(), site.key_matrices(), 7, query_bias=site.query_bias()).factors
+    expected = factorize(site.query_heads(), site.key_heads(), 7, query_bias=site.query_bias()).factors
     compress(model, Compression(dk=7), calibration=None)
     found = read_factors(model)[site.name]
     assert found.query.shape == (24, 7)

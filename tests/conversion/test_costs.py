@@ -31,9 +31,9 @@ def test_whole_layer_equals_table_1(width, heads, dk, parameters, macs):
     length, head_width = 128, width // heads
     rest = 2 * width**2
     rest_macs = 2 * length * width**2 + length**2 * width
-    assert rest + dense_parameters(width, heads, head_width, False) == pytest.approx(parameters[0], rel=6e-3)
+    assert rest + dense_parameters(width, width, width, False) == pytest.approx(parameters[0], rel=6e-3)
     assert rest + shared(heads, head_width, dk, False).parameters(width) == pytest.approx(parameters[1], rel=6e-3)
-    assert rest_macs + dense_macs(width, heads, head_width, length) == pytest.approx(macs[0], rel=6e-3)
+    assert rest_macs + dense_macs(width, width, width, length) == pytest.approx(macs[0], rel=6e-3)
     assert rest_macs + shared(heads, head_width, dk, False).macs(width, length) == pytest.approx(macs[1], rel=1e-2)
 
 
@@ -42,7 +42,7 @@ def test_parameters_are_those_of_the_modules():
     count = sum(parameter.numel() for module in modules for parameter in module.parameters()) + 3 * 13
     assert shared(3, 8, 13, True).parameters(24) == count
     dense = 2 * sum(parameter.numel() for parameter in nn.Linear(24, 24).parameters())
-    assert dense_parameters(24, 3, 8, True) == dense
+    assert dense_parameters(24, 24, 24, True) == dense
 
 
 @pytest.mark.parametrize(("dk", "length"), [(384, 152), (256, 340), (128, 1278)])
@@ -55,7 +55,9 @@ def test_break_even_of_bert_base(dk, length):
 def test_break_even_is_where_the_costs_cross(dk, content):
     length = shared(6, 16, dk, content).break_even(96)
     before, after = int(length), int(length) + 1
-    cost = [shared(6, 16, dk, content).macs(96, tokens) - dense_macs(96, 6, 16, tokens) for tokens in (before, after)]
+    cost = [
+        shared(6, 16, dk, content).macs(96, tokens) - dense_macs(96, 96, 96, tokens) for tokens in (before, after)
+    ]
     assert cost[0] <= 0 < cost[1]
 
 
@@ -80,7 +82,7 @@ def test_heads_that_share_no_channels():
 @pytest.mark.parametrize("dk", [1, 40, 93, 94, 96])
 def test_heads_that_share_no_channels_cost_less_at_any_length_or_more_on_short_inputs(dk, content):
     cheaper = [
-        per_head(6, 16, dk, content).macs(96, tokens) <= dense_macs(96, 6, 16, tokens) for tokens in (1, 128, 4096)
+        per_head(6, 16, dk, content).macs(96, tokens) <= dense_macs(96, 96, 96, tokens) for tokens in (1, 128, 4096)
     ]
     length = per_head(6, 16, dk, content).break_even(96)
     assert all(cheaper) == (length == inf)

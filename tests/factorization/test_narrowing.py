@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from collab_compress.factorization import Moments, narrow_values
+from collab_compress.factorization.narrowing import captured, damp
 
 HEADS, WIDTH, MODEL, SIZES = 3, 5, 11, (2, 3, 2)
 
@@ -92,3 +93,41 @@ def test_a_head_may_lose_all(layer):
     value, output, outputs = layer
     found = narrow_values(value, output, (0, 5, 1), Moments.of(outputs))
     assert [kept.shape[1] for kept in found.heads] == [0, 5, 1]
+
+
+def test_heads_that_share_values_share_their_channels(layer):
+    """No other channels lose less of what a group's heads add, each seen with their mean moments."""
+    _, _, outputs = layer
+    value, output = torch.randn(1, MODEL, WIDTH).double(), torch.randn(HEADS, WIDTH, MODEL).double()
+    found = narrow_values(value, output, (2,), Moments.of(outputs), damping=1e-12)
+    kept = found.heads[0]
+    assert kept.shape == (WIDTH, 2)
+    centred = (outputs - outputs.mean(0)).unflatten(1, (HEADS, WIDTH))
+    stacked = centred.flatten(0, 1)  # every head's outputs, one below the other
+    side_by_side = stacked @ torch.cat(list(output), 1)
+    fit = stacked @ kept
+    lost = side_by_side - fit @ torch.linalg.lstsq(fit, side_by_side).solution
+    assert float(lost.norm()) == pytest.approx(float(torch.linalg.svdvals(side_by_side)[2:].norm()), rel=1e-6)
+    dense = outputs @ output.flatten(0, 1)
+    channels = (outputs.unflatten(1, (HEADS, WIDTH)) @ kept).flatten(1)
+    lost = dense - channels @ found.output - found.bias
+    assert found.data_error == pytest.approx(float(lost.norm() / (dense - dense.mean(0)).norm()), rel=1e-6)
+    centred = channels - channels.mean(0)
+    torch.testing.assert_close(found.output, torch.linalg.lstsq(centred, dense - dense.mean(0)).solution)
+
+
+def test_what_shared_values_capture_is_what_narrowing_keeps(layer):
+    _, _, outputs = layer
+    value, output = torch.randn(2, MODEL, WIDTH).double(), torch.randn(4, WIDTH, MODEL).double()
+    outputs = torch.cat([outputs, outputs[:, :WIDTH].roll(1, 0) * 0.7 + outputs[:, -WIDTH:]], 1)
+    moments = Moments.of(outputs)
+    damped = damp(moments.covariance(), 1e-3)
+    alone, together = captured(damped, list(output), 2)
+    assert [len(each) for each in alone] == [WIDTH, WIDTH]
+    whole = output.flatten(0, 1)
+    assert float(together.sum()) == pytest.approx(float((whole * (damped @ whole)).sum()), rel=1e-6)
+    for sizes in ((1, 1), (2, 2), (3, 2)):
+        found = narrow_values(value, output, sizes, moments)
+        lost = whole - torch.block_diag(*(kept for kept in found.heads for _ in range(2))) @ found.output
+        left = float((lost * (damped @ lost)).sum())
+        assert left == pytest.approx(float(together[sum(sizes) :].sum()), rel=1e-6)

@@ -34,7 +34,9 @@ def test_masked_heads_equal_removed_ones(kin, model, inputs, run):
     assert not torch.allclose(expected, before, atol=1e-3)
     family = sites[0].family
     if family.keeps_heads:
-        with pytest.raises(HeadError, match=f"heads cannot be removed from {family.name}, because {family.keeps_heads}"):
+        with pytest.raises(
+            HeadError, match=f"heads cannot be removed from {family.name}, because {family.keeps_heads}"
+        ):
             prune_heads_(model, heads)
         return
     prune_heads_(model, heads)

@@ -163,7 +163,9 @@ def test_key_caches_hold_pieces_and_values_heads(generator, build, inputs):
     with torch.no_grad():
         cache = model(**inputs(generator), use_cache=True).past_key_values
     family = FAMILIES[model.config.model_type]
-    sizes = {False} if family.rotary else {factors.content_bias is not None for factors in read_factors(model).values()}
+    sizes = (
+        {False} if family.rotary else {factors.content_bias is not None for factors in read_factors(model).values()}
+    )
     assert len(sizes) == 1
     pieces = 3 if generator == "opt" else -(-(RANK + 3 * sizes.pop()) // 8)
     for layer in getattr(cache, "self_attention_cache", cache).layers:
