@@ -44,10 +44,12 @@ class AttentionFamily:
         free_width: attribute of the config that sets the width of a head, whatever the model's width; empty where a
             stock model has none.
         keeps_heads: why heads cannot be removed from it; empty where they can.
-        rotary: how the channels of a head that a rotary embedding turns are paired: "halves" (channel j with j + d/2)
-            or "neighbours" (2j with 2j + 1); empty where there is none.
-        rotary_width: integer attribute, how many channels of a head are turned, its first; empty where all are.
-        undescribed: kind of attention that these paths do not fit → how it differs.
+        rotary: how the channels of a head that a rotary embedding turns are paired: "halves" (channel j with the one
+            half of them further), "neighbours" (2j with 2j + 1), or "neighbours, tables too" where cosines and sines
+            come in that order as well; empty where there is no rotary embedding.
+        rotary_width: integer attribute, how many channels of a head are turned, its first; `partial_rotary_factor`
+            where the config says their share among its `rope_parameters`; empty where all are.
+        rotary_where: boolean attribute, whether a layer turns queries and keys; empty where all do.
     """
 
     name: str
@@ -67,8 +69,9 @@ class AttentionFamily:
     fixed_heads: bool = False
     free_width: str = ""
     keeps_heads: str = ""
-    rotary: Literal["", "halves", "neighbours"] = ""
+    rotary: Literal["", "halves", "neighbours", "neighbours, tables too"] = ""
     rotary_width: str = ""
+    rotary_where: str = ""
     undescribed: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -108,6 +111,9 @@ _LLAMA: dict[str, Any] = {
     "keeps_heads": "its config has one number of heads for all layers",
 }  # fmt: skip
 _PHI = {**_LLAMA, "output": "dense", "rotary_width": "rotary_ndims"}
+_SHARE = {"rotary_width": "partial_rotary_factor"}
+_NEIGHBOURS: dict[str, Any] = {**_LLAMA, "rotary": "neighbours"}
+_NOMIC = {**_LLAMA, "key_value_heads": ""}
 _ESM = {**_BERT, "cross": "", "rotary": "halves"}  # scales queries itself, before they are turned
 
 
@@ -139,6 +145,33 @@ _ROWS = (
     _family("T5", "t5", "T5Attention", _T5),
     _family("ViT", "vit", "ViTAttention", _VIT),
     _family("XLM-RoBERTa", "xlm-roberta", "XLMRobertaSelfAttention XLMRobertaCrossAttention", _BERT),
+    _family("Arcee", "arcee", "ArceeAttention", _LLAMA),
+    _family("Cohere", "cohere", "CohereAttention", {**_LLAMA, "rotary": "neighbours, tables too"}),
+    _family("CWM", "cwm", "CwmAttention", _LLAMA),
+    _family("ERNIE 4.5", "ernie4_5", "Ernie4_5Attention", _NEIGHBOURS),
+    _family("ERNIE 4.5 MoE", "ernie4_5_moe", "Ernie4_5_MoeAttention", _NEIGHBOURS),
+    _family("EuroBERT", "eurobert", "EuroBertAttention", _LLAMA),
+    _family("GLM", "glm", "GlmAttention", {**_NEIGHBOURS, **_SHARE}),
+    _family("GLM-4", "glm4", "Glm4Attention", {**_NEIGHBOURS, **_SHARE}),
+    _family("Granite", "granite", "GraniteAttention", _LLAMA),
+    _family("Granite MoE", "granitemoe", "GraniteMoeAttention", _LLAMA),
+    _family("Granite MoE shared", "granitemoeshared", "GraniteMoeSharedAttention", _LLAMA),
+    _family("GTE", "gte", "GteAttention", _NOMIC),
+    _family("Helium", "helium", "HeliumAttention", _NEIGHBOURS),
+    _family("HyperCLOVA X", "hyperclovax", "HyperCLOVAXAttention", _LLAMA),
+    _family("Jais 2", "jais2", "Jais2Attention", _LLAMA),
+    _family("Jina embeddings 3", "jina_embeddings_v3", "JinaEmbeddingsV3Attention", _NOMIC),
+    _family("Ministral", "ministral", "MinistralAttention", _LLAMA),
+    _family("Mixtral", "mixtral", "MixtralAttention", _LLAMA),
+    _family("Nemotron", "nemotron", "NemotronAttention", {**_LLAMA, **_SHARE}),
+    _family("nomic-bert", "nomic_bert", "NomicBertAttention", _NOMIC),
+    _family("PhiMoE", "phimoe", "PhimoeAttention", _LLAMA),
+    _family("Qwen2 MoE", "qwen2_moe", "Qwen2MoeAttention", _LLAMA),
+    _family("Seed-OSS", "seed_oss", "SeedOssAttention", _LLAMA),
+    _family("SmolLM3", "smollm3", "SmolLM3Attention", {**_LLAMA, "rotary_where": "use_rope"}),
+    _family("SOLAR Open", "solar_open", "SolarOpenAttention", _LLAMA),
+    _family("StarCoder2", "starcoder2", "Starcoder2Attention", _LLAMA),
+    _family("UltraBERT", "ultrabert", "UltrabertAttention", _LLAMA),
 )
 
 FAMILIES: dict[str, AttentionFamily] = {model_type: row for row in _ROWS for model_type in row.model_types}

@@ -33,6 +33,12 @@ def refuse_interposed(model: nn.Module, families: dict[str, AttentionFamily]) ->
         UnsupportedModelError: naming the first such module and the reason.
     """
     family = families.get(getattr(getattr(model, "config", None), "model_type", ""))
+    rotary = any(_ROTARY[0] in type(module).__name__.lower() for module in model.modules())
+    if family is not None and family.rotary and not rotary:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no rotary embedding, which the {family.name} description promises; models "
+            "of this family with other positions cannot be converted"
+        )
     interposed = [row for row in _INTERPOSED if row is not _ROTARY or family is None or not family.rotary]
     for name, module in model.named_modules():
         child = name.rpartition(".")[2].lower()

@@ -144,10 +144,13 @@ class AttentionSite:
     @property
     def rotated(self) -> int:
         """How many channels of a head a rotary embedding turns, its first."""
-        if not self.family.rotary:
+        family = self.family
+        if not family.rotary or (family.rotary_where and not self.part(family.rotary_where)):
             return 0
-        path = self.family.rotary_width
-        return read(self.name, self.module, self.family, path, int) if path else self.head_width
+        if family.rotary_width == "partial_rotary_factor":
+            share = self.part("config.rope_parameters").get("partial_rotary_factor", 1.0)
+            return int(self.head_width * share)
+        return int(self.part(family.rotary_width)) if family.rotary_width else self.head_width
 
     def part(self, path: str) -> Any:
         """Read an attribute by a path of the family's: `query`, `key`, `value` and `output` are such."""

@@ -33,16 +33,17 @@ class Pairing:
     Args:
         width: channels d of a head.
         rotated: how many are turned, its first.
-        neighbours: whether channel 2j is paired with 2j + 1, in place of j with that half of the turned ones further.
+        pairs: "halves" where channel j is turned with that half of the turned ones further, "neighbours" where 2j is
+            with 2j + 1, "neighbours, tables too" where the tables of cosines and sines are laid out so as well.
     """
 
     width: int
     rotated: int
-    neighbours: bool
+    pairs: str
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Give real and imaginary parts, (…, d) to twice (…, d/2): turned pairs first, then those that are not."""
-        if self.neighbours:
+        if self.pairs != "halves":
             return x[..., ::2], x[..., 1::2]
         turned, rest = x[..., : self.rotated], x[..., self.rotated :]
         if not rest.shape[-1]:
@@ -53,7 +54,7 @@ class Pairing:
 
     def join(self, real: Tensor, imaginary: Tensor) -> Tensor:
         """Undo `split`."""
-        if self.neighbours:
+        if self.pairs != "halves":
             return torch.stack([real, imaginary], -1).flatten(-2)
         half = self.rotated // 2
         parts = (real[..., :half], imaginary[..., :half], real[..., half:], imaginary[..., half:])
@@ -125,9 +126,9 @@ class TurningProjection(PaddedProjection):
     def _angles(self, table: Tensor, rest: float) -> Tensor:
         """One number a channel pair, (B, T, d/2), of tables for the turned channels; `rest` for the others."""
         half = self.pairing.rotated // 2
-        own = table[..., ::2] if self.pairing.neighbours else table[..., :half]
+        own = table[..., ::2] if self.pairing.pairs == "neighbours, tables too" else table
         left = self.pairing.width // 2 - half
-        return nn.functional.pad(own.float(), (0, left), value=rest)
+        return nn.functional.pad(own[..., :half].float(), (0, left), value=rest)
 
 
 def arranged(frequencies: Sequence[int], places: int) -> list[int]:
@@ -160,7 +161,7 @@ class RotaryScores(ScoreForm):
     Args:
         key_heads: number G of heads of keys in the dense model; where that is less than H, queries are not shared.
         rotated: how many channels of a head are turned.
-        neighbours: as for `Pairing`.
+        pairs: as for `Pairing`.
         frequencies: of each channel pair, P·d/2, as for `TurningProjection`.
         query_bias: whether queries have a bias.
         key_bias: whether keys have one.
@@ -168,7 +169,7 @@ class RotaryScores(ScoreForm):
 
     key_heads: int = 0
     rotated: int = 0
-    neighbours: bool = False
+    pairs: str = "halves"
     frequencies: tuple[int, ...] = ()
     query_bias: bool = False
     key_bias: bool = False
@@ -200,7 +201,7 @@ class RotaryScores(ScoreForm):
         return cls(
             query=site.family.query, key=site.family.key, heads=site.heads, head_width=width, rank=pseudo * width,
             content_bias=False, key_heads=site.key_value_heads, rotated=site.rotated,
-            interleaved=site.family.interleaved, neighbours=site.family.rotary == "neighbours", frequencies=found,
+            interleaved=site.family.interleaved, pairs=site.family.rotary, frequencies=found,
             query_bias=query.bias is not None, key_bias=key.bias is not None,
         )  # fmt: skip
 
@@ -221,7 +222,7 @@ class RotaryScores(ScoreForm):
     @property
     def pairing(self) -> Pairing:
         """Which channels are turned together."""
-        return Pairing(self.head_width, self.rotated, self.neighbours)
+        return Pairing(self.head_width, self.rotated, self.pairs)
 
     @property
     def grouped(self) -> bool:

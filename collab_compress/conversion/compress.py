@@ -39,6 +39,7 @@ from collab_compress.conversion.plan import (
     gets_content_bias,
     plan,
     plan_distributed,
+    rounded,
 )
 from collab_compress.conversion.report import ModuleReport, Report, ValueReport
 from collab_compress.distributed import process_state
@@ -233,7 +234,7 @@ def compress(
     _install(planned)
     for kind in dict.fromkeys(item.form.kind for item in planned):
         record_edit_(model, FormEdit(kind, {paths[i.site.name]: i.form for i in planned if i.form.kind == kind}))
-    warnings = (*notes, *few_vectors(planned), *breakdowns(planned))
+    warnings = (*notes, *rounded(planned, compression), *few_vectors(planned), *breakdowns(planned))
     if not distributed or process_state().is_main_process:
         for warning in warnings:
             _logger.warning(warning)

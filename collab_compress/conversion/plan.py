@@ -171,7 +171,8 @@ def _plan_rotary(
     try:
         result = factorize_rotary(
             heads[0], heads[1], asked.rank // 2, query_moments=query_moments, key_moments=key_moments,
-            damping=compression.damping, sweeps=compression.sweeps, device=compression.device,
+            damping=compression.damping, sweeps=compression.sweeps, turned=site.rotated // 2,
+            device=compression.device,
         )  # fmt: skip
     except (ValueError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
         raise CompressionError(f"{site.name}: {error}") from error
@@ -239,6 +240,18 @@ def few_vectors(planned: Sequence[Planned]) -> list[str]:
     return [
         f"{name}{f' and {others} more modules' if others else ''} saw few calibration vectors: {vectors} of width "
         f"{width}, where {FEW} times the width would be {FEW * width}; pass more data, or more sequences of it"
+    ]
+
+
+def rounded(planned: Sequence[Planned], compression: Compression) -> list[str]:
+    """Say so where dk is another than was asked for."""
+    forms = [item.form for item in planned if isinstance(item.form, RotaryScores)]
+    others = [form for form in forms if form.rank != compression.dk]
+    if not others:
+        return []
+    return [
+        f"dk {compression.dk} was rounded up to {others[0].rank}: a rotary embedding turns whole heads of "
+        f"{others[0].head_width} channels"
     ]
 
 

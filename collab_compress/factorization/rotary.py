@@ -21,10 +21,9 @@ from torch import Tensor
 
 from collab_compress.factorization.head_tensor import relative
 from collab_compress.factorization.moments import Moments, float64_device
-from collab_compress.factorization.narrowing import damp
 
-SWEEPS = 200
-ROUGH_SWEEPS = 30  # to see how many channels a frequency is worth
+SWEEPS = 100
+ROUGH_SWEEPS = 20  # to see how many channels a frequency is worth
 RIDGE = 1e-2  # fades out over the first 80 % of the sweeps, relative to the mean of the system's diagonal
 SHIFT = 1e-12
 
@@ -56,7 +55,8 @@ class RotaryFactorization:
         data_error: relative error of the scores under the moments, averaged over distances, or None without moments.
         sweeps: passes of the solver over its factors; 0 where the answer is in closed form.
         converged: whether the solver came to rest, which a closed form always does.
-        per_head_error: what the minimised error is where each head keeps its own strongest channels, as many in all.
+        per_head_error: what the minimised error is where each head, or group of heads that share keys, keeps its own
+            strongest channels, as many in all.
         exact: whether nothing is lost.
         breakdowns: always 0: a system is shifted before it is solved.
     """
@@ -81,6 +81,7 @@ def factorize_rotary(
     key_moments: Moments | None = None,
     damping: float = 1e-3,
     sweeps: int | None = None,
+    turned: int | None = None,
     equal: bool = False,
     device: torch.device | str | None = None,
 ) -> RotaryFactorization:
@@ -100,6 +101,8 @@ def factorize_rotary(
         key_moments: of the keys' inputs.
         damping: multiple of the moments' mean diagonal added to their diagonal.
         sweeps: passes of the solver; None for its own number.
+        turned: how many frequencies turn, the first; all if not given. Of the others the softmax ignores what is
+            constant over keys, so keys are centred there.
         equal: whether all frequencies get equally many channels, as far as S allows.
         device: where to work; it must have float64. None for where `query` is, or the CPU.
 
@@ -116,35 +119,36 @@ def factorize_rotary(
         )
     if not bool(torch.isfinite(torch.view_as_real(query)).all() and torch.isfinite(torch.view_as_real(key)).all()):
         raise ValueError("queries or keys are not finite: got nan or inf, expected finite weights")
-    roots = [
-        _root(side, each, width, damping, place)
-        for side, each, width in (
-            ("query", query_moments, query.shape[1]),
-            ("key", key_moments, key.shape[1]),
-        )
-    ]
-    weighed_query, weighed_key = (
-        each if root is None else root @ each for each, root in zip((query, key), roots, strict=True)
+    turned = frequencies if turned is None else turned
+    query_root = _root("query", query_moments, query.shape[1], damping, place)
+    key_roots = [_root("key", key_moments, key.shape[1], damping, place, each) for each in (False, True)]
+    weighed_query = _weighed(query_root, query)
+    weighed_key = torch.cat(
+        [_weighed(root, part) for root, part in zip(key_roots, key.tensor_split([turned], -1), strict=True)], -1
     )
     solve = _Shared(weighed_query, weighed_key, sweeps) if heads == groups else _Keys(weighed_query, weighed_key)
     exact = channels == groups * frequencies
     counts = _equal(channels, frequencies) if equal or exact else allocated(solve.errors(), channels)
-    parts = [_own(query, key, j) for j in range(frequencies)] if exact else solve.channels(counts)
-    found = _unweighed(parts, [None, None] if exact else roots, counts)
-    weighted = any(root is not None for root in roots)
-    again = RotaryFactors(
-        None if found.query is None else _weighed(roots[0], found.query),
-        found.mixing, _weighed(roots[1], found.key), found.frequencies,
-    )  # fmt: skip
-    sizes = _strengths(weighed_query, weighed_key)
+    if exact:
+        found = solved = _joined([_own(query, key, j) for j in range(frequencies)], counts)
+    else:
+        solved = _joined(solve.channels(counts), counts)
+        still = torch.tensor([frequency >= turned for frequency in solved.frequencies], device=place)
+        keys = [_unweighed(root, solved.key) for root in key_roots]
+        found = RotaryFactors(
+            None if solved.query is None else _unweighed(query_root, solved.query), solved.mixing,
+            torch.where(still, keys[1], keys[0]), solved.frequencies,
+        )  # fmt: skip
+    weighted = query_moments is not None or key_moments is not None
+    sizes = _strengths(weighed_query, weighed_key).view(groups, -1, frequencies).sum(1)  # (G, J)
     kept = sizes.flatten().sort(descending=True).values
     return RotaryFactorization(
-        factors=found,
+        factors=_balanced(found),
         weight_error=0.0 if exact else rotary_error(query, key, found),
-        data_error=None if not weighted else 0.0 if exact else rotary_error(weighed_query, weighed_key, again),
+        data_error=None if not weighted else 0.0 if exact else rotary_error(weighed_query, weighed_key, solved),
         sweeps=0 if exact else solve.sweeps,
         converged=True,
-        per_head_error=relative(kept[channels * (heads // groups) :].sum().item(), kept.sum().item()),
+        per_head_error=relative(kept[channels:].sum().item(), kept.sum().item()),
         exact=exact,
     )
 
@@ -201,8 +205,13 @@ def _equal(channels: int, frequencies: int) -> list[int]:
     return [channels // frequencies + (j < channels % frequencies) for j in range(frequencies)]
 
 
-def _root(side: str, moments: Moments | None, width: int, damping: float, place: torch.device) -> Tensor | None:
-    """S with SᵀS = E[xxᵀ] + damping, (D, D) upper triangular, for x with a 1 appended where there is a bias."""
+def _root(
+    side: str, moments: Moments | None, width: int, damping: float, place: torch.device, centre: bool = False
+) -> Tensor | None:
+    """S with SᵀS = E[xxᵀ] + damping, (D, D) upper triangular, for x with a 1 appended where there is a bias.
+
+    With `centre` the covariance takes the place of second moments.
+    """
     if moments is None:
         return None
     mean, second = (each.to(place).double() for each in (moments.mean, moments.second))
@@ -211,12 +220,22 @@ def _root(side: str, moments: Moments | None, width: int, damping: float, place:
     if moments.width < width:
         one = second.new_ones(1, 1)
         second = torch.cat([torch.cat([second, mean[:, None]], 1), torch.cat([mean[None], one], 1)])
-    damped = damp((second + second.mT) / 2, damping)
+        mean = torch.cat([mean, one[0]])
+    size = damping * second.diagonal().mean()
+    damped = (second + second.mT) / 2 - (torch.outer(mean, mean) if centre else 0)
+    damped.diagonal().add_(size)
     root: Tensor
     root, failed = torch.linalg.cholesky_ex(damped, upper=True)
     if int(failed) or not bool(torch.isfinite(root).all()):
         raise ValueError(f"the second moment of the {side} inputs is singular; raise the damping, or give more data")
     return root.to(torch.complex128)
+
+
+def _unweighed(root: Tensor | None, channels: Tensor) -> Tensor:
+    if root is None:
+        return channels
+    solved: Tensor = torch.linalg.solve_triangular(root, channels, upper=True)
+    return solved
 
 
 def _weighed(root: Tensor | None, channels: Tensor) -> Tensor:
@@ -241,29 +260,28 @@ def _own(query: Tensor, key: Tensor, j: int) -> Channels:
     return (query[:, :, j].mT if len(query) == len(key) else None), mixing, key[:, :, j].mT
 
 
-def _unweighed(parts: Sequence[Channels], roots: Sequence[Tensor | None], counts: Sequence[int]) -> RotaryFactors:
-    """Join the channels of all frequencies, and map them back to the inputs as they are."""
-    query, mixing, key = (
-        None if any(part[side] is None for part in parts) else torch.cat([part[side] for part in parts], 1)  # type: ignore[misc]
-        for side in range(3)
-    )
-    assert mixing is not None
-    assert key is not None
-    query, key = (
-        each if root is None or each is None else torch.linalg.solve_triangular(root, each, upper=True)
-        for each, root in zip((query, key), roots, strict=True)
-    )
-    assert key is not None
+def _joined(parts: Sequence[Channels], counts: Sequence[int]) -> RotaryFactors:
+    """Join the channels of all frequencies."""
+    queries = [query for query, _, _ in parts if query is not None]
+    return RotaryFactors(
+        torch.cat(queries, 1) if queries else None, torch.cat([mixing for _, mixing, _ in parts], 1),
+        torch.cat([key for _, _, key in parts], 1),
+        tuple(j for j, count in enumerate(counts) for _ in range(count)),
+    )  # fmt: skip
+
+
+def _balanced(factors: RotaryFactors) -> RotaryFactors:
+    """Give the same products with mixing columns of length 1, or keys of length 1 where queries are not shared."""
     tiny = torch.finfo(torch.float64).tiny
-    if query is None:  # lengths of keys go into the mixing
+    query, mixing, key = factors.query, factors.mixing, factors.key
+    if query is None:
         lengths = key.norm(dim=0).clamp_min(tiny)
-        mixing, key = mixing * lengths, key / lengths
-    else:
-        sides = [each.norm(dim=0).clamp_min(tiny) for each in (query, mixing, key)]
-        common = (sides[0] * sides[1] * sides[2]).sqrt()
-        query, mixing, key = query * (common / sides[0]), mixing / sides[1], key * (common / sides[2])
-    frequencies = tuple(j for j, count in enumerate(counts) for _ in range(count))
-    return RotaryFactors(query, mixing, key, frequencies)
+        return RotaryFactors(None, mixing * lengths, key / lengths, factors.frequencies)
+    sides = [each.norm(dim=0).clamp_min(tiny) for each in (query, mixing, key)]
+    common = (sides[0] * sides[1] * sides[2]).sqrt()
+    return RotaryFactors(
+        query * (common / sides[0]), mixing / sides[1], key * (common / sides[2]), factors.frequencies
+    )  # fmt: skip
 
 
 class _Keys:
