@@ -114,7 +114,7 @@ def test_reading_agrees_with_what_can_be_converted():
 @pytest.mark.parametrize(
     ("name", "verdict"),
     [
-        ("olmoe", "QK-norm"),
+        ("olmoe", "rotary"),
         ("gpt_neox", "rotary"),
         ("deberta_v2", "relative keys"),
         ("swin", "sparse or windowed"),
