@@ -1,14 +1,14 @@
 """What a user gains, side by side: queries and keys alone, values alone, both, and rivals at equal parameters.
 
-    python benchmarks/gains.py quality --data-dir DIR [--classifiers FOLDER] [--records FILE]
+    python benchmarks/gains.py quality --data-dir DIR [--classifiers FOLDER] [--calibration varied] [--records FILE]
     python benchmarks/gains.py latency [--seconds 10] [--threads 1 --processor-time] [--records FILE]
     python benchmarks/gains.py table [--records FILE]
 
 DIR holds the GLUE tasks in their original TSV layout. Quality is STS-B dev Spearman (×100) of mean-pooled MiniLM
 embeddings; FOLDER holds classifiers as FOLDER/TASK-SEED/tuned/model, fine-tuned by `glue_runs/run_glue.py` with the
 settings of `glue_runs/sweeps/glue.yaml`, each scored on its dev set as GLUE does. Nothing is retrained; each of three
-seeds draws its own random tokens to calibrate on (for pruned heads, its own training rows). What the records hold
-already is not measured again. Latency is that of whole models over dense, in turns, and of whole rows of the table.
+seeds draws its own data to calibrate on, as `drawn` says (for pruned heads, its own training rows). What the records
+hold already is not measured again. Latency is that of whole models over dense, in turns.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from collab_compress import Compression
 from collab_compress.attention import install_, uninstall_
-from collab_compress.calibration import calibration_batches
+from collab_compress.calibration import Batch, calibration_batches
 from collab_compress.checkpoint.pretrained import load_model, load_tokenizer
 from collab_compress.conversion.compress import modules_to_convert
 from collab_compress.conversion.drift import split_held_back
@@ -50,6 +50,8 @@ GLUE = ("cola", "mrpc", "stsb", "rte")
 LAYERS, WIDTH, HEADS, INNER, EMBEDDINGS = 6, 384, 12, 1536, 22_713_216  # of MiniLM; the last is the whole model
 DENSE = 4 * WIDTH * (WIDTH + 1)  # parameters of one attention layer
 LABELLED = 256  # training rows that pruning measures importance on
+CALIBRATED = 512  # training rows to calibrate on
+CALIBRATIONS = ("equal", "varied", "text", "both")
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ BOTH = ((192, 252), (192, 192), (128, 128), (256, 252))
 ROWS = (
     Row("dense"),
     *(Row("shared", *widths) for widths in BOTH),
-    Row("shared", 192), Row("shared", 128),
+    Row("shared", 192), Row("shared", 128), Row("shared", 64),
     Row("shared", None, 256), Row("shared", None, 192), Row("shared", None, 128),
     *(Row(kind, *widths) for widths in BOTH for kind in ("svd", "low-rank", "heads")),
     *(Row("per-head", *widths) for widths in BOTH),
@@ -157,13 +159,15 @@ class Conversions:
         tokenizer: of the model.
         seed: of the random tokens, and of the training rows.
         labelled: gives training batches and their loss, for pruning.
+        batches: to calibrate on; random tokens of the default if not given.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, seed: int, labelled: Callable[[Any, int], tuple[Any, Any]] | None = None
-    ) -> None:
+        self, model: Any, tokenizer: Any, seed: int, labelled: Callable[[Any, int], tuple[Any, Any]] | None = None,
+        batches: list[Batch] | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.tokenizer, self.seed, self.labelled = model, tokenizer, seed, labelled
-        batches = calibration_batches("synthetic", model, tokenizer, seed=seed)
+        batches = batches or calibration_batches("synthetic", model, tokenizer, seed=seed)
         self.batches = split_held_back(batches)[0]
         self.plans: dict[tuple[Any, ...], list[Planned]] = {}
 
@@ -221,6 +225,10 @@ class Embeddings:
     def score(self, model: Any, tokenizer: Any) -> float:
         return float(sts_b(model, tokenizer, self.data))
 
+    def texts(self, seed: int) -> list[Any]:
+        """Both sentences of rows of the training set, each by itself."""
+        return [text for pair in drawn_texts("stsb", self.data, seed) for text in pair]
+
     def labelled(self, tokenizer: Any, seed: int) -> tuple[list[dict[str, Tensor]], Any]:
         """Pairs of the training set, one sentence after the other, and their squared error of the cosine."""
         rows = tsv(self.data / "STS-B" / "train.tsv")
@@ -274,11 +282,40 @@ class Classifier:
         found = metric.compute()
         return metric.scale * mean(found[name] for name in metric.scores)
 
+    def texts(self, seed: int) -> list[Any]:
+        """Rows of the training set, pairs where the task has pairs."""
+        return drawn_texts(self.task, self.data, seed)
+
     def labelled(self, tokenizer: Any, seed: int) -> tuple[list[dict[str, Tensor]], None]:
         """Rows of the training set, and the model's own loss."""
         count = len(load_task(self.task, self.data, splits=["train"])["train"])
         chosen = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:LABELLED].tolist()
         return self.batches(tokenizer, "train", chosen), None
+
+
+def drawn_texts(task: str, data: Path, seed: int) -> list[Any]:
+    """Draw rows of a training set; their labels are not read."""
+    rows = load_task(task, data, splits=["train"])["train"]
+    chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:CALIBRATED].tolist()
+    columns = [list(rows.select(chosen)[name]) for name in ("text", "text_pair") if name in rows.column_names]
+    return columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))
+
+
+def drawn(kind: str, task: Any, model: Any, tokenizer: Any, seed: int) -> list[Batch]:
+    """Draw what to calibrate on, in batches in random order.
+
+    Args:
+        kind: equal, 8,192 random tokens in sequences of 64; varied, as many in sequences of 8 to 128, half of them
+            pairs, the default of a conversion; text, 512 rows of the training set, as the model reads them; both,
+            these rows and the random tokens of varied.
+    """
+    if kind == "equal":
+        return calibration_batches("synthetic", model, tokenizer, length=64, seed=seed)
+    found = [] if kind == "varied" else calibration_batches(task.texts(seed), model, tokenizer, length=128, seed=seed)
+    if kind != "text":
+        found = found + calibration_batches("synthetic", model, tokenizer, seed=seed)
+    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [found[place] for place in order]
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -298,19 +335,22 @@ def quality(args: argparse.Namespace) -> None:
     tasks += [Classifier(args.data_dir, task, int(seed), path) for path, (task, _, seed) in names.items()]
     rows = [row for row in ROWS if not args.rows or row.name in args.rows]
     done = {
-        (each["task"], each["tuned"], each["row"], each["seed"]) for each in read(args.records) if "score" in each
+        (each["task"], each["tuned"], each["row"], each["seed"])
+        for each in read(args.records)
+        if "score" in each and each.get("calibration", args.calibration) == args.calibration
     }
     for task in tasks:
         model, tokenizer = task.load()
         for seed in args.seeds:
             left = [row for row in rows if (task.task, task.tuned_seed, row.name, seed) not in done]
-            made = Conversions(model, tokenizer, seed, task.labelled) if left else None
+            batches = drawn(args.calibration, task, model, tokenizer, seed) if left else None
+            made = Conversions(model, tokenizer, seed, task.labelled, batches) if left else None
             for row in left:
                 with made.model_of(row) as found:
                     score = task.score(found, tokenizer)
-                write(args.records, {
-                    "task": task.task, "tuned": task.tuned_seed, "row": row.name, "seed": seed, "score": score
-                })  # fmt: skip
+                record = {"task": task.task, "tuned": task.tuned_seed, "row": row.name, "seed": seed, "score": score}
+                blind = row.kind in ("dense", "heads")  # whatever it is calibrated on
+                write(args.records, record if blind else {**record, "calibration": args.calibration})
                 print(f"{task.task} {task.tuned_seed} {row.name:<24} seed {seed} {score:6.2f}", flush=True)
 
 
@@ -397,7 +437,10 @@ def latency_table(records: list[dict[str, Any]]) -> list[str]:
 def table(args: argparse.Namespace) -> None:
     records = read(args.records)
     print(*costs_table(), "", sep="\n")
-    print(*quality_table([each for each in records if "score" in each], [row.name for row in ROWS]), "", sep="\n")
+    for kind in CALIBRATIONS:
+        chosen = [each for each in records if "score" in each and each.get("calibration", kind) == kind]
+        rows = [row.name for row in ROWS if any(each["row"] == row.name for each in chosen)]
+        print(f"Calibrated on: {kind}", "", *quality_table(chosen, rows), "", sep="\n")
     print(*latency_table([each for each in records if "ratio" in each]), sep="\n")
 
 
@@ -406,6 +449,7 @@ def main() -> None:
     parser.add_argument("what", choices=["quality", "latency", "table"])
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--classifiers", type=Path)
+    parser.add_argument("--calibration", choices=CALIBRATIONS, default="varied")
     parser.add_argument("--skip-embeddings", action="store_true")
     parser.add_argument("--rows", nargs="+", help="names of rows; all if not given")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))

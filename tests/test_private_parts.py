@@ -6,6 +6,7 @@ is tried by itself, and named with the file of ours that uses it.
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,13 +22,24 @@ from transformers.models.auto import modeling_auto
 from transformers.quantizers.base import HfQuantizer
 
 from collab_compress.architectures import FAMILIES
+from collab_compress.attention.forwards import FORWARDS
 
 PACKAGE = Path(__file__).parents[1] / "collab_compress"
-CLASSES = [
-    pytest.param(family, model_type.replace("-", "_"), name, id=f"{model_type}-{name}")
-    for model_type, family in FAMILIES.items()
-    for name in family.attention_classes
-]
+MODELS = Path(transformers.__file__).parent / "models"
+FILES = {
+    name: f"transformers.models.{file.parent.name}.{file.stem}"
+    for file in MODELS.glob("*/modeling_*.py")
+    for name in re.findall(r"^class (\w+)\(", file.read_text(encoding="utf-8"), re.MULTILINE)
+}
+BY_CLASS = {name: family for family in FAMILIES.values() for name in family.attention_classes}
+CLASSES, OWN = (
+    [
+        pytest.param(family, family.model_types[0], name, id=f"{family.model_types[0]}-{name}")
+        for name, family in BY_CLASS.items()
+        if (name in FORWARDS) == own
+    ]
+    for own in (False, True)
+)
 
 
 def moved(part: str, file: str, found: Any) -> None:
@@ -35,13 +47,13 @@ def moved(part: str, file: str, found: Any) -> None:
     pytest.fail(f"{part} is not what collab_compress/{file} relies on ({versions}): {found}", pytrace=False)
 
 
-def modelling(model_type: str) -> Any:
-    return importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+def modelling(name: str) -> Any:
+    return importlib.import_module(FILES[name])
 
 
 @pytest.mark.parametrize(("family", "model_type", "name"), CLASSES)
 def test_attention_is_looked_up_by_the_config_of_its_module(family, model_type, name):
-    source = inspect.getsource(getattr(modelling(model_type), name).forward)
+    source = inspect.getsource(getattr(modelling(name), name).forward)
     for used in ("ALL_ATTENTION_FUNCTIONS", "self.config._attn_implementation"):
         if used not in source:
             moved(f"{used} in {model_type}'s {name}.forward", "attention/view.py", "it is not read there")
@@ -49,8 +61,8 @@ def test_attention_is_looked_up_by_the_config_of_its_module(family, model_type, 
 
 @pytest.mark.parametrize(("family", "model_type", "name"), CLASSES)
 def test_heads_are_as_many_as_projections_give(family, model_type, name):
-    source = inspect.getsource(getattr(modelling(model_type), name).forward)
-    expected = (f"self.{family.heads}" if family.fixed_heads else "-1") + f", self.{family.head_width})"
+    source = inspect.getsource(getattr(modelling(name), name).forward)
+    expected = (f"self.{family.heads}" if family.fixed_heads else "-1") + f", self.{family.head_width}"
     if expected not in source:
         moved(f"the view (…, {expected} in {model_type}'s {name}.forward", "attention/projections.py", "not there")
 
@@ -58,13 +70,24 @@ def test_heads_are_as_many_as_projections_give(family, model_type, name):
 @pytest.mark.parametrize(("family", "model_type", "name"), CLASSES)
 def test_stock_eager_attention_stands_beside_its_module(family, model_type, name):
     part = f"eager_attention_forward of {model_type}"
-    function = getattr(modelling(model_type), "eager_attention_forward", None)
+    function = getattr(modelling(name), "eager_attention_forward", None)
     if function is None:
         moved(part, "attention/functions.py", "it is gone")
     found = list(inspect.signature(function).parameters)
     expected = ["module", "query", "key", "value", "attention_mask"]
     if found[:5] != expected or not {"scaling", "dropout", "kwargs"} <= set(found):
         moved(part, "attention/functions.py", f"it takes {found}")
+
+
+@pytest.mark.parametrize(("family", "model_type", "name"), OWN)
+def test_a_forward_pass_of_ours_takes_what_the_stock_one_does(family, model_type, name):
+    stock, ours = (
+        [each for each in inspect.signature(function).parameters.values() if each.kind != each.VAR_KEYWORD]
+        for function in (getattr(modelling(name), name).forward, FORWARDS[name].run)
+    )
+    found, expected = ([(each.name, each.default) for each in one[1:]] for one in (stock, ours))
+    if found != expected:
+        moved(f"{name}.forward", "attention/forwards.py", f"it takes {found}, ours {expected}")
 
 
 class Part(NamedTuple):
@@ -136,6 +159,12 @@ def gpt2_splits_by_an_attribute() -> bool:
     return ".split(self.split_size, dim=2)" in inspect.getsource(GPT2Attention.forward)
 
 
+def accelerate_keeps_forward() -> bool:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    return "_old_forward" in vars(add_hook_to_module(torch.nn.Linear(1, 1), ModelHook()))
+
+
 def lengths_are_grouped() -> bool:
     from transformers.trainer_pt_utils import get_length_grouped_indices
 
@@ -148,6 +177,8 @@ PARTS = [
     Part("PreTrainedConfig._attn_implementation", "attention/view.py", "_attn_implementation",
          lambda: bert().config._attn_implementation == "sdpa"),
     Part("split_size of GPT2Attention", "attention/projections.py", "split_size", gpt2_splits_by_an_attribute),
+    Part("_old_forward of a module that Accelerate hooks into", "attention/forwards.py", "_old_forward",
+         accelerate_keeps_forward),
     Part("the mappings of transformers.quantizers.auto", "checkpoint/quantizer.py", "AUTO_QUANTIZER_MAPPING",
          quantizers_are_plugged_in),
     Part("HfQuantizer._process_model_before_weight_loading", "checkpoint/quantizer.py",

@@ -14,7 +14,7 @@ from collab_compress.analysis.energy import ScoreParts, score_parts
 from collab_compress.analysis.stream import Batches, Progress, Use, by_name, with_progress
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.calibration import evaluation_mode, run_batch
-from collab_compress.calibration.gather import RealTokens, real_tokens
+from collab_compress.calibration.gather import RealTokens, masks_of, real_tokens
 from collab_compress.errors import HeadError
 
 
@@ -69,7 +69,7 @@ def content_share(
             for batch in with_progress(batches, progress, "batches"):
                 real = real_tokens(model, (), (), batch)
                 for watcher in watchers:
-                    watcher.begin(real[watcher.parts.site.kind])
+                    watcher.begin(masks_of(watcher.parts.site, real))
                 run_batch(model, dict(batch))
     finally:
         for handle in handles:

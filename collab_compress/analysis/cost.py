@@ -271,7 +271,8 @@ def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | Non
         bias = value_bias  # as values have it, queries had it
     values = None if dv is None else NarrowValues.of(site, dv, value_bias)
     values = getattr(module, "value_form", values)
-    number = 0 if site.kind == "encoder" else query.weight.element_size()
+    keys, kept = (0 if each is None else each for each in _cached(site, scores, values))
+    number = 0 if site.kind == "encoder" or family.causal else query.weight.element_size()
 
     def cost_of(form: ScoreForm | NarrowValues, cached: int) -> FormCost:
         return FormCost(form.parameters(width), form.macs(width, length), cached * number)
@@ -287,12 +288,22 @@ def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | Non
         dk=None if scores is None else scores.rank,
         form=option if scores is None else scores.option,
         dense=dense,
-        converted=None if scores is None else cost_of(scores, scores.key_width),
+        converted=None if scores is None else cost_of(scores, keys),
         break_even_length=None if scores is None else scores.break_even(width),
         dv=None if values is None else values.dv,
         dense_values=cost_of(whole, whole.value_width),
-        converted_values=None if values is None else cost_of(values, values.value_width),
+        converted_values=None if values is None else cost_of(values, kept),
     )  # fmt: skip
+
+
+def _cached(
+    site: AttentionSite, scores: ScoreForm | None, values: NarrowValues | None
+) -> tuple[int | None, int | None]:
+    """How many numbers a token keys and values take in a cache, where they are converted."""
+    if site.family.pieces and scores is not None and values is not None:  # laid out alike
+        widest = max(scores.rank + scores.content_channels, values.dv)
+        return (widest + -widest % site.head_width,) * 2
+    return (None if scores is None else scores.key_width), (None if values is None else values.value_width)
 
 
 def _bare(part: Any) -> Any:

@@ -1,5 +1,8 @@
 """Say why a model cannot be converted: at which module, for which reason, and what can."""
 
+from collections.abc import Collection, Mapping
+from typing import NoReturn
+
 from torch import nn
 
 from collab_compress.architectures.families import AttentionFamily
@@ -23,39 +26,67 @@ def convertible(families: dict[str, AttentionFamily]) -> str:
     return ", ".join(sorted({family.name for family in families.values()}))
 
 
-def refuse_interposed(model: nn.Module, families: dict[str, AttentionFamily]) -> None:
+def refuse_interposed(
+    model: nn.Module,
+    families: dict[str, AttentionFamily],
+    among: Collection[str] | Mapping[str, AttentionFamily] = (),
+) -> None:
     """Refuse a model that does something between projection and dot product which its family does not describe.
 
     The collaborative form factors Wq·Wkᵀ, so nothing may stand between the two, but for a rotary embedding where the
     family says how it turns channels.
 
+    Args:
+        model: any model.
+        families: what can be converted.
+        among: paths of the modules that count, with the family of each where it has one; all of them if there are
+            none.
+
     Raises:
         UnsupportedModelError: naming the first such module and the reason.
     """
-    family = families.get(getattr(getattr(model, "config", None), "model_type", ""))
-    rotary = any(_ROTARY[0] in type(module).__name__.lower() for module in model.modules())
-    if family is not None and family.rotary and not rotary:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no rotary embedding, which the {family.name} description promises; models "
-            "of this family with other positions cannot be converted"
-        )
-    interposed = [row for row in _INTERPOSED if row is not _ROTARY or family is None or not family.rotary]
+    described = among if isinstance(among, Mapping) else {}
+    turned = {name: family for name, family in described.items() if family.rotary}
     for name, module in model.named_modules():
+        if among and name not in among:
+            continue
         child = name.rpartition(".")[2].lower()
-        for class_mark, child_mark, reason in interposed:
+        for row in _INTERPOSED:
+            class_mark, child_mark, reason = row
+            if row is _ROTARY and name in turned:
+                continue
             if child == child_mark or (class_mark and class_mark in type(module).__name__.lower()):
                 raise UnsupportedModelError(
                     f"{name} ({type(module).__name__}): {reason}, so Wq·Wkᵀ is not what the scores use; "
                     f"families that can be converted: {convertible(families)}"
                 )
+    if turned and not any(_ROTARY[0] in type(model.get_submodule(name)).__name__.lower() for name in turned):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no rotary embedding, which the {next(iter(turned.values())).name} "
+            "description promises; models of this family with other positions cannot be converted"
+        )
 
 
-def refuse_unknown(model: nn.Module, families: dict[str, AttentionFamily]) -> None:
-    """Refuse a model of a family that has no description.
+def refuse_unknown(
+    model: nn.Module, families: dict[str, AttentionFamily], part: str = "", part_type: str = ""
+) -> NoReturn:
+    """Refuse a model of a family that has no description, or that holds a model of such a family.
+
+    Args:
+        model: the model.
+        families: what can be converted.
+        part: path of the first attention module of such a model inside; empty where `model` is one itself.
+        part_type: model type of the model inside.
 
     Raises:
         UnsupportedModelError: always, naming the model type and its first attention module.
     """
+    if part:
+        raise UnsupportedModelError(
+            f"{part} ({type(model.get_submodule(part)).__name__}): model type {part_type!r} has no description; "
+            "leave it out with a pattern of module paths (modules='…'); families that can be converted: "
+            f"{convertible(families)}"
+        )
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     first = next(
         (

@@ -171,6 +171,9 @@ def find_attention(
 ) -> list[AttentionSite]:
     """List the attention modules of `model`, in the model's order, each once.
 
+    Each is described by the family of the model inside `model` that it belongs to: a model of two towers, or an
+    encoder and a decoder put together, has several.
+
     Args:
         model: a Transformers model, stock or edited; as for `transformers_model`.
         families: `config.model_type` → family.
@@ -182,16 +185,15 @@ def find_attention(
             query/key normalisation); no module matches; a module lacks an attribute its family promises.
     """
     model = transformers_model(model)
-    refuse_interposed(model, families)
-    config: Any = getattr(model, "config", None)
-    family = families.get(getattr(config, "model_type", ""))
-    if family is None:
+    owned = _described(model, families)
+    refuse_interposed(model, families, among=owned)
+    if not owned:
         refuse_unknown(model, families)
-        raise AssertionError("unreachable")  # pragma: no cover
     layers = dict.fromkeys(KINDS, 0)
     found = []
     for name, module in model.named_modules():
-        if type(module).__name__ in family.attention_classes:
+        family = owned.get(name)
+        if family is not None and type(module).__name__ in family.attention_classes:
             kind = _kind(name, module, family)
             parent = model.get_submodule(name.rpartition(".")[0])
             found.append(_site(name, module, parent, family, kind, layers[kind]))
@@ -199,25 +201,65 @@ def find_attention(
     chosen = [site for site in found if fnmatch(site.name, modules) and site.kind in kinds]
     if not chosen:
         have = ", ".join(f"{site.name} ({site.kind})" for site in found[:3]) + (", …" if len(found) > 3 else "")
+        classes = dict.fromkeys(name for family in owned.values() for name in family.attention_classes)
         wanted = repr(modules) + ("" if set(kinds) == set(KINDS) else f" with kind {' or '.join(kinds)}")
         raise UnsupportedModelError(
-            f"no {' or '.join(family.attention_classes)} of {type(model).__name__} matches {wanted}; "
+            f"no {' or '.join(classes)} of {type(model).__name__} matches {wanted}; "
             + (f"the attention modules are {have}" if found else "the model contains none")
         )
     return chosen
 
 
+def _owners(model: nn.Module) -> dict[str, nn.Module]:
+    """Say for each module of `model` by its path which model inside it is the nearest that it belongs to."""
+    owners: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        own = not name or isinstance(module, PreTrainedModel)
+        owners[name] = module if own else owners[name.rpartition(".")[0]]
+    return owners
+
+
+def _model_type(model: Any) -> str:
+    return str(getattr(getattr(model, "config", None), "model_type", ""))
+
+
+def _described(model: nn.Module, families: dict[str, AttentionFamily]) -> dict[str, AttentionFamily]:
+    """Give the family of each module by its path; models inside `model` that have no description are left out."""
+    kinds = {name: families.get(_model_type(owner)) for name, owner in _owners(model).items()}
+    return {name: family for name, family in kinds.items() if family is not None}
+
+
+def _refuse_undescribed_parts(model: nn.Module, families: dict[str, AttentionFamily], modules: str) -> None:
+    """Refuse attention that `modules` asks for in a model inside `model` that has no description.
+
+    Raises:
+        UnsupportedModelError: naming the first such module.
+    """
+    model = transformers_model(model)
+    owned = _described(model, families)
+    others = [name for name, _ in model.named_modules() if name not in owned]
+    for name in others:
+        module = model.get_submodule(name)
+        if name and "attention" in type(module).__name__.lower() and fnmatch(name, modules):
+            refuse_interposed(model, families, among=others)
+            refuse_unknown(model, families, name, _model_type(_owners(model)[name]))
+
+
 def _kind(name: str, module: nn.Module, family: AttentionFamily) -> Kind:
     if family.cross and family.cross in name.split("."):
         return "cross"
-    return "decoder" if getattr(module, "is_decoder", False) or getattr(module, "is_causal", False) else "encoder"
+    causal = family.causal or getattr(module, "is_decoder", False) or getattr(module, "is_causal", False)
+    return "decoder" if causal else "encoder"
 
 
 def _site(
     name: str, module: nn.Module, parent: nn.Module, family: AttentionFamily, kind: Kind, layer: int
 ) -> AttentionSite:
-    heads, head_width = (read(name, module, family, path, int) for path in (family.heads, family.head_width))
-    scaling = float(read(name, module, family, family.scaling, (int, float)))
+    # A converted module may hold H there, for its own attribute says how many pieces it views.
+    counted = "stock_heads" if "stock_heads" in module.__dict__ else family.heads
+    heads, head_width = (read(name, module, family, path, int) for path in (counted, family.head_width))
+    path = "scaling" if hasattr(module, "scaling") else family.scaling
+    scaling = float(read(name, module, family, path, (int, float))) if path else head_width**-0.5
     groups = read(name, module, family, family.key_value_heads, int) if family.key_value_heads else heads
     return AttentionSite(name, module, family, kind, layer, heads, head_width, scaling, parent, groups)
 
@@ -340,7 +382,9 @@ def find_dense_attention(
         UnsupportedModelError: as `find_attention`; a query or key projection is no plain `nn.Linear`, is quantized,
             or is not H·d wide; the family's description leaves this kind of attention out.
     """
-    return [_dense(site) for site in find_attention(model, families, modules, kinds)]
+    found = [_dense(site) for site in find_attention(model, families, modules, kinds)]
+    _refuse_undescribed_parts(model, families, modules)
+    return found
 
 
 def find_dense_values(
@@ -355,7 +399,9 @@ def find_dense_values(
         UnsupportedModelError: as `find_attention`; the value or output projection is no plain layer, is quantized,
             or is not H·d wide; heads are mixed before it; the family's description leaves this kind out.
     """
-    return [_dense_values(site) for site in find_attention(model, families, modules, kinds)]
+    found = [_dense_values(site) for site in find_attention(model, families, modules, kinds)]
+    _refuse_undescribed_parts(model, families, modules)
+    return found
 
 
 def _dense(site: AttentionSite) -> DenseSite:
@@ -391,6 +437,12 @@ def _refuse_undescribed(site: AttentionSite) -> None:
             f"{site.name}: {site.kind} attention of {site.family.name} cannot be converted, because "
             f"{site.family.undescribed[site.kind]}; leave it out with a pattern of module paths, or by kinds"
         )
+    for name, reason in site.family.must_lack.items():
+        if getattr(site.module, name, None):
+            raise UnsupportedModelError(
+                f"{site.name}: this {site.family.name} cannot be converted, because {reason} "
+                f"({name} is {getattr(site.module, name)})"
+            )
 
 
 def _projection(site: AttentionSite, path: str, heads: int) -> nn.Linear | FusedSlice:

@@ -84,9 +84,19 @@ class MapForm(ABC):
         """How wide keys, and values, of all heads are in the dense model."""
         return self.heads * self.head_width
 
+    @property
+    @abstractmethod
+    def pieces(self) -> str:
+        """Attribute of a module that says how many heads it views, if it views so many and that can change."""
+
+    @property
+    @abstractmethod
+    def padded(self) -> tuple[str, ...]:
+        """Paths of the projections that are filled up with zeros, for the module to view them as whole heads."""
+
     def to_dict(self) -> dict[str, Any]:
-        """Describe the form in JSON types."""
-        return asdict(self)
+        """Describe the form in JSON types; `pieces` only where it is not empty."""
+        return {name: value for name, value in asdict(self).items() if name != "pieces" or value}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -172,6 +182,7 @@ class ScoreForm(MapForm):
         train_mixing: whether the mixing matrix is trained.
         fixed_heads: whether the module views queries and keys as exactly H heads.
         interleaved: whether a fused layer holds each head's queries, keys and values together.
+        pieces: attribute that says how many those are, if it can be changed.
     """
 
     query: str
@@ -182,6 +193,7 @@ class ScoreForm(MapForm):
     train_mixing: bool = True
     fixed_heads: bool = False
     interleaved: bool = False
+    pieces: str = ""
 
     at: ClassVar[str] = "score_form"
     space: ClassVar[str]
@@ -202,6 +214,7 @@ class ScoreForm(MapForm):
         return cls(
             query=site.family.query, key=site.family.key, heads=site.heads, head_width=site.head_width, rank=rank,
             content_bias=content_bias, fixed_heads=site.family.fixed_heads, interleaved=site.family.interleaved,
+            pieces=site.family.pieces,
         )  # fmt: skip
 
     @property
@@ -210,6 +223,11 @@ class ScoreForm(MapForm):
         return Layout(self.heads, self.head_width, self.interleaved)
 
     # How wide queries and keys are.
+
+    @property
+    def padded(self) -> tuple[str, ...]:
+        """Queries and keys."""
+        return self.query, self.key
 
     @property
     def head_sizes(self) -> tuple[int, ...] | None:
@@ -285,7 +303,8 @@ class ScoreForm(MapForm):
         module.mixing = parts.mixing
         replace_(module, {self.query: parts.query, self.key: parts.key}, self.layout)
         if self.scale is not None:
-            module.stock_scaling, module.scaling = module.scaling, self.scale
+            module.stock_scaling = scaling_of(module)
+            setattr(module, _scaling_at(module), self.scale)
 
     def take_out_(self, module: Any, dense: tuple[Any, Any]) -> None:
         """Put dense query and key projections back, in place; as `MapForm.take_out_`.
@@ -298,7 +317,7 @@ class ScoreForm(MapForm):
         if hasattr(module, "mixing"):
             del module.mixing
         if "stock_scaling" in module.__dict__:
-            module.scaling = module.__dict__.pop("stock_scaling")
+            setattr(module, _scaling_at(module), module.__dict__.pop("stock_scaling"))
 
     def read(self, name: str, module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Read W̃q (D, R), M (H, R), W̃k (D, R) and v (H, D) or None from the module called `name`.
@@ -352,8 +371,8 @@ class ScoreForm(MapForm):
         joined_query = query.transpose(1, 2).flatten(2)  # (B, T, R + padding)
         joined_key = key.transpose(1, 2).flatten(2)  # (B, S, R + H + padding)
         content = joined_key[..., rank : rank + self.heads] if self.content_bias else None
-        if content is not None and scaling != module.scaling:
-            content = content * (module.scaling / scaling)
+        if content is not None and scaling != scaling_of(module):
+            content = content * (scaling_of(module) / scaling)
         return joined_query[..., :rank], joined_key[..., :rank], content
 
     def head_queries(self, module: Any, query: Tensor) -> Tensor:
@@ -388,6 +407,15 @@ class ScoreForm(MapForm):
         Returns:
             Infinite where they always do, 0 where they never do.
         """
+
+
+def _scaling_at(module: Any) -> str:
+    return "scaling" if hasattr(module, "scaling") else "scale"
+
+
+def scaling_of(module: Any) -> float:
+    """What an attention module multiplies scores by; it goes by either of two names."""
+    return float(getattr(module, _scaling_at(module)))
 
 
 def remaining(parameter: nn.Parameter, dim: int, indices: Sequence[int]) -> nn.Parameter:

@@ -12,6 +12,8 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from collab_compress.attention.form import scaling_of
+from collab_compress.attention.kernels import softmax
 from collab_compress.attention.view import HeadCall, for_each_head, head_hooks
 from collab_compress.errors import UnsupportedModelError
 
@@ -105,8 +107,8 @@ def collab_eager(
         rows = form.probabilities(module, query, key, mask, scaling=scale, causal=causal)
         outputs = None
     else:
-        stock = sys.modules[type(module).__module__].eager_attention_forward
         mask = _additive(attention_mask, query, key, causal)
+        stock = getattr(sys.modules[type(module).__module__], "eager_attention_forward", _eager)
         # It would return rows after dropout; hooks need them before.
         outputs, rows = stock(
             module, query, key, value, mask, scaling=scaling, dropout=0.0 if wanted else dropout, **kwargs
@@ -116,6 +118,18 @@ def collab_eager(
         probabilities = nn.functional.dropout(rows, p=dropout, training=module.training)
         outputs = (probabilities @ for_each_head(value, rows.shape[1])).transpose(1, 2).contiguous()
     return _acted(outputs, HeadCall(module, query, key, value, rows)), probabilities
+
+
+def _eager(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float | None,
+    dropout: float, position_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attend as stock eager attention does, for modules whose family has no function for it."""
+    scores = (query * _scaling(module, scaling)) @ key.mT
+    for added in (position_bias, mask):
+        scores = scores if added is None else scores + added
+    rows = nn.functional.dropout(softmax(scores), p=dropout, training=module.training)
+    return (rows @ value).transpose(1, 2).contiguous(), rows
 
 
 def _received(
@@ -179,7 +193,7 @@ def _acted(outputs: Tensor, call: HeadCall) -> Tensor:
 
 
 def _scaling(module: Any, scaling: float | None) -> float:
-    return float(module.scaling if scaling is None else scaling)
+    return scaling_of(module) if scaling is None else float(scaling)
 
 
 def _causal(module: Any, is_causal: bool | None, mask: Tensor | None, queries: int) -> bool:

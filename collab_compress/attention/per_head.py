@@ -115,6 +115,14 @@ def separated(
         Queries (B, H, T, w) and keys (B, H, S, w).
     """
     width = max(max(sizes) + (content is not None), least)
+    if min(sizes) == max(sizes):
+        own_query, own_key = (part.unflatten(-1, (len(sizes), sizes[0])) for part in (query, key))
+        if content is not None:
+            own_query = pad(own_query, (0, 1), value=1.0)
+            own_key = torch.cat([own_key, content.unsqueeze(-1)], -1)
+        if own_query.shape[-1] < width:
+            own_query, own_key = (pad(part, (0, width - part.shape[-1])) for part in (own_query, own_key))
+        return own_query.transpose(1, 2), own_key.transpose(1, 2)
     queries, keys = list(query.split(list(sizes), -1)), list(key.split(list(sizes), -1))
     left = [width - size for size in sizes]
     if content is not None:

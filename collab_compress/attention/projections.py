@@ -43,9 +43,9 @@ class PaddedProjection(nn.Module):
         return self.proj.weight
 
     @property
-    def bias(self) -> Tensor | None:
-        """Bias (width,), or None."""
-        return self.proj.bias
+    def bias(self) -> Tensor:
+        """Bias (width,), or one of no channels, which stock models that initialise their projections look for."""
+        return self.proj.weight.new_empty(0) if self.proj.bias is None else self.proj.bias
 
     @property
     def width(self) -> int:

@@ -22,6 +22,8 @@ from collab_compress.attention.form import Cut, HeadRows, MapForm, padding_of, p
 from collab_compress.attention.projections import Layout, PaddedProjection, dense_projection, put_back_, replace_
 from collab_compress.errors import CompressionError
 
+JOINT_WIDTH = "all_head_size"  # what some families keep beside the number of heads: H·d, or dv
+
 
 @dataclass(frozen=True)
 class DenseValues:
@@ -74,8 +76,9 @@ class NarrowValues(MapForm):
         sizes: channels of each head of values.
         value_bias: whether values have a bias.
         fixed_heads: whether the module views values as exactly H heads.
-        interleaved: whether a fused layer holds each head's queries, keys and values together.
         group: how many heads share one head of values.
+        interleaved: whether a fused layer holds each head's queries, keys and values together.
+        pieces: attribute that says how many those are, if it can be changed.
     """
 
     value: str
@@ -83,8 +86,9 @@ class NarrowValues(MapForm):
     sizes: tuple[int, ...]
     value_bias: bool
     fixed_heads: bool = False
-    interleaved: bool = False
     group: int = 1
+    interleaved: bool = False
+    pieces: str = ""
 
     at: ClassVar[str] = "value_form"
     kind: ClassVar[str] = "narrow-values"
@@ -104,8 +108,8 @@ class NarrowValues(MapForm):
         sizes = tuple(dv // heads + (head < dv % heads) for head in range(heads))
         return cls(
             heads=site.heads, head_width=site.head_width, value=site.family.value, output=site.family.output,
-            sizes=sizes, value_bias=value_bias, fixed_heads=site.family.fixed_heads,
-            interleaved=site.family.interleaved, group=site.heads // heads,
+            sizes=sizes, value_bias=value_bias, fixed_heads=site.family.fixed_heads, group=site.heads // heads,
+            interleaved=site.family.interleaved, pieces=site.family.pieces,
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
@@ -123,6 +127,11 @@ class NarrowValues(MapForm):
         return Layout(self.heads, self.head_width, self.interleaved)
 
     # How wide values are.
+
+    @property
+    def padded(self) -> tuple[str, ...]:
+        """Values."""
+        return (self.value,)
 
     @property
     def dv(self) -> int:
@@ -200,11 +209,13 @@ class NarrowValues(MapForm):
         """Replace the values of `module`, and what its output projection holds, in place."""
         replace_(module, {self.value: parts.value}, self.layout)
         _fill_(parts.output, parts.weight, parts.bias)
+        join_(module, self.dv)
 
     def take_out_(self, module: Any, dense: DenseValues) -> None:
         """Put dense values back, and what the output projection held, in place; as `MapForm.take_out_`."""
         put_back_(module, {self.value: dense.value}, self.layout)
         _fill_(dense.output, dense.weight, dense.bias)
+        join_(module, self.heads * self.head_width)
 
     def finish_(self, module: Any) -> None:
         """Do nothing: all there is, is in the checkpoint."""
@@ -283,6 +294,7 @@ class NarrowValues(MapForm):
             Cut(module.get_submodule(self.value), "padding", padding_of(smaller.dv, smaller.multiple)),
             Cut(output, "weight", remaining(output.weight, dim, left)),
             Cut(output, "in_features" if dim else "nx", len(left)),
+            *([Cut(module, JOINT_WIDTH, smaller.dv)] if hasattr(module, JOINT_WIDTH) else []),
         ]  # fmt: skip
 
     # Costs: D input and output width, T tokens.
@@ -294,6 +306,12 @@ class NarrowValues(MapForm):
     def macs(self, width: int, length: int) -> int:
         """T·D·dv for values; T²·dv and T·D·dv for each head that shares them."""
         return (length * width + self.group * (length**2 + length * width)) * self.dv
+
+
+def join_(module: Any, width: int) -> None:
+    """Tell a module how wide the heads' outputs are side by side, where it lays them out by that, in place."""
+    if hasattr(module, JOINT_WIDTH):
+        setattr(module, JOINT_WIDTH, width)
 
 
 def output_dim(output: nn.Linear | Conv1D) -> int:

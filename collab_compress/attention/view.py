@@ -2,13 +2,15 @@
 
 Transformers looks up an attention function by `module.config._attn_implementation` and calls it with the module, its
 queries, keys and values. An edited module holds a view of its config in which that name is ours; masks, stock
-modules and `set_attn_implementation` go on reading the model's own config.
+modules and `set_attn_implementation` go on reading the model's own config. A module that looks up nothing gets
+another forward pass (`forwards`).
 """
 
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from collab_compress.attention.forwards import hand_back_, has_own_forward, take_over_
 from collab_compress.errors import UnsupportedModelError
 
 FORMS_AT = ("score_form", "value_form")  # attributes of a module that hold the form of one of its maps each
@@ -82,14 +84,19 @@ class AttentionConfig:
 
 def redirect_(module: Any) -> None:
     """Let `module` call this package's attention functions, in place."""
-    if not isinstance(module.config, AttentionConfig):
+    if has_own_forward(module):
+        take_over_(module)
+    elif not isinstance(module.config, AttentionConfig):
         module.config = AttentionConfig(module.config)
 
 
 def restore_(module: Any) -> None:
     """Let `module` call the stock functions again, in place, unless something else of ours is still in it."""
-    left = head_hooks(module) or any(hasattr(module, name) for name in FORMS_AT)
-    if isinstance(module.config, AttentionConfig) and not left:
+    if head_hooks(module) or any(hasattr(module, name) for name in FORMS_AT):
+        return
+    if has_own_forward(module):
+        hand_back_(module)
+    elif isinstance(module.config, AttentionConfig):
         module.config = module.config.stock
 
 
@@ -107,6 +114,8 @@ def add_head_hook_(module: Any, hook: HeadHook, *, first: bool = False) -> None:
     """
     module.head_hooks = (hook, *head_hooks(module)) if first else (*head_hooks(module), hook)
     redirect_(module)
+    if has_own_forward(module):  # whatever the config says
+        return
     try:
         module.config._attn_implementation  # noqa: B018 (raises)
     except UnsupportedModelError:

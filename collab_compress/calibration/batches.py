@@ -8,8 +8,10 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from collab_compress.calibration.noise import noise_for, reads_two
 from collab_compress.errors import CalibrationError
 
 TRIED = 50  # texts with which to find out which special tokens a tokenizer adds
@@ -37,7 +39,7 @@ def special_tokens(
     raise CalibrationError("the tokenizer makes no tokens of any text; pass ready batches instead")
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, text: str, target: bool, **options: bool) -> list[int]:
+def _encoded(tokenizer: PreTrainedTokenizerBase, text: str, target: bool = False, **options: bool) -> list[int]:
     """Encode one text, as a target where the tokenizer knows how."""
     language = getattr(tokenizer, "tgt_lang", None)
     if target:
@@ -63,7 +65,9 @@ def _positions(model: PreTrainedModel) -> float:
     for table in tables:
         if isinstance(table, nn.Embedding) and table.padding_idx is not None:
             return table.num_embeddings - table.padding_idx - 1
-    return getattr(model.config, "max_position_embeddings", None) or inf
+    config = model.config.get_text_config()
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    return next(filter(None, limits), inf)
 
 
 Batch: TypeAlias = dict[str, Tensor]
@@ -71,58 +75,140 @@ Batch: TypeAlias = dict[str, Tensor]
 BATCH_SIZE = 16
 
 
-def image_batches(model: PreTrainedModel, images: int, seed: int) -> list[Batch]:
-    """Draw images of the size in the model's config, with mean 0 and variance 1 as processors make them.
-
-    Each is noise at every scale: a sum of noise on grids of 1, 2, 4, … cells a side, so that what patches hold does
-    not average out.
+def noise_batches(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, sequences: int, length: int, seed: int
+) -> list[Batch]:
+    """Draw noise for a model that reads images, clips or sounds, and random tokens for what else it reads.
 
     Raises:
-        CalibrationError: the config does not say how large images are.
+        CalibrationError: the config does not say how large they are; tokens are needed, and there is no tokenizer.
     """
-    size, channels = (getattr(model.config, name, None) for name in ("image_size", "num_channels"))
-    if size is None or channels is None:
-        raise CalibrationError(
-            f"the config of {type(model).__name__} does not say image_size and num_channels; pass batches of "
-            "pixel_values"
-        )
-    height, width = (size, size) if isinstance(size, int) else size
-    generator = torch.Generator().manual_seed(seed)
-    pixels = torch.zeros(images, channels, height, width)
-    for cells in (2**power for power in range(max(height, width).bit_length())):
-        grid = torch.randn(images, channels, min(cells, height), min(cells, width), generator=generator)
-        pixels += torch.nn.functional.interpolate(grid, (height, width))
-    return [{"pixel_values": part} for part in (pixels / pixels.std()).split(BATCH_SIZE)]
+    noise = noise_for(model, sequences, length, seed)
+    tokens: dict[str, Tensor] = {}
+    if reads_two(model) or model.config.is_encoder_decoder:
+        if tokenizer is None:
+            raise CalibrationError(
+                f"{type(model).__name__} reads tokens beside {', '.join(noise)}; pass its tokenizer=…, or "
+                "ready batches"
+            )
+        limit = fitting(length, model, tokenizer) or length
+        drawn = synthetic_batches(model, tokenizer, sequences, limit, seed, source=reads_two(model))
+        tokens = {name: torch.cat([batch[name] for batch in drawn]) for name in drawn[0]}
+    whole = {**tokens, **noise}
+    places = range(0, sequences, BATCH_SIZE)
+    return [{name: part[start : start + BATCH_SIZE] for name, part in whole.items()} for start in places]
 
 
 def synthetic_batches(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sequences: int, length: int, seed: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sequences: int | None = None,
+    length: int | None = None,
+    seed: int = 0,
+    source: bool = True,
 ) -> list[Batch]:
     """Draw token ids uniformly from the non-special vocabulary, between the special tokens that the tokenizer adds.
 
+    Without a length sequences are short and long, 8 to 128 tokens, as likely from 8 to 16 as from 64 to 128; for an
+    encoder whose tokenizer tells pairs of texts apart, half of them are pairs. What models read is so, and the start
+    of a sequence, where attention often goes, gets its share of the vectors.
+
     A decoder of an encoder–decoder starts with its start token and what the tokenizer puts before a target: a
-    language code, in NLLB, M2M100 and mBART-50.
+    language code, in NLLB, M2M100 and mBART-50. Without `source` there are tokens for the decoder only.
     """
-    size = min(len(tokenizer), getattr(model.config, "vocab_size", len(tokenizer)))
+    size = min(len(tokenizer), getattr(model.config.get_text_config(), "vocab_size", len(tokenizer)))
     special = set(tokenizer.all_special_ids)
     ordinary = torch.tensor([token for token in range(size) if token not in special])
     if not len(ordinary):
         raise CalibrationError(f"the tokenizer's vocabulary of {size} holds special tokens only")
     first, last = special_tokens(tokenizer, ordinary.tolist())
-    drawn = length - len(first) - len(last)
-    if drawn < 1:
-        raise CalibrationError(f"no room for random tokens in sequences of {length}; pass a larger length")
     generator = torch.Generator().manual_seed(seed)
-    middle = ordinary[torch.randint(len(ordinary), (sequences, drawn), generator=generator)]
-    ids = torch.cat([torch.tensor([first] * sequences).long(), middle, torch.tensor([last] * sequences).long()], 1)
-    batches = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids.split(BATCH_SIZE)]
+    longest = fitting(length or LONGEST, model, tokenizer) or LONGEST
+    shortest = min(SHORTEST, longest) if length is None else longest
+    if longest <= len(first) + len(last):
+        raise CalibrationError(f"no room for random tokens in sequences of {longest}; pass a larger length")
+    count = sequences or (VARIED if length is None else EQUAL)
+    lengths = _lengths(count, max(shortest, len(first) + len(last) + 1), longest, generator)
+    pairs = length is None and not model.config.is_encoder_decoder and not is_causal(model)
+    between = separator(tokenizer, ordinary.tolist(), first, last) if pairs else None
+    drawn = [ordinary[torch.randint(len(ordinary), (number,), generator=generator)] for number in lengths.tolist()]
+    rows = [_row(tokens, first, between if place % 2 else None, last) for place, tokens in enumerate(drawn)]
+    columns = {"input_ids": [ids for ids, _ in rows]}
+    if between is not None and "token_type_ids" in tokenizer.model_input_names:
+        columns["token_type_ids"] = [types for _, types in rows]
+    batches = _padded(columns, "attention_mask", tokenizer)
+    if not source:
+        batches = [{} for _ in batches]
     if model.config.is_encoder_decoder:
         first, last = special_tokens(tokenizer, ordinary.tolist(), target=True)
-        begin = torch.tensor([_start_token(model.config, last), *first])[:length]
-        targets = ordinary[torch.randint(len(ordinary), (sequences, length), generator=generator)]
-        targets[:, : len(begin)] = begin
-        for batch, part in zip(batches, targets.split(BATCH_SIZE), strict=True):
-            batch["decoder_input_ids"], batch["decoder_attention_mask"] = part, torch.ones_like(part)
+        begin = torch.tensor([_start_token(model.config, last), *first])[:longest]
+        targets = [
+            ordinary[torch.randint(len(ordinary), (number,), generator=generator)] for number in lengths.tolist()
+        ]
+        for target in targets:
+            target[: len(begin)] = begin[: len(target)]
+        decoded = _padded({"decoder_input_ids": targets}, "decoder_attention_mask", tokenizer)
+        batches = [{**source, **target} for source, target in zip(batches, decoded, strict=True)]
+    return _sample(batches, len(batches), seed)
+
+
+def is_causal(model: PreTrainedModel) -> bool:
+    """Whether tokens of the model see only those before them."""
+    return any(getattr(module, "is_causal", False) for module in model.modules()) or bool(
+        getattr(model.config, "is_decoder", False)
+    )
+
+
+def separator(
+    tokenizer: PreTrainedTokenizerBase, ordinary: Sequence[int], first: Sequence[int], last: Sequence[int]
+) -> list[int] | None:
+    """Find out which tokens the tokenizer puts between two texts, or None where it puts none.
+
+    Args:
+        tokenizer: what encodes.
+        ordinary: some tokens that are not special, to make a text of.
+        first: what it puts before a text.
+        last: what it puts behind it.
+    """
+    for text in ("a", *(tokenizer.decode([token]) for token in ordinary[:TRIED])):
+        plain, whole = _encoded(tokenizer, text, add_special_tokens=False), list(tokenizer(text, text)["input_ids"])
+        inner = whole[len(first) + len(plain) : len(whole) - len(plain) - len(last)]
+        if plain and [*first, *plain, *inner, *plain, *last] == whole:
+            return inner or None
+    return None
+
+
+def _lengths(count: int, shortest: int, longest: int, generator: torch.Generator) -> Tensor:
+    """Draw lengths in ascending order, each power of two as likely as the next."""
+    spread = torch.rand(count, generator=generator, dtype=torch.float64).sort().values
+    return (shortest * ((longest + 1) / shortest) ** spread).long().clamp(shortest, longest)
+
+
+def _row(
+    drawn: Tensor, first: Sequence[int], between: Sequence[int] | None, last: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Put special tokens in their places, over tokens drawn; and say to which of two texts each token belongs."""
+    ids, types = drawn.clone(), torch.zeros_like(drawn)
+    ids[: len(first)] = torch.tensor(first, dtype=ids.dtype)
+    ids[len(ids) - len(last) :] = torch.tensor(last, dtype=ids.dtype)
+    free = len(ids) - len(first) - len(last) - len(between or ())
+    if between is not None and free > 1:
+        middle = len(first) + free // 2
+        ids[middle : middle + len(between)] = torch.tensor(between, dtype=ids.dtype)
+        types[middle + len(between) :] = 1
+    return ids, types
+
+
+def _padded(columns: Mapping[str, list[Tensor]], mask: str, tokenizer: PreTrainedTokenizerBase) -> list[Batch]:
+    """Make batches of rows that lie side by side, filled up behind, with a mask of what is real."""
+    ids = next(iter(columns))
+    pad = {ids: tokenizer.pad_token_id or 0}
+    batches = []
+    for start in range(0, len(columns[ids]), BATCH_SIZE):
+        parts = {name: rows[start : start + BATCH_SIZE] for name, rows in columns.items()}
+        batch = {name: pad_sequence(part, True, pad.get(name, 0)) for name, part in parts.items()}
+        batch[mask] = pad_sequence([torch.ones_like(row) for row in parts[ids]], True)
+        batches.append(batch)
     return batches
 
 
@@ -142,8 +228,9 @@ Calibration: TypeAlias = str | Path | Sequence[Text] | Iterable[Mapping[str, Ten
 _Item = TypeVar("_Item")
 _logger = logging.getLogger(__name__)
 
-SEQUENCES = 128
-LENGTH = 64
+SHORTEST, LONGEST = 8, 128  # tokens of a random sequence, where no length is given
+VARIED, EQUAL = 192, 128  # random sequences, where lengths vary and where not: 8,000 tokens both
+LENGTH = 64  # tokens beside noise, and positions of it
 BESIDE = "synthetic+"
 
 
@@ -159,14 +246,15 @@ def calibration_batches(
     """Turn any accepted form of calibration data into batches for `model`; what is left out is logged as a warning.
 
     Args:
-        calibration: "synthetic" (random tokens, or noise for images), "none" or None, the path of a text file as
-            `read_texts` takes it, "synthetic+PATH" for random tokens beside the texts of a file, a sequence of texts
-            or text pairs (a column of a `datasets` data set is one), or ready batches.
+        calibration: "synthetic" (random tokens; noise for images, clips and sounds), "none" or None, the path of a
+            text file as `read_texts` takes it, "synthetic+PATH" for random tokens beside the texts of a file, a
+            sequence of texts or text pairs (a column of a `datasets` data set is one), or ready batches.
         model: the model they are for; bounds the vocabulary and the length.
         tokenizer: needed for everything but ready batches, images and none.
-        sequences: number of random sequences, 128 if not given; of more texts than that a random sample is used, and
-            all of them if not given.
-        length: tokens in a random sequence, 64 if not given; texts are cut there, or else at the model's limit.
+        sequences: number of random sequences, 192 if not given, or 128 of one length; of more texts than that a
+            random sample is used, and all of them if not given.
+        length: tokens in a random sequence; 8 to 128 if not given, as `synthetic_batches` draws them. Texts are cut
+            there, or else at the model's limit. Positions of a sound, 64 if not given.
         seed: seed of the random tokens, and of the sample and order of texts.
 
     Returns:
@@ -207,8 +295,8 @@ def noted_batches(
     items = None if isinstance(calibration, str | Path) else _items(calibration)
     if items is not None and any(isinstance(item, Mapping) for item in items):
         batches = [_batch(place, item) for place, item in enumerate(items)]
-    elif model.main_input_name != "input_ids":
-        batches = _noise(calibration, model, sequences or SEQUENCES, seed)
+    elif model.main_input_name != "input_ids" or reads_two(model):
+        batches = _unlike_texts(calibration, model, tokenizer, sequences or EQUAL, length or LENGTH, seed)
     elif tokenizer is None:
         raise CalibrationError(
             "calibration from random tokens or texts needs the model's tokenizer, and there is none: pass "
@@ -220,8 +308,7 @@ def noted_batches(
             "input_ids and decoder_input_ids, or calibration 'synthetic'"
         )
     elif calibration == "synthetic":
-        limit = fitting(length or LENGTH, model, tokenizer)
-        batches = synthetic_batches(model, tokenizer, sequences or SEQUENCES, limit or LENGTH, seed)
+        batches = synthetic_batches(model, tokenizer, sequences, length, seed)
     else:
         file = text_file(calibration)
         texts = [_text(place, item) for place, item in enumerate(items or [])] if file is None else read_texts(file)
@@ -233,10 +320,9 @@ def noted_batches(
         if cut:
             notes.append(f"{cut} of {len(sample)} texts are longer than {limit} tokens and are cut there")
         if str(calibration).startswith(BESIDE):
-            limit = fitting(length or LENGTH, model, tokenizer)
-            batches += synthetic_batches(model, tokenizer, sequences or SEQUENCES, limit or LENGTH, seed)
+            batches += synthetic_batches(model, tokenizer, sequences, length, seed)
             batches = _sample(batches, len(batches), seed)
-    size = getattr(model.config, "vocab_size", None)
+    size = getattr(model.config.get_text_config(), "vocab_size", None)
     largest = max((int(batch["input_ids"].max()) for batch in batches if "input_ids" in batch), default=0)
     if size is not None and largest >= size:
         raise CalibrationError(
@@ -248,14 +334,19 @@ def noted_batches(
     return batches, notes
 
 
-def _noise(calibration: Any, model: PreTrainedModel, sequences: int, seed: int) -> list[Batch]:
-    """Draw images of noise, or say what to pass instead."""
-    if calibration != "synthetic" or model.main_input_name != "pixel_values":
-        raise CalibrationError(
-            f"{type(model).__name__} reads {model.main_input_name}, not texts; pass batches of them as its processor "
-            "makes them"
-        )
-    return image_batches(model, sequences, seed)
+def _unlike_texts(
+    calibration: Any, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, sequences: int, length: int,
+    seed: int,
+) -> list[Batch]:  # fmt: skip
+    """Make batches for a model that reads more than texts: noise; or say what to pass instead."""
+    if calibration == "synthetic":
+        batches = noise_batches(model, tokenizer, sequences, length, seed)
+        if batches and batches[0]:
+            return batches
+    reads = f"{model.main_input_name} and images" if reads_two(model) else model.main_input_name
+    raise CalibrationError(
+        f"{type(model).__name__} reads {reads}, not texts; pass batches of them as its processor makes them"
+    )
 
 
 def text_batches(

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import DenseSite, Kind, ValueSite
+from collab_compress.architectures import AttentionSite, DenseSite, Kind, ValueSite
 from collab_compress.calibration.batches import Batch
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.factorization import Moments
+
+FRAMES = "_get_feature_vector_attention_mask"  # method of models of sound: mask of samples → mask of positions
 
 
 class RealTokens(NamedTuple):
@@ -62,6 +64,10 @@ def real_tokens(
         return None if found is None else found != 0
 
     own = mask("attention_mask")
+    hears = next((each for each in (model, getattr(model, "encoder", None)) if hasattr(each, FRAMES)), None)
+    if own is not None and hears is not None:  # sounds become fewer positions than they have samples
+        length = int(hears._get_feat_extract_output_lengths(torch.tensor(own.shape[1])))
+        own = getattr(hears, FRAMES)(length, own.long()).bool()
     if not model.config.is_encoder_decoder:
         return {
             "encoder": RealTokens(own, own),
@@ -75,6 +81,12 @@ def real_tokens(
         "decoder": RealTokens(target, target),
         "cross": RealTokens(target, own),
     }
+
+
+def masks_of(site: AttentionSite, real: Mapping[Kind, RealTokens]) -> RealTokens:
+    """Pick the masks that hold for one module: those of tokens hold for no tower that reads images."""
+    tokens = hasattr(getattr(site.module, "config", None), "vocab_size")
+    return real[site.kind] if tokens else RealTokens(None, None)
 
 
 def _from_targets(model: Any, given: Mapping[str, Any]) -> Tensor | None:
@@ -120,7 +132,7 @@ def gather_moments(
             for batch in batches:
                 real = _masks(model, batch)
                 for each in gathered:
-                    each.real = real[each.site.kind]
+                    each.real = masks_of(each.site, real)
                 run_batch(model, batch)
                 if on_batch is not None:
                     on_batch()

@@ -48,7 +48,7 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
         """Leave out of what the weights are loaded by what edited models are not saved by."""
         found: list[Any] = super().update_weight_conversions(weight_conversions, model)
-        return _apart(found) if self.quantization_config.edits else found
+        return _kept_conversions(found) if self.quantization_config.edits else found
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **_: Any
@@ -136,11 +136,11 @@ def _save_apart_(model: PreTrainedModel) -> None:
     if conversions is None:  # as `save_pretrained` finds them
         found = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [each for each in found if not isinstance(each, PrefixChange)]
-    if len(_apart(conversions)) < len(conversions):
-        model._weight_conversions = _apart(conversions)
+    if len(_kept_conversions(conversions)) < len(conversions):
+        model._weight_conversions = _kept_conversions(conversions)
 
 
-def _apart(conversions: Sequence[Any]) -> list[Any]:
+def _kept_conversions(conversions: Sequence[Any]) -> list[Any]:
     """Leave out what takes a stored tensor apart."""
     return [each for each in conversions if not isinstance(each, WeightConverter) or len(each.target_patterns) == 1]
 

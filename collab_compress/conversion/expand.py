@@ -142,14 +142,16 @@ def _refuse_bias_without_place(model: PreTrainedModel, name: str, module: Any) -
         CompressionError: there are some.
     """
     form: ScoreForm = module.score_form
-    family = FAMILIES.get(model.config.model_type)
+    family = FAMILIES.get(module.config.model_type)
     if not form.content_bias or family is None:
         return
     try:
         value = attrgetter(family.value)(module)
     except AttributeError:
         return
-    if getattr(value, "bias", None) is None:  # in all families queries have a bias exactly where values have one
+    if (
+        getattr(value, "proj", value).bias is None
+    ):  # in all families queries have a bias exactly where values have one
         raise CompressionError(
             f"{name} has content biases, which centre=True made, and queries of a stock {type(model).__name__} have "
             "no bias to hold them; keep the model converted, or convert with centre=False and expand that"
@@ -181,7 +183,9 @@ def _dense_projections(name: str, module: Any, head_width: int | None) -> tuple[
         bq.append(tall[len(query)] if content is not None else tall.new_zeros(room))
     like = module.get_submodule(form.query).proj.weight
     dense_query = _linear(torch.cat(wq, 1), torch.cat(bq) if content is not None else None, like)
-    zero = torch.zeros(form.heads * room) if content is not None else None
+    family = FAMILIES.get(module.config.model_type)
+    biased = content is not None and (family is None or family.key_bias)
+    zero = torch.zeros(form.heads * room) if biased else None
     dense_key = _linear(torch.cat(wk, 1), zero, like)
     return dense_query, dense_key, (lost / total) ** 0.5 if total else 0.0
 

@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, AttentionSite, find_attention, transformers_model
 from collab_compress.attention.form import Cut, remaining
-from collab_compress.attention.view import head_hooks
+from collab_compress.attention.install import STOCK_HEADS, lay_out_
+from collab_compress.attention.values import JOINT_WIDTH
+from collab_compress.attention.view import FORMS_AT, head_hooks
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
 from collab_compress.errors import CompressionError, HeadError
 from collab_compress.heads.sharding import refuse_sharded
@@ -67,10 +69,6 @@ def least_important(
     return {name: sorted(picked[name]) for name in importance if name in picked}
 
 
-# What some families keep beside the number of heads: H·d.
-JOINT_WIDTHS = ("all_head_size",)
-
-
 @dataclass(frozen=True)
 class KeptHeads:
     """Which heads of one attention module are left, and where its parts are.
@@ -125,11 +123,21 @@ class PrunedEdit:
 
     def apply_(self, model: PreTrainedModel) -> None:
         """Cut the heads out of `model` in place; its weights may still be empty."""
-        for cut in plan_removal(model, self):
-            setattr(cut.owner, cut.name, cut.value)
+        remove_(model, self)
 
     def finish_(self, model: PreTrainedModel) -> None:
         """Do nothing: what is left of a projection is loaded like any other weight."""
+
+
+def remove_(model: PreTrainedModel, edit: PrunedEdit) -> None:
+    """Cut the heads out of `model`, in place."""
+    for cut in plan_removal(model, edit):
+        setattr(cut.owner, cut.name, cut.value)
+    for name in edit.modules:
+        module = model.base_model.get_submodule(name)
+        for form in (getattr(module, at, None) for at in FORMS_AT):
+            if form is not None:
+                lay_out_(module, form.pieces)
 
 
 def plan_removal(model: PreTrainedModel, edit: PrunedEdit) -> list[Cut]:
@@ -137,7 +145,7 @@ def plan_removal(model: PreTrainedModel, edit: PrunedEdit) -> list[Cut]:
     cuts = []
     for name, kept in edit.modules.items():
         module = model.base_model.get_submodule(name)
-        if getattr(module, kept.heads) == kept.before:
+        if getattr(module, _counted(module, kept)) == kept.before:
             cuts += _module_cuts(module, model.base_model.get_submodule(kept.output), kept)
     return cuts
 
@@ -149,15 +157,22 @@ def _module_cuts(module: Any, output: Any, kept: KeptHeads) -> list[Cut]:
     else:
         values = _channels(kept.kept, kept.value_width)
         cuts = _output_cuts(module.get_submodule(kept.value), values) + _input_cuts(output, values)
+        if hasattr(module, JOINT_WIDTH):
+            cuts.append(Cut(module, JOINT_WIDTH, len(values)))
     if hasattr(module, "score_form"):
         cuts += module.score_form.keep_heads(module, kept.kept)
     else:
         channels = _channels(kept.kept, kept.head_width)
         cuts += _output_cuts(module.get_submodule(kept.query), channels)
         cuts += _output_cuts(module.get_submodule(kept.key), channels)
-    cuts.append(Cut(module, kept.heads, len(kept.kept)))
-    cuts += [Cut(module, name, len(kept.kept) * kept.head_width) for name in JOINT_WIDTHS if hasattr(module, name)]
-    return cuts
+    if hasattr(module, "embed_dim"):  # by which some lay outputs out
+        cuts.append(Cut(module, "embed_dim", len(kept.kept) * kept.head_width))
+    return [*cuts, Cut(module, _counted(module, kept), len(kept.kept))]
+
+
+def _counted(module: Any, kept: KeptHeads) -> str:
+    """Attribute that holds the number of heads; the stock one may say how many pieces a converted module views."""
+    return STOCK_HEADS if STOCK_HEADS in module.__dict__ else kept.heads
 
 
 def _channels(heads: Sequence[int], width: int) -> list[int]:
@@ -208,8 +223,7 @@ def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -
     if not modules:
         return
     edit = PrunedEdit(modules)
-    for cut in plan_removal(model, edit):
-        setattr(cut.owner, cut.name, cut.value)
+    remove_(model, edit)
     record_edit_(model, edit)
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention, transformers_model
 from collab_compress.attention.view import HeadCall, add_head_hook_, for_each_head, remove_head_hook_
-from collab_compress.calibration.gather import RealTokens, forward_arguments, real_tokens
+from collab_compress.calibration.gather import RealTokens, forward_arguments, masks_of, real_tokens
 from collab_compress.errors import HeadError
 
 Part = Literal["outputs", "values", "rows", "queries", "keys"]
@@ -154,7 +154,7 @@ class Tap:
 
     def _fitting(self, site: AttentionSite, call: HeadCall) -> RealTokens:
         """Masks of one call; with a cache there are more keys than queries, and the mask is of all of them."""
-        query, key = (self._real or {})[site.kind]
+        query, key = masks_of(site, self._real or {})
         queries, keys = call.query.shape[2], call.key.shape[2]
         query = query if query is None or site.kind == "cross" else query[:, -queries:]
         for mask, tokens in ((query, queries), (key, keys)):

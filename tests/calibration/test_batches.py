@@ -30,6 +30,58 @@ def test_synthetic_tokens(minilm, minilm_tokenizer):
     assert ids[:, 1:-1].unique().numel() > 150  # of 160 draws from 30 517 tokens
 
 
+def test_random_sequences_are_short_and_long_single_and_in_pairs(minilm, minilm_tokenizer):
+    batches = calibration_batches("synthetic", minilm, minilm_tokenizer)
+    rows = [
+        (ids[mask.bool()].tolist(), types[mask.bool()].tolist())
+        for batch in batches
+        for ids, mask, types in zip(
+            *(batch[name] for name in ("input_ids", "attention_mask", "token_type_ids")), strict=True
+        )
+    ]
+    lengths = [len(ids) for ids, _ in rows]
+    assert (len(rows), min(lengths), max(lengths)) == (192, 8, 128)
+    assert 7500 < sum(lengths) < 9000
+    for low in (8, 16, 32, 64):
+        assert 36 < sum(low <= length < 2 * low for length in lengths) < 60
+    first, between = minilm_tokenizer.cls_token_id, minilm_tokenizer.sep_token_id
+    pairs = [row for row in rows if row[0].count(between) == 2]
+    assert len(pairs) == 96
+    for ids, types in rows:
+        assert (ids[0], ids[-1]) == (first, between)
+        place = ids.index(between)
+        assert types == [0] * (place + 1) + [1] * (len(ids) - place - 1)
+        assert len(ids) - 1 in (place, 2 * place, 2 * place + 1, 2 * place - 1)
+        assert not set(minilm_tokenizer.all_special_ids) & {*ids[1:place], *ids[place + 1 : -1]}
+    widths = [batch["input_ids"].shape[1] for batch in batches]
+    assert widths != sorted(widths)  # what is held back is not the longest
+    assert minilm(**batches[0])[0].isfinite().all()
+
+
+def test_causal_models_and_tokenizers_without_separators_get_no_pairs(minilm, minilm_tokenizer, words):
+    minilm.config.is_decoder = True
+    for batch in calibration_batches("synthetic", minilm, minilm_tokenizer, sequences=32):
+        assert ((batch["input_ids"] == minilm_tokenizer.sep_token_id).sum(1) == 1).all()
+        assert "token_type_ids" not in batch
+    config = RobertaConfig(vocab_size=61, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+                           intermediate_size=8, max_position_embeddings=42, pad_token_id=1)  # fmt: skip
+    batches = calibration_batches("synthetic", RobertaModel(config), words, sequences=50)
+    assert max(batch["input_ids"].shape[1] for batch in batches) == 40
+    for batch in batches:
+        assert ((batch["input_ids"] == 1) == (batch["attention_mask"] == 0)).all()
+
+
+def test_targets_are_as_long_as_sources():
+    pieces = {piece: number for number, piece in enumerate(["<s>", "<pad>", "</s>", "<unk>", *LETTERS])}
+    tokenizer = NllbTokenizer(vocab=pieces, merges=[], src_lang="deu_Latn", tgt_lang="fra_Latn")
+    batches = calibration_batches("synthetic", translator("M2M100", 2), tokenizer, sequences=40)
+    french = tokenizer.convert_tokens_to_ids("fra_Latn")
+    for batch in batches:
+        assert torch.equal(batch["attention_mask"].sum(1), batch["decoder_attention_mask"].sum(1))
+        assert (batch["decoder_input_ids"][:, :2] == torch.tensor([2, french])).all()
+    assert len({int(length) for batch in batches for length in batch["attention_mask"].sum(1)}) > 20
+
+
 def test_synthetic_tokens_follow_the_seed(minilm, minilm_tokenizer):
     one, same, other = (
         calibration_batches("synthetic", minilm, minilm_tokenizer, sequences=4, seed=seed)[0]["input_ids"]
@@ -82,7 +134,7 @@ def test_random_tokens_beside_texts(tmp_path, minilm, minilm_tokenizer):
     texts = calibration_batches(file, minilm, minilm_tokenizer, seed=3)
     same, wanted = (sorted((batch["input_ids"] for batch in each), key=str) for each in (found, [*alone, *texts]))
     assert all(torch.equal(*each) for each in zip(same, wanted, strict=True))
-    are_texts = [batch["input_ids"].shape[1] == 4 for batch in found]
+    are_texts = [batch["input_ids"].shape[1] == 4 for batch in found]  # random ones are longer
     assert (are_texts.count(True), are_texts.count(False)) == (5, 8)
     assert are_texts not in (sorted(are_texts), sorted(are_texts, reverse=True))
     with pytest.raises(CalibrationError, match=r"cannot read calibration texts from .*nothing\.txt"):

@@ -4,31 +4,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, ViTConfig, ViTModel, Wav2Vec2Config, Wav2Vec2Model
+from transformers import ViTConfig, ViTModel
 
 from collab_compress import CalibrationError, Compression, compress
 from collab_compress.calibration import calibration_batches
-
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    words = {"[PAD]": 0, "</s>": 1, "<s>": 2, "[UNK]": 3, **{f"w{number}": number for number in range(4, 61)}}
-    inner = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="[PAD]", eos_token="</s>", bos_token="<s>", unk_token="[UNK]"
-    )
+from collab_compress.calibration.gather import real_tokens
 
 
 def test_synthetic_data_suffices(kin, build, tokenizer):
     model = build(kin)
-    if kin == "bert-cross":
-        with pytest.raises(CalibrationError, match=r"crossattention\.self saw no token .*encoder_hidden_states"):
+    if kin in ("bert-cross", "musicgen_decoder", "trocr"):
+        with pytest.raises(
+            CalibrationError, match=r"(crossattention\.self|encoder_attn) saw no token .*encoder_hidden_states"
+        ):
             compress(model, Compression(dk=7), "synthetic", tokenizer)
         return
     report = compress(model, Compression(dk=7, sweeps=5), "synthetic", tokenizer)
-    assert report.drift.sequences == 16
+    assert report.drift.sequences == 24
     assert 0 < report.drift.relative_error < 2
     assert all(0 < module.data_error < 1 for module in report.modules)
 
@@ -57,14 +49,53 @@ def test_texts_are_not_for_image_models(build, tokenizer):
         calibration_batches(["a dog"], build("vit"), tokenizer)
 
 
-def test_sound_needs_data():
-    config = Wav2Vec2Config(
-        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, conv_dim=(8,),
-        conv_stride=(5,), conv_kernel=(10,), num_feat_extract_layers=1, num_conv_pos_embedding_groups=2,
-        num_conv_pos_embeddings=4,
-    )  # fmt: skip
-    with pytest.raises(CalibrationError, match="Wav2Vec2Model reads input_values"):
-        calibration_batches("synthetic", Wav2Vec2Model(config))
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("wav2vec2", {"input_values": (128, 64 * 10)}),  # 64 positions of 5 · 2 samples
+        ("audio-spectrogram-transformer", {"input_values": (128, 12, 8)}),
+        ("whisper", {"input_features": (128, 8, 24), "decoder_input_ids": (128, 64)}),
+        ("speech_to_text", {"input_features": (128, 128, 8), "decoder_input_ids": (128, 64)}),
+        ("videomae", {"pixel_values": (128, 4, 3, 8, 8)}),
+        ("clip", {"pixel_values": (128, 3, 8, 8), "input_ids": (128, 64)}),
+        ("siglip2", {"pixel_values": (128, 9, 48), "spatial_shapes": (128, 2), "input_ids": (128, 64)}),
+    ],
+)
+def test_noise_has_the_shape_of_what_processors_make(name, shapes, build, tokenizer):
+    model = build(name)
+    batches = calibration_batches("synthetic", model, tokenizer)
+    whole = {part: torch.cat([batch[part] for batch in batches]) for part in batches[0]}
+    assert shapes.items() <= {part: tuple(tensor.shape) for part, tensor in whole.items()}.items()
+    with torch.no_grad():
+        assert model(**batches[0])[0].isfinite().all()
+    for part, tensor in whole.items():
+        if tensor.is_floating_point():
+            assert tensor.mean().abs() < 0.1
+            assert tensor.std() == pytest.approx(
+                1 if tensor.dim() == 2 or part == "pixel_values" else 0.5, rel=0.1
+            ) or (name == "speech_to_text")
+    same, other = (calibration_batches("synthetic", model, tokenizer, seed=seed) for seed in (0, 1))
+    for part in batches[0]:
+        assert torch.equal(same[0][part], batches[0][part])
+        if batches[0][part].is_floating_point():
+            assert not torch.equal(other[0][part], batches[0][part])
+
+
+def test_two_towers_need_a_tokenizer(build):
+    with pytest.raises(CalibrationError, match="CLIPModel reads tokens beside pixel_values; pass its tokenizer=…"):
+        calibration_batches("synthetic", build("clip"))
+
+
+def test_padded_sound_is_left_out_of_the_moments(build, inputs):
+    """What a mask of samples hides is hidden from the positions that are made of them."""
+    model = build("wav2vec2")
+    real = real_tokens(model, (), (), inputs("wav2vec2"))["encoder"].query
+    assert real.sum(1).tolist() == model._get_feat_extract_output_lengths(torch.tensor([120, 90, 60])).tolist()
+
+
+def test_what_nobody_knows_the_shape_of_is_asked_for(build):
+    with pytest.raises(CalibrationError, match="PatchTSTModel reads past_values, not texts; pass batches of them"):
+        calibration_batches("synthetic", build("patchtst"))
 
 
 def test_an_unknown_image_size_is_asked_for():

@@ -27,6 +27,7 @@ def generated(model, batch, **options):
     return model.generate(**arguments, max_new_tokens=6, min_new_tokens=6, **options)
 
 
+@pytest.mark.every_family
 def test_full_rank_generates_what_the_dense_model_does(generator, build, inputs, tinies):
     dense, batch = build(generator, tinies[generator].generates), inputs(generator)
     converted = copy.deepcopy(dense)
@@ -54,8 +55,16 @@ def cached(model, batch):
 
 @pytest.mark.parametrize(
     ("name", "dk", "keys"),
-    [("gpt2", 8, 16), ("gpt2", 13, 16), ("marian", 8, 16), ("marian", 5, 8), ("t5", 8, 8), ("opt", 8, 24)],
-)
+    [
+        ("gpt2", 8, 16),
+        ("bloom", 8, 16),
+        ("gpt2", 13, 16),
+        ("marian", 8, 16),
+        ("marian", 5, 8),
+        ("t5", 8, 8),
+        ("opt", 8, 24),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("calibrated", [True, False])
 def test_key_cache_bytes_before_and_after(name, dk, keys, calibrated, build, inputs):
     """R + H numbers a token, rounded up to whole heads of 8 (no content biases in T5; OPT saves nothing)."""
@@ -121,7 +130,7 @@ def counted(model):
 
 
 @pytest.mark.parametrize(("dk", "dv", "widths"), [(5, None, (8, 24)), (None, 10, (24, 16)), (5, 12, (8, 16))])
-@pytest.mark.parametrize("name", ["gpt2", "marian", "t5", "bert-decoder"])
+@pytest.mark.parametrize("name", ["gpt2", "marian", "t5", "bert-decoder", "bloom"])
 def test_static_caches_are_refused_where_keys_do_not_fit(name, dk, dv, widths, build, inputs, tinies):
     model, batch = build(name, tinies[name].generates), inputs(name)
     compress(model, Compression(dk=dk, dv=dv), calibration=None)
@@ -133,7 +142,8 @@ def test_static_caches_are_refused_where_keys_do_not_fit(name, dk, dv, widths, b
 @pytest.mark.parametrize(
     ("name", "dk", "dv"),
     [
-        ("gpt2", 20, None), ("opt", 5, None), ("marian", 20, None), ("t5", 20, None), ("gpt2", 13, 16),
+        ("gpt2", 20, None), ("bloom", 20, None), ("bloom", 13, 16), ("opt", 5, None), ("marian", 20, None),
+        ("t5", 20, None), ("gpt2", 13, 16),
         ("gpt2", 13, 10), ("marian", 5, 8), ("opt", None, 10),
     ],
 )  # fmt: skip

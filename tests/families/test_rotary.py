@@ -4,10 +4,8 @@ import copy
 
 import pytest
 import torch
+from rotary_models import ROTARY, SIZES, make_rotary
 from transformers import (
-    CONFIG_MAPPING,
-    AutoModel,
-    AutoModelForCausalLM,
     EsmConfig,
     EsmModel,
     GemmaConfig,
@@ -30,10 +28,6 @@ from collab_compress.architectures import FAMILIES, find_dense_attention
 from collab_compress.attention.view import add_head_hook_
 from collab_compress.errors import CompressionError, UnsupportedModelError
 
-SIZES = {
-    "vocab_size": 61, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 32,
-    "max_position_embeddings": 80, "initializer_range": 0.4, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1,
-}  # fmt: skip
 MODELS = {
     "esm": lambda: EsmModel(
         EsmConfig(**SIZES, position_embedding_type="rotary", mask_token_id=4, token_dropout=False)
@@ -292,36 +286,13 @@ def test_a_module_alone_needs_its_angles(model):
             attention.q_proj(torch.randn(1, 3, 32))
 
 
-EXPERTS = {
-    "num_experts": 2, "num_local_experts": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-    "num_experts_per_tok": 1, "n_routed_experts": 2, "moe_num_experts": 2,
-}  # fmt: skip
-OWN = {
-    "esm": {"position_embedding_type": "rotary", "mask_token_id": 4, "token_dropout": False},
-    "smollm3": {"no_rope_layers": [1, 0]},
-    **dict.fromkeys(
-        ("ernie4_5_moe", "granitemoe", "granitemoeshared", "mixtral", "phimoe", "qwen2_moe", "solar_open"), EXPERTS
-    ),
-}
-ROTARY = sorted(name for name, family in FAMILIES.items() if family.rotary)
-
-
 @pytest.mark.parametrize("name", ROTARY)
 def test_every_rotary_family_keeps_the_contracts(name, tmp_path, load_cleanly):
     """Exact at full width, the formula below it, saved and loaded, expanded, trained, and generating."""
-    torch.manual_seed(0)
-    groups = {"num_key_value_heads": 2} if FAMILIES[name].key_value_heads else {}
-    config = CONFIG_MAPPING[name](
-        **SIZES, **groups, **OWN.get(name, {}), **({} if name == "esm" else {"head_dim": 8})
-    )
-    generates = type(config) in AutoModelForCausalLM._model_mapping
-    dense = (AutoModelForCausalLM if generates else AutoModel).from_config(config).eval()
-    with torch.no_grad():
-        for path, parameter in dense.named_parameters():
-            if path.endswith((".query.bias", ".key.bias", "q_proj.bias", "k_proj.bias")):
-                parameter.normal_(std=0.5)
+    dense = make_rotary(name)
+    generates = dense.can_generate()
     site = find_dense_attention(dense, FAMILIES)[0]
-    assert site.key_value_heads == (2 if groups else 4)
+    assert site.key_value_heads == (2 if site.family.key_value_heads else 4)
     full, low = copy.deepcopy(dense), copy.deepcopy(dense)
     compress(full, Compression(dk=site.key_value_width, dv=site.key_value_width), calibration=None)
     expected = run(dense, batch())

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress import Compression, HeadMask, compress, expand, prune_heads_
@@ -14,11 +13,11 @@ from collab_compress.errors import CompressionError
 UNEQUAL = 10  # of three heads: 4, 3 and 3 channels
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("dk", [None, "full"])
-def test_full_width_equals_dense(kin, implementation, dk, build, inputs, run, tinies):
+@pytest.mark.every_family
+@pytest.mark.parametrize(("implementation", "dk"), [("eager", None), ("sdpa", "full")])
+def test_full_width_equals_dense(kin, implementation, dk, attend_by_, build, inputs, run, tinies):
     dense, batch = build(kin), inputs(kin)
-    dense.set_attn_implementation(implementation)
+    attend_by_(dense, implementation)
     converted = copy.deepcopy(dense)
     compress(converted, Compression(dk=dk and tinies[kin].full, dv=24), calibration=None)
     torch.testing.assert_close(run(converted, batch), run(dense, batch), atol=2e-5, rtol=1e-4)
@@ -53,8 +52,9 @@ def dense_twin(dense, converted):
     return twin
 
 
-@pytest.mark.parametrize(("dk", "dv"), [(None, 12), (None, UNEQUAL), (9, 12), (9, UNEQUAL)])
-def test_narrow_values_equal_their_dense_twin(kin, dk, dv, build, inputs, run):
+@pytest.mark.every_family
+@pytest.mark.parametrize(("dk", "dv"), [(None, UNEQUAL), (9, 12)])
+def test_narrow_values_equal_their_dense_twin(kin, dk, dv, attend_by_, build, inputs, run):
     dense, batch = build(kin), inputs(kin)
     converted = copy.deepcopy(dense)
     if dk:
@@ -64,16 +64,17 @@ def test_narrow_values_equal_their_dense_twin(kin, dk, dv, build, inputs, run):
     twin = dense_twin(dense, converted)
     for implementation in ("eager", "sdpa"):
         for model in (converted, twin):
-            model.set_attn_implementation(implementation)
+            attend_by_(model, implementation)
         torch.testing.assert_close(run(converted, batch), run(twin, batch), atol=5e-5, rtol=1e-3)
     assert all(0 < each.data_error < 1 and each.dv == dv for each in report.values)
 
 
+@pytest.mark.every_family
 def test_they_reload_and_train(kin, build, inputs, run, tmp_path):
     model, batch = build(kin), inputs(kin)
     compress(model, Compression(dk=9, dv=UNEQUAL, sweeps=2), calibration=[batch, batch])
     model.save_pretrained(tmp_path / "saved")
-    loaded = AutoModel.from_pretrained(tmp_path / "saved")
+    loaded = type(model).from_pretrained(tmp_path / "saved")
     assert torch.equal(run(loaded, batch), run(model, batch))
     site = find_attention(model, FAMILIES)[0]
     value, output = site.part(site.family.value).proj, site.part(site.family.output)
@@ -97,6 +98,7 @@ def test_masked_and_pruned_heads_are_gone(kin, build, inputs, run):
     assert site.module.value_form.sizes == (4, 3)
 
 
+@pytest.mark.every_family
 def test_generation_with_and_without_a_cache(generator, build, inputs, tinies):
     model, batch = build(generator, tinies[generator].generates), inputs(generator)
     asked = {name: tensor for name, tensor in batch.items() if not name.startswith("decoder")}
@@ -130,6 +132,7 @@ def test_value_cache_bytes(name, values, build, inputs):
         assert at.keys.nbytes == at.keys.shape[0] * at.keys.shape[2] * 24 * 4
 
 
+@pytest.mark.every_family
 def test_a_bad_width_is_one_clear_line(kin, build):
     model = build(kin)
     with pytest.raises(CompressionError, match="dv is 25, but 3 heads × 8 = 24 is exact already"):

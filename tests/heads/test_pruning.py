@@ -78,7 +78,7 @@ def test_equals_masking(family, form, implementation, make_tiny, batch):
         sizes = [size for head, size in enumerate(SIZES.get(form, [8] * 3)) if head not in heads[site.name]]
         value = getattr(value, "proj", value)
         assert (value.out_features, output.in_features, output.out_features) == (sum(sizes), sum(sizes), 24)
-        assert getattr(site.module, "all_head_size", 8 * left) == 8 * left
+        assert getattr(site.module, "all_head_size", sum(sizes)) == sum(sizes)
         if form in SIZES:
             assert site.module.value_form.sizes == tuple(sizes)
         if form not in ("dense", "narrow"):

@@ -1,0 +1,134 @@
+"""Modules that compute their scores themselves, while something of ours is in them and afterwards."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from transformers import BloomConfig, BloomModel, MPNetConfig, MPNetModel
+
+from collab_compress import Compression, HeadMask, compress, expand
+from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.attention.forwards import FORWARDS, edited_class
+from collab_compress.heads import Tap, masks_without
+
+NAMES = ("bloom", "mpnet")
+
+
+def make(name):
+    torch.manual_seed(0)
+    if name == "bloom":
+        model = BloomModel(BloomConfig(vocab_size=61, hidden_size=24, n_head=3, n_layer=2, initializer_range=0.4))
+    else:
+        model = MPNetModel(
+            MPNetConfig(
+                vocab_size=61, hidden_size=24, num_attention_heads=3, num_hidden_layers=2, intermediate_size=32,
+                max_position_embeddings=80, initializer_range=0.4,
+            )
+        )  # fmt: skip
+    return model.eval()
+
+
+@pytest.fixture(params=NAMES)
+def model(request):
+    return make(request.param)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(5, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def run(model, ids):
+    return model(input_ids=ids)[0]
+
+
+def attention(model):
+    return [site.module for site in find_attention(model, FAMILIES)]
+
+
+def test_every_row_belongs_to_a_family():
+    described = {name for family in FAMILIES.values() for name in family.attention_classes}
+    assert described >= FORWARDS.keys()
+
+
+def test_the_stock_class_comes_back_when_nothing_of_ours_is_left(model, ids):
+    before, other = run(model, ids), make(model.config.model_type)
+    stock, attributes = type(attention(model)[0]), [set(vars(module)) for module in attention(model)]
+    with Tap(model), HeadMask(model, masks_without(model, {})):
+        assert all(type(module) is edited_class(stock) for module in attention(model))
+        assert all(isinstance(module, stock) for module in attention(model))
+        torch.testing.assert_close(run(model, ids), before, atol=2e-5, rtol=1e-4)
+    assert all(type(module) is stock for module in attention(model))
+    compress(model, Compression(dk=24, dv=24), calibration=None)
+    assert type(attention(model)[0]) is edited_class(stock)
+    assert edited_class(stock).__name__ == stock.__name__
+    expand(model)
+    assert all(type(module) is stock for module in attention(model))
+    assert [set(vars(module)) for module in attention(model)] == attributes
+    assert all(type(module) is stock for module in attention(other))
+    assert torch.equal(run(other, ids), before)
+
+
+def test_copies_and_pickles_are_edited_too(model, ids):
+    compress(model, Compression(dk=7, sweeps=5), calibration=None)
+    expected = run(model, ids)
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(attention(made)[0]) is type(attention(model)[0])
+        assert torch.equal(run(made, ids), expected)
+        for parameter in attention(made)[0].parameters():
+            parameter.data.zero_()
+        assert torch.equal(run(model, ids), expected)
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_rows_and_outputs_are_those_of_the_stock_module(model, ids, converted):
+    with torch.no_grad():
+        expected = model(input_ids=ids, output_attentions=True)
+    if converted:
+        compress(model, Compression(dk=24), calibration=None)
+    with torch.no_grad(), Tap(model, ["rows"]) as tap:
+        found, read = model(input_ids=ids, output_attentions=True), tap.take()
+    for tapped, rows, stock in zip(read, found.attentions, expected.attentions, strict=True):
+        torch.testing.assert_close(rows, stock, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(tapped.rows, stock, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found[0], expected[0], atol=2e-5, rtol=1e-4)
+
+
+def test_dropout_of_the_module_is_kept(model, ids):
+    for module in attention(model):
+        for name in ("dropout", "attention_dropout"):
+            if hasattr(module, name):
+                getattr(module, name).p = 0.5
+    compress(model, Compression(dk=24), calibration=None)
+    still = run(model, ids)
+    assert torch.equal(run(model, ids), still)
+    for module in attention(model):
+        module.train()
+    torch.manual_seed(0)
+    one = run(model, ids)
+    assert not torch.allclose(one, run(model, ids), atol=1e-3)
+
+
+def test_hooks_of_accelerate_stay(model, ids):
+    """Offloading wraps `forward` of the instance; what it calls inside is ours all the same."""
+    before = run(model, ids)
+    for module in attention(model):
+        add_hook_to_module(module, ModelHook())
+    compress(model, Compression(dk=7, sweeps=5), calibration=None)
+    hooked = run(model, ids)
+    for module in attention(model):
+        remove_hook_from_module(module)
+    assert torch.equal(run(model, ids), hooked)
+    assert not torch.allclose(hooked, before, atol=1e-3)
+
+
+def test_they_compile(ids):
+    model = make("mpnet")  # BLOOM's own activation gives a warning
+    compress(model, Compression(dk=7, dv=10), calibration=None)
+    expected = run(model, ids)
+    torch.testing.assert_close(
+        run(torch.compile(model, fullgraph=True, backend="aot_eager"), ids), expected, atol=2e-5, rtol=1e-4
+    )

@@ -1,0 +1,113 @@
+"""Models made of models: two put together, or two towers; each part is described by its own family."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from transformers import BertConfig, CLIPConfig, CLIPModel, ViTConfig, Wav2Vec2Config
+
+from collab_compress import Compression, compress, expand, read_factors
+from collab_compress.architectures import FAMILIES, find_attention, find_dense_attention
+from collab_compress.calibration import calibration_batches
+from collab_compress.errors import UnsupportedModelError
+from collab_compress.heads import Tap
+
+ENCODERS = {"EncoderDecoder": ("bert", BertConfig), "VisionEncoderDecoder": ("vit", ViTConfig),
+            "SpeechEncoderDecoder": ("wav2vec2", Wav2Vec2Config)}  # fmt: skip
+KINDS = ("encoder",) * 2 + ("decoder", "cross") * 2
+
+
+@pytest.fixture(params=sorted(ENCODERS))
+def joined(request, tinies, inputs):
+    """A model put together, and a batch for it."""
+    name, encoder = ENCODERS[request.param]
+    config = getattr(transformers, f"{request.param}Config").from_encoder_decoder_configs(
+        encoder(**tinies[name].settings), BertConfig(**tinies["bert-cross"].settings)
+    )
+    config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = 2, 0, 1
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{request.param}Model")(config=config).eval()
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if path.endswith(("query.bias", "q_proj.bias")):
+                parameter.normal_(std=0.5)
+    target = {name: part for name, part in inputs("marian").items() if name.startswith("decoder")}
+    return model, inputs(name) | target
+
+
+def test_both_parts_are_converted(joined, run, tmp_path, load_cleanly):
+    dense, batch = joined
+    assert tuple(site.kind for site in find_dense_attention(dense, FAMILIES)) == KINDS
+    model = copy.deepcopy(dense)
+    compress(model, Compression(dk=24, dv=24), calibration=None)
+    torch.testing.assert_close(run(model, batch), run(dense, batch), atol=5e-5, rtol=1e-4)
+    source = {name: part for name, part in batch.items() if not name.startswith("decoder")}
+    options = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(**source, **options), dense.generate(**source, **options))
+    expand(model)
+    assert model.state_dict().keys() == dense.state_dict().keys()
+    compress(model, Compression(dk=9, dv=12, sweeps=3), calibration=[batch, batch])
+    model.save_pretrained(tmp_path)
+    loaded = load_cleanly(type(model), tmp_path)
+    assert len(read_factors(loaded)) == len(KINDS)
+    assert torch.equal(run(loaded, batch), run(model, batch))
+
+
+def test_one_part_is_converted_and_the_heads_of_all_are_read(joined, run):
+    model, batch = joined
+    compress(model, Compression(dk=9, modules="encoder.*"), calibration=[batch, batch])
+    assert len(read_factors(model)) == 2
+    with Tap(model) as tap:
+        run(model, batch)
+        assert len(tap.take()) == len(KINDS)
+
+
+def test_towers_may_differ_in_width(tinies, run, inputs, tmp_path):
+    settings = copy.deepcopy(tinies["clip"].settings)
+    settings["vision_config"] |= {"hidden_size": 32, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model, batch = CLIPModel(CLIPConfig(**settings)).eval(), inputs("clip")
+    assert [(site.heads, site.head_width) for site in find_attention(model, FAMILIES)] == [(3, 8), (2, 16)]
+    dense = copy.deepcopy(model)
+    compress(model, Compression(dk=24, modules="text_model.*"), calibration=None)
+    compress(model, Compression(dk=32, dv=32, kinds=["encoder"]), calibration=None)
+    torch.testing.assert_close(run(model, batch), run(dense, batch), atol=2e-5, rtol=1e-4)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(run(CLIPModel.from_pretrained(tmp_path), batch), run(model, batch))
+
+
+def test_each_tower_has_masks_of_its_own(build, inputs, run):
+    """Five patches are no padding, whatever the mask of five tokens says."""
+    model, batch = build("clip"), inputs("clip")
+    batch = {name: part[:, :5] if part.dim() == 2 else part for name, part in batch.items()}
+    batch["attention_mask"][0, 3:] = 0
+    with Tap(model) as tap:
+        run(model, batch)
+        real = {reading.site.kind: reading.real.query for reading in tap.take()}
+    assert real["encoder"] is None
+    assert real["decoder"].sum() < 15
+
+
+def test_a_tower_without_description_is_named_and_can_be_left_out(tinies):
+    config = transformers.ClapConfig(
+        text_config=tinies["clap_text_model"].settings, projection_dim=8,
+        audio_config={"patch_embeds_hidden_size": 8, "depths": [1, 1], "num_attention_heads": [2, 2],
+                      "hidden_size": 16, "spec_size": 64, "num_mel_bins": 16, "window_size": 2},
+    )  # fmt: skip
+    model = transformers.ClapModel(config)
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"audio_model\..*: model type 'clap_audio_model' has no description; leave it out .*modules",
+    ):
+        compress(model, Compression(dk=9), calibration=None)
+    compress(model, Compression(dk=9, modules="text_model.*"), calibration=None)
+    assert len(read_factors(model)) == 2
+
+
+def test_images_for_a_model_put_together_are_noise_of_its_encoders_size(joined, tokenizer):
+    model, _ = joined
+    batch = calibration_batches("synthetic", model, tokenizer, sequences=2)[0]
+    with torch.no_grad():
+        assert model(**batch)[0].isfinite().all()
+    assert set(batch) >= {"decoder_input_ids", "decoder_attention_mask"}
