@@ -303,6 +303,13 @@ def _cached(
     if site.family.pieces and scores is not None and values is not None:  # laid out alike
         widest = max(scores.rank + scores.content_channels, values.dv)
         return (widest + -widest % site.head_width,) * 2
+    if site.family.even:
+        return (
+            max(
+                site.width if scores is None else scores.key_width,
+                site.width if values is None else values.value_width,
+            ),
+        ) * 2
     return (None if scores is None else scores.key_width), (None if values is None else values.value_width)
 
 

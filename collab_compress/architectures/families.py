@@ -42,6 +42,8 @@ class AttentionFamily:
             three layers to begin with.
         interleaved: whether that layer holds each head's query, key and value together, instead of three blocks side
             by side.
+        even: whether the module views queries, keys and values of that layer as equally many heads, so that a cache
+            holds as much of the narrower as of the widest.
         fixed_heads: whether the module views what its projections return as exactly H heads, instead of as many as
             there are; shared projections are then H·d wide, zeros included, and save nothing in a key cache.
         pieces: attribute of such a module that says how many heads it views, and nothing else; where queries, keys
@@ -76,6 +78,7 @@ class AttentionFamily:
     causal: bool = False
     fused: str = ""
     interleaved: bool = False
+    even: bool = False
     fixed_heads: bool = False
     pieces: str = ""
     key_bias: bool = True
@@ -133,6 +136,17 @@ _LLAMA: dict[str, Any] = {
     "keeps_heads": "its config has one number of heads for all layers",
 }  # fmt: skip
 _PHI = {**_LLAMA, "output": "dense", "rotary_width": "rotary_ndims"}
+_GPT_NEOX: dict[str, Any] = {  # one layer holds each head's queries, keys and values together
+    "query": "query_key_value.query", "key": "query_key_value.key", "value": "query_key_value.value",
+    "output": "dense", "heads": "config.num_attention_heads", "head_width": "head_size", "rotary": "halves",
+    "rotary_width": "rotary_ndims", "fused": "query_key_value", "interleaved": True, "even": True,
+    "keeps_heads": "its config has one number of heads for all layers",
+}  # fmt: skip
+_MODERNBERT: dict[str, Any] = {  # one layer holds queries, keys and values, in three blocks
+    "query": "Wqkv.query", "key": "Wqkv.key", "value": "Wqkv.value", "output": "Wo",
+    "heads": "config.num_attention_heads", "head_width": "head_dim", "scaling": "", "rotary": "halves",
+    "fused": "Wqkv", "even": True, "keeps_heads": "its config has one number of heads for all layers",
+}  # fmt: skip
 _SHARE = {"rotary_width": "partial_rotary_factor"}
 _NEIGHBOURS: dict[str, Any] = {**_LLAMA, "rotary": "neighbours"}
 _NOMIC = {**_LLAMA, "key_value_heads": ""}
@@ -279,6 +293,7 @@ _ROTARY_ROWS = (
     _family("GLM-4", "glm4", "Glm4Attention", {**_NEIGHBOURS, **_SHARE}),
     _family("Granite MoE shared", "granitemoeshared", "GraniteMoeSharedAttention", _LLAMA),
     _family("Granite MoE", "granitemoe", "GraniteMoeAttention", _LLAMA),
+    _family("GPT-NeoX", "gpt_neox", "GPTNeoXAttention", _GPT_NEOX),
     _family("Granite", "granite", "GraniteAttention", _LLAMA),
     _family("GTE", "gte", "GteAttention", _NOMIC),
     _family("Helium", "helium", "HeliumAttention", _NEIGHBOURS),
@@ -289,6 +304,8 @@ _ROTARY_ROWS = (
     _family("Ministral", "ministral", "MinistralAttention", _LLAMA),
     _family("Mistral", "mistral", "MistralAttention", _LLAMA),
     _family("Mixtral", "mixtral", "MixtralAttention", _LLAMA),
+    _family("ModernBERT", "modernbert", "ModernBertAttention", _MODERNBERT),
+    _family("ModernBERT decoder", "modernbert-decoder", "ModernBertDecoderAttention", {**_NOMIC, "output": "Wo"}),
     _family("Nemotron", "nemotron", "NemotronAttention", {**_LLAMA, **_SHARE}),
     _family("nomic-bert", "nomic_bert", "NomicBertAttention", _NOMIC),
     _family("Phi", "phi", "PhiAttention", _PHI),

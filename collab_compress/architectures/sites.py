@@ -86,9 +86,9 @@ def fused_slice(module: Any, family: AttentionFamily, path: str) -> FusedSlice |
     """Find the part of a stock module's fused layer for which a path of the family stands, or None."""
     parts = (family.query, family.key, family.value)
     whole: Any = getattr(module, family.fused, None) if family.fused and path in parts else None
-    heads, width = (getattr(module, each, 0) for each in (family.heads, family.head_width))
     if type(whole) not in (nn.Linear, Conv1D):
         return None
+    heads, width = (attrgetter(each)(module) for each in (family.heads, family.head_width))
     if whole.weight.shape[int(isinstance(whole, Conv1D))] != 3 * heads * width:
         return None
     place = parts.index(path) * width

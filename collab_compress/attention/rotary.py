@@ -201,7 +201,7 @@ class RotaryScores(ScoreForm):
         return cls(
             query=site.family.query, key=site.family.key, heads=site.heads, head_width=width, rank=pseudo * width,
             content_bias=False, key_heads=site.key_value_heads, rotated=site.rotated,
-            interleaved=site.family.interleaved, pairs=site.family.rotary, frequencies=found,
+            interleaved=site.family.interleaved, even=site.family.even, pairs=site.family.rotary, frequencies=found,
             query_bias=query.bias is not None, key_bias=key.bias is not None,
         )  # fmt: skip
 
@@ -356,10 +356,14 @@ class RotaryScores(ScoreForm):
         """Give the queries of each head, turned, (B, T, H, R), of queries as `attend` takes them."""
         return self._mixed(module, query).transpose(1, 2)
 
+    def _joined(self, key: Tensor) -> Tensor:
+        """Put the channels of the pseudo-heads side by side, (B, P, S, d) to (B, S, R), and leave out zero heads."""
+        return key[:, : self.rank // self.head_width].transpose(1, 2).flatten(2)
+
     def _mixed(self, module: Any, query: Tensor) -> Tensor:
         """Multiply queries by the mixing matrix: (B, P, T, d), or (B, H, T, d) where not shared, to (B, H, T, R)."""
         mixing: Tensor = module.mixing
-        real, imaginary = self.pairing.split(query)
+        real, imaginary = self.pairing.split(query[:, : self.query_width // self.head_width])
         if self.grouped:
             mixing = mixing.repeat_interleave(self.heads // self.key_heads, 0)
             places = torch.tensor(self.frequencies, device=query.device)
@@ -378,7 +382,7 @@ class RotaryScores(ScoreForm):
         dropout: float, causal: bool,
     ) -> Tensor:  # fmt: skip
         """Attend by PyTorch's kernel, each head to the shared keys."""
-        mixed, shared = self._mixed(module, query), key.transpose(1, 2).flatten(2)
+        mixed, shared = self._mixed(module, query), self._joined(key)
         return attend_to_shared(mixed, shared, value, mask, scaling, dropout, causal)
 
     def probabilities(
@@ -386,7 +390,7 @@ class RotaryScores(ScoreForm):
     ) -> Tensor:
         """Compute attention probabilities (B, H, T, S)."""
         return shared_probabilities(
-            self._mixed(module, query), key.transpose(1, 2).flatten(2), mask, scaling, causal
+            self._mixed(module, query), self._joined(key), mask, scaling, causal
         )  # fmt: skip
 
     # Heads.
