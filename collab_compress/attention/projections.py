@@ -112,6 +112,16 @@ class QKVProjection(nn.Module):
         self.layout, self.transposed = layout, transposed
 
     @property
+    def weight(self) -> Tensor:
+        """Weight of the values, (v, D): stock models look for one when they initialise."""
+        weight: Tensor = self.value.weight
+        return weight
+
+    @property
+    def bias(self) -> None:
+        """None, alike."""
+
+    @property
     def widths(self) -> list[int]:
         """q, k and v: how the module around it splits what this returns."""
         parts: tuple[Any, ...] = (self.query, self.key, self.value)
