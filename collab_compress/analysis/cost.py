@@ -272,7 +272,8 @@ def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | Non
     values = None if dv is None else NarrowValues.of(site, dv, value_bias)
     values = getattr(module, "value_form", values)
     keys, kept = (0 if each is None else each for each in _cached(site, scores, values))
-    number = 0 if site.kind == "encoder" or family.causal else query.weight.element_size()
+    caches = site.kind != "encoder" and not (family.causal and not hasattr(module, "layer_idx"))
+    number = query.weight.element_size() if caches else 0
 
     def cost_of(form: ScoreForm | NarrowValues, cached: int) -> FormCost:
         return FormCost(form.parameters(width), form.macs(width, length), cached * number)

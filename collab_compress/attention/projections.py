@@ -114,7 +114,8 @@ class QKVProjection(nn.Module):
     @property
     def weight(self) -> Tensor:
         """Weight of the values, (v, D): stock models look for one when they initialise."""
-        weight: Tensor = self.value.weight
+        value: Any = self.value
+        weight: Tensor = value.weight
         return weight
 
     @property

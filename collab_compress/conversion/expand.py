@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import FAMILIES, transformers_model
+from collab_compress.architectures import FAMILIES, AttentionFamily, transformers_model
 from collab_compress.attention import (
     FORM_KINDS,
     DenseValues,
@@ -107,7 +107,7 @@ def expand_to_(model: PreTrainedModel, head_width: int | None) -> Expansion:
         if hasattr(module, ScoreForm.at):
             _refuse_bias_without_place(model, name, module)
             turned = isinstance(module.score_form, RotaryScores)
-            made = _dense_rotary(name, module) if turned else _dense_projections(name, module, head_width)
+            made = _dense_rotary(name, module) if turned else _dense_projections(model, name, module, head_width)
             query, key, errors[name] = made
             planned.append((module, ScoreForm.at, (query, key)))
         if hasattr(module, NarrowValues.at):
@@ -142,23 +142,28 @@ def _refuse_bias_without_place(model: PreTrainedModel, name: str, module: Any) -
         CompressionError: there are some.
     """
     form: ScoreForm = module.score_form
-    family = FAMILIES.get(module.config.model_type)
+    family = _family(model, module)
     if not form.content_bias or family is None:
         return
     try:
         value = attrgetter(family.value)(module)
     except AttributeError:
         return
-    if (
-        getattr(value, "proj", value).bias is None
-    ):  # in all families queries have a bias exactly where values have one
+    if getattr(value, "proj", value).bias is None:  # queries have one exactly where values have
         raise CompressionError(
             f"{name} has content biases, which centre=True made, and queries of a stock {type(model).__name__} have "
             "no bias to hold them; keep the model converted, or convert with centre=False and expand that"
         )
 
 
-def _dense_projections(name: str, module: Any, head_width: int | None) -> tuple[nn.Linear, nn.Linear, float]:
+def _family(model: PreTrainedModel, module: Any) -> AttentionFamily | None:
+    """Find the description of a module: by its own config, which may be that of a part of the model."""
+    return FAMILIES.get(getattr(module, "config", model.config).model_type)
+
+
+def _dense_projections(
+    model: PreTrainedModel, name: str, module: Any, head_width: int | None
+) -> tuple[nn.Linear, nn.Linear, float]:
     """Build dense query and key projections for a collaborative module, and their relative error."""
     form: ScoreForm = module.score_form
     room = form.head_width if head_width is None else head_width
@@ -183,7 +188,7 @@ def _dense_projections(name: str, module: Any, head_width: int | None) -> tuple[
         bq.append(tall[len(query)] if content is not None else tall.new_zeros(room))
     like = module.get_submodule(form.query).proj.weight
     dense_query = _linear(torch.cat(wq, 1), torch.cat(bq) if content is not None else None, like)
-    family = FAMILIES.get(module.config.model_type)
+    family = _family(model, module)
     biased = content is not None and (family is None or family.key_bias)
     zero = torch.zeros(form.heads * room) if biased else None
     dense_key = _linear(torch.cat(wk, 1), zero, like)

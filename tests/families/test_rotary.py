@@ -120,7 +120,7 @@ class Slow:
         d, length, pairs = form.head_width, x.shape[1], channel_pairs(form)
         distance = torch.arange(length)[:, None] - torch.arange(length)
         group = form.heads // form.key_heads
-        scale = module.scaling * (d**-0.5 if self.scaled_before else 1)
+        scale = getattr(module, "scaling", d**-0.5) * (d**-0.5 if self.scaled_before else 1)
         for head in range(form.heads):
             scores = torch.zeros(len(x), length, length, dtype=x.dtype)
             for place, frequency in enumerate(form.frequencies):

@@ -128,7 +128,7 @@ def test_reading_agrees_with_what_can_be_converted():
     ("name", "verdict"),
     [
         ("olmoe", "rotary"),
-        ("gpt_neox", "rotary"),
+        ("persimmon", "rotary"),
         ("deberta_v2", "relative keys"),
         ("swin", "sparse or windowed"),
         ("convbert", OWN),
