@@ -382,6 +382,17 @@ FAMILIES = {
                  "XGLMForCausalLM"),
 }  # fmt: skip
 
+MANY = {**ENCODER, "num_key_value_heads": HEADS}
+FAMILIES |= {
+    "esm": Tiny("Esm", {**ENCODER, "position_embedding_type": "rotary", "mask_token_id": 4, "token_dropout": False},
+                SELF),
+    "gemma": Tiny("Gemma", {**MANY, "head_dim": 8}, CAUSAL, "GemmaForCausalLM", copy_of="llama"),
+    "llama": Tiny("Llama", MANY, CAUSAL, "LlamaForCausalLM"),
+    "mistral": Tiny("Mistral", {**MANY, "sliding_window": 4}, CAUSAL, "MistralForCausalLM", copy_of="llama"),
+    "phi": Tiny("Phi", ENCODER, CAUSAL, "PhiForCausalLM"),
+    "qwen2": Tiny("Qwen2", MANY, CAUSAL, "Qwen2ForCausalLM", copy_of="llama"),
+}  # fmt: skip
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "every_family: a contract, which families that are copies of another keep too")
