@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from collab_compress.calibration.folders import folder_inputs
 from collab_compress.calibration.noise import noise_for, reads_two
@@ -183,7 +183,8 @@ def calibration_batches(
             text file with one text a line, that of a folder of images or sounds for models that read those, a
             sequence of texts or text pairs (a column of a `datasets` data set is one), or ready batches.
         model: the model they are for; bounds the vocabulary and the length.
-        tokenizer: needed for everything but ready batches, none, and models that read no tokens.
+        tokenizer: needed for everything but ready batches, none, and models that read no tokens; or the processor
+            that holds it.
         sequences: number of random sequences, 128 if not given; of more texts than that a random sample is used, and
             all of them if not given.
         length: tokens in a random sequence, and positions of a sound, 64 if not given; texts are cut there, or else
@@ -219,6 +220,8 @@ def noted_batches(
     """
     if calibration is None or calibration == "none":
         return [], []
+    if isinstance(tokenizer, ProcessorMixin):  # of images or sounds too
+        tokenizer = getattr(tokenizer, "tokenizer", None)
     notes: list[str] = []
     if hasattr(calibration, "column_names"):
         raise CalibrationError(
