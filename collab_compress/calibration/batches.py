@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from collab_compress.calibration.folders import folder_inputs
 from collab_compress.calibration.noise import noise_for, reads_two
@@ -263,7 +263,8 @@ def calibration_batches(
             a folder of images or sounds for models that read those, a sequence of texts or text pairs (a column of a
             `datasets` data set is one), or ready batches.
         model: the model they are for; bounds the vocabulary and the length.
-        tokenizer: needed for everything but ready batches, none, and models that read no tokens.
+        tokenizer: needed for everything but ready batches, none, and models that read no tokens; or the processor
+            that holds it.
         sequences: number of random sequences, 192 if not given, or 128 of one length; of more texts than that a
             random sample is used, and all of them if not given.
         length: tokens in a random sequence; 8 to 128 if not given, as `synthetic_batches` draws them. Texts are cut
@@ -299,6 +300,8 @@ def noted_batches(
     """
     if calibration is None or calibration == "none":
         return [], []
+    if isinstance(tokenizer, ProcessorMixin):  # of images or sounds too
+        tokenizer = getattr(tokenizer, "tokenizer", None)
     notes: list[str] = []
     if hasattr(calibration, "column_names"):
         raise CalibrationError(

@@ -5,7 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import CLIPImageProcessorPil, ViTConfig, ViTImageProcessorPil, ViTModel, Wav2Vec2FeatureExtractor
+from transformers import (
+    CLIPImageProcessorPil,
+    CLIPProcessor,
+    ViTConfig,
+    ViTImageProcessorPil,
+    ViTModel,
+    Wav2Vec2FeatureExtractor,
+)
 
 from collab_compress import CalibrationError, Compression, compress
 from collab_compress.calibration import calibration_batches
@@ -155,7 +162,8 @@ def test_a_folder_of_images(pictures, build, tokenizer, tmp_path):
     assert notes == ["calibration uses 3 of 5 files, drawn at random"]
     assert compress(model, Compression(dk=7, sweeps=1), str(pictures)).drift.relative_error > 0
     clip = saved_with(CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size=8), build("clip"), tmp_path / "clip")
-    (batch,) = calibration_batches(pictures, clip, tokenizer, length=9)
+    both = CLIPProcessor(CLIPImageProcessorPil(), tokenizer)
+    (batch,) = calibration_batches(pictures, clip, both, length=9)
     assert {name: tuple(part.shape) for name, part in batch.items()} == {
         "pixel_values": (5, 3, 8, 8), "input_ids": (5, 9), "attention_mask": (5, 9),
     }  # fmt: skip
