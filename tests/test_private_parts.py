@@ -17,7 +17,9 @@ import torch
 import transformers
 from stock_classes import DESCRIBED, FILES
 from transformers import BertConfig, BertModel, PreTrainedModel, Trainer
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import modeling_auto
+from transformers.quantizers.base import HfQuantizer
 
 from collab_compress.attention.forwards import FORWARDS
 
@@ -51,7 +53,7 @@ def test_attention_is_looked_up_by_the_config_of_its_module(family, folder, name
 
 @pytest.mark.parametrize(("family", "folder", "name"), CLASSES)
 def test_heads_are_as_many_as_projections_give(family, folder, name):
-    source = inspect.getsource(getattr(modelling(folder, name), name).forward)
+    source = inspect.getsource(getattr(modelling(folder, name), name))
     expected = (f"self.{family.heads}" if family.fixed_heads else "-1") + f", self.{family.head_width}"
     if expected not in source:
         moved(f"the view (…, {expected} in {folder}'s {name}.forward", "attention/projections.py", "not there")
@@ -119,7 +121,6 @@ def quantizers_are_plugged_in() -> bool:
 
 
 def quantizer_runs(hook: str, caller: str) -> Callable[[], bool]:
-    from transformers.quantizers.base import HfQuantizer
 
     return lambda: f"self.{hook}(model" in inspect.getsource(vars(HfQuantizer)[caller])
 
@@ -178,6 +179,10 @@ PARTS = [
     Part("HfQuantizer._process_model_after_weight_loading", "checkpoint/quantizer.py",
          "_process_model_after_weight_loading",
          quantizer_runs("_process_model_after_weight_loading", "postprocess_model")),
+    Part("HfQuantizer.update_weight_conversions", "checkpoint/quantizer.py", "update_weight_conversions",
+         takes(HfQuantizer.update_weight_conversions, "weight_conversions", "model")),
+    Part("_weight_conversions of a model that is saved", "checkpoint/quantizer.py", "_weight_conversions",
+         mentions(revert_weight_conversion, '"_weight_conversions"', "get_model_conversion_mapping", "PrefixChange")),
     Part("PretrainedConfig.from_dict", "checkpoint/guard.py", "from_dict", configs_are_read_by_from_dict),
     Part("hf_quantizer of a model that is saved", "checkpoint/quantizer.py", "hf_quantizer",
          mentions(PreTrainedModel.save_pretrained, "hf_quantizer", "is_serializable")),

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.analysis.stream import Progress, with_progress
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
-from collab_compress.attention import FORMS, Form, NarrowValues, ScoreForm, SharedScores
+from collab_compress.attention import FORMS, Form, NarrowValues, ScoreForm, SharedScores, form_for
 from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.conversion.report import dense_macs, dense_parameters
@@ -265,7 +265,7 @@ def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | Non
     family = site.family
     query, key, value = (_bare(site.part(path)) for path in (family.query, family.key, family.value))
     width, bias, value_bias = key.in_features, query.bias is not None, value.bias is not None
-    scores: ScoreForm | None = None if dk is None else FORMS[option].of(site, dk, content_bias=True)
+    scores: ScoreForm | None = None if dk is None else form_for(option, site).of(site, dk, content_bias=True)
     if hasattr(module, "score_form"):
         scores = module.score_form
         bias = value_bias  # as values have it, queries had it
@@ -304,6 +304,13 @@ def _cached(
     if site.family.pieces and scores is not None and values is not None:  # laid out alike
         widest = max(scores.rank + scores.content_channels, values.dv)
         return (widest + -widest % site.head_width,) * 2
+    if site.family.even:
+        return (
+            max(
+                site.width if scores is None else scores.key_width,
+                site.width if values is None else values.value_width,
+            ),
+        ) * 2
     return (None if scores is None else scores.key_width), (None if values is None else values.value_width)
 
 

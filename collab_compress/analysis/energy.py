@@ -16,7 +16,7 @@ from collab_compress.architectures import FAMILIES, KINDS, DenseSite, Kind, Valu
 from collab_compress.attention.form import plain_weight
 from collab_compress.calibration import gather_moments
 from collab_compress.conversion.expand import read_factors
-from collab_compress.errors import HeadError
+from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.factorization import Factors, HeadTensor
 from collab_compress.factorization.moments import Moments, Weighting
 from collab_compress.factorization.narrowing import captured, damp
@@ -51,6 +51,11 @@ def score_parts(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> list
     """
     factors, found = read_factors(model), []
     for site in find_attention(model, FAMILIES, kinds=kinds):
+        if site.family.rotary:
+            raise UnsupportedModelError(
+                f"{site.name}: a rotary position embedding turns queries and keys after their projection, so Wq·Wkᵀ "
+                "is not what the scores use, and nothing can be measured on it; leave this measure out"
+            )
         query, key = site.part(site.family.query), site.part(site.family.key)
         dense = DenseSite(**vars(site), query=query, key=key)
         found.append(_collaborative(dense, factors[site.name]) if site.name in factors else _dense(dense))

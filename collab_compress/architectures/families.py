@@ -15,7 +15,7 @@ does not any more.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class AttentionFamily:
             three layers to begin with.
         interleaved: whether that layer holds each head's query, key and value together, instead of three blocks side
             by side.
+        even: whether the module views queries, keys and values of that layer as equally many heads, so that a cache
+            holds as much of the narrower as of the widest.
         fixed_heads: whether the module views what its projections return as exactly H heads, instead of as many as
             there are; shared projections are then H·d wide, zeros included, and save nothing in a key cache.
         pieces: attribute of such a module that says how many heads it views, and nothing else; where queries, keys
@@ -56,6 +58,12 @@ class AttentionFamily:
         free_width: attribute of the config that sets the width of a head, whatever the model's width; empty where a
             stock model has none.
         keeps_heads: why heads cannot be removed from it; empty where they can.
+        rotary: how the channels of a head that a rotary embedding turns are paired: "halves" (channel j with the one
+            half of them further), "neighbours" (2j with 2j + 1), or "neighbours, tables too" where cosines and sines
+            come in that order as well; empty where there is no rotary embedding.
+        rotary_width: integer attribute, how many channels of a head are turned, its first; `partial_rotary_factor`
+            where the config says their share among its `rope_parameters`; empty where all are.
+        rotary_where: boolean attribute, whether a layer turns queries and keys; empty where all do.
         must_lack: attribute of the module → why a module in which it is true cannot be converted.
         undescribed: kind of attention that these paths do not fit → how it differs.
     """
@@ -75,11 +83,15 @@ class AttentionFamily:
     causal: bool = False
     fused: str = ""
     interleaved: bool = False
+    even: bool = False
     fixed_heads: bool = False
     pieces: str = ""
     key_bias: bool = True
     free_width: str = ""
     keeps_heads: str = ""
+    rotary: Literal["", "halves", "neighbours", "neighbours, tables too"] = ""
+    rotary_width: str = ""
+    rotary_where: str = ""
     must_lack: Mapping[str, str] = field(default_factory=dict)
     undescribed: Mapping[str, str] = field(default_factory=dict)
 
@@ -131,6 +143,27 @@ _GPT2: dict[str, Any] = {  # queries, keys and values come out of one transposed
     "keeps_heads": "it keeps queries, keys and values in one layer, c_attn",
     "undescribed": {"cross": "it keeps queries in one layer and keys and values together in another"},
 }  # fmt: skip
+_LLAMA: dict[str, Any] = {
+    "query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj", "heads": "config.num_attention_heads",
+    "key_value_heads": "config.num_key_value_heads", "head_width": "head_dim", "rotary": "halves",
+    "keeps_heads": "its config has one number of heads for all layers",
+}  # fmt: skip
+_PHI = {**_LLAMA, "output": "dense", "rotary_width": "rotary_ndims"}
+_GPT_NEOX: dict[str, Any] = {  # one layer holds each head's queries, keys and values together
+    "query": "query_key_value.query", "key": "query_key_value.key", "value": "query_key_value.value",
+    "output": "dense", "heads": "config.num_attention_heads", "head_width": "head_size", "rotary": "halves",
+    "rotary_width": "rotary_ndims", "fused": "query_key_value", "interleaved": True, "even": True,
+    "keeps_heads": "its config has one number of heads for all layers",
+}  # fmt: skip
+_MODERNBERT: dict[str, Any] = {  # one layer holds queries, keys and values, in three blocks
+    "query": "Wqkv.query", "key": "Wqkv.key", "value": "Wqkv.value", "output": "Wo",
+    "heads": "config.num_attention_heads", "head_width": "head_dim", "scaling": "", "rotary": "halves",
+    "fused": "Wqkv", "even": True, "keeps_heads": "its config has one number of heads for all layers",
+}  # fmt: skip
+_SHARE = {"rotary_width": "partial_rotary_factor"}
+_NEIGHBOURS: dict[str, Any] = {**_LLAMA, "rotary": "neighbours"}
+_NOMIC = {**_LLAMA, "key_value_heads": ""}
+_ESM = {**_BERT, "cross": "", "rotary": "halves"}  # scales queries itself, before they are turned
 _MPNET: dict[str, Any] = {  # computes scores itself
     "query": "q", "key": "k", "value": "v", "output": "o", "heads": "num_attention_heads",
     "head_width": "attention_head_size", "scaling": "",
@@ -171,7 +204,7 @@ def _family(name: str, model_types: str, classes: str, paths: Mapping[str, Any],
 _ROWS = (
     # Encoders of text; as decoders too, where they can be.
     _family("ALBERT", "albert", "AlbertAttention", _ALBERT),
-    _family("BERT", "bert", "BertSelfAttention BertCrossAttention", _BERT),
+    _family("BERT", "bert dpr", "BertSelfAttention BertCrossAttention", _BERT),
     _family("BertGeneration", "bert-generation", "BertGenerationSelfAttention BertGenerationCrossAttention", _BERT),
     _family("CamemBERT", "camembert", "CamembertSelfAttention CamembertCrossAttention", _BERT),
     _family("Data2Vec text", "data2vec-text", "Data2VecTextSelfAttention Data2VecTextCrossAttention", _BERT),
@@ -287,7 +320,47 @@ _OWN_ROWS = (
     _family("XGLM", "xglm", "XGLMAttention", _BART),
 )
 
+# Those whose queries and keys a rotary embedding turns.
+_ROTARY_ROWS = (
+    _family("Arcee", "arcee", "ArceeAttention", _LLAMA),
+    _family("Cohere", "cohere", "CohereAttention", {**_LLAMA, "rotary": "neighbours, tables too"}),
+    _family("CWM", "cwm", "CwmAttention", _LLAMA),
+    _family("ERNIE 4.5 MoE", "ernie4_5_moe", "Ernie4_5_MoeAttention", _NEIGHBOURS),
+    _family("ERNIE 4.5", "ernie4_5", "Ernie4_5Attention", _NEIGHBOURS),
+    _family("ESM", "esm", "EsmSelfAttention", _ESM),
+    _family("EuroBERT", "eurobert", "EuroBertAttention", _LLAMA),
+    _family("Gemma", "gemma", "GemmaAttention", _LLAMA),
+    _family("GLM", "glm", "GlmAttention", {**_NEIGHBOURS, **_SHARE}),
+    _family("GLM-4", "glm4", "Glm4Attention", {**_NEIGHBOURS, **_SHARE}),
+    _family("Granite MoE shared", "granitemoeshared", "GraniteMoeSharedAttention", _LLAMA),
+    _family("Granite MoE", "granitemoe", "GraniteMoeAttention", _LLAMA),
+    _family("GPT-NeoX", "gpt_neox", "GPTNeoXAttention", _GPT_NEOX),
+    _family("Granite", "granite", "GraniteAttention", _LLAMA),
+    _family("GTE", "gte", "GteAttention", _NOMIC),
+    _family("Helium", "helium", "HeliumAttention", _NEIGHBOURS),
+    _family("HyperCLOVA X", "hyperclovax", "HyperCLOVAXAttention", _LLAMA),
+    _family("Jais 2", "jais2", "Jais2Attention", _LLAMA),
+    _family("Jina embeddings 3", "jina_embeddings_v3", "JinaEmbeddingsV3Attention", _NOMIC),
+    _family("Llama", "llama", "LlamaAttention", _LLAMA),
+    _family("Ministral", "ministral", "MinistralAttention", _LLAMA),
+    _family("Mistral", "mistral", "MistralAttention", _LLAMA),
+    _family("Mixtral", "mixtral", "MixtralAttention", _LLAMA),
+    _family("ModernBERT", "modernbert", "ModernBertAttention", _MODERNBERT),
+    _family("ModernBERT decoder", "modernbert-decoder", "ModernBertDecoderAttention", {**_NOMIC, "output": "Wo"}),
+    _family("Nemotron", "nemotron", "NemotronAttention", {**_LLAMA, **_SHARE}),
+    _family("nomic-bert", "nomic_bert", "NomicBertAttention", _NOMIC),
+    _family("Phi", "phi", "PhiAttention", _PHI),
+    _family("PhiMoE", "phimoe", "PhimoeAttention", _LLAMA),
+    _family("Qwen2 MoE", "qwen2_moe", "Qwen2MoeAttention", _LLAMA),
+    _family("Qwen2", "qwen2", "Qwen2Attention", _LLAMA),
+    _family("Seed-OSS", "seed_oss", "SeedOssAttention", _LLAMA),
+    _family("SmolLM3", "smollm3", "SmolLM3Attention", {**_LLAMA, "rotary_where": "use_rope"}),
+    _family("SOLAR Open", "solar_open", "SolarOpenAttention", _LLAMA),
+    _family("StarCoder2", "starcoder2", "Starcoder2Attention", _LLAMA),
+    _family("UltraBERT", "ultrabert", "UltrabertAttention", _LLAMA),
+)
+
 FAMILIES: dict[str, AttentionFamily] = {
-    model_type: row for row in (*_ROWS, *_OWN_ROWS) for model_type in row.model_types
+    model_type: row for row in (*_ROWS, *_OWN_ROWS, *_ROTARY_ROWS) for model_type in row.model_types
 }
 """`config.model_type` of a model, or of one inside a model, → family. Adding one is a row."""

@@ -1,6 +1,6 @@
 """Say why a model cannot be converted: at which module, for which reason, and what can."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NoReturn
 
 from torch import nn
@@ -8,13 +8,12 @@ from torch import nn
 from collab_compress.architectures.families import AttentionFamily
 from collab_compress.errors import UnsupportedModelError
 
+# (mark in a class name, mark in a child's name, reason)
+_ROTARY = (
+    "rotaryembedding", "rotary_emb", "a rotary position embedding turns queries and keys after their projection"
+)  # fmt: skip
 _INTERPOSED = (
-    # (mark in a class name, mark in a child's name, reason)
-    (
-        "rotaryembedding",
-        "rotary_emb",
-        "a rotary position embedding turns queries and keys after their projection",
-    ),
+    _ROTARY,
     ("", "q_norm", "queries and keys are normalised after their projection (QK-norm)"),
     ("", "query_norm", "queries and keys are normalised after their projection (QK-norm)"),
     ("", "q_layernorm", "queries and keys are normalised after their projection (QK-norm)"),
@@ -27,29 +26,45 @@ def convertible(families: dict[str, AttentionFamily]) -> str:
     return ", ".join(sorted({family.name for family in families.values()}))
 
 
-def refuse_interposed(model: nn.Module, families: dict[str, AttentionFamily], among: Collection[str] = ()) -> None:
-    """Refuse a model that does something between projection and dot product.
+def refuse_interposed(
+    model: nn.Module,
+    families: dict[str, AttentionFamily],
+    among: Collection[str] | Mapping[str, AttentionFamily] = (),
+) -> None:
+    """Refuse a model that does something between projection and dot product which its family does not describe.
 
-    The collaborative form factors Wq·Wkᵀ, so nothing may stand between the two.
+    The collaborative form factors Wq·Wkᵀ, so nothing may stand between the two, but for a rotary embedding where the
+    family says how it turns channels.
 
     Args:
         model: any model.
         families: what can be converted.
-        among: paths of the modules that count; all of them if there are none.
+        among: paths of the modules that count, with the family of each where it has one; all of them if there are
+            none.
 
     Raises:
         UnsupportedModelError: naming the first such module and the reason.
     """
+    described = among if isinstance(among, Mapping) else {}
+    turned = {name: family for name, family in described.items() if family.rotary}
     for name, module in model.named_modules():
         if among and name not in among:
             continue
         child = name.rpartition(".")[2].lower()
-        for class_mark, child_mark, reason in _INTERPOSED:
+        for row in _INTERPOSED:
+            class_mark, child_mark, reason = row
+            if row is _ROTARY and name in turned:
+                continue
             if child == child_mark or (class_mark and class_mark in type(module).__name__.lower()):
                 raise UnsupportedModelError(
                     f"{name} ({type(module).__name__}): {reason}, so Wq·Wkᵀ is not what the scores use; "
                     f"families that can be converted: {convertible(families)}"
                 )
+    if turned and not any(_ROTARY[0] in type(model.get_submodule(name)).__name__.lower() for name in turned):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no rotary embedding, which the {next(iter(turned.values())).name} "
+            "description promises; models of this family with other positions cannot be converted"
+        )
 
 
 def refuse_unknown(

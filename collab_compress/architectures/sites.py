@@ -86,9 +86,9 @@ def fused_slice(module: Any, family: AttentionFamily, path: str) -> FusedSlice |
     """Find the part of a stock module's fused layer for which a path of the family stands, or None."""
     parts = (family.query, family.key, family.value)
     whole: Any = getattr(module, family.fused, None) if family.fused and path in parts else None
-    heads, width = (getattr(module, each, 0) for each in (family.heads, family.head_width))
     if type(whole) not in (nn.Linear, Conv1D):
         return None
+    heads, width = (attrgetter(each)(module) for each in (family.heads, family.head_width))
     if whole.weight.shape[int(isinstance(whole, Conv1D))] != 3 * heads * width:
         return None
     place = parts.index(path) * width
@@ -133,13 +133,24 @@ class AttentionSite:
 
     @property
     def width(self) -> int:
-        """H·d: the largest rank a conversion can use, and the one at which it is exact."""
+        """H·d: how wide queries of all heads are, and what the output projection reads."""
         return self.heads * self.head_width
 
     @property
     def key_value_width(self) -> int:
         """How wide keys are, and values: H·d, or less where queries are grouped."""
         return self.key_value_heads * self.head_width
+
+    @property
+    def rotated(self) -> int:
+        """How many channels of a head a rotary embedding turns, its first."""
+        family = self.family
+        if not family.rotary or (family.rotary_where and not self.part(family.rotary_where)):
+            return 0
+        if family.rotary_width == "partial_rotary_factor":
+            share = self.part("config.rope_parameters").get("partial_rotary_factor", 1.0)
+            return int(self.head_width * share)
+        return int(self.part(family.rotary_width)) if family.rotary_width else self.head_width
 
     def part(self, path: str) -> Any:
         """Read an attribute by a path of the family's: `query`, `key`, `value` and `output` are such."""

@@ -1,10 +1,11 @@
 """Converted attention inside a live model: its forms, projections, attention functions, kernels."""
 
 from collab_compress.attention.form import HeadRows, MapForm, ScoreForm, ScoreParts
-from collab_compress.attention.forms import FORM_KINDS, FORMS, Form, FormEdit
+from collab_compress.attention.forms import FORM_KINDS, FORMS, Form, FormEdit, form_for
 from collab_compress.attention.functions import register_attention
 from collab_compress.attention.install import install_, is_converted, uninstall_
 from collab_compress.attention.per_head import PerHeadScores
+from collab_compress.attention.rotary import RotaryScores
 from collab_compress.attention.shared import SharedScores
 from collab_compress.attention.values import DenseValues, NarrowValues, ValueParts
 
@@ -18,10 +19,12 @@ __all__ = [
     "MapForm",
     "NarrowValues",
     "PerHeadScores",
+    "RotaryScores",
     "ScoreForm",
     "ScoreParts",
     "SharedScores",
     "ValueParts",
+    "form_for",
     "install_",
     "is_converted",
     "register_attention",

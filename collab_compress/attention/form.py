@@ -80,6 +80,11 @@ class MapForm(ABC):
     """What a model in this form has, in words."""
 
     @property
+    def dense_key_width(self) -> int:
+        """How wide keys, and values, of all heads are in the dense model."""
+        return self.heads * self.head_width
+
+    @property
     @abstractmethod
     def pieces(self) -> str:
         """Attribute of a module that says how many heads it views, if it views so many and that can change."""
@@ -90,8 +95,8 @@ class MapForm(ABC):
         """Paths of the projections that are filled up with zeros, for the module to view them as whole heads."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Describe the form in JSON types; `pieces` only where it is not empty."""
-        return {name: value for name, value in asdict(self).items() if name != "pieces" or value}
+        """Describe the form in JSON types; `pieces` and `even` only where they say something."""
+        return {name: value for name, value in asdict(self).items() if name not in ("pieces", "even") or value}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -178,6 +183,7 @@ class ScoreForm(MapForm):
         fixed_heads: whether the module views queries and keys as exactly H heads.
         interleaved: whether a fused layer holds each head's queries, keys and values together.
         pieces: attribute that says how many those are, if it can be changed.
+        even: whether it views queries, keys and values of a fused layer as equally many heads.
     """
 
     query: str
@@ -189,6 +195,7 @@ class ScoreForm(MapForm):
     fixed_heads: bool = False
     interleaved: bool = False
     pieces: str = ""
+    even: bool = False
 
     at: ClassVar[str] = "score_form"
     space: ClassVar[str]
@@ -209,13 +216,13 @@ class ScoreForm(MapForm):
         return cls(
             query=site.family.query, key=site.family.key, heads=site.heads, head_width=site.head_width, rank=rank,
             content_bias=content_bias, fixed_heads=site.family.fixed_heads, interleaved=site.family.interleaved,
-            pieces=site.family.pieces,
+            pieces=site.family.pieces, even=site.family.even,
         )  # fmt: skip
 
     @property
     def layout(self) -> Layout:
         """How a fused layer of the stock module is laid out."""
-        return Layout(self.heads, self.head_width, self.interleaved)
+        return Layout(self.heads, self.head_width, self.interleaved, self.even)
 
     # How wide queries and keys are.
 

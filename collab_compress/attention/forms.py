@@ -9,16 +9,38 @@ from transformers import PreTrainedModel
 from collab_compress.attention.form import MapForm, ScoreForm
 from collab_compress.attention.install import install_
 from collab_compress.attention.per_head import PerHeadScores
+from collab_compress.attention.rotary import RotaryScores
 from collab_compress.attention.shared import SharedScores
 from collab_compress.attention.values import NarrowValues
 from collab_compress.attention.view import IMPLEMENTATIONS
+from collab_compress.errors import CompressionError
 
 Form = Literal["shared", "per-head"]
 FORMS: dict[str, type[ScoreForm]] = {form.option: form for form in (SharedScores, PerHeadScores)}
 """What people choose for queries and keys → form."""
 
-FORM_KINDS: dict[str, type[MapForm]] = {form.kind: form for form in (SharedScores, PerHeadScores, NarrowValues)}
+ROTARY_FORMS: dict[str, type[ScoreForm]] = {RotaryScores.option: RotaryScores}
+"""The same where a rotary embedding turns queries and keys."""
+
+FORM_KINDS: dict[str, type[MapForm]] = {
+    form.kind: form for form in (SharedScores, PerHeadScores, RotaryScores, NarrowValues)
+}
 """Name in checkpoints → form."""
+
+
+def form_for(option: str, site: Any) -> type[ScoreForm]:
+    """Give the form for queries and keys that people chose by its name, as it is for a module.
+
+    Raises:
+        CompressionError: there is none for modules whose queries and keys a rotary embedding turns.
+    """
+    table = ROTARY_FORMS if site.family.rotary else FORMS
+    if option not in table:
+        raise CompressionError(
+            f"{site.name}: there is no {option} form of queries and keys that a rotary embedding turns; pass form "
+            f"{' or '.join(repr(each) for each in table)}"
+        )
+    return table[option]
 
 
 @dataclass(frozen=True)

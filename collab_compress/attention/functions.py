@@ -20,10 +20,10 @@ from collab_compress.errors import UnsupportedModelError
 # What models, batches under `generate` and continuous batching pass along, and stock attention leaves unread.
 UNREAD = frozenset(
     (
-        "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "decoder_attention_mask", "decoder_input_ids", "labels",
-        "logits_indices", "logits_processor_args", "max_length_k", "max_length_q", "num_items_in_batch",
-        "output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "return_dict",
-        "return_loss", "special_tokens_mask", "token_type_ids", "use_cache",
+        "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "decoder_attention_mask", "decoder_input_ids",
+        "deterministic", "labels", "logits_indices", "logits_processor_args", "max_length_k", "max_length_q",
+        "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits", "position_ids",
+        "return_dict", "return_loss", "sliding_window", "special_tokens_mask", "token_type_ids", "use_cache",
     )
 )  # fmt: skip
 # What comes with a paged cache.

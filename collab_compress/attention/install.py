@@ -87,7 +87,9 @@ def _refuse_static_cache(module: Any, _: tuple[Any, ...], kwargs: dict[str, Any]
     if cache is None or not getattr(cache, "is_compileable", False):
         return
     scores, values = (getattr(module, name, None) for name in FORMS_AT)
-    dense = next(form.heads * form.head_width for form in (scores, values) if form is not None)
+    if any(form is not None and form.even for form in (scores, values)):
+        return
+    dense = next(form.dense_key_width for form in (scores, values) if form is not None)
     key = dense if scores is None else module.get_submodule(scores.key).width
     value = dense if values is None else module.get_submodule(values.value).width
     if key != value:

@@ -66,11 +66,14 @@ class Layout(NamedTuple):
         head_width: width d of one head.
         interleaved: whether each head's queries, keys and values lie together, (H, 3, d), instead of in three blocks,
             of which that of the queries is H·d wide and the other two share the rest.
+        even: whether the module views queries, keys and values as equally many heads, so that all are filled up with
+            zeros to the width of the widest.
     """
 
     heads: int
     head_width: int
     interleaved: bool = False
+    even: bool = False
 
     def split(self, channels: Tensor, dim: int) -> list[Tensor]:
         """Take queries, keys and values apart along a dimension, with each one's heads side by side."""
@@ -109,14 +112,32 @@ class QKVProjection(nn.Module):
         self.layout, self.transposed = layout, transposed
 
     @property
+    def weight(self) -> Tensor:
+        """Weight of the values, (v, D): stock models look for one when they initialise."""
+        value: Any = self.value
+        weight: Tensor = value.weight
+        return weight
+
+    @property
+    def bias(self) -> None:
+        """None, alike."""
+
+    @property
     def widths(self) -> list[int]:
         """q, k and v: how the module around it splits what this returns."""
         parts: tuple[Any, ...] = (self.query, self.key, self.value)
         return [part.width if isinstance(part, PaddedProjection) else part.out_features for part in parts]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Project x (B, T, D) to (B, T, q + k + v), three blocks side by side."""
-        return torch.cat([self.query(x), self.key(x), self.value(x)], dim=-1)
+        """Project x (B, T, D) to (B, T, q + k + v): three blocks, or as the stock layer lays them out."""
+        parts = [self.query(x), self.key(x), self.value(x)]
+        if self.layout.even:
+            widest = max(part.shape[-1] for part in parts)
+            parts = [nn.functional.pad(part, (0, widest - part.shape[-1])) for part in parts]
+            if self.layout.interleaved:
+                heads = [part.unflatten(-1, (-1, self.layout.head_width)) for part in parts]
+                return torch.stack(heads, -2).flatten(-3)
+        return torch.cat(parts, dim=-1)
 
 
 def fused_layer(module: Any, path: str) -> Conv1D | nn.Linear | QKVProjection | None:

@@ -79,6 +79,7 @@ class NarrowValues(MapForm):
         group: how many heads share one head of values.
         interleaved: whether a fused layer holds each head's queries, keys and values together.
         pieces: attribute that says how many those are, if it can be changed.
+        even: whether it views queries, keys and values of a fused layer as equally many heads.
     """
 
     value: str
@@ -89,6 +90,7 @@ class NarrowValues(MapForm):
     group: int = 1
     interleaved: bool = False
     pieces: str = ""
+    even: bool = False
 
     at: ClassVar[str] = "value_form"
     kind: ClassVar[str] = "narrow-values"
@@ -109,7 +111,7 @@ class NarrowValues(MapForm):
         return cls(
             heads=site.heads, head_width=site.head_width, value=site.family.value, output=site.family.output,
             sizes=sizes, value_bias=value_bias, fixed_heads=site.family.fixed_heads, group=site.heads // heads,
-            interleaved=site.family.interleaved, pieces=site.family.pieces,
+            interleaved=site.family.interleaved, pieces=site.family.pieces, even=site.family.even,
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,7 +126,7 @@ class NarrowValues(MapForm):
     @property
     def layout(self) -> Layout:
         """How a fused layer of the stock module is laid out."""
-        return Layout(self.heads, self.head_width, self.interleaved)
+        return Layout(self.heads, self.head_width, self.interleaved, self.even)
 
     # How wide values are.
 
@@ -142,6 +144,11 @@ class NarrowValues(MapForm):
     def output_sizes(self) -> tuple[int, ...]:
         """Channels that each head hands to the output projection."""
         return tuple(size for size in self.sizes for _ in range(self.group))
+
+    @property
+    def dense_key_width(self) -> int:
+        """How wide keys, and values, of all heads are in the dense model."""
+        return self.heads // self.group * self.head_width
 
     @property
     def value_width(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedModel
+from transformers.image_utils import load_image
 
 from collab_compress.errors import CalibrationError
 
@@ -58,18 +59,15 @@ def _processor(model: PreTrainedModel, load: Callable[[str], Any]) -> Any:
 
 
 def _images(model: PreTrainedModel, files: Sequence[Path]) -> dict[str, Tensor]:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise CalibrationError("images are read by Pillow: pip install pillow") from error
     processor = _processor(model, AutoImageProcessor.from_pretrained)
     pictures = []
     for file in files:
         try:
-            with Image.open(file) as image:
-                pictures.append(image.convert("RGB"))
-        except OSError as error:
-            raise CalibrationError(f"cannot read the image {file}: {error}") from error
+            pictures.append(load_image(str(file)))
+        except ImportError as error:
+            raise CalibrationError("images are read by Pillow: pip install pillow") from error
+        except (OSError, ValueError) as error:
+            raise CalibrationError(f"cannot read the image {file}: {str(error).splitlines()[0]}") from error
     return _processed(model, lambda: processor(pictures, return_tensors="pt"))
 
 

@@ -32,6 +32,9 @@ class GuardedConfig:
         found = [
             heads for edit in getattr(vars(self).get("quantization_config"), "edits", ()) for heads in _pieces(edit)
         ]
+        stored: int | None = vars(self).get("num_key_value_heads")
+        if stored is not None:  # where heads share keys, converted keys are never wider than those
+            return stored
         most = max(found, default=0)
         if most <= self.num_attention_heads:  # type: ignore[attr-defined]
             raise AttributeError("num_key_value_heads")

@@ -7,6 +7,8 @@ from typing import Any
 
 from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightConverter
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
@@ -42,6 +44,11 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
                     f"'sdpa', got {asked!r}; load it with attn_implementation='sdpa'"
                 )
         return config
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+        """Leave out of what the weights are loaded by what edited models are not saved by."""
+        found: list[Any] = super().update_weight_conversions(weight_conversions, model)
+        return _kept_conversions(found) if self.quantization_config.edits else found
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **_: Any
@@ -117,6 +124,25 @@ def _describe_(model: PreTrainedModel, edits: Sequence[ModelEdit]) -> None:
             vars(part).pop(MARK, None)
             if edits:
                 setattr(part, MARK, True)
+                _save_apart_(part)
+
+
+def _save_apart_(model: PreTrainedModel) -> None:
+    """Let a model keep queries, keys and values apart in its checkpoint, in place.
+
+    Transformers saves those of some families in one tensor, and would take it apart again in equal thirds.
+    """
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # as `save_pretrained` finds them
+        found = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [each for each in found if not isinstance(each, PrefixChange)]
+    if len(_kept_conversions(conversions)) < len(conversions):
+        model._weight_conversions = _kept_conversions(conversions)
+
+
+def _kept_conversions(conversions: Sequence[Any]) -> list[Any]:
+    """Leave out what takes a stored tensor apart."""
+    return [each for each in conversions if not isinstance(each, WeightConverter) or len(each.target_patterns) == 1]
 
 
 def _mark_as_ordinary_(model: PreTrainedModel) -> None:

@@ -22,7 +22,7 @@ from collab_compress.architectures import (
     find_dense_values,
     transformers_model,
 )
-from collab_compress.attention import FORMS, FormEdit, NarrowValues, ScoreForm, install_, uninstall_
+from collab_compress.attention import FormEdit, NarrowValues, ScoreForm, form_for, install_, uninstall_
 from collab_compress.calibration import Batch, Calibration
 from collab_compress.calibration.batches import noted_batches
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
@@ -39,6 +39,7 @@ from collab_compress.conversion.plan import (
     gets_content_bias,
     plan,
     plan_distributed,
+    rounded,
 )
 from collab_compress.conversion.report import ModuleReport, Report, ValueReport
 from collab_compress.distributed import process_state
@@ -77,11 +78,13 @@ def modules_to_convert(model: PreTrainedModel, compression: Compression, calibra
     values = find_dense_values(*where) if compression.dv is not None else []
     for site in scores:
         content_bias = gets_content_bias(site, compression, calibrated)
-        _check_width(site, "dk", compression.dk)
-        _ = FORMS[compression.form].of(site, compression.dk or 0, content_bias).multiple  # room?
+        _check_width(site, "dk", compression.dk, site.key_value_heads)
+        form = form_for(compression.form, site)
+        _check_solver(site, form, compression)
+        _ = form.of(site, compression.dk or 0, content_bias).multiple  # room?
         _check_weights(site, ((site.family.query, site.query), (site.family.key, site.key)))
     for each in values:
-        _check_width(each, "dv", compression.dv)
+        _check_width(each, "dv", compression.dv, each.key_value_heads)
         _check_weights(each, ((each.family.value, each.value), (each.family.output, each.output)))
     return [*scores, *values]
 
@@ -97,11 +100,22 @@ def _refuse_converted(site: AttentionSite, compression: Compression) -> None:
             )
 
 
-def _check_width(site: AttentionSite, name: str, width: int | None) -> None:
-    if width is not None and width > site.width:
+def _check_width(site: AttentionSite, name: str, width: int | None, heads: int) -> None:
+    if width is not None and width > heads * site.head_width:
         raise CompressionError(
-            f"{site.name}: {name} is {width}, but {site.heads} heads × {site.head_width} = {site.width} "
-            f"is exact already; pass {name} between 1 and {site.width}"
+            f"{site.name}: {name} is {width}, but {heads} heads × {site.head_width} = {heads * site.head_width} "
+            f"is exact already; pass {name} between 1 and {heads * site.head_width}"
+        )
+
+
+def _check_solver(site: AttentionSite, form: type[ScoreForm], compression: Compression) -> None:
+    """Refuse what a rotary module has not: centred queries, and other solvers."""
+    if not site.family.rotary:
+        return
+    if compression.centre is not None or compression.solver not in form.solvers:
+        raise CompressionError(
+            f"{site.name}: a rotary embedding turns queries and keys, so neither is centred, and solver "
+            f"{' or '.join(form.solvers)} decomposes them; leave out centre and other solvers"
         )
 
 
@@ -220,7 +234,7 @@ def compress(
     _install(planned)
     for kind in dict.fromkeys(item.form.kind for item in planned):
         record_edit_(model, FormEdit(kind, {paths[i.site.name]: i.form for i in planned if i.form.kind == kind}))
-    warnings = (*notes, *few_vectors(planned), *breakdowns(planned))
+    warnings = (*notes, *rounded(planned, compression), *few_vectors(planned), *breakdowns(planned))
     if not distributed or process_state().is_main_process:
         for warning in warnings:
             _logger.warning(warning)

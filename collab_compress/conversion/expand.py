@@ -9,7 +9,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, AttentionFamily, transformers_model
-from collab_compress.attention import FORM_KINDS, DenseValues, NarrowValues, ScoreForm, is_converted, uninstall_
+from collab_compress.attention import (
+    FORM_KINDS,
+    DenseValues,
+    NarrowValues,
+    RotaryScores,
+    ScoreForm,
+    is_converted,
+    uninstall_,
+)
 from collab_compress.attention.values import output_dim
 from collab_compress.checkpoint import edits_of, forget_edits_, forget_standalone_
 from collab_compress.errors import CompressionError
@@ -25,7 +33,7 @@ def read_factors(model: PreTrainedModel) -> dict[str, Factors]:
 
     Returns:
         Module path → factors: query (D, R), mixing (H, R), key (D, R), content_bias (H, D) or None. The tensors
-        share memory with the parameters; empty for a stock model.
+        share memory with the parameters; empty for a stock model. Modules in the rotary form have none.
 
     Raises:
         UnsupportedModelError: a projection carries an adapter, is quantized or offloaded.
@@ -36,7 +44,7 @@ def read_factors(model: PreTrainedModel) -> dict[str, Factors]:
     factors = {}
     for name, module in model.named_modules():
         form: Any = getattr(module, "score_form", None)
-        if form is not None:
+        if form is not None and not isinstance(form, RotaryScores):
             factors[name] = Factors(*form.read(name, module))
     return factors
 
@@ -98,7 +106,9 @@ def expand_to_(model: PreTrainedModel, head_width: int | None) -> Expansion:
     for name, module in sites:
         if hasattr(module, ScoreForm.at):
             _refuse_bias_without_place(model, name, module)
-            query, key, errors[name] = _dense_projections(model, name, module, head_width)
+            turned = isinstance(module.score_form, RotaryScores)
+            made = _dense_rotary(name, module) if turned else _dense_projections(model, name, module, head_width)
+            query, key, errors[name] = made
             planned.append((module, ScoreForm.at, (query, key)))
         if hasattr(module, NarrowValues.at):
             parent = model.get_submodule(name.rpartition(".")[0])
@@ -185,6 +195,41 @@ def _dense_projections(
     return dense_query, dense_key, (lost / total) ** 0.5 if total else 0.0
 
 
+def _dense_rotary(name: str, module: Any) -> tuple[nn.Linear, nn.Linear, float]:
+    """Build dense projections for shared rotary heads: of each head and frequency the nearest slice of rank one."""
+    form: RotaryScores = module.score_form
+    query, mixing, key = form.read_channels(name, module)  # (D, R/2), (G, R/2), (D, R/2)
+    places = form.head_width // 2
+    if form.grouped:  # mixed keys are keys of the group
+        mixed = [_by_frequency(form, key * row.conj()) for row in mixing]
+        sides, error = (query, torch.cat(mixed, 1)), 0.0
+    else:
+        left, right = query.new_zeros(len(query), form.heads * places), key.new_zeros(len(key), form.heads * places)
+        lost = total = 0.0
+        for head, row in enumerate(mixing):
+            for frequency in range(places):
+                own = [place for place, each in enumerate(form.frequencies) if each == frequency]
+                if not own:
+                    continue
+                u, s, v = _truncated(query[:, own] * row[own], key[:, own])
+                column, root = head * places + frequency, s[0].sqrt()
+                left[:, column], right[:, column] = u[:, 0] * root, v[:, 0] * root
+                lost, total = lost + float(s[1:].square().sum()), total + float(s.square().sum())
+        sides, error = (left, right), (lost / total) ** 0.5 if total else 0.0
+    built = []
+    for path, channels, biased in zip((form.query, form.key), sides, (form.query_bias, form.key_bias), strict=True):
+        rows = form.to_heads(channels.real, channels.imag)  # (D, H·d)
+        bias = rows[-1] if biased else None
+        built.append(_linear(rows[:-1] if biased else rows, bias, module.get_submodule(path).proj.weight))
+    return built[0], built[1], error
+
+
+def _by_frequency(form: RotaryScores, channels: Tensor) -> Tensor:
+    """Add up the channels (D, R/2) of each frequency, (D, d/2)."""
+    sums = channels.new_zeros(len(channels), form.head_width // 2)
+    return sums.index_add(1, torch.tensor(form.frequencies, device=channels.device), channels)
+
+
 def _joined(context: Tensor, key: Tensor, content: Tensor | None) -> tuple[Tensor, Tensor]:
     """Write [T̂_i; v_iᵀ] as a product: left (D+1, R+1) times right (D, R+1) transposed."""
     if content is None:
@@ -195,11 +240,11 @@ def _joined(context: Tensor, key: Tensor, content: Tensor | None) -> tuple[Tenso
 
 
 def _truncated(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Singular value decomposition of left · rightᵀ without forming it."""
+    """Singular value decomposition of left · right* without forming it."""
     left_basis, left_core = torch.linalg.qr(left)
     right_basis, right_core = torch.linalg.qr(right)
-    u, s, vh = torch.linalg.svd(left_core @ right_core.T)
-    return left_basis @ u[:, : len(s)], s, right_basis @ vh[: len(s)].T
+    u, s, vh = torch.linalg.svd(left_core @ right_core.mH)
+    return left_basis @ u[:, : len(s)], s, right_basis @ vh[: len(s)].mH
 
 
 def _linear(weight: Tensor, bias: Tensor | None, like: Tensor) -> nn.Linear:

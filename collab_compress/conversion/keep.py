@@ -46,6 +46,12 @@ def choose(model: PreTrainedModel, compression: Compression, texts: Sequence[Bat
     if keep is None:
         return compression, ""
     where = (model, FAMILIES, compression.modules, compression.kinds)
+    rotary = next((site for site in find_dense_attention(*where) if site.family.rotary), None)
+    if rotary is not None:
+        raise CompressionError(
+            f"keep chooses widths of single channels a head; those of {rotary.family.name} come in whole heads of "
+            f"{rotary.head_width}, so pass dk and dv"
+        )
     sites = list(zip(find_dense_attention(*where), find_dense_values(*where), strict=True))
     length = compression.length or _mean_length(texts) or TYPICAL
     dense = sum(dense_macs(site.key.in_features, site.width, site.key_value_width, length) for site, _ in sites)

@@ -10,14 +10,22 @@ from accelerate.utils import broadcast, gather_object
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import DenseSite, ValueSite
-from collab_compress.attention import FORMS, DenseValues, MapForm, NarrowValues
+from collab_compress.attention import DenseValues, MapForm, NarrowValues, RotaryScores, form_for
 from collab_compress.attention.projections import width_in
+from collab_compress.attention.rotary import arranged
 from collab_compress.calibration import Batch, gather_moments
 from collab_compress.conversion.compression import Compression
 from collab_compress.conversion.report import ModuleReport, ValueReport, module_report, value_report
 from collab_compress.distributed import process_state
 from collab_compress.errors import CompressionError
-from collab_compress.factorization import Moments, Narrowing, centres_queries, factorize, narrow_values
+from collab_compress.factorization import (
+    Moments,
+    Narrowing,
+    centres_queries,
+    factorize,
+    factorize_rotary,
+    narrow_values,
+)
 
 Progress = Callable[[str, int, int], None]
 REPORT_LENGTH = 128
@@ -91,11 +99,13 @@ def plan(
 def _narrower(site: Site, compression: Compression) -> bool:
     """Whether a map loses anything."""
     width = compression.dv if isinstance(site, ValueSite) else compression.dk
-    return width is not None and width < site.width
+    return width is not None and width < site.key_value_width
 
 
 def gets_content_bias(site: DenseSite, compression: Compression, calibrated: bool) -> bool:
     """Say whether a module will have content biases: where queries have a bias, or where centring is to make them."""
+    if site.family.rotary:  # biases stay in the projections
+        return False
     biased = site.query.bias is not None
     folded = calibrated and _narrower(site, compression) and centres_queries(biased, compression.centre)
     return biased or folded
@@ -123,7 +133,9 @@ def _plan_scores(site: DenseSite, compression: Compression, moments: tuple[Momen
     assert compression.dk is not None
     query_moments, key_moments = moments or (None, None)
     started = perf_counter()
-    form = FORMS[compression.form]
+    form = form_for(compression.form, site)
+    if issubclass(form, RotaryScores):
+        return _plan_rotary(site, compression, form, moments)
     solver = compression.solver if compression.solver in form.solvers else form.solvers[0]
     try:
         result = factorize(
@@ -139,6 +151,37 @@ def _plan_scores(site: DenseSite, compression: Compression, moments: tuple[Momen
     parts = made.build(site.module, site.parent)
     found = result.factors.to(dtype=parts.mixing.dtype)  # where they are: not every device has float64
     made.load_(parts, found.query, found.mixing, found.key, found.content_bias)
+    vectors = (0.0, 0.0) if moments is None else (moments[0].count, moments[1].count)
+    report = module_report(site, made, result, REPORT_LENGTH, perf_counter() - started, vectors)
+    return Planned(site, made, parts, _dense(site), report)
+
+
+def _plan_rotary(
+    site: DenseSite, compression: Compression, form: type[RotaryScores], moments: tuple[Moments, ...] | None
+) -> Planned:
+    """Share the channels of one module whose queries and keys are turned; as `_plan_scores`."""
+    assert compression.dk is not None
+    started = perf_counter()
+    query_moments, key_moments = moments or (None, None)
+    asked = form.of(site, compression.dk, content_bias=False)
+    heads = [
+        asked.channels_of(matrices, projection.bias)
+        for matrices, projection in ((site.query_heads(), site.query), (site.key_heads(), site.key))
+    ]
+    try:
+        result = factorize_rotary(
+            heads[0], heads[1], asked.rank // 2, query_moments=query_moments, key_moments=key_moments,
+            damping=compression.damping, sweeps=compression.sweeps, turned=site.rotated // 2,
+            device=compression.device,
+        )  # fmt: skip
+    except (ValueError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
+        raise CompressionError(f"{site.name}: {error}") from error
+    found = result.factors
+    order = arranged(found.frequencies, site.head_width // 2)
+    made = form.of(site, compression.dk, content_bias=False, sizes=[found.frequencies[place] for place in order])
+    parts = made.build(site.module, site.parent)
+    query = None if found.query is None else found.query[:, order]
+    made.load_channels_(parts, query, found.mixing[:, order], found.key[:, order], site.query)
     vectors = (0.0, 0.0) if moments is None else (moments[0].count, moments[1].count)
     report = module_report(site, made, result, REPORT_LENGTH, perf_counter() - started, vectors)
     return Planned(site, made, parts, _dense(site), report)
@@ -197,6 +240,18 @@ def few_vectors(planned: Sequence[Planned]) -> list[str]:
     return [
         f"{name}{f' and {others} more modules' if others else ''} saw few calibration vectors: {vectors} of width "
         f"{width}, where {FEW} times the width would be {FEW * width}; pass more data, or more sequences of it"
+    ]
+
+
+def rounded(planned: Sequence[Planned], compression: Compression) -> list[str]:
+    """Say so where dk is another than was asked for."""
+    forms = [item.form for item in planned if isinstance(item.form, RotaryScores)]
+    others = [form for form in forms if form.rank != compression.dk]
+    if not others:
+        return []
+    return [
+        f"dk {compression.dk} was rounded up to {others[0].rank}: a rotary embedding turns whole heads of "
+        f"{others[0].head_width} channels"
     ]
 
 

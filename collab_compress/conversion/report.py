@@ -11,7 +11,7 @@ from typing import Any
 from collab_compress.architectures import DenseSite, ValueSite
 from collab_compress.attention import NarrowValues, PerHeadScores, ScoreForm
 from collab_compress.conversion.compression import Compression
-from collab_compress.factorization import Factorization, Narrowing
+from collab_compress.factorization import Factorization, Narrowing, RotaryFactorization
 
 
 def dense_parameters(width: int, queries: int, keys: int, bias: bool) -> int:
@@ -171,7 +171,7 @@ class Report:
 def module_report(
     site: DenseSite,
     form: ScoreForm,
-    result: Factorization,
+    result: Factorization | RotaryFactorization,
     length: int,
     seconds: float,
     vectors: tuple[float, float] = (0, 0),

@@ -9,6 +9,7 @@ from collab_compress.factorization.factors import Factorization, Factors, Soluti
 from collab_compress.factorization.head_tensor import HeadTensor
 from collab_compress.factorization.moments import Moments, has_float64
 from collab_compress.factorization.narrowing import Narrowing, narrow_values
+from collab_compress.factorization.rotary import RotaryFactorization, RotaryFactors, factorize_rotary
 
 __all__ = [
     "SOLVERS",
@@ -17,10 +18,13 @@ __all__ = [
     "HeadTensor",
     "Moments",
     "Narrowing",
+    "RotaryFactorization",
+    "RotaryFactors",
     "Solution",
     "SolverOptions",
     "centres_queries",
     "factorize",
+    "factorize_rotary",
     "has_float64",
     "narrow_values",
 ]

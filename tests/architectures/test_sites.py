@@ -1,7 +1,7 @@
 import pytest
 import torch
 from torch import nn
-from transformers import GPTNeoConfig, GPTNeoModel, LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model
+from transformers import GPTNeoConfig, GPTNeoModel, PersimmonConfig, PersimmonModel, Qwen3Config, Qwen3Model
 
 from collab_compress.architectures import FAMILIES, find_dense_attention, split_heads
 from collab_compress.errors import UnsupportedModelError
@@ -62,9 +62,9 @@ def test_refuses_unknown_family_and_names_those_it_knows():
     ("model", "message"),
     [
         (
-            lambda: LlamaModel(LlamaConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=11,
-                                           intermediate_size=8)),
-            r"rotary_emb \(LlamaRotaryEmbedding\): a rotary position embedding",
+            lambda: PersimmonModel(PersimmonConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1,
+                                                   vocab_size=11, intermediate_size=8, qk_layernorm=False)),
+            r"rotary_emb \(PersimmonRotaryEmbedding\): a rotary position embedding",
         ),
         (
             lambda: Qwen3Model(Qwen3Config(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=11,

@@ -253,6 +253,7 @@ FAMILIES = {
     # Encoders of text.
     "bert-generation": Tiny("BertGeneration", ENCODER, SELF, copy_of="bert", model="BertGenerationEncoder"),
     "data2vec-text": Tiny("Data2VecText", ENCODER, SELF, copy_of="roberta"),
+    "dpr": Tiny("DPR", ENCODER, SELF, copy_of="bert", model="DPRQuestionEncoder"),
     "ernie": Tiny("Ernie", ENCODER, SELF, copy_of="bert"),
     "layoutlm": Tiny("LayoutLM", {**ENCODER, "max_2d_position_embeddings": 32}, SELF, copy_of="bert"),
     "markuplm": Tiny("MarkupLM", {**ENCODER, "max_depth": 4, "xpath_unit_hidden_size": 4}, SELF, copy_of="bert"),
@@ -379,6 +380,17 @@ FAMILIES = {
     "xglm": Tiny("XGLM", {"vocab_size": VOCABULARY, "d_model": WIDTH, "attention_heads": HEADS, "num_layers": LAYERS,
                           "ffn_dim": 32, "max_position_embeddings": 80, "init_std": 0.4, **ENDS}, CAUSAL,
                  "XGLMForCausalLM"),
+}  # fmt: skip
+
+MANY = {**ENCODER, "num_key_value_heads": HEADS}
+FAMILIES |= {
+    "esm": Tiny("Esm", {**ENCODER, "position_embedding_type": "rotary", "mask_token_id": 4, "token_dropout": False},
+                SELF),
+    "gemma": Tiny("Gemma", {**MANY, "head_dim": 8}, CAUSAL, "GemmaForCausalLM", copy_of="llama"),
+    "llama": Tiny("Llama", MANY, CAUSAL, "LlamaForCausalLM"),
+    "mistral": Tiny("Mistral", {**MANY, "sliding_window": 4}, CAUSAL, "MistralForCausalLM", copy_of="llama"),
+    "phi": Tiny("Phi", ENCODER, CAUSAL, "PhiForCausalLM"),
+    "qwen2": Tiny("Qwen2", MANY, CAUSAL, "Qwen2ForCausalLM", copy_of="llama"),
 }  # fmt: skip
 
 

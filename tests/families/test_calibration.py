@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from PIL import Image
 from transformers import CLIPImageProcessorPil, ViTConfig, ViTImageProcessorPil, ViTModel, Wav2Vec2FeatureExtractor
 
 from collab_compress import CalibrationError, Compression, compress
@@ -118,11 +117,12 @@ def test_an_unknown_image_size_is_asked_for():
 @pytest.fixture
 def pictures(tmp_path):
     """A folder of images, and one that is none."""
+    image = pytest.importorskip("PIL.Image")
     folder = tmp_path / "pictures" / "cats"
     folder.mkdir(parents=True)
     for number in range(5):
         pixels = torch.randint(256, (20, 30, 3), generator=torch.Generator().manual_seed(number), dtype=torch.uint8)
-        Image.fromarray(pixels.numpy()).save(folder / f"{number}.png")
+        image.fromarray(pixels.numpy()).save(folder / f"{number}.png")
     (folder / "notes.txt").write_text("no image", encoding="utf-8")
     return folder.parent
 
@@ -179,5 +179,9 @@ def test_a_folder_of_sounds(sounds, build, tmp_path):
 def test_what_a_folder_lacks_is_said(pictures, sounds, build):
     with pytest.raises(CalibrationError, match="holds no images for ViTModel; expected files that end in"):
         calibration_batches(sounds, build("vit"))
+    model = saved_with(ViTImageProcessorPil(), build("vit"), pictures.parent / "vit")
+    (pictures / "broken.png").write_bytes(b"no image")
+    with pytest.raises(CalibrationError, match=r"cannot read the image .*broken\.png"):
+        calibration_batches(pictures, model)
     with pytest.raises(CalibrationError, match=r"ViTModel has no processor at '' .*; save it there"):
         calibration_batches(pictures, build("vit"))

@@ -28,6 +28,7 @@ KEEP_HEADS = {
     "trocr": "TrOCR, because its modules view",
     "t5": "T5, because all layers share one",
     "umt5": "UMT5, because its position bias has a column",
+    **dict.fromkeys(("gemma", "llama", "mistral", "phi", "qwen2"), ".*, because its config has one number of heads"),
 }
 
 

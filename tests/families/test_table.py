@@ -11,6 +11,9 @@ from pathlib import Path
 
 import yaml
 
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+from rotary_models import ROTARY, make_rotary
+
 from collab_compress.architectures import FAMILIES, find_attention
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
@@ -27,12 +30,19 @@ def rows(tinies, build):
             kinds, how, eager = tried.setdefault(site.family.name, (set(), [], not model._supports_sdpa))
             kinds.add(site.kind)
             how.append((tiny.copy_of, bool(tiny.generates)))
+    for name in ROTARY:
+        model = make_rotary(name)
+        for site in find_attention(model, FAMILIES):
+            kinds, how, _ = tried.setdefault(site.family.name, (set(), [], not model._supports_sdpa))
+            kinds.add(site.kind)
+            how.append(("rotary", model.can_generate()))
     families = {family.name: family for family in FAMILIES.values()}
     for name in sorted(families, key=str.lower):
         family = families[name]
         kinds, how, eager = tried.get(name, (set(), [], False))
         copies = {copy for copy, _ in how}
-        ran = "all" if "" in copies else f"contracts, as {tinies[min(copies)].name}"
+        others = sorted(copies - {"rotary"})
+        ran = "all" if "" in copies else f"contracts, as {tinies[others[0]].name}" if others else "rotary contracts"
         generates = ", generation" if any(generates for _, generates in how) else ""
         order = [kind for kind in ("encoder", "decoder", "cross") if kind in kinds]
         types = ", ".join(f"`{model_type}`" for model_type in family.model_types)
@@ -43,6 +53,8 @@ def resists(family, eager):
     """Say what cannot be done with a family."""
     if family.fixed_heads:
         yield "dk up to *H·d − H*" if family.query != "q" else "no smaller key cache"
+    if family.rotary:
+        yield "shared rotary heads only"
     if family.keeps_heads:
         yield "heads are not removed"
     for kind in family.undescribed:

@@ -1,0 +1,163 @@
+"""Shared rotary channels: the error by explicit rotations, exactness, the best keys of groups, the allocation."""
+
+import itertools
+
+import pytest
+import torch
+
+from collab_compress.factorization import Moments, factorize_rotary
+from collab_compress.factorization.rotary import allocated, decomposed, rotary_error
+
+
+def heads(count, width, frequencies, seed=0, common=2):
+    """Heads that have something in common, complex (H, D, J); frequencies differ in what they are worth."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.complex128)
+
+    shared = torch.einsum("hp,pdj->hdj", draw(count, common), draw(common, width, frequencies))
+    return (shared + 0.4 * draw(count, width, frequencies)) * torch.linspace(2, 0.3, frequencies)
+
+
+def slow_error(query, key, factors, angles, distances):
+    """Relative error of all heads' score matrices in real numbers, each channel pair turned by a 2×2 matrix.
+
+    The mean over distances of ‖Σ_j A_j R(θ_j n) B_jᵀ − Σ_c …‖², with A_j and B_j (D, 2).
+    """
+    group = len(query) // len(key)
+
+    def pair(column):
+        return torch.stack([column.real, column.imag], 1)
+
+    def turned(angle):
+        cos, sin = torch.cos(angle), torch.sin(angle)
+        return torch.stack([torch.stack([cos, sin]), torch.stack([-sin, cos])])
+
+    lost = total = 0.0
+    for distance in distances:
+        for head in range(len(query)):
+            exact = found = torch.zeros(query.shape[1], key.shape[1], dtype=torch.float64)
+            for j, angle in enumerate(angles):
+                turn = turned(angle * distance)
+                exact = exact + pair(query[head, :, j]) @ turn @ pair(key[head // group, :, j]).T
+            for place, j in enumerate(factors.frequencies):
+                own = query[head, :, j] if factors.query is None else factors.query[:, place]
+                mixed = own * factors.mixing[head // group, place]
+                found = found + pair(mixed) @ turned(angles[j] * distance) @ pair(factors.key[:, place]).T
+            lost, total = lost + float((exact - found).square().sum()), total + float(exact.square().sum())
+    return (lost / total) ** 0.5
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_the_error_is_that_of_explicit_rotations_averaged_over_distances(groups):
+    """Angles are such that frequencies do not interfere: whole turns over all distances."""
+    query, key = heads(4, 7, 3), heads(groups, 6, 3, seed=1)
+    distances = torch.arange(8, dtype=torch.float64)
+    angles = 2 * torch.pi * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) / 8
+    result = factorize_rotary(query, key, 4)
+    expected = slow_error(query, key, result.factors, angles, distances)
+    assert result.weight_error == pytest.approx(expected, rel=1e-6)
+    assert rotary_error(query, key, result.factors) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_all_channels_are_exact(groups):
+    query, key = heads(4, 9, 3), heads(groups, 9, 3, seed=1)
+    result = factorize_rotary(query, key, 3 * groups)
+    assert result.exact
+    assert result.weight_error == 0
+    assert rotary_error(query, key, result.factors) < 1e-7
+    assert (result.factors.query is None) == (groups < 4)
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_more_channels_are_better_and_shared_ones_better_than_the_heads_own(groups):
+    query, key = heads(4, 9, 4), heads(groups, 9, 4, seed=1)
+    results = [factorize_rotary(query, key, count) for count in range(1, 4 * groups)]
+    errors = [result.weight_error for result in results]
+    assert all(after < before + 1e-6 for before, after in itertools.pairwise(errors))
+    assert all(result.weight_error <= result.per_head_error + 1e-6 for result in results)
+    equal = factorize_rotary(query, key, 4, equal=True)
+    assert sorted(equal.factors.frequencies) == [0, 1, 2, 3]
+    assert errors[3] < equal.weight_error
+
+
+def test_groups_get_the_best_keys_there_are():
+    """By Eckart and Young; an independent search does not do better."""
+    query, key = heads(4, 9, 2), heads(2, 9, 2, seed=1)
+    found = factorize_rotary(query, key, 2, equal=True)
+    weights = query.norm(dim=1).square().view(2, 2, 2).sum(1).sqrt()  # (G, J)
+    lost = sum(torch.linalg.svdvals((key[:, :, j] * weights[:, j, None]).mT)[1].square().item() for j in range(2))
+    total = sum((key[:, :, j] * weights[:, j, None]).norm().item() ** 2 for j in range(2))
+    assert found.weight_error == pytest.approx((lost / total) ** 0.5, rel=1e-9)
+
+
+def test_allocation_is_the_best_of_all():
+    generator = torch.Generator().manual_seed(0)
+    errors = torch.rand(4, 4, generator=generator).sort(1, descending=True).values
+    for channels in range(13):
+        counts = allocated(errors, channels)
+        assert sum(counts) == channels
+        best = min(
+            sum(errors[j, count].item() for j, count in enumerate(each))
+            for each in itertools.product(range(4), repeat=4)
+            if sum(each) == channels
+        )
+        assert sum(errors[j, count].item() for j, count in enumerate(counts)) == pytest.approx(best)
+
+
+def test_sweeps_find_slices_that_were_made_from_few_channels():
+    generator = torch.Generator().manual_seed(0)
+    chi, kappa = (torch.randn(1, 6, 2, generator=generator, dtype=torch.complex128) for _ in range(2))
+    # a slice of rank one lies in the span of few channels only where each head has one of them
+    query, key = chi[:, :, [0, 1, 0, 1]], kappa[:, :, [0, 1, 0, 1]]
+    *_, error = decomposed(query, key, 2, 50)
+    assert error.item() < 1e-6 * float((query.norm(dim=1) * key.norm(dim=1)).square().sum())
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_moments_weigh_what_inputs_show(groups):
+    """Biases are the last row; on inputs of few directions the weighted answer is better there."""
+    generator = torch.Generator().manual_seed(3)
+    query, key = heads(4, 9, 3), heads(groups, 9, 3, seed=1)
+    x = torch.randn(500, 8, generator=generator, dtype=torch.float64) * torch.linspace(3, 0.05, 8) + 1
+    moments = Moments.of(x)
+    weighted = factorize_rotary(query, key, 4, query_moments=moments, key_moments=moments)
+    plain = factorize_rotary(query, key, 4)
+    seen = torch.cat([x, torch.ones(500, 1, dtype=torch.float64)], 1).to(torch.complex128)
+    root = torch.linalg.cholesky(seen.mH @ seen / 500).mH
+    errors = []
+    for factors in (weighted.factors, plain.factors):
+        channels = None if factors.query is None else root @ factors.query
+        there = type(factors)(channels, factors.mixing, root @ factors.key, factors.frequencies)
+        errors.append(rotary_error(root @ query, root @ key, there))
+    assert weighted.data_error == pytest.approx(errors[0], rel=0.05)
+    assert errors[0] < errors[1] + 1e-12
+    assert groups == 2 or errors[0] < 0.99 * errors[1]
+
+
+def test_keys_of_what_does_not_turn_are_centred():
+    """What is constant over keys is ignored by the softmax: it gets no channels."""
+    query, key = heads(2, 5, 2), heads(2, 5, 2, seed=1)
+    inputs = torch.randn(400, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    far = Moments.of(inputs + 50)
+    found = factorize_rotary(query, key, 2, query_moments=Moments.of(inputs), key_moments=far, turned=1)
+    assert found.factors.frequencies == (0, 0)  # the one that turns is worth far more
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"channels": 0}, "1 to 6 channels"),
+        ({"channels": 7}, "1 to 6 channels"),
+        ({"key": heads(3, 5, 3)}, "expected as many frequencies"),
+        ({"key": heads(2, 5, 2)}, "expected as many frequencies"),
+        ({"query": torch.full((4, 5, 3), torch.nan, dtype=torch.complex128)}, "not finite"),
+        ({"query_moments": Moments.of(torch.randn(9, 3))}, "are 3 wide; expected 5"),
+    ],
+)
+def test_bad_input_is_told(change, told):
+    given = {"query": heads(4, 5, 3), "key": heads(2, 5, 3), "channels": 2, **change}
+    with pytest.raises(ValueError, match=told):
+        factorize_rotary(**given)

@@ -1,0 +1,333 @@
+"""Shared rotary heads: what they compute, by a formula of its own, grouped queries too; caches; refusals."""
+
+import copy
+
+import pytest
+import torch
+from rotary_models import ROTARY, SIZES, make_rotary
+from transformers import (
+    EsmConfig,
+    EsmModel,
+    GemmaConfig,
+    GemmaModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from transformers.generation import ContinuousBatchingConfig
+
+from collab_compress import Compression, compress, expand
+from collab_compress.analysis import module_costs
+from collab_compress.analysis.energy import score_parts
+from collab_compress.architectures import FAMILIES, find_dense_attention
+from collab_compress.attention.view import add_head_hook_
+from collab_compress.errors import CompressionError, UnsupportedModelError
+
+MODELS = {
+    "esm": lambda: EsmModel(
+        EsmConfig(**SIZES, position_embedding_type="rotary", mask_token_id=4, token_dropout=False)
+    ),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "llama-grouped": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2)),
+    "mistral-grouped": lambda: MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=4)),
+    "phi": lambda: PhiForCausalLM(PhiConfig(**SIZES)),
+    "phi-grouped": lambda: PhiForCausalLM(PhiConfig(**SIZES, num_key_value_heads=2)),
+    "qwen2-grouped": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=2)),
+}
+DECODERS = sorted(name for name in MODELS if name != "esm")
+
+
+@pytest.fixture(scope="module")
+def models():
+    made = {}
+    for name, make in MODELS.items():
+        torch.manual_seed(0)
+        made[name] = make().eval()
+        with torch.no_grad():
+            for path, parameter in made[name].named_parameters():
+                if path.endswith((".query.bias", ".key.bias", "q_proj.bias", "k_proj.bias")):
+                    parameter.normal_(std=0.5)
+                if path.endswith((".key.weight", "k_proj.weight")):  # frequencies differ in what they are worth
+                    parameter.view(-1, 8, 32)[:, [0, 4]] *= 3
+    return made
+
+
+@pytest.fixture
+def model(models):
+    return lambda name: copy.deepcopy(models[name])
+
+
+def batch(seed=0, length=9):
+    ids = torch.randint(5, 61, (3, length), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    mask[1, 7:], mask[2, 5:] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def run(model, given):
+    with torch.no_grad():
+        return model(**given)[0][given["attention_mask"].bool()]
+
+
+def channel_pairs(form):
+    """Channels that belong together, those that turn first."""
+    width, turned = form.head_width, form.rotated
+    if form.pairs != "halves":
+        return [(j, j + 1) for j in range(0, width, 2)]
+    half, rest = turned // 2, (width - turned) // 2
+    return [(j, j + half) for j in range(half)] + [(turned + j, turned + rest + j) for j in range(rest)]
+
+
+class Slow:
+    """Recomputes head outputs pair by pair: explicit rotations by the distance of two tokens.
+
+    Which keys a query sees is taken from the model's rows; how strongly it sees them is not. Frequencies are how far
+    the model turns the second token.
+    """
+
+    needs_rows = True
+
+    def __init__(self, model, tolerance):
+        self.checked, self.read, self.tables, self.tolerance = 0, {}, {}, tolerance
+        self.real = batch()["attention_mask"].bool()
+        self.scaled_before = model.config.model_type == "esm"
+        for module in model.modules():
+            if hasattr(module, "score_form"):
+                add_head_hook_(module, self)
+                key = module.get_submodule(module.score_form.key)
+                key.register_forward_pre_hook(lambda _, args, at=module: self.read.__setitem__(at, args[0]))
+                module.register_forward_pre_hook(self.tables_of, with_kwargs=True)
+
+    def tables_of(self, module, args, kwargs):
+        self.tables[module] = kwargs["position_embeddings"]
+
+    def frequency(self, module, frequency):
+        form = module.score_form
+        if frequency >= form.rotated // 2:
+            return 0.0
+        at = 2 * frequency if form.pairs == "neighbours, tables too" else frequency
+        cos, sin = (table[0, :, at].double() for table in self.tables[module])
+        return float(torch.atan2(sin[1], cos[1]) - torch.atan2(sin[0], cos[0]))
+
+    def __call__(self, outputs, call):
+        module, form, x = call.module, call.module.score_form, self.read[call.module]
+        queries, keys = (module.get_submodule(path).proj(x) for path in (form.query, form.key))
+        d, length, pairs = form.head_width, x.shape[1], channel_pairs(form)
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        group = form.heads // form.key_heads
+        scale = getattr(module, "scaling", d**-0.5) * (d**-0.5 if self.scaled_before else 1)
+        for head in range(form.heads):
+            scores = torch.zeros(len(x), length, length, dtype=x.dtype)
+            for place, frequency in enumerate(form.frequencies):
+                one, two = (place // (d // 2) * d + channel for channel in pairs[place % (d // 2)])
+                k = torch.complex(keys[..., one], keys[..., two])
+                if group > 1:
+                    one, two = (head * d + channel for channel in pairs[frequency])
+                q = torch.complex(queries[..., one], queries[..., two])
+                row = module.mixing[head // group]
+                q = q * torch.complex(row[place], row[place + len(form.frequencies)])
+                angle = (distance * self.frequency(module, frequency)).to(x)
+                turned = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1)
+                turned = turned.unflatten(-1, (2, 2))
+                rotated = turned @ torch.view_as_real(q)[:, :, None, :, None]  # (B, T, S, 2, 1)
+                scores += (rotated[..., 0] * torch.view_as_real(k)[:, None]).sum(-1)
+            scores = (scale * scores).masked_fill(call.rows[:, head] == 0, -torch.inf)
+            expected = scores.softmax(-1) @ call.value[:, head // (form.heads // call.value.shape[1])]
+            torch.testing.assert_close(
+                outputs[:, :, head][self.real], expected[self.real], atol=self.tolerance, rtol=10 * self.tolerance
+            )
+        self.checked += 1
+        return outputs
+
+
+@pytest.mark.parametrize("dk", [8, 16, 24])
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_fewer_heads_follow_the_formula(name, dk, model):
+    converted = model(name)
+    groups = getattr(converted.config, "num_key_value_heads", 4)
+    if dk > 8 * groups:
+        return
+    compress(converted, Compression(dk=dk, sweeps=20), calibration=[batch(seed) for seed in range(3)])
+    slow = Slow(converted.double(), 3e-5)
+    with torch.no_grad():
+        converted(**batch())
+    assert slow.checked == 2
+    frequencies = [module.score_form.frequencies for module in converted.modules() if hasattr(module, "score_form")]
+    assert all(len(each) == dk // 2 for each in frequencies)
+    assert dk > 8 or any(each != (0, 1, 2, 3) for each in frequencies)  # some places hold another frequency
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", [name for name in sorted(MODELS) if "grouped" in name])
+def test_all_key_heads_equal_dense(name, implementation, model):
+    dense = model(name)
+    dense.set_attn_implementation(implementation)
+    converted = copy.deepcopy(dense)
+    compress(converted, Compression(dk=16, dv=16), calibration=None)
+    torch.testing.assert_close(run(converted, batch()), run(dense, batch()), atol=3e-5, rtol=1e-4)
+    expand(converted)
+    torch.testing.assert_close(run(converted, batch()), run(dense, batch()), atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(MODELS) if "grouped" in name])
+def test_grouped_ones_save_load_and_expand_exactly(name, model, tmp_path, load_cleanly):
+    converted = model(name)
+    report = compress(converted, Compression(dk=8, dv=10), calibration=[batch(seed) for seed in range(3)])
+    assert all(each.dk == 8 and 0 < each.data_error < each.per_head_error for each in report.modules)
+    expected = run(converted, batch())
+    converted.save_pretrained(tmp_path)
+    assert torch.equal(run(load_cleanly(type(converted), tmp_path), batch()), expected)
+    converted.train()(**batch())[0].square().sum().backward()
+    module = next(module for module in converted.modules() if hasattr(module, "score_form"))
+    assert all(parameter.grad.abs().sum() > 0 for parameter in module.score_form.trained(module))
+    converted.eval()
+    assert expand(converted).exact  # keys of a group are dense keys of that group
+    torch.testing.assert_close(run(converted, batch()), expected, atol=5e-5, rtol=1e-3)
+
+
+WAYS = {
+    "greedy": {"do_sample": False},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "sampled": {"do_sample": True},
+}
+
+
+def generated(model, **options):
+    torch.manual_seed(5)
+    given = {"input_ids": batch()["input_ids"], "attention_mask": torch.ones(3, 9, dtype=torch.long)}
+    return model.generate(**given, max_new_tokens=6, eos_token_id=-1, **options)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_generation(name, model):
+    dense = model(name)
+    converted, narrow = copy.deepcopy(dense), copy.deepcopy(dense)
+    compress(converted, Compression(dk=8 * dense.config.num_key_value_heads), calibration=None)
+    for way, options in WAYS.items():
+        assert torch.equal(generated(converted, **options), generated(dense, **options)), way
+    static = {"cache_implementation": "static", "disable_compile": True, "do_sample": False}
+    assert torch.equal(generated(converted, **static), generated(dense, do_sample=False))
+    compress(narrow, Compression(dk=8), calibration=None)
+    expected = generated(narrow, do_sample=False)
+    assert torch.equal(generated(narrow, do_sample=False, use_cache=False), expected)
+    with pytest.raises(UnsupportedModelError, match=r"keys 8 and values (16|32) wide; generate with the default"):
+        generated(narrow, **static)
+    compress(narrow, Compression(dv=8), calibration=None)
+    expected = generated(narrow, do_sample=False)
+    assert torch.equal(generated(narrow, do_sample=False, use_cache=False), expected)
+    assert torch.equal(generated(narrow, **static), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-grouped", "mistral-grouped"])
+def test_key_caches_hold_the_shared_heads(name, model):
+    converted = model(name)
+    compress(converted, Compression(dk=8), calibration=None)
+    with torch.no_grad():
+        layers = converted(batch()["input_ids"], use_cache=True).past_key_values.layers
+    assert {layer.keys.shape[1] for layer in layers} == {1}
+    assert [cost.converted.cache_bytes for cost in module_costs(converted)] == [8 * 4] * 2
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-grouped"])
+@pytest.mark.parametrize("dk", [8, None])
+def test_continuous_batching(name, dk, model):
+    dense = model(name)
+    converted = copy.deepcopy(dense)
+    compress(converted, Compression(dk=dk or 8 * dense.config.num_key_value_heads), calibration=None)
+    expected = [row[9:].tolist() for row in generated(converted if dk else dense, do_sample=False)]
+    asked = copy.deepcopy(converted.generation_config)
+    asked.update(max_new_tokens=6, do_sample=False, eos_token_id=-1)
+    found = converted.generate_batch(
+        batch()["input_ids"].tolist(), generation_config=asked,
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=4, num_blocks=32, max_batch_tokens=32, max_blocks_per_request=0
+        ),
+    )  # fmt: skip
+    assert sorted(output.generated_tokens for output in found.values()) == sorted(expected)
+
+
+def test_widths_are_whole_heads(model):
+    converted = model("llama-grouped")
+    report = compress(converted, Compression(dk=11), calibration=None)
+    assert {each.dk for each in report.modules} == {16}
+    assert any("dk 11 was rounded up to 16" in warning for warning in report.warnings)
+    with pytest.raises(CompressionError, match="dk is 17, but 2 heads × 8 = 16 is exact already"):
+        compress(model("llama-grouped"), Compression(dk=17), calibration=None)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"form": "per-head"}, "there is no per-head form of queries and keys that a rotary embedding turns"),
+        ({"centre": True}, "neither is centred"),
+        ({"solver": "parafac"}, "solver als decomposes them"),
+    ],
+)
+def test_what_rotary_models_lack_is_said_at_once(options, told, model):
+    with pytest.raises(CompressionError, match=told):
+        compress(model("llama"), Compression(dk=8, **options), calibration=None)
+    with pytest.raises(CompressionError, match="come in whole heads of 8, so pass dk and dv"):
+        compress(model("llama"), Compression(keep=0.5), calibration=None)
+    with pytest.raises(UnsupportedModelError, match="so Wq·Wkᵀ is not what the scores use"):
+        score_parts(model("llama"))
+
+
+def test_a_module_alone_needs_its_angles(model):
+    converted = model("llama")
+    compress(converted, Compression(dk=16), calibration=[batch()] * 2)
+    attention = converted.model.layers[0].self_attn
+    if attention.q_proj.moved:
+        with pytest.raises(UnsupportedModelError, match="needs position_embeddings"):
+            attention.q_proj(torch.randn(1, 3, 32))
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_every_rotary_family_keeps_the_contracts(name, tmp_path, load_cleanly):
+    """Exact at full width, the formula below it, saved and loaded, expanded, trained, and generating."""
+    dense = make_rotary(name)
+    generates = dense.can_generate()
+    site = find_dense_attention(dense, FAMILIES)[0]
+    assert site.key_value_heads == (2 if site.family.key_value_heads else 4)
+    full, low = copy.deepcopy(dense), copy.deepcopy(dense)
+    compress(full, Compression(dk=site.key_value_width, dv=site.key_value_width), calibration=None)
+    expected = run(dense, batch())
+    for implementation in ("eager", "sdpa"):
+        full.set_attn_implementation(implementation)
+        torch.testing.assert_close(run(full, batch()), expected, atol=5e-5, rtol=1e-4)
+    if generates:
+        assert torch.equal(generated(full, do_sample=False), generated(dense, do_sample=False))
+    expand(full)
+    torch.testing.assert_close(run(full, batch()), expected, atol=1e-4, rtol=1e-3)
+    compress(low, Compression(dk=8, dv=10, sweeps=5), calibration=[batch(seed) for seed in range(3)])
+    expected = run(low, batch())
+    low.save_pretrained(tmp_path)
+    assert torch.equal(run(load_cleanly(type(low), tmp_path), batch()), expected)
+    low(**batch())[0].square().sum().backward()
+    for module in low.modules():
+        if hasattr(module, "score_form"):
+            assert all(parameter.grad.abs().sum() > 0 for parameter in module.score_form.trained(module))
+    if generates:
+        cached, anew = (generated(low, do_sample=False, use_cache=cache) for cache in (True, False))
+        assert torch.equal(cached, anew)
+    slow = Slow(low, 2e-4)
+    with torch.no_grad():
+        low(**batch())
+    assert slow.checked == 2
+
+
+def test_esm_without_a_rotary_embedding_is_refused():
+    with pytest.raises(UnsupportedModelError, match="EsmModel has no rotary embedding, which the ESM description"):
+        compress(EsmModel(EsmConfig(**SIZES)), Compression(dk=8), calibration=None)
+
+
+def test_gemma_has_a_width_of_its_own():
+    torch.manual_seed(0)
+    dense = GemmaModel(GemmaConfig(**SIZES, num_key_value_heads=4, head_dim=6)).eval()
+    converted = copy.deepcopy(dense)
+    compress(converted, Compression(dk=24), calibration=None)
+    torch.testing.assert_close(run(converted, batch()), run(dense, batch()), atol=3e-5, rtol=1e-4)
