@@ -54,7 +54,8 @@ def test_attention_is_looked_up_by_the_config_of_its_module(family, folder, name
 @pytest.mark.parametrize(("family", "folder", "name"), CLASSES)
 def test_heads_are_as_many_as_projections_give(family, folder, name):
     source = inspect.getsource(getattr(modelling(folder, name), name))
-    expected = (f"self.{family.heads}" if family.fixed_heads else "-1") + f", self.{family.head_width}"
+    width = f"3 * self.{family.head_width}" if family.interleaved else f"self.{family.head_width}"
+    expected = (f"self.{family.heads}" if family.fixed_heads else "-1") + f", {width}"
     if expected not in source:
         moved(f"the view (…, {expected} in {folder}'s {name}.forward", "attention/projections.py", "not there")
 

@@ -8,15 +8,20 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from stock_classes import DESCRIBED
 from transformers import (
+    BlipConfig,
+    BlipForConditionalGeneration,
     BloomConfig,
     BloomModel,
     MPNetConfig,
     MPNetModel,
     TrOCRConfig,
     TrOCRForCausalLM,
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+    ViTConfig,
     XGLMConfig,
     XGLMModel,
-)  # fmt: skip
+)
 
 from collab_compress import Compression, HeadMask, compress, expand
 from collab_compress.architectures import FAMILIES, find_attention
@@ -166,3 +171,39 @@ def test_caches_hold_what_an_encoder_gave(kind, dk, ids):
     torch.testing.assert_close(torch.cat([first[0], last[0]], 1), whole, atol=2e-5, rtol=1e-4)
     assert all(after.keys is before for after, before in zip(cache.cross_attention_cache.layers, kept, strict=True))
     assert (dk == 24) == torch.allclose(whole, stock, atol=2e-4)
+
+
+SIZES = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 1, "intermediate_size": 32}
+IMAGES = {**SIZES, "image_size": 8, "patch_size": 4, "initializer_range": 0.4}
+IDS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
+TOKENS = {"vocab_size": 61, "max_position_embeddings": 80, **IDS}
+
+
+def captioner():
+    text = {**SIZES, **TOKENS, "sep_token_id": 1, "encoder_hidden_size": 24, "initializer_range": 0.4}
+    return BlipForConditionalGeneration(BlipConfig(text_config=text, vision_config=IMAGES, projection_dim=24))
+
+
+def reader():
+    decoder = TrOCRConfig(
+        **TOKENS, d_model=24, decoder_layers=1, decoder_attention_heads=3, decoder_ffn_dim=32, init_std=0.4,
+        cross_attention_hidden_size=24,
+    )  # fmt: skip
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(ViTConfig(**IMAGES), decoder)
+    config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = 2, 0, 1
+    return VisionEncoderDecoderModel(config)
+
+
+@pytest.mark.parametrize("build", [captioner, reader])
+def test_whole_models_write_what_they_see(build):
+    torch.manual_seed(0)
+    model = build().eval()
+    asked = {"pixel_values": torch.randn(2, 3, 8, 8), "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    converted = copy.deepcopy(model)
+    compress(converted, Compression(dk=24, dv=24), calibration=None)
+    for beams in (1, 3):
+        expected = model.generate(**asked, num_beams=beams)
+        assert torch.equal(converted.generate(**asked, num_beams=beams), expected)
+    narrow = copy.deepcopy(model)
+    compress(narrow, Compression(dk=9, dv=12), calibration=None)
+    assert torch.equal(narrow.generate(**asked), narrow.generate(**asked, use_cache=False))
