@@ -177,7 +177,7 @@ class RotaryScores(ScoreForm):
     kind: ClassVar[str] = "rotary"
     option: ClassVar[str] = "shared"
     title: ClassVar[str] = "shared rotary attention"
-    space: ClassVar[str] = "query/key channels of each rotary frequency that heads share"
+    space: ClassVar[str] = "a query/key space for each rotary frequency that heads share, all together"
     solvers: ClassVar[tuple[str, ...]] = ("als",)
 
     @classmethod

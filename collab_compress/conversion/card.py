@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
-from collab_compress.attention import FORM_KINDS, FORMS
+from collab_compress.attention import FORM_KINDS, FORMS, RotaryScores
 from collab_compress.checkpoint import edits_of
 from collab_compress.conversion.compression import Compression
 from collab_compress.conversion.report import ModuleReport, Report, ValueReport
@@ -107,13 +107,16 @@ def _made(
 ) -> list[str]:
     lines = []
     if compression is not None:
-        lines.append(" ".join(_converted(compression, calibration, report)))
+        turned = any(edit.kind == RotaryScores.kind for edit in edits_of(model))
+        lines.append(" ".join(_converted(compression, calibration, report, turned)))
     if any(edit.kind == "alphas" for edit in edits_of(model)):
         lines.append("Heads mix before the output projection; the mixture is the identity until it is trained.")
     return lines
 
 
-def _converted(compression: Compression, calibration: str | None, report: Report | None) -> Iterator[str]:
+def _converted(
+    compression: Compression, calibration: str | None, report: Report | None, turned: bool
+) -> Iterator[str]:
     """Say what became of the two maps of attention."""
     of_scores, of_values = (
         f" of {len(modules)} attention modules" if modules else ""
@@ -121,12 +124,15 @@ def _converted(compression: Compression, calibration: str | None, report: Report
     )
     how = f"damping {compression.damping:g}, seed {compression.seed}"
     how += "" if calibration is None else f", calibrated on {calibration}"
+    form = RotaryScores if turned else FORMS[compression.form]
+    widths = {module.dk for module in report.modules} if report else set()
+    rank = widths.pop() if len(widths) == 1 else compression.dk  # as it was rounded
     if compression.dk is None:
         yield "Queries and keys are the source's own."
     else:
         yield (
-            f"Queries and keys{of_scores} were decomposed into {FORMS[compression.form].space} of "
-            f"R = {compression.dk} (`{compression.form}`, solver `{compression.solver}`, {how}), without retraining."
+            f"Queries and keys{of_scores} were decomposed into {form.space} of R = {rank} (`{compression.form}`, "
+            f"solver `{compression.solver}`, {how}), without retraining."
         )
     if compression.dv is None:
         yield "Values and outputs are the source's own."

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from collab_compress.architectures import FAMILIES, find_dense_attention
-from collab_compress.attention import FormEdit, SharedScores, install_
+from collab_compress.architectures import FAMILIES, DenseSite, find_dense_attention
+from collab_compress.attention import FormEdit, RotaryScores, ScoreForm, SharedScores, install_
 from collab_compress.checkpoint import path_in_base, record_edit_
 from collab_compress.errors import CompressionError
 
@@ -70,9 +70,12 @@ def from_config(
     if getattr(config, "quantization_config", None) is not None:
         raise CompressionError("the config describes a converted or quantized model; pass a stock model's config")
     model = model_class(copy.deepcopy(config))  # the edit is recorded in the config, which may be used again
-    modules = {}
+    modules: dict[str, ScoreForm] = {}
     for site in find_dense_attention(model, FAMILIES):
         scale = sqrt(site.heads / attention.dk) if attention.scale == "narrow" else None
+        if site.family.rotary:
+            modules[path_in_base(model, site.module)] = _rotary_(site, attention)
+            continue
         form = SharedScores.of(site, attention.dk, content_bias=site.query.bias is not None)
         form = replace(form, scale=scale, train_mixing=attention.train_mixing)
         parts = form.build(site.module, site.parent)
@@ -83,8 +86,30 @@ def from_config(
             parts.mixing.copy_(MIXING_STARTS[attention.mixing](site.heads, attention.dk))
         install_(site.module, form, parts)
         modules[path_in_base(model, site.module)] = form
-    record_edit_(model, FormEdit(SharedScores.kind, modules))
+    kind = next(iter(modules.values())).kind
+    record_edit_(model, FormEdit(kind, modules))
     return model
+
+
+def _rotary_(site: DenseSite, attention: FromScratch) -> RotaryScores:
+    """Put untrained shared rotary heads into a module, in place; mixing starts alike for each frequency."""
+    if attention.scale != "model" or attention.dk > site.key_value_width:
+        raise CompressionError(
+            f"{site.name}: rotary heads keep the model's scale, and dk is at most {site.key_value_width} there; got "
+            f"scale {attention.scale!r} and dk {attention.dk}"
+        )
+    form = replace(RotaryScores.of(site, attention.dk, content_bias=False), train_mixing=attention.train_mixing)
+    parts = form.build(site.module, site.parent)
+    with torch.no_grad():
+        for projection, dense in ((parts.query.proj, site.query), (parts.key.proj, site.key)):
+            projection.weight.normal_(std=float(dense.weight.std()))
+            if projection.bias is not None:
+                projection.bias.zero_()
+        start = MIXING_STARTS[attention.mixing](site.key_value_heads, form.rank // site.head_width)  # (G, P)
+        real = start.repeat_interleave(site.head_width // 2, 1)
+        parts.mixing.copy_(torch.cat([real, torch.zeros_like(real)], 1))
+    install_(site.module, form, parts)
+    return form
 
 
 def _concatenation(heads: int, dk: int) -> Tensor:

@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.generation import ContinuousBatchingConfig
 
-from collab_compress import Compression, compress, expand
+from collab_compress import Compression, FromScratch, compress, expand, from_config
 from collab_compress.analysis import module_costs
 from collab_compress.analysis.energy import score_parts
 from collab_compress.architectures import FAMILIES, find_dense_attention
@@ -318,6 +318,21 @@ def test_every_rotary_family_keeps_the_contracts(name, tmp_path, load_cleanly):
     with torch.no_grad():
         low(**batch())
     assert slow.checked == 2
+
+
+@pytest.mark.parametrize("mixing", ["concatenation", "ones", "uniform"])
+def test_untrained_models_start_with_shared_heads(mixing, tmp_path, load_cleanly):
+    config = MODELS["llama-grouped"]().config
+    made = from_config(config, FromScratch(dk=8, mixing=mixing), LlamaForCausalLM).eval()
+    assert {module.score_form.kind for module in made.modules() if hasattr(module, "score_form")} == {"rotary"}
+    made.save_pretrained(tmp_path)
+    assert torch.equal(run(load_cleanly(LlamaForCausalLM, tmp_path), batch()), run(made, batch()))
+    slow = Slow(made.double(), 3e-5)
+    with torch.no_grad():
+        made(**batch())
+    assert slow.checked == 2
+    with pytest.raises(CompressionError, match="dk is at most 16 there; got scale 'model' and dk 17"):
+        from_config(config, FromScratch(dk=17), LlamaForCausalLM)
 
 
 def test_esm_without_a_rotary_embedding_is_refused():
