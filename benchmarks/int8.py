@@ -4,7 +4,7 @@
 
 MiniLM is exported by torch, quantized dynamically by onnxruntime (int8 weights, one scale a channel), and run on one
 thread, models in turns. A ratio is the median over rounds, by processor time. Rows are named as in `gains.py`; widths
-are equal for all heads. Needs onnx, onnxruntime and onnxscript (the extra `test`).
+are equal for all heads. Needs onnx, onnxruntime and onnxscript (the extra `extras`).
 """
 
 import argparse

@@ -32,7 +32,7 @@ TREES = [  # files, and the extras they may import from beside the core
     (["collab_compress/experiments", "collab_compress/metrics.py", "collab_compress/tasks"], ["data"]),
     (["collab_compress", "cli"], []),
     (["tests", "glue_runs", "benchmarks"], ["minilm", "parafac", "data", "test"]),
-    (["tests/extras"], ["minilm", "parafac", "data", "test", "extras"]),
+    (["tests/extras", "benchmarks/int8.py"], ["minilm", "parafac", "data", "test", "extras"]),
 ]
 GUARDED = {
     "factorization/parafac.py": {"tensorly"},

@@ -31,6 +31,7 @@ StepProgress: TypeAlias = Callable[[int, int], None]
 
 SCORES_RATE = 1e-3
 VALUES_RATE = 2e-4
+RANDOM_LENGTH = 64
 
 
 def recover_(
@@ -61,7 +62,7 @@ def recover_(
         learning_rate: at its highest; 1e-3 if not given, or 2e-4 where values are converted, which a higher one makes
             worse than they were.
         seed: of tokens and order; the tokens are others than those of a conversion with the same seed.
-        length: tokens of a random sequence, or where texts are cut; as for `calibration_batches`.
+        length: tokens of a random sequence, 64 if not given, or where texts are cut; as for `calibration_batches`.
         progress: called with (done, total) after each step, in place of the `Trainer`'s own bar.
         parameters: as for `distil_`.
         arguments: more of `TrainingArguments`.
@@ -85,6 +86,7 @@ def recover_(
         }  # fmt: skip
         training = TrainingArguments(**{**settings, **arguments})
         count = steps * training.world_size
+        length = RANDOM_LENGTH if length is None and calibration == "synthetic" else length
         batches = calibration_batches(
             calibration, dense, tokenizer, sequences=16 * count, length=length, seed=seed + 1000
         )

@@ -139,7 +139,7 @@ def beit_bias(model, _):
 
 BIASES = {
     "beit": beit_bias, "bloom": bloom_bias, "mpt": mpt_bias, "mpnet": mpnet_bias,
-    **dict.fromkeys(("t5", "mt5", "umt5", "switch_transformers"), t5_bias),
+    **dict.fromkeys(("t5", "mt5", "umt5", "switch_transformers", "pix2struct_text_model"), t5_bias),
 }  # fmt: skip
 
 
