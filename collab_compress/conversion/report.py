@@ -44,7 +44,8 @@ class ModuleReport:
             with a slightly different one or, where none helps, stops with the best factors so far.
         seconds: time the decomposition took.
         per_head_error: what the minimised error (data_error, or weight_error without data) is in the per-head form.
-        per_head_macs: the multiply-accumulates of the per-head form.
+        per_head_macs: the multiply-accumulates of the per-head form; those of dense heads where there is none, as
+            with a rotary embedding.
         sizes: channels of each head in the per-head form, else None.
         query_vectors: how many vectors the moments of the query projection's inputs were taken from; 0 without data.
         key_vectors: the same for keys.
@@ -186,7 +187,9 @@ def module_report(
         seconds: time it took.
         vectors: how many inputs of queries and of keys were seen.
     """
-    width, apart = site.key.in_features, PerHeadScores.of(site, form.rank, form.content_bias)
+    width = site.key.in_features
+    before = dense_macs(width, site.width, site.key_value_width, length)
+    apart = PerHeadScores.of(site, form.rank, form.content_bias).macs(width, length)
     return ModuleReport(
         name=site.name,
         dk=form.rank,
@@ -194,14 +197,14 @@ def module_report(
         data_error=result.data_error,
         parameters_before=dense_parameters(width, site.width, site.key_value_width, site.query.bias is not None),
         parameters_after=form.parameters(width),
-        macs_before=dense_macs(width, site.width, site.key_value_width, length),
+        macs_before=before,
         macs_after=form.macs(width, length),
         break_even_length=form.break_even(width),
         sweeps=result.sweeps,
         converged=result.converged,
         seconds=seconds,
         per_head_error=result.per_head_error,
-        per_head_macs=apart.macs(width, length),
+        per_head_macs=before if site.family.rotary else apart,
         sizes=form.head_sizes,
         query_vectors=int(vectors[0]),
         key_vectors=int(vectors[1]),

@@ -64,9 +64,14 @@ def refuse_stock(model: PreTrainedModel) -> None:
     """Say at once where no plain model can be made, converted or not.
 
     Raises:
-        CompressionError: the family's config has no width of heads.
+        CompressionError: the family's config has no width of heads, or a rotary embedding turns them.
     """
     family = FAMILIES.get(model.config.model_type)
+    if family is not None and family.rotary:
+        raise CompressionError(
+            f"heads of {type(model).__name__} are turned by a rotary embedding, so there are no narrower ones; "
+            "save it as it is, with its code for people without this package (standalone), or expand it"
+        )
     if family is None or not family.free_width:
         have = ", ".join(sorted(each.name for each in FAMILIES.values() if each.free_width))
         raise CompressionError(

@@ -26,6 +26,7 @@ from collab_compress.analysis import module_costs
 from collab_compress.analysis.energy import score_parts
 from collab_compress.architectures import FAMILIES, find_dense_attention
 from collab_compress.attention.view import add_head_hook_
+from collab_compress.conversion import to_stock
 from collab_compress.errors import CompressionError, UnsupportedModelError
 
 MODELS = {
@@ -275,6 +276,14 @@ def test_what_rotary_models_lack_is_said_at_once(options, told, model):
         compress(model("llama"), Compression(keep=0.5), calibration=None)
     with pytest.raises(UnsupportedModelError, match="so Wq·Wkᵀ is not what the scores use"):
         score_parts(model("llama"))
+
+
+def test_no_form_is_advised_that_there_is_not(model):
+    made = model("llama")
+    report = compress(made, Compression(dk=16), calibration=None)
+    assert all(module.per_head_macs == module.macs_before for module in report.modules)
+    with pytest.raises(CompressionError, match=r"heads of LlamaForCausalLM are turned .* no narrower ones; save it"):
+        to_stock(made)
 
 
 def test_a_module_alone_needs_its_angles(model):
