@@ -94,8 +94,13 @@ def attention_scores(
     scores = scores.view(batch, mixing.shape[0], length, -1)  # (B, H, T, S)
     if content is not None:
         scores = scores + _content_scores(content, scaling)
+    return masked(scores, mask, causal)
+
+
+def masked(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """Hide from queries the keys of the future and of a boolean mask, or add an additive one, (B, H, T, S)."""
     if causal:
-        future = torch.ones(length, key.shape[1], dtype=torch.bool, device=key.device).triu(1)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(future, torch.finfo(scores.dtype).min)
     if mask is None:
         return scores

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from collab_compress.attention.form import Cut, HeadRows, ScoreForm
-from collab_compress.attention.kernels import CACHE_BYTES, biases_of, can_overwrite, in_float32_on_cpu, softmax
+from collab_compress.attention.kernels import (
+    CACHE_BYTES,
+    biases_of,
+    can_overwrite,
+    in_float32_on_cpu,
+    masked,
+    softmax,
+)
 
 
 @in_float32_on_cpu
@@ -94,14 +101,7 @@ def separate_probabilities(
 ) -> Tensor:  # fmt: skip
     """Softmax of the scores over keys, (B, H, T, S)."""
     heads_query, heads_key = separated(query, key, content, sizes, 0)
-    scores = (heads_query * scaling) @ heads_key.transpose(2, 3)
-    lowest = torch.finfo(scores.dtype).min
-    if causal:
-        future = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(future, lowest)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
-    return softmax(scores)
+    return softmax(masked((heads_query * scaling) @ heads_key.transpose(2, 3), mask, causal))
 
 
 def separated(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from collab_compress.attention.form import Cut, HeadRows, ScoreForm, ScoreParts, plain_weight
-from collab_compress.attention.kernels import in_float32_on_cpu, softmax
+from collab_compress.attention.kernels import in_float32_on_cpu, masked, softmax
 from collab_compress.attention.projections import PaddedProjection, dense_projection
 from collab_compress.errors import CompressionError, UnsupportedModelError
 
@@ -457,10 +457,4 @@ def attend_to_shared(
 @in_float32_on_cpu
 def shared_probabilities(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, causal: bool) -> Tensor:
     """Softmax of the scores over keys, (B, H, T, S)."""
-    scores = (query * scaling) @ key.unsqueeze(1).mT
-    lowest = torch.finfo(scores.dtype).min
-    if causal:
-        scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), lowest)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
-    return softmax(scores)
+    return softmax(masked((query * scaling) @ key.unsqueeze(1).mT, mask, causal))

@@ -335,7 +335,7 @@ def noted_batches(
         batches, cut = text_batches(tokenizer, sample, limit, seed)
         if cut:
             notes.append(f"{cut} of {len(sample)} texts are longer than {limit} tokens and are cut there")
-        if str(calibration).startswith(BESIDE):
+        if file is not None and str(calibration).startswith(BESIDE):  # printing texts would take a while
             batches += synthetic_batches(model, tokenizer, sequences, length, seed)
             batches = _sample(batches, len(batches), seed)
     size = getattr(model.config.get_text_config(), "vocab_size", None)
