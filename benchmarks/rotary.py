@@ -39,6 +39,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
 )
+from transformers.utils import logging
 
 from collab_compress import Compression, compress
 from collab_compress.conversion import plan, recover_
@@ -193,6 +194,8 @@ def main() -> None:
     parser.add_argument("--records", type=Path, default=Path(__file__).parent / "records" / "rotary.jsonl")
     given = parser.parse_args()
     given.records.parent.mkdir(exist_ok=True)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     for folder in given.models:
         bench = Bench(folder, given.data_dir, given.records)
         bench.run(given.seeds, given.recover)
