@@ -6,7 +6,8 @@
 
 DIR holds the GLUE tasks in their original TSV layout. Quality is STS-B dev Spearman (×100) of mean-pooled MiniLM
 embeddings; FOLDER holds classifiers as FOLDER/TASK-SEED/tuned/model, fine-tuned by `glue_runs/run_glue.py` with the
-settings of `glue_runs/sweeps/glue.yaml`, each scored on its dev set as GLUE does. Nothing is retrained; each of three
+settings of `glue_runs/sweeps/glue.yaml`, each scored on its dev set as GLUE does. Nothing is retrained but the rows
+called "recovered", which are distilled on random tokens; each of three
 seeds draws its own data to calibrate on, as `drawn` says (for pruned heads, its own training rows). What the records
 hold already is not measured again. Latency is that of whole models over dense, in turns.
 """
@@ -37,6 +38,7 @@ from collab_compress import Compression
 from collab_compress.attention import install_, uninstall_
 from collab_compress.calibration import Batch, calibration_batches
 from collab_compress.checkpoint.pretrained import load_model, load_tokenizer
+from collab_compress.conversion import recover_
 from collab_compress.conversion.compress import modules_to_convert
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.plan import Planned, plan
@@ -63,16 +65,18 @@ class Row:
             low-rank (each projection by itself), heads (the least important removed).
         dk: width of queries and keys; None leaves them. A rival has as many parameters as shared dk and narrow dv.
         dv: width of values; None leaves them.
+        recovered: whether ours is brought nearer to the dense model afterwards, on random tokens.
     """
 
     kind: str
     dk: int | None = None
     dv: int | None = None
+    recovered: bool = False
 
     @property
     def name(self) -> str:
         widths = (f"{name}={width}" for name, width in (("dk", self.dk), ("dv", self.dv)) if width is not None)
-        return " ".join((self.kind, *widths))
+        return " ".join((self.kind, *widths, *(["recovered"] if self.recovered else [])))
 
     @cached_property
     def budget(self) -> int:
@@ -148,6 +152,7 @@ ROWS = (
     Row("shared", None, 256), Row("shared", None, 192), Row("shared", None, 128),
     *(Row(kind, *widths) for widths in BOTH for kind in ("svd", "low-rank", "heads")),
     *(Row("per-head", *widths) for widths in BOTH),
+    Row("shared", 192, 252, recovered=True), Row("shared", 192, 192, recovered=True),
 )  # fmt: skip
 
 
@@ -167,6 +172,7 @@ class Conversions:
         batches: list[Batch] | None = None,
     ) -> None:  # fmt: skip
         self.model, self.tokenizer, self.seed, self.labelled = model, tokenizer, seed, labelled
+        self.dense = copy.deepcopy(model)
         batches = batches or calibration_batches("synthetic", model, tokenizer, seed=seed)
         self.batches = split_held_back(batches)[0]
         self.plans: dict[tuple[Any, ...], list[Planned]] = {}
@@ -185,6 +191,12 @@ class Conversions:
         scores = self.planned(dk=row.own_dk, form=row.kind, sweeps=sweeps) if row.dk is not None else []
         return scores + (self.planned(dv=row.dv) if row.dv is not None else [])
 
+    def recovered(self) -> Any:
+        """Give a copy of the model as it is converted now, brought nearer to the dense one."""
+        model = copy.deepcopy(self.model)
+        recover_(model, self.dense, self.tokenizer, seed=self.seed, disable_tqdm=True)
+        return model.eval()
+
     @contextmanager
     def model_of(self, row: Row) -> Iterator[Any]:
         """Give the model of a row, for a while."""
@@ -193,7 +205,7 @@ class Conversions:
             for item in found:
                 install_(item.site.module, item.form, item.parts)
             try:
-                yield self.model
+                yield self.recovered() if row.recovered else self.model
             finally:
                 for item in found:
                     uninstall_(item.site.module, item.form.at, item.dense)
@@ -361,7 +373,7 @@ def latency(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(get_model_path())
     models = {"dense": dense, "dense again": copy.deepcopy(dense)}
     for row in ROWS:
-        if row.kind in ("shared", "per-head") and (not args.rows or row.name in args.rows):
+        if row.kind in ("shared", "per-head") and not row.recovered and (not args.rows or row.name in args.rows):
             models[row.name] = copy.deepcopy(dense)
             sweeps = 1 if row.kind == "shared" and row.dk is not None else None  # factors' values do not matter
             for item in Conversions(models[row.name], tokenizer, 0).planned_for(row, sweeps=sweeps):
