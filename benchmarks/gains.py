@@ -1,12 +1,13 @@
 """What a user gains, side by side: queries and keys alone, values alone, both, and rivals at equal parameters.
 
-    python benchmarks/gains.py quality --data-dir DIR [--classifiers FOLDER] [--calibration varied] [--records FILE]
+    python benchmarks/gains.py quality --data-dir DIR [--classifiers FOLDER] [--calibration text] [--records FILE]
     python benchmarks/gains.py latency [--seconds 10] [--threads 1 --processor-time] [--records FILE]
     python benchmarks/gains.py table [--records FILE]
 
 DIR holds the GLUE tasks in their original TSV layout. Quality is STS-B dev Spearman (×100) of mean-pooled MiniLM
 embeddings; FOLDER holds classifiers as FOLDER/TASK-SEED/tuned/model, fine-tuned by `glue_runs/run_glue.py` with the
-settings of `glue_runs/sweeps/glue.yaml`, each scored on its dev set as GLUE does. Nothing is retrained; each of three
+settings of `glue_runs/sweeps/glue.yaml`, each scored on its dev set as GLUE does. Nothing is retrained but the rows
+called "recovered", which are distilled on random tokens; each of three
 seeds draws its own data to calibrate on, as `drawn` says (for pruned heads, its own training rows). What the records
 hold already is not measured again. Latency is that of whole models over dense, in turns.
 """
@@ -37,6 +38,7 @@ from collab_compress import Compression
 from collab_compress.attention import install_, uninstall_
 from collab_compress.calibration import Batch, calibration_batches
 from collab_compress.checkpoint.pretrained import load_model, load_tokenizer
+from collab_compress.conversion import recover_
 from collab_compress.conversion.compress import modules_to_convert
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.plan import Planned, plan
@@ -51,7 +53,7 @@ LAYERS, WIDTH, HEADS, INNER, EMBEDDINGS = 6, 384, 12, 1536, 22_713_216  # of Min
 DENSE = 4 * WIDTH * (WIDTH + 1)  # parameters of one attention layer
 LABELLED = 256  # training rows that pruning measures importance on
 CALIBRATED = 512  # training rows to calibrate on
-CALIBRATIONS = ("equal", "varied", "text", "both")
+CALIBRATIONS = ("synthetic", "text", "both")
 
 
 @dataclass(frozen=True)
@@ -63,16 +65,18 @@ class Row:
             low-rank (each projection by itself), heads (the least important removed).
         dk: width of queries and keys; None leaves them. A rival has as many parameters as shared dk and narrow dv.
         dv: width of values; None leaves them.
+        recovered: whether ours is brought nearer to the dense model afterwards, on random tokens.
     """
 
     kind: str
     dk: int | None = None
     dv: int | None = None
+    recovered: bool = False
 
     @property
     def name(self) -> str:
         widths = (f"{name}={width}" for name, width in (("dk", self.dk), ("dv", self.dv)) if width is not None)
-        return " ".join((self.kind, *widths))
+        return " ".join((self.kind, *widths, *(["recovered"] if self.recovered else [])))
 
     @cached_property
     def budget(self) -> int:
@@ -148,6 +152,7 @@ ROWS = (
     Row("shared", None, 256), Row("shared", None, 192), Row("shared", None, 128),
     *(Row(kind, *widths) for widths in BOTH for kind in ("svd", "low-rank", "heads")),
     *(Row("per-head", *widths) for widths in BOTH),
+    Row("shared", 192, 252, recovered=True), Row("shared", 192, 192, recovered=True),
 )  # fmt: skip
 
 
@@ -167,6 +172,7 @@ class Conversions:
         batches: list[Batch] | None = None,
     ) -> None:  # fmt: skip
         self.model, self.tokenizer, self.seed, self.labelled = model, tokenizer, seed, labelled
+        self.dense = copy.deepcopy(model)
         batches = batches or calibration_batches("synthetic", model, tokenizer, seed=seed)
         self.batches = split_held_back(batches)[0]
         self.plans: dict[tuple[Any, ...], list[Planned]] = {}
@@ -185,6 +191,12 @@ class Conversions:
         scores = self.planned(dk=row.own_dk, form=row.kind, sweeps=sweeps) if row.dk is not None else []
         return scores + (self.planned(dv=row.dv) if row.dv is not None else [])
 
+    def recovered(self) -> Any:
+        """Give a copy of the model as it is converted now, brought nearer to the dense one."""
+        model = copy.deepcopy(self.model)
+        recover_(model, self.dense, self.tokenizer, seed=self.seed, disable_tqdm=True)
+        return model.eval()
+
     @contextmanager
     def model_of(self, row: Row) -> Iterator[Any]:
         """Give the model of a row, for a while."""
@@ -193,7 +205,7 @@ class Conversions:
             for item in found:
                 install_(item.site.module, item.form, item.parts)
             try:
-                yield self.model
+                yield self.recovered() if row.recovered else self.model
             finally:
                 for item in found:
                     uninstall_(item.site.module, item.form.at, item.dense)
@@ -305,13 +317,12 @@ def drawn(kind: str, task: Any, model: Any, tokenizer: Any, seed: int) -> list[B
     """Draw what to calibrate on, in batches in random order.
 
     Args:
-        kind: equal, 8,192 random tokens in sequences of 64; varied, as many in sequences of 8 to 128, half of them
-            pairs, the default of a conversion; text, 512 rows of the training set, as the model reads them; both,
-            these rows and the random tokens of varied.
+        kind: synthetic, the random tokens that are the default of a conversion; text, 512 rows of the training set,
+            as the model reads them; both, these rows and the random tokens.
     """
-    if kind == "equal":
-        return calibration_batches("synthetic", model, tokenizer, length=64, seed=seed)
-    found = [] if kind == "varied" else calibration_batches(task.texts(seed), model, tokenizer, length=128, seed=seed)
+    found = (
+        [] if kind == "synthetic" else calibration_batches(task.texts(seed), model, tokenizer, length=128, seed=seed)
+    )
     if kind != "text":
         found = found + calibration_batches("synthetic", model, tokenizer, seed=seed)
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -361,7 +372,7 @@ def latency(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(get_model_path())
     models = {"dense": dense, "dense again": copy.deepcopy(dense)}
     for row in ROWS:
-        if row.kind in ("shared", "per-head") and (not args.rows or row.name in args.rows):
+        if row.kind in ("shared", "per-head") and not row.recovered and (not args.rows or row.name in args.rows):
             models[row.name] = copy.deepcopy(dense)
             sweeps = 1 if row.kind == "shared" and row.dk is not None else None  # factors' values do not matter
             for item in Conversions(models[row.name], tokenizer, 0).planned_for(row, sweeps=sweeps):
@@ -396,7 +407,11 @@ def costs_table() -> list[str]:
 
 
 def quality_table(records: list[dict[str, Any]], rows: Iterable[str]) -> list[str]:
-    """Mean scores, and the mean difference to dense with half of its 95 % t-interval, over all pairs of seeds."""
+    """Mean scores, and the mean difference to dense with half of its 95 % t-interval, over seeds.
+
+    Each classifier counts once, with the calibration seed that is its own.
+    """
+    records = [each for each in records if each["tuned"] in (None, each["seed"])]
     scores = {(each["task"], each["tuned"], each["row"], each["seed"]): each["score"] for each in records}
     tasks = [task for task in (Embeddings.task, *GLUE) if any(key[0] == task for key in scores)]
     lines = ["| | " + " | ".join([*tasks, "average of tasks"]) + " |", "|---|" + "---|" * (len(tasks) + 1)]
@@ -449,7 +464,7 @@ def main() -> None:
     parser.add_argument("what", choices=["quality", "latency", "table"])
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--classifiers", type=Path)
-    parser.add_argument("--calibration", choices=CALIBRATIONS, default="varied")
+    parser.add_argument("--calibration", choices=CALIBRATIONS, default="synthetic")
     parser.add_argument("--skip-embeddings", action="store_true")
     parser.add_argument("--rows", nargs="+", help="names of rows; all if not given")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))

@@ -17,13 +17,17 @@ from collab_compress.conversion.stock import refuse_stock, to_stock
 from collab_compress.distributed import process_state
 
 from .command import parse, silence_libraries, stopping_in_one_line, table
-from .model import Made, Model, Saving, Source, bar, begin, device_of, finish, load_model, output_of
+from .model import AUTO, Device, Made, Model, Saving, Source, bar, begin, finish, load_model, output_of
 from .recover import STEPS, recover, recovery_lines, recovery_note
 
 
 @dataclass(frozen=True)
 class Conversion(Compression):
     """How to convert, if at all."""
+
+    device: Device = AUTO
+    """Where to convert, as torch names it (cpu, cuda:0; cuda is each process's own GPU); auto: the accelerator, if
+    there is one. Modules are decomposed on the CPU if the device has no float64."""
 
     def __post_init__(self) -> None:
         if self.asked:
@@ -146,8 +150,6 @@ def run(arguments: Arguments) -> Report | None:
     source = begin(arguments.model, output, saving, arguments.compression.device)
     if arguments.stock:
         refuse_stock(source.model)
-    device = device_of(arguments.compression.device)
-    arguments = replace(arguments, compression=replace(arguments.compression, device=device))
     report = _convert(source, arguments) if arguments.compression.asked else None
     recovery = None if arguments.recover is None else _recover(source, arguments)
     if arguments.mix:
@@ -162,7 +164,7 @@ def run(arguments: Arguments) -> Report | None:
 
 
 def _convert(source: Source, arguments: Arguments) -> Report:
-    compression = Compression(**asdict(arguments.compression))
+    compression = Compression(**{**asdict(arguments.compression), "device": None})  # where the model is now
     with bar("calibrating", "module", arguments.saving.quiet) as show:
         return compress(
             source.model, compression, arguments.calibration, tokenizer=source.tokenizer,

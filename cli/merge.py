@@ -10,7 +10,7 @@ import tyro
 from collab_compress import alphas_of, merge_alphas_
 
 from .command import parse, silence_libraries, stopping_in_one_line
-from .model import Device, Made, Model, Saving, begin, finish, output_of
+from .model import AUTO, Device, Made, Model, Saving, begin, finish, output_of
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Arguments:
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where to save; MODEL-merged in the current directory if not given."""
 
-    device: Device = None
-    """Where to compute, as torch names it (cpu, cuda:0); the CPU if not given."""
+    device: Device = AUTO
+    """Where to compute, as torch names it (cpu, cuda:0); auto: the accelerator, if there is one."""
 
     saving: tyro.conf.OmitArgPrefixes[Saving] = field(default_factory=Saving)
 

@@ -35,7 +35,8 @@ from collab_compress.errors import CompressionError, one_line
 RECORD = "collab_compress.json"
 RUNS_AS = (None, "eager", "sdpa")  # attention that can be read from a config
 Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-Device = Annotated[str | None, tyro.conf.arg(metavar="DEVICE")]
+Device = Annotated[str, tyro.conf.arg(metavar="DEVICE")]
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def output_of(given: Path | None, model: str, suffix: str) -> Path:
     return given or Path(title_of(model) + suffix)
 
 
-def begin(model: str, output: Path, saving: Saving, device: str | None = None, edited: bool = False) -> Source:
+def begin(model: str, output: Path, saving: Saving, device: str = "cpu", edited: bool = False) -> Source:
     """Find out what would go wrong in the end, and load MODEL.
 
     Raises:
@@ -244,17 +245,20 @@ def load_tokenizer(directory: Path) -> Any:
     return getattr(processor, "tokenizer", processor)
 
 
-def device_of(asked: str | None) -> str | None:
+def device_of(asked: str) -> str:
     """Say where this process works: of several on one machine, each has a device of its own.
 
     Args:
-        asked: as torch names it; None for where a model is loaded.
+        asked: as torch names it; auto for the accelerator, or the CPU where there is none.
 
     Raises:
         CompressionError: one device is named for several processes.
     """
+    if asked == AUTO:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        asked = "cpu" if found is None else found.type
     together = process_state()
-    if asked is None or together.num_processes == 1 or asked == "cpu":
+    if together.num_processes == 1 or asked == "cpu":
         return asked
     kind, _, number = asked.partition(":")
     if number:
@@ -264,18 +268,18 @@ def device_of(asked: str | None) -> str | None:
     return f"{kind}:{together.local_process_index}"
 
 
-def put_on(model: PreTrainedModel, device: str | None) -> None:
+def put_on(model: PreTrainedModel, device: str) -> None:
     """Move a model, in place.
 
     Raises:
         CompressionError: there is no such device, or it is full.
     """
-    if device is not None:
-        try:
-            torch.zeros(1, device=device).item()  # a device that is there, and holds values
-            model.to(device)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            raise CompressionError(f"device {device!r} cannot be used: {one_line(error)}") from error
+    try:
+        torch.zeros(1, device=device).item()  # a device that is there, and holds values
+        model.to(device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        hint = "" if device == "cpu" else "; --device cpu does without"
+        raise CompressionError(f"device {device!r} cannot be used: {one_line(error)}{hint}") from error
 
 
 @contextmanager

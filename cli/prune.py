@@ -13,7 +13,7 @@ from collab_compress.heads import confidence, least_important
 
 from .command import parse, silence_libraries, stopping_in_one_line
 from .data import Data, Inputs, load_data
-from .model import Device, Made, Model, Saving, Source, begin, finish, output_of
+from .model import AUTO, Device, Made, Model, Saving, Source, begin, finish, output_of
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Arguments:
     seed: int = 0
     """Seed of the rows that are drawn, where there are more than --sentences."""
 
-    device: Device = None
-    """Where to measure, as torch names it (cpu, cuda:0); the CPU if not given."""
+    device: Device = AUTO
+    """Where to measure, as torch names it (cpu, cuda:0); auto: the accelerator, if there is one."""
 
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where to save; MODEL-pruned in the current directory if not given."""

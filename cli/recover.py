@@ -20,7 +20,7 @@ from collab_compress.conversion.recovery import recover_
 from collab_compress.distributed import process_state
 
 from .command import parse, silence_libraries, stopping_in_one_line
-from .model import RECORD, Device, Made, Model, Saving, Source, bar, begin, finish, load_model, output_of
+from .model import AUTO, RECORD, Device, Made, Model, Saving, Source, bar, begin, finish, load_model, output_of
 
 STEPS = 150  # of 16 sequences, as were tried
 TIMED = 3  # steps after which the time of all is told; the first is slower than the others
@@ -60,9 +60,9 @@ class Arguments:
     seed: int = 0
     """Seed of random tokens and of the order of texts."""
 
-    device: Device = None
-    """Where to train, as torch names it: cpu, or cuda for each process's own GPU; the GPU where there is one if not
-    given."""
+    device: Device = AUTO
+    """Where to train, as torch names it: cpu, or cuda for each process's own GPU; auto: the accelerator, if there is
+    one."""
 
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where to save; MODEL-recovered in the current directory if not given."""
@@ -82,7 +82,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
     output = output_of(arguments.output, arguments.model, "-recovered")
     record = _record(find_directory(arguments.model, arguments.saving.revision))
     dense_directory = _dense_directory(arguments, record)
-    source = begin(arguments.model, output, arguments.saving, edited=True)
+    source = begin(arguments.model, output, arguments.saving, arguments.device, edited=True)
     recovery = recover(
         source, load_model(dense_directory), arguments.calibration, arguments.steps, arguments.length,
         arguments.seed, arguments.device, arguments.saving.quiet, arguments.learning_rate,
@@ -99,7 +99,7 @@ def recover(
     steps: int,
     length: int | None,
     seed: int,
-    device: str | None,
+    device: str,
     quiet: bool,
     learning_rate: float | None = None,
 ) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def recover(
     )
     dense.to(model.device)
     before, began = drift_of(model, dense, batches), time.perf_counter()
-    options: dict[str, Any] = {"use_cpu": True} if device is not None and device.startswith("cpu") else {}
+    options: dict[str, Any] = {"use_cpu": True} if device.startswith("cpu") else {}
     with bar("recovering", "step", quiet) as show:
         done = recover_(
             model, dense, source.tokenizer, calibration, steps=steps, learning_rate=learning_rate, seed=seed,

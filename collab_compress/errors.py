@@ -27,6 +27,10 @@ class RecipeError(CollabCompressError):
     """An experiment is described in a way that cannot be read, or cannot be run."""
 
 
+class BusyError(RecipeError):
+    """Another process is at work on the same experiment."""
+
+
 class CheckpointError(CollabCompressError):
     """A model directory cannot be read or written."""
 

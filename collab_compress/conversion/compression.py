@@ -54,11 +54,12 @@ class Compression:
     queries have no bias (T5), so that no content bias appears there, which would take room in key caches."""
 
     sequences: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Calibration sequences: so many random ones (128 if not given), or a random sample of the texts (all of them if
-    not given)."""
+    """Calibration sequences: so many random ones (192 if not given, 128 with `length`), or a random sample of the
+    texts (all of them if not given)."""
 
     length: Annotated[int | None, tyro.conf.arg(metavar="T")] = None
-    """Tokens of a random sequence (64 if not given), or where texts are cut (the model's limit if not given)."""
+    """Tokens of a random sequence (8 to 128 if not given), or where texts are cut (at the model's limit if not
+    given)."""
 
     modules: Annotated[str, tyro.conf.arg(metavar="GLOB")] = "*"
     """Convert only attention modules whose path matches."""

@@ -19,7 +19,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from collab_compress.checkpoint.directory import write_json, write_new
 from collab_compress.distributed import process_state
-from collab_compress.errors import RecipeError
+from collab_compress.errors import BusyError, RecipeError
 
 MARK = ".collab-experiment.json"
 LOCK = ".collab-experiment.lock"
@@ -85,7 +85,7 @@ def locked(folder: Path) -> Iterator[None]:
     The lock is the operating system's: it goes with the process that holds it, however that ends.
 
     Raises:
-        RecipeError: another process is at work there.
+        BusyError: another process is at work there.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     lock = FileLock(folder / LOCK, is_singleton=False)
@@ -94,7 +94,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             lock.acquire(blocking=False)
         except Timeout as error:
-            raise RecipeError(
+            raise BusyError(
                 f"another process is at work in {folder}; wait for it, or choose another output"
             ) from error
         try:

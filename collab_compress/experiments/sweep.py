@@ -1,20 +1,25 @@
 """Many experiments from one description: every task with every conversion, method and seed."""
 
 import logging
+import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from functools import partial
+from itertools import groupby, product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from collab_compress.checkpoint.pretrained import find_directory
-from collab_compress.distributed import can_meet
-from collab_compress.errors import CollabCompressError, RecipeError
+from collab_compress.distributed import can_meet, on_main_process
+from collab_compress.errors import BusyError, CollabCompressError, RecipeError
 from collab_compress.experiments.protocol import run
 from collab_compress.experiments.recipe import Recipe, expanded, parse, read_settings
 
 logger = logging.getLogger(__name__)
 Settings = dict[str, Any]
+PATIENCE = 10.0  # seconds before another worker's runs are looked at again
 AXES = ("tasks", "methods", "conversions", "seeds")
 
 
@@ -43,7 +48,13 @@ class Sweep:
     only: dict[str, list[Any]] = field(default_factory=dict)
     """Which of the tasks, methods, conversions and seeds to run now; all of those not named here."""
 
+    shard: str | None = None
+    """Which part this worker does first, as 2/4 for the second of four that share the output; when it is done with
+    that it does what is left of the others', those that were killed included."""
+
     def __post_init__(self) -> None:
+        if self.shard is not None:
+            self._place()
         object.__setattr__(self, "output", expanded(Path(self.output)))
         for axis, names in self.only.items():
             if axis not in AXES:
@@ -70,6 +81,21 @@ class Sweep:
                     merged = _merged(merged, part or {})
                 yield parse(Recipe, merged, f"{task}, {method}, {conversion or 'not converted'}")
 
+    def folders(self) -> list[list[Recipe]]:
+        """Give the runs of each folder, which one worker does at a time, in the order of this worker."""
+        found = [list(runs) for _, runs in groupby(self.recipes(), key=attrgetter("output"))]
+        if self.shard is None:
+            return found
+        place, count = self._place()
+        own = found[place::count]
+        return own + [runs for number, runs in enumerate(found) if number % count != place]
+
+    def _place(self) -> tuple[int, int]:
+        match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", str(self.shard))
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise RecipeError(f"shard is {self.shard!r}; expected which of how many workers, such as 2/4")
+        return int(match[1]) - 1, int(match[2])
+
     def _chosen(self, axis: str) -> list[Any]:
         return [name for name in getattr(self, axis) if name in self.only.get(axis, [name])]
 
@@ -89,6 +115,10 @@ def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = find_direc
     A run that fails, for whatever reason, does not keep the others from running. An interrupt stops the sweep, and so
     does an error of one of several processes in the middle of a training step, where the others cannot be told.
 
+    Workers with a `shard` each may run the same sweep at once, on any machines that see its output and lock files
+    there. What another is at work on is left to it, and looked at again in the end: the locks of a worker that was
+    killed are gone, so its runs are taken up where they stopped. A run that fails is tried once by each worker.
+
     Args:
         sweep: what to run.
         find_model: gives the directory, or the name on the hub, of a recipe's model; as for `run`.
@@ -99,8 +129,21 @@ def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = find_direc
     Raises:
         RecipeError: one of several processes failed where the others cannot be told.
     """
-    failed = []
-    for recipe in sweep.recipes():
+    failed: list[str] = []
+    left = sweep.folders()
+    while left:
+        busy = [runs for runs in left if not _run_folder(runs, find_model, failed, sweep.shard is not None)]
+        if len(busy) == len(left):
+            time.sleep(PATIENCE)
+        left = busy
+    return failed
+
+
+def _run_folder(
+    runs: Sequence[Recipe], find_model: Callable[[str], str | Path], failed: list[str], shared: bool
+) -> bool:
+    """Run what is not finished of one folder, and note what went wrong; say whether no other worker has it."""
+    for recipe in runs:
         try:
             for record in run(recipe, find_model):
                 logger.info("%s %s: %.2f", recipe.output, record["stage"], record["score"])
@@ -111,9 +154,11 @@ def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = find_direc
                 raise RecipeError(
                     f"{recipe.output}: {words}; the sweep stops, for processes wait; start it again"
                 ) from error
+            if shared and on_main_process(partial(isinstance, error, BusyError)):
+                return False
             logger.error("%s: %s", recipe.output, words)
             failed.append(f"{recipe.output}: {words}")
-    return failed
+    return True
 
 
 def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> Settings:

@@ -438,12 +438,23 @@ def test_the_model_is_where_it_was_asked_to_be(run, monkeypatch, model_dir, tmp_
 
 @pytest.mark.parametrize(
     ("asked", "processes", "expected"),
-    [(None, 2, None), ("cpu", 2, "cpu"), ("cuda", 2, "cuda:1"), ("cuda:0", 1, "cuda:0"), ("cuda", 1, "cuda")],
+    [("cpu", 2, "cpu"), ("cuda", 2, "cuda:1"), ("cuda:0", 1, "cuda:0"), ("cuda", 1, "cuda")],
 )
 def test_each_process_has_a_device_of_its_own(monkeypatch, asked, processes, expected):
     together = SimpleNamespace(num_processes=processes, local_process_index=1)
     monkeypatch.setattr(command_model, "process_state", lambda: together)
     assert command_model.device_of(asked) == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "processes", "expected"), [(None, 2, "cpu"), ("cuda", 1, "cuda"), ("cuda", 2, "cuda:1")]
+)
+def test_the_accelerator_is_taken_where_there_is_one(monkeypatch, found, processes, expected):
+    place = None if found is None else torch.device(found)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: place)
+    together = SimpleNamespace(num_processes=processes, local_process_index=1)
+    monkeypatch.setattr(command_model, "process_state", lambda: together)
+    assert command_model.device_of("auto") == expected
 
 
 def test_one_device_for_all_processes_is_refused(monkeypatch):

@@ -1,0 +1,188 @@
+"""Random tokens in the shape of what a model reads: long and short, pairs, between special tokens."""
+
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from collab_compress.calibration.noise import reads_two
+from collab_compress.calibration.vocabulary import likelihoods, separator, special_tokens
+from collab_compress.errors import CalibrationError
+
+Batch: TypeAlias = dict[str, Tensor]
+
+BATCH_SIZE = 16
+SHORTEST, LONGEST = 8, 128  # tokens of a random sequence, where no length is given
+VARIED, EQUAL = 192, 128  # random sequences, where lengths vary and where not: 8,000 tokens both
+UNLIMITED = 10**9  # what Transformers gives as the limit of tokenizers that have none is larger
+
+_Item = TypeVar("_Item")
+
+
+def fitting(length: int | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Shorten sequences to what model and tokenizer can take; None where neither knows a limit."""
+    limits = [inf if length is None else length, tokenizer.model_max_length, _positions(model)]
+    return int(min(limits)) if min(limits) < UNLIMITED else None
+
+
+def _positions(model: PreTrainedModel) -> float:
+    """How many positions the model has: fewer than rows in its table where those up to padding's are left out."""
+    tables = (getattr(module, "position_embeddings", None) for module in model.modules())
+    for table in tables:
+        if isinstance(table, nn.Embedding) and table.padding_idx is not None:
+            return table.num_embeddings - table.padding_idx - 1
+    config = model.config.get_text_config()
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    return next(filter(None, limits), inf)
+
+
+def batches_beside_tokens(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    inputs: dict[str, Tensor],
+    length: int,
+    seed: int,
+) -> list[Batch]:
+    """Cut images, clips or sounds into batches, with random tokens for what else the model reads.
+
+    Args:
+        model: the model they are for.
+        tokenizer: its tokenizer, if it reads tokens too.
+        inputs: keyword arguments of the model, each (N, …).
+        length: tokens in a random sequence.
+        seed: of the tokens.
+
+    Raises:
+        CalibrationError: tokens are needed, and there is no tokenizer.
+    """
+    sequences = min((len(part) for part in inputs.values()), default=0)
+    tokens: dict[str, Tensor] = {}
+    if reads_two(model) or model.config.is_encoder_decoder:
+        if tokenizer is None:
+            raise CalibrationError(
+                f"{type(model).__name__} reads tokens beside {', '.join(inputs)}; pass its tokenizer=…, or "
+                "ready batches"
+            )
+        limit = fitting(length, model, tokenizer) or length
+        drawn = synthetic_batches(model, tokenizer, sequences, limit, seed, source=reads_two(model))
+        tokens = {name: torch.cat([batch[name] for batch in drawn]) for name in drawn[0]}
+    whole = {**tokens, **inputs}
+    places = range(0, sequences, BATCH_SIZE)
+    return [{name: part[start : start + BATCH_SIZE] for name, part in whole.items()} for start in places]
+
+
+def synthetic_batches(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sequences: int | None = None,
+    length: int | None = None,
+    seed: int = 0,
+    source: bool = True,
+) -> list[Batch]:
+    """Draw token ids from the non-special vocabulary, between the special tokens that the tokenizer adds.
+
+    Tokens that seem to be common are drawn more often, as in texts (`likelihoods`).
+
+    Without a length sequences are short and long, 8 to 128 tokens, as likely from 8 to 16 as from 64 to 128; for an
+    encoder whose tokenizer tells pairs of texts apart, half of them are pairs. What models read is so, and the start
+    of a sequence, where attention often goes, gets its share of the vectors.
+
+    A decoder of an encoder–decoder starts with its start token and what the tokenizer puts before a target: a
+    language code, in NLLB, M2M100 and mBART-50. Without `source` there are tokens for the decoder only.
+    """
+    size = min(len(tokenizer), getattr(model.config.get_text_config(), "vocab_size", len(tokenizer)))
+    special = set(tokenizer.all_special_ids)
+    ordinary = torch.tensor([token for token in range(size) if token not in special])
+    if not len(ordinary):
+        raise CalibrationError(f"the tokenizer's vocabulary of {size} holds special tokens only")
+    first, last = special_tokens(tokenizer, ordinary.tolist())
+    generator = torch.Generator().manual_seed(seed)
+    longest = fitting(length or LONGEST, model, tokenizer) or LONGEST
+    shortest = min(SHORTEST, longest) if length is None else longest
+    if longest <= len(first) + len(last):
+        raise CalibrationError(f"no room for random tokens in sequences of {longest}; pass a larger length")
+    count = sequences or (VARIED if length is None else EQUAL)
+    lengths = _lengths(count, max(shortest, len(first) + len(last) + 1), longest, generator)
+    pairs = length is None and not model.config.is_encoder_decoder and not is_causal(model)
+    between = separator(tokenizer, ordinary.tolist(), first, last) if pairs else None
+    likely = likelihoods(tokenizer, ordinary.tolist())
+
+    def draw() -> list[Tensor]:
+        places = torch.multinomial(likely, int(lengths.sum()), replacement=True, generator=generator)
+        return list(torch.split(ordinary[places], lengths.tolist()))
+
+    rows = [_row(tokens, first, between if place % 2 else None, last) for place, tokens in enumerate(draw())]
+    columns = {"input_ids": [ids for ids, _ in rows]}
+    if between is not None and "token_type_ids" in tokenizer.model_input_names:
+        columns["token_type_ids"] = [types for _, types in rows]
+    batches = _padded(columns, "attention_mask", tokenizer)
+    if not source:
+        batches = [{} for _ in batches]
+    if model.config.is_encoder_decoder:
+        first, last = special_tokens(tokenizer, ordinary.tolist(), target=True)
+        begin = torch.tensor([_start_token(model.config, last), *first])[:longest]
+        targets = draw()
+        for target in targets:
+            target[: len(begin)] = begin[: len(target)]
+        decoded = _padded({"decoder_input_ids": targets}, "decoder_attention_mask", tokenizer)
+        batches = [{**source, **target} for source, target in zip(batches, decoded, strict=True)]
+    return sampled(batches, len(batches), seed)
+
+
+def is_causal(model: PreTrainedModel) -> bool:
+    """Whether tokens of the model see only those before them."""
+    return any(getattr(module, "is_causal", False) for module in model.modules()) or bool(
+        getattr(model.config, "is_decoder", False)
+    )
+
+
+def _lengths(count: int, shortest: int, longest: int, generator: torch.Generator) -> Tensor:
+    """Draw lengths in ascending order, each power of two as likely as the next."""
+    spread = torch.rand(count, generator=generator, dtype=torch.float64).sort().values
+    return (shortest * ((longest + 1) / shortest) ** spread).long().clamp(shortest, longest)
+
+
+def _row(
+    drawn: Tensor, first: Sequence[int], between: Sequence[int] | None, last: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Put special tokens in their places, over tokens drawn; and say to which of two texts each token belongs."""
+    ids, types = drawn.clone(), torch.zeros_like(drawn)
+    ids[: len(first)] = torch.tensor(first, dtype=ids.dtype)
+    ids[len(ids) - len(last) :] = torch.tensor(last, dtype=ids.dtype)
+    free = len(ids) - len(first) - len(last) - len(between or ())
+    if between is not None and free > 1:
+        middle = len(first) + free // 2
+        ids[middle : middle + len(between)] = torch.tensor(between, dtype=ids.dtype)
+        types[middle + len(between) :] = 1
+    return ids, types
+
+
+def _padded(columns: Mapping[str, list[Tensor]], mask: str, tokenizer: PreTrainedTokenizerBase) -> list[Batch]:
+    """Make batches of rows that lie side by side, filled up behind, with a mask of what is real."""
+    ids = next(iter(columns))
+    pad = {ids: tokenizer.pad_token_id or 0}
+    batches = []
+    for start in range(0, len(columns[ids]), BATCH_SIZE):
+        parts = {name: rows[start : start + BATCH_SIZE] for name, rows in columns.items()}
+        batch = {name: pad_sequence(part, True, pad.get(name, 0)) for name, part in parts.items()}
+        batch[mask] = pad_sequence([torch.ones_like(row) for row in parts[ids]], True)
+        batches.append(batch)
+    return batches
+
+
+def _start_token(config: Any, last: Sequence[int]) -> int:
+    """The token that decoders begin with; or, if the config names none, a target's last one (mBART's language)."""
+    start = getattr(config, "decoder_start_token_id", None)
+    names = ("eos_token_id", "bos_token_id", "pad_token_id")
+    tokens = (start, *last[-1:], *(getattr(config, name, None) for name in names))
+    return next((token for token in tokens if isinstance(token, int)), 0)
+
+
+def sampled(items: Sequence[_Item], count: int, seed: int) -> list[_Item]:
+    """Draw at most `count` items in random order."""
+    order = torch.randperm(len(items), generator=torch.Generator().manual_seed(seed))
+    return [items[place] for place in order[:count].tolist()]
