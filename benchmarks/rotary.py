@@ -6,8 +6,8 @@
 
 On the validation text of the Penn Treebank, of every token, or of those that are masked (the same for all). Keys, or
 keys and values, at 3/4, 1/2 and 1/4 of their width, each calibrated on 128 blocks of random tokens and of training
-text, for every seed; recovery (`--recover STEPS`, 0 for none) is on other blocks of training text, after the first
-seed's conversion:
+text, for every seed; recovery (`--recover STEPS`, 0 for none) is on training text drawn anew, after the first seed's
+conversion:
 
 - shared: ours; `equal` is the same, each frequency with equally many channels;
 - dropped: of each layer's pairs of channels the strongest ones are kept, over all heads and frequencies;
@@ -26,7 +26,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from datasets import Dataset
@@ -70,12 +71,19 @@ def by_length(ids: Any, labels: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def shared(
-    dense: PreTrainedModel, share: float, values: bool, batches: Batches, *, equal: bool = False
+    dense: PreTrainedModel, share: float, values: bool, batches: Batches | Literal["synthetic"], **given: Any
 ) -> PreTrainedModel:
+    """Convert a copy; `given` is a tokenizer and a seed for random tokens."""
     model, width = copy.deepcopy(dense), int(share * dense.config.hidden_size)
-    plan.factorize_rotary = partial(factorize_rotary, equal=equal)
-    compress(model, Compression(dk=width, dv=width if values else None), calibration=batches)
+    compression = Compression(dk=width, dv=width if values else None, seed=given.pop("seed", 0))
+    compress(model, compression, calibration=batches, **given)
     return model
+
+
+def equal(dense: PreTrainedModel, share: float, values: bool, batches: Batches) -> PreTrainedModel:
+    """Convert a copy with equally many channels for each frequency, which is no choice of the library's."""
+    with patch.object(plan, "factorize_rotary", partial(factorize_rotary, equal=True)):
+        return shared(dense, share, values, batches)
 
 
 class Bench:
@@ -92,7 +100,7 @@ class Bench:
         self.masked = self.name == "modernbert"
         model_class = AutoModelForMaskedLM if self.masked else AutoModelForCausalLM
         self.dense: PreTrainedModel = model_class.from_pretrained(folder, dtype=torch.float32).eval()
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer = tokenizer = AutoTokenizer.from_pretrained(folder)
         text = load_task("ptb", data, splits=["train", "validation"])
         self.rows = (
             encode_masked_language_model(text["validation"], tokenizer, length=LENGTH, seed=0)
@@ -103,14 +111,10 @@ class Bench:
         lines = records.read_text(encoding="utf-8").splitlines() if records.exists() else []
         self.done = [json.loads(line) for line in lines]
 
-    def batches(self, data: str, seed: int, count: int = BLOCKS // BATCH) -> Batches:
-        """Draw calibration data."""
-        generator = torch.Generator().manual_seed(seed)
-        if data == "random":
-            rows = torch.randint(self.dense.config.vocab_size, (count * BATCH, LENGTH), generator=generator)
-        else:
-            rows = self.train[torch.randperm(len(self.train), generator=generator)[: count * BATCH]]
-        return [{"input_ids": each} for each in rows.split(BATCH)]
+    def texts(self, seed: int, count: int = BLOCKS // BATCH) -> Batches:
+        """Draw blocks of training text."""
+        order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
+        return [{"input_ids": each} for each in self.train[order[: count * BATCH]].split(BATCH)]
 
     def measure(self, make: Callable[[], PreTrainedModel], **case: Any) -> None:
         """Measure a case if that was not done, and note it."""
@@ -136,20 +140,18 @@ class Bench:
     def calibrated(self, size: dict[str, Any], seed: int) -> None:
         """Measure what is not trained."""
         case = {**size, "seed": seed, "steps": 0}
-        text, tokens = self.batches("text", seed), self.batches("random", seed)
+        text, tokens = self.texts(seed), {"batches": "synthetic", "tokenizer": self.tokenizer, "seed": seed}
         self.measure(lambda: shared(self.dense, **size, batches=text), way="shared", data="text", **case)
-        self.measure(lambda: shared(self.dense, **size, batches=tokens), way="shared", data="random", **case)
+        self.measure(lambda: shared(self.dense, **size, **tokens), way="shared", data="random", **case)
         if not size["values"]:
-            self.measure(
-                lambda: shared(self.dense, **size, batches=text, equal=True), way="equal", data="text", **case
-            )
+            self.measure(lambda: equal(self.dense, **size, batches=text), way="equal", data="text", **case)
         self.measure(lambda: dropped(self.dense, **size, batches=text), way="dropped", data="text", **case)
         if self.pools(size["share"]):
             self.measure(lambda: pooled(self.dense, **size), way="pooled", **size, steps=0)
 
     def recovered(self, size: dict[str, Any], seed: int, steps: int) -> None:
         """Measure what is trained on the dense model's answers."""
-        text, more = self.batches("text", seed), self.batches("text", seed + 1000, steps)
+        text, more = self.texts(seed), self.texts(seed + 1000, steps)
         case = {**size, "data": "text", "seed": seed, "steps": steps}
 
         def ours() -> PreTrainedModel:
