@@ -10,7 +10,8 @@ text, for every seed; recovery (`--recover STEPS`, 0 for none) is on training te
 conversion:
 
 - shared: ours; `equal` is the same, each frequency with equally many channels;
-- dropped: of each layer's pairs of channels the strongest ones are kept, over all heads and frequencies;
+- dropped: of each layer's pairs of channels the strongest ones are kept, over all heads and frequencies, so that heads
+  differ in width; dropped alike: equally many of each head;
 - pooled: heads of keys are averaged in groups, and so are values, as grouped-query attention is made from a model
   without: a half and a quarter only.
 
@@ -145,6 +146,12 @@ class Bench:
         self.measure(lambda: shared(self.dense, **size, **tokens), way="shared", data="random", **case)
         if not size["values"]:
             self.measure(lambda: equal(self.dense, **size, batches=text), way="equal", data="text", **case)
+            self.measure(
+                lambda: dropped(self.dense, **size, batches=text, alike=True),
+                way="dropped alike",
+                data="text",
+                **case,
+            )
         self.measure(lambda: dropped(self.dense, **size, batches=text), way="dropped", data="text", **case)
         if self.pools(size["share"]):
             self.measure(lambda: pooled(self.dense, **size), way="pooled", **size, steps=0)

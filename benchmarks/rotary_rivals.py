@@ -25,8 +25,13 @@ def root_of(second: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def dropped(dense: PreTrainedModel, share: float, values: bool, batches: Batches) -> PreTrainedModel:
-    """Zero the weakest channel pairs of each layer; with `values`, also the channels that each head's values lose."""
+def dropped(
+    dense: PreTrainedModel, share: float, values: bool, batches: Batches, alike: bool = False
+) -> PreTrainedModel:
+    """Zero the weakest channel pairs of each layer; with `values`, also the channels that each head's values lose.
+
+    With `alike` every head keeps equally many pairs; otherwise heads differ, and a cache of theirs would be ragged.
+    """
     model = copy.deepcopy(dense)
     pairs = list(zip(find_dense_attention(model, FAMILIES), find_dense_values(model, FAMILIES), strict=True))
     found = gather_moments(model, [site for pair in pairs for site in pair], batches)
@@ -36,8 +41,9 @@ def dropped(dense: PreTrainedModel, share: float, values: bool, batches: Batches
         root = root_of(inputs[0].second).to(torch.complex128)
         query, key = (root @ form.channels_of(each, None) for each in (site.query_heads(), site.key_heads()))
         strength = query.norm(dim=1) * key.norm(dim=1)  # (H, d/2)
-        least = strength.flatten().sort(descending=True).values[int(share * strength.numel()) - 1]
-        gone = (strength < least).repeat(1, 2).flatten()  # both channels of a pair
+        strength = strength if alike else strength.view(1, -1)
+        least = strength.sort(-1, descending=True).values[:, int(share * strength.shape[1]) - 1, None]
+        gone = (strength < least).view(site.heads, -1).repeat(1, 2).flatten()  # both channels of a pair
         site.query.weight[gone] = 0
         site.key.weight[gone] = 0
         for head in range(site.heads if values else 0):

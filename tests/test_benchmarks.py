@@ -194,6 +194,12 @@ def test_dropped_pairs_are_the_weakest_and_stay_dropped(llama, batch):
             assert torch.linalg.matrix_rank(attention.o_proj.weight[:, rows].detach()) == 2
 
 
+def test_heads_may_keep_equally_many_pairs(llama, batch):
+    for layer in dropped(llama, 0.25, False, [batch], alike=True).model.layers:
+        zero = (layer.self_attn.q_proj.weight == 0).all(1).view(4, 2, 4)
+        assert zero[:, 0].sum(1).tolist() == [3] * 4
+
+
 def test_values_are_narrowed_to_what_matters_on_the_data(llama, batch):
     z = vectors_into(llama, llama.model.layers[0].self_attn.o_proj, batch)
     fewer = dropped(llama, 0.5, True, [batch]).model.layers[0].self_attn
