@@ -10,7 +10,7 @@ text, for every seed; recovery (`--recover STEPS`, 0 for none) is on training te
 conversion:
 
 - shared: ours; `equal` is the same, each frequency with equally many channels;
-- dropped: of each layer's pairs of channels the strongest ones are kept, over all heads and frequencies, so that heads
+- dropped: of each layer's pairs of channels the strongest are kept, over all heads and frequencies, so that heads
   differ in width; dropped alike: equally many of each head;
 - pooled: heads of keys are averaged in groups, and so are values, as grouped-query attention is made from a model
   without: a half and a quarter only.
