@@ -79,11 +79,11 @@ def pooled(dense: PreTrainedModel, share: float, values: bool) -> PreTrainedMode
     return model
 
 
-def taught_(model: PreTrainedModel, dense: PreTrainedModel, batches: Batches) -> PreTrainedModel:
+def taught_(model: PreTrainedModel, dense: PreTrainedModel, batches: Batches, rate: float = 1e-3) -> PreTrainedModel:
     """Train a rival's attention on what the dense model predicts; channels that are zero on both sides stay so."""
     trained = [p for name, p in model.named_parameters() if "attn" in name and "norm" not in name]
-    optimizer = torch.optim.Adam(trained, lr=1e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, len(batches), pct_start=1 / 8)
+    optimizer = torch.optim.Adam(trained, lr=rate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, len(batches), pct_start=1 / 8)
     for batch in batches:
         with torch.no_grad():
             wanted = dense(**batch).logits.log_softmax(-1).flatten(0, 1)
