@@ -54,7 +54,7 @@ class Compression:
     queries have no bias (T5), so that no content bias appears there, which would take room in key caches."""
 
     sequences: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Calibration sequences: so many random ones (192 if not given, 128 with `length`), or a random sample of the
+    """Calibration sequences: so many random ones (384 if not given, 128 with `length`), or a random sample of the
     texts (all of them if not given)."""
 
     length: Annotated[int | None, tyro.conf.arg(metavar="T")] = None
