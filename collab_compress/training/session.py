@@ -86,7 +86,7 @@ class HeadSession:
                 losses = {name: (each.name, each.acts_on) for name, each in self._penalties.items()}
                 self._losses = HeadLosses(model, losses)
             for options in training.drophead:
-                self._dropheads.append(DropHead(model, 0.0, options.kinds))
+                self._dropheads.append(DropHead(model, 0.0, options.kinds, options.rescale))
             self.step(0.0)
         except BaseException:
             self.close()
