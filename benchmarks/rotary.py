@@ -1,141 +1,214 @@
-"""Perplexity against key cache for a small Llama trained on the Penn Treebank: shared rotary heads and their rivals.
+"""Perplexity against cache for the small rotary models of glue_runs/recipes: shared rotary heads and their rivals.
 
-    python benchmarks/rotary.py --data-dir DIR --model DIR [--heads 6 4 2] [--recover 150]
+    collab-run llama-ptb.yaml output=LLAMA data_dir=DIR
+    collab-run modernbert-ptb.yaml output=MODERNBERT data_dir=DIR
+    python benchmarks/rotary.py --data-dir DIR --models LLAMA/tuned/model MODERNBERT/tuned/model [--recover 40]
 
-Trains the model first where `--model` holds none (4 layers of width 128, 8 heads of 16, the 2,000 commonest words as
-tokens; minutes on two cores). Then, nothing retrained unless `--recover` says so, for keys of so many heads, not 8:
+On the validation text of the Penn Treebank, of every token, or of those that are masked (the same for all). Keys, or
+keys and values, at 3/4, 1/2 and 1/4 of their width, each calibrated on 128 blocks of random tokens and of training
+text, for every seed; recovery (`--recover STEPS`, 0 for none) is on training text drawn anew, after the first seed's
+conversion:
 
-- shared: ours, calibrated on random tokens, and on the training text;
-- equal: the same, each frequency with equally many channels;
-- pooled: key heads averaged in groups, as grouped-query attention is made from heads of their own;
-- dropped: of each layer's channel pairs the strongest ones, over all heads and frequencies.
+- shared: ours; `equal` is the same, each frequency with equally many channels;
+- dropped: of each layer's pairs of channels the strongest are kept, over all heads and frequencies, so that heads
+  differ in width; dropped alike: equally many of each head;
+- pooled: heads of keys are averaged in groups, and so are values, as grouped-query attention is made from a model
+  without: a half and a quarter only.
+
+A singular value decomposition of each head's scores is no rival here, for it does not commute with the turning; of
+each head's values it is, so that it narrows them beside dropped pairs. Rivals are recovered on the divergence of what
+the whole model predicts, with the same steps and texts.
 """
 
 import argparse
 import copy
-import gzip
-import time
-from collections import Counter
+import json
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from statistics import mean
+from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from datasets import Dataset
+from rotary_rivals import Batches, dropped, pooled, taught_
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+from transformers.utils import logging
 
 from collab_compress import Compression, compress
-from collab_compress.architectures import FAMILIES, find_dense_attention
-from collab_compress.attention import RotaryScores
-from collab_compress.calibration import gather_moments
 from collab_compress.conversion import plan, recover_
 from collab_compress.factorization import factorize_rotary
+from collab_compress.metrics import token_losses
+from collab_compress.tasks import encode_language_model, encode_masked_language_model, load_task
 
-LENGTH, BATCH, WORDS = 64, 32, 2000
-HEADS, WIDTH = 8, 16
-
-
-def tokens_of(folder: Path) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Training and validation text as ids, and how many there are."""
-    texts = {}
-    for split in ("train", "valid"):
-        with gzip.open(folder / "ptb" / f"ptb.{split}.txt.gz", "rt", encoding="utf-8") as file:
-            texts[split] = file.read().replace("\n", " </s> ").split()
-    words = [word for word, _ in Counter(texts["train"]).most_common(WORDS)]
-    ids = {word: place for place, word in enumerate(words)}
-    train, valid = (torch.tensor([ids.get(word, ids["<unk>"]) for word in texts[split]]) for split in texts)
-    return train, valid, len(words)
+LENGTH, BATCH, BLOCKS = 64, 16, 128
+SHARES = (0.75, 0.5, 0.25)
 
 
-def blocks(ids: torch.Tensor) -> torch.Tensor:
-    return ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
+def perplexity(model: PreTrainedModel, rows: Dataset, masked: bool) -> float:
+    """Of all labels; blocks are of one length but for the last."""
+    total = torch.zeros(2, dtype=torch.double)
+    for batch in rows.with_format("torch").iter(64):
+        for ids, labels in by_length(batch["input_ids"], batch["labels"]):
+            with torch.no_grad():
+                logits = model(input_ids=ids).logits
+            total += token_losses(logits, labels, shift=not masked).sum(0)
+    return float((total[0] / total[1]).exp())
 
 
-def trained(train: torch.Tensor, size: int, steps: int) -> LlamaForCausalLM:
-    """Train a model from nothing."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=size, hidden_size=HEADS * WIDTH, num_hidden_layers=4, num_attention_heads=HEADS,
-        intermediate_size=384, max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
-        pad_token_id=0,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps, pct_start=0.1)
-    rows, started = blocks(train), time.perf_counter()
-    for step in range(steps):
-        batch = rows[torch.randint(len(rows), (BATCH,))]
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        if step % 50 == 0:
-            print(f"step {step}: loss {loss.item():.3f}, {time.perf_counter() - started:.0f} s", flush=True)
-    return model.eval()
+def by_length(ids: Any, labels: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Stack blocks, the last by itself if it is shorter."""
+    whole = [place for place, each in enumerate(ids) if len(each) == len(ids[0])]
+    for places in filter(None, (whole, [place for place in range(len(ids)) if place not in whole])):
+        yield torch.stack([ids[p] for p in places]), torch.stack([labels[p] for p in places])
 
 
-@torch.no_grad()
-def perplexity(model: PreTrainedModel, ids: torch.Tensor) -> float:
-    losses = [model(input_ids=rows, labels=rows).loss for rows in blocks(ids).split(BATCH)[:-1]]
-    return float(torch.stack(losses).mean().exp())
-
-
-def pooled_(model: LlamaForCausalLM, heads: int) -> LlamaForCausalLM:
-    """Average key heads in groups, in place; 8 must be a multiple of how many are left."""
-    with torch.no_grad():
-        for site in find_dense_attention(model, FAMILIES):
-            keys = site.key.weight.view(heads, HEADS // heads, WIDTH, -1)
-            keys.copy_(keys.mean(1, keepdim=True).expand_as(keys))
+def shared(
+    dense: PreTrainedModel, share: float, values: bool, batches: Batches | Literal["synthetic"], **given: Any
+) -> PreTrainedModel:
+    """Convert a copy; `given` is a tokenizer and a seed for random tokens."""
+    model, width = copy.deepcopy(dense), int(share * dense.config.hidden_size)
+    compression = Compression(dk=width, dv=width if values else None, seed=given.pop("seed", 0))
+    compress(model, compression, calibration=batches, **given)
     return model
 
 
-def dropped_(model: LlamaForCausalLM, heads: int, batches: list[dict[str, torch.Tensor]]) -> LlamaForCausalLM:
-    """Keep the strongest channel pairs of each layer, in place: zero queries are as good as no keys."""
-    sites = find_dense_attention(model, FAMILIES)
-    for site, moments in zip(sites, gather_moments(model, sites, batches), strict=True):
-        form = RotaryScores.of(site, WIDTH, content_bias=False)
-        root = torch.linalg.cholesky(moments[0].second + 1e-6 * torch.eye(moments[0].width)).mT.to(torch.complex128)
-        query, key = (root @ form.channels_of(each, None) for each in (site.query_heads(), site.key_heads()))
-        strength = query.norm(dim=1) * key.norm(dim=1)  # (H, d/2)
-        least = strength.flatten().sort(descending=True).values[heads * WIDTH // 2 - 1]
-        kept = (strength >= least).repeat(1, 2).flatten()  # both channels of a pair
-        with torch.no_grad():
-            site.query.weight[~kept] = 0
-    return model
+def equal(dense: PreTrainedModel, share: float, values: bool, batches: Batches) -> PreTrainedModel:
+    """Convert a copy with equally many channels for each frequency, which is no choice of the library's."""
+    with patch.object(plan, "factorize_rotary", partial(factorize_rotary, equal=True)):
+        return shared(dense, share, values, batches)
+
+
+class Bench:
+    """One model, and what is measured of it already.
+
+    Args:
+        folder: of the model and its tokenizer.
+        data: folder of the data sets.
+        records: file of what was measured.
+    """
+
+    def __init__(self, folder: Path, data: Path, records: Path) -> None:
+        self.name, self.records = AutoConfig.from_pretrained(folder).model_type, records
+        self.masked = self.name == "modernbert"
+        model_class = AutoModelForMaskedLM if self.masked else AutoModelForCausalLM
+        self.dense: PreTrainedModel = model_class.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer = tokenizer = AutoTokenizer.from_pretrained(folder)
+        text = load_task("ptb", data, splits=["train", "validation"])
+        self.rows = (
+            encode_masked_language_model(text["validation"], tokenizer, length=LENGTH, seed=0)
+            if self.masked
+            else encode_language_model(text["validation"], tokenizer, length=LENGTH)
+        )
+        self.train = torch.tensor(encode_language_model(text["train"], tokenizer, length=LENGTH)["input_ids"][:-1])
+        lines = records.read_text(encoding="utf-8").splitlines() if records.exists() else []
+        self.done = [json.loads(line) for line in lines]
+
+    def texts(self, seed: int, count: int = BLOCKS // BATCH) -> Batches:
+        """Draw blocks of training text."""
+        order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
+        return [{"input_ids": each} for each in self.train[order[: count * BATCH]].split(BATCH)]
+
+    def measure(self, make: Callable[[], PreTrainedModel], **case: Any) -> None:
+        """Measure a case if that was not done, and note it."""
+        case = {"model": self.name, **case}
+        if any(case.items() <= each.items() for each in self.done):
+            return
+        found = {**case, "perplexity": round(perplexity(make(), self.rows, self.masked), 2)}
+        self.done.append(found)
+        print(json.dumps(found), flush=True)
+        with self.records.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(found) + "\n")
+
+    def run(self, seeds: list[int], steps: int) -> None:
+        """Measure all, seed after seed."""
+        self.measure(lambda: self.dense, way="dense")
+        sizes = [{"share": share, "values": values} for values in (False, True) for share in SHARES]
+        for seed in seeds:
+            for size in sizes:
+                self.calibrated(size, seed)
+                if steps and seed == seeds[0]:
+                    self.recovered(size, seed, steps)
+
+    def calibrated(self, size: dict[str, Any], seed: int) -> None:
+        """Measure what is not trained."""
+        case = {**size, "seed": seed, "steps": 0}
+        text, tokens = self.texts(seed), {"batches": "synthetic", "tokenizer": self.tokenizer, "seed": seed}
+        self.measure(lambda: shared(self.dense, **size, batches=text), way="shared", data="text", **case)
+        self.measure(lambda: shared(self.dense, **size, **tokens), way="shared", data="random", **case)
+        if not size["values"]:
+            self.measure(lambda: equal(self.dense, **size, batches=text), way="equal", data="text", **case)
+            self.measure(
+                lambda: dropped(self.dense, **size, batches=text, alike=True),
+                way="dropped alike",
+                data="text",
+                **case,
+            )
+        self.measure(lambda: dropped(self.dense, **size, batches=text), way="dropped", data="text", **case)
+        if self.pools(size["share"]):
+            self.measure(lambda: pooled(self.dense, **size), way="pooled", **size, steps=0)
+
+    def recovered(self, size: dict[str, Any], seed: int, steps: int) -> None:
+        """Measure what is trained on the dense model's answers."""
+        text, more = self.texts(seed), self.texts(seed + 1000, steps)
+        case = {**size, "data": "text", "seed": seed, "steps": steps}
+
+        def ours() -> PreTrainedModel:
+            model = shared(self.dense, **size, batches=text)
+            recover_(model, self.dense, None, more, steps=steps, disable_tqdm=True)
+            return model
+
+        self.measure(ours, way="shared", **case)
+        self.measure(
+            lambda: taught_(dropped(self.dense, **size, batches=text), self.dense, more), way="dropped", **case
+        )
+        if size["values"] and self.pools(size["share"]):
+            self.measure(lambda: taught_(pooled(self.dense, **size), self.dense, more), way="pooled", **case)
+
+    def pools(self, share: float) -> bool:
+        """Whether heads can be pooled in equal groups, in a family that has groups."""
+        return not self.masked and self.dense.config.num_attention_heads % (share * 8) == 0
+
+
+def table(done: list[dict[str, Any]]) -> None:
+    """Print the mean over seeds of each case, a row for each size."""
+    for name in dict.fromkeys(each["model"] for each in done):
+        for values in (False, True):
+            for share in SHARES:
+                cells: dict[str, list[float]] = {}
+                for each in done:
+                    if (each["model"], each.get("values"), each.get("share")) == (name, values, share):
+                        label = [each["way"], each.get("data", ""), f"+{each['steps']}" * bool(each["steps"])]
+                        cells.setdefault(" ".join(filter(None, label)), []).append(each["perplexity"])
+                told = ", ".join(
+                    f"{cell} {mean(each):.1f} ({min(each):.1f} to {max(each):.1f})" for cell, each in cells.items()
+                )
+                print(f"{name}, {'keys and values' if values else 'keys'} at {share}: {told}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--heads", type=int, nargs="+", default=[6, 4, 3, 2])
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--recover", type=int, default=0)
+    parser.add_argument("--models", type=Path, nargs="+", required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--recover", type=int, default=40)
+    parser.add_argument("--records", type=Path, default=Path(__file__).parent / "records" / "rotary.jsonl")
     given = parser.parse_args()
-    train, valid, size = tokens_of(given.data_dir)
-    if not (given.model / "config.json").is_file():
-        trained(train, size, given.steps).save_pretrained(given.model)
-    dense = LlamaForCausalLM.from_pretrained(given.model).eval()
-    generator = torch.Generator().manual_seed(0)
-    random = [{"input_ids": torch.randint(size, (16, LENGTH), generator=generator)} for _ in range(8)]
-    text = [{"input_ids": rows} for rows in blocks(train)[:128].split(16)]
-    print(f"dense: keys {HEADS * WIDTH} a token, perplexity {perplexity(dense, valid):.1f}", flush=True)
-    for heads in given.heads:
-        found = {}
-        for name, batches, equal in (("random", random, False), ("text", text, False), ("equal", text, True)):
-            model = copy.deepcopy(dense)
-            plan.factorize_rotary = partial(factorize_rotary, equal=equal)
-            compress(model, Compression(dk=heads * WIDTH), calibration=batches)
-            found[name] = perplexity(model, valid)
-            if given.recover and name == "text":
-                rows = [{"input_ids": each} for each in blocks(train)[: 16 * given.recover].split(16)]
-                recover_(model, dense, None, rows, steps=given.recover, disable_tqdm=True)
-                found["recovered"] = perplexity(model, valid)
-        if HEADS % heads == 0:
-            found["pooled"] = perplexity(pooled_(copy.deepcopy(dense), heads), valid)
-        found["dropped"] = perplexity(dropped_(copy.deepcopy(dense), heads, text), valid)
-        told = ", ".join(f"{name} {value:.1f}" for name, value in found.items())
-        print(f"{heads} heads: keys {heads * WIDTH} a token, perplexity {told}", flush=True)
+    given.records.parent.mkdir(exist_ok=True)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    for folder in given.models:
+        bench = Bench(folder, given.data_dir, given.records)
+        bench.run(given.seeds, given.recover)
+        table(bench.done)
 
 
 if __name__ == "__main__":

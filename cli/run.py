@@ -32,7 +32,8 @@ Examples:
 
 arguments:
   RECIPE.yaml          a file with fields and their values, or one that comes with the package (mrpc.yaml, ptb.yaml,
-                       trec.yaml, multi30k.yaml); without it, all fields are given here
+                       trec.yaml, multi30k.yaml, llama-ptb.yaml, modernbert-ptb.yaml); without it, all fields are
+                       given here
   FIELD=VALUE          sets a field of the recipe, with dots between nested ones; values are YAML (quote brackets and
                        braces in a shell); --FIELD VALUE is the same
   --revision REV       branch, tag or commit of a model on the hub; its main branch if not given

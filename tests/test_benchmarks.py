@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from collab_compress import Compression, compress
 
@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 try:
     from gains import LAYERS, ROWS, WIDTH, Row
     from rivals import layers_of, low_rank_, per_head_, without_heads_
+    from rotary_rivals import dropped, pooled, taught_
 finally:
     sys.path.pop(0)
 
@@ -156,3 +157,75 @@ def test_rivals_have_as_many_parameters_and_not_fewer():
         if row.kind in ("svd", "low-rank", "heads", "per-head"):
             ours = Row("shared", row.dk, row.dv).attention
             assert ours <= row.attention < 1.02 * ours, row.name
+
+
+@pytest.fixture
+def llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=32,
+        max_position_embeddings=40, initializer_range=0.2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def logits(model, batch):
+    with torch.no_grad():
+        return model(**batch).logits
+
+
+def test_rotary_rivals_are_exact_at_full_width(llama, batch):
+    wanted = logits(llama, batch)
+    torch.testing.assert_close(logits(pooled(llama, 1.0, True), batch), wanted)
+    torch.testing.assert_close(logits(dropped(llama, 1.0, True, [batch]), batch), wanted, atol=2e-4, rtol=1e-3)
+
+
+def test_dropped_pairs_are_the_weakest_and_stay_dropped(llama, batch):
+    found = taught_(dropped(llama, 0.25, True, [batch]), llama, [batch] * 3)
+    for before, layer in zip(llama.model.layers, found.model.layers, strict=True):
+        attention = layer.self_attn
+        for projection in (attention.q_proj, attention.k_proj):
+            zero = (projection.weight == 0).all(1).view(4, 2, 4)  # heads, the two channels of a pair, frequencies
+            assert torch.equal(zero[:, 0], zero[:, 1])
+            assert zero[:, 0].sum() == 12
+        assert not torch.equal(attention.q_proj.weight, before.self_attn.q_proj.weight)
+        for rows in torch.arange(32).split(8):
+            assert torch.linalg.matrix_rank(attention.v_proj.weight[rows].detach()) == 2
+            assert torch.linalg.matrix_rank(attention.o_proj.weight[:, rows].detach()) == 2
+
+
+def test_heads_may_keep_equally_many_pairs(llama, batch):
+    for layer in dropped(llama, 0.25, False, [batch], alike=True).model.layers:
+        zero = (layer.self_attn.q_proj.weight == 0).all(1).view(4, 2, 4)
+        assert zero[:, 0].sum(1).tolist() == [3] * 4
+
+
+def test_values_are_narrowed_to_what_matters_on_the_data(llama, batch):
+    z = vectors_into(llama, llama.model.layers[0].self_attn.o_proj, batch)
+    fewer = dropped(llama, 0.5, True, [batch]).model.layers[0].self_attn
+    dense = llama.model.layers[0].self_attn
+    for rows in torch.arange(32).split(8):
+        part = z[:, rows] @ dense.o_proj.weight[:, rows].double().T
+        before, after = (each.v_proj.weight[rows].double().T for each in (dense, fewer))
+        kept = torch.linalg.lstsq(before, after).solution
+        smaller = z[:, rows] @ kept @ fewer.o_proj.weight[:, rows].double().T
+        torch.testing.assert_close((part - smaller).norm(), best_error(part, 4), rtol=1e-2, atol=0)
+
+
+def vectors_into(model, module, batch):
+    seen = []
+    handle = module.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    logits(model, batch)
+    handle.remove()
+    return seen[0].flatten(0, 1).double()
+
+
+def test_pooled_heads_are_those_of_grouped_queries(llama, batch):
+    grouped = pooled(llama, 0.5, True)
+    assert grouped.config.num_key_value_heads == 2
+    assert grouped.model.layers[0].self_attn.k_proj.weight.shape == (16, 32)
+    keys_alone = pooled(llama, 0.5, False)
+    for layer, smaller in zip(keys_alone.model.layers, grouped.model.layers, strict=True):
+        values = smaller.self_attn.v_proj.weight.view(2, 1, 8, 32).expand(-1, 2, -1, -1).reshape(32, 32)
+        layer.self_attn.v_proj.weight.data.copy_(values)
+    torch.testing.assert_close(logits(keys_alone, batch), logits(grouped, batch))

@@ -40,7 +40,7 @@ def contents_of(recipe: Recipe, train: bool) -> dict[str, Any]:
             found["tokenizer"] = {
                 "": _digests(path for path in sorted(model.iterdir()) if path.name in TOKENIZER and path.is_file())
             }
-        if recipe.fresh is not None and recipe.fresh.config is not None:
+        if recipe.fresh is not None and isinstance(recipe.fresh.config, str):
             config = Path(recipe.fresh.config).expanduser() / "config.json"
             found["config"] = {"": _digests([config])} if config.is_file() else None
         if recipe.data_dir is not None:
@@ -281,7 +281,11 @@ def _refuse_inside(recipe: Recipe) -> None:
     """Refuse a model in the output, which would be taken for a part of the experiment."""
     config = None if recipe.fresh is None else recipe.fresh.config
     for name in (recipe.model, config):
-        if name is not None and Path(name).is_dir() and Path(name).resolve().is_relative_to(recipe.output.resolve()):
+        if (
+            isinstance(name, str)
+            and Path(name).is_dir()
+            and Path(name).resolve().is_relative_to(recipe.output.resolve())
+        ):
             raise RecipeError(f"the model {name} lies in the output {recipe.output}; choose another output")
 
 

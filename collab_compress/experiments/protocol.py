@@ -19,7 +19,14 @@ from collab_compress.experiments.sharding import sharding
 from collab_compress.experiments.trackers import check_trackers
 from collab_compress.experiments.tuning import evaluate, fine_tune, training_arguments
 from collab_compress.experiments.untrained import make_fresh
-from collab_compress.experiments.workload import Classification, LanguageModel, Translation, Workload, load_tokenizer
+from collab_compress.experiments.workload import (
+    Classification,
+    LanguageModel,
+    MaskedLanguageModel,
+    Translation,
+    Workload,
+    load_tokenizer,
+)
 from collab_compress.tasks import TASKS
 
 WORKLOADS: dict[str, type[Workload]] = {
@@ -27,6 +34,7 @@ WORKLOADS: dict[str, type[Workload]] = {
     "regression": Classification,
     "translation": Translation,
     "language modelling": LanguageModel,
+    "masked language modelling": MaskedLanguageModel,
 }
 """Kind of task → how it is run."""
 
@@ -130,7 +138,7 @@ def _fresh(workload: Workload, find_model: Callable[[str], str | Path]) -> Path:
     def make() -> None:
         if fresh is not None and not is_ours(folder):
             try:
-                config = None if fresh.config is None else str(find_model(fresh.config))
+                config = str(find_model(fresh.config)) if isinstance(fresh.config, str) else fresh.config
             except CheckpointError as error:
                 raise RecipeError(f"the config of {fresh.config} cannot be read: {error}") from error
             make_fresh(

@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     BertConfig,
+    BertForMaskedLM,
     BertForSequenceClassification,
     BertLMHeadModel,
     MarianConfig,
@@ -28,18 +32,23 @@ from collab_compress.errors import CheckpointError, RecipeError
 from collab_compress.experiments.record import mark
 from collab_compress.tasks import Task, train_tokenizer
 
-HEADS: dict[str, Any] = {"translation": AutoModelForSeq2SeqLM, "language modelling": AutoModelForCausalLM}
+HEADS: dict[str, Any] = {
+    "translation": AutoModelForSeq2SeqLM,
+    "language modelling": AutoModelForCausalLM,
+    "masked language modelling": AutoModelForMaskedLM,
+}
 
 
 @dataclass(frozen=True)
 class Fresh:
-    """An untrained model: Marian's encoder–decoder for translation, BERT as a decoder for language modelling, BERT
-    with a classifier otherwise; or what another model's config says.
+    """An untrained model: Marian's encoder–decoder for translation, BERT otherwise, as a decoder for language
+    modelling, with a classifier where there are labels; or what another model's config says.
     """
 
-    config: str | None = None
+    config: str | dict[str, Any] | None = None
     """A model directory, or a name on the hub, whose config.json says what the model is like: family, layers, widths,
-    heads and dropouts; the vocabulary is that of the tokenizer trained on the data."""
+    heads and dropouts; or such fields themselves, {model_type: llama, hidden_size: 128, …}. The vocabulary is that of
+    the tokenizer trained on the data."""
 
     layers: int = 6
     """Layers, in the encoder and in the decoder each."""
@@ -102,8 +111,9 @@ def make_fresh(fresh: Fresh, task: Task, train: Dataset, seed: int, folder: Path
     """
     texts = chain.from_iterable(train[column] for column in task.text_columns)
     tokenizer = train_tokenizer(
-        texts, fresh.vocab_size, fresh.tokenizer, lowercase=fresh.lowercase, start=task.num_labels is not None
-    )
+        texts, fresh.vocab_size, fresh.tokenizer, lowercase=fresh.lowercase, start=task.num_labels is not None,
+        mask=task.kind == "masked language modelling",
+    )  # fmt: skip
     tokenizer.model_max_length = fresh.max_length
     model_class, config = (_usual if fresh.config is None else _like)(fresh, task, tokenizer)
     set_seed(seed)
@@ -124,16 +134,15 @@ def _like(
     Raises:
         RecipeError: it cannot be read, is that of a converted or quantized model, or its family does no such task.
     """
-    try:
-        config = load_config(str(fresh.config))
-    except CheckpointError as error:
-        raise RecipeError(f"the config of {fresh.config} cannot be read: {error}") from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise RecipeError(f"{fresh.config} is converted or quantized; take the config of the model before")
+    config = _described(fresh.config) if isinstance(fresh.config, dict) else _read(str(fresh.config))
     family = HEADS.get(task.kind, AutoModelForSequenceClassification)._model_mapping
     if type(config) not in family:
-        raise RecipeError(f"{fresh.config} is a {config.model_type}, which Transformers has not for {task.kind}")
+        name = "config" if isinstance(fresh.config, dict) else fresh.config
+        raise RecipeError(f"{name} is a {config.model_type}, which Transformers has not for {task.kind}")
     tokens = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    for name, stand_in in (("cls_token_id", "bos_token_id"), ("sep_token_id", "eos_token_id")):
+        if hasattr(config, name):
+            tokens[name] = tokens[stand_in]
     if config.is_encoder_decoder:
         ends = getattr(config, "decoder_start_token_id", None) == config.eos_token_id
         tokens["decoder_start_token_id"] = tokens["eos_token_id" if ends else "pad_token_id"]
@@ -144,6 +153,30 @@ def _like(
     for name, value in {**tokens, "vocab_size": len(tokenizer)}.items():
         setattr(config, name, value)
     return family[type(config)], config
+
+
+def _read(source: str) -> PretrainedConfig:
+    try:
+        config = load_config(source)
+    except CheckpointError as error:
+        raise RecipeError(f"the config of {source} cannot be read: {error}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise RecipeError(f"{source} is converted or quantized; take the config of the model before")
+    return config
+
+
+def _described(given: dict[str, Any]) -> PretrainedConfig:
+    """Build a config from its fields; one that the family does not have would have no effect, so it is refused."""
+    if (family := given.get("model_type")) not in CONFIG_MAPPING:
+        raise RecipeError(f"config says model_type {family!r}; expected a family of Transformers, such as llama")
+    kind = CONFIG_MAPPING[family]
+    unknown = given.keys() - kind().to_dict().keys() - kind.attribute_map.keys()
+    if unknown:
+        raise RecipeError(f"the config of {family} has no field {min(unknown)}")
+    try:
+        return kind(**{name: value for name, value in given.items() if name != "model_type"})
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise RecipeError(f"the config of {family}: {' '.join(str(error).split())}") from error
 
 
 def _usual(
@@ -171,4 +204,6 @@ def _usual(
     }  # fmt: skip
     if task.kind == "language modelling":
         return BertLMHeadModel, BertConfig(**bert, is_decoder=True, use_cache=False)
+    if task.kind == "masked language modelling":
+        return BertForMaskedLM, BertConfig(**bert)
     return BertForSequenceClassification, BertConfig(**bert, num_labels=task.num_labels)

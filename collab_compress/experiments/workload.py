@@ -11,8 +11,10 @@ from datasets import Dataset, DatasetDict
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorWithPadding,
     EvalPrediction,
@@ -36,6 +38,7 @@ from collab_compress.tasks import (
     Task,
     encode_classification,
     encode_language_model,
+    encode_masked_language_model,
     encode_translation,
     load_task,
 )
@@ -208,9 +211,27 @@ class Classification(Workload):
         return found
 
 
-class LanguageModel(Workload):
-    """Scored by perplexity over all tokens of a split, ends of lines included."""
+class TokenModel(Workload):
+    """Scored by perplexity over all labels of a split."""
 
+    shift: ClassVar[bool]
+    """Whether a position predicts the next label, not its own."""
+
+    def options(self) -> dict[str, Any]:
+        """Keep two numbers of a row's predictions, not a vocabulary of them for each token."""
+        return {**super().options(), "preprocess_logits_for_metrics": partial(_losses, shift=self.shift)}
+
+    def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
+        """Score the sums of the rows' losses."""
+        losses, tokens = prediction.predictions[:, 0], prediction.predictions[:, 1].astype(int)
+        found: dict[str, float] = self.metric.compute(predictions=losses, references=tokens)
+        return found
+
+
+class LanguageModel(TokenModel):
+    """Scored over all tokens of a split, ends of lines included."""
+
+    shift = True
     model_class = AutoModelForCausalLM
 
     def load_model(self, directory: str | Path, trained: bool = True) -> PreTrainedModel:
@@ -239,19 +260,38 @@ class LanguageModel(Workload):
             tokenizer.pad_token = tokenizer.eos_token  # labels are padded with −100, so it is never predicted as such
         return DataCollatorForSeq2Seq(tokenizer)
 
-    def options(self) -> dict[str, Any]:
-        """Keep two numbers of a row's predictions, not a vocabulary of them for each token."""
-        return {**super().options(), "preprocess_logits_for_metrics": _losses}
 
-    def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        """Score the sums of the rows' losses."""
-        losses, tokens = prediction.predictions[:, 0], prediction.predictions[:, 1].astype(int)
-        found: dict[str, float] = self.metric.compute(predictions=losses, references=tokens)
-        return found
+class MaskedLanguageModel(TokenModel):
+    """Scored over 15 % of a split's tokens, the same ones in every run; masked anew in every epoch of training."""
+
+    shift = False
+    model_class = AutoModelForMaskedLM
+
+    def encode(self, texts: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
+        """Cut running text into blocks, and mask those that are scored."""
+        found = {}
+        for split, rows in texts.items():
+            seed = None if split == "train" else MASKS
+            found[split] = encode_masked_language_model(
+                rows, tokenizer, length=self.recipe.max_length, seed=seed, progress=self.progress
+            )
+        return DatasetDict(found)
+
+    def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
+        """Mask rows that have no labels yet, and pad them to the longest of a batch."""
+        mask, pad = DataCollatorForLanguageModeling(tokenizer), DataCollatorForSeq2Seq(tokenizer)
+        return partial(_masked, mask, pad)
 
 
-def _losses(logits: Tensor | tuple[Tensor, ...], labels: Tensor, shift: bool = True) -> Tensor:
+def _losses(logits: Tensor | tuple[Tensor, ...], labels: Tensor, *, shift: bool) -> Tensor:
     return token_losses(logits[0] if isinstance(logits, tuple) else logits, labels, shift=shift)
+
+
+MASKS = 0  # seed of the masks that are scored, whatever the recipe's seed is
+
+
+def _masked(mask: Any, pad: Any, rows: list[dict[str, Any]]) -> Any:
+    return pad(rows) if "labels" in rows[0] else mask(rows)
 
 
 class Translation(Workload):

@@ -5,6 +5,7 @@ from collab_compress.tasks.load import load_task, progress_bars, task_files
 from collab_compress.tasks.tokenization import (
     encode_classification,
     encode_language_model,
+    encode_masked_language_model,
     encode_translation,
     train_tokenizer,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "Task",
     "encode_classification",
     "encode_language_model",
+    "encode_masked_language_model",
     "encode_translation",
     "load_task",
     "progress_bars",

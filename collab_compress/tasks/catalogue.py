@@ -23,7 +23,9 @@ from collab_compress.tasks.layouts import (
     malformed,
 )
 
-Kind: TypeAlias = Literal["classification", "regression", "translation", "language modelling"]
+Kind: TypeAlias = Literal[
+    "classification", "regression", "translation", "language modelling", "masked language modelling"
+]
 SCORES = (0.0, 5.0)  # of STS-B, the one task of regression
 NO_LABEL = -1
 
@@ -54,7 +56,7 @@ class Task:
     Args:
         name: as in `load_task(name)`.
         kind: decides the columns: text, label (and text_pair) for classification and regression; source, target for
-            translation; text for language modelling.
+            translation; text for language modelling, masked or not.
         metric: its name in `collab_compress.metrics.METRICS`.
         layouts: how its files may be laid out; the first that fits counts.
         hub: where it is on the hub, if it is.
@@ -433,7 +435,8 @@ LANGUAGE = (
         folders=("text",),
     ),
 )  # fmt: skip
+MASKED = [replace(task, name=f"{task.name}_masked", kind="masked language modelling") for task in LANGUAGE]
 
 
-TASKS: dict[str, Task] = {task.name: task for task in (*GLUE, *CLASSIFICATION, *TRANSLATION, *LANGUAGE)}
+TASKS: dict[str, Task] = {task.name: task for task in (*GLUE, *CLASSIFICATION, *TRANSLATION, *LANGUAGE, *MASKED)}
 """Name → task."""

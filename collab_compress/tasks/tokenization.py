@@ -1,7 +1,8 @@
 """Turn a task's texts into what a Trainer takes, with a model's tokenizer or one that is trained on these texts.
 
 Token ids and labels are of each row's own length. Rows are padded when they are batched: by `DataCollatorWithPadding`
-for classification, by `DataCollatorForSeq2Seq`, which pads labels too, for translation and language modelling.
+for classification, by `DataCollatorForSeq2Seq`, which pads labels too, for translation and language modelling; where
+that is masked, `DataCollatorForLanguageModeling` masks rows anew whenever they are batched.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,13 +12,14 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from collab_compress.errors import DataError
 from collab_compress.tasks.catalogue import NO_LABEL
 from collab_compress.tasks.load import progress_bars
 
 PAD, UNKNOWN, START, END = SPECIAL = ("<pad>", "<unk>", "<s>", "</s>")
+MASK = "<mask>"
 KINDS = ("bpe", "unigram", "word")
 Data = TypeVar("Data", Dataset, DatasetDict)
 
@@ -28,6 +30,7 @@ def train_tokenizer(
     kind: str = "bpe",
     *,
     start: bool = False,
+    mask: bool = False,
     lowercase: bool = False,
     progress: bool = False,
 ) -> PreTrainedTokenizerFast:
@@ -44,6 +47,7 @@ def train_tokenizer(
         kind: "bpe" (byte-pair encoding of characters), "unigram", or "word" (what stands between spaces).
         start: whether every encoded text, and the first of a pair, also starts with `<s>`, as a classifier that reads
             the first position needs.
+        mask: whether there is a fifth special token, `<mask>`, for masked language modelling.
         lowercase: whether texts are put in lower case.
         progress: whether to show a progress bar.
 
@@ -57,15 +61,16 @@ def train_tokenizer(
         raise DataError(f"unknown kind of tokenizer {kind!r}; expected one of {', '.join(KINDS)}")
     if vocab_size is None and kind != "word":
         raise DataError(f"a tokenizer of kind {kind!r} needs a vocab_size")
-    if vocab_size is not None and vocab_size <= len(SPECIAL):
-        raise DataError(f"vocab_size is {vocab_size}; expected more than the {len(SPECIAL)} special tokens")
-    tokenizer, trainer = _blank(kind, vocab_size, progress)
+    special = [*SPECIAL, MASK] if mask else [*SPECIAL]
+    if vocab_size is not None and vocab_size <= len(special):
+        raise DataError(f"vocab_size is {vocab_size}; expected more than the {len(special)} special tokens")
+    tokenizer, trainer = _blank(kind, vocab_size, special, progress)
     steps = [normalizers.NFC(), *([normalizers.Lowercase()] if lowercase else [])]
     tokenizer.normalizer = normalizers.Sequence(steps)
     tokenizer.train_from_iterator(texts, trainer)
     if kind == "word":
-        tokenizer = _renumbered(tokenizer)
-    if tokenizer.get_vocab_size() <= len(SPECIAL):
+        tokenizer = _renumbered(tokenizer, special)
+    if tokenizer.get_vocab_size() <= len(special):
         raise DataError("no text to train a tokenizer on")
     first = f"{START} " if start else ""
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -79,6 +84,7 @@ def train_tokenizer(
         unk_token=UNKNOWN,
         bos_token=START,
         eos_token=END,
+        mask_token=MASK if mask else None,
         clean_up_tokenization_spaces=False,
         split_special_tokens=kind != "word",  # "</s>" in a text is text; in PTB, "<unk>" is the unknown word
     )
@@ -170,10 +176,55 @@ def encode_language_model(
     return _each(data, lambda part: _blocks(_map(part, _tokens, ("text",), arguments, progress), start, length))
 
 
-def _blank(kind: str, vocab_size: int | None, progress: bool) -> tuple[Tokenizer, Any]:
+def encode_masked_language_model(
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    length: int = 128,
+    share: float = 0.15,
+    seed: int | None = None,
+    progress: bool = False,
+) -> Data:
+    """Encode texts for a model that fills in what is masked.
+
+    All texts on end, each with the tokenizer's special tokens, are cut into blocks; the last may be shorter. With a
+    seed they are masked here, once, as `DataCollatorForLanguageModeling` does it: what is scored so is scored on the
+    same tokens every time. Special tokens, and with them unknown words, are never masked.
+
+    Args:
+        data: column text; a data set or one for each split.
+        tokenizer: the model's; has a mask token.
+        length: tokens of a block.
+        share: of tokens that are to be predicted, where there is a seed; of these 80 % are masked, 10 % are another
+            token, and 10 % stay.
+        seed: of the masks; if not given, the blocks are left for the collator.
+        progress: whether to show progress bars.
+
+    Returns:
+        Columns input_ids and, with a seed, labels, −100 where nothing is to be predicted.
+
+    Raises:
+        DataError: columns are missing, the tokenizer has no mask token, or the length cannot be.
+    """
+    _check_length(length, tokenizer, 1)
+    if tokenizer.mask_token_id is None:
+        raise DataError("the tokenizer has no mask token, which masked language modelling needs")
+
+    def encode(part: Dataset) -> Dataset:
+        blocks = _cut(_stream(_map(part, _whole, ("text",), {"tokenizer": tokenizer}, progress)), length, length)
+        if seed is None:
+            return _rows(part, input_ids=blocks)
+        mask = DataCollatorForLanguageModeling(tokenizer, mlm_probability=share, seed=seed)
+        masked = [mask([{"input_ids": block}]) for block in blocks]
+        return _rows(part, **{name: [row[name][0].numpy() for row in masked] for name in ("input_ids", "labels")})
+
+    return _each(data, encode)
+
+
+def _blank(kind: str, vocab_size: int | None, special: list[str], progress: bool) -> tuple[Tokenizer, Any]:
     """Make a tokenizer with no vocabulary yet, and what trains it."""
     size = 2**31 - 1 if vocab_size is None else vocab_size
-    options: dict[str, Any] = {"vocab_size": size, "special_tokens": list(SPECIAL), "show_progress": progress}
+    options: dict[str, Any] = {"vocab_size": size, "special_tokens": special, "show_progress": progress}
     if kind == "word":
         tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -191,14 +242,14 @@ def _blank(kind: str, vocab_size: int | None, progress: bool) -> tuple[Tokenizer
     return tokenizer, trainer
 
 
-def _renumbered(words: Tokenizer) -> Tokenizer:
+def _renumbered(words: Tokenizer, special: list[str]) -> Tokenizer:
     """Number words anew: one written like a special token, as PTB's `<unk>`, has been given a second number."""
     vocabulary = words.get_vocab(with_added_tokens=False)
-    ordinary = [word for word in sorted(vocabulary, key=vocabulary.__getitem__) if word not in SPECIAL]
-    numbers = {word: number for number, word in enumerate([*SPECIAL, *ordinary])}
+    ordinary = [word for word in sorted(vocabulary, key=vocabulary.__getitem__) if word not in special]
+    numbers = {word: number for number, word in enumerate([*special, *ordinary])}
     tokenizer = Tokenizer(models.WordLevel(numbers, unk_token=UNKNOWN))
     tokenizer.normalizer, tokenizer.pre_tokenizer = words.normalizer, words.pre_tokenizer
-    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.add_special_tokens(special)
     return tokenizer
 
 
@@ -268,12 +319,32 @@ def _ids(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[list
     return encoded
 
 
+def _whole(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    return {"input_ids": tokenizer(batch["text"], verbose=False)["input_ids"]}
+
+
 def _blocks(data: Dataset, start: int, length: int) -> Dataset:
     """Cut the rows' tokens, put on end, into blocks that share a token with their neighbours."""
-    chunks = [chunk.flatten().to_numpy() for chunk in data.data.column("input_ids").chunks]
-    stream = np.concatenate([np.array([start]), *chunks])
-    firsts = np.arange(0, max(len(stream) - 1, 0), length - 1)
-    blocks = [stream[first : first + length] for first in firsts]
+    stream = np.concatenate([np.array([start]), _stream(data)])
+    blocks = _cut(stream, length, length - 1)
+    return _rows(data, input_ids=blocks, labels=blocks)
+
+
+def _stream(data: Dataset) -> np.ndarray:
+    """Put the rows' tokens on end."""
+    return np.concatenate([chunk.flatten().to_numpy() for chunk in data.data.column("input_ids").chunks])
+
+
+def _cut(stream: np.ndarray, length: int, step: int) -> list[np.ndarray]:
+    """Cut blocks that start `step` tokens apart."""
+    return [stream[first : first + length] for first in range(0, max(len(stream) - length + step, 1), step)]
+
+
+def _rows(data: Dataset, **columns: list[np.ndarray]) -> Dataset:
+    """Make a data set of a split's blocks."""
+    return Dataset(pa.table({name: _lists(blocks) for name, blocks in columns.items()}), split=data.split)
+
+
+def _lists(blocks: list[np.ndarray]) -> pa.ListArray:
     ends = np.cumsum([0, *map(len, blocks)])
-    rows = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(np.concatenate(blocks), pa.int32()))
-    return Dataset(pa.table({"input_ids": rows, "labels": rows}), split=data.split)
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(np.concatenate(blocks), pa.int32()))

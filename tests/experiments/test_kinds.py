@@ -10,6 +10,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -22,7 +23,7 @@ from transformers import (
 from collab_compress.errors import DataError, RecipeError
 from collab_compress.experiments import Fresh, read_recipe, run
 from collab_compress.experiments.workload import LanguageModel, Translation
-from collab_compress.tasks import TASKS, load_task
+from collab_compress.tasks import TASKS, encode_masked_language_model, load_task
 
 FRESH = "fresh={layers: 2, width: 24, heads: 3, feed_forward: 32, dropout: 0.0, max_length: 40, vocab_size: 60}"
 TUNING = "tuning={epochs: 2, learning_rate: 1.0e-3, batch_size: 8, arguments: {disable_tqdm: true}}"
@@ -119,6 +120,27 @@ def test_a_language_model_that_sees_what_it_predicts(text, tmp_path):
         run(read_recipe(overrides=given.split()))
 
 
+def test_masked_language_modelling(text, tmp_path):
+    """What is scored is masked the same way for each model, and a converted one is loaded and scored too."""
+    given = ("task=text_masked", f"data_dir={text}", "compression.dk=24")
+    records = run(recipe(tmp_path / "out", *given))
+    assert [record["stage"] for record in records] == ["tuned", "dk24"]
+    folder = tmp_path / "out" / "tuned" / "model"
+    model, tokenizer = AutoModelForMaskedLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    rows = encode_masked_language_model(load_task("text", text)["test"], tokenizer, length=24, seed=0)
+    losses = []
+    for row in rows:
+        labels = torch.tensor([row["labels"]])
+        if (labels != -100).any():
+            with torch.no_grad():
+                logits = model(torch.tensor([row["input_ids"]])).logits[0]
+            losses.append(torch.nn.functional.cross_entropy(logits, labels[0], reduction="none")[labels[0] != -100])
+    expected = torch.cat(losses).mean().exp().item()
+    for record in records:
+        assert record["score"] == pytest.approx(expected, rel=1e-4)
+    assert tokenizer.mask_token_id == 4
+
+
 def test_a_classifier_without_pretraining(questions, tmp_path):
     settings = ("task=trec", f"data_dir={questions}", "heads.drophead=[{p: 0.2}]", "fresh.lowercase=true")
     [record] = run(recipe(tmp_path / "out", *settings))
@@ -157,6 +179,44 @@ def test_a_fresh_model_like_another(name, request, tmp_path):
     assert (found.vocab_size, found.pad_token_id) == (len(tokenizer), tokenizer.pad_token_id)
     assert found.num_hidden_layers == config.num_hidden_layers
     assert found.num_labels == (6 if name == "distilbert" else config.num_labels)
+
+
+SIZES = "hidden_size: 24, num_attention_heads: 3, intermediate_size: 16"
+
+
+def test_a_fresh_model_of_given_sizes(text, tmp_path):
+    fresh = f"fresh={{config: {{model_type: llama, num_hidden_layers: 1, {SIZES}}}, vocab_size: 60}}"
+    given = ("task=text", f"data_dir={text}", fresh, "compression=null")
+    for _ in range(2):  # the second time it is there
+        [record] = run(recipe(tmp_path / "out", *given))
+    found = AutoConfig.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    assert (found.model_type, found.hidden_size, found.num_hidden_layers) == ("llama", 24, 1)
+    assert record["recipe"]["fresh"]["config"]["hidden_size"] == 24
+    with pytest.raises(RecipeError, match="was made with another fresh"):
+        run(recipe(tmp_path / "out", *given, "fresh.config.hidden_size=12"))
+
+
+def test_a_fresh_model_that_fills_in_words(text, tmp_path):
+    fresh = f"fresh={{config: {{model_type: modernbert, num_hidden_layers: 2, {SIZES}}}, vocab_size: 60}}"
+    [record] = run(recipe(tmp_path / "out", "task=text_masked", f"data_dir={text}", fresh, "compression=null"))
+    assert math.isfinite(record["score"])
+    found = AutoConfig.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    assert found.sep_token_id == found.eos_token_id < found.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("{hidden_size: 24}", "config says model_type None; expected a family of Transformers, such as llama"),
+        ("{model_type: lama}", "config says model_type 'lama'; expected a family of Transformers"),
+        ("{model_type: llama, n_head: 3}", "the config of llama has no field n_head"),
+        ("{model_type: llama, hidden_size: wide}", "the config of llama: .*hidden_size"),
+        ("{model_type: t5}", "config is a t5, which Transformers has not for language modelling"),
+    ],
+)
+def test_sizes_that_are_none(text, tmp_path, given, message):
+    with pytest.raises(RecipeError, match=message):
+        run(recipe(tmp_path / "out", "task=text", f"data_dir={text}", f"fresh={{config: {given}}}"))
 
 
 def test_configs_that_do_not_fit(text, tmp_path):

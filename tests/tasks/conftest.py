@@ -292,6 +292,7 @@ SAMPLES = {
         {"train": [{"text": "  def f():"}, {"text": ""}, {"text": "    pass"}], "validation": [{"text": "two"}]},
     ),
 }  # fmt: skip
+SAMPLES |= {f"{name}_masked": SAMPLES[name] for name in ("ptb", "text")}
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from collab_compress.metrics import load_metric, token_losses
 from collab_compress.tasks import (
     encode_classification,
     encode_language_model,
+    encode_masked_language_model,
     encode_translation,
     load_task,
     progress_bars,
@@ -200,6 +201,47 @@ def test_what_cannot_be_encoded(pairs, words, minilm_tokenizer):
         encode_language_model(pairs, minilm_tokenizer)
     with pytest.raises(DataError, match="no rows to encode"):
         encode_language_model(Dataset.from_dict({"text": []}), words)
+
+
+@pytest.fixture
+def masking():
+    """Words, and a token that masks them, the fifth."""
+    return train_tokenizer(LINES, None, "word", mask=True)
+
+
+def test_what_is_masked_later_is_text_on_end_in_blocks(masking):
+    blocks = encode_masked_language_model(Dataset.from_dict({"text": LINES}), masking, length=4)
+    assert blocks.column_names == ["input_ids"]
+    assert [len(block) for block in blocks["input_ids"]] == [4, 4, 4, 3]
+    assert (
+        " ".join(map(masking.decode, blocks["input_ids"])) == " </s> ".join([*LINES, ""]).replace("  ", " ").strip()
+    )
+
+
+def test_what_is_scored_is_masked_the_same_way_every_time(masking):
+    rows = Dataset.from_dict({"text": LINES * 40})
+    plain = encode_masked_language_model(rows, masking, length=10)["input_ids"]
+    masked, again, other = (encode_masked_language_model(rows, masking, length=10, seed=seed) for seed in (0, 0, 1))
+    assert masked.to_list() == again.to_list()
+    assert masked["labels"] != other["labels"]
+    words, predicted, covered = 0, 0, 0
+    for before, row in zip(plain, masked, strict=True):
+        for token, now, label in zip(before, row["input_ids"], row["labels"], strict=True):
+            words += token > 4
+            predicted += label != -100
+            covered += now == masking.mask_token_id
+            assert label in (-100, token)
+            assert now == token or label == token
+            assert label == -100 or token > 4, "a special token is to be predicted"
+    assert 0.1 < predicted / words < 0.2
+    assert 0.65 < covered / predicted < 0.95
+
+
+def test_nothing_to_mask_with(words, minilm_tokenizer):
+    rows = Dataset.from_dict({"text": LINES})
+    with pytest.raises(DataError, match="the tokenizer has no mask token, which masked language modelling needs"):
+        encode_masked_language_model(rows, words)
+    assert len(encode_masked_language_model(rows, minilm_tokenizer, length=8, seed=0)["labels"]) > 1
 
 
 def test_real_text_to_the_last_token(real_data):
