@@ -38,7 +38,7 @@ class Channels:
         self.query, self.key, self.heads = query, key, heads
         # Where heads are many and narrow inputs few, the Gram matrix would be the larger one.
         small = query.shape[1] <= 2 * min(len(query), len(key))
-        self._grams = (query.mT @ query, key.mT @ key) if small else None
+        self.grams = (query.mT @ query, key.mT @ key) if small else None
 
     @classmethod
     def of(cls, tensor: HeadTensor) -> Channels:
@@ -51,11 +51,11 @@ class Channels:
 
     def project_query(self, coefficients: Tensor) -> Tensor:
         r"""Return $F_Q^\top F_Q Z$, (n, R), from Z (n, R)."""
-        return self.query.mT @ (self.query @ coefficients) if self._grams is None else self._grams[0] @ coefficients
+        return self.query.mT @ (self.query @ coefficients) if self.grams is None else self.grams[0] @ coefficients
 
     def project_key(self, coefficients: Tensor) -> Tensor:
         r"""Return $F_K^\top F_K Z$, (n, R), from Z (n, R)."""
-        return self.key.mT @ (self.key @ coefficients) if self._grams is None else self._grams[1] @ coefficients
+        return self.key.mT @ (self.key @ coefficients) if self.grams is None else self.grams[1] @ coefficients
 
     def by_head(self, projected: Tensor) -> Tensor:
         """Give rows (n, R) as (H, r, R)."""
@@ -201,12 +201,12 @@ def least_squares(gram: Tensor, right: Tensor, ridge: float, shift: float = SHIF
     system *= torch.outer(scale, scale)
     system.diagonal().add_(shift * ROUNDING[gram.dtype] * len(gram))
     root, info = torch.linalg.cholesky_ex(system)
+    scale = torch.where(info == 0, scale, torch.nan)
     if len(right) < len(gram):
-        found = torch.cholesky_solve((right * scale).mT, root).mT * scale
-    else:  # many right sides: a product costs less than two triangular solves
-        inverse = torch.cholesky_inverse(root).mul_(torch.outer(scale, scale))
-        found = right @ inverse.to(right.dtype)
-    return torch.where(info == 0, found, torch.nan).to(right.dtype)
+        return (torch.cholesky_solve((right * scale).mT, root).mT * scale).to(right.dtype)
+    # Of many right sides a product costs less than two triangular solves.
+    inverse = torch.cholesky_inverse(root).mul_(torch.outer(scale, scale))
+    return right @ inverse.to(right.dtype)
 
 
 @dataclass(frozen=True)
