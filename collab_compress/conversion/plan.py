@@ -29,6 +29,8 @@ from collab_compress.factorization import (
     factorize_rotary,
     narrow_values,
 )
+from collab_compress.factorization.als import FAST_SWEEPS
+from collab_compress.factorization.rotary import FAST_SWEEPS as FAST_ROTARY_SWEEPS
 
 Progress = Callable[[str, int, int], None]
 REPORT_LENGTH = 128
@@ -162,6 +164,10 @@ def _groups(model: PreTrainedModel, sites: Sequence[Site]) -> Iterator[list[Site
     yield group
 
 
+def _sweeps(compression: Compression, fast: int) -> int | None:
+    return fast if compression.effort == "fast" else compression.sweeps
+
+
 def _plan_one(site: Site, compression: Compression, moments: tuple[Moments, ...] | None) -> Planned:
     if isinstance(site, ValueSite):
         return _plan_values(site, compression, moments)
@@ -181,7 +187,7 @@ def _plan_scores(site: DenseSite, compression: Compression, moments: tuple[Momen
         result = factorize(
             site.query_heads(), site.key_heads(), compression.dk, query_bias=site.query_bias(),
             query_moments=query_moments, key_moments=key_moments, solver=solver,
-            seed=compression.seed, sweeps=compression.sweeps, tolerance=compression.tolerance,
+            seed=compression.seed, sweeps=_sweeps(compression, FAST_SWEEPS), tolerance=compression.tolerance,
             damping=compression.damping, centre=compression.centre, device=compression.device,
             equal=compression.equal_heads,
         )  # fmt: skip
@@ -211,7 +217,7 @@ def _plan_rotary(
     try:
         result = factorize_rotary(
             heads[0], heads[1], asked.rank // 2, query_moments=query_moments, key_moments=key_moments,
-            damping=compression.damping, sweeps=compression.sweeps, turned=site.rotated // 2,
+            damping=compression.damping, sweeps=_sweeps(compression, FAST_ROTARY_SWEEPS), turned=site.rotated // 2,
             device=compression.device,
         )  # fmt: skip
     except (ValueError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]

@@ -303,6 +303,7 @@ def positive_minimiser(coefficients: Sequence[float]) -> float:
 
 
 SWEEPS = 200
+FAST_SWEEPS = 50
 TOLERANCE = 1e-6
 # Below this the error is rounding: the squares it is the difference of cancel.
 EXACT = 1e-7
