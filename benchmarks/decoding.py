@@ -31,7 +31,9 @@ LENGTHS, LAYERS, ROOM = (128, 1024, 4096), 4, 8192
 
 def gpt2() -> Any:
     """GPT-2's width: D = 768, 12 heads of 64."""
-    return GPT2Model(GPT2Config(n_layer=LAYERS, n_positions=ROOM, vocab_size=1000, bos_token_id=0, eos_token_id=1)).eval()
+    return GPT2Model(
+        GPT2Config(n_layer=LAYERS, n_positions=ROOM, vocab_size=1000, bos_token_id=0, eos_token_id=1)
+    ).eval()
 
 
 def llama(groups: int) -> Callable[[], Any]:
