@@ -68,8 +68,10 @@ def cached_scores(query: Tensor, key: Tensor) -> Tensor:
     heads = query.shape[1]
     own = query.view(batch, heads, pieces, width).transpose(1, 2).flatten(0, 1)  # (B·P, H, d)
     found = key.flatten(0, 1).mT
-    scores = query.new_empty(batch, heads, keys)
     block = max(CACHE_BYTES // (len(own) * heads * query.element_size()), 1)
+    if keys <= block:
+        return torch.bmm(own, found).view(batch, pieces, heads, keys).sum(1)
+    scores = query.new_empty(batch, heads, keys)
     for start in range(0, keys, block):
         products = torch.bmm(own, found[..., start : start + block]).view(batch, pieces, heads, -1)
         torch.sum(products, 1, out=scores[..., start : start + block])
@@ -104,7 +106,7 @@ def weighted_values(rows: Tensor, value: Tensor, sizes: Sequence[int], group: in
 
 def reads_cache(query: Tensor, key: Tensor, value: Tensor, dropout: float, *added: Tensor | None) -> bool:
     """Whether this way of attending is for a call: one new token in full precision, on a CPU, nothing recorded."""
-    if query.shape[2] != 1 or query.device.type != "cpu" or query.dtype in HALVES or dropout > 0:
+    if query.shape[2] != 1 or dropout > 0 or not query.is_cpu or query.dtype in HALVES:
         return False
     return can_overwrite(query, key, value, *added) and not torch.is_autocast_enabled("cpu")
 

@@ -197,11 +197,17 @@ def can_overwrite(query: Tensor, *others: Tensor | None) -> bool:
     """Whether nothing records these operations, and all tensors share a dtype once they are in float32 at least."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
         return False
-    tensors = [query, *(tensor for tensor in others if tensor is not None)]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    recorded, dtype = torch.is_grad_enabled(), torch.float32 if query.dtype in HALVES else query.dtype
+    if (recorded and query.requires_grad) or dtype not in (torch.float32, torch.float64):
         return False
-    dtypes = {torch.float32 if tensor.dtype in HALVES else tensor.dtype for tensor in tensors} - {torch.bool}
-    return dtypes in ({torch.float32}, {torch.float64})
+    for tensor in others:
+        if tensor is not None:
+            own = tensor.dtype
+            if (recorded and tensor.requires_grad) or (
+                own not in (dtype, torch.bool) and not (own in HALVES and dtype == torch.float32)
+            ):
+                return False
+    return True
 
 
 def _content_scores(content: Tensor, scaling: float) -> Tensor:
