@@ -15,7 +15,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from collab_compress.attention.kernels import CACHE_BYTES, HALVES, can_overwrite
+from collab_compress.attention.choice import HALVES, kernel_for, mode_of
+from collab_compress.attention.kernels import CACHE_BYTES
 
 Readers = tuple[slice, ...]
 """For each piece, in order, the heads that read any of its channels."""
@@ -105,10 +106,11 @@ def weighted_values(rows: Tensor, value: Tensor, sizes: Sequence[int], group: in
 
 
 def reads_cache(query: Tensor, key: Tensor, value: Tensor, dropout: float, *added: Tensor | None) -> bool:
-    """Whether this way of attending is for a call: one new token in full precision, on a CPU, nothing recorded."""
-    if query.shape[2] != 1 or dropout > 0 or not query.is_cpu or query.dtype in HALVES:
+    """Whether a call has one new token, in full precision, and the table says that it is decoded."""
+    if query.shape[2] != 1 or query.dtype in HALVES:
         return False
-    return can_overwrite(query, key, value, *added) and not torch.is_autocast_enabled("cpu")
+    mode = mode_of(dropout, query, key, value, *added)
+    return kernel_for(None, mode, query, one=True) == "decoded" and not torch.is_autocast_enabled("cpu")
 
 
 def probabilities_(scores: Tensor, *added: Tensor | None) -> Tensor:
