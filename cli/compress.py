@@ -273,7 +273,10 @@ def _summary(report: Report, calibrated_on: str) -> list[str]:
     seen = min(map(min, vectors), default=0)
     if report.sequences and seen:
         lines.append(f"Calibrated on {report.sequences:,} sequences; each module saw {seen:,} vectors or more.")
-    lines.append(f"Converted in {report.seconds:.1f} s.")
+    calibrating = (
+        f", of which the model ran for {report.calibrating:.1f} s to see its inputs" if report.sequences else ""
+    )
+    lines.append(f"Converted in {report.seconds:.1f} s{calibrating}.")
     return lines
 
 

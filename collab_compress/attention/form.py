@@ -8,8 +8,10 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers.pytorch_utils import Conv1D
 
+from collab_compress.attention.decoding import cached_scores
 from collab_compress.attention.projections import Layout, PaddedProjection, dense_projection, put_back_, replace_
 from collab_compress.errors import CompressionError, UnsupportedModelError
 
@@ -382,6 +384,16 @@ class ScoreForm(MapForm):
         joined = query.transpose(1, 2).flatten(2)[..., : self.rank]  # (B, T, R)
         mixing: Tensor = module.mixing
         return joined[..., None, :] * mixing
+
+    def cached_scores(self, module: Any, query: Tensor, key: Tensor, scaling: float) -> Tensor:
+        """Compute the scores of one token, (B, H, S), by keys as they lie in a cache; arguments as for `attend`."""
+        own = self.head_queries(module, query * scaling).squeeze(1)  # (B, H, R)
+        left = key.shape[1] * key.shape[3] - self.rank
+        if left:
+            own = pad(own, (0, left))
+        if self.content_bias:  # which are not scaled by a module that scales its queries itself
+            own[..., self.rank : self.rank + self.heads].diagonal(0, 1, 2).fill_(scaling_of(module))
+        return cached_scores(own, key)
 
     # Heads.
 

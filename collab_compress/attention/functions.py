@@ -12,9 +12,10 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from collab_compress.attention.decoding import probabilities_, reads_cache, weighted_values
 from collab_compress.attention.form import scaling_of
 from collab_compress.attention.kernels import softmax
-from collab_compress.attention.view import HeadCall, for_each_head, head_hooks
+from collab_compress.attention.view import FORMS_AT, HeadCall, for_each_head, head_hooks
 from collab_compress.errors import UnsupportedModelError
 
 # What models, batches under `generate` and continuous batching pass along, and stock attention leaves unread.
@@ -28,6 +29,7 @@ UNREAD = frozenset(
 )  # fmt: skip
 # What comes with a paged cache.
 PAGED = frozenset(("block_table", "cache", "read_index", "write_index"))
+KNOWN = UNREAD | PAGED | {"position_bias"}
 
 
 def collab_sdpa(
@@ -53,7 +55,7 @@ def collab_sdpa(
             of continuous batching, with its indices.
 
     Returns:
-        Head outputs (B, T, H, dv), and None in place of the probabilities.
+        Head outputs (B, T, H, dv), or side by side, (B, T, 1, H·dv), and None in place of the probabilities.
 
     Raises:
         UnsupportedModelError: the module passes something that would be left out of the scores, or its keys do not
@@ -64,6 +66,10 @@ def collab_sdpa(
         return outputs, None
     key, value, kwargs = _received(module, key, value, kwargs)
     form = getattr(module, "score_form", None)
+    bias = kwargs.get("position_bias")
+    if not head_hooks(module) and reads_cache(query, key, value, dropout, attention_mask, bias):
+        return _decoded(module, query, key, value, (attention_mask, bias), _scaling(module, scaling)), None
+    value = _of_heads(module, value)
     if form is None:
         left = query.shape[-1] - value.shape[-1]  # fused kernels want queries, keys and values of one width
         outputs, _ = sdpa_attention_forward(
@@ -73,7 +79,7 @@ def collab_sdpa(
         outputs = outputs[..., : value.shape[-1]]
     else:
         causal = _causal(module, is_causal, attention_mask, query.shape[2])
-        mask, causal = _biased(attention_mask, kwargs.get("position_bias"), causal)
+        mask, causal = _biased(attention_mask, bias, causal)
         scale = _scaling(module, scaling)
         outputs = form.attend(
             module, query, key, for_each_head(value, form.heads), mask, scaling=scale, dropout=dropout, causal=causal
@@ -98,6 +104,7 @@ def collab_eager(
         Head outputs (B, T, H, dv) and probabilities after dropout (B, H, T, S), as stock eager attention does.
     """
     key, value, kwargs = _received(module, key, value, kwargs)
+    value = _of_heads(module, value)
     causal = _causal(module, is_causal, attention_mask, query.shape[2])
     wanted = any(hook.needs_rows for hook in head_hooks(module))
     form = getattr(module, "score_form", None)
@@ -120,6 +127,27 @@ def collab_eager(
     return _acted(outputs, HeadCall(module, query, key, value, rows)), probabilities
 
 
+def _decoded(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, added: tuple[Tensor | None, ...], scaling: float
+) -> Tensor:
+    """Attend with one new token to keys and values as they lie in a cache, (B, 1, 1, dv of all heads)."""
+    scores, values = (getattr(module, name, None) for name in FORMS_AT)
+    if scores is None:
+        own = query.reshape(*key.shape[:2], -1, key.shape[-1])  # (B, Hkv, H/Hkv, d)
+        rows = ((own * scaling) @ key.mT).flatten(1, 2)
+    else:
+        rows = scores.cached_scores(module, query, key, scaling)
+    rows = probabilities_(rows, *added)
+    sizes = (value.shape[-1],) * value.shape[1] if values is None else values.sizes
+    return weighted_values(rows, value, sizes, rows.shape[1] // len(sizes)).view(len(query), 1, 1, -1)
+
+
+def _of_heads(module: Any, value: Tensor) -> Tensor:
+    """Give every head of values its own where they are narrow, (B, ⌈dv/d⌉, S, d) to (B, Hkv, S, s)."""
+    form = getattr(module, "value_form", None)
+    return value if form is None else form.unpack(value)
+
+
 def _eager(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float | None,
     dropout: float, position_bias: Tensor | None = None,
@@ -138,11 +166,10 @@ def _received(
     """Check what came along with a call, and write keys and values to a paged cache, which returns those before too.
 
     Returns:
-        Keys, values of each head, and what else the scores need; the cache is not passed on, for it has been written
-        to.
+        Keys, values as they lie in the cache, and what else the scores need; the cache is not passed on, for it has
+        been written to.
     """
-    known = UNREAD | PAGED | {"position_bias"}
-    strange = sorted(name for name, passed in kwargs.items() if passed is not None and name not in known)
+    strange = sorted(name for name, passed in kwargs.items() if passed is not None and name not in KNOWN)
     if strange:
         raise UnsupportedModelError(
             f"{type(module).__name__} passes {', '.join(strange)} to its attention, which this package does not know "
@@ -156,8 +183,6 @@ def _received(
                 "ContinuousBatchingConfig(max_blocks_per_request=0)"
             )
         key, value = _paged(module, cache, key, value, kwargs)
-    form = getattr(module, "value_form", None)
-    value = value if form is None else form.unpack(value)
     return key, value, {"position_bias": kwargs["position_bias"]} if "position_bias" in kwargs else {}
 
 

@@ -1,4 +1,4 @@
-"""Ways to compute collaborative attention, and the choice among them by device, mode and shape.
+"""Ways to compute collaborative attention; `choice` says which is for what.
 
     score_i(x, y) = s · [ ((x W̃q) ⊙ m_i) · (y W̃k) + v_i · y ]
 
@@ -13,6 +13,7 @@ computed so, elsewhere the softmax is.
 
 import functools
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any, TypeVar
 
 import torch
@@ -20,8 +21,9 @@ from torch import Tensor
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 
+from collab_compress.attention.choice import HALVES
+
 Kernel = TypeVar("Kernel", bound=Callable[..., Tensor])
-HALVES = (torch.bfloat16, torch.float16)
 CACHE_BYTES = 1 << 20  # scores of one block for each thread: one core's L2; half and double are as fast
 
 
@@ -47,24 +49,12 @@ def _widened(part: Any) -> Any:
     return part.float() if isinstance(part, Tensor) and part.dtype in HALVES else part
 
 
-def attend(
-    query: Tensor, key: Tensor, content: Tensor | None, mixing: Tensor, value: Tensor, mask: Tensor | None,
-    scaling: float, dropout: float, causal: bool,
-) -> Tensor:  # fmt: skip
-    """Compute head outputs (B, H, T, dv) by the kernel that suits device and mode."""
-    if query.device.type != "cpu":  # kernels there never write scores to memory, whatever the key width
-        return sdpa(query, key, content, mixing, value, mask, scaling, dropout, causal)
-    if dropout == 0 and can_overwrite(query, key, content, mixing, value, mask):
-        return blocked(query, key, content, mixing, value, mask, scaling, causal)
-    return folded(query, key, content, mixing, value, mask, scaling, dropout, causal)
-
-
 @in_float32_on_cpu
 def folded(
     query: Tensor, key: Tensor, content: Tensor | None, mixing: Tensor, value: Tensor, mask: Tensor | None,
     scaling: float, dropout: float, causal: bool,
 ) -> Tensor:  # fmt: skip
-    """Attend with all scores in memory, (B, H, T, dv): differentiable, compilable, any dtype and device."""
+    """Attend with all scores in memory, (B, H, T, dv): differentiable, by the mask too, compilable, any dtypes."""
     probabilities = attention_probabilities(query, key, content, mixing, mask, scaling, causal)
     return drop(probabilities, p=dropout) @ value
 
@@ -120,37 +110,78 @@ def blocked(
     """
     (batch, length, rank), keys, heads = query.shape, key.shape[1], mixing.shape[0]
     scaled_mixing = (mixing * scaling).unsqueeze(1)  # (H, 1, R)
-    row_bias, bias = biases_of(content, mask, scaling, (batch, heads, length, keys), query.dtype)
-    block = _block_shape(batch, heads, length, max(keys, rank) * query.element_size())
-    corner = query.new_full((block[2], block[2]), torch.finfo(query.dtype).min).triu_(1) if causal else None
-    if block == (batch, heads, length) and (corner is None or length == keys):  # slicing costs more than it saves
-        return _attend_block(query, key, scaled_mixing, value, (row_bias, bias, corner))
+    biases = biases_of(content, mask, scaling, (batch, heads, length, keys), query.dtype)
+    block = block_shape(batch, heads, length, max(keys, rank) * query.element_size())
+    if block == (batch, heads, length) and (not causal or length == keys):  # slicing costs more than it saves
+        corner = future_of(query, length) if causal else None
+        rows = block_probabilities(query, key, scaled_mixing, (*biases, corner))[1]
+        return rows @ value
     output = value.new_empty(batch, length, heads, value.shape[-1])
     # Shared by all blocks: fresh memory costs more in page faults than the work done in it.
     most = block[0] * block[1] * block[2]
     buffers = (query.new_empty(most * rank), query.new_empty(most * keys))
-    for b, h, t in _blocks((batch, heads, length), block):
-        seen = min(t.stop, keys) if causal else keys  # keys beyond are in every query's future
-        biases = (
-            None if row_bias is None else row_bias[b, h, :, :seen],
-            None if bias is None else bias[b, h, t, :seen],
-            None if corner is None else corner[: t.stop - t.start, : max(seen - t.start, 0)],
-        )
-        result = _attend_block(query[b, t], key[b, :seen], scaled_mixing[h], value[b, h, :seen], biases, buffers)
-        output[b, t, h].copy_(result.transpose(1, 2))
+    for b, h, t, seen, added in cut((batch, heads, length, keys), block, biases, query, causal):
+        rows = block_probabilities(query[b, t], key[b, :seen], scaled_mixing[h], added, buffers)[1]
+        output[b, t, h].copy_((rows @ value[b, h, :seen]).transpose(1, 2))
     return output.transpose(1, 2)
 
 
-def _attend_block(
-    query: Tensor, key: Tensor, scaled_mixing: Tensor, value: Tensor,
-    biases: tuple[Tensor | None, Tensor | None, Tensor | None], buffers: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:  # fmt: skip
-    """Attend within one block (b, h, t, dv), overwriting its scores in place.
+Added = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""What is added to the scores of a block (b, h, t, S): one for all queries (b, h, 1, S), one for each (b, h, t, S),
+and one for the last few keys only (t, S')."""
+
+
+def future_of(like: Tensor, length: int) -> Tensor:
+    """What hides later keys from queries when it is added to their scores, (T, T)."""
+    return like.new_full((length, length), torch.finfo(like.dtype).min).triu_(1)
+
+
+def cut(
+    shape: tuple[int, int, int, int], block: tuple[int, int, int], biases: tuple[Tensor | None, Tensor | None],
+    like: Tensor, causal: bool,
+) -> Iterator[tuple[slice, slice, slice, int, Added]]:  # fmt: skip
+    """Cut samples, heads and queries into blocks, always in the same order.
 
     Args:
-        biases: added to scores (b, h, t, S): one for all queries (b, h, 1, S), one for each (b, h, t, S), and
-            one for the last few keys only (t, S') or None each.
+        shape: B, H, T and S.
+        block: the most samples, heads and queries of one.
+        biases: what is added to all scores, as `biases_of` gives it.
+        like: has the scores' dtype.
+        causal: whether the future is to be hidden.
+
+    Returns:
+        Samples, heads, queries, how many keys any of them sees, and what is added to their scores.
+    """
+    *sizes, keys = shape
+    row_bias, bias = biases
+    corner = future_of(like, block[2]) if causal else None
+    slices = [
+        [slice(start, min(start + step, size)) for start in range(0, size, max(step, 1))]
+        for size, step in zip(sizes, block, strict=True)
+    ]
+    for b, h, t in product(*slices):
+        seen = min(t.stop, keys) if causal else keys  # keys beyond are in every query's future
+        yield b, h, t, seen, (
+            None if row_bias is None else row_bias[b, h, :, :seen],
+            None if bias is None else bias[b, h, t, :seen],
+            None if corner is None else corner[: t.stop - t.start, : max(seen - t.start, 0)],
+        )  # fmt: skip
+
+
+def block_probabilities(
+    query: Tensor, key: Tensor, scaled_mixing: Tensor, added: Added, buffers: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute probabilities within one block, overwriting its scores in place.
+
+    Args:
+        query: (b, t, R).
+        key: (b, S, R).
+        scaled_mixing: (h, 1, R).
+        added: to the scores.
         buffers: at least b·h·t·R numbers for the mixed queries, and b·h·t·S for the scores.
+
+    Returns:
+        Mixed and scaled queries (b, h·t, R), and probabilities (b, h, t, S).
     """
     (samples, count, rank), keys, heads = query.shape, key.shape[1], scaled_mixing.shape[0]
     rows = samples * heads * count
@@ -160,14 +191,14 @@ def _attend_block(
         scores = buffers[1][: rows * keys].view(samples, heads * count, keys)
     mixed = torch.mul(query.unsqueeze(1), scaled_mixing, out=mixed).flatten(1, 2)
     scores = torch.bmm(mixed, key.transpose(1, 2), out=scores).view(samples, heads, count, keys)
-    row_bias, bias, corner = biases
+    row_bias, bias, corner = added
     if row_bias is not None:
         scores.add_(row_bias)
     if bias is not None:
         scores.add_(bias)
     if corner is not None:
         scores[..., keys - corner.shape[1] :].add_(corner)
-    return torch.softmax(scores, -1, out=scores) @ value
+    return mixed, torch.softmax(scores, -1, out=scores)
 
 
 def sdpa(
@@ -193,17 +224,6 @@ def sdpa(
     )
 
 
-def can_overwrite(query: Tensor, *others: Tensor | None) -> bool:
-    """Whether nothing records these operations, and all tensors share a dtype once they are in float32 at least."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
-        return False
-    tensors = [query, *(tensor for tensor in others if tensor is not None)]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return False
-    dtypes = {torch.float32 if tensor.dtype in HALVES else tensor.dtype for tensor in tensors} - {torch.bool}
-    return dtypes in ({torch.float32}, {torch.float64})
-
-
 def _content_scores(content: Tensor, scaling: float) -> Tensor:
     """Scores of the content biases, (B, H, 1, S), laid out for adding to rows of scores."""
     return (content.transpose(1, 2).contiguous() * scaling).unsqueeze(2)
@@ -225,19 +245,10 @@ def biases_of(
     return mask if row_bias is None else row_bias + mask, None
 
 
-def _block_shape(batch: int, heads: int, length: int, row_bytes: int) -> tuple[int, int, int]:
+def block_shape(batch: int, heads: int, length: int, row_bytes: int) -> tuple[int, int, int]:
     """Choose how many samples, heads and queries make up a block: queries first, so that products stay tall."""
     rows = max(torch.get_num_threads() * CACHE_BYTES // max(row_bytes, 1), 1)
     queries = min(rows, length)
     group = min(rows // max(queries, 1), heads)
     samples = min(rows // max(queries * group, 1), batch) if group == heads else 1
     return max(samples, 1), group, queries
-
-
-def _blocks(sizes: tuple[int, int, int], block: tuple[int, int, int]) -> Iterator[tuple[slice, slice, slice]]:
-    """Cut samples, heads and queries into blocks of at most this shape."""
-    cuts = [
-        [slice(start, min(start + step, size)) for start in range(0, size, max(step, 1))]
-        for size, step in zip(sizes, block, strict=True)
-    ]
-    return ((b, h, t) for b in cuts[0] for h in cuts[1] for t in cuts[2])

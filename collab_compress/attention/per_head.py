@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from collab_compress.attention.choice import kernel_for, mode_of
 from collab_compress.attention.form import Cut, HeadRows, ScoreForm
 from collab_compress.attention.kernels import (
     CACHE_BYTES,
     biases_of,
-    can_overwrite,
     in_float32_on_cpu,
     masked,
     softmax,
@@ -38,7 +38,7 @@ def attend_separately(
     Fused kernels want queries, keys and values of one width, so heads are padded to that of the values; only where a
     head fills that width already do the values get wider, by zeros.
     """
-    if query.device.type == "cpu" and dropout == 0 and can_overwrite(query, key, content, value, mask):
+    if kernel_for("per-head", mode_of(dropout, query, key, content, value, mask), query) == "one_by_one":
         return one_by_one(query, key, content, sizes, value, mask, scaling, causal)
     width = value.shape[-1]
     wider = max(0, max(sizes) + (content is not None) - width)

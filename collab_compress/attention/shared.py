@@ -13,8 +13,25 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from collab_compress.attention.choice import kernel_for, mode_of
 from collab_compress.attention.form import HeadRows, ScoreForm
-from collab_compress.attention.kernels import attend, attention_probabilities
+from collab_compress.attention.kernels import attention_probabilities, blocked, folded, sdpa
+from collab_compress.attention.recomputed import recomputed
+
+
+def attend(
+    query: Tensor, key: Tensor, content: Tensor | None, mixing: Tensor, value: Tensor, mask: Tensor | None,
+    scaling: float, dropout: float, causal: bool,
+) -> Tensor:  # fmt: skip
+    """Compute head outputs (B, H, T, dv) by the kernel of the table; shapes as in `kernels`."""
+    mode = mode_of(dropout, query, key, content, mixing, value, mask)
+    if mode == "training" and mask is not None and mask.requires_grad:
+        mode = "general"
+    kernel = kernel_for("shared", mode, query)
+    if kernel == "blocked":
+        return blocked(query, key, content, mixing, value, mask, scaling, causal)
+    function = {"recomputed": recomputed, "folded": folded, "sdpa": sdpa}[kernel]
+    return function(query, key, content, mixing, value, mask, scaling, dropout, causal)
 
 
 @dataclass(frozen=True)
@@ -44,7 +61,7 @@ class SharedScores(ScoreForm):
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float,
         dropout: float, causal: bool,
     ) -> Tensor:  # fmt: skip
-        """Attend by `kernels.attend`."""
+        """Attend by `attend`."""
         shared_query, shared_key, content = self.unpack(module, query, key, scaling)
         return attend(
             shared_query, shared_key, content, module.mixing, value, mask, scaling=scaling, dropout=dropout,

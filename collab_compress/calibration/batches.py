@@ -52,7 +52,7 @@ def calibration_batches(
         model: the model they are for; bounds the vocabulary and the length.
         tokenizer: needed for everything but ready batches, none, and models that read no tokens; or the processor
             that holds it.
-        sequences: number of random sequences, 192 if not given, or 128 of one length; of more texts than that a
+        sequences: number of random sequences, 384 if not given, or 128 of one length; of more texts than that a
             random sample is used, and all of them if not given.
         length: tokens in a random sequence; 8 to 128 if not given, as `synthetic_batches` draws them. Texts are cut
             there, or else at the model's limit. Positions of a sound, 64 if not given.

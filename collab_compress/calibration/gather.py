@@ -2,7 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from collab_compress.architectures import AttentionSite, DenseSite, Kind, ValueS
 from collab_compress.calibration.batches import Batch
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.factorization import Moments
+from collab_compress.factorization.moments import float64_device
 
 FRAMES = "_get_feature_vector_attention_mask"  # method of models of sound: mask of samples → mask of positions
 
@@ -110,7 +112,8 @@ def gather_moments(
     """Run the model on `batches` and gather first and second moments of what each site's projections read.
 
     Padding is left out. A module that serves several layers (ALBERT) pools them. Where queries and keys read the
-    same tensor, as in self-attention, it is summed once.
+    same tensor, as in self-attention, it is summed once. The first batch, and the first with other arguments, shows
+    how often modules are reached; in later ones the model is stopped there, so that the rest of it does not run.
 
     Args:
         model: the dense model; left in the mode it was in.
@@ -124,7 +127,9 @@ def gather_moments(
     Raises:
         CalibrationError: a module saw no token, an input was not finite, or a mask is none of (batch, tokens).
     """
-    gathered = [_Gathered(site) for site in sites]
+    calls = _Calls()
+    gathered = [_Gathered(site, calls) for site in sites]
+    expected: dict[frozenset[str], int] = {}
     with evaluation_mode(model):
         try:
             for each in gathered:
@@ -133,7 +138,11 @@ def gather_moments(
                 real = _masks(model, batch)
                 for each in gathered:
                     each.real = masks_of(each.site, real)
-                run_batch(model, batch)
+                names = frozenset(batch)
+                calls.made, calls.enough = 0, expected.get(names)
+                with suppress(_Enough):
+                    run_batch(model, batch)
+                expected[names] = max(calls.made, expected.get(names, 0))
                 if on_batch is not None:
                     on_batch()
         finally:
@@ -142,13 +151,61 @@ def gather_moments(
     return [each.moments() for each in gathered]
 
 
+class _Enough(Exception):
+    """Raised in the model when all modules have seen what they read of a batch."""
+
+
+@dataclass
+class _Calls:
+    """How often projections have read their inputs in this batch, and how often they will, where that is known."""
+
+    made: int = 0
+    enough: int | None = None
+
+    def count(self) -> None:
+        """Count one."""
+        self.made += 1
+        if self.made == self.enough:
+            raise _Enough
+
+
+class _Sums:
+    """Sums over vectors, for their moments.
+
+    Products are made in float32, or in float64 where the model is, of what is left of vectors less one near their
+    mean, so that a large mean costs no digits; they are added up in float64.
+    """
+
+    def __init__(self, near: Tensor) -> None:
+        self.near = near
+        self.place = float64_device(near.device)
+        self.first = torch.zeros(len(near), dtype=torch.float64, device=self.place)
+        self.second = torch.zeros(len(near), len(near), dtype=torch.float64, device=self.place)
+        self.count = 0
+
+    def add(self, vectors: Tensor) -> None:
+        """Add vectors (N, D)."""
+        left = vectors.to(self.near.dtype) - self.near
+        self.first += left.to(self.place).sum(0, dtype=torch.float64)
+        self.second += (left.mT @ left).to(self.place)
+        self.count += len(left)
+
+    def moments(self) -> Moments:
+        """Give the moments, in float64."""
+        near, left = self.near.to(self.place).double(), self.first / self.count
+        cross = torch.outer(near, left)
+        second = self.second.div_(self.count).add_(cross).add_(cross.mT).addr_(near, near)
+        return Moments(near + left, second, float(self.count))
+
+
 class _Gathered:
     """Moments of one module's inputs, while they are gathered."""
 
-    def __init__(self, site: DenseSite | ValueSite) -> None:
+    def __init__(self, site: DenseSite | ValueSite, calls: _Calls) -> None:
         self.site = site
         self.real = RealTokens(None, None)
-        self._sums: list[Moments | None] = [None] * len(site.inputs)
+        self._calls = calls
+        self._sums: list[_Sums | None] = [None] * len(site.inputs)
         self._latest: Tensor | None = None
         self._handles: list[RemovableHandle] = []
 
@@ -164,10 +221,15 @@ class _Gathered:
 
     def _see(self, place: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
         before, self._latest = self._latest, args[0] if place == 0 and len(self._sums) > 1 else None
-        if place and args[0] is before:
-            return
-        mask = getattr(self.real, self.site.inputs[place][1])
-        self._sums[place] = _pooled(self.site.name, self._sums[place], _real_tokens(args[0], mask))
+        if not place or args[0] is not before:
+            vectors = _real_tokens(args[0], getattr(self.real, self.site.inputs[place][1]))
+            sums = self._sums[place]
+            if sums is None and len(vectors):
+                wide = vectors if vectors.dtype == torch.float64 else vectors.float()
+                sums = self._sums[place] = _Sums(wide.mean(0))
+            if sums is not None:
+                sums.add(vectors)
+        self._calls.count()
 
     def moments(self) -> tuple[Moments, ...]:
         """Give the moments; projections that always read the first one's tensor have none of their own."""
@@ -177,7 +239,12 @@ class _Gathered:
                 f"{self.site.name} saw no token during calibration; are all positions padding, or do the batches "
                 "lack what it reads (encoder_hidden_states, for cross-attention)?"
             )
-        return tuple(first if each is None else each for each in self._sums)
+        try:
+            own = first.moments()
+            others = [None if each is None else each.moments() for each in self._sums[1:]]
+        except ValueError as error:
+            raise CalibrationError(f"{self.site.name}: its inputs are not finite on the calibration data") from error
+        return (own, *(own if each is None else each for each in others))
 
 
 def _masks(model: PreTrainedModel, batch: Batch) -> dict[Kind, RealTokens]:
@@ -186,17 +253,6 @@ def _masks(model: PreTrainedModel, batch: Batch) -> dict[Kind, RealTokens]:
         return real_tokens(model, (), (), batch)
     except HeadError as error:
         raise CalibrationError(f"a calibration batch's {error}") from error
-
-
-def _pooled(name: str, so_far: Moments | None, tokens: Tensor) -> Moments | None:
-    """Add tokens (N, D) to the moments of those before."""
-    if not len(tokens):
-        return so_far
-    try:
-        moments = Moments.of(tokens)
-    except ValueError as error:
-        raise CalibrationError(f"{name}: its inputs are not finite on the calibration data") from error
-    return moments if so_far is None else Moments.pool([so_far, moments])
 
 
 def run_batch(model: PreTrainedModel, batch: Batch) -> Any:

@@ -17,7 +17,7 @@ Batch: TypeAlias = dict[str, Tensor]
 
 BATCH_SIZE = 16
 SHORTEST, LONGEST = 8, 128  # tokens of a random sequence, where no length is given
-VARIED, EQUAL = 192, 128  # random sequences, where lengths vary and where not: 8,000 tokens both
+VARIED, EQUAL = 384, 128  # random sequences, where lengths vary and where not: 16,000 and 8,000 tokens
 UNLIMITED = 10**9  # what Transformers gives as the limit of tokenizers that have none is larger
 
 _Item = TypeVar("_Item")

@@ -225,8 +225,10 @@ def compress(
     batches, notes = found or _data(model, compression, calibration, tokenizer)
     used, held_back = split_held_back(batches)
 
+    calibrating: list[float] = []
+
     def work(chosen: Sequence[Site]) -> list[Planned]:
-        return plan(model, chosen, compression, used, progress)
+        return plan(model, chosen, compression, used, progress, calibrating.append)
 
     planned = plan_distributed(sites, work) if distributed else work(sites)
     parameters_before = model.num_parameters()
@@ -243,6 +245,7 @@ def compress(
         tuple(each for each in reports if isinstance(each, ModuleReport)), parameters_before, model.num_parameters(),
         REPORT_LENGTH, drift, perf_counter() - started, sum(map(rows_of, used)), warnings,
         tuple(each for each in reports if isinstance(each, ValueReport)), compression, choice,
+        sum(calibrating),
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from math import inf
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias, get_args
 
 import tyro
 
@@ -10,6 +10,7 @@ from collab_compress.architectures import KINDS, Kind
 from collab_compress.attention import FORMS, Form
 from collab_compress.errors import CompressionError
 
+Effort: TypeAlias = Literal["best", "fast"]
 LARGEST_DAMPING = 1e6
 SOLVERS = max((form.solvers for form in FORMS.values()), key=len)  # where there is a choice
 
@@ -40,6 +41,10 @@ class Compression:
     solver: Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(SOLVERS)}}}")] = "als"
     """How to decompose: als (ours) or parafac (the papers' recipe, through tensorly)."""
 
+    effort: Effort = field(default="best", kw_only=True)
+    """How long to look for the factors of queries and keys: best is the solver's own default, fast a quarter of its
+    sweeps, for errors about 2 % higher."""
+
     sweeps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Most passes over the factors; the solver's own default if not given."""
 
@@ -54,7 +59,7 @@ class Compression:
     queries have no bias (T5), so that no content bias appears there, which would take room in key caches."""
 
     sequences: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Calibration sequences: so many random ones (192 if not given, 128 with `length`), or a random sample of the
+    """Calibration sequences: so many random ones (384 if not given, 128 with `length`), or a random sample of the
     texts (all of them if not given)."""
 
     length: Annotated[int | None, tyro.conf.arg(metavar="T")] = None
@@ -83,16 +88,20 @@ class Compression:
             raise CompressionError(
                 "none of dk, dv and keep is given; pass the width of queries and keys, of values, or a share to keep"
             )
-        of_scores = (self.form, self.solver, self.sweeps, self.tolerance)
-        if self.dk is None and self.keep is None and of_scores != ("shared", "als", None, None):
-            raise CompressionError("form, solver, sweeps and tolerance are for queries and keys; pass dk too")
+        of_scores = (self.form, self.solver, self.sweeps, self.tolerance, self.effort)
+        if self.dk is None and self.keep is None and of_scores != ("shared", "als", None, None, "best"):
+            raise CompressionError("form, solver, sweeps, tolerance and effort are for queries and keys; pass dk too")
         solvers = FORMS[self.form].solvers
         if self.equal_heads and self.form != "per-head":
             raise CompressionError("equal_heads is for the per-head form; pass form='per-head' too, or leave it out")
-        if len(solvers) == 1 and (self.solver, self.sweeps, self.tolerance) != ("als", None, None):
+        if len(solvers) == 1 and of_scores[1:] != ("als", None, None, "best"):
             raise CompressionError(
-                f"the {self.form} form is solved in closed form; leave out solver, sweeps, tolerance"
+                f"the {self.form} form is solved in closed form; leave out solver, sweeps, tolerance, effort"
             )
+        if self.effort not in get_args(Effort):
+            raise CompressionError(f"unknown effort {self.effort!r}; expected one of {', '.join(get_args(Effort))}")
+        if self.effort == "fast" and (self.sweeps is not None or self.solver != "als"):
+            raise CompressionError("effort 'fast' says how many sweeps als makes; leave out sweeps and other solvers")
         object.__setattr__(self, "kinds", tuple(self.kinds))  # lists come from JSON and YAML
         unknown = sorted(set(self.kinds) - set(KINDS))
         if unknown or not self.kinds:

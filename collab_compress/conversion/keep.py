@@ -61,7 +61,7 @@ def choose(model: PreTrainedModel, compression: Compression, texts: Sequence[Bat
         if macs < dense:
             break
     reason = f"per head, for at {length} tokens shared scores would take more operations than dense ones"
-    solver: dict[str, Any] = {"solver": "als", "sweeps": None, "tolerance": None}  # there is nothing to solve
+    solver: dict[str, Any] = {"solver": "als", "sweeps": None, "tolerance": None, "effort": "best"}  # closed form
     if form == "shared":
         reason = f"shared, for at {length} tokens scores take {macs / dense:.0%} of the dense ones' operations"
         solver = {}

@@ -1,7 +1,10 @@
 """Get the replacement of each attention module ready, in one process or several, without touching the model."""
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeAlias
 
@@ -26,10 +29,13 @@ from collab_compress.factorization import (
     factorize_rotary,
     narrow_values,
 )
+from collab_compress.factorization.als import FAST_SWEEPS
+from collab_compress.factorization.rotary import FAST_SWEEPS as FAST_ROTARY_SWEEPS
 
 Progress = Callable[[str, int, int], None]
 REPORT_LENGTH = 128
 FEW = 4  # vectors for each dimension of the inputs: with fewer, a covariance is mostly chance
+AT_ONCE = 8  # modules at most that are decomposed at a time on a CPU: each has a work space
 STATISTICS_SHARE = 1 / 16  # of the model's own bytes: what moments may take at a time, …
 STATISTICS_BYTES = 64 * 2**20  # … or this much, where that is more
 
@@ -63,8 +69,9 @@ def plan(
     compression: Compression,
     batches: Sequence[Batch],
     progress: Progress | None = None,
+    calibrated: Callable[[float], None] | None = None,
 ) -> list[Planned]:
-    """Decompose modules one after the other, in groups whose moments take little memory beside the model.
+    """Decompose modules, in groups whose moments take little memory beside the model.
 
     Args:
         model: the dense model; it runs on all batches once for each group.
@@ -72,6 +79,7 @@ def plan(
         compression: dk, solver and the rest.
         batches: calibration data; without, all directions of the inputs weigh alike.
         progress: called with a module's name, how many are done, and how many there are.
+        calibrated: called after each run on all batches, with the seconds it took.
 
     Raises:
         CompressionError: a module cannot be decomposed.
@@ -81,19 +89,47 @@ def plan(
     planned: list[Planned] = []
     for group in _groups(model, sites) if weighted else [list(sites)]:
         moments: list[tuple[Moments, ...] | None] = [None] * len(group)
-        moments[:] = gather_moments(model, group, batches) if weighted else moments
-        for place, site in enumerate(group):
-            if progress is not None:
-                progress(site.name, len(planned), len(sites))
-            seen, moments[place] = moments[place], None
-            planned.append(
-                _plan_values(site, compression, seen)
-                if isinstance(site, ValueSite)
-                else _plan_scores(site, compression, seen)
-            )
+        if weighted:
+            started = perf_counter()
+            moments[:] = gather_moments(model, group, batches)
+            if calibrated is not None:
+                calibrated(perf_counter() - started)
+        with _workers(group, compression) as submit:
+            tasks = []
+            for place, site in enumerate(group):
+                tasks.append(submit(partial(_plan_one, site, compression, moments[place])))
+                moments[place] = None  # held by the task, until it is done
+            for site in group:
+                if progress is not None:
+                    progress(site.name, len(planned), len(sites))
+                planned.append(tasks.pop(0)())
     if progress is not None:
         progress("", len(sites), len(sites))
     return planned
+
+
+Task: TypeAlias = Callable[[], Planned]
+
+
+@contextmanager
+def _workers(sites: Sequence[Site], compression: Compression) -> Iterator[Callable[[Task], Task]]:
+    """Give what begins a task and returns how to wait for it; on a CPU several run at once, with a thread each.
+
+    Matrices are too small for threads to share one well. What is found does not depend on how many run at once.
+    """
+    places = {compression.device or projection.weight.device.type for site in sites for projection, _ in site.inputs}
+    threads = torch.get_num_threads()
+    count = min(threads, len(sites), AT_ONCE) if places == {"cpu"} and compression.solver != "parafac" else 1
+    if count == 1:
+        yield lambda task: task
+        return
+    pool = ThreadPoolExecutor(count)
+    torch.set_num_threads(threads // count)
+    try:
+        yield lambda task: pool.submit(task).result
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
 
 
 def _narrower(site: Site, compression: Compression) -> bool:
@@ -128,6 +164,16 @@ def _groups(model: PreTrainedModel, sites: Sequence[Site]) -> Iterator[list[Site
     yield group
 
 
+def _sweeps(compression: Compression, fast: int) -> int | None:
+    return fast if compression.effort == "fast" else compression.sweeps
+
+
+def _plan_one(site: Site, compression: Compression, moments: tuple[Moments, ...] | None) -> Planned:
+    if isinstance(site, ValueSite):
+        return _plan_values(site, compression, moments)
+    return _plan_scores(site, compression, moments)
+
+
 def _plan_scores(site: DenseSite, compression: Compression, moments: tuple[Moments, ...] | None) -> Planned:
     """Decompose the scores of one module and build what will replace its query and key projections."""
     assert compression.dk is not None
@@ -141,7 +187,7 @@ def _plan_scores(site: DenseSite, compression: Compression, moments: tuple[Momen
         result = factorize(
             site.query_heads(), site.key_heads(), compression.dk, query_bias=site.query_bias(),
             query_moments=query_moments, key_moments=key_moments, solver=solver,
-            seed=compression.seed, sweeps=compression.sweeps, tolerance=compression.tolerance,
+            seed=compression.seed, sweeps=_sweeps(compression, FAST_SWEEPS), tolerance=compression.tolerance,
             damping=compression.damping, centre=compression.centre, device=compression.device,
             equal=compression.equal_heads,
         )  # fmt: skip
@@ -171,7 +217,7 @@ def _plan_rotary(
     try:
         result = factorize_rotary(
             heads[0], heads[1], asked.rank // 2, query_moments=query_moments, key_moments=key_moments,
-            damping=compression.damping, sweeps=compression.sweeps, turned=site.rotated // 2,
+            damping=compression.damping, sweeps=_sweeps(compression, FAST_ROTARY_SWEEPS), turned=site.rotated // 2,
             device=compression.device,
         )  # fmt: skip
     except (ValueError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]

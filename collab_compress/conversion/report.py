@@ -145,6 +145,7 @@ class Report:
         choice: what was chosen and why, where a share to keep was asked for; else empty.
         warnings: what may have gone otherwise than expected: texts that were cut or left out, modules that saw few
             vectors, solvers that broke down.
+        calibrating: seconds of the conversion in which the model ran to see its modules' inputs.
     """
 
     modules: tuple[ModuleReport, ...]
@@ -158,6 +159,7 @@ class Report:
     values: tuple[ValueReport, ...] = ()
     compression: Compression | None = None
     choice: str = ""
+    calibrating: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Give the report in JSON types; an infinite break-even length becomes None."""

@@ -219,10 +219,7 @@ class TokenModel(Workload):
 
     def options(self) -> dict[str, Any]:
         """Keep two numbers of a row's predictions, not a vocabulary of them for each token."""
-        return {**super().options(), "preprocess_logits_for_metrics": self._losses}
-
-    def _losses(self, logits: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
-        return token_losses(logits[0] if isinstance(logits, tuple) else logits, labels, shift=self.shift)
+        return {**super().options(), "preprocess_logits_for_metrics": partial(_losses, shift=self.shift)}
 
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """Score the sums of the rows' losses."""
@@ -286,6 +283,10 @@ class MaskedLanguageModel(TokenModel):
         return partial(_masked, mask, pad)
 
 
+def _losses(logits: Tensor | tuple[Tensor, ...], labels: Tensor, *, shift: bool) -> Tensor:
+    return token_losses(logits[0] if isinstance(logits, tuple) else logits, labels, shift=shift)
+
+
 MASKS = 0  # seed of the masks that are scored, whatever the recipe's seed is
 
 
@@ -294,7 +295,7 @@ def _masked(mask: Any, pad: Any, rows: list[dict[str, Any]]) -> Any:
 
 
 class Translation(Workload):
-    """Scored by sacreBLEU against the reference as it is written, not as its tokens spell it."""
+    """Scored by sacreBLEU against the reference as it is written, not as its tokens spell it; and its perplexity."""
 
     model_class = AutoModelForSeq2SeqLM
     trainer_class = HeadSeq2SeqTrainer
@@ -333,8 +334,11 @@ class Translation(Workload):
         return {}
 
     def score(self, trainer: Trainer, split: str, rows: Dataset, folder: Path) -> dict[str, float]:
-        """Translate a split, keep the translations in `folder/SPLIT.txt`, and score them."""
-        trainer.args.predict_with_generate = True
+        """Translate a split, keep the translations in `folder/SPLIT.txt`, and score them.
+
+        The perplexity is that of the references' tokens, ends of sentences included, each after those before it.
+        """
+        trainer.args.predict_with_generate, trainer.preprocess_logits_for_metrics = True, None
         tokens = trainer.predict(rows).predictions[: len(rows)]  # rows repeated to fill the last batches come last
         tokenizer = trainer.processing_class
         written = tokenizer.batch_decode(
@@ -343,4 +347,9 @@ class Translation(Workload):
         if trainer.is_world_process_zero():
             write_atomically(folder / f"{split}.txt", "".join(f"{line}\n" for line in written))
         found = self.metric.compute(predictions=written, references=self.texts[split]["target"])
-        return {name: found[name] for name in ("bleu", "brevity_penalty", "length_ratio")}
+        trainer.args.predict_with_generate = False
+        trainer.preprocess_logits_for_metrics = partial(_losses, shift=False)
+        losses = trainer.predict(rows).predictions[: len(rows)]
+        known = load_metric("perplexity").compute(predictions=losses[:, 0], references=losses[:, 1].astype(int))
+        scores = {name: found[name] for name in ("bleu", "brevity_penalty", "length_ratio")}
+        return {**scores, "perplexity": known["perplexity"]}

@@ -69,57 +69,10 @@ class HeadTensor:
         r"""Return $\|T\|_F^2 = \sum_i \langle Q_i^\top Q_i, K_i^\top K_i\rangle$, a scalar."""
         return ((self.query.mT @ self.query) * (self.key.mT @ self.key)).sum()
 
-    def project_query(self, factor: Tensor) -> Tensor:
-        r"""Return $Q_i^\top \tilde W_Q$ of every head, (H, d, R), from a query factor (Dq, R)."""
-        return (self.flat_query.mT @ factor).view(self.heads, self.head_width, -1)
-
-    def project_key(self, factor: Tensor) -> Tensor:
-        r"""Return $K_i^\top \tilde W_K$ of every head, (H, d, R), from a key factor (Dk, R)."""
-        return (self.flat_key.mT @ factor).view(self.heads, self.head_width, -1)
-
-    def query_mttkrp(self, mixing: Tensor, projected_key: Tensor) -> Tensor:
-        r"""Matricised tensor times Khatri-Rao product for the query mode.
-
-        $$\sum_i T_i \tilde W_K \mathrm{diag}(m_i) = [Q_1 \dots Q_H]\;
-        \mathrm{stack}_i\big((K_i^\top \tilde W_K) \odot m_i\big)$$
-
-        Args:
-            mixing: M, (H, R).
-            projected_key: `project_key` of the key factor, (H, d, R).
-
-        Returns:
-            (Dq, R).
-        """
-        return self.flat_query @ (projected_key * mixing[:, None]).flatten(0, 1)
-
-    def key_mttkrp(self, mixing: Tensor, projected_query: Tensor) -> Tensor:
-        r"""The same product for the key mode, $\sum_i T_i^\top \tilde W_Q \mathrm{diag}(m_i)$.
-
-        Args:
-            mixing: M, (H, R).
-            projected_query: `project_query` of the query factor, (H, d, R).
-
-        Returns:
-            (Dk, R).
-        """
-        return self.flat_key @ (projected_query * mixing[:, None]).flatten(0, 1)
-
-    def mixing_mttkrp(self, projected_query: Tensor, projected_key: Tensor) -> Tensor:
-        r"""The same product for the head mode, $n_{ir} = \tilde w_{Q,r}^\top T_i \tilde w_{K,r}$.
-
-        Args:
-            projected_query: `project_query` of the query factor, (H, d, R).
-            projected_key: `project_key` of the key factor, (H, d, R).
-
-        Returns:
-            (H, R).
-        """
-        return (projected_query * projected_key).sum(1)
-
     def inner(self, factors: Factors) -> Tensor:
         r"""Return $\langle T, \hat T\rangle$, a scalar."""
-        projected_query = self.project_query(factors.query)
-        return (self.mixing_mttkrp(projected_query, self.project_key(factors.key)) * factors.mixing).sum()
+        projected = (self.flat_query.mT @ factors.query) * (self.flat_key.mT @ factors.key)  # (H·d, R)
+        return (projected.view(self.heads, -1, factors.rank).sum(1) * factors.mixing).sum()
 
     def relative_error(self, factors: Factors) -> float:
         r"""Return $\|T - \hat T\|_F / \|T\|_F$ without forming either; 0 for a zero tensor met by zero factors.

@@ -23,6 +23,7 @@ from collab_compress.factorization.head_tensor import relative
 from collab_compress.factorization.moments import Moments, float64_device
 
 SWEEPS = 100
+FAST_SWEEPS = 25
 ROUGH_SWEEPS = 20  # to see how many channels a frequency is worth
 RIDGE = 1e-2  # fades out over the first 80 % of the sweeps, relative to the mean of the system's diagonal
 SHIFT = 1e-12

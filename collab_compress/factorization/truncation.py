@@ -40,20 +40,29 @@ def truncation(tensor: HeadTensor, rank: int, equal: bool = False) -> Factors:
     Returns:
         Factors with query (Dq, R), mixing (H, R), key (Dk, R).
     """
-    left, values, right = _slice_svd(tensor)
-    kept = min(rank, values.numel())
+    own, values = singular_channels(tensor)
+    order = strongest(values, rank, equal)
+    kept = len(order)
+    factors = [tensor.query.new_zeros(rows, rank) for rows in (own.query.shape[1], own.heads, own.key.shape[1])]
+    factors[0][:, :kept] = own.flat_query[:, order]
+    factors[1][order.div(own.head_width, rounding_mode="floor"), torch.arange(kept, device=order.device)] = 1.0
+    factors[2][:, :kept] = own.flat_key[:, order]
+    return Factors(factors[0], factors[1], factors[2])
+
+
+def strongest(values: Tensor, count: int, equal: bool = False) -> Tensor:
+    """Return the places of the largest singular values over all heads, descending, heads side by side.
+
+    Args:
+        values: of each head, descending, (H, r).
+        count: how many; all where there are no more.
+        equal: as many for one head as for another, or one more for the first heads.
+    """
     weight = values
     if equal:  # those that are i-th in their head come before those that are i+1-th
         places = torch.arange(values.shape[1], 0, -1, dtype=values.dtype, device=values.device)
         weight = places.expand_as(values)
-    order = weight.flatten().argsort(descending=True, stable=True)[:kept]
-    head = order.div(values.shape[1], rounding_mode="floor")
-    root = values.flatten()[order].sqrt()
-    factors = [tensor.query.new_zeros(rows, rank) for rows in (left.shape[1], tensor.heads, right.shape[1])]
-    factors[0][:, :kept] = left.transpose(1, 2).flatten(0, 1)[order].mT * root
-    factors[1][head, torch.arange(kept, device=head.device)] = 1.0
-    factors[2][:, :kept] = right.transpose(1, 2).flatten(0, 1)[order].mT * root
-    return Factors(factors[0], factors[1], factors[2])
+    return weight.flatten().argsort(descending=True, stable=True)[:count]
 
 
 def singular_values(tensor: HeadTensor) -> Tensor:
@@ -63,12 +72,19 @@ def singular_values(tensor: HeadTensor) -> Tensor:
     return values
 
 
-def _slice_svd(tensor: HeadTensor) -> tuple[Tensor, Tensor, Tensor]:
-    """SVD of every T_i from QR of both sides and a d×d core: (H, Dq, r), (H, r), (H, Dk, r)."""
+def singular_channels(tensor: HeadTensor) -> tuple[HeadTensor, Tensor]:
+    r"""Return the same heads with singular vectors as channels, $Q_i = U_i S_i^{1/2}$ and $K_i = V_i S_i^{1/2}$.
+
+    From QR of both sides and a d×d core.
+
+    Returns:
+        Heads of r = min(Dq, Dk, d) channels, and their singular values, descending, (H, r).
+    """
     query_basis, query_core = torch.linalg.qr(tensor.query)
     key_basis, key_core = torch.linalg.qr(tensor.key)
     left, values, right = torch.linalg.svd(query_core @ key_core.mT, full_matrices=False)
-    return query_basis @ left, values, key_basis @ right.mT
+    root = values.sqrt()[:, None]
+    return HeadTensor(query_basis @ (left * root), key_basis @ (right.mT * root)), values
 
 
 def per_head(tensor: HeadTensor, rank: int, options: SolverOptions | None = None) -> Solution:

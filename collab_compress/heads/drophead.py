@@ -23,6 +23,9 @@ class DropHead:
         model: stock or edited.
         p: probability of dropping a head, in [0, 1); may be set anew between steps.
         kinds: which kinds of attention.
+        rescale: whether the heads that stay are scaled up and one always stays. Without, heads are set to zero and
+            nothing else, all of them if so drawn: the "naive" DropHead of "Analyzing and Controlling Inter-Head
+            Diversity in Multi-Head Attention", §4.3.
 
     Raises:
         HeadError: p is no such probability.
@@ -31,13 +34,15 @@ class DropHead:
 
     needs_rows = False
 
-    def __init__(self, model: PreTrainedModel, p: float = 0.0, kinds: Collection[Kind] = KINDS) -> None:
+    def __init__(
+        self, model: PreTrainedModel, p: float = 0.0, kinds: Collection[Kind] = KINDS, rescale: bool = True
+    ) -> None:
         self._modules = [site.module for site in find_attention(model, FAMILIES, kinds=kinds)]
         # Tensors, so that a schedule does not make `torch.compile` start anew; on each device, for none to be copied.
         devices = {parameter.device for module in self._modules for parameter in module.parameters()}
         self._tensors = {device: torch.zeros((), device=device) for device in devices}
         self._tensors.setdefault(torch.device("cpu"), torch.zeros(()))
-        self.p = p
+        self.p, self.rescale = p, rescale
         for module in self._modules:
             add_head_hook_(module, self)
 
@@ -62,7 +67,8 @@ class DropHead:
         p = self._tensors.get(outputs.device)
         if p is None:  # the model has moved since
             p = self._tensors[torch.device("cpu")].to(outputs.device)
-        return outputs * head_scales(drawn, p).to(outputs.dtype)[:, None, :, None]
+        scales = head_scales(drawn, p) if self.rescale else drawn >= p
+        return outputs * scales.to(outputs.dtype)[:, None, :, None]
 
     def remove(self) -> None:
         """Leave the model as it was."""

@@ -29,6 +29,9 @@ class DropHeadOptions:
     kinds: tuple[Kind, ...] = KINDS
     """Which attention: encoder, decoder, cross."""
 
+    rescale: bool = True
+    """Whether the heads that stay are scaled up, and one always stays; heads are but set to zero if not."""
+
     def __post_init__(self) -> None:
         for name, value in (("p", self.p), ("start", self.start)):
             if value is not None and not 0 <= value < 1:

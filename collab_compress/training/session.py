@@ -18,6 +18,7 @@ from collab_compress.training.head_training import SCHEDULES, HeadTraining, of_k
 from collab_compress.training.penalties import LOSSES, HeadLosses
 
 logger = logging.getLogger(__name__)
+TASK = "task_loss"
 GROWTH = "nuclear-growth"
 FAINT = 1e-4  # a penalty below this share of the loss hardly acts
 
@@ -86,7 +87,7 @@ class HeadSession:
                 losses = {name: (each.name, each.acts_on) for name, each in self._penalties.items()}
                 self._losses = HeadLosses(model, losses)
             for options in training.drophead:
-                self._dropheads.append(DropHead(model, 0.0, options.kinds))
+                self._dropheads.append(DropHead(model, 0.0, options.kinds, options.rescale))
             self.step(0.0)
         except BaseException:
             self.close()
@@ -124,7 +125,7 @@ class HeadSession:
         """Give the weighted sum of all penalties of the last forward pass, to be added to the training loss.
 
         Args:
-            loss: the training loss, to warn where a penalty is too faint to act.
+            loss: the training loss, to log it, and to warn where a penalty is too faint to act.
         """
         self.penalised = True
         values = self._losses.values() if self._losses is not None else {}
@@ -134,6 +135,8 @@ class HeadSession:
         growth = self._alphas.growth() if self._alphas is not None else None
         if growth is not None and self.training.alphas is not None:
             values[GROWTH], weights[GROWTH] = growth, self.training.alphas.growth_weight
+        if loss is not None:
+            self._note(TASK, loss)
         total = torch.zeros((), device=self._device)
         for name, value in values.items():
             weighted = weights[name] * value
@@ -146,9 +149,11 @@ class HeadSession:
     def logs(self) -> dict[str, float]:
         """Give the mean of each penalty, not weighted, and its share of the loss, over passes since the last call.
 
+        The loss without penalties is beside them, as "task_loss".
+
         The mean is over processes too, so that all of them must call it.
         """
-        names = [name + what for name in (*self._penalties, GROWTH) for what in ("", "/share")]
+        names = [TASK] + [name + what for name in (*self._penalties, GROWTH) for what in ("", "/share")]
         pairs = [self._sums.get(name, (torch.zeros(()), 0)) for name in names]
         totals = torch.stack([total.float().to(self._device) for total, _ in pairs])
         table = torch.stack([totals, torch.tensor([float(count) for _, count in pairs], device=self._device)], 1)

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from collab_compress.attention import kernels
-from collab_compress.attention.kernels import attend, attention_probabilities, blocked, folded, sdpa
+from collab_compress.attention import kernels, shared
+from collab_compress.attention.kernels import attention_probabilities, blocked, folded, sdpa
+from collab_compress.attention.recomputed import recomputed
+from collab_compress.attention.shared import attend
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,10 @@ def run_blocked(problem, causal):
     return blocked(*problem.inputs(), causal=causal)
 
 
+def run_recomputed(problem, causal):
+    return recomputed(*problem.inputs(), dropout=0.0, causal=causal)
+
+
 def run_chosen(problem, causal):
     return attend(*problem.inputs(), dropout=0.0, causal=causal)
 
@@ -118,7 +124,7 @@ def cache_bytes(request, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
 
-@pytest.mark.parametrize("run", [run_folded, run_sdpa, run_blocked, run_chosen])
+@pytest.mark.parametrize("run", [run_folded, run_sdpa, run_blocked, run_recomputed, run_chosen])
 @settings(max_examples=40)
 @given(problem=problems, causal=st.booleans())
 def test_kernel_computes_the_formula(run, problem, causal):
@@ -132,8 +138,9 @@ def test_kernel_computes_the_formula(run, problem, causal):
 def test_blocks_of_any_size_agree(mask, causal):
     for length, keys in ((5, 5), (5, 3), (3, 5), (1, 5)):
         problem = draw_problem(batch=3, heads=4, length=length, keys=keys, mask=mask)
-        got, expected = run_blocked(problem, causal), run_folded(problem, causal)
-        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
+        expected = run_folded(problem, causal)
+        for got in (run_blocked(problem, causal), run_recomputed(problem, causal)):
+            torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("content", [True, False])
@@ -194,6 +201,51 @@ def test_gradients_are_those_of_the_formula(content, causal):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.usefixtures("cache_bytes")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_block_by_block_are_those_of_all_at_once(mask, causal):
+    problem = draw_problem(batch=3, heads=4, length=5, keys=5, mask=mask)
+    names = ("query", "key", "content", "mixing", "value")
+    found = []
+    for run in (run_folded, run_recomputed):
+        leaves = {name: getattr(problem, name).detach().clone().requires_grad_() for name in names}
+        found.append(torch.autograd.grad(run(replace(problem, **leaves), causal).sin().sum(), list(leaves.values())))
+    for theirs, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.usefixtures("cache_bytes")
+def test_backward_drops_what_forward_dropped():
+    """Outputs are linear in the values, so their gradient shows the probabilities that were left."""
+    problem = draw_problem(batch=2, heads=3, length=5, keys=6)
+    eye = torch.eye(6, dtype=torch.float64).expand(2, 3, 6, 6).clone().requires_grad_()
+    rows = recomputed(*replace(problem, value=eye).inputs(), dropout=0.4, causal=False)  # (B, H, T, S)
+    assert 0 < (rows == 0).double().mean() < 1
+    (slopes,) = torch.autograd.grad(rows.sum(), eye)
+    torch.testing.assert_close(slopes[..., 0], rows.sum(2))
+    query = problem.query.clone().requires_grad_()
+
+    def run(query):
+        torch.manual_seed(3)
+        return recomputed(*replace(problem, query=query).inputs(), dropout=0.4, causal=False)
+
+    assert torch.autograd.gradcheck(run, (query,))
+
+
+def test_training_keeps_no_scores():
+    problem = draw_problem(batch=2, heads=4, length=48, keys=48, rank=5, width=3)
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run_chosen(replace(problem, query=problem.query.clone().requires_grad_()), False)
+    assert max(kept) <= max(tensor.numel() for tensor in problem.inputs()[:-1] if tensor is not None)
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_dropout_drops_its_share_and_keeps_the_mean(grad):
     problem = draw_problem(batch=4, heads=4, length=64, keys=64, width=64)
@@ -210,13 +262,13 @@ def test_dropout_drops_its_share_and_keeps_the_mean(grad):
 def chosen(monkeypatch):
     """Names of the kernels that `attend` calls."""
     calls = []
-    for kernel in (folded, blocked, sdpa):
+    for kernel in (folded, blocked, recomputed, sdpa):
 
         def spy(*args, _kernel=kernel, **kwargs):
             calls.append(_kernel.__name__)
             return _kernel(*args, **kwargs)
 
-        monkeypatch.setattr(kernels, kernel.__name__, spy)
+        monkeypatch.setattr(shared, kernel.__name__, spy)
     return calls
 
 
@@ -233,13 +285,15 @@ def test_inference_is_blocked_and_the_rest_is_not(chosen):
     assert chosen == ["blocked"] * 2
     run_chosen(trained, False)
     attend(*problem.inputs(), dropout=0.1, causal=False)
+    assert chosen[2:] == ["recomputed"] * 2
     run_chosen(replace(problem, mask=torch.zeros(4, 5)), False)  # float32 among float64
-    assert chosen[2:] == ["folded"] * 3
+    run_chosen(replace(trained, mask=torch.zeros(4, 5, dtype=torch.float64).requires_grad_()), False)
+    assert chosen[4:] == ["folded"] * 2
     run_chosen(to(problem, torch.float16), False)
     run_chosen(replace(to(problem, torch.bfloat16), mixing=problem.mixing.float()), False)
-    assert chosen[5:] == ["blocked"] * 2
+    assert chosen[6:] == ["blocked"] * 2
     run_chosen(to(problem, "meta"), False)
-    assert chosen[7:] == ["sdpa"]
+    assert chosen[8:] == ["sdpa"]
 
 
 def test_autocast_works_with_parameters_in_float32():

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from collab_compress.attention.kernels import attend, attention_probabilities, blocked, folded, sdpa
+from collab_compress.attention.kernels import attention_probabilities, blocked, folded, sdpa
 from collab_compress.attention.per_head import attend_separately, separate_probabilities
+from collab_compress.attention.shared import attend
 
 HEADS, RANK, LENGTH, WIDTH, SCALING = 4, 32, 48, 16, 0.4
 SIZES = (8, 4, 12, 8)

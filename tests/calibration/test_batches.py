@@ -40,13 +40,13 @@ def test_random_sequences_are_short_and_long_single_and_in_pairs(minilm, minilm_
         )
     ]
     lengths = [len(ids) for ids, _ in rows]
-    assert (len(rows), min(lengths), max(lengths)) == (192, 8, 128)
-    assert 7500 < sum(lengths) < 9000
+    assert (len(rows), min(lengths), max(lengths)) == (384, 8, 128)
+    assert 15000 < sum(lengths) < 18000
     for low in (8, 16, 32, 64):
-        assert 36 < sum(low <= length < 2 * low for length in lengths) < 60
+        assert 72 < sum(low <= length < 2 * low for length in lengths) < 120
     first, between = minilm_tokenizer.cls_token_id, minilm_tokenizer.sep_token_id
     pairs = [row for row in rows if row[0].count(between) == 2]
-    assert len(pairs) == 96
+    assert len(pairs) == 192
     for ids, types in rows:
         assert (ids[0], ids[-1]) == (first, between)
         place = ids.index(between)

@@ -1,6 +1,7 @@
 """Translation, language modelling and classification from nothing: what is scored is what the files say."""
 
 import math
+from statistics import mean
 
 import numpy as np
 import pytest
@@ -55,6 +56,15 @@ def test_translation(sentences, tmp_path):
             ids = tokenizer(source, return_tensors="pt", return_token_type_ids=False)
             found = model.generate(**ids, num_beams=3, length_penalty=0.6, max_length=12)
             assert tokenizer.decode(found[0], skip_special_tokens=True) == line
+        losses = []
+        for source, target in zip(test["source"], test["target"], strict=True):  # one token after the other
+            ids = tokenizer(source, return_tensors="pt", return_token_type_ids=False)
+            labels = tokenizer(text_target=target)["input_ids"]
+            before = [model.config.decoder_start_token_id, *labels[:-1]]
+            for place, label in enumerate(labels):
+                logits = model(**ids, decoder_input_ids=torch.tensor([before[: place + 1]])).logits[0, -1]
+                losses.append(-logits.double().log_softmax(-1)[label].item())
+        assert record["metrics"]["test"]["perplexity"] == pytest.approx(math.exp(mean(losses)), rel=1e-4)
 
 
 def test_collaborative_from_the_first_step(sentences, tmp_path):

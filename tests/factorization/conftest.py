@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from collab_compress.factorization import Factors, HeadTensor
+from collab_compress.factorization.als import Channels, Direction, Iterate
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +26,28 @@ def make_factors() -> Callable[..., Factors]:
         generator = torch.Generator().manual_seed(seed)
         rows = (tensor.query.shape[1], tensor.heads, tensor.key.shape[1])
         return Factors(*(torch.randn(n, rank, generator=generator, dtype=torch.float64) for n in rows))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def factors_of() -> Callable[[HeadTensor, Direction], Factors]:
+    def factors(tensor: HeadTensor, point: Direction) -> Factors:
+        """Projections of the solver's coefficients."""
+        return Factors(tensor.flat_query @ point.query, point.mixing, tensor.flat_key @ point.key)
+
+    return factors
+
+
+@pytest.fixture(scope="session")
+def make_point(factors_of) -> Callable[..., tuple[Iterate, Factors]]:
+    def make(tensor: HeadTensor, rank: int, seed: int = 1) -> tuple[Iterate, Factors]:
+        """A random point of the solver and its factors."""
+        generator = torch.Generator().manual_seed(seed)
+        rows = (tensor.full_rank, tensor.heads, tensor.full_rank)
+        drawn = (torch.randn(n, rank, generator=generator, dtype=torch.float64) for n in rows)
+        point = Iterate.at(Direction.of(Channels.of(tensor), *drawn))
+        return point, factors_of(tensor, point)
 
     return make
 

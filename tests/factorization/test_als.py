@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collab_compress.factorization import HeadTensor, SolverOptions
-from collab_compress.factorization.als import Continuation, als
+from collab_compress.factorization.als import Channels, Continuation, als
 from collab_compress.factorization.truncation import truncation
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
@@ -135,12 +135,12 @@ def test_a_solver_that_cannot_go_on_keeps_the_best_point_and_has_not_converged(m
 
 @pytest.mark.parametrize("after", [0, 7])
 def test_nans_end_the_run_and_are_no_convergence(make_heads, monkeypatch, after):
-    tensor, calls, product = make_heads(3, 12, 11, 4), itertools.count(), HeadTensor.query_mttkrp
+    tensor, calls, product = make_heads(3, 12, 11, 4), itertools.count(), Channels.project_query
 
     def poisoned(self, *args):
-        return product(self, *args) * (float("nan") if next(calls) >= after else 1.0)
+        return product(self, *args) * (float("nan") if next(calls) > after else 1.0)
 
-    monkeypatch.setattr(HeadTensor, "query_mttkrp", poisoned)
+    monkeypatch.setattr(Channels, "project_query", poisoned)
     solution = als(tensor, 5, SolverOptions())
     factors = solution.factors
     assert not solution.converged
@@ -148,6 +148,18 @@ def test_nans_end_the_run_and_are_no_convergence(make_heads, monkeypatch, after)
     assert len(solution.errors) == after
     assert all(torch.isfinite(part).all() for part in (factors.query, factors.mixing, factors.key))
     assert tensor.relative_error(factors) <= tensor.relative_error(truncation(tensor, 5)) + 1e-9
+
+
+def test_float32_products_end_where_float64_ends(make_heads, monkeypatch):
+    """While there is a ridge; the last sweeps are in float64, and so is the error that is given."""
+    tensor = make_heads(8, 40, 40, 6)
+    exact = als(tensor, 16, SolverOptions())
+    monkeypatch.setattr("collab_compress.factorization.als.LARGE", 1)
+    rough = als(tensor, 16, SolverOptions())
+    assert rough.errors != exact.errors
+    assert rough.errors[-1] == pytest.approx(exact.errors[-1], rel=2e-3)
+    assert rough.errors[-1] == pytest.approx(tensor.relative_error(rough.factors), abs=1e-9)
+    assert rough.factors.query.dtype == torch.float64
 
 
 def test_heads_whose_squares_overflow_are_refused(make_heads):

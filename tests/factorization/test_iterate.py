@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collab_compress.factorization import Factors
-from collab_compress.factorization.als import Iterate, least_squares
+from collab_compress.factorization import Factors, HeadTensor
+from collab_compress.factorization.als import Channels, least_squares
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
 
@@ -17,42 +17,79 @@ def dense_least_squares(dense, first, second, mode, ridge):
     return torch.linalg.solve(system, design.T @ unfolded.T).T
 
 
+@given(SHAPES, st.integers(1, 9), st.integers(0, 99))
+def test_mttkrps_match_sums_over_the_dense_tensor(make_heads, make_point, shape, rank, seed):
+    tensor = make_heads(*shape, seed=seed)
+    channels = Channels.of(tensor)
+    point, factors = make_point(tensor, rank, seed=seed + 1)
+    dense = torch.stack([q @ k.T for q, k in zip(tensor.query, tensor.key, strict=True)])
+    torch.testing.assert_close(tensor.dense(), dense)
+    query, mixing, key = factors.query, factors.mixing, factors.key
+    for head in range(tensor.heads):
+        projected = channels.by_head(point.projected_query)[head], channels.by_head(point.projected_key)[head]
+        torch.testing.assert_close(projected[0], tensor.query[head].T @ query)
+        torch.testing.assert_close(projected[1], tensor.key[head].T @ key)
+    torch.testing.assert_close(
+        tensor.flat_query @ channels.mttkrp(mixing, point.projected_key),
+        torch.einsum("hqk,hr,kr->qr", dense, mixing, key),
+    )
+    torch.testing.assert_close(
+        tensor.flat_key @ channels.mttkrp(mixing, point.projected_query),
+        torch.einsum("hqk,hr,qr->kr", dense, mixing, query),
+    )
+    torch.testing.assert_close(
+        channels.mixing_mttkrp(point.projected_query, point.projected_key),
+        torch.einsum("hqk,qr,kr->hr", dense, query, key),
+    )
+
+
 @given(SHAPES, st.integers(1, 3), st.integers(0, 99))
-def test_a_sweep_is_four_dense_least_squares(make_heads, make_factors, dense_of, shape, rank, seed):
+def test_a_sweep_is_four_dense_least_squares(make_heads, make_point, factors_of, dense_of, shape, rank, seed):
     tensor, ridge = make_heads(*shape, seed=seed), 0.5
-    factors = make_factors(tensor, rank, seed=seed)
+    channels = Channels.of(tensor)
+    point, factors = make_point(tensor, rank, seed=seed)
     dense, key = tensor.dense(), factors.key
     mixing = dense_least_squares(dense, factors.query, key, 0, ridge)
     query = dense_least_squares(dense, mixing, key, 1, ridge)
     mixing = dense_least_squares(dense, query, key, 0, ridge)
     key = dense_least_squares(dense, mixing, query, 2, ridge)
-    swept = Iterate.of(tensor, factors).swept(tensor, ridge)
-    ours = Factors(swept.query, swept.mixing, swept.key)
+    swept = point.swept(channels, ridge)
+    ours = factors_of(tensor, swept)
     torch.testing.assert_close(dense_of(ours), dense_of(Factors(query, mixing, key)), rtol=1e-6, atol=1e-8)
-    fresh = Iterate.of(tensor, ours)
-    for name in fresh.__dataclass_fields__:
-        torch.testing.assert_close(getattr(swept, name), getattr(fresh, name), rtol=1e-7, atol=1e-8)
-    torch.testing.assert_close(swept.query.norm(dim=0), swept.mixing.norm(dim=0), rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(swept.query.norm(dim=0), swept.key.norm(dim=0), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(swept.values, swept.seen_by(channels).values, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(ours.query.norm(dim=0), ours.mixing.norm(dim=0), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(ours.query.norm(dim=0), ours.key.norm(dim=0), rtol=1e-6, atol=1e-8)
 
 
 @given(SHAPES, st.integers(1, 6))
-def test_free_error_matches_the_dense_error(make_heads, make_factors, dense_of, shape, rank):
+def test_free_error_matches_the_dense_error(make_heads, make_point, dense_of, shape, rank):
     tensor = make_heads(*shape)
-    factors = make_factors(tensor, rank)
-    error = Iterate.of(tensor, factors).relative_error(tensor, tensor.squared_norm().item())
-    expected = ((tensor.dense() - dense_of(factors)).norm() / tensor.dense().norm()).item()
-    assert error == pytest.approx(expected, rel=1e-7)
+    scale = tensor.squared_norm() ** 0.25
+    tensor = HeadTensor(tensor.query / scale, tensor.key / scale)
+    point, factors = make_point(tensor, rank)
+    expected = (tensor.dense() - dense_of(factors)).norm().item()
+    assert point.relative_error(Channels.of(tensor)) == pytest.approx(expected, rel=1e-7)
 
 
-def test_directions_add_and_multiply(make_heads, make_factors):
+def test_directions_add_and_multiply(make_heads, make_point, factors_of):
     tensor = make_heads(2, 3, 4, 2)
-    one, two = (Iterate.of(tensor, make_factors(tensor, 3, seed=seed)) for seed in (1, 2))
+    (one, first), (two, second) = (make_point(tensor, 3, seed=seed) for seed in (1, 2))
     moved = one.plus(two, -0.5)
-    torch.testing.assert_close(moved.query, one.query - 0.5 * two.query)
-    torch.testing.assert_close(moved.projected_key, tensor.project_key(one.key - 0.5 * two.key))
-    flat = [torch.cat([x.query.ravel(), x.mixing.ravel(), x.key.ravel()]) for x in (one, two)]
+    torch.testing.assert_close(one.plus(two, torch.tensor(-0.5)).values, moved.values)
+    key = first.key - 0.5 * second.key
+    torch.testing.assert_close(factors_of(tensor, moved).key, key)
+    torch.testing.assert_close(moved.projected_key, tensor.flat_key.T @ key)
+    flat = [torch.cat([x.query.ravel(), x.mixing.ravel(), x.key.ravel()]) for x in (first, second)]
     torch.testing.assert_close(one.dot(two), flat[0] @ flat[1])
+
+
+def test_many_heads_of_narrow_inputs_are_projected_without_a_large_gram_matrix(make_heads, make_point):
+    tensor = make_heads(6, 3, 3, 2)
+    channels = Channels.of(tensor)
+    point, factors = make_point(tensor, 4)
+    assert channels.grams is None
+    torch.testing.assert_close(point.projected_query, tensor.flat_query.T @ factors.query)
+    torch.testing.assert_close(point.projected_key, tensor.flat_key.T @ factors.key)
 
 
 def test_least_squares_of_singular_systems_are_finite():
@@ -68,6 +105,17 @@ def test_least_squares_that_fail_are_nan():
     indefinite = torch.tensor([[1.0, 2.0], [2.0, 1.0]], dtype=torch.float64)
     assert least_squares(indefinite, torch.ones(1, 2).double(), 0.0).isnan().all()
     assert least_squares(indefinite, torch.ones(1, 2).double(), 0.0, shift=1e16).isfinite().all()
+
+
+def test_least_squares_of_float32_products_are_solved_in_float64():
+    generator = torch.Generator().manual_seed(0)
+    columns = torch.randn(50, 8, generator=generator, dtype=torch.float64)
+    columns[:, 7] = columns[:, 6] + 1e-2 * columns[:, 7]
+    right = torch.randn(20, 8, generator=generator, dtype=torch.float64) @ (columns.T @ columns)
+    exact = least_squares(columns.T @ columns, right, 0.0)
+    ours = least_squares((columns.T @ columns).float(), right.float(), 0.0)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours.double(), exact, rtol=0.05, atol=0.05)
 
 
 def _projector(matrix):

@@ -3,7 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collab_compress.factorization.als import Direction, Iterate, Line, positive_minimiser
+from collab_compress.factorization import HeadTensor
+from collab_compress.factorization.als import Channels, Iterate, Line, positive_minimiser
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
 
@@ -14,22 +15,22 @@ def value(tensor, factors, dense_of, ridge):
 
 
 @given(SHAPES, st.integers(1, 6), st.sampled_from([0.0, 0.3]), st.floats(-2, 2))
-def test_polynomial_matches_the_dense_objective(make_heads, make_factors, dense_of, shape, rank, ridge, step):
+def test_polynomial_matches_the_dense_objective(
+    make_heads, make_point, factors_of, dense_of, shape, rank, ridge, step
+):
     tensor = make_heads(*shape)
-    point, other = make_factors(tensor, rank, seed=2), make_factors(tensor, rank, seed=3)
-    direction = Direction(
-        other.query, other.mixing, other.key, tensor.project_query(other.query), tensor.project_key(other.key)
-    )
-    line = Line.of(tensor, Iterate.of(tensor, point), direction, ridge)
-    moved = type(point)(
-        point.query + step * other.query, point.mixing + step * other.mixing, point.key + step * other.key
-    )
-    change = sum(c * step ** (k + 1) for k, c in enumerate(line.coefficients.tolist()))
-    start = value(tensor, point, dense_of, ridge)
-    assert start + change == pytest.approx(value(tensor, moved, dense_of, ridge), rel=1e-8, abs=1e-8)
-    there, fresh = line.at(step), Iterate.of(tensor, moved)
-    for name in fresh.__dataclass_fields__:
-        torch.testing.assert_close(getattr(there, name), getattr(fresh, name), rtol=1e-8, atol=1e-8)
+    scale = tensor.squared_norm() ** 0.25
+    tensor = HeadTensor(tensor.query / scale, tensor.key / scale)
+    point, direction = make_point(tensor, rank, seed=2)[0], make_point(tensor, rank, seed=3)[0]
+    line = Line.of(Channels.of(tensor), point, direction, ridge)
+    there = line.at(step)
+    for penalty, coefficients in ((0.0, line.squared), (ridge, line.squared + line.penalty)):
+        ours = sum(c * step**power for power, c in enumerate(coefficients.tolist()))
+        assert ours == pytest.approx(value(tensor, factors_of(tensor, there), dense_of, penalty), rel=1e-8, abs=1e-8)
+    fresh = Iterate.at(there.seen_by(Channels.of(tensor)))
+    torch.testing.assert_close(there.values, fresh.values, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(there.grams, fresh.grams, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(there.values, point.values + step * direction.values)
 
 
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=5))

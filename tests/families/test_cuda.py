@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from collab_compress import Compression, HeadMask, compress, expand, head_importance, read_factors
-from collab_compress.attention.kernels import attend, folded, sdpa
+from collab_compress.attention.kernels import folded, sdpa
+from collab_compress.attention.shared import attend
 from collab_compress.calibration import calibration_batches
 from collab_compress.heads import DropHead, Tap
 

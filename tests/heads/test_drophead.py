@@ -81,6 +81,21 @@ def test_heads_are_dropped_just_before_the_output_projection(model, batch, imple
     tap.remove()
 
 
+def test_naive_drophead_sets_heads_to_zero_and_nothing_else(model, batch):
+    drophead, tap = DropHead(model.train(), 0.8, rescale=False), Tap(model)
+    counts = set()
+    for _ in range(4):
+        _, dropped = projected(model, batch)
+        for found, reading in zip(dropped, tap.take(), strict=True):
+            zero = (found == 0).all(3).all(1)  # (B, H)
+            torch.testing.assert_close(found, reading.outputs * ~zero[:, None, :, None])
+            counts |= set(zero.sum(1).tolist())
+    assert model.config.num_attention_heads in counts  # all may go
+    assert len(counts) > 1
+    drophead.remove()
+    tap.remove()
+
+
 def test_evaluation_is_not_touched(model, batch):
     before = model(**batch)[0]
     with_drophead = DropHead(model, 0.9)

@@ -103,8 +103,9 @@ def test_a_penalty_weighs_by_kind(make_undropped, make_batch):
     penalties = tuple(PenaltyOptions("bhattacharyya", weight, kinds=(kind,)) for kind, weight in weights.items())
     session = HeadSession(model, HeadTraining(penalties=penalties))
     model(**batch)
-    torch.testing.assert_close(session.penalty(), sums["encoder"] + 3 * sums["cross"])
+    torch.testing.assert_close(session.penalty(torch.tensor(2.5)), sums["encoder"] + 3 * sums["cross"])
     logs = session.logs()
+    assert logs["task_loss"] == 2.5
     assert logs["bhattacharyya"] == pytest.approx(sums["encoder"].item(), rel=1e-5)  # of the paper's kind
     assert logs["bhattacharyya/cross"] == pytest.approx(sums["cross"].item(), rel=1e-5)
 
