@@ -124,7 +124,7 @@ def test_modules_decomposed_at_once_are_as_those_in_turn(dense, calibration, mon
     in_turn, told, seen = copy.deepcopy(dense), [], set()
     with monkeypatch.context() as patch:
         patch.setattr(plan, "AT_ONCE", 1)
-        compress(in_turn, Compression(dk=7, dv=12), calibration)
+        compress(in_turn, Compression(dk=7, dv=12, sweeps=2), calibration)
     real = plan._plan_one
 
     def watched(*args):
@@ -132,7 +132,9 @@ def test_modules_decomposed_at_once_are_as_those_in_turn(dense, calibration, mon
         return real(*args)
 
     monkeypatch.setattr(plan, "_plan_one", watched)
-    report = compress(dense, Compression(dk=7, dv=12), calibration, progress=lambda *report: told.append(report))
+    report = compress(
+        dense, Compression(dk=7, dv=12, sweeps=2), calibration, progress=lambda *report: told.append(report)
+    )
     assert seen == {(False, 1)}
     assert torch.get_num_threads() == 2
     names = [each.name for each in (*report.modules, *report.values)]
