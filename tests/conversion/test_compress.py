@@ -19,6 +19,8 @@ from transformers import (
     BertForSequenceClassification,
     BertModel,
     BertPreTrainedModel,
+    LlamaConfig,
+    LlamaForCausalLM,
 )
 
 from collab_compress import (
@@ -586,8 +588,17 @@ def test_fast_is_a_quarter_of_the_sweeps(make_tiny, calibration):
     ]
     assert [module.sweeps for module in reports] == [50, 50]
     assert reports[0].data_error == reports[1].data_error
-    rotary = compress(make_tiny("llama"), Compression(dk=16, effort="fast"), calibration).modules[0]
-    assert rotary.sweeps in (0, 25)
+
+
+def test_fast_is_a_quarter_of_the_sweeps_of_rotary_models_too():
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32
+    )
+    found = {
+        effort: compress(LlamaForCausalLM(config), Compression(dk=16, effort=effort), None).modules[0].sweeps
+        for effort in ("best", "fast")
+    }
+    assert found["best"] == 4 * found["fast"] > 0
 
 
 def test_the_report_says_how_long_the_model_ran(make_tiny, calibration):
