@@ -32,10 +32,11 @@ DK = {"minilm": 128, "base": 384, "large": 384}
 SHAPES = {"base": (12, 768, 12), "large": (24, 1024, 16)}
 
 
-def prepare(shape: str, folder: Path) -> None:
+def prepare(shape: str, folder: Path, layers: int | None) -> None:
     """Write a model and its calibration batches into a folder."""
     torch.manual_seed(0)
-    model = minilm() if shape == "minilm" else shaped(*SHAPES[shape])
+    depth, width, heads = SHAPES.get(shape, (0, 0, 0))
+    model = minilm() if shape == "minilm" else shaped(layers or depth, width, heads)
     model.save_pretrained(folder)
     ids = torch.randint(1000, 30000, (128, 64), generator=torch.Generator().manual_seed(0))
     torch.save(
@@ -119,6 +120,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=list(DK), default=["minilm", "base"])
     parser.add_argument("--against", type=Path, help="another checkout of this repository")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--layers", type=int, help="of base and large, in place of 12 and 24")
     parser.add_argument(
         "--options", type=json.loads, default={}, help="further fields of Compression, of this revision"
     )
@@ -131,7 +133,7 @@ def main() -> None:
     records = {}
     for shape in arguments.shapes:
         with tempfile.TemporaryDirectory() as folder:
-            prepare(shape, Path(folder))
+            prepare(shape, Path(folder), arguments.layers)
             runs: dict[str, list[dict[str, Any]]] = {"this": [], "other": []}
             for _ in range(arguments.rounds):
                 runs["this"].append(measure(HERE, Path(folder), DK[shape], arguments.options))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,10 +36,11 @@ class Channels:
     """
 
     def __init__(self, query: Tensor, key: Tensor, heads: int) -> None:
-        self.query, self.key, self.heads = query, key, heads
-        # Where heads are many and narrow inputs few, the Gram matrix would be the larger one.
-        small = query.shape[1] <= 2 * min(len(query), len(key))
-        self.grams = (query.mT @ query, key.mT @ key) if small else None
+        self.query, self.key, self.heads, self.dtype = query, key, heads, query.dtype
+        self.grams: tuple[Tensor, Tensor] | None = None
+        # Where heads are many and inputs narrow, the Gram matrices would be the larger ones.
+        if query.shape[1] <= 2 * min(len(query), len(key)):
+            self.grams = query.mT @ query, key.mT @ key
 
     @classmethod
     def of(cls, tensor: HeadTensor) -> Channels:
@@ -106,7 +108,7 @@ class Direction:
 
     def seen_by(self, channels: Channels) -> Direction:
         """Return the same factors with projections by these channels, in their dtype."""
-        query, mixing, key = (part.to(channels.query.dtype) for part in (self.query, self.mixing, self.key))
+        query, mixing, key = (part.to(channels.dtype) for part in (self.query, self.mixing, self.key))
         return Direction.of(channels, query, mixing, key)
 
     def plus(self, other: Direction, scale: float | Tensor) -> Direction:
@@ -280,26 +282,20 @@ def positive_minimiser(coefficients: Sequence[float]) -> float:
     r"""Return the $\alpha \in [0, 100]$ minimising $\sum_k c_k \alpha^k$ for k from 1.
 
     Args:
-        coefficients: $c_1, c_2, \dots$, (n,), in float64 on the CPU.
+        coefficients: $c_1, c_2, \dots$
     """
-    values = torch.as_tensor(coefficients, dtype=torch.float64)
-    powers = torch.arange(1, len(values) + 1, dtype=values.dtype)
-    slope = values * powers
-    used = (slope.abs() > torch.finfo(slope.dtype).eps * slope.abs().max()).nonzero()
-    degree = int(used.max()) if len(used) else 0
-    if degree == 0 or not bool(torch.isfinite(slope).all()):
+    slope = [power * value for power, value in enumerate(coefficients, 1)]
+    if not all(map(isfinite, slope)):
         return 0.0
-    companion = torch.zeros(degree, degree, dtype=slope.dtype)
-    companion[1:, :-1] = torch.eye(degree - 1, dtype=slope.dtype)
-    companion[:, -1] = -slope[:degree] / slope[degree]
-    if not bool(torch.isfinite(companion).all()):
+    least = float(np.finfo(float).eps) * max(map(abs, slope))
+    degree = max((power for power, value in enumerate(slope) if abs(value) > least), default=0)
+    if degree == 0 or not all(isfinite(value / slope[degree]) for value in slope):
         return 0.0
-    roots = torch.linalg.eigvals(companion)
-    steps = roots.real[(roots.imag.abs() <= 1e-6 * roots.abs()) & (roots.real > 0)].clamp_max(LONGEST_STEP)
-    if not len(steps):
-        return 0.0
-    reached = (steps[:, None] ** powers) @ values
-    return float(steps[reached.argmin()]) if bool(reached.min() < 0) else 0.0
+    roots = np.roots(slope[degree::-1])
+    steps = roots.real[(abs(roots.imag) <= 1e-6 * abs(roots)) & (roots.real > 0)].clip(max=LONGEST_STEP)
+    reached = [(sum(c * step**power for power, c in enumerate(coefficients, 1)), step) for step in steps.tolist()]
+    value, step = min(reached, default=(0.0, 0.0))
+    return step if value < 0 else 0.0
 
 
 SWEEPS = 200
@@ -374,10 +370,12 @@ def als(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
     own, values = singular_channels(HeadTensor(tensor.query / norm**0.25, tensor.key / norm**0.25))
     run = _Run(Channels.of(own), values, rank, options)
     run.descend()
-    best = Iterate.at(run.best.seen_by(run.channels))
-    lowest = best.relative_error(run.channels)  # those of sweeps in float32 are rounded
+    best, errors = run.best, tuple(run.errors)
+    if best.values.dtype != torch.float64:  # then errors are rounded
+        best = best.seen_by(run.channels)
+        lowest = Iterate.at(best).relative_error(run.channels)
+        errors = tuple(max(error, lowest) for error in errors)
     factors = Factors(own.flat_query @ best.query * norm**0.25, best.mixing, own.flat_key @ best.key * norm**0.25)
-    errors = tuple(max(error, lowest) for error in run.errors)
     return Solution(factors, errors, run.converged, run.breakdowns)
 
 
@@ -436,7 +434,7 @@ class _Run:
 
         A device is waited for once: for the numbers that decide, when all that may be needed is under way.
         """
-        if channels.query.dtype != self.point.values.dtype:
+        if channels.dtype != self.point.values.dtype:
             self.point = Iterate.at(self.point.seen_by(channels))
             self.last = self.last and (self.last[0].seen_by(channels), self.last[1].seen_by(channels))
         for shift in SHIFTS:

@@ -3,6 +3,7 @@ import torch
 
 from collab_compress.architectures import FAMILIES, find_dense_attention
 from collab_compress.calibration import gather_moments
+from collab_compress.calibration.gather import _Sums
 from collab_compress.errors import CalibrationError
 
 
@@ -72,3 +73,47 @@ def test_inputs_that_are_not_finite_are_an_error(make_tiny, batch):
         model.embeddings.LayerNorm.weight.fill_(float("inf"))
     with pytest.raises(CalibrationError, match="inputs are not finite"):
         gather_moments(model, find_dense_attention(model, FAMILIES), [batch])
+
+
+def test_the_model_is_stopped_after_the_last_module_that_is_watched(make_tiny, calibration):
+    """From the second batch on; the moments are those of all batches."""
+    model = make_tiny("bert")
+    first, last = find_dense_attention(model, FAMILIES)[:1], model.encoder.layer[-1]
+    reached = []
+    handle = last.register_forward_hook(lambda *_: reached.append(True))
+    both = [*calibration, *calibration]
+    (found,) = gather_moments(model, first, both)[0][:1]
+    handle.remove()
+    tokens = recorded_inputs(model, first[0], "query", both)
+    assert len(reached) == 1
+    assert found.count == len(tokens)
+    torch.testing.assert_close(found.second, tokens.T @ tokens / len(tokens))
+
+
+def test_batches_with_other_arguments_are_run_in_full_once(make_tiny, calibration):
+    model = make_tiny("bert")
+    reached = []
+    handle = model.encoder.layer[-1].register_forward_hook(lambda *_: reached.append(True))
+    bare = [{"input_ids": batch["input_ids"]} for batch in calibration]
+    gather_moments(model, find_dense_attention(model, FAMILIES)[:1], [*calibration, *bare, *calibration, *bare])
+    handle.remove()
+    assert len(reached) == 2
+
+
+def test_a_large_mean_costs_no_digits():
+    generator = torch.Generator().manual_seed(0)
+    vectors = 1e3 + 1e-1 * torch.randn(4096, 8, generator=generator)
+    sums = _Sums(vectors[:64].mean(0))
+    for part in vectors.split(64):
+        sums.add(part)
+    exact = vectors.double()
+    centred = exact - exact.mean(0)
+    torch.testing.assert_close(sums.moments().covariance(), centred.T @ centred / len(exact), rtol=1e-4, atol=1e-6)
+
+
+def test_half_precision_inputs_are_summed_wider():
+    vectors = torch.randn(512, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    sums = _Sums(vectors.float().mean(0))
+    sums.add(vectors)
+    exact = vectors.double()
+    torch.testing.assert_close(sums.moments().second, exact.T @ exact / 512, rtol=1e-5, atol=1e-6)

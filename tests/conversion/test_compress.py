@@ -19,6 +19,8 @@ from transformers import (
     BertForSequenceClassification,
     BertModel,
     BertPreTrainedModel,
+    LlamaConfig,
+    LlamaForCausalLM,
 )
 
 from collab_compress import (
@@ -200,6 +202,11 @@ def test_nothing_changes_when_interrupted_in_the_swap(family, make_tiny, batch, 
         ({"dk": 25}, r"dk is 25, but 3 heads × 8 = 24 is exact already; pass dk between 1 and 24"),
         ({"dk": 8, "solver": "magic"}, "unknown solver 'magic'; expected one of als"),
         ({"dk": 8, "sweeps": 0}, "sweeps is 0; expected at least 1"),
+        ({"dk": 8, "effort": "most"}, "unknown effort 'most'; expected one of best, fast"),
+        ({"dk": 8, "effort": "fast", "sweeps": 5}, "effort 'fast' says how many sweeps als makes; leave out sweeps"),
+        ({"dk": 8, "effort": "fast", "solver": "parafac"}, "leave out sweeps and other solvers"),
+        ({"dk": 8, "effort": "fast", "form": "per-head"}, "leave out solver, sweeps, tolerance, effort"),
+        ({"dv": 8, "effort": "fast"}, "tolerance and effort are for queries and keys"),
         ({"dk": 8, "sequences": 0}, "sequences is 0; expected at least 1"),
         ({"dk": 8, "length": 2.5}, r"length is 2\.5; expected a whole number"),
         ({"dk": 8, "damping": -1.0}, r"damping is -1\.0; expected 0 or more"),
@@ -572,3 +579,29 @@ def test_the_papers_recipe_converts_too(make_tiny):
     ours = compress(make_tiny("bert"), Compression(dk=12), calibration=None)
     for one, other in zip(report.modules, ours.modules, strict=True):
         assert 0 < other.weight_error <= one.weight_error
+
+
+def test_fast_is_a_quarter_of_the_sweeps(make_tiny, calibration):
+    reports = [
+        compress(make_tiny("bert"), Compression(dk=7, effort=effort, **rest), calibration).modules[0]
+        for effort, rest in (("fast", {"tolerance": 0.0}), ("best", {"tolerance": 0.0, "sweeps": 50}))
+    ]
+    assert [module.sweeps for module in reports] == [50, 50]
+    assert reports[0].data_error == reports[1].data_error
+
+
+def test_fast_is_a_quarter_of_the_sweeps_of_rotary_models_too():
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32
+    )
+    found = {
+        effort: compress(LlamaForCausalLM(config), Compression(dk=16, effort=effort), None).modules[0].sweeps
+        for effort in ("best", "fast")
+    }
+    assert found["best"] == 4 * found["fast"] > 0
+
+
+def test_the_report_says_how_long_the_model_ran(make_tiny, calibration):
+    report = compress(make_tiny("bert"), Compression(dk=7, sweeps=1), calibration)
+    assert 0 < report.calibrating < report.seconds
+    assert compress(make_tiny("bert"), Compression(dk=7, sweeps=1), None).calibrating == 0.0

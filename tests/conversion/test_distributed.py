@@ -1,6 +1,7 @@
 """Conversion by several processes, and in groups of modules."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from collab_compress import Compression, compress
 from collab_compress.architectures import FAMILIES, find_dense_attention
 from collab_compress.calibration import gather_moments
 from collab_compress.conversion import plan
+from collab_compress.errors import CompressionError
 
 PROGRAM = """
 import sys
@@ -107,3 +109,45 @@ def test_moments_of_a_few_modules_at_a_time(dense, calibration, monkeypatch):
     compress(dense, Compression(dk=7), calibration)
     assert groups == [names[:2], names[2:]]
     assert all(torch.equal(value, together.state_dict()[name]) for name, value in dense.state_dict().items())
+
+
+@pytest.fixture
+def two_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_modules_decomposed_at_once_are_as_those_in_turn(dense, calibration, monkeypatch, two_threads):
+    """Each with one of the threads, which are given back; told in order."""
+    in_turn, told, seen = copy.deepcopy(dense), [], set()
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "AT_ONCE", 1)
+        compress(in_turn, Compression(dk=7, dv=12, sweeps=2), calibration)
+    real = plan._plan_one
+
+    def watched(*args):
+        seen.add((threading.current_thread() is threading.main_thread(), torch.get_num_threads()))
+        return real(*args)
+
+    monkeypatch.setattr(plan, "_plan_one", watched)
+    report = compress(
+        dense, Compression(dk=7, dv=12, sweeps=2), calibration, progress=lambda *report: told.append(report)
+    )
+    assert seen == {(False, 1)}
+    assert torch.get_num_threads() == 2
+    names = [each.name for each in (*report.modules, *report.values)]
+    assert told == [*((name, done, 6) for done, name in enumerate(names)), ("", 6, 6)]
+    for name, value in dense.state_dict().items():
+        torch.testing.assert_close(value, in_turn.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+def test_an_error_of_one_module_ends_all_and_gives_threads_back(dense, calibration, monkeypatch, two_threads):
+    def broken(*_, **__):
+        raise ValueError("this cannot be decomposed")
+
+    monkeypatch.setattr(plan, "factorize", broken)
+    with pytest.raises(CompressionError, match=r"layer\.0\.attention\.self: this cannot be decomposed"):
+        compress(dense, Compression(dk=7), calibration)
+    assert torch.get_num_threads() == 2

@@ -35,10 +35,10 @@ def test_polynomial_matches_the_dense_objective(
 
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=5))
 def test_minimiser_beats_a_grid(coefficients):
-    coefficients = torch.tensor([*coefficients, 1.0], dtype=torch.float64)
+    coefficients = [*coefficients, 1.0]
 
     def at(step):
-        return sum(c * step ** (k + 1) for k, c in enumerate(coefficients.tolist()))
+        return sum(c * step ** (k + 1) for k, c in enumerate(coefficients))
 
     step = positive_minimiser(coefficients)
     lowest = min(at(0.01 * i) for i in range(1001))
@@ -59,4 +59,4 @@ def test_minimiser_beats_a_grid(coefficients):
     ],
 )
 def test_minimiser_of_simple_polynomials(coefficients, expected):
-    assert positive_minimiser(torch.tensor(coefficients, dtype=torch.float64)) == pytest.approx(expected)
+    assert positive_minimiser(coefficients) == pytest.approx(expected)
