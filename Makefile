@@ -6,6 +6,7 @@
 # make docs          the documentation, in build/docs; stops at a broken link or a missing docstring
 # make help-texts    what the commands print for --help, in cli/help_texts; after changing an option
 # make bench         factorization, latency, training cost, similarity and quality against their references
+# make bench-gpu     kernels of attention on a GPU: time, share of peak, memory; fails where there is none
 
 PYTHON ?= python3
 VENV := .venv
@@ -27,7 +28,7 @@ export COLLAB_COMPRESS_DATA
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-extras test-lowest check docs help-texts bench clean
+.PHONY: demo test test-extras test-lowest check docs help-texts bench bench-gpu clean
 
 demo: $(CORE)
 	rm -rf demo-output
@@ -73,9 +74,13 @@ help-texts: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/factorization.py
 	$(BIN)/python benchmarks/latency.py
+	$(BIN)/python benchmarks/decoding.py
 	$(BIN)/python benchmarks/heads.py
 	$(BIN)/python benchmarks/similarity.py --quick
 	$(if $(COLLAB_COMPRESS_DATA),$(BIN)/python benchmarks/quality.py --data-dir $(COLLAB_COMPRESS_DATA)/glue,@echo "no real data, so no quality: set COLLAB_COMPRESS_DATA")
+
+bench-gpu: $(STAMP)
+	$(BIN)/python benchmarks/attention_kernels.py
 
 $(CORE): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

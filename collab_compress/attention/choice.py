@@ -11,53 +11,59 @@ from torch import Tensor
 
 HALVES = (torch.bfloat16, torch.float16)
 Mode = Literal["inference", "training", "general"]
+Case = Literal["one token", "equal widths"]
 
 
 class Choice(NamedTuple):
     """A row of the table; the first that fits counts.
 
     Args:
+        kernel: name of a function: `decoded` of `functions`, or one that the form's own module calls.
         form: of the queries and keys; None for all, dense ones included.
         cpu: whether it is for CPUs, or for all other devices.
         mode: None for all. "inference" is where nothing is recorded, traced or dropped, and dtypes agree; "training"
             where something is recorded or dropped, and dtypes agree; "general" is the rest: traced or compiled calls,
             mixed dtypes, masks that are trained.
-        one: whether it is for one new token only.
-        kernel: name of a function: `decoded` of `functions`, or one of the form's own module.
+        case: what else a call has to be: of one new token, or of heads that are all as wide as their values.
+        most: scores B·T·S of one head up to which it is for; None for any number.
     """
 
+    kernel: str
     form: str | None
     cpu: bool
-    mode: Mode | None
-    one: bool
-    kernel: str
+    mode: Mode | None = None
+    case: Case | None = None
+    most: int | None = None
 
 
 TABLE = (
-    Choice(None, True, "inference", True, "decoded"),
-    Choice("shared", True, "inference", False, "blocked"),
-    Choice("shared", True, "training", False, "recomputed"),
-    Choice("shared", True, "general", False, "folded"),
-    Choice("shared", False, None, False, "sdpa"),
-    Choice("per-head", True, "inference", False, "one_by_one"),
-    Choice("per-head", True, None, False, "padded"),
-    Choice("per-head", False, None, False, "padded"),
+    Choice("decoded", None, cpu=True, mode="inference", case="one token"),
+    Choice("blocked", "shared", cpu=True, mode="inference"),
+    Choice("recomputed", "shared", cpu=True, mode="training"),
+    Choice("folded", "shared", cpu=True),
+    Choice("sdpa", "shared", cpu=False),
+    Choice("side_by_side", "per-head", cpu=True, mode="inference", case="equal widths", most=2**15),
+    Choice("padded", "per-head", cpu=True, mode="inference", most=2**12),
+    Choice("one_by_one", "per-head", cpu=True, mode="inference"),
+    Choice("padded", "per-head", cpu=True),
+    Choice("padded", "per-head", cpu=False),
 )
 
 
-def kernel_for(form: str | None, mode: Mode, query: Tensor, *, one: bool = False) -> str:
+def kernel_for(form: str | None, mode: Mode, query: Tensor, *, case: Case | None = None, scores: int = 0) -> str:
     """Name the kernel for a call; "stock" where the table has none.
 
     Args:
         form: of the queries and keys.
         mode: as `mode_of` says.
         query: on the device in question.
-        one: whether the call has one new token and may be `decoded`.
+        case: what the call is, if it is anything special.
+        scores: B·T·S.
     """
-    for choice in TABLE:
-        fits = choice.form in (None, form) and choice.cpu == query.is_cpu and choice.mode in (None, mode)
-        if fits and (one or not choice.one):
-            return choice.kernel
+    for row in TABLE:
+        fits = row.form in (None, form) and row.cpu == query.is_cpu and row.mode in (None, mode)
+        if fits and row.case in (None, case) and (row.most is None or scores <= row.most):
+            return row.kernel
     return "stock"
 
 

@@ -110,7 +110,7 @@ def reads_cache(query: Tensor, key: Tensor, value: Tensor, dropout: float, *adde
     if query.shape[2] != 1 or query.dtype in HALVES:
         return False
     mode = mode_of(dropout, query, key, value, *added)
-    return kernel_for(None, mode, query, one=True) == "decoded" and not torch.is_autocast_enabled("cpu")
+    return kernel_for(None, mode, query, case="one token") == "decoded" and not torch.is_autocast_enabled("cpu")
 
 
 def probabilities_(scores: Tensor, *added: Tensor | None) -> Tensor:

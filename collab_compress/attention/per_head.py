@@ -33,13 +33,26 @@ def attend_separately(
     query: Tensor, key: Tensor, content: Tensor | None, sizes: Sequence[int], value: Tensor, mask: Tensor | None,
     scaling: float, dropout: float, causal: bool,
 ) -> Tensor:  # fmt: skip
-    """Compute head outputs (B, H, T, dv): on CPUs in inference head by head, else by PyTorch's fused kernel.
+    """Compute head outputs (B, H, T, dv) by the kernel of the table."""
+    mode = mode_of(dropout, query, key, content, value, mask)
+    scores = query.shape[0] * query.shape[1] * key.shape[1]
+    even = set(sizes) == {value.shape[-1]}
+    kernel = kernel_for("per-head", mode, query, case="equal widths" if even else None, scores=scores)
+    if kernel == "padded":
+        return padded(query, key, content, sizes, value, mask, scaling, dropout, causal)
+    function = {"side_by_side": side_by_side, "one_by_one": one_by_one}[kernel]
+    return function(query, key, content, sizes, value, mask, scaling, causal)
+
+
+def padded(
+    query: Tensor, key: Tensor, content: Tensor | None, sizes: Sequence[int], value: Tensor, mask: Tensor | None,
+    scaling: float, dropout: float, causal: bool,
+) -> Tensor:  # fmt: skip
+    """Attend by PyTorch's fused kernel, (B, H, T, dv), for any mode.
 
     Fused kernels want queries, keys and values of one width, so heads are padded to that of the values; only where a
     head fills that width already do the values get wider, by zeros.
     """
-    if kernel_for("per-head", mode_of(dropout, query, key, content, value, mask), query) == "one_by_one":
-        return one_by_one(query, key, content, sizes, value, mask, scaling, causal)
     width = value.shape[-1]
     wider = max(0, max(sizes) + (content is not None) - width)
     total = width + (-(-wider // 8)) * 8
@@ -50,6 +63,26 @@ def attend_separately(
         heads_query, heads_key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scaling
     )
     return outputs[..., :width]
+
+
+def side_by_side(
+    query: Tensor, key: Tensor, content: Tensor | None, sizes: Sequence[int], value: Tensor, mask: Tensor | None,
+    scaling: float, causal: bool,
+) -> Tensor:  # fmt: skip
+    """Attend by PyTorch's fused kernel with heads as wide as their values, (B, H, T, dv); inference only.
+
+    Nothing is laid out anew; content biases are a part of the mask, one row for all queries.
+    """
+    heads_query, heads_key = separated(query, key, None, sizes, 0)
+    shape = (*value.shape[:2], query.shape[1], key.shape[1])
+    added = [each for each in biases_of(content, mask, scaling, shape, query.dtype) if each is not None]
+    if added and causal:
+        added.append(_future(query, shape[2], shape[3], 0))
+    outputs: Tensor = scaled_dot_product_attention(
+        heads_query, heads_key, value, attn_mask=sum(added[1:], added[0]) if added else None,
+        is_causal=causal and not added, scale=scaling,
+    )  # fmt: skip
+    return outputs
 
 
 def one_by_one(

@@ -20,7 +20,10 @@ def recomputed(
     query: Tensor, key: Tensor, content: Tensor | None, mixing: Tensor, value: Tensor, mask: Tensor | None,
     scaling: float, dropout: float, causal: bool,
 ) -> Tensor:  # fmt: skip
-    """Attend block by block, differentiably but once, and not by the mask, (B, H, T, dv)."""
+    """Attend block by block, differentiably but once, and not by the mask, (B, H, T, dv).
+
+    For second derivatives, eager attention keeps all that it computes.
+    """
     attend: Any = _Recomputed.apply
     output: Tensor = attend(query, key, content, mixing, value, mask, scaling, dropout, causal)
     return output

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collab_compress.attention import per_head
-from collab_compress.attention.per_head import attend_separately, one_by_one, separate_probabilities, separated
+from collab_compress.attention.per_head import (
+    attend_separately,
+    one_by_one,
+    padded,
+    separate_probabilities,
+    separated,
+    side_by_side,
+)
 
 
 def draw(sizes=(3, 0, 2), batch=2, length=4, keys=5, width=2, content=True, mask="none", seed=0):
@@ -72,9 +79,23 @@ def test_all_ways_equal_the_formula(inputs, causal, room):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(per_head, "CACHE_BYTES", room)
         torch.testing.assert_close(one_by_one(*inputs, causal=causal), outputs)
+    torch.testing.assert_close(padded(*inputs, dropout=0.0, causal=causal), outputs)
+    torch.testing.assert_close(attend_separately(*inputs, dropout=0.0, causal=causal), outputs)
     torch.testing.assert_close(attend_separately(*recorded(inputs), dropout=0.0, causal=causal), outputs)
     without_values = (*inputs[:4], *inputs[5:])
     torch.testing.assert_close(separate_probabilities(*without_values, causal=causal), rows)
+
+
+@settings(max_examples=40)
+@given(
+    heads=st.integers(1, 4), width=st.integers(1, 4), content=st.booleans(), causal=st.booleans(),
+    mask=st.sampled_from(["none", "bool", "lowest", "position bias"]), seed=st.integers(0, 999),
+)  # fmt: skip
+def test_heads_as_wide_as_their_values_attend_side_by_side(heads, width, content, causal, mask, seed):
+    inputs = draw(sizes=(width,) * heads, width=width, content=content, mask=mask, seed=seed)
+    causal = causal and mask == "none"
+    _, outputs = oracle(inputs, causal)
+    torch.testing.assert_close(side_by_side(*inputs, causal=causal), outputs)
 
 
 def recorded(inputs):
@@ -82,22 +103,33 @@ def recorded(inputs):
     return (inputs[0].clone().requires_grad_(), *inputs[1:])
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_heads_attend_one_by_one_where_nothing_is_recorded(wanted, monkeypatch):
-    seen = []
+@pytest.fixture
+def chosen(monkeypatch):
+    """Names of the kernels that `attend_separately` calls."""
+    calls = []
+    for kernel in (one_by_one, side_by_side, padded):
 
-    def spy(*parts):
-        seen.append(True)
-        return one_by_one(*parts)
+        def spy(*parts, _kernel=kernel):
+            calls.append(_kernel.__name__)
+            return _kernel(*parts)
 
-    monkeypatch.setattr(per_head, "one_by_one", spy)
-    inputs = draw()
-    attend_separately(*(inputs if wanted else recorded(inputs)), dropout=0.0, causal=False)
-    assert bool(seen) == wanted
+        monkeypatch.setattr(per_head, kernel.__name__, spy)
+    return calls
+
+
+@pytest.mark.parametrize(("sizes", "length", "kernel"), [
+    ((2, 2), 16, "side_by_side"), ((2, 2), 160, "one_by_one"), ((3, 1), 16, "padded"), ((3, 1), 80, "one_by_one"),
+])  # fmt: skip
+def test_the_kernel_depends_on_widths_and_lengths_where_nothing_is_recorded(sizes, length, kernel, chosen):
+    inputs = draw(sizes=sizes, length=length, keys=length)
+    attend_separately(*inputs, dropout=0.0, causal=False)
+    attend_separately(*recorded(inputs), dropout=0.0, causal=False)
+    attend_separately(*inputs, dropout=0.1, causal=False)
+    assert chosen == [kernel, "padded", "padded"]
 
 
 def test_results_lie_as_modules_want_them():
-    assert attend_separately(*draw(), dropout=0.0, causal=False).transpose(1, 2).is_contiguous()
+    assert one_by_one(*draw(), causal=False).transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize(("widest", "content", "width", "expected"), [

@@ -7,6 +7,7 @@ import torch
 
 from collab_compress import Compression, HeadMask, compress, expand, head_importance, read_factors
 from collab_compress.attention.kernels import folded, sdpa
+from collab_compress.attention.per_head import attend_separately
 from collab_compress.attention.shared import attend
 from collab_compress.calibration import calibration_batches
 from collab_compress.heads import DropHead, Tap
@@ -178,6 +179,37 @@ def test_kernels_are_exact(kernel, mask, content, dtype):
     assert found.dtype == dtype
     tolerance = 1e-4 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(found.double().cpu(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("sizes", [(16,) * 4, (20, 0, 33, 11)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_kernels_of_heads_with_channels_of_their_own_are_exact(causal, sizes, dtype):
+    generator = torch.Generator().manual_seed(0)
+    parts = [
+        torch.randn(*shape, generator=generator).to(dtype)
+        for shape in ((2, 33, 64), (2, 33, 64), (2, 33, 4), (2, 4, 33, 16))
+    ]
+    query, key, content, value = (part.double() for part in parts)
+    expected = attend_separately(query, key, content, sizes, value, None, 0.1, 0.0, causal)
+    query, key, content, value = (part.cuda() for part in parts)
+    found = attend_separately(query, key, content, sizes, value, None, 0.1, 0.0, causal)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.03
+    torch.testing.assert_close(found.double().cpu(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("kernel", [attend, sdpa, folded])
+def test_gradients_of_kernels_are_those_of_the_cpu(kernel):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 33, 52), (2, 33, 52), (2, 33, 12), (12, 52), (2, 12, 33, 64))
+    parts = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    found = []
+    for run, place in ((folded, {}), (kernel, {"device": "cuda", "dtype": torch.float32})):
+        leaves = [part.to(**place).detach().requires_grad_() if place else part.clone().requires_grad_()
+                  for part in parts]  # fmt: skip
+        found.append(torch.autograd.grad(run(*leaves, None, 0.1, 0.0, True).sin().sum(), leaves))
+    for expected, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours.double().cpu(), expected, atol=1e-3, rtol=1e-3)
 
 
 def test_a_checkpoint_goes_through_the_gpu_and_back(make_tiny, batch, tmp_path, load_cleanly):

@@ -1,0 +1,163 @@
+"""One new token reads the cache as it lies: the same outputs as otherwise, and no copy of keys or values."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2Model,
+    LlamaConfig,
+    LlamaModel,
+    OPTConfig,
+    OPTModel,
+    StaticCache,
+)
+
+from collab_compress import Compression, HeadMask, compress
+from collab_compress.attention import decoding, functions
+from collab_compress.attention.decoding import cached_scores, places_of, readers_of, weighted_values
+
+IDS = {"vocab_size": 61, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
+
+
+def gpt2():
+    return GPT2Model(GPT2Config(n_embd=24, n_head=3, n_layer=2, n_positions=800, initializer_range=0.4, **IDS))
+
+
+def opt():
+    return OPTModel(OPTConfig(
+        hidden_size=24, num_attention_heads=3, num_hidden_layers=2, ffn_dim=32, word_embed_proj_dim=24, init_std=0.4,
+        max_position_embeddings=800, **IDS,
+    ))  # fmt: skip
+
+
+def llama(groups=4):
+    return LlamaModel(LlamaConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=groups, num_hidden_layers=2, intermediate_size=40,
+        initializer_range=0.4, **IDS,
+    ))  # fmt: skip
+
+
+CASES = {
+    "shared": (gpt2, Compression(dk=13, sweeps=1)),
+    "shared, whole pieces": (gpt2, Compression(dk=16, sweeps=1)),
+    "per-head": (gpt2, Compression(dk=10, form="per-head")),
+    "values": (gpt2, Compression(dv=12)),
+    "unequal values": (gpt2, Compression(dv=10)),
+    "both": (gpt2, Compression(dk=9, dv=12, sweeps=1)),
+    "fixed heads": (opt, Compression(dk=9, dv=12, sweeps=1)),
+    "fixed heads, scaled queries": (opt, Compression(dk=12, form="per-head")),
+    "rotary": (llama, Compression(dk=16, dv=16, sweeps=1)),
+    "grouped": (lambda: llama(2), Compression(dk=8, dv=8, sweeps=1)),
+    "grouped, unequal values": (lambda: llama(2), Compression(dv=7)),
+}
+
+
+def converted(case):
+    torch.manual_seed(0)
+    build, compression = CASES[case]
+    model = build().eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.5)
+    compress(model, compression, calibration=None)
+    return model
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """Whether calls of the attention function were decoded, one by one."""
+    seen = []
+
+    def spy(*inputs):
+        seen.append(decoding.reads_cache(*inputs))
+        return seen[-1]
+
+    monkeypatch.setattr(functions, "reads_cache", spy)
+    return seen
+
+
+@torch.no_grad()
+def token_after(model, ids, past=None, **options):
+    """Outputs of a last token beside a cache of the others."""
+    past = DynamicCache(config=model.config) if past is None else past
+    seen = {name: value[:, :-1] for name, value in options.items()}
+    model(ids[:, :-1], past_key_values=past, **seen)
+    return model(ids[:, -1:], past_key_values=past, **options).last_hidden_state
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_a_token_is_what_it_is_without(case, padded, decoded, monkeypatch):
+    if padded:  # with the smallest blocks as well
+        monkeypatch.setattr(decoding, "CACHE_BYTES", 1)
+    model = converted(case)
+    ids = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(1))
+    options = {"attention_mask": torch.ones_like(ids).index_fill(1, torch.arange(3), 0)} if padded else {}
+    found = token_after(model, ids, **options)
+    assert decoded == [False, False, True, True]
+    monkeypatch.setattr(functions, "reads_cache", lambda *_: False)
+    torch.testing.assert_close(found, token_after(model, ids, **options), rtol=1e-4, atol=1e-5)
+
+
+def test_a_static_cache_too(decoded):
+    model = converted("rotary")
+    ids = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(1))
+    found = token_after(model, ids, StaticCache(model.config, max_cache_len=16))
+    assert decoded == [False, False, True, True]
+    torch.testing.assert_close(found, token_after(model, ids), rtol=1e-4, atol=1e-5)
+
+
+def test_what_records_or_acts_on_heads_or_is_in_half_precision_is_not_decoded(decoded):
+    model, ids = converted("both"), torch.tensor([[5, 6, 7]])
+    with HeadMask(model, {"h.0.attn": torch.tensor([1.0, 0.0, 1.0])}):
+        token_after(model, ids)
+    assert decoded == []  # not even asked
+    token_after(copy.deepcopy(model).bfloat16(), ids)
+    model(ids[:, :1])
+    assert decoded == [False] * 6
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that any operation put into memory of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        known = {part.untyped_storage().data_ptr() for part in args if isinstance(part, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known:
+            self.most = max(self.most, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("case", ["shared", "per-head", "both", "unequal values", "fixed heads", "rotary", "grouped"])
+def test_nothing_is_copied_that_grows_with_the_cache_but_scores(case, monkeypatch):
+    monkeypatch.setattr(decoding, "CACHE_BYTES", 1)  # products of keys pass through a buffer of constant size
+    model, largest, real = converted(case), [], functions._decoded
+
+    def watched(*inputs):
+        with Largest() as seen:
+            result = real(*inputs)
+        largest.append(seen.most)
+        return result
+
+    monkeypatch.setattr(functions, "_decoded", watched)
+    token_after(model, torch.randint(3, 61, (1, 600), generator=torch.Generator().manual_seed(1)))
+    assert largest == [model.config.num_attention_heads * 600] * 2
+
+
+def test_heads_and_pieces():
+    assert readers_of((3, 3, 2), 4) == (slice(0, 2), slice(1, 3))
+    assert places_of((3, 3, 2), 4, 1).tolist() == [0, 1, 2, 7, 8, 9, 14, 15]
+    rows, value = torch.rand(2, 6, 5), torch.randn(2, 3, 5, 4)  # two heads share each head of values
+    joined = value.transpose(1, 2).flatten(2)[..., :8].split((3, 3, 2), -1)
+    expected = [rows[:, head, None] @ joined[head // 2] for head in range(6)]
+    torch.testing.assert_close(weighted_values(rows, value, (3, 3, 2), 2), torch.cat(expected, -1)[:, 0])
+    query, key = torch.randn(2, 3, 8), torch.randn(2, 2, 5, 4)
+    torch.testing.assert_close(cached_scores(query, key), query @ key.transpose(1, 2).flatten(2).mT)
