@@ -18,14 +18,14 @@ def curve(matrix):
     return np.concatenate([[0], np.cumsum(values) / values.sum()])
 
 
-def assert_energy(found, queries, keys):
-    """Compare with what heads (H, D, d), formed in full, have."""
+def assert_energy(found, queries, keys, atol=1e-9):
+    """Compare with what heads (H, D, d), formed in full, have; moments are sums of float32 products."""
     heads = len(queries)
     for head in range(heads):
-        np.testing.assert_allclose(found.query[head], curve(queries[head]), atol=1e-9)
-        np.testing.assert_allclose(found.key[head], curve(keys[head]), atol=1e-9)
+        np.testing.assert_allclose(found.query[head], curve(queries[head]), atol=atol)
+        np.testing.assert_allclose(found.key[head], curve(keys[head]), atol=atol)
         right = curve(queries[head] @ keys[head].T)[: found.product.shape[1]]
-        np.testing.assert_allclose(found.product[head][: len(right)], right, atol=1e-9)
+        np.testing.assert_allclose(found.product[head][: len(right)], right, atol=atol)
     joined = [np.concatenate(list(each), 1) for each in (queries, keys)]
     total = sum(queries[head] @ keys[head].T for head in range(heads))
     for measured, matrix in (
@@ -33,15 +33,15 @@ def assert_energy(found, queries, keys):
     ):  # fmt: skip
         right = curve(matrix)
         shared = min(len(measured), len(right))
-        np.testing.assert_allclose(measured[:shared], right[:shared], atol=1e-9)
+        np.testing.assert_allclose(measured[:shared], right[:shared], atol=atol)
         assert float(measured[-1]) == pytest.approx(1)
     apart = np.concatenate([np.linalg.svd(q @ k.T, compute_uv=False) for q, k in zip(queries, keys, strict=True)])
     values = np.sort(apart**2)[::-1]
     right = np.concatenate([[0], np.cumsum(values) / values.sum()])[: len(found.unshared)]
-    np.testing.assert_allclose(found.unshared[: len(right)], right, atol=1e-9)
+    np.testing.assert_allclose(found.unshared[: len(right)], right, atol=atol)
     products = [q @ k.T for q, k in zip(queries, keys, strict=True)]
     least = np.minimum(*(curve(np.concatenate([p.T if side else p for p in products], 1)) for side in (0, 1)))
-    np.testing.assert_allclose(found.shared, least, atol=1e-9)
+    np.testing.assert_allclose(found.shared, least, atol=atol)
 
 
 def root(moment, damping):
@@ -88,7 +88,7 @@ def test_with_batches_it_is_the_energy_of_what_inputs_meet(family, make_tiny, ca
         moments = [np.cov(x.T, bias=True) if centre else x.T @ x / len(x) for x in inputs]
         s_query, s_key = (root(moment, 0.01) for moment in moments)
         queries, keys = (w.double().numpy() for w in (site.query_heads(), site.key_heads()))
-        assert_energy(found[site.name], s_query @ queries, s_key @ keys)
+        assert_energy(found[site.name], s_query @ queries, s_key @ keys, atol=1e-6)
 
 
 def test_converted_heads_are_those_of_the_factors(either):
@@ -178,14 +178,14 @@ def outputs_of_heads(model, site, batches):
 @pytest.mark.parametrize("weighed", [False, True])
 def test_values_of_each_head_have_the_energy_of_their_maps(family, weighed, make_tiny, calibration):
     model, batches = make_tiny(family), calibration[:2]
-    found = value_energy(model, batches if weighed else None, damping=1e-9)
+    found = value_energy(model, batches if weighed else None, damping=1e-6)
     for site in find_dense_values(model, FAMILIES):
         value, output = site.value_heads().double().numpy(), site.output_heads().double().numpy()
         seen = np.cov(outputs_of_heads(model, site, batches).T, bias=True) if weighed else None
         for head in range(site.heads):
             own = slice(head * 8, head * 8 + 8)
             made = value[head] @ output[head] if seen is None else root(seen[own, own], 0) @ output[head]
-            np.testing.assert_allclose(found[site.name].heads[head], curve(made)[:9], atol=1e-6)
+            np.testing.assert_allclose(found[site.name].heads[head], curve(made)[:9], atol=1e-5)
 
 
 @pytest.mark.parametrize("dv", [1, 5, 12, 13, 23])

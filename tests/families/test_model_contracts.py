@@ -123,7 +123,10 @@ def test_gradient_checkpointing_gives_the_same_gradients(kin, model, inputs):
     for (name, one), (_, other) in zip(model.named_parameters(), saving.named_parameters(), strict=True):
         assert (one.grad is None) == (other.grad is None), name
         if one.grad is not None:
-            torch.testing.assert_close(one.grad, other.grad, msg=name)
+            scale = float(one.grad.abs().max().clamp_min(1.0))
+            torch.testing.assert_close(
+                one.grad, other.grad, rtol=1e-4, atol=1e-5 * scale, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def test_attentions_have_the_stock_shapes(kin, dense, model, inputs):
