@@ -100,7 +100,7 @@ def run_script(usage: str, tasks: Collection[str], arguments: list[str] | None =
         name: what errors begin with.
     """
     with stopping_in_one_line(name), _bars_closed():
-        path, settings, options = _arguments(usage, arguments)
+        path, settings, options = _arguments(usage, arguments, "recipes")
         recipe = read_recipe(path, settings)
         if recipe.task not in tasks:
             raise RecipeError(f"{recipe.task} is {TASKS[recipe.task].kind}; this script is for {', '.join(tasks)}")
@@ -118,7 +118,7 @@ def run_sweep_script(usage: str, arguments: list[str] | None = None, name: str =
     Where some of the runs fail the exit code is 1; where the sweep cannot be run at all it is 2, with one line.
     """
     with stopping_in_one_line(name), _bars_closed():
-        path, settings, options = _arguments(usage, arguments)
+        path, settings, options = _arguments(usage, arguments, "sweeps")
         if path is None:
             raise RecipeError("give the file of a sweep")
         settings = [f"base.{each}" if each.startswith("revision=") else each for each in settings]
@@ -156,14 +156,14 @@ def _write(options: Options, result: Any) -> None:
         write_new(options.json, to_json(result))
 
 
-def _arguments(usage: str, arguments: list[str] | None) -> tuple[Path | None, list[str], Options]:
+def _arguments(usage: str, arguments: list[str] | None, kind: str) -> tuple[Path | None, list[str], Options]:
     given = sys.argv[1:] if arguments is None else list(arguments)
     if not given:
         sys.exit(usage)
     if {"-h", "--help"} & set(given):
         print(usage)
         sys.exit()
-    path = None if "=" in given[0] or given[0].startswith("--") else _file(given.pop(0))
+    path = None if "=" in given[0] or given[0].startswith("--") else _file(given.pop(0), kind)
     quiet = "--quiet" in given
     settings = list(_settings([word for word in given if word != "--quiet"]))
     files = [Path(setting.partition("=")[2]) for setting in settings if setting.startswith("json=")]
@@ -173,19 +173,16 @@ def _arguments(usage: str, arguments: list[str] | None) -> tuple[Path | None, li
     return path, kept, Options(files[-1] if files else None, quiet)
 
 
-def _file(name: str) -> Path:
-    """Find a recipe or a sweep: a file, or else one of those that come with the package."""
+def _file(name: str, kind: str) -> Path:
+    """Find one of the recipes or of the sweeps: a file, or else one of those that come with the package."""
     path = Path(name)
     if path.exists() or path.name != name:
         return path
-    for kind in ("recipes", "sweeps"):
-        try:
-            shipped = resources.files(f"{__package__}.{kind}") / name
-        except ModuleNotFoundError:
-            continue
-        if shipped.is_file():
-            return Path(str(shipped))
-    return path
+    try:
+        shipped = resources.files(f"{__package__}.{kind}") / name
+    except ModuleNotFoundError:  # installed in place, from a checkout
+        shipped = Path(__file__).parents[1] / "glue_runs" / kind / name
+    return Path(str(shipped)) if shipped.is_file() else path
 
 
 def _settings(given: list[str]) -> Iterator[str]:

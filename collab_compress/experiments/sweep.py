@@ -9,7 +9,7 @@ from functools import partial
 from itertools import groupby, product
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.distributed import can_meet, on_main_process
@@ -53,7 +53,7 @@ class Sweep:
     """Which part this worker does first, as 2/4 for the second of four that share the output; when it is done with
     that it does what is left of the others', those that were killed included."""
 
-    launcher: Literal["submitit"] | None = None
+    launcher: str | None = None
     """Where workers run: here, one, if not given; submitit starts `jobs` of them on a cluster and waits."""
 
     jobs: int = 1
@@ -68,6 +68,10 @@ class Sweep:
     def __post_init__(self) -> None:
         if self.shard is not None:
             self._place()
+        if self.launcher not in (None, "submitit"):
+            raise RecipeError(
+                f"launcher is {self.launcher!r}; expected submitit, and cluster=slurm or local for where"
+            )
         if self.jobs < 1 or (self.launcher is not None and self.shard is not None):
             raise RecipeError("a launcher starts jobs, at least 1, and gives each its shard; leave shard out")
         if self.launcher is None and (self.jobs > 1 or self.cluster is not None or self.submit):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from collab_compress_cli import run as command
 from transformers import MarianConfig, MarianMTModel
 
 from collab_compress.experiments import read_recipe, read_sweep
@@ -210,3 +211,13 @@ def test_rotations_name_heads_that_the_model_has():
                 eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=1, max_position_embeddings=8,
             )  # fmt: skip
         Rotator(MarianMTModel(config), recipe.heads.rotation)
+
+
+@pytest.mark.parametrize("path", [*RECIPES, *SWEEPS], ids=lambda path: path.stem)
+def test_each_is_found_by_its_name_in_any_directory(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert command._file(path.name, path.parent.name).read_text(encoding="utf-8") == path.read_text(encoding="utf-8")
+    (tmp_path / path.name).write_text("task: mrpc\n")
+    assert (
+        command._file(path.name, path.parent.name).read_text(encoding="utf-8") == "task: mrpc\n"
+    )  # one's own goes first

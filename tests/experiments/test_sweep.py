@@ -274,6 +274,7 @@ def test_a_job_that_dies_is_told_with_its_log(tmp_path):
         (["launcher=submitit", "cluster=local", "submit={colour: 3}"], "submitit cannot be set up.*colour"),
         (["launcher=submitit", "shard=1/2"], "leave shard out"),
         (["jobs=3"], "belong to a launcher"),
+        (["launcher=slurm"], "launcher is 'slurm'; expected submitit"),
     ],
 )
 def test_a_launcher_that_cannot_be_used(path, arguments, message):
