@@ -117,7 +117,8 @@ def test_wheel_gives_the_command(installed):
 
 def test_recipes_come_with_the_wheel(installed):
     """It is found in any directory, and misses the data only."""
-    found = installed("python", "-I", "-c", "from collab_compress_cli.run import _file; print(_file('mrpc.yaml', 'recipes'))")
+    code = "from collab_compress_cli.run import _file; print(_file('mrpc.yaml', 'recipes'))"
+    found = installed("python", "-I", "-c", code)
     assert found.strip().endswith("collab_compress_cli/recipes/mrpc.yaml")
 
 
