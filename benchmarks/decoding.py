@@ -13,14 +13,13 @@ Examples:
 import argparse
 import copy
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median, quantiles
 from time import perf_counter, process_time
 from typing import Any
 
 import torch
+from latency import over_dense, paired_seconds, shown
 from transformers import DynamicCache, GPT2Config, GPT2Model, LlamaConfig, LlamaModel, StaticCache
 from transformers.utils.logging import disable_progress_bar
 
@@ -89,20 +88,6 @@ def token(model: Any, length: int, static: bool) -> Callable[[], None]:
     return step
 
 
-def measure(steps: dict[str, Callable[[], None]], seconds: float, clock: Callable[[], float]) -> dict[str, list]:
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    started = clock()
-    count = 0
-    while clock() - started < seconds or count < 8:
-        for name in random.sample(list(steps), len(steps)):
-            before = clock()
-            steps[name]()
-            if count > 2:  # the first are for warming up
-                times[name].append(clock() - before)
-        count += 1
-    return times
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
@@ -130,15 +115,12 @@ def main() -> None:
         for length in arguments.lengths:
             with torch.inference_mode():
                 steps = {name: token(model, length, arguments.static) for name, model in models.items()}
-                times = measure(steps, arguments.seconds, clock)
+                times = paired_seconds(steps, {}, arguments.seconds, clock)
             for name in list(models)[1:]:
-                ratios = [ours / theirs for ours, theirs in zip(times[name], times["dense"], strict=True)]
-                low, middle, high = quantiles(ratios, n=4)
-                dense_ms = 1e3 * median(times["dense"])
-                rows.append({"shape": shape, "cache": length, "row": name, "ratio": middle, "low": low, "high": high,
-                             "dense_ms": dense_ms, "rounds": len(ratios)})  # fmt: skip
-                print(f"{shape:20} {length:5} {name:16} {middle:.3f} [{low:.3f}, {high:.3f}] {dense_ms:7.1f} ms",
-                      flush=True)  # fmt: skip
+                found = over_dense(times, name)
+                rows.append({"shape": shape, "cache": length, "row": name, **found})
+                line = f"{shape:20} {length:5} {name:16} {shown(found)} {found['dense_ms']:7.1f} ms"
+                print(line, flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
 

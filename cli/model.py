@@ -125,7 +125,7 @@ def begin(model: str, output: Path, saving: Saving, device: str = "cpu", edited:
         check_upload(saving.push_to_hub)
     companions_of(directory)
     source = load_source(model, edited, saving.revision)
-    put_on(source.model, device_of(device))
+    put_on(source.model, device)
     return source
 
 
@@ -268,12 +268,13 @@ def device_of(asked: str) -> str:
     return f"{kind}:{together.local_process_index}"
 
 
-def put_on(model: PreTrainedModel, device: str) -> None:
-    """Move a model, in place.
+def put_on(model: PreTrainedModel, asked: str) -> None:
+    """Move a model, in place, to what `device_of` says.
 
     Raises:
-        CompressionError: there is no such device, or it is full.
+        CompressionError: there is no such device, it is full, or one is named for several processes.
     """
+    device = device_of(asked)
     try:
         torch.zeros(1, device=device).item()  # a device that is there, and holds values
         model.to(device)

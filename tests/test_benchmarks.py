@@ -50,7 +50,8 @@ def vectors(model, module, batch):
     """What a module reads, (N, D), in float64."""
     seen = []
     handle = module.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    run(model, batch)
+    with torch.no_grad():
+        model(**batch)
     handle.remove()
     return seen[0].flatten(0, 1).double()
 
@@ -201,7 +202,7 @@ def test_heads_may_keep_equally_many_pairs(llama, batch):
 
 
 def test_values_are_narrowed_to_what_matters_on_the_data(llama, batch):
-    z = vectors_into(llama, llama.model.layers[0].self_attn.o_proj, batch)
+    z = vectors(llama, llama.model.layers[0].self_attn.o_proj, batch)
     fewer = dropped(llama, 0.5, True, [batch]).model.layers[0].self_attn
     dense = llama.model.layers[0].self_attn
     for rows in torch.arange(32).split(8):
@@ -210,14 +211,6 @@ def test_values_are_narrowed_to_what_matters_on_the_data(llama, batch):
         kept = torch.linalg.lstsq(before, after).solution
         smaller = z[:, rows] @ kept @ fewer.o_proj.weight[:, rows].double().T
         torch.testing.assert_close((part - smaller).norm(), best_error(part, 4), rtol=1e-2, atol=0)
-
-
-def vectors_into(model, module, batch):
-    seen = []
-    handle = module.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    logits(model, batch)
-    handle.remove()
-    return seen[0].flatten(0, 1).double()
 
 
 def test_pooled_heads_are_those_of_grouped_queries(llama, batch):

@@ -52,7 +52,7 @@ def places_of(sizes: Sequence[int], width: int, group: int) -> Tensor:
                 piece, place = divmod(channel, width)
                 row = (head - pieces[piece].start) * group + member
                 found.append(offsets[piece] + row * width + place)
-    return torch.tensor(found)
+    return torch.tensor(found, device="cpu")
 
 
 def cached_scores(query: Tensor, key: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ def blocked(
     biases = biases_of(content, mask, scaling, (batch, heads, length, keys), query.dtype)
     block = block_shape(batch, heads, length, max(keys, rank) * query.element_size())
     if block == (batch, heads, length) and (not causal or length == keys):  # slicing costs more than it saves
-        corner = future_of(query, length) if causal else None
+        corner = future_of(query, length, keys) if causal else None
         rows = block_probabilities(query, key, scaled_mixing, (*biases, corner))[1]
         return rows @ value
     output = value.new_empty(batch, length, heads, value.shape[-1])
@@ -131,9 +131,9 @@ Added = tuple[Tensor | None, Tensor | None, Tensor | None]
 and one for the last few keys only (t, S')."""
 
 
-def future_of(like: Tensor, length: int) -> Tensor:
-    """What hides later keys from queries when it is added to their scores, (T, T)."""
-    return like.new_full((length, length), torch.finfo(like.dtype).min).triu_(1)
+def future_of(like: Tensor, length: int, keys: int, start: int = 0) -> Tensor:
+    """What hides from queries `start`, `start` + 1, … the keys after them when it is added to scores, (T, S)."""
+    return like.new_full((length, keys), torch.finfo(like.dtype).min).triu_(start + 1)
 
 
 def cut(
@@ -154,7 +154,7 @@ def cut(
     """
     *sizes, keys = shape
     row_bias, bias = biases
-    corner = future_of(like, block[2]) if causal else None
+    corner = future_of(like, block[2], block[2]) if causal else None
     slices = [
         [slice(start, min(start + step, size)) for start in range(0, size, max(step, 1))]
         for size, step in zip(sizes, block, strict=True)

@@ -22,6 +22,7 @@ from collab_compress.attention.form import Cut, HeadRows, ScoreForm
 from collab_compress.attention.kernels import (
     CACHE_BYTES,
     biases_of,
+    future_of,
     in_float32_on_cpu,
     masked,
     softmax,
@@ -77,7 +78,7 @@ def side_by_side(
     shape = (*value.shape[:2], query.shape[1], key.shape[1])
     added = [each for each in biases_of(content, mask, scaling, shape, query.dtype) if each is not None]
     if added and causal:
-        added.append(_future(query, shape[2], shape[3], 0))
+        added.append(future_of(query, shape[2], shape[3]))
     outputs: Tensor = scaled_dot_product_attention(
         heads_query, heads_key, value, attn_mask=sum(added[1:], added[0]) if added else None,
         is_causal=causal and not added, scale=scaling,
@@ -110,7 +111,7 @@ def one_by_one(
             seen = min(t.stop, keys) if causal else keys  # keys beyond are in every query's future
             shape = (b.stop - b.start, t.stop - t.start, seen)
             scores = buffer[: shape[0] * shape[1] * shape[2]].view(shape)
-            future = _future(query, shape[1], seen, start) if causal else None
+            future = future_of(query, shape[1], seen, start) if causal else None
             for head, (q, k) in enumerate(own):
                 added = zero if row_bias is None else row_bias[b, head, :, :seen]
                 torch.baddbmm(added, q[b, t], k[b, :seen].transpose(1, 2), alpha=scaling, out=scores)
@@ -120,11 +121,6 @@ def one_by_one(
                     scores.add_(future)
                 output[b, t, head] = torch.softmax(scores, -1, out=scores) @ value[b, head, :seen]
     return output.transpose(1, 2)
-
-
-def _future(like: Tensor, length: int, keys: int, start: int) -> Tensor:
-    """What hides from queries `start`, `start` + 1, … the keys after them, (T, S)."""
-    return like.new_full((length, keys), torch.finfo(like.dtype).min).triu_(start + 1)
 
 
 @in_float32_on_cpu

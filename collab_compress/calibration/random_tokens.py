@@ -96,10 +96,10 @@ def synthetic_batches(
     """
     size = min(len(tokenizer), getattr(model.config.get_text_config(), "vocab_size", len(tokenizer)))
     special = set(tokenizer.all_special_ids)
-    ordinary = torch.tensor([token for token in range(size) if token not in special])
-    if not len(ordinary):
+    ids = [token for token in range(size) if token not in special]
+    if not ids:
         raise CalibrationError(f"the tokenizer's vocabulary of {size} holds special tokens only")
-    first, last = special_tokens(tokenizer, ordinary.tolist())
+    first, last = special_tokens(tokenizer, ids)
     generator = torch.Generator().manual_seed(seed)
     longest = fitting(length or LONGEST, model, tokenizer) or LONGEST
     shortest = min(SHORTEST, longest) if length is None else longest
@@ -108,8 +108,8 @@ def synthetic_batches(
     count = sequences or (VARIED if length is None else EQUAL)
     lengths = _lengths(count, max(shortest, len(first) + len(last) + 1), longest, generator)
     pairs = length is None and not model.config.is_encoder_decoder and not is_causal(model)
-    between = separator(tokenizer, ordinary.tolist(), first, last) if pairs else None
-    likely = likelihoods(tokenizer, ordinary.tolist())
+    between = separator(tokenizer, ids, first, last) if pairs else None
+    ordinary, likely = torch.tensor(ids), likelihoods(tokenizer, ids)
 
     def draw() -> list[Tensor]:
         places = torch.multinomial(likely, int(lengths.sum()), replacement=True, generator=generator)
@@ -123,7 +123,7 @@ def synthetic_batches(
     if not source:
         batches = [{} for _ in batches]
     if model.config.is_encoder_decoder:
-        first, last = special_tokens(tokenizer, ordinary.tolist(), target=True)
+        first, last = special_tokens(tokenizer, ids, target=True)
         begin = torch.tensor([_start_token(model.config, last), *first])[:longest]
         targets = draw()
         for target in targets:

@@ -31,7 +31,8 @@ def launch(
         What went wrong, once each; a job that did not come to its end is told with its log.
 
     Raises:
-        RecipeError: submitit is not installed, there is no such cluster, or it knows no such parameter.
+        RecipeError: submitit is not installed, there is no such cluster, it knows no such parameter, or the folder
+            cannot be written to.
     """
     try:
         submitit = import_module("submitit")
@@ -40,10 +41,10 @@ def launch(
     try:
         executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
         executor.update_parameters(**parameters)
-    except (NameError, RuntimeError, TypeError, ValueError, AssertionError) as error:
-        raise RecipeError(f"submitit cannot be set up: {one_line(error)}") from error
-    with executor.batch():
-        jobs = [executor.submit(work, share) for share in shares]
+        with executor.batch():
+            jobs = [executor.submit(work, share) for share in shares]
+    except (NameError, RuntimeError, TypeError, ValueError, AssertionError, OSError) as error:
+        raise RecipeError(f"submitit cannot start jobs from {folder}: {one_line(error)}") from error
     failed: list[str] = []
     try:
         for job in jobs:

@@ -14,10 +14,10 @@ from collab_compress.distributed import failing_together, on_every_process, on_m
 from collab_compress.errors import CheckpointError, RecipeError
 from collab_compress.experiments.identity import read_result, refuse_moved, reserve_output
 from collab_compress.experiments.recipe import Recipe, Tuning
-from collab_compress.experiments.record import environment, hub_commits, is_free, is_ours, mark
+from collab_compress.experiments.record import environment, hub_commits, is_free, is_ours, mark, read_record
 from collab_compress.experiments.sharding import sharding
 from collab_compress.experiments.trackers import check_trackers
-from collab_compress.experiments.tuning import evaluate, fine_tune, training_arguments
+from collab_compress.experiments.tuning import LOG, evaluate, fine_tune, training_arguments
 from collab_compress.experiments.untrained import make_fresh
 from collab_compress.experiments.workload import (
     Classification,
@@ -55,8 +55,8 @@ def run(recipe: Recipe, find_model: Callable[..., str | Path] = find_directory) 
 
     Returns:
         The record of each stage: task, method, stage, conversion, whether it was tuned again, seed, metrics of each
-        split, score (their mean, in the benchmark's scale), parameters, the recipe, the versions it ran with, and
-        the commits of model and data where they are from the hub.
+        split, score (their mean, in the benchmark's scale), parameters, the recipe, the versions it ran with, the
+        commits of model and data where they are from the hub, and of a fine-tuning its seconds and what it logged.
 
     Raises:
         RecipeError: a folder holds another experiment, or something cannot be run.
@@ -100,7 +100,8 @@ def _run(recipe: Recipe, find_model: Callable[..., str | Path], first: str) -> N
             metrics = evaluate(
                 workload, model, encoded, tokenizer, tuning or recipe.tuning or recipe.again or Tuning(), folder
             )
-            made = (metrics, parameters, commits)
+            log = read_record(folder / LOG) if tuning is not None else {}
+            made = (metrics, parameters, commits, log)
             on_main_process(lambda: write_json(folder / "result.json", _record(workload, name, *made)))
         return start
 
@@ -182,6 +183,7 @@ def _record(
     metrics: dict[str, dict[str, float]],
     parameters: int,
     hub: dict[str, str | None],
+    log: dict[str, Any],
 ) -> dict[str, Any]:
     recipe = workload.recipe
     tests = [split for split in metrics if split.startswith("test")]  # GLUE's have no labels, so they are not here
@@ -199,4 +201,5 @@ def _record(
         "recipe": asdict(recipe),
         "environment": environment(),
         "hub": hub,
+        **log,
     }

@@ -158,17 +158,26 @@ def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = find_direc
     failed: list[str] = []
     left = sweep.folders()
     while left:
-        busy = [runs for runs in left if not _run_folder(runs, find_model, failed, sweep.shard is not None)]
+        busy = []
+        for runs in left:
+            try:
+                failed += _run_folder(runs, find_model, shared=sweep.shard is not None)
+            except BusyError:
+                busy.append(runs)
         if len(busy) == len(left):
             time.sleep(PATIENCE)
         left = busy
     return failed
 
 
-def _run_folder(
-    runs: Sequence[Recipe], find_model: Callable[[str], str | Path], failed: list[str], shared: bool
-) -> bool:
-    """Run what is not finished of one folder, and note what went wrong; say whether no other worker has it."""
+def _run_folder(runs: Sequence[Recipe], find_model: Callable[[str], str | Path], shared: bool) -> list[str]:
+    """Run what is not finished of one folder, and say what went wrong.
+
+    Raises:
+        BusyError: the folder is shared, and another worker is at work there.
+        RecipeError: as `run_sweep`.
+    """
+    failed = []
     for recipe in runs:
         try:
             for record in run(recipe, find_model):
@@ -181,10 +190,10 @@ def _run_folder(
                     f"{recipe.output}: {words}; the sweep stops, for processes wait; start it again"
                 ) from error
             if shared and on_main_process(partial(isinstance, error, BusyError)):
-                return False
+                raise BusyError(words) from error
             logger.error("%s: %s", recipe.output, words)
             failed.append(f"{recipe.output}: {words}")
-    return True
+    return failed
 
 
 def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> Settings:

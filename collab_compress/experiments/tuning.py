@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from collab_compress.checkpoint.directory import atomic_directory
+from collab_compress.checkpoint.directory import atomic_directory, write_json
 from collab_compress.checkpoint.pretrained import load_model
 from collab_compress.distributed import on_main_process
 from collab_compress.errors import RecipeError
@@ -78,6 +78,7 @@ def seeded(trainer_class: type[Trainer]) -> type[Trainer]:
 
 
 STATE = "trainer_state.json"  # written last
+LOG = "log.json"
 OPTIMIZERS = {False: "optimizer.pt", True: "optimizer.bin"}
 """Whether FSDP shards the model → what the optimizer is saved as."""
 CHECKPOINT_FILES = ((STATE,), tuple(OPTIMIZERS.values()), ("scheduler.pt",))
@@ -109,6 +110,8 @@ def fine_tune(
 ) -> None:
     """Fine-tune and save into `folder/model`, going on where an earlier run stopped.
 
+    What the Trainer logged is kept in `folder/log.json`, with the seconds it took, null where it was interrupted.
+
     Args:
         workload: the task, and the recipe with what acts on heads.
         model: what to train, in place.
@@ -126,23 +129,26 @@ def fine_tune(
     trainer = _trainer(workload, model, data, tokenizer, tuning, checkpoints, recipe.heads)
     keep_whole_checkpoints(trainer)
     keep_logs(trainer, recipe, folder)
-    model_class, weights = type(model), None
+    model_class, weights, seconds = type(model), None, None
     latest = on_main_process(lambda: last_checkpoint(checkpoints))
     best = trainer.args.load_best_model_at_end
     chosen = None if latest is None else on_main_process(lambda: _chosen(latest, best))
     if chosen is not None:  # killed before it was saved
         trained, _ = load_model(model_class, chosen, dtype=model.dtype)
+        history = _state(chosen)["log_history"]
     else:
         if latest is not None:
             on_main_process(lambda: _check_optimizer(latest, trainer.is_fsdp_enabled))
         with _writing(checkpoints):
-            trainer.train(resume_from_checkpoint=None if latest is None else str(latest))
+            done = trainer.train(resume_from_checkpoint=None if latest is None else str(latest))
+        seconds, history = None if latest else done.metrics["train_runtime"], trainer.state.log_history
         trained, weights = trainer.accelerator.unwrap_model(trainer.model), whole_weights(trainer)
 
     def save() -> None:
         made, state = trained, weights
         if tuning.average > 1:
             made, state = _averaged(model_class, trained.dtype, checkpoints, tuning.average), None
+        write_json(folder / LOG, {"seconds": seconds, "history": history})
         with atomic_directory(folder / "model") as directory:
             made.save_pretrained(directory, state_dict=state)
             tokenizer.save_pretrained(directory)
@@ -191,16 +197,21 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 
 def _chosen(checkpoint: Path, best: bool) -> Path | None:
     """Give the checkpoint whose weights a training ended with; None if the one given is not that of its last step."""
-    state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    state = _state(checkpoint)
     if not state["global_step"] >= state["max_steps"] > 0:
         return None
     named = state["best_model_checkpoint"] if best else None
     return checkpoint if named is None else checkpoint.parent / Path(named).name
 
 
+def _state(checkpoint: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    return found
+
+
 def _is_json(checkpoint: Path) -> bool:
     try:
-        json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        _state(checkpoint)
     except ValueError:
         return False
     return True
@@ -258,7 +269,7 @@ def _trainer(
     validation = next((rows for split, rows in data.items() if split.startswith("validation")), None)
     return seeded(workload.trainer_class)(
         model, arguments, train_dataset=data.get("train"), eval_dataset=validation, processing_class=tokenizer,
-        data_collator=workload.collator(model, tokenizer), head_training=heads, **workload.options(),
+        data_collator=workload.collator(model, tokenizer), head_training=heads, **workload.options(tokenizer),
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from collab_compress.checkpoint.directory import has_tokenizer, write_atomically
 from collab_compress.checkpoint.pretrained import load_config
 from collab_compress.distributed import process_state
 from collab_compress.errors import CheckpointError, RecipeError
-from collab_compress.experiments.recipe import Recipe
+from collab_compress.experiments.recipe import Recipe, Tuning
 from collab_compress.metrics import Metric, load_metric, token_losses
 from collab_compress.tasks import (
     TASKS,
@@ -120,7 +120,7 @@ class Workload(ABC):
         """Name the splits that have labels, but for the training data."""
         return [name for name, rows in self.texts.items() if name != "train" and _labelled(rows)]
 
-    def options(self) -> dict[str, Any]:
+    def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Give further options of the trainer: `compute_metrics` and the like."""
         return {"compute_metrics": self.compute_metrics}
 
@@ -217,15 +217,13 @@ class TokenModel(Workload):
     shift: ClassVar[bool]
     """Whether a position predicts the next label, not its own."""
 
-    def options(self) -> dict[str, Any]:
+    def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Keep two numbers of a row's predictions, not a vocabulary of them for each token."""
-        return {**super().options(), "preprocess_logits_for_metrics": partial(_losses, shift=self.shift)}
+        return {**super().options(tokenizer), "preprocess_logits_for_metrics": partial(_losses, shift=self.shift)}
 
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """Score the sums of the rows' losses."""
-        losses, tokens = prediction.predictions[:, 0], prediction.predictions[:, 1].astype(int)
-        found: dict[str, float] = self.metric.compute(predictions=losses, references=tokens)
-        return found
+        return _of_losses(self.metric, prediction.predictions)
 
 
 class LanguageModel(TokenModel):
@@ -287,6 +285,12 @@ def _losses(logits: Tensor | tuple[Tensor, ...], labels: Tensor, *, shift: bool)
     return token_losses(logits[0] if isinstance(logits, tuple) else logits, labels, shift=shift)
 
 
+def _of_losses(metric: Metric, losses: np.ndarray) -> dict[str, float]:
+    """Score what `_losses` left of each row."""
+    found: dict[str, float] = metric.compute(predictions=losses[:, 0], references=losses[:, 1].astype(int))
+    return found
+
+
 MASKS = 0  # seed of the masks that are scored, whatever the recipe's seed is
 
 
@@ -329,27 +333,40 @@ class Translation(Workload):
         target = self.recipe.translation.target or (self.task.languages or ("", ""))[1]
         return {"tokenize": "zh"} if target.partition("_")[0] == "zh" else {}
 
-    def options(self) -> dict[str, Any]:
-        """Compute no metric in training: the search takes long, and the references are not in the rows."""
-        return {}
+    def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Compute no metric in training, for the search takes long, unless `predict_with_generate` asks for it."""
+        tuning = self.recipe.tuning or Tuning()
+        if not tuning.arguments.get("predict_with_generate"):
+            return {}
+        split = next(name for name in self.texts if name.startswith("validation"))  # the one that a trainer is given
+
+        def bleu(prediction: EvalPrediction) -> dict[str, float]:
+            written = self._read(prediction.predictions, tokenizer, split)
+            return {"bleu": self.metric.compute(predictions=written, references=self.texts[split]["target"])["bleu"]}
+
+        return {"compute_metrics": bleu}
+
+    def _read(self, tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase, split: str) -> list[str]:
+        """Give the translations of a split; rows repeated to fill the last batches come last, and are left out."""
+        tokens = tokens[: len(self.texts[split])]
+        read: list[str] = tokenizer.batch_decode(
+            np.where(tokens < 0, tokenizer.pad_token_id, tokens), skip_special_tokens=True
+        )
+        return read
 
     def score(self, trainer: Trainer, split: str, rows: Dataset, folder: Path) -> dict[str, float]:
         """Translate a split, keep the translations in `folder/SPLIT.txt`, and score them.
 
         The perplexity is that of the references' tokens, ends of sentences included, each after those before it.
         """
-        trainer.args.predict_with_generate, trainer.preprocess_logits_for_metrics = True, None
-        tokens = trainer.predict(rows).predictions[: len(rows)]  # rows repeated to fill the last batches come last
-        tokenizer = trainer.processing_class
-        written = tokenizer.batch_decode(
-            np.where(tokens < 0, tokenizer.pad_token_id, tokens), skip_special_tokens=True
-        )
+        trainer.args.predict_with_generate = True
+        trainer.compute_metrics = trainer.preprocess_logits_for_metrics = None
+        written = self._read(trainer.predict(rows).predictions, trainer.processing_class, split)
         if trainer.is_world_process_zero():
             write_atomically(folder / f"{split}.txt", "".join(f"{line}\n" for line in written))
         found = self.metric.compute(predictions=written, references=self.texts[split]["target"])
         trainer.args.predict_with_generate = False
         trainer.preprocess_logits_for_metrics = partial(_losses, shift=False)
-        losses = trainer.predict(rows).predictions[: len(rows)]
-        known = load_metric("perplexity").compute(predictions=losses[:, 0], references=losses[:, 1].astype(int))
+        known = _of_losses(load_metric("perplexity"), trainer.predict(rows).predictions[: len(rows)])
         scores = {name: found[name] for name in ("bleu", "brevity_penalty", "length_ratio")}
         return {**scores, "perplexity": known["perplexity"]}

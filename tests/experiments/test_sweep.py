@@ -270,8 +270,8 @@ def test_a_job_that_dies_is_told_with_its_log(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["launcher=submitit", "cluster=nowhere"], "submitit cannot be set up"),
-        (["launcher=submitit", "cluster=local", "submit={colour: 3}"], "submitit cannot be set up.*colour"),
+        (["launcher=submitit", "cluster=nowhere"], "submitit cannot start jobs from .*jobs: "),
+        (["launcher=submitit", "cluster=local", "submit={colour: 3}"], "submitit cannot start jobs from .*colour"),
         (["launcher=submitit", "shard=1/2"], "leave shard out"),
         (["jobs=3"], "belong to a launcher"),
         (["launcher=slurm"], "launcher is 'slurm'; expected submitit"),
