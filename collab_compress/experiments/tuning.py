@@ -63,7 +63,7 @@ class ByLength(Sampler[int]):
 
 
 def seeded(trainer_class: type[Trainer]) -> type[Trainer]:
-    """Give a trainer class that groups by length, where it is asked to, in an order of its own for each epoch."""
+    """Give a trainer class that groups training rows by length where it is asked to, otherwise in each epoch."""
 
     class Seeded(trainer_class):  # type: ignore[misc]
         def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -72,6 +72,9 @@ def seeded(trainer_class: type[Trainer]) -> type[Trainer]:
             rows = self.train_dataset if train_dataset is None else train_dataset
             batch = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
             return ByLength([len(ids) for ids in rows["input_ids"]], batch, self.args.seed)
+
+        def _get_eval_sampler(self, eval_dataset: Any) -> None:
+            return None  # one row after the other: translations are scored against references in their order
 
     Seeded.__name__ = trainer_class.__name__
     return Seeded

@@ -1,5 +1,6 @@
 """Translation, language modelling and classification from nothing: what is scored is what the files say."""
 
+import json
 import math
 from statistics import mean
 
@@ -65,6 +66,18 @@ def test_translation(sentences, tmp_path):
                 logits = model(**ids, decoder_input_ids=torch.tensor([before[: place + 1]])).logits[0, -1]
                 losses.append(-logits.double().log_softmax(-1)[label].item())
         assert record["metrics"]["test"]["perplexity"] == pytest.approx(math.exp(mean(losses)), rel=1e-4)
+
+
+def test_what_training_logs_is_recorded(sentences, tmp_path):
+    """BLEU while training, where it is asked for, is that of the validation split's rows in their order."""
+    asked = {"eval_strategy": "epoch", "predict_with_generate": True, "train_sampling_strategy": "group_by_length"}
+    tuning = {"epochs": 12, "learning_rate": 2e-2, "batch_size": 2, "arguments": {"disable_tqdm": True, **asked}}
+    greedy = ("translation.beams=1", "translation.length_penalty=1.0")
+    [record] = run(translation(sentences, tmp_path / "out", f"tuning={json.dumps(tuning)}", *greedy))
+    scores = [line["eval_bleu"] for line in record["history"] if "eval_bleu" in line]
+    assert len(scores) == 12
+    assert scores[-1] == record["metrics"]["validation"]["bleu"] > 0
+    assert record["seconds"] > 0
 
 
 def test_collaborative_from_the_first_step(sentences, tmp_path):
