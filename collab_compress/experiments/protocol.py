@@ -13,6 +13,7 @@ from collab_compress.conversion.compress import compress
 from collab_compress.distributed import failing_together, on_every_process, on_main_process, process_state
 from collab_compress.errors import CheckpointError, RecipeError
 from collab_compress.experiments.identity import read_result, refuse_moved, reserve_output
+from collab_compress.experiments.measures import add_measures, check_measures
 from collab_compress.experiments.recipe import Recipe, Tuning
 from collab_compress.experiments.record import environment, hub_commits, is_free, is_ours, mark, read_record
 from collab_compress.experiments.sharding import sharding
@@ -56,14 +57,18 @@ def run(recipe: Recipe, find_model: Callable[..., str | Path] = find_directory) 
     Returns:
         The record of each stage: task, method, stage, conversion, whether it was tuned again, seed, metrics of each
         split, score (their mean, in the benchmark's scale), parameters, the recipe, the versions it ran with, the
-        commits of model and data where they are from the hub, and of a fine-tuning its seconds and what it logged.
+        commits of model and data where they are from the hub; of a fine-tuning its seconds and what it logged; of a
+        conversion its seconds, without and with calibration, and the mean relative error of scores; and what the
+        recipe's measures found.
 
     Raises:
         RecipeError: a folder holds another experiment, or something cannot be run.
+        HeadError: a measure cannot be taken of the model.
         DataError: the data are not there, or malformed.
         CheckpointError: the model is not there.
     """
     check_trackers(recipe.trackers)
+    check_measures(recipe.measures)
     first, name = "given" if recipe.tuning is None else "tuned", recipe.conversion_name
     stages = [first] + ([name] if name else []) + ([f"{name}-again"] if recipe.again is not None else [])
     with failing_together(), ExitStack() as held:
@@ -100,9 +105,10 @@ def _run(recipe: Recipe, find_model: Callable[..., str | Path], first: str) -> N
             metrics = evaluate(
                 workload, model, encoded, tokenizer, tuning or recipe.tuning or recipe.again or Tuning(), folder
             )
-            log = read_record(folder / LOG) if tuning is not None else {}
+            log = read_record(folder / LOG) if tuning is not None else _conversion(folder)
             made = (metrics, parameters, commits, log)
             on_main_process(lambda: write_json(folder / "result.json", _record(workload, name, *made)))
+        on_main_process(lambda: add_measures(workload, start, encoded, tokenizer, folder))
         return start
 
     found = stage(first, source, recipe.tuning)
@@ -175,6 +181,22 @@ def _convert(workload: Workload, source: str | Path, tokenizer: Any, folder: Pat
             tokenizer.save_pretrained(directory)
 
     on_main_process(save)
+
+
+def _conversion(folder: Path) -> dict[str, Any]:
+    """Give what a conversion took and lost, "Collaborate Instead of Concatenate", Figure 4; nothing without one."""
+    path = folder / "report.json"
+    if not path.is_file():
+        return {}
+    report = read_record(path)
+    errors = [
+        module["weight_error" if module["data_error"] is None else "data_error"] for module in report["modules"]
+    ]
+    return {
+        "seconds": report["seconds"] - report["calibrating"],
+        "seconds_with_calibration": report["seconds"],
+        "error": sum(errors) / len(errors) if errors else None,
+    }
 
 
 def _record(
