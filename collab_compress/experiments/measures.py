@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from time import perf_counter
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -58,16 +57,14 @@ class Subject:
         workload: the task, and the recipe.
         model: what is measured.
         tokenizer: of the model.
-        data: encoded.
     """
 
-    def __init__(
-        self, workload: Workload, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: DatasetDict
-    ) -> None:
+    def __init__(self, workload: Workload, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.workload, self.model, self.tokenizer = workload, model, tokenizer
         scored = workload.scored()
         self.split = next((name for name in scored if name.startswith("validation")), scored[0])
-        rows: Dataset = data[self.split]
+        texts = DatasetDict({self.split: workload.texts[self.split]})
+        rows: Dataset = workload.encode(texts, tokenizer)[self.split]
         known = {*forward_arguments(model), "labels"}
         self._rows = rows.select_columns([name for name in rows.column_names if name in known])
         self._order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
@@ -80,10 +77,14 @@ class Subject:
     def batches(self, count: int = ROWS) -> list[Batch]:
         """Give batches of these rows, with labels."""
         places = self.places(count)
-        return [
-            dict(self._collate([self._rows[place] for place in places[start : start + BATCH]]))
-            for start in range(0, len(places), BATCH)
-        ]
+        found = []
+        for start in range(0, len(places), BATCH):
+            batch = dict(self._collate([self._rows[place] for place in places[start : start + BATCH]]))
+            if "decoder_input_ids" in batch:
+                # where something is predicted; a target that is padded ends with a token after which nothing comes
+                batch["decoder_attention_mask"] = (batch["labels"] != -100).long()
+            found.append(batch)
+        return found
 
     @cached_property
     def batches_of_all(self) -> list[Batch]:
@@ -239,18 +240,15 @@ def check_measures(names: tuple[str, ...]) -> None:
             raise RecipeError(f"unknown measure {name!r}; expected some of {', '.join(MEASURES)}")
 
 
-def add_measures(
-    workload: Workload, directory: str | Path, data: DatasetDict, tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> None:
+def add_measures(workload: Workload, directory: str | Path, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Measure what the record of a stage lacks, and write it there after each measure.
 
     Under `measures` stands what was found; under `measured` which measures were taken, those that do not apply to the
-    model too, with the split, the rows and the seconds of each.
+    model too, on which split, how many rows of it, and on how many of these the model was scored.
 
     Args:
         workload: the task, and the recipe, which names the measures.
         directory: of the stage's model.
-        data: encoded.
         tokenizer: of the model.
         folder: of the stage.
     """
@@ -259,12 +257,11 @@ def add_measures(
     if not names:
         return
     model: Any = workload.load_model(directory).to(process_state().device)
-    subject = Subject(workload, model, tokenizer, data)
+    subject = Subject(workload, model, tokenizer)
+    how = {"split": subject.split, "rows": len(subject.places()), "scored": len(subject.places(SCORED))}
     for name in names:
-        started = perf_counter()
         found = MEASURES[name](subject)
         record = read_record(path)
-        how = {"split": subject.split, "rows": len(subject.places()), "seconds": round(perf_counter() - started, 2)}
         record["measured"] = {**record.get("measured", {}), name: how}
         if found:
             numbers = _rounded(found, DIGITS.get(name, 6))

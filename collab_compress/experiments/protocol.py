@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from datasets import DatasetDict
 
 from collab_compress.checkpoint.directory import atomic_directory, write_json
 from collab_compress.checkpoint.pretrained import find_directory
@@ -88,7 +91,10 @@ def _run(recipe: Recipe, find_model: Callable[..., str | Path], first: str) -> N
     tokenizer = on_every_process(lambda: load_tokenizer(source))
     commits = on_every_process(lambda: hub_commits(source, workload.texts))
     on_main_process(lambda: refuse_moved(recipe, commits))
-    encoded = on_every_process(lambda: workload.encode(workload.texts, tokenizer))
+
+    @cache
+    def encoded() -> DatasetDict:
+        return on_every_process(lambda: workload.encode(workload.texts, tokenizer))
 
     def stage(name: str, start: str | Path, tuning: Tuning | None = None) -> str | Path:
         """Make a stage's model if it is not there, and its record; gives where the model is."""
@@ -96,19 +102,21 @@ def _run(recipe: Recipe, find_model: Callable[..., str | Path], first: str) -> N
         trained, scored = on_main_process(lambda: _begin(folder))
         if tuning is not None:
             if not trained:
+                data = encoded()
                 model = on_every_process(lambda: workload.load_model(start, trained=False))
-                fine_tune(workload, model, encoded, tokenizer, tuning, folder)
+                fine_tune(workload, model, data, tokenizer, tuning, folder)
             start = folder / "model"
         if not scored:
+            data = encoded()
             model = on_every_process(lambda: workload.load_model(start))
             parameters = model.num_parameters()
             metrics = evaluate(
-                workload, model, encoded, tokenizer, tuning or recipe.tuning or recipe.again or Tuning(), folder
+                workload, model, data, tokenizer, tuning or recipe.tuning or recipe.again or Tuning(), folder
             )
             log = read_record(folder / LOG) if tuning is not None else _conversion(folder)
             made = (metrics, parameters, commits, log)
             on_main_process(lambda: write_json(folder / "result.json", _record(workload, name, *made)))
-        on_main_process(lambda: add_measures(workload, start, encoded, tokenizer, folder))
+        on_main_process(lambda: add_measures(workload, start, tokenizer, folder))
         return start
 
     found = stage(first, source, recipe.tuning)
