@@ -145,7 +145,7 @@ BASE = (
 ADDED = {"revision"}  # fields that the first experiments did not have
 CONVERTED = (*BASE, "compression", "calibration", "recovery")
 NOTES = ("weights", "contents")  # beside the fields of the recipe
-STAGE_FILES = {"model", "result.json", "report.json", "recipe.json", "checkpoints", "logs"}
+STAGE_FILES = {"model", "log.json", "result.json", "report.json", "recipe.json", "checkpoints", "logs"}
 START_FILES = {
     "config.json",
     "generation_config.json",
