@@ -18,8 +18,9 @@ class SVCCA:
     Args:
         rows: names of the representations along the rows.
         columns: names of those along the columns.
-        coefficients: (n, m, w), between 0 and 1, descending; 0 beyond the number of directions of the narrower one.
-        directions: how many coefficients each pair has, (n, m).
+        coefficients: (n, m, w), between 0 and 1, descending; 0 beyond the number of directions of the narrower one
+            and below the threshold.
+        directions: how many coefficients each pair has that count, (n, m).
         tokens: number of tokens behind them.
         within: whether rows and columns are the same representations.
     """
@@ -65,7 +66,7 @@ class SVCCA:
         return chosen.mean(0)[: int(directions.max())]
 
 
-def svcca(responses: JointCovariance, variance: float = 0.99) -> SVCCA:
+def svcca(responses: JointCovariance, variance: float = 0.99, threshold: float = 0.0) -> SVCCA:
     r"""Compare representations by SVCCA, all pairs at once, from their covariance alone.
 
     The singular value decomposition of the centred $X_i$ (N×d) keeps the directions with the most variance that
@@ -83,16 +84,21 @@ def svcca(responses: JointCovariance, variance: float = 0.99) -> SVCCA:
         responses: as `head_covariances` gives, or `JointCovariance.of`.
         variance: share of each representation's variance to keep, above 0, up to 1. Directions whose variance is no
             more than rounding are never kept.
+        threshold: least coefficient that counts: directions below it are left out of means and curves ("top SVCCA
+            coefficients with a threshold such that covers all meaningful subspaces", section 3.2, which does not say
+            where it lies). All count at 0.
 
     Returns:
         All coefficients; `similarity`, `mean` and `curve` sum them up. A representation that never varies has no
-        directions, and similarity 0, with itself too.
+        directions, and similarity 0, with itself too; so has a pair that shares none above the threshold.
 
     Raises:
-        HeadError: the share is not in range.
+        HeadError: the share or the threshold is not in range.
     """
     if not 0 < variance <= 1:
         raise HeadError(f"share of variance to keep is {variance}; expected above 0, up to 1")
+    if not 0 <= threshold < 1:
+        raise HeadError(f"threshold of coefficients is {threshold}; expected from 0 to below 1")
     whitening, kept = _whitening(responses, variance)
     rows, columns = responses.rows, responses.columns
     directions = torch.minimum(kept[rows.start : rows.stop, None], kept[None, columns.start :])
@@ -104,11 +110,12 @@ def svcca(responses: JointCovariance, variance: float = 0.99) -> SVCCA:
     if not responses.leading:
         coefficients = torch.maximum(coefficients, coefficients.transpose(0, 1))  # the lower half is still 0
     there = torch.arange(whitening.shape[1]) < directions[..., None]
+    there &= coefficients >= threshold
     return SVCCA(
         tuple(responses.labels[row] for row in rows),
         tuple(responses.labels[column] for column in columns),
         coefficients.clamp(0, 1) * there,
-        directions,
+        there.sum(-1),
         responses.count,
         not responses.leading,
     )

@@ -13,7 +13,7 @@ from collab_compress.calibration.batches import text_file
 from collab_compress.checkpoint.directory import TOKENIZER_FILES, write_json
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.recipe import Recipe, parse, with_todays_names
-from collab_compress.experiments.record import discard, forget, is_free, is_ours, locked, mark, read_record
+from collab_compress.experiments.record import discard, forget, is_free, is_ours, lacking, locked, mark, read_record
 from collab_compress.tasks import task_files
 
 TOKENIZER = {*TOKENIZER_FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json", "generation_config.json"}
@@ -145,7 +145,7 @@ BASE = (
 ADDED = {"revision"}  # fields that the first experiments did not have
 CONVERTED = (*BASE, "compression", "calibration", "recovery")
 NOTES = ("weights", "contents")  # beside the fields of the recipe
-STAGE_FILES = {"model", "result.json", "report.json", "recipe.json", "checkpoints", "logs"}
+STAGE_FILES = {"model", "log.json", "result.json", "report.json", "recipe.json", "checkpoints", "logs"}
 START_FILES = {
     "config.json",
     "generation_config.json",
@@ -161,7 +161,7 @@ def reserve_output(recipe: Recipe, stages: Sequence[str]) -> Iterator[bool]:
 
     A folder is ours that has our mark; one that revision eb8769f or one before it made has none, and is taken for
     ours where its `recipe.json` has what only we write there. Where the work ends in an error before anything was
-    made, the notes go too. Where all stages are finished nothing is written.
+    made, the notes go too. Where all stages are finished, and measured, nothing is written.
 
     Args:
         recipe: of the experiment.
@@ -186,7 +186,11 @@ def reserve_output(recipe: Recipe, stages: Sequence[str]) -> Iterator[bool]:
         return [(folder, noted) for folder, fields, noted in folders if _differs(folder, noted, fields)]
 
     def finished() -> bool:
-        return all((output / stage / "result.json").is_file() for stage in stages)
+        return all(
+            (output / stage / "result.json").is_file()
+            and (not recipe.measures or not lacking(read_result(recipe, stage), recipe.measures))
+            for stage in stages
+        )
 
     with ExitStack() as held:
         with _usable(output):

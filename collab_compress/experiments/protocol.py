@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from datasets import DatasetDict
 
 from collab_compress.checkpoint.directory import atomic_directory, write_json
 from collab_compress.checkpoint.pretrained import find_directory
@@ -13,6 +16,7 @@ from collab_compress.conversion.compress import compress
 from collab_compress.distributed import failing_together, on_every_process, on_main_process, process_state
 from collab_compress.errors import CheckpointError, RecipeError
 from collab_compress.experiments.identity import read_result, refuse_moved, reserve_output
+from collab_compress.experiments.measures import add_measures, check_measures
 from collab_compress.experiments.recipe import Recipe, Tuning
 from collab_compress.experiments.record import environment, hub_commits, is_free, is_ours, mark, read_record
 from collab_compress.experiments.sharding import sharding
@@ -56,14 +60,18 @@ def run(recipe: Recipe, find_model: Callable[..., str | Path] = find_directory) 
     Returns:
         The record of each stage: task, method, stage, conversion, whether it was tuned again, seed, metrics of each
         split, score (their mean, in the benchmark's scale), parameters, the recipe, the versions it ran with, the
-        commits of model and data where they are from the hub, and of a fine-tuning its seconds and what it logged.
+        commits of model and data where they are from the hub; of a fine-tuning its seconds and what it logged; of a
+        conversion its seconds, without and with calibration, and the mean relative error of scores; and what the
+        recipe's measures found.
 
     Raises:
         RecipeError: a folder holds another experiment, or something cannot be run.
+        HeadError: a measure cannot be taken of the model.
         DataError: the data are not there, or malformed.
         CheckpointError: the model is not there.
     """
     check_trackers(recipe.trackers)
+    check_measures(recipe.measures)
     first, name = "given" if recipe.tuning is None else "tuned", recipe.conversion_name
     stages = [first] + ([name] if name else []) + ([f"{name}-again"] if recipe.again is not None else [])
     with failing_together(), ExitStack() as held:
@@ -83,7 +91,10 @@ def _run(recipe: Recipe, find_model: Callable[..., str | Path], first: str) -> N
     tokenizer = on_every_process(lambda: load_tokenizer(source))
     commits = on_every_process(lambda: hub_commits(source, workload.texts))
     on_main_process(lambda: refuse_moved(recipe, commits))
-    encoded = on_every_process(lambda: workload.encode(workload.texts, tokenizer))
+
+    @cache
+    def encoded() -> DatasetDict:
+        return on_every_process(lambda: workload.encode(workload.texts, tokenizer))
 
     def stage(name: str, start: str | Path, tuning: Tuning | None = None) -> str | Path:
         """Make a stage's model if it is not there, and its record; gives where the model is."""
@@ -91,18 +102,21 @@ def _run(recipe: Recipe, find_model: Callable[..., str | Path], first: str) -> N
         trained, scored = on_main_process(lambda: _begin(folder))
         if tuning is not None:
             if not trained:
+                data = encoded()
                 model = on_every_process(lambda: workload.load_model(start, trained=False))
-                fine_tune(workload, model, encoded, tokenizer, tuning, folder)
+                fine_tune(workload, model, data, tokenizer, tuning, folder)
             start = folder / "model"
         if not scored:
+            data = encoded()
             model = on_every_process(lambda: workload.load_model(start))
             parameters = model.num_parameters()
             metrics = evaluate(
-                workload, model, encoded, tokenizer, tuning or recipe.tuning or recipe.again or Tuning(), folder
+                workload, model, data, tokenizer, tuning or recipe.tuning or recipe.again or Tuning(), folder
             )
-            log = read_record(folder / LOG) if tuning is not None else {}
+            log = read_record(folder / LOG) if tuning is not None else _conversion(folder)
             made = (metrics, parameters, commits, log)
             on_main_process(lambda: write_json(folder / "result.json", _record(workload, name, *made)))
+        on_main_process(lambda: add_measures(workload, start, tokenizer, folder))
         return start
 
     found = stage(first, source, recipe.tuning)
@@ -175,6 +189,22 @@ def _convert(workload: Workload, source: str | Path, tokenizer: Any, folder: Pat
             tokenizer.save_pretrained(directory)
 
     on_main_process(save)
+
+
+def _conversion(folder: Path) -> dict[str, Any]:
+    """Give what a conversion took and lost, "Collaborate Instead of Concatenate", Figure 4; nothing without one."""
+    path = folder / "report.json"
+    if not path.is_file():
+        return {}
+    report = read_record(path)
+    errors = [
+        module["weight_error" if module["data_error"] is None else "data_error"] for module in report["modules"]
+    ]
+    return {
+        "seconds": report["seconds"] - report["calibrating"],
+        "seconds_with_calibration": report["seconds"],
+        "error": sum(errors) / len(errors) if errors else None,
+    }
 
 
 def _record(

@@ -189,6 +189,10 @@ class Recipe:
     translation: TranslationOptions = field(default_factory=TranslationOptions)
     """Languages and search, where the task is translation."""
 
+    measures: tuple[str, ...] = ()
+    """What is read off the model of each stage: svcca, cka, confidence, discrepancy, overlap, dominance, pruning,
+    mixing, alphas; of a finished run too, of which nothing is trained or scored again."""
+
     trackers: tuple[str, ...] = ("tensorboard",)
     """Where training is logged to, as the Trainer names it: tensorboard (in `output`), wandb, …; none if empty."""
 

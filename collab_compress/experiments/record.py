@@ -144,6 +144,11 @@ def read_records(path: Path) -> dict[str, dict[str, Any]]:
     return {place: _parsed(line, place) for place, line in places.items()}
 
 
+def lacking(record: Mapping[str, Any], measures: Iterable[str]) -> list[str]:
+    """Name the measures that were not taken of a stage's model yet; those that do not apply to it were."""
+    return [name for name in measures if name not in record.get("measured", {})]
+
+
 def write_records(records: Iterable[dict[str, Any]], path: Path) -> None:
     """Write records as JSON Lines, one a line, all of them or nothing.
 

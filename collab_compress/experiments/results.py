@@ -35,7 +35,7 @@ SETTINGS = {"model": (str, NoneType), "fresh": (dict, NoneType), "translation": 
 """Settings of a recipe that tables are made by."""
 
 FRESH = "fresh"
-FREE = {"seed", "output", "data_dir", "trackers", "progress", "method", "attn_implementation"}
+FREE = {"seed", "output", "data_dir", "trackers", "progress", "method", "attn_implementation", "measures"}
 """Settings that do not decide a score."""
 
 PARTS: dict[str, Any] = {"heads": HeadTraining, "compression": Compression}

@@ -25,14 +25,16 @@ def confidence(
     """Measure how much of its attention each head gives to a single token (Multi-Head Rotation, equation 5).
 
     The mean over query positions of the row's largest attention weight. Padding does not count, nor do the tokens in
-    `exclude`. A module that serves several layers (ALBERT) pools them.
+    `exclude`, neither as queries nor as keys: the paper's "maximal attention weight that the head assigns for each
+    word, excluding the eos token" (section 2.4, after Voita et al., 2019) is a weight from word to word, and the end
+    of a sequence is none; heads that look for nothing attend to it. The other weights stay as they are. A module that
+    serves several layers (ALBERT) pools them.
 
     Args:
         model: stock or edited; left in the mode it was in.
         batches: keyword arguments for the model; held-out data, in the paper.
-        exclude: ids of tokens whose positions do not count, as queries; the end-of-sequence tokens of the model's
-            config if not given. Add what the tokenizer ends sequences with where the config does not say, as
-            `tokenizer.sep_token_id`.
+        exclude: ids of tokens that do not count; the end-of-sequence tokens of the model's config if not given. Add
+            what the tokenizer ends sequences with where the config does not say, as `tokenizer.sep_token_id`.
         kinds: which kinds of attention.
         together: measure on the batches of all processes of a distributed training, each of which must make the call,
             and give all of them the same. Where FSDP shards the model, with as many batches each.
@@ -60,7 +62,8 @@ def average_distance(
 ) -> dict[str, Tensor]:
     """Measure how far each head lies from the others of its layer, AVG_L2 (Multi-Head Rotation, equation 6).
 
-    The mean over query positions of Σ_{j≠i} ‖H_j − H_i‖₂ / (H − 1). What counts is as in `confidence`.
+    The mean over query positions of Σ_{j≠i} ‖H_j − H_i‖₂ / (H − 1). Padding does not count, nor do positions whose
+    tokens are in `exclude`.
 
     Args:
         model: stock or edited; left in the mode it was in.
@@ -83,13 +86,18 @@ def average_distance(
     return _streamed(model, batches, of, _distances, exclude, kinds, together)
 
 
-def _largest(reading: Reading) -> Tensor:
-    """Largest weight of each attention row, (B, T, H)."""
+def _largest(reading: Reading, left_out: Tensor | None) -> Tensor:
+    """Largest weight of each attention row on a key that is not left out, (B, T, H)."""
     assert reading.rows is not None
-    return reading.rows.amax(-1).transpose(1, 2)
+    rows = (
+        reading.rows
+        if left_out is None
+        else reading.rows.masked_fill(left_out[:, None, None].to(reading.rows.device), 0.0)
+    )
+    return rows.amax(-1).transpose(1, 2)
 
 
-def _distances(reading: Reading) -> Tensor:
+def _distances(reading: Reading, left_out: Tensor | None = None) -> Tensor:
     """Mean distance of each head from the others at each position, (B, T, H)."""
     heads = reading.site.heads
     if heads < 2:
@@ -105,12 +113,15 @@ def _streamed(
     model: PreTrainedModel,
     batches: Iterable[Mapping[str, Tensor]],
     part: Part,
-    measure: Callable[[Reading], Tensor],
+    measure: Callable[[Reading, Tensor | None], Tensor],
     exclude: Collection[int] | None,
     kinds: Collection[Kind],
     together: bool,
 ) -> dict[str, Tensor]:
-    """Average `measure` (B, T, H) over all positions that count, keeping only sums."""
+    """Average `measure` (B, T, H) over all positions that count, keeping only sums.
+
+    It gets a reading, and which of its keys are excluded, (B, S), or None where none is.
+    """
     model = transformers_model(model)
     excluded = _end_tokens(model) if exclude is None else sorted(exclude)
     if not (together and distributed.is_available() and distributed.is_initialized()):
@@ -136,7 +147,7 @@ def _sums(
     model: PreTrainedModel,
     batches: Iterable[Mapping[str, Tensor]],
     part: Part,
-    measure: Callable[[Reading], Tensor],
+    measure: Callable[[Reading, Tensor | None], Tensor],
     excluded: list[int],
     kinds: Collection[Kind],
 ) -> Sums:
@@ -150,8 +161,11 @@ def _sums(
             run_batch(model, dict(batch))
             ids = _token_ids(model, batch) if excluded else {}
             for reading in tap.take():
-                values = measure(reading)  # (B, T, H)
-                values = values[_counting(reading, values, ids.get(reading.site.kind), excluded)]  # (N, H)
+                queries, keys = ids.get(reading.site.kind, (None, None))
+                rows = reading.rows
+                left_out = None if rows is None else _excluded(reading, keys, (len(rows), rows.shape[3]), excluded)
+                values = measure(reading, left_out)  # (B, T, H)
+                values = values[_counting(reading, values, queries, excluded)]  # (N, H)
                 sums[reading.site.name] += values.double().sum(0).cpu()
                 counts[reading.site.name] += len(values)
     return {name: (sums[name], counts[name]) for name in sums} if given else {}
@@ -184,29 +198,35 @@ def _end_tokens(model: PreTrainedModel) -> list[int]:
     return [] if end is None else [end] if isinstance(end, int) else list(end)
 
 
-def _token_ids(model: Any, batch: Mapping[str, Tensor]) -> dict[Kind, Tensor | None]:
-    """Ids of the tokens that are queries of each kind of attention, (B, T), where the batch has them."""
+def _token_ids(model: Any, batch: Mapping[str, Tensor]) -> dict[Kind, tuple[Tensor | None, Tensor | None]]:
+    """Ids of the tokens that are queries and keys of each kind of attention, (B, T) and (B, S), as far as known."""
     own = batch.get("input_ids")
     if not model.config.is_encoder_decoder:
-        return dict.fromkeys(KINDS, own)
+        return {"encoder": (own, own), "decoder": (own, own), "cross": (own, None)}
     target = batch.get("decoder_input_ids")
     if target is None and "labels" in batch and hasattr(model, "prepare_decoder_input_ids_from_labels"):
         target = model.prepare_decoder_input_ids_from_labels(batch["labels"])
-    return {"encoder": own, "decoder": target, "cross": target}
+    return {"encoder": (own, own), "decoder": (target, target), "cross": (target, own)}
 
 
 def _counting(reading: Reading, values: Tensor, ids: Tensor | None, excluded: list[int]) -> Tensor:
     """Which of the positions of `values` (B, T, H) count, (B, T)."""
     shape, device, real = values.shape[:2], values.device, reading.real.query
     keep = torch.ones(shape, dtype=torch.bool, device=device) if real is None else real.to(device)
-    if ids is not None:
-        if ids.shape != shape:
-            raise HeadError(
-                f"{reading.site.name} has queries at {tuple(shape)} positions for token ids of shape "
-                f"{tuple(ids.shape)}, so what to exclude cannot be told; pass exclude=()"
-            )
-        keep = keep & ~torch.isin(ids.to(device), torch.tensor(excluded, device=device))
-    return keep
+    left_out = _excluded(reading, ids, tuple(shape), excluded)
+    return keep if left_out is None else keep & ~left_out.to(device)
+
+
+def _excluded(reading: Reading, ids: Tensor | None, shape: tuple[int, ...], excluded: list[int]) -> Tensor | None:
+    """Which positions of queries or keys hold excluded tokens, (B, T) or (B, S); None where tokens are not known."""
+    if ids is None:
+        return None
+    if ids.shape != shape:
+        raise HeadError(
+            f"{reading.site.name} attends at {shape} positions, and token ids are of shape {tuple(ids.shape)}, so "
+            "what to exclude cannot be told; pass exclude=()"
+        )
+    return torch.isin(ids, torch.tensor(excluded, device=ids.device))
 
 
 Loss = Callable[[Any, Mapping[str, Any]], Tensor]

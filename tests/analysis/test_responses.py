@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from collab_compress import HeadMask
-from collab_compress.analysis import cka, head_covariances, head_samples, layer_covariance, model_covariances, svcca
+from collab_compress.analysis import (
+    JointCovariance,
+    cka,
+    head_covariances,
+    head_samples,
+    layer_covariance,
+    model_covariances,
+    svcca,
+)
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.attention.view import head_hooks
 from collab_compress.errors import CalibrationError, HeadError
@@ -112,6 +120,19 @@ def test_models_are_paired_by_place_or_as_told(bert, make_tiny, batch):
         model_covariances(bert, other, [batch], pairs={NAME: "nowhere"})
     with pytest.raises(HeadError, match="no attention of these kinds at nowhere"):
         model_covariances(bert, other, [batch], pairs={"nowhere": NAME})
+
+
+def test_a_model_of_one_head_is_compared_with_each_of_many(bert, make_tiny, batch, real_responses):
+    """As Table 2 of "Inter-Head Diversity" does: the one head as wide as all of the others together."""
+    config = bert.config.to_diff_dict() | {"num_attention_heads": 1}
+    one = type(bert)(type(bert.config)(**config)).eval()
+    joint = model_covariances(one, bert, [batch], unit="head")[NAME]
+    assert joint.widths == (24, 8, 8, 8)
+    assert svcca(joint).similarity.shape == (1, 3)
+    tokens = [real_responses(model, [batch])[NAME][0] for model in (one, bert)]
+    for head in range(3):
+        alone = svcca(JointCovariance.of([tokens[0][:, 0], tokens[1][:, head]]))
+        assert float(svcca(joint).similarity[0, head]) == pytest.approx(float(alone.similarity[0, 1]), abs=1e-5)
 
 
 def test_samples_are_real_tokens_drawn_once(either, real_responses):

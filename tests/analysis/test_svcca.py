@@ -68,6 +68,21 @@ def test_different_widths_and_two_sides(draw):
     assert len(found.curve) == 3
 
 
+@pytest.mark.parametrize("leading", [0, 3])
+def test_directions_below_a_threshold_do_not_count(draw, leading):
+    x, threshold = draw(heads=4).numpy(), 0.5
+    found = svcca(JointCovariance.of(list(draw(heads=4).unbind(1)), leading), threshold=threshold)
+    pairs = [(i, j) for i in range(4) for j in range(i + 1, 4) if not leading or j == 3]
+    right = [[value for value in oracle(x[:, i], x[:, j], 0.99) if value >= threshold] for i, j in pairs]
+    assert len({*map(len, right)}) > 1
+    for (i, j), values in zip(pairs, right, strict=True):
+        assert found.directions[i, j - leading] == len(values)
+        assert float(found.similarity[i, j - leading]) == pytest.approx(np.mean(values) if values else 0)
+    assert found.mean == pytest.approx(np.mean([np.mean(values) if values else 0 for values in right]))
+    padded = [np.pad(values, (0, max(map(len, right)) - len(values))) for values in right]
+    np.testing.assert_allclose(found.curve, np.mean(padded, 0), atol=1e-7)
+
+
 def test_affine_maps_change_nothing(draw):
     x = draw(heads=2)
     turn = torch.randn(5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -135,3 +150,8 @@ def test_a_single_head_has_no_pairs(draw):
 def test_the_share_must_be_in_range(draw, variance):
     with pytest.raises(HeadError, match="share of variance to keep"):
         svcca(JointCovariance.of(list(draw().unbind(1))), variance)
+
+
+def test_the_threshold_must_be_in_range(draw):
+    with pytest.raises(HeadError, match="threshold of coefficients is 1"):
+        svcca(JointCovariance.of(list(draw().unbind(1))), threshold=1)

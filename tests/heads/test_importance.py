@@ -60,6 +60,12 @@ def counting(batch, kind, exclude):
     ]
 
 
+def words(batch, kind, b, exclude):
+    """Places of the keys that are none of `exclude`, padding included, whose weight is 0."""
+    prefix = "decoder_" if kind == "decoder" and "decoder_input_ids" in batch else ""
+    return [s for s, token in enumerate(batch[f"{prefix}input_ids"][b].tolist()) if token not in exclude]
+
+
 def oracle(model, batches, of, exclude=()):
     """Confidence (of="confidence") or AVG_L2 of "outputs" or "rows", one head at one position at a time."""
     values = {}
@@ -70,7 +76,7 @@ def oracle(model, batches, of, exclude=()):
                 for b, t in counting(batch, site.kind, exclude):
                     heads = [call[b, t, h] if of == "outputs" else call[b, h, t] for h in range(site.heads)]
                     if of == "confidence":
-                        measured = [float(row.max()) for row in heads]
+                        measured = [float(row[words(batch, site.kind, b, exclude)].max()) for row in heads]
                     else:
                         measured = [
                             sum(float((other - head).norm()) for other in heads if other is not head)
@@ -219,7 +225,10 @@ def test_a_causal_decoder_counts_its_own_tokens(make_tiny, calibration):
     eager.set_attn_implementation("eager")
     with torch.no_grad():
         rows = eager(**batch, output_attentions=True).attentions[0]
-    kept = [rows[b, :, t].amax(-1).double() for b, t in counting(batch, "decoder", [END])]
+    kept = [
+        rows[b, :, t, words(batch, "decoder", b, [END])].amax(-1).double()
+        for b, t in counting(batch, "decoder", [END])
+    ]
     torch.testing.assert_close(first, torch.stack(kept).mean(0), atol=1e-6, rtol=1e-5)
 
 

@@ -1,0 +1,203 @@
+"""What is read off trained models stands in records, of finished runs too; against loops over rows and heads."""
+
+import json
+import math
+from statistics import mean
+
+import pytest
+import sacrebleu
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+import collab_compress  # noqa: F401  (lets from_pretrained rebuild converted models)
+from collab_compress.analysis import (
+    bhattacharyya,
+    cka,
+    discrepancy,
+    head_covariances,
+    mean_over_pairs,
+    mixing_matrices,
+    svcca,
+)
+from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.errors import RecipeError
+from collab_compress.experiments import measures, read_recipe, run
+from collab_compress.heads import HeadMask, alphas_of, confidence, head_importance
+
+FRESH = "fresh={layers: 2, width: 24, heads: 3, feed_forward: 32, dropout: 0.0, max_length: 40, vocab_size: 60}"
+TUNING = "{epochs: 2, learning_rate: 1.0e-2, batch_size: 8, arguments: {disable_tqdm: true}}"
+ALL = "measures=[svcca,cka,confidence,discrepancy,overlap,dominance,pruning,mixing,alphas]"
+
+
+def recipe(output, *settings):
+    return read_recipe(
+        overrides=[f"output={output}", FRESH, f"tuning={TUNING}", "trackers=[]", "max_length=24", *settings]
+    )
+
+
+def near(values):
+    """What was found, as a record has it."""
+    return pytest.approx(torch.as_tensor(values, dtype=torch.float64).tolist(), rel=1e-4, abs=1e-5)
+
+
+def without_each_head(model, score):
+    """Module path → score without each of its heads."""
+    with HeadMask(model) as mask:
+        found = {}
+        for site in find_attention(model, FAMILIES):
+            for head in range(site.heads):
+                ones = torch.ones(site.heads)
+                ones[head] = 0
+                mask.set({site.name: ones})
+                found.setdefault(site.name, []).append(score())
+        return found
+
+
+@pytest.fixture
+def translated(sentences, tmp_path):
+    """A recipe of a collaborative model whose heads are mixed, trained and scored, and its record."""
+    settings = (
+        "task=parallel", f"data_dir={sentences}", "fresh.attention={dk: 12}", "heads.alphas={frozen_ratio: 0.5}",
+        "translation={source: aa, target: bb, beams: 3, max_length: 12}", "tuning.epochs=20",
+    )  # fmt: skip
+    [record] = run(recipe(tmp_path / "out", *settings))
+    return settings, record
+
+
+def test_a_finished_run_is_measured_and_nothing_else(translated, sentences, tmp_path):
+    settings, before = translated
+    assert "measures" not in before
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    [record] = run(recipe(tmp_path / "out", *settings, ALL))
+    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    path = tmp_path / "out" / "tuned" / "result.json"
+    assert {path for path in files if after[path] != files[path]} == {path}
+    assert after.keys() == files.keys()
+    found, measured = record.pop("measures"), record.pop("measured")
+    assert record == before
+    assert measured["svcca"] == {"split": "validation", "rows": 5, "scored": 5}
+
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out" / "tuned" / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    sources, targets = (
+        (sentences / "parallel" / f"valid.{language}").read_text().splitlines() for language in ("aa", "bb")
+    )
+    options = {"return_tensors": "pt", "return_token_type_ids": False, "truncation": True, "max_length": 24}
+    texts = [tokenizer(source, **options) for source in sources]
+    labels = [tokenizer(text_target=target, **options)["input_ids"] for target in targets]
+    batches = [{**text, "labels": label} for text, label in zip(texts, labels, strict=True)]  # a row at a time
+
+    def of(values):
+        """Under each kind of attention."""
+        kinds = {site.name: site.kind for site in find_attention(model, FAMILIES)}
+        return {kind: [values[name] for name in kinds if kinds[name] == kind] for kind in set(kinds.values())}
+
+    for name, measure in (("svcca", lambda each: svcca(each).mean), ("cka", lambda each: mean_over_pairs(cka(each)))):
+        right = of({place: measure(each) for place, each in head_covariances(model, batches).items()})
+        assert found[name]["layers"] == {kind: near(layers) for kind, layers in right.items()}
+    for kind, layers in of(head_covariances(model, batches)).items():
+        assert found["svcca"]["curve"][kind] == near(svcca(layers[-1]).curve)
+    right = of(confidence(model, batches, exclude=[tokenizer.eos_token_id]))
+    assert found["confidence"] == {kind: [near(heads) for heads in layers] for kind, layers in right.items()}
+    for kind, layers in of(discrepancy(model, batches)).items():
+        for layer, norms in zip(layers, found["discrepancy"][kind], strict=True):
+            assert norms == {name: near(getattr(layer, name).sum()) for name in ("cosine", "l2")}
+    right = of({name: mean_over_pairs(each) for name, each in bhattacharyya(model, batches).items()})
+    assert found["overlap"] == {kind: near(layers) for kind, layers in right.items()}
+    for name, right in (("mixing", mixing_matrices(model)), ("alphas", alphas_of(model))):
+        for kind, layers in of(right).items():
+            torch.testing.assert_close(
+                torch.tensor(found[name][kind]), torch.stack(layers).float(), rtol=1e-3, atol=0
+            )
+
+    def bleu():
+        written = [model.generate(**text, num_beams=1, max_length=12)[0] for text in texts]
+        lines = [tokenizer.decode(line, skip_special_tokens=True) for line in written]
+        return sacrebleu.corpus_bleu(lines, [targets]).score
+
+    whole, parts = bleu(), without_each_head(model, bleu)
+    assert found["dominance"]["score"] == near(whole)
+    assert len({score for scores in parts.values() for score in scores}) > 3
+    for kind, layers in of(parts).items():
+        assert found["dominance"][kind] == near(mean(min(scores) for scores in layers))
+    order = sorted(
+        ((float(value), name, head) for name, heads in head_importance(model, batches).items()
+         for head, value in enumerate(heads)),
+    )  # fmt: skip
+    assert found["pruning"]["shares"] == [step / 8 for step in range(9)]
+    for share, score in list(zip(found["pruning"]["shares"], found["pruning"]["scores"], strict=True))[::4]:
+        masks = {site.name: torch.ones(site.heads) for site in find_attention(model, FAMILIES)}
+        for _, name, head in order[: round(share * len(order))]:
+            masks[name][head] = 0
+        with HeadMask(model, masks):
+            assert score == near(bleu())
+
+
+def test_perplexity_without_the_dominant_head(text, tmp_path):
+    """The dominant head is the one without which it is highest."""
+    settings = (
+        "task=text", f"data_dir={text}", "fresh.tokenizer=word", "fresh.vocab_size=null", "max_length=7",
+        "measures=[dominance,alphas,mixing]",
+    )  # fmt: skip
+    [record] = run(recipe(tmp_path / "out", *settings))
+    assert record["measures"].keys() == {"dominance"}  # the model has no others
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "tuned" / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    stream = [tokenizer.bos_token_id]
+    for line in (text / "text" / "valid.txt").read_text().splitlines():
+        stream += [*tokenizer.convert_tokens_to_ids(line.split()), tokenizer.eos_token_id]
+
+    def perplexity():
+        losses = []
+        for position in range(1, len(stream)):
+            block = (position - 1) // 6 * 6
+            with torch.no_grad():
+                logits = model(torch.tensor([stream[block:position]])).logits[0, -1]
+            losses.append(-float(logits.double().log_softmax(-1)[stream[position]]))
+        return math.exp(mean(losses))
+
+    right = {"score": perplexity(), "decoder": mean(map(max, without_each_head(model, perplexity).values()))}
+    assert record["measures"]["dominance"] == pytest.approx(right, rel=1e-5)
+    assert record["score"] != right["score"]  # that is of the test data
+
+
+def test_stages_of_a_conversion_and_what_an_interrupt_leaves(start, data_dir, tmp_path, monkeypatch):
+    settings = [
+        "task=mrpc", f"model={start}", f"data_dir={data_dir}", f"output={tmp_path / 'out'}", "max_length=24",
+        f"tuning={TUNING}", "compression={dk: 12, sequences: 8}", f"again={TUNING}", "trackers=[]",
+    ]  # fmt: skip
+    taken, table = [], dict(measures.MEASURES)
+
+    def counted(name):
+        def measure(subject):
+            taken.append(name)
+            if len(taken) == 2:
+                raise KeyboardInterrupt
+            return table[name](subject)
+
+        return measure
+
+    for name in ("cka", "dominance", "mixing"):
+        monkeypatch.setitem(measures.MEASURES, name, counted(name))
+    wanted = read_recipe(overrides=[*settings, "measures=[cka,dominance,mixing]"])
+    with pytest.raises(KeyboardInterrupt):
+        run(wanted)
+    assert json.loads((tmp_path / "out" / "tuned" / "result.json").read_text())["measures"].keys() == {"cka"}
+    tuned, converted, again = run(wanted)
+    assert taken == ["cka", "dominance", *["dominance", "mixing"], *["cka", "dominance", "mixing"] * 2]
+    assert tuned["measures"].keys() == {"cka", "dominance"}
+    assert "mixing" in tuned["measured"]  # dense heads have none, and are not asked again
+    for record in (converted, again):
+        assert record["measures"].keys() == {"cka", "dominance", "mixing"}
+        assert torch.tensor(record["measures"]["mixing"]["encoder"]).shape == (2, 3, 12)
+    values = tuned["metrics"]["validation"]
+    assert tuned["measures"]["dominance"]["score"] == near(50 * (values["accuracy"] + values["f1"]))
+    report = json.loads((tmp_path / "out" / "dk12" / "report.json").read_text())
+    assert converted["error"] == pytest.approx(mean(module["data_error"] for module in report["modules"]))
+    assert 0 < converted["seconds"] < converted["seconds_with_calibration"] == report["seconds"]
+    assert again["seconds"] > 0
+    assert "error" not in again
+    assert run(wanted) == [tuned, converted, again]
+    assert len(taken) == 10
+    with pytest.raises(RecipeError, match="unknown measure 'svca'; expected some of svcca, cka, confidence"):
+        run(read_recipe(overrides=[*settings, "measures=[svca]"]))
