@@ -330,8 +330,13 @@ class Translation(Workload):
 
     def metric_options(self) -> dict[str, Any]:
         """Split Chinese into characters, which have no spaces between words."""
+        return {"tokenize": "zh"} if self._target == "zh" else {}
+
+    @property
+    def _target(self) -> str:
+        """The language to translate to, without its country."""
         target = self.recipe.translation.target or (self.task.languages or ("", ""))[1]
-        return {"tokenize": "zh"} if target.partition("_")[0] == "zh" else {}
+        return target.partition("_")[0]
 
     def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Compute no metric in training, for the search takes long, unless `predict_with_generate` asks for it."""
@@ -358,6 +363,7 @@ class Translation(Workload):
         """Translate a split, keep the translations in `folder/SPLIT.txt`, and score them.
 
         The perplexity is that of the references' tokens, ends of sentences included, each after those before it.
+        German has BLEU with compounds split too.
         """
         trainer.args.predict_with_generate = True
         trainer.compute_metrics = trainer.preprocess_logits_for_metrics = None
@@ -369,4 +375,7 @@ class Translation(Workload):
         trainer.preprocess_logits_for_metrics = partial(_losses, shift=False)
         known = _of_losses(load_metric("perplexity"), trainer.predict(rows).predictions[: len(rows)])
         scores = {name: found[name] for name in ("bleu", "brevity_penalty", "length_ratio")}
+        if self._target == "de":
+            split_up = load_metric("bleu-compounds-split")
+            scores |= split_up.compute(predictions=written, references=self.texts[split]["target"])
         return {**scores, "perplexity": known["perplexity"]}
