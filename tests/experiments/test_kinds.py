@@ -49,6 +49,7 @@ def test_translation(sentences, tmp_path):
         assert len(written) == 4
         assert record["score"] == record["metrics"]["test"]["bleu"]
         assert record["score"] == sacrebleu.corpus_bleu(written, [list(test["target"])]).score
+        assert (folder / "test.ref.txt").read_text().splitlines() == list(test["target"])
         model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out" / record["stage"] / "model").eval()
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
         for source, line in zip(
