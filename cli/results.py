@@ -73,6 +73,7 @@ class Arguments:
       collab-results outputs/glue --against drophead/tuned --format csv
       collab-results outputs/glue --records glue.jsonl --json numbers.json --quiet
       collab-results glue.jsonl
+      collab-results outputs/multi30k --significance
       collab-results outputs/glue --paper collaborate --table 2
       collab-results --paper diversity
     """
@@ -105,6 +106,9 @@ class Arguments:
     records: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the folder's records there, one a line, to be read in its place; must not exist."""
 
+    significance: bool = False
+    """Also compare translations sentence by sentence, by sacreBLEU's paired bootstrap; in tables to read only."""
+
     quiet: bool = False
     """Print no tables, only errors."""
 
@@ -123,6 +127,8 @@ def run(arguments: Arguments) -> None:
     from collab_compress.experiments.record import read_records, write_records
     from collab_compress.experiments.results import read_papers, read_results, select_tables
 
+    if arguments.significance and (arguments.folder is None or arguments.format == "csv"):
+        raise RecipeError("--significance makes a table to read of a folder's translations; give one, and no csv")
     for place in (arguments.output, arguments.json, arguments.records):
         if place is not None:
             refuse_place(place)
@@ -144,6 +150,10 @@ def run(arguments: Arguments) -> None:
                 raise RecipeError(f"{missing}; leave the folder out to print what they have")
             print(f"collab-results: {missing}", file=sys.stderr)
         lines, blocks = _comparison_lines(comparison, shown), _comparison_blocks(comparison, shown)
+        if arguments.significance:
+            from .significance import blocks as significance_blocks
+
+            blocks += significance_blocks(arguments.folder, arguments.against)
     markdown = "\n\n".join(block if isinstance(block, str) else block.markdown() for block in blocks) + "\n"
     text = markdown if arguments.format == "markdown" else _csv(lines)
     if arguments.json is not None:

@@ -166,7 +166,7 @@ def agreement_rows(rows: Tensor, mask: Tensor | None = None) -> Tensor:
     return _mean_cosine(rows, 1, mask)
 
 
-def bhattacharyya(rows: Tensor, mask: Tensor | None = None) -> Tensor:
+def bhattacharyya(rows: Tensor, mask: Tensor | None = None, per_sequence: bool = False) -> Tensor:
     r"""Return the mean Bhattacharyya coefficient of two heads' attention rows, over real queries and pairs.
 
     $$BC(a, b) = \sum_j \sqrt{p_j^a \, p_j^b}$$
@@ -178,12 +178,16 @@ def bhattacharyya(rows: Tensor, mask: Tensor | None = None) -> Tensor:
 
     where $r_h = \sqrt{p^h}$.
 
+    The paper's algorithm 1 averages each sequence by itself and then over sequences, without a word on padding; where
+    sequences are equally long both means are one.
+
     The paper trains with λ = 1 and finds its heads more diverse, but its own result is negative: the penalised
     translation model never reaches the BLEU of the plain one.
 
     Args:
         rows: attention probabilities before dropout, (B, H, T, S), finite, 0 at padded keys.
         mask: True at real queries, (B, T) bool, or None for all.
+        per_sequence: whether sequences with real queries count alike, however long they are, in place of queries.
 
     Returns:
         A scalar in float32, or float64 if the rows are; 0 for one head or without real queries.
@@ -194,7 +198,7 @@ def bhattacharyya(rows: Tensor, mask: Tensor | None = None) -> Tensor:
     _check("rows", rows, "(B, H, T, S)", mask, (0, 2))
     with _no_autocast(rows):
         shifted = _full_precision(rows) + (HALF_ROOT_EPSILON if rows.dtype == torch.float16 else ROOT_EPSILON)
-        return _mean_product(shifted.sqrt(), shifted.sum(1).sum(-1), mask, head_axis=1)
+        return _mean_product(shifted.sqrt(), shifted.sum(1).sum(-1), mask, head_axis=1, per_sequence=per_sequence)
 
 
 def nuclear_norm(alphas: Tensor) -> Tensor:
@@ -352,7 +356,9 @@ def _mean_cosine(vectors: Tensor, head_axis: int, mask: Tensor | None) -> Tensor
         return _mean_product(units, there.sum(head_axis).squeeze(-1), mask, head_axis)
 
 
-def _mean_product(vectors: Tensor, squares: Tensor, mask: Tensor | None, head_axis: int) -> Tensor:
+def _mean_product(
+    vectors: Tensor, squares: Tensor, mask: Tensor | None, head_axis: int, per_sequence: bool = False
+) -> Tensor:
     r"""Return the mean of $x_a \cdot x_b$ over pairs of heads and real positions, without a loop over pairs.
 
     Args:
@@ -360,12 +366,16 @@ def _mean_product(vectors: Tensor, squares: Tensor, mask: Tensor | None, head_ax
         squares: $\sum_h \|x_h\|^2$ at each position, (B, T).
         mask: True at real positions, (B, T), or None for all.
         head_axis: 2 or 1.
+        per_sequence: take the mean of each sequence first, then that over sequences.
 
     Returns:
         A scalar.
     """
-    total = vectors.sum(head_axis).square().sum(-1)  # (B, T)
-    return _mean_over_real(total - squares, mask) * _per_pair(vectors.shape[head_axis])
+    values = vectors.sum(head_axis).square().sum(-1) - squares  # (B, T)
+    if per_sequence and mask is not None:
+        lengths = mask.sum(1, keepdim=True)  # (B, 1)
+        values, mask = torch.where(mask, values, 0.0).sum(1, keepdim=True) / lengths.clamp(min=1), lengths > 0
+    return _mean_over_real(values, mask) * _per_pair(vectors.shape[head_axis])
 
 
 def _full_precision(tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ of GLUE's times 100), BLEU by sacreBLEU up to 100, perplexity from 1.
 """
 
 import math
+import re
 import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from datasets import Value
 from sacrebleu.metrics import BLEU
+from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch import Tensor
@@ -29,6 +31,7 @@ __all__ = [
     "Accuracy",
     "AccuracyAndF1",
     "Bleu",
+    "BleuCompoundsSplit",
     "Correlation",
     "Matthews",
     "Metric",
@@ -203,7 +206,8 @@ class Bleu(Metric):
         counts = {len(row) for row in rows}
         if len(counts) > 1 or 0 in counts:
             raise DataError(f"each sentence needs as many references as the others; got {sorted(counts)}")
-        bleu = BLEU(tokenize=self.tokenize, lowercase=self.lowercase)
+        tokenized = self.tokenize == "none"  # on purpose, so that no warning is due
+        bleu = BLEU(tokenize=self.tokenize, lowercase=self.lowercase, force=tokenized)
         score = bleu.corpus_score(list(predictions), [list(stream) for stream in zip(*rows, strict=True)])
         self.signature = str(bleu.get_signature())
         return {
@@ -211,6 +215,41 @@ class Bleu(Metric):
             "brevity_penalty": float(score.bp),
             "length_ratio": score.sys_len / score.ref_len if score.ref_len else 0.0,
         }
+
+
+class BleuCompoundsSplit(Bleu):
+    """Corpus BLEU of German, from 0 to 100, with compounds split at their hyphens.
+
+    As "Attention Is All You Need" and those that compare with it report it, by tensor2tensor's `get_ende_bleu.sh`:
+    "rich-text format" is `rich ##AT##-##AT## text format`, so that a hyphen is a word that may match. As in that
+    script a hyphen stays where a single letter lies between it and the one before. Tokens are mteval's (13a) where
+    the script has Moses', and punctuation is left as it is: numbers come near the script's and are not the same.
+
+    Args:
+        lowercase: whether case is ignored.
+        gather: as for every metric.
+    """
+
+    scores = ("bleu_compounds_split",)
+
+    def __init__(self, lowercase: bool = False, *, gather: bool = False) -> None:
+        super().__init__("none", lowercase, gather=gather)
+
+    def _score(
+        self, predictions: Sequence[str], references: Sequence[str] | Sequence[Sequence[str]]
+    ) -> dict[str, float]:
+        rows = [[row] if isinstance(row, str) else row for row in references]
+        found = super()._score(
+            [_split_compounds(line) for line in predictions],
+            [[_split_compounds(line) for line in row] for row in rows],
+        )
+        if self.signature is not None:
+            self.signature = self.signature.replace("tok:none", "tok:13a-compounds-split")
+        return {"bleu_compounds_split": found["bleu"]}
+
+
+def _split_compounds(line: str) -> str:
+    return re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", Tokenizer13a()(line))
 
 
 class Perplexity(Metric):
@@ -257,6 +296,7 @@ METRICS: dict[str, type[Metric]] = {
     "matthews": Matthews,
     "correlation": Correlation,
     "bleu": Bleu,
+    "bleu-compounds-split": BleuCompoundsSplit,
     "perplexity": Perplexity,
 }
 

@@ -66,10 +66,11 @@ def train(recipe: Recipe) -> None:
     bar, done = tqdm(total=steps, unit=" steps", disable=not accelerator.is_main_process), 0
     with bar, HeadSession(model, recipe.heads, optimizer, warmup / steps) as session:  # of the model, not `wrapped`
         for epoch in range(math.ceil(tuning.epochs)):
-            session.epoch(epoch, next(iter(shares.values()), None))  # measured on all processes' shares
             wrapped.train()
             for number, batch in enumerate(data):
                 if number % accumulated == 0:
+                    share = next(iter(shares.values()), None)  # rotation measures on all processes' shares
+                    session.epoch(epoch + number / len(data), share)
                     session.step(done / max(steps - 1, 1))
                 passes = min(accumulated, len(data) - number // accumulated * accumulated)  # fewer in the last step
                 with accelerator.accumulate(wrapped):

@@ -1,10 +1,11 @@
 """Get the replacement of each attention module ready, in one process or several, without touching the model."""
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from threading import Event
 from time import perf_counter
 from typing import Any, TypeAlias
 
@@ -108,25 +109,38 @@ def plan(
     return planned
 
 
-Task: TypeAlias = Callable[[], Planned]
+Check: TypeAlias = Callable[[], None]
+Task: TypeAlias = Callable[[Check], Planned]
 
 
 @contextmanager
-def _workers(sites: Sequence[Site], compression: Compression) -> Iterator[Callable[[Task], Task]]:
+def _workers(
+    sites: Sequence[Site], compression: Compression
+) -> Iterator[Callable[[Task], Callable[[], Planned]]]:  # fmt: skip
     """Give what begins a task and returns how to wait for it; on a CPU several run at once, with a thread each.
 
-    Matrices are too small for threads to share one well. What is found does not depend on how many run at once.
+    Matrices are too small for threads to share one well. What is found does not depend on how many run at once. An
+    error or an interrupt ends all of them at their next sweep.
     """
     places = {compression.device or projection.weight.device.type for site in sites for projection, _ in site.inputs}
     threads = torch.get_num_threads()
     count = min(threads, len(sites), AT_ONCE) if places == {"cpu"} and compression.solver != "parafac" else 1
     if count == 1:
-        yield lambda task: task
+        yield lambda task: partial(task, lambda: None)
         return
+    stopping = Event()
+
+    def check() -> None:
+        if stopping.is_set():
+            raise CancelledError
+
     pool = ThreadPoolExecutor(count)
     torch.set_num_threads(threads // count)
     try:
-        yield lambda task: pool.submit(task).result
+        yield lambda task: pool.submit(task, check).result
+    except BaseException:
+        stopping.set()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)
@@ -168,20 +182,24 @@ def _sweeps(compression: Compression, fast: int) -> int | None:
     return fast if compression.effort == "fast" else compression.sweeps
 
 
-def _plan_one(site: Site, compression: Compression, moments: tuple[Moments, ...] | None) -> Planned:
+def _plan_one(
+    site: Site, compression: Compression, moments: tuple[Moments, ...] | None, check: Check
+) -> Planned:  # fmt: skip
     if isinstance(site, ValueSite):
         return _plan_values(site, compression, moments)
-    return _plan_scores(site, compression, moments)
+    return _plan_scores(site, compression, moments, check)
 
 
-def _plan_scores(site: DenseSite, compression: Compression, moments: tuple[Moments, ...] | None) -> Planned:
+def _plan_scores(
+    site: DenseSite, compression: Compression, moments: tuple[Moments, ...] | None, check: Check
+) -> Planned:
     """Decompose the scores of one module and build what will replace its query and key projections."""
     assert compression.dk is not None
     query_moments, key_moments = moments or (None, None)
     started = perf_counter()
     form = form_for(compression.form, site)
     if issubclass(form, RotaryScores):
-        return _plan_rotary(site, compression, form, moments)
+        return _plan_rotary(site, compression, form, moments, check)
     solver = compression.solver if compression.solver in form.solvers else form.solvers[0]
     try:
         result = factorize(
@@ -189,7 +207,7 @@ def _plan_scores(site: DenseSite, compression: Compression, moments: tuple[Momen
             query_moments=query_moments, key_moments=key_moments, solver=solver,
             seed=compression.seed, sweeps=_sweeps(compression, FAST_SWEEPS), tolerance=compression.tolerance,
             damping=compression.damping, centre=compression.centre, device=compression.device,
-            equal=compression.equal_heads,
+            progress=lambda *_: check(), equal=compression.equal_heads,
         )  # fmt: skip
     except (ValueError, ImportError) as error:
         raise CompressionError(f"{site.name}: {error}") from error
@@ -203,7 +221,11 @@ def _plan_scores(site: DenseSite, compression: Compression, moments: tuple[Momen
 
 
 def _plan_rotary(
-    site: DenseSite, compression: Compression, form: type[RotaryScores], moments: tuple[Moments, ...] | None
+    site: DenseSite,
+    compression: Compression,
+    form: type[RotaryScores],
+    moments: tuple[Moments, ...] | None,
+    check: Check,
 ) -> Planned:
     """Share the channels of one module whose queries and keys are turned; as `_plan_scores`."""
     assert compression.dk is not None
@@ -218,7 +240,7 @@ def _plan_rotary(
         result = factorize_rotary(
             heads[0], heads[1], asked.rank // 2, query_moments=query_moments, key_moments=key_moments,
             damping=compression.damping, sweeps=_sweeps(compression, FAST_ROTARY_SWEEPS), turned=site.rotated // 2,
-            device=compression.device,
+            device=compression.device, check=check,
         )  # fmt: skip
     except (ValueError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
         raise CompressionError(f"{site.name}: {error}") from error

@@ -298,6 +298,14 @@ def _masked(mask: Any, pad: Any, rows: list[dict[str, Any]]) -> Any:
     return pad(rows) if "labels" in rows[0] else mask(rows)
 
 
+REFERENCES = ".ref.txt"  # after the name of a split
+
+
+def target_language(task: Task, target: str | None) -> str:
+    """Name the language that a task translates to, or the one that is asked for, without its country."""
+    return (target or (task.languages or ("", ""))[1]).partition("_")[0]
+
+
 class Translation(Workload):
     """Scored by sacreBLEU against the reference as it is written, not as its tokens spell it; and its perplexity."""
 
@@ -330,8 +338,11 @@ class Translation(Workload):
 
     def metric_options(self) -> dict[str, Any]:
         """Split Chinese into characters, which have no spaces between words."""
-        target = self.recipe.translation.target or (self.task.languages or ("", ""))[1]
-        return {"tokenize": "zh"} if target.partition("_")[0] == "zh" else {}
+        return {"tokenize": "zh"} if self._target == "zh" else {}
+
+    @property
+    def _target(self) -> str:
+        return target_language(self.task, self.recipe.translation.target)
 
     def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Compute no metric in training, for the search takes long, unless `predict_with_generate` asks for it."""
@@ -355,18 +366,23 @@ class Translation(Workload):
         return read
 
     def score(self, trainer: Trainer, split: str, rows: Dataset, folder: Path) -> dict[str, float]:
-        """Translate a split, keep the translations in `folder/SPLIT.txt`, and score them.
+        """Translate a split, keep the translations in `folder/SPLIT.txt`, references beside them, and score them.
 
         The perplexity is that of the references' tokens, ends of sentences included, each after those before it.
+        German has BLEU with compounds split too.
         """
         trainer.args.predict_with_generate = True
         trainer.compute_metrics = trainer.preprocess_logits_for_metrics = None
         written = self._read(trainer.predict(rows).predictions, trainer.processing_class, split)
         if trainer.is_world_process_zero():
-            write_atomically(folder / f"{split}.txt", "".join(f"{line}\n" for line in written))
+            for ending, lines in ((".txt", written), (REFERENCES, self.texts[split]["target"])):
+                write_atomically(folder / f"{split}{ending}", "".join(f"{line}\n" for line in lines))
         found = self.metric.compute(predictions=written, references=self.texts[split]["target"])
         trainer.args.predict_with_generate = False
         trainer.preprocess_logits_for_metrics = partial(_losses, shift=False)
         known = _of_losses(load_metric("perplexity"), trainer.predict(rows).predictions[: len(rows)])
         scores = {name: found[name] for name in ("bleu", "brevity_penalty", "length_ratio")}
+        if self._target == "de":
+            split_up = load_metric("bleu-compounds-split")
+            scores |= split_up.compute(predictions=written, references=self.texts[split]["target"])
         return {**scores, "perplexity": known["perplexity"]}

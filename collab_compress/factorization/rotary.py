@@ -13,7 +13,7 @@ Transformer with Rotary Position Embedding" (Su et al., 2021); the sharing is ou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from collab_compress.factorization.head_tensor import relative
 from collab_compress.factorization.moments import Moments, float64_device
 
+Check = Callable[[], None]
 SWEEPS = 100
 FAST_SWEEPS = 25
 ROUGH_SWEEPS = 20  # to see how many channels a frequency is worth
@@ -85,6 +86,7 @@ def factorize_rotary(
     turned: int | None = None,
     equal: bool = False,
     device: torch.device | str | None = None,
+    check: Check | None = None,
 ) -> RotaryFactorization:
     """Share the complex channels of heads that a rotary embedding turns.
 
@@ -106,6 +108,7 @@ def factorize_rotary(
             constant over keys, so keys are centred there.
         equal: whether all frequencies get equally many channels, as far as S allows.
         device: where to work; it must have float64. None for where `query` is, or the CPU.
+        check: called before every sweep; what it raises ends the work.
 
     Raises:
         ValueError: shapes do not fit, a value is not finite, or the moments are singular.
@@ -127,7 +130,8 @@ def factorize_rotary(
     weighed_key = torch.cat(
         [_weighed(root, part) for root, part in zip(key_roots, key.tensor_split([turned], -1), strict=True)], -1
     )
-    solve = _Shared(weighed_query, weighed_key, sweeps) if heads == groups else _Keys(weighed_query, weighed_key)
+    shared = heads == groups
+    solve = _Shared(weighed_query, weighed_key, sweeps, check) if shared else _Keys(weighed_query, weighed_key)
     exact = channels == groups * frequencies
     counts = _equal(channels, frequencies) if equal or exact else allocated(solve.errors(), channels)
     if exact:
@@ -318,8 +322,8 @@ class _Keys:
 class _Shared:
     """Queries and keys that heads share: a CP of rank-one slices for each frequency, all frequencies at once."""
 
-    def __init__(self, query: Tensor, key: Tensor, sweeps: int | None) -> None:
-        self.sweeps = SWEEPS if sweeps is None else sweeps
+    def __init__(self, query: Tensor, key: Tensor, sweeps: int | None, check: Check | None) -> None:
+        self.sweeps, self.check = SWEEPS if sweeps is None else sweeps, check
         self.query_basis, self.query = torch.linalg.qr(query.permute(2, 1, 0))  # (J, D, r), (J, r, H)
         self.key_basis, self.key = torch.linalg.qr(key.permute(2, 1, 0))
 
@@ -328,7 +332,7 @@ class _Shared:
         heads, none = self.query.shape[2], self._norms()
         rough = [none]
         for count in range(1, heads):
-            error = decomposed(self.query, self.key, count, min(self.sweeps, ROUGH_SWEEPS))[-1]
+            error = decomposed(self.query, self.key, count, min(self.sweeps, ROUGH_SWEEPS), self.check)[-1]
             rough.append(error.minimum(rough[-1]))
         return torch.stack([*rough, torch.zeros_like(none)], 1)
 
@@ -346,14 +350,16 @@ class _Shared:
                 eye = torch.eye(heads, dtype=self.query.dtype, device=self.query.device)
                 solved = self.query[places], eye.expand(len(places), -1, -1), self.key[places]
             else:
-                solved = decomposed(self.query[places], self.key[places], count, self.sweeps)[:3]
+                solved = decomposed(self.query[places], self.key[places], count, self.sweeps, self.check)[:3]
             chi, mixing, kappa = solved
             for place, j in enumerate(places):
                 found[j] = self.query_basis[j] @ chi[place], mixing[place], self.key_basis[j] @ kappa[place]
         return [found[j] for j in range(len(counts))]
 
 
-def decomposed(query: Tensor, key: Tensor, count: int, sweeps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def decomposed(
+    query: Tensor, key: Tensor, count: int, sweeps: int, check: Check | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     r"""Decompose rank-one slices $\alpha_h \beta_h^*$ into shared channels, by alternating least squares.
 
     From two starts, of which the better is kept: the leading singular vectors of both sides, and the strongest heads.
@@ -363,6 +369,7 @@ def decomposed(query: Tensor, key: Tensor, count: int, sweeps: int) -> tuple[Ten
         key: β, (J, s, H).
         count: channels n.
         sweeps: passes.
+        check: called before every pass.
 
     Returns:
         χ (J, r, n), m (J, H, n), κ (J, s, n), and the squared error of each problem (J,).
@@ -379,7 +386,7 @@ def decomposed(query: Tensor, key: Tensor, count: int, sweeps: int) -> tuple[Ten
         [each.gather(2, strongest.expand(-1, each.shape[1], -1)) for each in (query, key)],
         [_filled(torch.linalg.svd(each)[0][:, :, :count], count) for each in (query, key)],
     ]
-    found = [_swept(query, key, chi, kappa, sweeps) for chi, kappa in starts]
+    found = [_swept(query, key, chi, kappa, sweeps, check) for chi, kappa in starts]
     better = found[1][3] < found[0][3]
     chi, mixing, kappa = (
         torch.where(better[:, None, None], two, one) for one, two in zip(found[0][:3], found[1][:3], strict=True)
@@ -393,10 +400,12 @@ def _filled(columns: Tensor, count: int) -> Tensor:
 
 
 def _swept(
-    query: Tensor, key: Tensor, chi: Tensor, kappa: Tensor, sweeps: int
+    query: Tensor, key: Tensor, chi: Tensor, kappa: Tensor, sweeps: int, check: Check | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Run the sweeps from one start; the slices of each problem have norm 1 in all."""
     for sweep in range(sweeps):
+        if check is not None:
+            check()
         ridge = max(RIDGE * (1 - sweep / (0.8 * sweeps)), 0.0) + SHIFT
         mixing = _mixed(query, key, chi, kappa, ridge)
         chi = _side(query, key, kappa, mixing, ridge)

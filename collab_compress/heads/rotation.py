@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from random import Random
 from typing import Any, Literal, get_args
 
@@ -17,6 +18,7 @@ from collab_compress.heads.swap import Head, Pair, check_optimizer, head_blocks,
 Strategy = Literal["manual", "hard", "in-layer", "soft", "random"]
 STRATEGY_NAMES: tuple[Strategy, ...] = get_args(Strategy)
 Importance = Literal["distance", "confidence"]
+ROUNDING = 1e-9  # epochs: far below a step, far above what sums of fractions lose
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,10 @@ class RotationOptions:
     `in-layer`: the same inside each layer, k pairs a layer. `soft`: for i = 1 … t_max, the k least important heads of
     layer i with those of layer L+1−i. `random`: k pairs drawn from all layers."""
 
-    epochs: tuple[int, ...]
-    """Epochs, from 0, at whose start heads are swapped. Those that fall while heads are swapped until they swap back,
-    or into the rest after that, are passed over."""
+    epochs: tuple[float, ...]
+    """When heads are swapped, in epochs from 0: 1 is the start of the second epoch, 0.5 the middle of the first, or
+    the first step after it. Times that fall while heads are swapped until they swap back, or into the rest after
+    that, are passed over."""
 
     k: int = 1
     """Number of pairs."""
@@ -58,10 +61,10 @@ class RotationOptions:
     kinds: tuple[Kind, ...] = KINDS
     """Kinds of attention whose heads rotate, of those that the model has; `manual` goes by its pairs instead."""
 
-    swap_back_after: int | None = None
-    """Swap the same heads back after so many epochs; never if not given."""
+    swap_back_after: float | None = None
+    """Swap the same heads back after so many epochs, or such a share of one; never if not given."""
 
-    rest: int = 1
+    rest: float = 1
     """Epochs after swapping back in which no heads are swapped. With every epoch of a range in `epochs`, swapping
     back after n and resting r gives a cycle of n + r epochs."""
 
@@ -70,7 +73,10 @@ class RotationOptions:
 
     def __post_init__(self) -> None:
         # lists come from JSON and YAML
-        object.__setattr__(self, "epochs", tuple(self.epochs))
+        object.__setattr__(self, "epochs", tuple(_plain(epoch) for epoch in self.epochs))
+        object.__setattr__(self, "rest", _plain(self.rest))
+        if self.swap_back_after is not None:
+            object.__setattr__(self, "swap_back_after", _plain(self.swap_back_after))
         object.__setattr__(self, "kinds", tuple(self.kinds))
         object.__setattr__(self, "pairs", as_pairs(self.pairs))
         if self.exclude is not None:
@@ -91,13 +97,30 @@ class RotationOptions:
                 f"kinds are {', '.join(map(str, self.kinds)) or 'none'}; expected some of {', '.join(KINDS)}"
             )
 
+    @property
+    def within_epochs(self) -> bool:
+        """Whether anything may be due between the starts of two epochs."""
+        times = (*self.epochs, self.rest, self.swap_back_after or 0)
+        return any(isinstance(time, float) for time in times)
+
     def _check_numbers(self) -> None:
-        if not self.epochs or min(self.epochs) < 0 or len(set(self.epochs)) < len(self.epochs):
+        if (
+            not self.epochs
+            or not all(0 <= epoch < inf for epoch in self.epochs)
+            or len(set(self.epochs)) < len(self.epochs)
+        ):
             raise HeadError(f"epochs are {self.epochs}; expected at least one, each once, counted from 0")
-        for name, least in (("k", 1), ("t_max", 1), ("rest", 0), ("swap_back_after", 1)):
+        for name, least in (("k", 1), ("t_max", 1), ("rest", 0)):
             value = getattr(self, name)
-            if value is not None and value < least:
+            if not least <= value < inf:
                 raise HeadError(f"{name} is {value}; expected at least {least}")
+        if self.swap_back_after is not None and not 0 < self.swap_back_after < inf:
+            raise HeadError(f"swap_back_after is {self.swap_back_after}; expected more than 0 epochs")
+
+
+def _plain(epochs: float) -> float:
+    """Make whole numbers integers, so that 1.0 and 1 are one setting everywhere."""
+    return int(epochs) if float(epochs).is_integer() else float(epochs)
 
 
 def as_pairs(pairs: Sequence[Sequence[Sequence[str | int]]]) -> tuple[Pair, ...]:
@@ -122,25 +145,25 @@ def _head(head: Sequence[str | int]) -> Head:
 Scores = Mapping[str, Tensor]
 
 
-def manual(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: int) -> list[Pair]:
+def manual(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float) -> list[Pair]:
     """Take the given pairs whose first head is in one of `sites`."""
     names = {site.name for site in sites}
     return [pair for pair in rotation.pairs if pair[0][0] in names]
 
 
-def hard(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: int) -> list[Pair]:
+def hard(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float) -> list[Pair]:
     """Pair the k least important heads of all layers with the k most important (algorithm 1)."""
     heads = _from_least(sites, scores)
     _check_k(rotation, len(heads) // 2, sites)
     return list(zip(heads[: rotation.k], heads[::-1], strict=False))
 
 
-def in_layer(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: int) -> list[Pair]:
+def in_layer(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float) -> list[Pair]:
     """Pair the k least important heads of each layer with its k most important (§3.1.1, there by hand)."""
     return [pair for site in sites for pair in hard(rotation, [site], scores, epoch)]
 
 
-def soft(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: int) -> list[Pair]:
+def soft(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float) -> list[Pair]:
     """Pair the k least important heads of lower layers with those of upper ones (algorithm 2).
 
     Layer i meets L+1−i, or as printed L−i, for i = 1 … t_max. The two are never the same layer, so k may be up to H,
@@ -161,7 +184,7 @@ def soft(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scor
     return pairs
 
 
-def random(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: int) -> list[Pair]:
+def random(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float) -> list[Pair]:
     """Draw k pairs of different heads from all layers (algorithm 3); the same for the same seed, kind and epoch."""
     heads = _heads(sites)
     _check_k(rotation, len(heads) // 2, sites)
@@ -180,7 +203,7 @@ class Pairing:
         crosses: whether it may pair heads of different modules.
     """
 
-    pair: Callable[[RotationOptions, Sequence[AttentionSite], Scores, int], list[Pair]]
+    pair: Callable[[RotationOptions, Sequence[AttentionSite], Scores, float], list[Pair]]
     measures: bool
     crosses: bool
 
@@ -213,23 +236,27 @@ def _check_k(rotation: RotationOptions, most: int, sites: Sequence[AttentionSite
 
 @dataclass(frozen=True)
 class RotationEvent:
-    """Heads that swapped places at the start of an epoch.
+    """Heads that swapped places.
 
     Args:
-        epoch: from 0.
+        epoch: when they did, in epochs from 0.
         reason: whether they were swapped, or swapped back.
         pairs: the heads.
     """
 
-    epoch: int
+    epoch: float
     reason: Literal["swap", "swap-back"]
     pairs: tuple[Pair, ...]
 
 
-class Rotator:
-    """Swap heads of a model at the epochs that a `RotationOptions` names (Multi-Head Rotation, §3.1).
+def _reached(time: float, now: float) -> bool:
+    return now >= time - ROUNDING
 
-    Between epochs the model is always a whole one, which can be saved as it is: a swap changes weights only.
+
+class Rotator:
+    """Swap heads of a model when a `RotationOptions` says so (Multi-Head Rotation, §3.1).
+
+    Between steps the model is always a whole one, which can be saved as it is: a swap changes weights only.
 
     Args:
         model: stock or edited, whole or sharded by FSDP2; not its `DistributedDataParallel` wrapper.
@@ -245,10 +272,10 @@ class Rotator:
         self.model, self.rotation = transformers_model(model), rotation
         self.history: list[RotationEvent] = []
         self._pairing = PAIRINGS[rotation.strategy]
-        self._latest: int | None = None  # epoch that `epoch` was last called for
+        self._latest: float | None = None  # what `epoch` was last called for
         self._swapped: tuple[Pair, ...] = ()  # what is to be swapped back
-        self._due = 0  # epoch to swap it back
-        self._awake = 0  # first epoch after the rest
+        self._due: float = 0  # when
+        self._awake: float = 0  # when the rest is over
         matched_blocks(model, rotation.pairs)
         for sites in self._sites().values():
             for site in sites if not rotation.pairs else ():
@@ -262,15 +289,18 @@ class Rotator:
                 matched_blocks(model, [((sites[0].name, 0), (site.name, 0))])
 
     def epoch(
-        self, epoch: int, optimizer: Any = None, batches: Iterable[Mapping[str, Tensor]] | None = None
+        self, epoch: float, optimizer: Any = None, batches: Iterable[Mapping[str, Tensor]] | None = None
     ) -> tuple[RotationEvent, ...]:
-        """Swap what is due at the start of an epoch; nothing if it has begun before, as after resuming.
+        """Swap what has become due since the call before; nothing where the training was before, as after resuming.
+
+        Called at the start of each epoch, and for `RotationOptions` with fractions before each step. The first call
+        says where the training begins: what was due earlier is passed over.
 
         Every process of a distributed training must call it; where importance decides, it is measured on the batches
         of all of them, so that all swap the same heads. Where FSDP shards the model, each must give as many batches.
 
         Args:
-            epoch: from 0.
+            epoch: from 0; 1.5 is the middle of the second.
             optimizer: whose state moves with the heads, as for `swap_heads_`.
             batches: held-out data that importance is measured on, if the strategy looks at it and swaps now.
 
@@ -282,23 +312,26 @@ class Rotator:
                 `swap_heads_` refuses.
             CalibrationError: the model does not take such batches.
         """
-        if self._latest is not None and epoch < self._latest:
+        now = _plain(epoch)
+        if self._latest is not None and int(now) < int(self._latest):
             raise HeadError(
-                f"epoch {epoch} comes after epoch {self._latest}; when training resumes from a checkpoint, give a "
+                f"epoch {now} comes after epoch {self._latest}; when training resumes from a checkpoint, give a "
                 "new Rotator the state saved with it"
             )
-        if epoch == self._latest:
+        if self._latest is not None and now <= self._latest:
             return ()
         before = len(self.history)
-        if self._swapped and epoch >= self._due:
-            self._swap(RotationEvent(epoch, "swap-back", self._swapped), optimizer)
-            self._swapped, self._awake = (), epoch + self.rotation.rest
-        if epoch in self.rotation.epochs and not self._swapped and epoch >= self._awake:
-            pairs = self._choose(epoch, batches)
-            self._swap(RotationEvent(epoch, "swap", pairs), optimizer)
+        if self._swapped and _reached(self._due, now):
+            self._swap(RotationEvent(now, "swap-back", self._swapped), optimizer)
+            late = now >= self._due + 1  # epochs that nobody called for
+            self._swapped, self._awake = (), (now if late else self._due) + self.rotation.rest
+        time = self._reached_since(self._latest, now)
+        if time is not None and not self._swapped and _reached(self._awake, time):
+            pairs = self._choose(time, batches)
+            self._swap(RotationEvent(now, "swap", pairs), optimizer)
             if self.rotation.swap_back_after is not None:
-                self._swapped, self._due = pairs, epoch + self.rotation.swap_back_after
-        self._latest = epoch
+                self._swapped, self._due = pairs, time + self.rotation.swap_back_after
+        self._latest = now
         return tuple(self.history[before:])
 
     def check(self, optimizer: Any) -> None:
@@ -328,7 +361,7 @@ class Rotator:
             HeadError: the state is none, or names heads that this model does not have.
         """
         try:
-            latest, due, awake = state["latest"], int(state["due"]), int(state["awake"])
+            latest, due, awake = state["latest"], _plain(state["due"]), _plain(state["awake"])
             swapped = as_pairs(state["swapped"])
             events = [RotationEvent(e["epoch"], e["reason"], as_pairs(e["pairs"])) for e in state["history"]]
         except (KeyError, TypeError, ValueError) as error:
@@ -337,6 +370,13 @@ class Rotator:
             ) from error
         matched_blocks(self.model, swapped)
         self._latest, self._swapped, self._due, self._awake, self.history = latest, swapped, due, awake, events
+
+    def _reached_since(self, latest: float | None, now: float) -> float | None:
+        """Find the last of the times to swap after `latest`, not after now; at a first call only what is due now."""
+        times = [time for time in self.rotation.epochs if _reached(time, now)]
+        if latest is None:
+            return next((time for time in times if _reached(now, time)), None)
+        return max((time for time in times if not _reached(time, latest)), default=None)
 
     def _swap(self, event: RotationEvent, optimizer: Any) -> None:
         swap_heads_(self.model, event.pairs, optimizer)
@@ -350,7 +390,7 @@ class Rotator:
             sites = find_attention(self.model, FAMILIES, kinds=self.rotation.kinds)
         return {kind: [site for site in sites if site.kind == kind] for kind in dict.fromkeys(s.kind for s in sites)}
 
-    def _choose(self, epoch: int, batches: Iterable[Mapping[str, Tensor]] | None) -> tuple[Pair, ...]:
+    def _choose(self, epoch: float, batches: Iterable[Mapping[str, Tensor]] | None) -> tuple[Pair, ...]:
         scores = self._measure(epoch, batches) if self._pairing.measures else {}
         pairs = [
             pair
@@ -359,7 +399,7 @@ class Rotator:
         ]
         return tuple(pairs)  # the same in all processes, which measure together
 
-    def _measure(self, epoch: int, batches: Iterable[Mapping[str, Tensor]] | None) -> dict[str, Tensor]:
+    def _measure(self, epoch: float, batches: Iterable[Mapping[str, Tensor]] | None) -> dict[str, Tensor]:
         if batches is None:
             raise HeadError(
                 f"strategy {self.rotation.strategy!r} swaps heads by importance at epoch {epoch} and got no batches; "

@@ -332,7 +332,11 @@ def _blocks(data: Dataset, start: int, length: int) -> Dataset:
 
 def _stream(data: Dataset) -> np.ndarray:
     """Put the rows' tokens on end."""
-    return np.concatenate([chunk.flatten().to_numpy() for chunk in data.data.column("input_ids").chunks])
+    chunks = data.data.column("input_ids").chunks
+    stream = np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks])
+    if not len(stream):
+        raise DataError(f"the tokenizer finds no token in the {len(data)} rows; expected text in some of them")
+    return stream
 
 
 def _cut(stream: np.ndarray, length: int, step: int) -> list[np.ndarray]:

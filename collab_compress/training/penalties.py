@@ -51,6 +51,7 @@ LOSSES: dict[str, Loss] = {
     "agreement-rows": Loss(agreement_rows, "rows", "mean", 1.0),
     "bhattacharyya": Loss(bhattacharyya, "rows", "sum", 1.0, ("encoder",)),
     "bhattacharyya-mean": Loss(bhattacharyya, "rows", "mean", 1.0, ("encoder",)),
+    "bhattacharyya-sequences": Loss(partial(bhattacharyya, per_sequence=True), "rows", "sum", 1.0, ("encoder",)),
 }
 
 

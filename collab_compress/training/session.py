@@ -111,12 +111,15 @@ class HeadSession:
         if self._alphas is not None:
             self._alphas.step(progress)
 
-    def epoch(self, epoch: int, batches: Iterable[Mapping[str, Tensor]] | None = None) -> None:
-        """Begin an epoch: rotate heads if it is time.
+    def epoch(self, epoch: float, batches: Iterable[Mapping[str, Tensor]] | None = None) -> None:
+        """Begin an epoch, or a step within one: rotate heads if it is time.
+
+        Where `RotationOptions` has fractions of epochs, call it before each step, as in
+        `session.epoch(epoch + number / len(data), validation_batches)`; in between it costs nothing.
 
         Args:
-            epoch: number of the epoch, from 0.
-            batches: validation data, on which rotation measures importance.
+            epoch: from 0; 1.5 is the middle of the second.
+            batches: validation data, on which rotation measures importance; read only where heads are swapped now.
         """
         if self._rotator is not None:
             self._rotator.epoch(epoch, self.optimizer, batches)

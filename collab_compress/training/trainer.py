@@ -17,6 +17,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import has_length
 
 from collab_compress.errors import HeadError
 from collab_compress.heads import alphas_of, mix_heads_
@@ -156,7 +157,9 @@ class _HeadCallback(TrainerCallback):  # type: ignore[misc]
         self.session: HeadSession | None = None
         self.epoch = 0
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
         """Open the session, and bring it to where a checkpoint left it."""
         trainer, steps = self.trainer, max(state.max_steps, 1)
         warmup = args.get_warmup_steps(steps) / steps
@@ -166,19 +169,25 @@ class _HeadCallback(TrainerCallback):  # type: ignore[misc]
             self.session.load_state_dict(state.stateful_callbacks[STATE]["attributes"]["saved"])
         elif trainer.head_training != HeadTraining():
             logger.warning("the checkpoint was saved without a state of heads; they begin as in a new run")
+        if self._within_epochs and not has_length(given.get("train_dataloader")):
+            raise HeadError(
+                "rotation within epochs needs to know how long one is, and the training data have no length; give "
+                "them one (__len__), or let epochs, rest and swap_back_after be whole numbers"
+            )
         self._holder().session = self.session
         state.stateful_callbacks[STATE] = self._holder().state()
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Begin an epoch."""
         if self.session is not None:
-            with torch.random.fork_rng(devices=[]):  # data loaders draw a seed, which a resumed run would not
-                self.session.epoch(self.epoch, self._validation())
+            self._rotate(self.session, self.epoch)
         self.epoch += 1  # `state.epoch` is a share of the steps where the data has no length
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Begin an optimizer step."""
         if self.session is not None:
+            if self._within_epochs:
+                self._rotate(self.session, state.epoch or 0)
             self.session.step(state.global_step / max(state.max_steps - 1, 1))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -205,14 +214,21 @@ class _HeadCallback(TrainerCallback):  # type: ignore[misc]
         callbacks = self.trainer.callback_handler.callbacks
         return next(callback for callback in callbacks if isinstance(callback, HeadState))
 
+    @property
+    def _within_epochs(self) -> bool:
+        rotation = self.trainer.head_training.rotation
+        return rotation is not None and rotation.within_epochs
+
+    def _rotate(self, session: HeadSession, epoch: float) -> None:
+        with torch.random.fork_rng(devices=[]):  # data loaders draw a seed, which a resumed run would not
+            session.epoch(epoch, self._validation())
+
     def _validation(self) -> Iterable[Mapping[str, Tensor]] | None:
         if not _measures(self.trainer.head_training):
             return None
-        names = self.trainer.eval_dataset
-        if not isinstance(names, dict):
-            loader: Iterable[Mapping[str, Tensor]] = self.trainer.get_eval_dataloader()
-            return loader
-        return chain.from_iterable(self.trainer.get_eval_dataloader(name) for name in names)
+        given = self.trainer.eval_dataset
+        names = [(name,) for name in given] if isinstance(given, dict) else [()]
+        return chain.from_iterable(self.trainer.get_eval_dataloader(*name) for name in names)  # made when read
 
 
 def _check(trainer: Any, training: HeadTraining) -> None:

@@ -24,6 +24,7 @@ from transformers import (
 from collab_compress.errors import DataError, RecipeError
 from collab_compress.experiments import Fresh, read_recipe, run
 from collab_compress.experiments.workload import LanguageModel, Translation
+from collab_compress.metrics import load_metric
 from collab_compress.tasks import TASKS, encode_masked_language_model, load_task
 
 FRESH = "fresh={layers: 2, width: 24, heads: 3, feed_forward: 32, dropout: 0.0, max_length: 40, vocab_size: 60}"
@@ -49,6 +50,7 @@ def test_translation(sentences, tmp_path):
         assert len(written) == 4
         assert record["score"] == record["metrics"]["test"]["bleu"]
         assert record["score"] == sacrebleu.corpus_bleu(written, [list(test["target"])]).score
+        assert (folder / "test.ref.txt").read_text().splitlines() == list(test["target"])
         model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out" / record["stage"] / "model").eval()
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
         for source, line in zip(
@@ -78,6 +80,26 @@ def test_what_training_logs_is_recorded(sentences, tmp_path):
     assert len(scores) == 12
     assert scores[-1] == record["metrics"]["validation"]["bleu"] > 0
     assert record["seconds"] > 0
+
+
+@pytest.mark.parametrize(("target", "german"), [("de", True), ("de_AT", True), ("bb", False)])
+def test_german_has_bleu_with_compounds_split_beside_it(target, german, sentences, tmp_path):
+    for file in (sentences / "parallel").iterdir():
+        if file.suffix == ".bb":
+            file.rename(file.with_suffix(f".{target}"))
+    languages = f"translation={{source: aa, target: {target}, beams: 1, max_length: 12}}"
+    [record] = run(recipe(tmp_path / "out", "task=parallel", f"data_dir={sentences}", languages))
+    found = record["metrics"]["test"]
+    assert record["score"] == found["bleu"]
+    assert ("bleu_compounds_split" in found) is german
+    if german:
+        written = (tmp_path / "out" / "tuned" / "test.txt").read_text().splitlines()
+        references = load_task("parallel", sentences, source="aa", target=target)["test"]["target"]
+        metric = load_metric("bleu-compounds-split")
+        assert (
+            metric.compute(predictions=written, references=references)["bleu_compounds_split"]
+            == (found["bleu_compounds_split"])
+        )
 
 
 def test_collaborative_from_the_first_step(sentences, tmp_path):

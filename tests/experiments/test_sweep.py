@@ -267,6 +267,15 @@ def test_a_job_that_dies_is_told_with_its_log(tmp_path):
     assert Path(failed[0].rpartition("its log is ")[2]).is_file()
 
 
+def test_a_file_of_the_users_where_jobs_would_write(path, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "jobs").write_text("mine")
+    with pytest.raises(RecipeError, match=r"submitit cannot start jobs from .*/out/jobs: .*File exists") as caught:
+        run_sweep(read_sweep(path, ["launcher=submitit", "cluster=local"]))
+    assert "\n" not in str(caught.value)
+    assert (tmp_path / "out" / "jobs").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

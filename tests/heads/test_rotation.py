@@ -3,12 +3,16 @@
 import copy
 import dataclasses
 import json
+import math
 import multiprocessing
+from fractions import Fraction
 from typing import get_args
 
 import pytest
 import torch
 from forms import convert_
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import BertConfig, BertModel
 from two_processes import run_both
 
@@ -29,6 +33,9 @@ def bert(layers=6, heads=4, seed=0):
         initializer_range=0.4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return BertModel(config).eval()
+
+
+SMALL = bert(2, 2)  # to be swapped as often as one likes
 
 
 def layer(number):
@@ -183,6 +190,67 @@ def test_schedules(settings, epochs, expected):
     assert events_of(rotation, epochs) == expected
 
 
+def timetable(epochs, back, rest, steps):
+    """What happens at which step, in exact fractions: a plan, and each event of it at the first step not before."""
+    plan, free = [], Fraction(0)
+    for time in sorted(epochs):
+        if time < free:
+            continue
+        plan.append((time, S))
+        if back is not None:
+            plan.append((time + back, B))
+            free = time + back + rest
+    return [(math.ceil(time * steps), reason) for time, reason in plan]
+
+
+TENTHS = st.integers(0, 20).map(lambda tenth: Fraction(tenth, 10))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sets(TENTHS, min_size=1, max_size=12), st.none() | TENTHS.filter(bool), TENTHS, st.integers(10, 40),
+    st.sets(st.integers(0, 80), max_size=4),
+)  # fmt: skip
+def test_within_epochs_it_keeps_to_the_timetable(epochs, back, rest, steps, stops):
+    rotation = RotationOptions(
+        "manual", epochs=sorted(float(time) for time in epochs), pairs=(PAIR,), rest=float(rest),
+        swap_back_after=None if back is None else float(back),
+    )  # fmt: skip
+    rotator = Rotator(SMALL, rotation)
+    for step in range(4 * steps + 1):
+        if step in stops:  # resumed here, from a checkpoint, with the epoch's own call once more
+            state = json.loads(json.dumps(rotator.state_dict()))
+            rotator = Rotator(SMALL, rotation)
+            rotator.load_state_dict(state)
+            assert step == 0 or rotator.epoch((step - 1) // steps) == ()
+        rotator.epoch(step // steps + step % steps / steps)
+    found = [(round(event.epoch * steps), event.reason) for event in rotator.history]
+    assert found == timetable(epochs, back, rest, steps)
+
+
+def test_a_timetable_of_whole_epochs_is_the_same_called_at_each_step():
+    def drawn(rotation, times):
+        rotator = Rotator(bert(2), rotation)
+        for time in times:
+            rotator.epoch(time)
+        return rotator.state_dict()
+
+    whole = RotationOptions("random", epochs=(0, 1, 4, 5), swap_back_after=2, rest=1, k=2)
+    same = RotationOptions("random", epochs=(0.0, 1.0, 4.0, 5.0), swap_back_after=2.0, rest=1.0, k=2)
+    assert whole == same
+    assert json.dumps(dataclasses.asdict(whole)) == json.dumps(dataclasses.asdict(same))
+    assert not same.within_epochs
+    assert RotationOptions("random", epochs=(0, 1.5)).within_epochs
+    assert RotationOptions("random", epochs=(0,), swap_back_after=0.5).within_epochs
+    often = drawn(same, [step / 3 for step in range(3 * 8 + 1)])
+    assert often == drawn(whole, range(9))
+    assert json.dumps(often) == json.dumps(drawn(whole, range(9)))
+
+
+def test_what_was_due_before_the_first_call_is_passed_over():
+    assert events_of(RotationOptions("manual", epochs=(0.5, 1.5), pairs=(PAIR,)), (1, 1.25, 1.5)) == [(1.5, S)]
+
+
 def test_swapping_back_restores_weights_and_moments_and_goes_on_from_there(calibration):
     model = bert(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -271,7 +339,12 @@ def test_every_strategy_has_its_function():
         ({"k": 0}, "k is 0; expected at least 1"),
         ({"t_max": 0}, "t_max is 0"),
         ({"rest": -1}, "rest is -1; expected at least 0"),
-        ({"swap_back_after": 0}, "swap_back_after is 0; expected at least 1"),
+        ({"swap_back_after": 0}, "swap_back_after is 0; expected more than 0 epochs"),
+        ({"swap_back_after": -0.5}, "swap_back_after is -0.5; expected more than 0 epochs"),
+        ({"epochs": (0.5, float("nan"))}, "counted from 0"),
+        ({"epochs": (float("inf"),)}, "counted from 0"),
+        ({"epochs": (-0.5,)}, "counted from 0"),
+        ({"epochs": (1, 1.0)}, "each once"),
         ({"kinds": ("self",)}, "kinds are self; expected some of encoder, decoder, cross"),
         ({"kinds": ()}, "kinds are none"),
         ({"strategy": "manual"}, "'manual' got 0 pairs"),

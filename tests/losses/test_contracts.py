@@ -23,7 +23,11 @@ VECTORS = {
     "orthogonality": orthogonality,
     "agreement": agreement,
 }
-ROWS = {"agreement, rows": agreement_rows, "bhattacharyya": bhattacharyya}
+ROWS = {
+    "agreement, rows": agreement_rows,
+    "bhattacharyya": bhattacharyya,
+    "bhattacharyya, sequences": partial(bhattacharyya, per_sequence=True),
+}
 LOSSES = VECTORS | ROWS
 OVER_PAIRS = sorted(LOSSES.keys() - {"orthogonality"})
 

@@ -10,6 +10,7 @@ import pytest
 import sacrebleu
 import torch
 from datasets import config as datasets_config
+from sacrebleu.metrics.bleu import _get_tokenizer
 from scipy.stats import ConstantInputWarning, pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
@@ -17,14 +18,14 @@ from collab_compress.errors import DataError
 from collab_compress.metrics import METRICS, Metric, load_metric, token_losses
 
 ROWS = 101
-HYPOTHESES = ["The cat sat on the mat.", "A dog!", "", "Über den Fluss , he said", "the end"] * 4
-REFERENCES = ["the cat sat on a mat.", "A dog!", "Nothing.", "Over the river, he said", "The End"] * 4
+HYPOTHESES = ["The cat sat on the mat.", "A dog!", "", "Über den Fluss , he said", "the well-known end"] * 4
+REFERENCES = ["the cat sat on a mat.", "A dog!", "Nothing.", "Over the river, he said", "The Well-Known End"] * 4
 
 
 def inputs(name, seed=0):
     """Random predictions and references that a metric takes."""
     generator = np.random.default_rng(seed)
-    if name == "bleu":
+    if name.startswith("bleu"):
         return HYPOTHESES, REFERENCES
     if name == "perplexity":
         return generator.gamma(2.0, 30.0, ROWS), generator.integers(0, 40, ROWS)
@@ -40,6 +41,9 @@ def expected(name, predictions, references):
     """The same from scikit-learn, SciPy, sacreBLEU, or the definition."""
     if name == "bleu":
         return {"bleu": sacrebleu.corpus_bleu(predictions, [references]).score}
+    if name == "bleu-compounds-split":
+        here, there = ([" ".join(words(line)) for line in lines] for lines in (predictions, references))
+        return {"bleu_compounds_split": sacrebleu.corpus_bleu(here, [there], tokenize="none", force=True).score}
     if name == "perplexity":
         nll = math.fsum(predictions) / int(np.sum(references))
         return {"perplexity": math.exp(nll), "nll": nll}
@@ -50,6 +54,34 @@ def expected(name, predictions, references):
         return {"matthews_correlation": matthews_corrcoef(references, predictions)}
     scores = {"accuracy": accuracy_score(references, predictions)}
     return scores if name == "accuracy" else scores | {"f1": f1_score(references, predictions)}
+
+
+def words(line):
+    """What 13a makes of a line, with hyphens inside words as words of their own."""
+    found = []
+    for word in _get_tokenizer("13a")()(line).split():
+        start, free = 0, 0  # of the part, and of what no hyphen has for a neighbour yet
+        for place in range(1, len(word) - 1):
+            if word[place] == "-" and place - 1 >= free:
+                found += [word[start:place], "##AT##-##AT##"]
+                start, free = place + 1, place + 2
+        found.append(word[start:])
+    return found
+
+
+def multi_bleu(hypotheses, references):
+    """BLEU of lists of words as Papineni et al. define it: clipped counts of up to four words, and brevity."""
+    logarithms = []
+    for size in range(1, 5):
+        right, total = 0, 0
+        for hypothesis, reference in zip(hypotheses, references, strict=True):
+            here, there = ([tuple(line[i : i + size]) for i in range(len(line) - size + 1)]
+                           for line in (hypothesis, reference))  # fmt: skip
+            right += sum(min(here.count(gram), there.count(gram)) for gram in set(here))
+            total += len(here)
+        logarithms.append(math.log(right / total))
+    lengths = [sum(map(len, lines)) for lines in (hypotheses, references)]
+    return 100 * math.exp(min(0.0, 1 - lengths[1] / lengths[0]) + sum(logarithms) / 4)
 
 
 def score(name, predictions, references, **options):
@@ -76,7 +108,7 @@ def test_batches_add_up_to_the_whole_set_exactly(name, size):
 def test_arrays_tensors_and_lists_are_the_same(name):
     predictions, references = inputs(name)
     result = score(name, list(predictions), list(references))
-    if name != "bleu":
+    if not name.startswith("bleu"):
         assert score(name, torch.tensor(predictions), torch.tensor(references)) == result
     one_by_one = load_metric(name)
     for prediction, reference in zip(predictions, references, strict=True):
@@ -114,7 +146,7 @@ def in_two_processes(python, rounds, folder):
 def test_two_processes_score_what_both_have(python, tmp_path):
     """Two rounds, as in two evaluations of a run; in the second one process has nothing."""
     rounds, wanted = ({}, {}), []
-    for name in ("accuracy+f1", "correlation", "bleu", "perplexity"):
+    for name in ("accuracy+f1", "correlation", "bleu", "bleu-compounds-split", "perplexity"):
         predictions, references = (np.asarray(column).tolist() for column in inputs(name))
         batches = [[predictions[i : i + 8], references[i : i + 8]] for i in range(0, len(predictions), 8)]
         rounds[0][name], rounds[1][name] = [batches[:2], []], [batches[2:], batches]
@@ -161,6 +193,35 @@ def test_bleu_has_options_and_a_signature():
     assert "case:lc" in metric.signature
     assert "tok:intl" in metric.signature
     assert result["bleu"] != score("bleu", HYPOTHESES, REFERENCES)["bleu"]
+
+
+def test_bleu_of_german_with_its_compounds_split(caplog):
+    """By hand: the words of three lines, as the papers' script would write them."""
+    hypotheses = ["Die USA-Reise im E-Mail-Verkehr - ein Rich-Text.", "Ein Nord-Süd-Gefälle, sagte er.", "Das A-b-c."]
+    references = [
+        "Die USA-Reise im E-Mail-Verkehr - kein Rich-Text.",
+        "Das Nord-Süd Gefälle, sagte er.",
+        "Das A-b-c.",
+    ]
+    split_up = [
+        "Die USA ##AT##-##AT## Reise im E ##AT##-##AT## Mail ##AT##-##AT## Verkehr - {} Rich ##AT##-##AT## Text .",
+        "{} Nord ##AT##-##AT## Süd {} Gefälle , sagte er .",
+        "Das A ##AT##-##AT## b-c .",
+    ]
+    by_hand = [
+        [split_up[0].format(first).split(), split_up[1].format(*second).split(), split_up[2].split()]
+        for first, second in (("ein", ("Ein", "##AT##-##AT##")), ("kein", ("Das", "")))
+    ]
+    metric = load_metric("bleu-compounds-split")
+    found = metric.compute(predictions=hypotheses * 100, references=references * 100)
+    assert found == {"bleu_compounds_split": pytest.approx(multi_bleu(*by_hand), rel=1e-9)}
+    assert abs(found["bleu_compounds_split"] - score("bleu", hypotheses, references)["bleu"]) > 1
+    assert "tok:13a-compounds-split" in metric.signature
+    assert not caplog.text  # sacreBLEU warns of tokenized texts, which these are
+    several = [[reference, reference] for reference in references]
+    assert score("bleu-compounds-split", hypotheses, several) == score("bleu-compounds-split", hypotheses, references)
+    lower = score("bleu-compounds-split", ["ja , so-so ist es"], ["Ja, so-so ist es"], lowercase=True)
+    assert lower == {"bleu_compounds_split": pytest.approx(100)}
 
 
 def test_bleu_of_several_references_and_of_nothing_right():

@@ -23,7 +23,7 @@ class Remembered:
 
     def __call__(self, *given: Any, **options: Any) -> Any:
         try:
-            key = _key((given, sorted(options.items())))
+            key = _key((given, sorted((name, each) for name, each in options.items() if name != "progress")))
         except OverflowError:
             return self.function(*given, **options)
         if key not in self.known:

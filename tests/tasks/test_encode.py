@@ -3,12 +3,14 @@ import logging
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, are_progress_bars_disabled, load_from_disk
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     DataCollatorWithPadding,
     GPT2Config,
     GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
 )
 
 from collab_compress.errors import DataError
@@ -252,3 +254,16 @@ def test_real_text_to_the_last_token(real_data):
     assert tokenizer("<unk>")["input_ids"] == [1, 3]
     blocks = encode_language_model(data["test"], tokenizer, length=35)
     assert sum(len(labels) - 1 for labels in blocks["labels"]) == 82430
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_texts_without_a_token_are_told(seed):
+    bare = Tokenizer(models.WordLevel({"[UNK]": 0, "[MASK]": 1}, unk_token="[UNK]"))
+    bare.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, unk_token="[UNK]", mask_token="[MASK]")
+    with pytest.raises(DataError, match="the tokenizer finds no token in the 2 rows; expected text in some of them"):
+        encode_masked_language_model(Dataset.from_dict({"text": ["", " "]}), tokenizer, length=4, seed=seed)
+    with pytest.raises(DataError, match="no rows to encode"):
+        encode_masked_language_model(Dataset.from_dict({"text": []}), tokenizer, length=4, seed=seed)
+    found = encode_masked_language_model(Dataset.from_dict({"text": ["", "a b", ""]}), tokenizer, length=4)
+    assert found["input_ids"][:] == [[0, 0]]

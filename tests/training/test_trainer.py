@@ -94,6 +94,71 @@ def final_weights(trainer, **kwargs):
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
 
+WITHIN = RotationOptions("in-layer", (0.25, 0.5, 1.25, 1.3, 2.5), swap_back_after=0.5, rest=0.25, exclude=())
+
+
+def rotations(trainer):
+    history = trainer.state.stateful_callbacks["HeadState"]["attributes"]["saved"]["rotation"]["history"]
+    return [(event["epoch"], event["reason"]) for event in history]
+
+
+@pytest.mark.parametrize("save", [1, 3, 5, 7, 8, 11])
+def test_rotation_within_epochs(save, make_tiny, tmp_path):
+    """Four steps an epoch, of two passes; resumed wherever it stopped, with a dropout that must not notice."""
+    training = dataclasses.replace(EVERYTHING, rotation=WITHIN)
+    more = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "save_strategy": "steps"}
+    straight = trainer_of(classifier(make_tiny), tmp_path, training, **more, save_steps=save)
+    expected = final_weights(straight)
+    swaps = [(0.25, "swap"), (0.75, "swap-back"), (1.25, "swap"), (1.75, "swap-back"), (2.5, "swap")]
+    assert rotations(straight) == swaps
+    resumed = trainer_of(classifier(make_tiny), tmp_path / "again", training, **{**more, "save_strategy": "no"})
+    found = final_weights(resumed, resume_from_checkpoint=str(tmp_path / f"checkpoint-{save}"))
+    assert rotations(resumed) == swaps
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+
+
+def test_a_plain_loop_rotates_as_a_trainer_does(make_tiny, tmp_path):
+    training = HeadTraining(rotation=RotationOptions("random", (0.5, 1.3, 2.4), k=2, swap_back_after=0.8, rest=0.1))
+    model, other = classifier(make_tiny), classifier(make_tiny)
+    trainer = trainer_of(model, tmp_path, training, dataset(12), learning_rate=0.0)
+    trainer.train()
+    optimizer = torch.optim.AdamW(other.parameters(), lr=0.0)
+    with HeadSession(other.train(), training, optimizer) as session:
+        for epoch in range(3):
+            for number in range(3):
+                session.epoch(epoch + number / 3)
+                session.step((3 * epoch + number) / 8)
+        events = [(event["epoch"], event["reason"]) for event in session.state_dict()["rotation"]["history"]]
+    assert rotations(trainer) == events == [(2 / 3, "swap"), (4 / 3, "swap-back"), (8 / 3, "swap")]
+    start = classifier(make_tiny).state_dict()
+    assert any(not torch.equal(weight, start[name]) for name, weight in model.state_dict().items())
+    for name, weight in other.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight), name
+
+
+def test_validation_data_are_read_only_where_heads_are_swapped(make_tiny, tmp_path):
+    loaders = []
+
+    class Own(HeadTrainer):
+        def get_eval_dataloader(self, eval_dataset=None):
+            loaders.append(self.state.global_step)
+            return super().get_eval_dataloader(eval_dataset)
+
+    Own(
+        classifier(make_tiny), arguments(tmp_path), train_dataset=dataset(), eval_dataset=dataset(4, 7, 1),
+        head_training=HeadTraining(rotation=WITHIN),
+    ).train()  # fmt: skip
+    assert loaders == [1, 5, 10]
+
+
+def test_rotation_within_epochs_needs_their_length(make_tiny, tmp_path):
+    training = HeadTraining(rotation=RotationOptions("random", (0.5,)))
+    trainer = trainer_of(classifier(make_tiny), tmp_path, training, Stream(), max_steps=12)
+    with pytest.raises(HeadError, match="needs to know how long one is, and the training data have no length"):
+        trainer.train()
+
+
 @pytest.mark.parametrize("step", [6, 8])  # in the middle of an epoch, and between two
 def test_a_resumed_run_equals_a_straight_one(step, make_tiny, tmp_path):
     straight = trainer_of(classifier(make_tiny), tmp_path, save_strategy="steps", save_steps=step)

@@ -1,0 +1,137 @@
+"""Significance of differences in BLEU: against a bootstrap in plain loops, and what it refuses."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import sacrebleu
+from collab_compress_cli import results as command
+
+from collab_compress.errors import RecipeError
+from collab_compress.experiments.significance import significance
+
+WORDS = ["the", "a", "dog", "cat", "sat", "on", "mat", "runs", "over", "under", "red", "blue", "house", ".", ","]
+SENTENCES = 8
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Three methods, of which one changes few words of the references and one many; two seeds."""
+    generator = np.random.default_rng(0)
+    references = [" ".join(generator.choice(WORDS, size=9)) for _ in range(SENTENCES)]
+    for seed in (0, 1):
+        for method, changed in (("plain", 0.3), ("alike", 0.3), ("worse", 0.6)):
+            written = [
+                " ".join(
+                    word if generator.random() > changed else str(generator.choice(WORDS)) for word in line.split()
+                )
+                for line in references
+            ]
+            folder = tmp_path / "runs" / method / f"seed{seed}" / "tuned"
+            folder.mkdir(parents=True)
+            record = {
+                "task": "multi30k", "method": method, "conversion": None, "again": False, "stage": "tuned",
+                "seed": seed, "score": bleu(written, references), "metrics": {}, "parameters": 1000,
+                "recipe": {"model": "m", "translation": {"source": "en", "target": "de"}},
+            }  # fmt: skip
+            (folder / "result.json").write_text(json.dumps(record))
+            (folder / "test.txt").write_text("".join(f"{line}\n" for line in written))
+            (folder / "test.ref.txt").write_text("".join(f"{line}\n" for line in references))
+    return tmp_path / "runs"
+
+
+def bleu(written, references):
+    return sacrebleu.corpus_bleu(written, [references]).score
+
+
+def lines(folder, name):
+    return (folder / "tuned" / name).read_text().splitlines()
+
+
+def slowly(one, other, references):
+    """Koehn's test with |difference| centred at its mean, each resample scored as a corpus of its own."""
+    generator, differences = np.random.default_rng(12345), []
+    for chosen in generator.choice(SENTENCES, size=(1000, SENTENCES)):
+        here, there, right = ([lines[place] for place in chosen] for lines in (one, other, references))
+        differences.append(abs(bleu(here, right) - bleu(there, right)))
+    real = abs(bleu(one, references) - bleu(other, references))
+    return (sum(each - np.mean(differences) > real for each in differences) + 1) / 1001
+
+
+def test_against_a_bootstrap_in_plain_loops(runs):
+    found = significance(runs)
+    assert [(each.variant.method, each.seed) for each in found] == [
+        (method, seed) for seed in (0, 1) for method in ("plain", "alike", "worse")
+    ]
+    for each in found:
+        folder = runs / each.variant.method / f"seed{each.seed}"
+        written, references = lines(folder, "test.txt"), lines(folder, "test.ref.txt")
+        assert each.score == pytest.approx(bleu(written, references))
+        assert (each.column.name, each.split, each.reference) == ("multi30k en-de", "test", "plain/tuned")
+        assert "seed:12345" in each.signature
+        assert "bs:1000" in each.signature
+        if each.variant.method == "plain":
+            assert each.p is each.difference is None
+        elif (each.variant.method, each.seed) == ("alike", 0):
+            base = lines(runs / "plain" / "seed0", "test.txt")
+            assert each.difference == pytest.approx(bleu(written, references) - bleu(base, references))
+            assert each.p == pytest.approx(slowly(written, base, references), abs=0.002)  # sums in single precision
+    assert significance(runs) == found
+    assert {each.reference for each in significance(runs, "worse/tuned")} == {"worse/tuned"}
+
+
+def test_a_folder_may_be_copied_elsewhere(runs, tmp_path):
+    shutil.copytree(runs, tmp_path / "copy")
+    assert significance(tmp_path / "copy") == significance(runs)
+
+
+def test_the_command_shows_it(runs, capsys):
+    command.main([str(runs), "--significance"])
+    printed = capsys.readouterr().out
+    assert "95 % t-interval" in printed
+    block = printed.partition("paired bootstrap")[2]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines() if line.startswith("|")]
+    assert rows[0] == ["model", "method", "stage", "task", "split", "seed", "BLEU", "difference", "p"]
+    found = significance(runs)
+    assert [row[-3:] for row in rows[2:]] == [
+        [
+            f"{each.score:.2f} ± {each.interval:.2f}",
+            "" if each.p is None else f"{each.difference:+.2f}", "" if each.p is None else f"{each.p:.3f}",
+        ]
+        for each in found
+    ]  # fmt: skip
+    for wrong in ([str(runs), "--significance", "--format", "csv"], ["--papers", "--significance"]):
+        with pytest.raises(SystemExit):
+            command.main(wrong)
+        assert "--significance makes a table to read of a folder's translations" in capsys.readouterr().err
+
+
+def test_what_cannot_be_compared_is_told(runs, tmp_path):
+    with pytest.raises(
+        RecipeError, match=r"no translations of one model, task and seed by nobody/tuned and by anoth"
+    ):
+        significance(runs, "nobody/tuned")
+    records = tmp_path / "records.jsonl"
+    records.write_text("")
+    with pytest.raises(RecipeError, match="needs the folder with the outputs themselves"):
+        significance(records)
+    folder = runs / "worse" / "seed1" / "tuned"
+    whole = (folder / "test.txt").read_text()
+    (folder / "test.txt").write_text(whole.replace("dog", "hog"))
+    with pytest.raises(RecipeError, match=r"seed1/tuned was scored .*, and its translations are .* are not those"):
+        significance(runs)
+    (folder / "test.txt").write_text(whole + "more\n")
+    with pytest.raises(RecipeError, match=r"test\.txt has 9 lines, its references 8"):
+        significance(runs)
+    (folder / "test.txt").write_text(whole)
+    (folder / "test.ref.txt").write_text(whole)
+    with pytest.raises(RecipeError, match=r"have other references in test\.ref\.txt"):
+        significance(runs)
+    (folder / "test.ref.txt").unlink()
+    with pytest.raises(RecipeError, match=r"cannot read the translations in .*test\.ref\.txt"):
+        significance(runs)
+    for path in runs.rglob("test.ref.txt"):
+        path.unlink()
+    with pytest.raises(RecipeError, match=r"no references beside its translations; write them to test\.ref\.txt"):
+        significance(runs)
