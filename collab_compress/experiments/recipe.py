@@ -125,6 +125,21 @@ class TranslationOptions:
 
 
 @dataclass(frozen=True)
+class AnswerOptions:
+    """How contexts are read, and answers found in them."""
+
+    stride: int | None = None
+    """Tokens that neighbouring windows of a context share; a third of `max_length` (of the recipe) if not given."""
+
+    max_length: int = 30
+    """Most tokens of an answer."""
+
+    def __post_init__(self) -> None:
+        if self.max_length < 1:
+            raise RecipeError(f"an answer has {self.max_length} tokens at most; expected at least 1")
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Fine-tune a model on a task, convert it, and fine-tune it again; evaluate after each.
 
@@ -188,6 +203,9 @@ class Recipe:
 
     translation: TranslationOptions = field(default_factory=TranslationOptions)
     """Languages and search, where the task is translation."""
+
+    answers: AnswerOptions = field(default_factory=AnswerOptions)
+    """Windows and answers, where the task is question answering."""
 
     trackers: tuple[str, ...] = ("tensorboard",)
     """Where training is logged to, as the Trainer names it: tensorboard (in `output`), wandb, …; none if empty."""
