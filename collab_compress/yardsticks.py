@@ -91,6 +91,9 @@ def lm_eval_scores(
 ) -> list[Score]:
     """Score a decoder, or an encoder–decoder, on tasks of the LM evaluation harness of EleutherAI.
 
+    The harness takes what follows a context's tokens for its continuation. So where a decoder's tokenizer ends every
+    text in a special token, as those that recipes train do, texts are encoded without special tokens.
+
     Args:
         model: with a head that predicts tokens, on the device where it is to run.
         tokenizer: its tokenizer.
@@ -120,11 +123,15 @@ def lm_eval_scores(
             near = get_close_matches(name, manager.all_tasks, n=1)
             meant = f"; did you mean {near[0]}?" if near else ""
             raise DataError(f"lm_eval has no task {name!r}{meant}")
+    ends = bool(tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"][-1])
+    harnessed = HFLM(
+        pretrained=model, tokenizer=tokenizer, batch_size=batch_size,
+        add_bos_token=False if ends and not model.config.is_encoder_decoder else None,
+    )  # fmt: skip
     try:
         found = lm_eval.simple_evaluate(
-            HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size), tasks=list(tasks), num_fewshot=shots,
-            limit=limit, task_manager=manager, log_samples=False,
-        )  # fmt: skip
+            harnessed, tasks=list(tasks), num_fewshot=shots, limit=limit, task_manager=manager, log_samples=False
+        )
     except (OSError, ValueError) as error:
         raise _unreachable("lm_eval", ", ".join(tasks), error) from error
     return [
