@@ -143,11 +143,10 @@ def _asr(arguments: Arguments, source: Source, record: dict[str, Any]) -> list[S
     folder = arguments.asr or Path()
     recordings = read_recordings(folder)
     processor = pretrained.load_processor(source.directory)
-    texts = transcribe(
-        source.model, processor, [samples for samples, _ in recordings.values()], batch_size=arguments.batch_size
-    )
-    record["transcripts"] = dict(zip(recordings, texts, strict=True))
-    rate = word_error_rate(texts, [said for _, said in recordings.values()], processor.tokenizer)
+    heard = {name: samples for name, (samples, _) in recordings.items()}
+    record["transcripts"] = texts = transcribe(source.model, processor, heard, batch_size=arguments.batch_size)
+    said = [text for _, text in recordings.values()]
+    rate = word_error_rate(list(texts.values()), said, processor.tokenizer)
     return [Score(folder.name, "wer", rate)]
 
 

@@ -6,7 +6,7 @@ imported where it is used. What is scored here is any model that Transformers ca
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -160,7 +160,6 @@ def _unreachable(package: str, tasks: str, error: Exception) -> DataError:
 
 
 RATE = 16_000  # samples a second that Whisper hears
-LONGEST = 30  # seconds that it hears at once
 
 
 def read_recordings(folder: str | Path) -> dict[str, tuple[np.ndarray, str]]:
@@ -173,7 +172,7 @@ def read_recordings(folder: str | Path) -> dict[str, tuple[np.ndarray, str]]:
         Name → samples, (T) in float32, mono, 16 000 a second; and the text.
 
     Raises:
-        DataError: there are none, one has no text or is longer than 30 seconds, or something cannot be read.
+        DataError: there are none, one has no text, or something cannot be read.
     """
     from scipy.io import wavfile
     from scipy.signal import resample_poly
@@ -187,8 +186,6 @@ def read_recordings(folder: str | Path) -> dict[str, tuple[np.ndarray, str]]:
             text = path.with_suffix(".txt").read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise DataError(f"{path} cannot be read, or {path.stem}.txt beside it: {one_line(error)}") from error
-        if len(samples) > LONGEST * rate:
-            raise DataError(f"{path} is {len(samples) / rate:.1f} seconds long; cut it to {LONGEST} at most")
         common = math.gcd(rate, RATE)
         mono = resample_poly(_scaled(samples), RATE // common, rate // common)
         found[path.relative_to(folder).with_suffix("").as_posix()] = mono.astype(np.float32), text
@@ -207,21 +204,21 @@ def _scaled(samples: np.ndarray) -> np.ndarray:
 
 
 def transcribe(
-    model: PreTrainedModel, processor: Any, recordings: Sequence[np.ndarray], *, batch_size: int = 8
-) -> list[str]:
+    model: PreTrainedModel, processor: Any, recordings: Mapping[str, np.ndarray], *, batch_size: int = 8
+) -> dict[str, str]:
     """Write down what is said in English, by greedy search.
 
     Args:
         model: Whisper, on the device where it is to run.
         processor: its feature extractor and tokenizer.
-        recordings: samples of each, (T), 16 000 a second, 30 seconds at most.
+        recordings: name → samples, (T), 16 000 a second; as long as Whisper hears at once, 30 seconds, at most.
         batch_size: recordings in a batch.
 
     Returns:
-        A text for each.
+        Name → text.
 
     Raises:
-        DataError: the model is no Whisper with its processor.
+        DataError: the model is no Whisper with its processor, or a recording is too long.
     """
     if (
         model.config.model_type != "whisper"
@@ -231,13 +228,17 @@ def transcribe(
         raise DataError(
             f"{type(model).__name__} writes nothing down; expected WhisperForConditionalGeneration with its processor"
         )
+    most = processor.feature_extractor.chunk_length
+    for name, samples in recordings.items():
+        if len(samples) > most * RATE:
+            raise DataError(f"{name} is {len(samples) / RATE:.1f} seconds long; cut it to {most} at most")
     many = getattr(model.generation_config, "is_multilingual", False)
     options = {"language": "en", "task": "transcribe"} if many else {}
     texts: list[str] = []
-    for start in range(0, len(recordings), batch_size):
+    sounds = list(recordings.values())
+    for start in range(0, len(sounds), batch_size):
         heard = processor.feature_extractor(
-            list(recordings[start : start + batch_size]), sampling_rate=RATE, return_tensors="pt",
-            return_attention_mask=True,
+            sounds[start : start + batch_size], sampling_rate=RATE, return_tensors="pt", return_attention_mask=True
         )  # fmt: skip
         with torch.no_grad():
             tokens = model.generate(
@@ -245,7 +246,7 @@ def transcribe(
                 attention_mask=heard["attention_mask"].to(model.device), num_beams=1, do_sample=False, **options,
             )  # fmt: skip
         texts += processor.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    return texts
+    return dict(zip(recordings, texts, strict=True))
 
 
 def word_error_rate(texts: Sequence[str], references: Sequence[str], tokenizer: Any) -> float:
