@@ -5,6 +5,7 @@ imported where it is used. What is scored here is any model that Transformers ca
 """
 
 import math
+import struct
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -184,7 +185,7 @@ def read_recordings(folder: str | Path) -> dict[str, tuple[np.ndarray, str]]:
                 warnings.simplefilter("ignore")  # of chunks beside the sound
                 rate, samples = wavfile.read(path)
             text = path.with_suffix(".txt").read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, struct.error) as error:
             raise DataError(f"{path} cannot be read, or {path.stem}.txt beside it: {one_line(error)}") from error
         common = math.gcd(rate, RATE)
         mono = resample_poly(_scaled(samples), RATE // common, rate // common)
