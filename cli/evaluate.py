@@ -1,7 +1,9 @@
 """`collab-evaluate`: put a model to others' yardsticks: MTEB, the LM evaluation harness, word error rate."""
 
+import io
+import logging
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -105,7 +107,11 @@ def run(arguments: Arguments) -> list[Score]:
     record: dict[str, Any] = {"model": arguments.model, "yardstick": arguments.yardstick, package: None}
     with suppress(PackageNotFoundError):
         record[package] = version(package)
-    scores = {"mteb": _mteb, "lm_eval": _lm_eval, "asr": _asr}[arguments.yardstick](arguments, source, record)
+    score = {"mteb": _mteb, "lm_eval": _lm_eval, "asr": _asr}[arguments.yardstick]
+    for name in ("lm_eval", "mteb"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with redirect_stderr(io.StringIO()) if common.quiet else nullcontext():  # their bars
+        scores = score(arguments, source, record)
     record["scores"] = [asdict(score) for score in scores]
     if common.json is not None:
         with atomic_file(common.json) as file:

@@ -305,6 +305,19 @@ def test_recordings_that_are_none(run, jiwer, listener, recordings, tmp_path):
         read_recordings(recordings)
 
 
+def test_quiet_hides_what_others_say(lm_eval, run, decoder, monkeypatch):
+    _, harness = lm_eval
+    told = harness.simple_evaluate
+
+    def simple_evaluate(*arguments, **options):
+        print("100%", file=sys.stderr)
+        return told(*arguments, **options)
+
+    monkeypatch.setattr(harness, "simple_evaluate", simple_evaluate)
+    assert run(decoder, "--lm-eval", "after", "--quiet") == (0, "", "")
+    assert run(decoder, "--lm-eval", "after")[2] == "100%\n"
+
+
 def test_what_does_not_listen(jiwer, run, decoder, recordings):
     code, _, error = run(decoder, "--asr", recordings)
     assert code == 2
