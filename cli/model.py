@@ -129,12 +129,12 @@ def begin(model: str, output: Path, saving: Saving, device: str = "cpu", edited:
     return source
 
 
-def check_json(path: Path | None, output: Path, model: Path, record: str = RECORD) -> None:
+def check_json(path: Path | None, output: Path | None, model: Path, record: str = RECORD) -> None:
     """Find out before the work, not after it, that the report has no place.
 
     Args:
         path: where to write it, if anywhere.
-        output: the directory that the command writes.
+        output: the directory that the command writes, if it does.
         model: the directory that it reads.
         record: what the report is called in the output.
 
@@ -143,10 +143,10 @@ def check_json(path: Path | None, output: Path, model: Path, record: str = RECOR
     """
     if path is None:
         return
-    final, place = os.path.realpath(path), Path(os.path.realpath(output))
+    final = os.path.realpath(path)
     if os.path.isdir(final) or not os.path.isdir(os.path.dirname(final)):
         raise CollabCompressError(f"--json {path}: expected a file in a directory that exists")
-    if Path(final).is_relative_to(place):
+    if output is not None and Path(final).is_relative_to(os.path.realpath(output)):
         raise CollabCompressError(f"--json {path}: lies in the output, which has the report as {record} anyway")
     refuse_place(path, model)
 

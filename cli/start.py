@@ -11,7 +11,7 @@ from .command import stopping_in_one_line
 
 COMMANDS = {
     f"collab-{name}": name
-    for name in ("analyze", "compress", "expand", "merge", "prune", "recover", "results", "run", "sweep")
+    for name in ("analyze", "compress", "evaluate", "expand", "merge", "prune", "recover", "results", "run", "sweep")
 }
 """Command → its module, and its function here."""
 
@@ -24,6 +24,11 @@ def analyze() -> None:
 def compress() -> None:
     """Run `collab-compress`."""
     _start("compress")
+
+
+def evaluate() -> None:
+    """Run `collab-evaluate`."""
+    _start("evaluate")
 
 
 def expand() -> None:

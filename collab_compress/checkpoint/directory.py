@@ -29,6 +29,7 @@ COMPANIONS = (
     # tokenizers
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt",
     "vocab.json", "merges.txt", "*.spm", "*.model", "bpe.codes", "dict.txt", "emoji.txt", "target_vocab.json",
+    "normalizer.json",
     "chat_template.jinja", "chat_template.json",
     # processors
     "processor_config.json", "preprocessor_config.json", "image_processor_config.json",

@@ -27,6 +27,7 @@ from collab_compress.experiments.workload import (
     Classification,
     LanguageModel,
     MaskedLanguageModel,
+    QuestionAnswering,
     Translation,
     Workload,
     load_tokenizer,
@@ -36,6 +37,7 @@ from collab_compress.tasks import TASKS
 WORKLOADS: dict[str, type[Workload]] = {
     "classification": Classification,
     "regression": Classification,
+    "question answering": QuestionAnswering,
     "translation": Translation,
     "language modelling": LanguageModel,
     "masked language modelling": MaskedLanguageModel,

@@ -11,10 +11,12 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     BertConfig,
     BertForMaskedLM,
+    BertForQuestionAnswering,
     BertForSequenceClassification,
     BertLMHeadModel,
     MarianConfig,
@@ -33,6 +35,7 @@ from collab_compress.experiments.record import mark
 from collab_compress.tasks import Task, train_tokenizer
 
 HEADS: dict[str, Any] = {
+    "question answering": AutoModelForQuestionAnswering,
     "translation": AutoModelForSeq2SeqLM,
     "language modelling": AutoModelForCausalLM,
     "masked language modelling": AutoModelForMaskedLM,
@@ -42,7 +45,7 @@ HEADS: dict[str, Any] = {
 @dataclass(frozen=True)
 class Fresh:
     """An untrained model: Marian's encoder–decoder for translation, BERT otherwise, as a decoder for language
-    modelling, with a classifier where there are labels; or what another model's config says.
+    modelling, with a classifier where there are labels, or a head for spans; or what another model's config says.
     """
 
     config: str | dict[str, Any] | None = None
@@ -111,7 +114,8 @@ def make_fresh(fresh: Fresh, task: Task, train: Dataset, seed: int, folder: Path
     """
     texts = chain.from_iterable(train[column] for column in task.text_columns)
     tokenizer = train_tokenizer(
-        texts, fresh.vocab_size, fresh.tokenizer, lowercase=fresh.lowercase, start=task.num_labels is not None,
+        texts, fresh.vocab_size, fresh.tokenizer, lowercase=fresh.lowercase,
+        start=task.num_labels is not None or task.kind == "question answering",
         mask=task.kind == "masked language modelling",
     )  # fmt: skip
     tokenizer.model_max_length = fresh.max_length
@@ -206,4 +210,6 @@ def _usual(
         return BertLMHeadModel, BertConfig(**bert, is_decoder=True, use_cache=False)
     if task.kind == "masked language modelling":
         return BertForMaskedLM, BertConfig(**bert)
+    if task.kind == "question answering":
+        return BertForQuestionAnswering, BertConfig(**bert)
     return BertForSequenceClassification, BertConfig(**bert, num_labels=task.num_labels)

@@ -215,14 +215,14 @@ def _rename(batch: Mapping[str, Any], task: Task, columns: Mapping[str, Sequence
     renamed: dict[str, list[Any]] = {}
     for name, parts in columns.items():
         found = [_column(batch, there) for there in parts]
-        if name != "label":
+        if name in task.text_columns:
             renamed[name] = [
                 task.clean(" ".join(text for text in texts if text)) for texts in zip(*found, strict=True)
             ]
-        elif task.kind == "regression":
-            renamed[name] = found[0]
-        else:
+        elif task.kind == "classification":
             renamed[name] = [task.number(label) for label in found[0]]
+        else:
+            renamed[name] = found[0]
     return renamed
 
 
@@ -247,9 +247,10 @@ def load_task(
 ) -> DatasetDict:
     """Load the data set of a task.
 
-    Columns have the same names whatever the data set: text, label (and text_pair) for classification, source and
-    target for translation, text for language modelling. Splits are train, validation and test; MNLI has
-    validation_matched and validation_mismatched. Where a test split has no labels they are −1, as on the hub.
+    Columns have the same names whatever the data set: text, label (and text_pair) for classification, question,
+    context, id and answers for question answering, source and target for translation, text for language modelling.
+    Splits are train, validation and test; MNLI has validation_matched and validation_mismatched. Where a test split
+    has no labels they are −1, as on the hub.
     Files are read into memory; a corpus too large for that is saved once with `save_to_disk`, and `load_from_disk`
     then maps it from there.
 

@@ -107,9 +107,9 @@ def encode_classification(
     Raises:
         DataError: columns are missing, or the length cannot be.
     """
-    _check_length(max_length, tokenizer, 1 + tokenizer.num_special_tokens_to_add(pair=True))
+    check_length(max_length, tokenizer, 1 + tokenizer.num_special_tokens_to_add(pair=True))
     arguments = {"tokenizer": tokenizer, "max_length": max_length}
-    return _each(data, lambda part: _map(part, _classification, ("text", "label"), arguments, progress))
+    return each_split(data, lambda part: map_rows(part, _classification, ("text", "label"), arguments, progress))
 
 
 def encode_translation(
@@ -136,9 +136,9 @@ def encode_translation(
         DataError: columns are missing, or a length cannot be.
     """
     for length in (max_source_length, max_target_length):
-        _check_length(length, tokenizer, 1 + tokenizer.num_special_tokens_to_add())
+        check_length(length, tokenizer, 1 + tokenizer.num_special_tokens_to_add())
     arguments = {"tokenizer": tokenizer, "lengths": (max_source_length, max_target_length)}
-    return _each(data, lambda part: _map(part, _translation, ("source", "target"), arguments, progress))
+    return each_split(data, lambda part: map_rows(part, _translation, ("source", "target"), arguments, progress))
 
 
 def encode_language_model(
@@ -164,7 +164,7 @@ def encode_language_model(
     Raises:
         DataError: columns are missing, the tokenizer has no end token, or the length cannot be.
     """
-    _check_length(length, tokenizer, 2)
+    check_length(length, tokenizer, 2)
     end = tokenizer.eos_token_id
     if end is None:
         raise DataError("the tokenizer has no end token (eos), which language modelling needs after each text")
@@ -172,8 +172,10 @@ def encode_language_model(
     arguments = {"tokenizer": tokenizer, "end": end}
     if lines:
         arguments |= {"start": start, "length": length}
-        return _each(data, lambda part: _map(part, _lines, ("text",), arguments, progress))
-    return _each(data, lambda part: _blocks(_map(part, _tokens, ("text",), arguments, progress), start, length))
+        return each_split(data, lambda part: map_rows(part, _lines, ("text",), arguments, progress))
+    return each_split(
+        data, lambda part: _blocks(map_rows(part, _tokens, ("text",), arguments, progress), start, length)
+    )
 
 
 def encode_masked_language_model(
@@ -206,19 +208,19 @@ def encode_masked_language_model(
     Raises:
         DataError: columns are missing, the tokenizer has no mask token, or the length cannot be.
     """
-    _check_length(length, tokenizer, 1)
+    check_length(length, tokenizer, 1)
     if tokenizer.mask_token_id is None:
         raise DataError("the tokenizer has no mask token, which masked language modelling needs")
 
     def encode(part: Dataset) -> Dataset:
-        blocks = _cut(_stream(_map(part, _whole, ("text",), {"tokenizer": tokenizer}, progress)), length, length)
+        blocks = _cut(_stream(map_rows(part, _whole, ("text",), {"tokenizer": tokenizer}, progress)), length, length)
         if seed is None:
             return _rows(part, input_ids=blocks)
         mask = DataCollatorForLanguageModeling(tokenizer, mlm_probability=share, seed=seed)
         masked = [mask([{"input_ids": block}]) for block in blocks]
         return _rows(part, **{name: [row[name][0].numpy() for row in masked] for name in ("input_ids", "labels")})
 
-    return _each(data, encode)
+    return each_split(data, encode)
 
 
 def _blank(kind: str, vocab_size: int | None, special: list[str], progress: bool) -> tuple[Tokenizer, Any]:
@@ -253,13 +255,14 @@ def _renumbered(words: Tokenizer, special: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def _each(data: Data, encode: Callable[[Dataset], Dataset]) -> Data:
+def each_split(data: Data, encode: Callable[[Dataset], Dataset]) -> Data:
+    """Encode a data set, or each split of one."""
     if isinstance(data, DatasetDict):
         return DatasetDict({split: encode(part) for split, part in data.items()})
     return encode(data)
 
 
-def _map(
+def map_rows(
     data: Dataset,
     encode: Callable[..., dict[str, Any]],
     columns: Sequence[str],
@@ -282,7 +285,8 @@ def _map(
         return data.map(encode, batched=True, fn_kwargs=arguments, remove_columns=data.column_names)
 
 
-def _check_length(length: int, tokenizer: PreTrainedTokenizerBase, least: int) -> None:
+def check_length(length: int, tokenizer: PreTrainedTokenizerBase, least: int) -> None:
+    """Refuse rows of fewer tokens than `least`, or of more than the model takes."""
     most = tokenizer.model_max_length
     if not least <= length <= most:
         raise DataError(f"length {length}: expected {least} tokens or more{f', {most} at most' * (most < 1e9)}")

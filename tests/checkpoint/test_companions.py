@@ -11,7 +11,7 @@ TRAVELS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "merges.txt", "source.spm",
     "sentencepiece.bpe.model", "chat_template.jinja", "preprocessor_config.json", "generation_config.json",
     "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "LICENSE", "LICENSE.txt",
-    "NOTICE", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors",
+    "NOTICE", "normalizer.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors",
 )  # fmt: skip
 STAYS = (
     "config.json", "README.md", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
