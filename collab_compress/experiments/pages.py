@@ -110,43 +110,39 @@ def _page(
 ) -> Findings:
     first = tables[0]
     omitted: dict[str, str] = {}
-    shown = []
-    for number, table in enumerate(tables):
-        drawn, lacking = _table(number, table, results)
-        shown.append(drawn)
+    sections = [_verdicts(verdicts, first.source)]
+    for table in tables:
+        drawn, lacking = _table(table, results)
+        doubts = f" But: {table.note}" if table.note else ""
+        name = table.name.lower().replace(" ", "_")
+        sections.append(Section(name, table.name, f"{table.about}{doubts}", first.source, (drawn,)))
         if lacking:
-            omitted[f"Beside {table.name}"] = lacking
+            omitted[f"Ours beside {table.name}"] = lacking
     pictures: list[Picture] = []
     for figure in FIGURES[first.paper]:
         found = figure.draw(results)
         pictures += found
         if not found:
             omitted[f"{figure.name}, {figure.shows}"] = f"needs: {figure.needs}"
-    notes = [f"{table.name}: {table.about}{' But: ' if table.note else ''}{table.note}" for table in tables]
-    sections = (
-        Section(
-            "claims", "What holds",
-            "A claim holds where the whole 95 % t-interval of the differences, paired by seed, is on its side of its "
-            f"bound, and does not where it is all on the other; fewer than {SEEDS} seeds tell nothing. Each interval "
-            "is for itself: of many claims that differ in nothing, one in twenty is decided by chance.",
-            first.source, (_claims(verdicts),), (), tuple(verdict.sentence for verdict in verdicts),
-        ),
-        Section(
-            "tables", "Numbers of the paper, and ours",
-            "Ours: mean ± sample deviation over seeds (number of seeds), of the same method at our scale; change: "
-            "difference to our baseline, paired by seed, ± half of its 95 % t-interval. " + " ".join(notes),
-            first.source, tuple(shown),
-        ),
-        Section(
-            "figures", "Figures, from records",
-            "After the paper's figures, of the records that have what it takes.", first.source, (), tuple(pictures),
-        ),
-    )  # fmt: skip
+    about = "Of all records that have what a figure takes; which figure it is after stands below each title."
+    sections.append(Section("figures", "Figures, from records", about, first.source, (), tuple(pictures)))
     facts = {"paper": first.source, **_facts(results)}
-    return Findings(first.title, facts, sections, omitted, "", links)
+    return Findings(first.title, facts, tuple(sections), omitted, "", links)
 
 
-def _table(number: int, table: PaperTable, results: Sequence[Result]) -> tuple[Table, str]:
+def _verdicts(verdicts: Sequence[Verdict], source: str) -> Section:
+    tried = [verdict for verdict in verdicts if verdict.difference is not None]
+    ordered = sorted(tried, key=lambda verdict: (HOLDS, FAILS, OPEN).index(verdict.found))
+    return Section(
+        "claims", "What holds",
+        "A claim holds where the whole 95 % t-interval of the differences, paired by seed, is on its side of its "
+        f"bound, and does not where it is all on the other; fewer than {SEEDS} seeds tell nothing. Each interval is "
+        "for itself: of many claims that differ in nothing, one in twenty is decided by chance.",
+        source, (_claims(verdicts),), (), tuple(verdict.sentence for verdict in ordered),
+    )  # fmt: skip
+
+
+def _table(table: PaperTable, results: Sequence[Result]) -> tuple[Table, str]:
     """Draw a table with ours beside it; and say what is lacking where no row has ours."""
     beside = {
         (task, of): found
@@ -166,7 +162,12 @@ def _table(number: int, table: PaperTable, results: Sequence[Result]) -> tuple[T
         for found in beside.values():
             cells += _cells(found[place])
         rows.append(tuple(cells))
-    drawn = Table(f"table{number}", f"{table.name}", tuple(columns), tuple(rows))
+    title = f"{table.name} as printed, and ours" if beside else f"{table.name} as printed"
+    about = (
+        ": mean ± sample deviation over seeds (their number), method; change: to our baseline, paired by seed, ± "
+        "half of its 95 % t-interval (pairs)"
+    )
+    drawn = Table("table", title + (about if beside else ""), tuple(columns), tuple(rows))
     return drawn, "" if beside else _lacking(table)
 
 
@@ -190,7 +191,7 @@ def _lacking(table: PaperTable) -> str:
 
 
 def _claims(verdicts: Sequence[Verdict]) -> Table:
-    columns = ("claim", "on", "compared", "difference", "low", "high", "seeds", "verdict", "model")
+    columns = ("claim", "verdict", "on", "compared", "difference", "low", "high", "seeds", "model")
     rows: list[tuple[Cell, ...]] = []
     for verdict in verdicts:
         difference = verdict.difference
@@ -198,7 +199,7 @@ def _claims(verdicts: Sequence[Verdict]) -> Table:
         mean, count = (None, 0) if difference is None else (difference.mean, difference.count)
         low, high = (None, None) if mean is None or half is None else (mean - half, mean + half)
         rows.append((
-            verdict.claim.says, verdict.where, verdict.compared, mean, low, high, count, verdict.found, verdict.model,
+            verdict.claim.says, verdict.found, verdict.where, verdict.compared, mean, low, high, count, verdict.model,
         ))  # fmt: skip
     return Table("claims", "Claims", tuple(map(Column, columns)), tuple(rows))
 

@@ -63,7 +63,10 @@ class ByLength(Sampler[int]):
 
 
 def seeded(trainer_class: type[Trainer]) -> type[Trainer]:
-    """Give a trainer class that groups by length, where it is asked to, in an order of its own for each epoch."""
+    """Give a trainer class that groups by length, where it is asked to, in an order of its own for each epoch.
+
+    What is evaluated keeps its order, for references are told by it.
+    """
 
     class Seeded(trainer_class):  # type: ignore[misc]
         def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -72,6 +75,10 @@ def seeded(trainer_class: type[Trainer]) -> type[Trainer]:
             rows = self.train_dataset if train_dataset is None else train_dataset
             batch = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
             return ByLength([len(ids) for ids in rows["input_ids"]], batch, self.args.seed)
+
+        def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+            grouped = self.args.train_sampling_strategy == "group_by_length"
+            return None if grouped else super()._get_eval_sampler(eval_dataset)  # None: rows in their order
 
     Seeded.__name__ = trainer_class.__name__
     return Seeded
