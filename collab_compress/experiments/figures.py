@@ -176,8 +176,8 @@ def bleu_while_training(results: Sequence[Result]) -> Pictures:
 
     def credible(result: Result) -> bool:
         logged = [float(line["eval_bleu"]) for line in result.history if "eval_bleu" in line]
-        found = (scores for split, scores in result.metrics.items() if split.startswith("validation"))
-        final = next(found, {}).get("bleu", 0.0)
+        validation = next((split for split in result.metrics if split.startswith("validation")), "")
+        final = result.metrics.get(validation, {}).get("bleu", 0.0)
         return bool(logged) and 2 * logged[-1] >= final
 
     return _history(

@@ -149,25 +149,27 @@ def _table(table: PaperTable, results: Sequence[Result]) -> tuple[Table, str]:
         for task, of in columns_beside(table)
         if any(found := [ours_beside(row, table, task, of, results) for row in table.rows])
     }
-    fixed = ("model", "method", "stage")
-    used = [name for name in fixed if any(getattr(row, name) for row in table.rows)]
-    columns = [Column(name) for name in used] + [Column(name, metric) for name, metric in table.columns.items()]
-    for task, of in beside:
-        what = task if of == "score" else f"{task}, {of}"
-        columns += [Column(f"ours: {what}", unit_of(of, task, results)), Column("change")]
-    rows = []
-    for place, row in enumerate(table.rows):
-        cells: list[Cell] = [getattr(row, name) for name in used]
-        cells += ["/".join(map(str, row.scores[name])) if name in row.scores else None for name in table.columns]
-        for found in beside.values():
-            cells += _cells(found[place])
-        rows.append(tuple(cells))
+    named = [name for name in ("model", "method", "stage") if any(getattr(row, name) for row in table.rows)]
+    columns = [Column(name) for name in named]
+    rows: list[list[Cell]] = [[getattr(row, name) for name in named] for row in table.rows]
+    for name in dict.fromkeys((*table.columns, *table.beside)):
+        if name in table.columns:
+            columns.append(Column(name, table.columns[name]))
+            for row, cells in zip(table.rows, rows, strict=True):
+                cells.append("/".join(map(str, row.scores[name])) if name in row.scores else None)
+        for of in table.of:
+            if (found := beside.get((name, of))) is None:
+                continue
+            what = name if of == "score" else f"{name}, {of}"
+            columns += [Column(f"ours: {what}", unit_of(of, name, results)), Column("change")]
+            for ours, cells in zip(found, rows, strict=True):
+                cells += _cells(ours)
     title = f"{table.name} as printed, and ours" if beside else f"{table.name} as printed"
     about = (
         ": mean ± sample deviation over seeds (their number), method; change: to our baseline, paired by seed, ± "
         "half of its 95 % t-interval (pairs)"
     )
-    drawn = Table("table", title + (about if beside else ""), tuple(columns), tuple(rows))
+    drawn = Table("table", title + (about if beside else ""), tuple(columns), tuple(map(tuple, rows)))
     return drawn, "" if beside else _lacking(table)
 
 
