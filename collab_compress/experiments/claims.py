@@ -287,7 +287,7 @@ def _verdict(claim: Claim, tasks: Sequence[str], results: Sequence[Result]) -> V
     sign = {"higher": 1, "lower": -1}.get(claim.expect) or (
         1 if _greater_is_better(claim.of, tasks[0], results) else -1
     )
-    unit = unit_of(claim.of, tasks[0], results)
+    unit = unit_of(claim.of, tasks[0], results).replace("%", "points")
     return Verdict(claim, where, model, found, unit, _found(found, sign, claim.by))
 
 

@@ -158,11 +158,11 @@ def _table(table: PaperTable, results: Sequence[Result]) -> tuple[Table, str]:
             for row, cells in zip(table.rows, rows, strict=True):
                 cells.append("/".join(map(str, row.scores[name])) if name in row.scores else None)
         for of in table.of:
-            if (found := beside.get((name, of))) is None:
+            if (name, of) not in beside:
                 continue
             what = name if of == "score" else f"{name}, {of}"
             columns += [Column(f"ours: {what}", unit_of(of, name, results)), Column("change")]
-            for ours, cells in zip(found, rows, strict=True):
+            for ours, cells in zip(beside[name, of], rows, strict=True):
                 cells += _cells(ours)
     title = f"{table.name} as printed, and ours" if beside else f"{table.name} as printed"
     about = (
