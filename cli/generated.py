@@ -16,7 +16,7 @@ from collab_compress.experiments.pages import verdicts_of
 from collab_compress.experiments.recipe import parse
 from collab_compress.experiments.results import Result
 
-PART = re.compile(r"<!-- (records|claims): (.*?) -->\n(.*?)<!-- end -->", re.DOTALL)
+PART = re.compile(r"<!-- (records|claims): (.*?) -->\n.*?<!-- end -->", re.DOTALL)
 START = re.compile(r"<!-- (?:records|claims):")
 NONE = "No records yet."
 
@@ -64,12 +64,10 @@ def regenerated(path: Path, results: Sequence[Result]) -> str:
             f"{path} has {len(parts)} whole parts to write anew; expected each between "
             "<!-- records: {tasks: […]} --> or <!-- claims: PAPER --> and <!-- end -->, and one at least"
         )
-    if any(START.search(part[3]) for part in parts):
-        raise RecipeError(f"{path}: a part begins in another; close each with <!-- end -->")
     verdicts = verdicts_of(results)
 
     def made(part: re.Match[str]) -> str:
-        kind, about, _ = part.groups()
+        kind, about = part.groups()
         body = _scores(about, results, path) if kind == "records" else _claims(about, verdicts, path)
         return f"<!-- {kind}: {about} -->\n\n{body}\n\n<!-- end -->"
 
