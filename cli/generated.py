@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import yaml
 
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.claims import FAILS, HOLDS, OPEN, Verdict
@@ -23,7 +22,7 @@ NONE = "No records yet."
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which records a table is made of, as in `<!-- records: {tasks: [mrpc, rte], methods: [plain]} -->`."""
+    """Which records a table is made of, as in `<!-- records: {"tasks": ["mrpc", "rte"]} -->`."""
 
     tasks: tuple[str, ...]
     """Columns, named as in tables; an average is over these."""
@@ -62,7 +61,7 @@ def regenerated(path: Path, results: Sequence[Result]) -> str:
     if not parts or len(START.findall(text)) != len(parts):
         raise RecipeError(
             f"{path} has {len(parts)} whole parts to write anew; expected each between "
-            "<!-- records: {tasks: […]} --> or <!-- claims: PAPER --> and <!-- end -->, and one at least"
+            '<!-- records: {"tasks": […]} --> or <!-- claims: PAPER --> and <!-- end -->, and one at least'
         )
     verdicts = verdicts_of(results)
 
@@ -78,9 +77,11 @@ def _scores(about: str, results: Sequence[Result], path: Path) -> str:
     from .results import comparison_blocks
 
     try:
-        settings = yaml.safe_load(about)
-    except yaml.YAMLError as error:
+        settings = json.loads(about)
+    except ValueError as error:
         raise RecipeError(f"{path}: cannot read {about!r}: {error}") from error
+    if not isinstance(settings, dict):
+        raise RecipeError(f'{path}: cannot read {about!r}: expected {{"tasks": […]}}')
     chosen = parse(Chosen, settings, str(path))
     found = [result for result in results if chosen.holds(result)]
     if not found:

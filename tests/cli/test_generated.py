@@ -11,7 +11,7 @@ from collab_compress.errors import RecipeError
 from collab_compress.experiments.results import read_results
 
 RUNS = Path(__file__).parents[2] / "glue_runs"
-TABLE = "<!-- records: {tasks: [mrpc]} -->\nold\n<!-- end -->"
+TABLE = '<!-- records: {"tasks": ["mrpc"]} -->\nold\n<!-- end -->'
 
 
 @pytest.fixture
@@ -35,14 +35,15 @@ def test_results_are_what_the_records_make():
 
 def test_parts_are_made_anew_and_the_rest_stays(tmp_path, records, capsys):
     text = (
-        f"# Title\n\n{TABLE}\n\nbetween\n\n<!-- records: {{tasks: [mrpc, rte], methods: [plain]}} -->\n<!-- end -->\n"
-        "<!-- claims: drophead -->\n<!-- end -->\n<!-- records: {tasks: [ptb]} -->\n<!-- end -->\n"
+        f"# Title\n\n{TABLE}\n\nbetween\n\n"
+        '<!-- records: {"tasks": ["mrpc", "rte"], "methods": ["plain"]} -->\n<!-- end -->\n'
+        '<!-- claims: drophead -->\n<!-- end -->\n<!-- records: {"tasks": ["ptb"]} -->\n<!-- end -->\n'
     )
     (tmp_path / "page.md").write_text(text)
     command.main([str(records), "--markdown", str(tmp_path / "page.md"), "--quiet"])
     assert capsys.readouterr().out == ""
     first, second, claims, none = (tmp_path / "page.md").read_text().split("<!-- end -->")[:4]
-    assert first.startswith("# Title\n\n<!-- records: {tasks: [mrpc]} -->\n\nMean ± sample")
+    assert first.startswith('# Title\n\n<!-- records: {"tasks": ["mrpc"]} -->\n\nMean ± sample')
     assert "| minilm | drophead | tuned |" in first
     assert "82.00 ± 1.00 (3)" in first
     assert "+1.00 ± 0.00 (3)" in first
@@ -61,12 +62,13 @@ def test_parts_are_made_anew_and_the_rest_stays(tmp_path, records, capsys):
     ("text", "message"),
     [
         ("nothing", "has 0 whole parts to write anew"),
-        ("<!-- records: {tasks: [mrpc]} -->\nno end", "has 0 whole parts"),
+        ('<!-- records: {"tasks": ["mrpc"]} -->\nno end', "has 0 whole parts"),
         (f"{TABLE}\n<!-- claims: drophead -->\nno end", "has 1 whole parts"),
         (f"<!-- claims: drophead -->\n{TABLE}", "has 1 whole parts"),
         ("<!-- claims: bert -->\n<!-- end -->", "unknown paper 'bert'; expected one of collaborate"),
-        ("<!-- records: {task: [mrpc]} -->\n<!-- end -->", "tasks"),
+        ('<!-- records: {"task": ["mrpc"]} -->\n<!-- end -->', "tasks"),
         ("<!-- records: {[ -->\n<!-- end -->", "cannot read"),
+        ("<!-- records: [1] -->\n<!-- end -->", "expected {.tasks.:"),
     ],
 )
 def test_mistakes_are_named_and_nothing_is_written(tmp_path, records, text, message):
