@@ -76,11 +76,13 @@ class Arguments:
       collab-results outputs/multi30k --significance
       collab-results outputs/glue --paper collaborate --table 2
       collab-results --paper diversity
+      collab-results glue.jsonl outputs/trec --pages papers --quiet
+      collab-results records/*.jsonl --markdown RESULTS.md --quiet
     """
 
-    folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="PATH")] = None
-    """Folder with the outputs of experiments, at any depth, or a file of records; without it the papers' tables are
-    printed as they are."""
+    records_in: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="PATH")] = ()
+    """Folders with the outputs of experiments, at any depth, and files of records; without them the papers' tables
+    are printed as they are."""
 
     against: Annotated[str | None, tyro.conf.arg(metavar="METHOD/STAGE")] = None
     """What the others are compared with; plain/tuned, or plain/given where nothing was tuned, if not given."""
@@ -104,7 +106,15 @@ class Arguments:
     """Write each number as JSON as well, with the fields of the CSV; must not exist."""
 
     records: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Also write the folder's records there, one a line, to be read in its place; must not exist."""
+    """Also write the records there, one a line, to be read in the folders' place; must not exist."""
+
+    pages: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Write a page for each paper there, of all records: verdicts on its claims, its tables with ours beside them,
+    and its figures, drawn or with what they still need; must not exist."""
+
+    markdown: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the parts of this Markdown file anew that are made of records, each between <!-- records: … --> or
+    <!-- claims: … --> and <!-- end -->."""
 
     significance: bool = False
     """Also compare translations sentence by sentence, by sacreBLEU's paired bootstrap; in tables to read only."""
@@ -121,27 +131,38 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(arguments: Arguments) -> None:
     """Read, compare and print or write."""
-    from collab_compress.checkpoint.directory import refuse_place, to_json, write_new
+    from collab_compress.checkpoint.directory import refuse_place, to_json, write_atomically, write_new
     from collab_compress.errors import RecipeError
     from collab_compress.experiments.comparison import compare
     from collab_compress.experiments.record import read_records, write_records
     from collab_compress.experiments.results import read_papers, read_results, select_tables
 
-    if arguments.significance and (arguments.folder is None or arguments.format == "csv"):
+    paths = arguments.records_in
+    if arguments.significance and (len(paths) != 1 or arguments.format == "csv"):
         raise RecipeError("--significance makes a table to read of a folder's translations; give one, and no csv")
-    for place in (arguments.output, arguments.json, arguments.records):
+    for place in (arguments.output, arguments.json, arguments.records, arguments.pages):
         if place is not None:
             refuse_place(place)
     chosen = arguments.paper is not None or arguments.table is not None
     tables = select_tables(read_papers(), arguments.paper, arguments.table) if arguments.papers or chosen else []
-    if arguments.folder is None:
-        if not tables or arguments.against is not None or arguments.records is not None:
+    if not paths:
+        made = (arguments.against, arguments.records, arguments.pages, arguments.markdown)
+        if not tables or any(each is not None for each in made):
             raise RecipeError("no results: give a folder with the outputs of experiments, or --papers alone")
         lines, blocks = _papers_lines(tables), list(_papers_blocks(tables))
     else:
-        comparison = compare(read_results(arguments.folder), arguments.against)
+        results = read_results(*paths)
+        comparison = compare(results, arguments.against)
         if arguments.records is not None:
-            write_records(read_records(arguments.folder).values(), arguments.records)
+            write_records((record for path in paths for record in read_records(path).values()), arguments.records)
+        if arguments.pages is not None:
+            from collab_compress.experiments.pages import write_pages
+
+            write_pages(results, arguments.pages)
+        if arguments.markdown is not None:
+            from .generated import regenerated
+
+            write_atomically(arguments.markdown, regenerated(arguments.markdown, results))
         names = [column.name for column in comparison.columns]
         shown = [table for table in tables if table.rows_for(names)]
         if tables and not shown:
@@ -149,11 +170,11 @@ def run(arguments: Arguments) -> None:
             if chosen:
                 raise RecipeError(f"{missing}; leave the folder out to print what they have")
             print(f"collab-results: {missing}", file=sys.stderr)
-        lines, blocks = _comparison_lines(comparison, shown), _comparison_blocks(comparison, shown)
+        lines, blocks = _comparison_lines(comparison, shown), comparison_blocks(comparison, shown)
         if arguments.significance:
             from .significance import blocks as significance_blocks
 
-            blocks += significance_blocks(arguments.folder, arguments.against)
+            blocks += significance_blocks(paths[0], arguments.against)
     markdown = "\n\n".join(block if isinstance(block, str) else block.markdown() for block in blocks) + "\n"
     text = markdown if arguments.format == "markdown" else _csv(lines)
     if arguments.json is not None:
@@ -180,7 +201,7 @@ def _print(blocks: Iterable[str | Grid]) -> None:
         raise RecipeError(f"cannot write the output: {error.strerror}") from error
 
 
-def _comparison_blocks(comparison: Comparison, papers: Sequence[PaperTable]) -> list[str | Grid]:
+def comparison_blocks(comparison: Comparison, papers: Sequence[PaperTable]) -> list[str | Grid]:
     """Format scores, differences and notes, with the papers' rows on the same tasks below ours."""
     columns = comparison.columns
     header = [*(["from"] if papers else []), "model", "method", "stage"]

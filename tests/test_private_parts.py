@@ -209,6 +209,8 @@ PARTS = [
          lambda: "stateful_callbacks" in vars(transformers.TrainerState())),
     Part("Trainer._get_train_sampler", "experiments/tuning.py", "_get_train_sampler",
          takes(Trainer._get_train_sampler, "train_dataset")),
+    Part("Trainer._get_eval_sampler", "experiments/tuning.py", "_get_eval_sampler",
+         takes(Trainer._get_eval_sampler, "eval_dataset")),
     Part("TrainingArguments.train_sampling_strategy", "experiments/tuning.py", "train_sampling_strategy",
          takes(transformers.TrainingArguments, "train_sampling_strategy")),
     Part("TrainingArguments.fsdp_plugin_args", "experiments/sharding.py", "fsdp_plugin_args",

@@ -29,8 +29,14 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "score": (float, int),
     "parameters": (int, NoneType),
     "recipe": (dict,),
+    "metrics": (dict,),
+    "seconds": (float, int, NoneType),
+    "history": (list, NoneType),
+    "measures": (dict, NoneType),
 }
-OPTIONAL: dict[str, Any] = {"parameters": None, "recipe": {}}
+OPTIONAL: dict[str, Any] = {
+    "parameters": None, "recipe": {}, "metrics": {}, "seconds": None, "history": None, "measures": None,
+}  # fmt: skip
 SETTINGS = {"model": (str, NoneType), "fresh": (dict, NoneType), "translation": (dict, NoneType)}
 """Settings of a recipe that tables are made by."""
 
@@ -101,6 +107,10 @@ class Result:
         parameters: of the model, head included; None if not recorded.
         recipe: the settings that decide the score at this stage.
         place: where the record stands: its path, or file and line.
+        metrics: split → metric → number.
+        seconds: that the stage took; None if not recorded.
+        history: what was logged while it trained, a dictionary a line, with `step` and `epoch`.
+        measures: of heads on the trained model: name → numbers, by kind of attention and layer.
     """
 
     variant: Variant
@@ -110,13 +120,17 @@ class Result:
     parameters: int | None
     recipe: Mapping[str, Any] = field(repr=False)
     place: str
+    metrics: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    seconds: float | None = None
+    history: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
+    measures: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
-def read_results(path: Path) -> list[Result]:
+def read_results(*paths: Path) -> list[Result]:
     """Read the results of experiments.
 
     Args:
-        path: a folder of one run or of many, or a file of records.
+        paths: folders of one run or of many, and files of records.
 
     Returns:
         The results, in the order of their paths, or of their lines.
@@ -124,7 +138,7 @@ def read_results(path: Path) -> list[Result]:
     Raises:
         RecipeError: there are none, one is no record of an experiment, or two are of the same variant, task and seed.
     """
-    records = {place: _checked(place, found) for place, found in read_records(path).items()}
+    records = {place: _checked(place, found) for path in paths for place, found in read_records(path).items()}
     names = _model_names(record["recipe"]["model"] for record in records.values() if record["recipe"].get("model"))
     fresh = _fresh_names(records)
     results: dict[tuple[Variant, Column, int], Result] = {}
@@ -159,6 +173,7 @@ class PaperRow:
         parameters: in millions.
         average: over the columns, as printed.
         baseline: whether rows of the same model in this table are compared with it.
+        ours: what we call the same, as method or method/stage, the most fitting first; empty if nothing of ours is.
     """
 
     model: str
@@ -168,6 +183,7 @@ class PaperRow:
     parameters: Decimal | None = None
     average: Decimal | None = None
     baseline: bool = False
+    ours: tuple[str, ...] = ()
 
     def score(self, column: str) -> Decimal | None:
         """Give one number for a column: the mean of two, as ours is; None without any."""
@@ -193,6 +209,9 @@ class PaperTable:
         rows: as printed.
         about: the conditions.
         note: where the paper contradicts itself; empty if it does not.
+        beside: our columns that stand beside the paper's, as they are at our scale.
+        of: what of ours is shown in them, of `collab_compress.experiments.claims.QUANTITIES`.
+        sweep: the sweep that makes the rows of ours; empty if there is none.
     """
 
     paper: str
@@ -203,6 +222,9 @@ class PaperTable:
     rows: tuple[PaperRow, ...]
     about: str = ""
     note: str = ""
+    beside: tuple[str, ...] = ()
+    of: tuple[str, ...] = ("score",)
+    sweep: str = ""
 
     @property
     def place(self) -> str:
@@ -277,6 +299,10 @@ def _result(place: str, record: Mapping[str, Any], model: str) -> Result:
         parameters=record["parameters"],
         recipe={name: _in_full(name, value) for name, value in recipe.items() if name not in free},
         place=place,
+        metrics=record["metrics"],
+        seconds=record["seconds"],
+        history=record["history"] or (),
+        measures=record["measures"] or {},
     )
 
 
@@ -354,7 +380,8 @@ def _column(task_name: str, recipe: Mapping[str, Any]) -> Column:
 
 def _table(key: str, paper: Mapping[str, Any], name: str, table: Mapping[str, Any]) -> PaperTable:
     rows = tuple(_row(row, list(table["columns"]), f"{key}, {name}") for row in table["rows"])
-    return PaperTable(key, paper["title"], paper["source"], name, **{**table, "rows": rows})
+    listed = {field: tuple(table[field]) for field in ("beside", "of") if field in table}
+    return PaperTable(key, paper["title"], paper["source"], name, **{**table, **listed, "rows": rows})
 
 
 def _row(row: Mapping[str, Any], columns: Sequence[str], where: str) -> PaperRow:
@@ -366,7 +393,8 @@ def _row(row: Mapping[str, Any], columns: Sequence[str], where: str) -> PaperRow
         for column, score in zip(columns, scores, strict=True)
         if score is not None
     }
-    return PaperRow(**{**row, "scores": printed})
+    ours = row.get("ours", ())
+    return PaperRow(**{**row, "scores": printed, "ours": (ours,) if isinstance(ours, str) else tuple(ours)})
 
 
 class _Exact(yaml.SafeLoader):

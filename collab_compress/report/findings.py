@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from html import escape
 from importlib.metadata import version
 from time import perf_counter
@@ -26,12 +26,16 @@ class Findings:
         facts: what a reader needs to know of model, data and machine, in words.
         sections: what was measured, in order.
         omitted: name of a section that is not there → why.
+        about: what stands before the title on the page.
+        links: other pages: address → name.
     """
 
     title: str
     facts: dict[str, str]
     sections: tuple[Section, ...]
     omitted: dict[str, str]
+    about: str = "Heads of"
+    links: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def highlights(self) -> list[str]:

@@ -8,9 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, TrainerCallback
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from collab_compress.errors import CollabCompressError, RecipeError
 from collab_compress.experiments import read_recipe, run
@@ -188,6 +195,21 @@ def test_a_checkpoint_that_was_being_written_does_not_count(tmp_path):
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
     (tmp_path / "checkpoint-10" / "trainer_state.json").write_text("{")
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+
+
+def test_what_is_evaluated_keeps_its_order(tmp_path):
+    """Translations that are read while a model trains stand beside the references of the same rows."""
+    arguments = TrainingArguments(
+        tmp_path, use_cpu=True, per_device_eval_batch_size=1, train_sampling_strategy="group_by_length",
+        remove_unused_columns=False,
+    )  # fmt: skip
+    rows = Dataset.from_dict({"input_ids": [[row] * (1 + row % 3) for row in range(12)]})
+    trainer = tuning_module.seeded(Trainer)(
+        torch.nn.Linear(1, 1),
+        arguments,
+        data_collator=lambda batch: {"row": torch.tensor([batch[0]["input_ids"][0]])},
+    )
+    assert [int(batch["row"]) for batch in trainer.get_eval_dataloader(rows)] == list(range(12))
 
 
 @pytest.mark.parametrize("more", [{}, {"save_strategy": "steps", "save_steps": 3}])

@@ -1,0 +1,86 @@
+"""Parts of a Markdown file that are made of records; RESULTS.md is what its records make."""
+
+import json
+from pathlib import Path
+
+import pytest
+from collab_compress_cli import results as command
+from collab_compress_cli.generated import regenerated
+
+from collab_compress.errors import RecipeError
+from collab_compress.experiments.results import read_results
+
+RUNS = Path(__file__).parents[2] / "glue_runs"
+TABLE = '<!-- records: {"tasks": ["mrpc"]} -->\nold\n<!-- end -->'
+
+
+@pytest.fixture
+def records(tmp_path):
+    path = tmp_path / "records.jsonl"
+    lines = [
+        {"task": task, "method": method, "conversion": None, "again": False, "stage": "tuned", "seed": seed,
+         "score": score + seed, "recipe": {"model": "minilm"}}
+        for task, method, score in (("mrpc", "plain", 80.0), ("mrpc", "drophead", 81.0), ("rte", "plain", 60.0),
+                                    ("trec", "plain", 85.0), ("trec", "drophead", 87.0))
+        for seed in range(3)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_results_are_what_the_records_make():
+    found = read_results(*sorted((RUNS / "records").glob("*.jsonl")))
+    assert (RUNS / "RESULTS.md").read_text(encoding="utf-8") == regenerated(RUNS / "RESULTS.md", found)
+
+
+def test_parts_are_made_anew_and_the_rest_stays(tmp_path, records, capsys):
+    text = (
+        f"# Title\n\n{TABLE}\n\nbetween\n\n"
+        '<!-- records: {"tasks": ["mrpc", "rte"], "methods": ["plain"]} -->\n<!-- end -->\n'
+        '<!-- claims: drophead -->\n<!-- end -->\n<!-- records: {"tasks": ["ptb"]} -->\n<!-- end -->\n'
+    )
+    (tmp_path / "page.md").write_text(text)
+    command.main([str(records), "--markdown", str(tmp_path / "page.md"), "--quiet"])
+    assert capsys.readouterr().out == ""
+    first, second, claims, none = (tmp_path / "page.md").read_text().split("<!-- end -->")[:4]
+    assert first.startswith('# Title\n\n<!-- records: {"tasks": ["mrpc"]} -->\n\nMean ± sample')
+    assert "| minilm | drophead | tuned |" in first
+    assert "82.00 ± 1.00 (3)" in first
+    assert "+1.00 ± 0.00 (3)" in first
+    assert "rte" not in first
+    assert "between" in second
+    assert "average (%)" in second
+    assert "drophead" not in second
+    assert "* Holds: DropHead improves over none. drophead − plain is +2.00 points on trec" in claims
+    assert "* Not tried on one seed or more:" in claims
+    assert "No records yet." in none
+    again = (tmp_path / "page.md").read_text()
+    assert regenerated(tmp_path / "page.md", read_results(records)) == again
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nothing", "has 0 whole parts to write anew"),
+        ('<!-- records: {"tasks": ["mrpc"]} -->\nno end', "has 0 whole parts"),
+        (f"{TABLE}\n<!-- claims: drophead -->\nno end", "has 1 whole parts"),
+        (f"<!-- claims: drophead -->\n{TABLE}", "has 1 whole parts"),
+        ("<!-- claims: bert -->\n<!-- end -->", "unknown paper 'bert'; expected one of collaborate"),
+        ('<!-- records: {"task": ["mrpc"]} -->\n<!-- end -->', "tasks"),
+        ("<!-- records: {[ -->\n<!-- end -->", "cannot read"),
+        ("<!-- records: [1] -->\n<!-- end -->", "expected {.tasks.:"),
+    ],
+)
+def test_mistakes_are_named_and_nothing_is_written(tmp_path, records, text, message):
+    path = tmp_path / "page.md"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=message):
+        regenerated(path, read_results(records))
+    with pytest.raises(SystemExit):
+        command.main([str(records), "--markdown", str(path), "--quiet"])
+    assert path.read_text() == text
+
+
+def test_a_file_that_is_not_there(tmp_path, records):
+    with pytest.raises(RecipeError, match="cannot read"):
+        regenerated(tmp_path / "none.md", read_results(records))

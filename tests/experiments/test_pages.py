@@ -1,0 +1,231 @@
+"""A page for each paper: every figure is drawn or marked with what it needs, and numbers stand beside the paper's."""
+
+import json
+import statistics
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+from collab_compress.errors import CollabCompressError
+from collab_compress.experiments.figures import FIGURES
+from collab_compress.experiments.pages import paper_pages, write_pages
+from collab_compress.experiments.results import read_papers, read_results
+
+PAPERS = tuple(dict.fromkeys(table.paper for table in read_papers()))
+SWEEPS = Path(__file__).parents[2] / "glue_runs" / "sweeps"
+FROM_A_MODEL = {
+    "collaborate": {"Figure 1"}, "rotation": set(), "diversity": {"Figure 1", "Figure 2"}, "bhattacharyya": set(),
+    "drophead": set(),
+}  # fmt: skip
+"""Figures that no record has, but a model that is looked at."""
+
+
+def measured(seed, of=1.0):
+    matrix = [[1.0, 0.1 * of], [-0.1, 0.9]]
+    return {
+        "svcca": {"layers": {"encoder": [0.5 * of]}, "curve": {"encoder": [0.9, 0.4 + seed / 10]}},
+        "cka": {"layers": {"encoder": [0.3 * of]}},
+        "confidence": {"encoder": [[0.5, 0.6], [0.7, 0.8]], "cross": [[0.1], [0.2, 0.3]]},
+        "discrepancy": {"encoder": [{"cosine": 2.0 * of, "l2": 4.0}, {"cosine": 1.0, "l2": 2.0 * of}]},
+        "overlap": {"encoder": [0.5]},
+        "dominance": {"encoder": 17.0, "score": 20.0},
+        "pruning": {"shares": [0.0, 0.5, 1.0], "scores": [20.0, 15.0 + seed, 1.0]},
+        "mixing": {"encoder": [[[1.0, 0.0, 0.5], [0.0, 1.0, 0.5]]]},
+        "alphas": {"encoder": [matrix]},
+    }
+
+
+def trained(method, score, seed, *, task="multi30k", heads=None, attention=None, **more):
+    """The record of an untrained model that was trained."""
+    penalties = {"penalties": [{"name": "bhattacharyya", "weight": float(method == "bhattacharyya")}]}
+    history = [
+        {"epoch": epoch, "step": 10 * epoch, "loss": 4.0 / epoch, "task_loss": 3.0 / epoch + seed,
+         "bhattacharyya": 1.0 / epoch, "eval_bleu": 9.5 * epoch}
+        for epoch in (1, 2)
+    ]  # fmt: skip
+    return {
+        "task": task, "method": method, "conversion": None, "again": False, "stage": "tuned", "seed": seed,
+        "score": score, "seconds": 100.0 + seed, "parameters": 1000, "history": history,
+        "metrics": {"validation": {"bleu": 20.0, "perplexity": 9.0}},
+        "measures": measured(seed, 1.1 if method == "alphas" else 1.0),
+        "recipe": {"fresh": {"width": 32, "attention": attention}, "heads": heads or penalties,
+                   "translation": {"source": "de", "target": "en"}},
+        **more,
+    }  # fmt: skip
+
+
+def converted(dk, score, seed, again=False):
+    stage = f"dk{dk}-again" if again else f"dk{dk}" if dk else "tuned"
+    return {
+        "task": "mrpc", "method": "plain", "conversion": dk and f"dk{dk}", "again": again, "stage": stage,
+        "seed": seed, "score": score, "seconds": 5.0, "recipe": {"model": "minilm", "compression": dk and {"dk": dk}},
+    }  # fmt: skip
+
+
+SCORES = {"plain": [20.0, 21.0, 20.4], "alphas": [19.0, 20.5, 20.1]}
+"""On Multi30k."""
+
+
+@pytest.fixture
+def results(tmp_path):
+    """The fewest records of which every figure that records can have is drawn."""
+    alphas = {"alphas": {"growth_weight": 40.0}}
+    records = []
+    for seed in range(3):
+        records += [
+            trained("plain", SCORES["plain"][seed], seed),
+            trained("alphas", SCORES["alphas"][seed], seed, heads=alphas),
+            trained("alphas-alone", 20.0, seed, heads={"alphas": {"growth_weight": 0.0}}),
+            trained("bhattacharyya", 18.0, seed),
+            trained("drophead", 18.0, seed, heads={"drophead": [{"p": 0.2}]}),
+            trained("quarter", 20.0, seed, attention={"dk": 8}),
+            trained("narrow-quarter", 19.0, seed, attention={"dk": 8, "train_mixing": False}),
+            trained("d64-h2", 19.0, seed, task="trec", heads={"penalties": []}),
+            converted(None, 80.0, seed),
+            converted(128, 79.0, seed),
+            converted(64, 70.0, seed),
+            converted(64, 78.0 + seed, seed, again=True),
+        ]
+    return read(tmp_path, records)
+
+
+def read(tmp_path, records):
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return read_results(path)
+
+
+def drawn(findings):
+    return [picture for section in findings.sections for picture in section.pictures]
+
+
+def needing(findings):
+    return {name.partition(",")[0] for name in findings.omitted if name.startswith("Figure")}
+
+
+def rows(findings, name):
+    """Lines of a section's table; of several columns of one name, the one after "ours" is `change`."""
+    (section,) = (section for section in findings.sections if section.name == name)
+    (table,) = section.tables
+    return [column.name for column in table.columns], table.rows
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_every_figure_is_drawn_or_marked(results, tmp_path, paper):
+    findings = paper_pages(results)[paper]
+    assert needing(findings) == FROM_A_MODEL[paper]
+    sources = " ".join(picture.source for picture in drawn(findings))
+    for figure in FIGURES[paper]:
+        number = figure.name.replace("Figure ", "Fig. ")
+        assert (number in sources) != (figure.name in needing(findings))
+    few = paper_pages(read(tmp_path, [converted(None, 80.0, 0)]))[paper]
+    schedules = {"Figure 2"} if paper == "drophead" else set()  # they need no record
+    assert needing(few) == {figure.name for figure in FIGURES[paper]} - schedules
+    assert all(reason.startswith(("needs: ", "nothing: ")) for reason in few.omitted.values())
+
+
+def test_ours_stand_beside_the_papers(results):
+    columns, lines = rows(paper_pages(results)["rotation"], "table_3")
+    place = columns.index("ours: multi30k de-en")
+    eight = next(line for line in lines if line[0] == "Transformer 8 heads")
+    assert eight[columns.index("iwslt14 de-en")] == "35.04"
+    mean, deviation = statistics.fmean(SCORES["alphas"]), statistics.stdev(SCORES["alphas"])
+    assert eight[place] == f"{mean:.1f} ± {deviation:.3f} (3), alphas"
+    change = [one - other for one, other in zip(SCORES["alphas"], SCORES["plain"], strict=True)]
+    low, high = stats.ttest_rel(SCORES["alphas"], SCORES["plain"]).confidence_interval(0.95)
+    assert eight[place + 1] == f"−{-statistics.fmean(change):.3f} ± {(high - low) / 2:.3f} (3)"
+    sixteen = next(line for line in lines if line[0] == "Transformer 16 heads")
+    assert sixteen[place : place + 2] == (None, None)
+    _, baseline = rows(paper_pages(results)["rotation"], "table_4")
+    assert baseline[0][-2:] == ("20.5 ± 0.503 (3), plain", None)
+
+
+def test_the_first_of_several_names_that_has_records_counts(results):
+    columns, lines = rows(paper_pages(results)["collaborate"], "table_2")
+    place = columns.index("ours: mrpc")
+    assert columns[place - 1] == "mrpc"
+    by_stage = {line[2]: line[place] for line in lines if line[0] == "BERT-base"}
+    assert by_stage["dk128-again"] == "79.0 ± 1.00 (3), plain/dk64-again"
+    assert by_stage["dk384-again"] is None
+
+
+def test_growth_is_against_the_plain_model_of_the_same_seed(results):
+    pictures = {picture.source: picture for picture in drawn(paper_pages(results)["rotation"])}
+    for source, layers in (("Rotation, Fig. 6", (10.0, 0.0)), ("Rotation, Fig. 7", (0.0, 10.0))):
+        (panel,) = pictures[source].panels
+        curve = next(curve for curve in panel.curves if curve.name == "alphas")
+        assert (panel.title, curve.x, curve.y) == ("encoder", (0.0, 1.0), pytest.approx(layers))
+
+
+def test_curves_are_means_over_seeds(results):
+    pictures = {picture.source: picture for picture in drawn(paper_pages(results)["bhattacharyya"])}
+    (panel,) = pictures["Bhattacharyya, Fig. 2"].panels
+    assert {curve.name for curve in panel.curves} >= {"plain", "bhattacharyya"}
+    assert panel.curves[0].y == pytest.approx((3.0 + 1.0, 1.5 + 1.0))
+    losses = {curve.name for curve in pictures["Bhattacharyya, Fig. 4"].panels[0].curves}
+    assert losses == {"cross-entropy", "overlap", "total"}
+
+
+def test_bleu_against_other_references_is_left_out(tmp_path):
+    record = trained("plain", 20.0, 0)
+    assert "Figure 5" not in needing(paper_pages(read(tmp_path, [record]))["bhattacharyya"])
+    record["history"][-1]["eval_bleu"] = 1.2
+    assert "Figure 5" in needing(paper_pages(read(tmp_path, [record]))["bhattacharyya"])
+
+
+def test_scores_against_width(results):
+    pictures = [picture for picture in drawn(paper_pages(results)["collaborate"]) if "shared width" in picture.title]
+    (panel,) = pictures[0].panels
+    curves = {curve.name: (curve.x, curve.y) for curve in panel.curves}
+    assert curves["converted"] == ((64.0, 128.0), (70.0, 79.0))
+    assert curves["converted, fine-tuned again"] == ((64.0,), (79.0,))
+    assert curves["dense"] == ((64.0, 128.0), (80.0, 80.0))
+    (picture,) = (
+        picture for picture in drawn(paper_pages(results)["collaborate"]) if "against width" in picture.title
+    )
+    widths = {curve.name: curve.x for curve in picture.panels[0].curves}
+    assert widths == {"concatenated": (8.0, 32.0), "shared": (8.0,)}
+
+
+def test_the_index_counts(results):
+    columns, lines = rows(paper_pages(results)["index"], "papers")
+    counted = {line[0]: dict(zip(columns, line, strict=True)) for line in lines}
+    assert set(counted) == set(PAPERS)
+    for paper, line in counted.items():
+        assert line["rows in its tables"] == sum(len(table.rows) for table in read_papers() if table.paper == paper)
+        assert line["figures drawn"] + line["figures that need more"] == len(FIGURES[paper])
+    assert counted["rotation"]["rows of ours, 3 seeds or more"] == 4  # plain in three tables, alphas in one
+
+
+class Page(HTMLParser):
+    """What a page could fetch."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.fetched = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.fetched += [value for name, value in attributes if name in ("src", "href", "srcset", "data")]
+
+
+def test_pages_are_written_and_link_to_each_other_only(results, tmp_path):
+    write_pages(results, tmp_path / "pages")
+    names = {f"{name}.html" for name in ("index", *PAPERS)}
+    assert {path.name for path in (tmp_path / "pages").iterdir()} == names
+    for name in names:
+        page = Page((tmp_path / "pages" / name).read_text(encoding="utf-8"))
+        assert {link for link in page.fetched if not link.startswith(("#", "data:"))} == names
+    with pytest.raises(CollabCompressError, match="exists"):
+        write_pages(results, tmp_path / "pages")
+
+
+def test_sweeps_that_are_named_are_there():
+    for table in read_papers():
+        assert not table.sweep or (SWEEPS / f"{table.sweep}.yaml").is_file()
+    for figures in FIGURES.values():
+        for figure in figures:
+            for word in figure.needs.replace("`", " ").split():
+                assert not word.endswith(".yaml") or (SWEEPS / word).is_file()
