@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collab_compress.factorization import HeadTensor, SolverOptions
-from collab_compress.factorization.als import Channels, Continuation, als
+from collab_compress.factorization.als import Continuation, als
+from collab_compress.factorization.iterate import Channels
 from collab_compress.factorization.truncation import truncation
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
