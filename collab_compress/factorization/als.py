@@ -19,8 +19,8 @@ from collab_compress.factorization.line_search import Line, positive_minimiser
 from collab_compress.factorization.spare import narrowed, widened
 from collab_compress.factorization.truncation import singular_channels, strongest, truncation
 
-SWEEPS = 80
-FAST_SWEEPS = 25
+SWEEPS = 100
+FAST_SWEEPS = 36
 # A run without a number of sweeps goes on beyond `SWEEPS`, while that pays, up to as many.
 MOST_SWEEPS = 200
 TOLERANCE = 2e-4
@@ -61,8 +61,8 @@ class Continuation:
 
     first: float = 0.2
     start: float = 0.05
-    end: float = 6e-3
-    share: float = 0.9
+    end: float = 2e-3
+    share: float = 0.95
     widening: float = 0.1
     search: float = 0.25
     spare: float = 1.25
@@ -72,12 +72,18 @@ class Continuation:
         search, fading = self.search * sweeps, self.share * sweeps
         if sweep + 1 >= fading:
             return 0.0
-        return self.first if sweep < search else self.start * self.end ** ((sweep - search) / (fading - search))
+        if self.searching(sweep, sweeps):
+            return self.first
+        return self.start * self.end ** ((sweep - search) / (fading - search))
+
+    def searching(self, sweep: int, sweeps: int) -> bool:
+        """Say whether a sweep belongs to the search, whose last sweeps have components to spare."""
+        return sweep < int(self.search * sweeps)
 
     def width(self, sweep: int, sweeps: int, rank: int, channels: int) -> int:
         """Return how many components there are in one sweep, of those R that are kept and n channels."""
-        searching = int(self.widening * sweeps) <= sweep < int(self.search * sweeps)
-        return min(ceil(self.spare * rank), channels) if searching else rank
+        spare = self.searching(sweep, sweeps) and sweep >= int(self.widening * sweeps)
+        return min(ceil(self.spare * rank), channels) if spare else rank
 
 
 def als(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
@@ -94,7 +100,7 @@ def als(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
         rank: R, below H·d.
         options: sweeps, and the tolerance, by default 2e-4: the share of the error that another sweep must be
             expected to gain, by the average of the last five, once the ridge has faded. Without a number of sweeps
-            the ridge fades over most of 80, and 200 is the limit.
+            the ridge fades over most of 100, and 200 is the limit.
 
     Returns:
         The best factors met, and the lowest error of R components so far after every sweep.
@@ -163,20 +169,24 @@ class _Run:
             error = self._advance(channels, ridge)
             if error is None:
                 break
+            self.converged = self.lowest < EXACT
+            if continuation.searching(sweep, self.planned):
+                continue
             resting = self.last is None
             if ridge == 0.0:
                 recent.append(error)
             stalled = len(recent) > WINDOW and recent[-1 - WINDOW] - error < WINDOW * self.tolerance * error
-            self.converged = self.lowest < EXACT or (ridge == 0.0 and (resting or stalled))
-            faded = faded or (resting and self.point.query.shape[1] == self.rank)
+            self.converged |= ridge == 0.0 and (resting or stalled)
+            faded = faded or resting
 
     def _resize(self, width: int, channels: Channels) -> None:
         """Give the point so many components, more or fewer than it has."""
-        count = self.point.query.shape[1]
-        if width == count:
+        if width == self.point.query.shape[1]:
             return
-        self.point, self.last = Iterate.at(self.point.seen_by(channels)), None
-        self.point = narrowed(self.point, width) if width < count else widened(self.point, channels, width - count)
+        self.point, self.last = narrowed(Iterate.at(self.point.seen_by(channels)), width), None
+        missing = width - self.point.query.shape[1]
+        if missing > 0:
+            self.point = widened(self.point, channels, missing)
 
     def _advance(self, channels: Channels, ridge: float) -> float | None:
         """Move the point and return its error; None where no shift helps to sweep.

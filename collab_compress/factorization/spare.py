@@ -11,6 +11,8 @@ import torch
 
 from collab_compress.factorization.iterate import Channels, Direction, Iterate
 
+DEAD = 1e-2  # times the median norm of components: what is smaller, a ridge has killed
+
 
 def widened(point: Iterate, channels: Channels, count: int) -> Iterate:
     r"""Return a point with further components: the singular channels that it fits worst, each for its own head.
@@ -41,7 +43,16 @@ def widened(point: Iterate, channels: Channels, count: int) -> Iterate:
 
 
 def narrowed(point: Iterate, rank: int) -> Iterate:
-    """Return a point without all but its R components of the largest norm."""
+    """Return a point without all but its R components of the largest norm, and without those that a ridge has killed.
+
+    Args:
+        point: of any number of components.
+        rank: R.
+
+    Returns:
+        The point, of R components, or fewer where fewer are alive.
+    """
     squares = point.grams.diagonal(dim1=1, dim2=2).prod(0)
-    kept = squares.argsort(descending=True, stable=True)[:rank].sort().values
-    return Iterate.at(Direction(point.values[:, kept], point.heads))
+    order = squares.argsort(descending=True, stable=True)[:rank]
+    alive = squares[order] > DEAD**2 * squares[order].median()
+    return Iterate.at(Direction(point.values[:, order[alive].sort().values], point.heads))

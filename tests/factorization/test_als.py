@@ -170,7 +170,7 @@ def test_heads_whose_squares_overflow_are_refused(make_heads):
 
 
 def test_ridge_fades_and_ends():
-    ridge = Continuation(start=0.1, end=0.01, share=0.8)
+    ridge = Continuation(first=0.1, start=0.1, end=0.01, share=0.8, search=0.0)
     values = [ridge.ridge(sweep, 100) for sweep in range(100)]
     assert values[0] == 0.1
     assert values[40] == pytest.approx(0.01)
