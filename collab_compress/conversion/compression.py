@@ -42,14 +42,15 @@ class Compression:
     """How to decompose: als (ours) or parafac (the papers' recipe, through tensorly)."""
 
     effort: Effort = field(default="best", kw_only=True)
-    """How long to look for the factors of queries and keys: best is the solver's own default, fast a quarter of its
+    """How long to look for the factors of queries and keys: best is the solver's own default, fast a third of its
     sweeps, for errors about 2 % higher."""
 
     sweeps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Most passes over the factors; the solver's own default if not given."""
 
     tolerance: Annotated[float | None, tyro.conf.arg(metavar="X")] = None
-    """Stop once a sweep lowers the relative error by less; the solver's own default if not given."""
+    """Stop once a sweep lowers the error by less than this share of it (parafac: of the heads' norm); the
+    solver's own default if not given."""
 
     damping: float = 1e-3
     """Share of the mean input variance added to every direction, so that unseen ones keep some weight."""

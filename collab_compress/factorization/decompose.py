@@ -64,7 +64,7 @@ def factorize(
         solver: a name in `SOLVERS`; "per-head" is for channels that belong to one head each, as many as pay.
         seed: seed of random starts.
         sweeps: most passes over the three factors; None for the solver's default.
-        tolerance: stop once a sweep lowers the relative error by less; None for the solver's default.
+        tolerance: stop once a sweep lowers the error by less, as in `SolverOptions`; None for the solver's default.
         damping: multiple of the moments' mean diagonal added to their diagonal.
         centre: weigh queries and keys by covariances rather than by second moments; None does so for keys, and for
             queries where they have a bias.

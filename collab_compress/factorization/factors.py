@@ -105,8 +105,8 @@ class SolverOptions:
 
     Args:
         sweeps: most passes over the three factors; None for the solver's own default.
-        tolerance: stop once a sweep lowers the relative error by less than this, on average; None for the
-            solver's own default.
+        tolerance: stop once a sweep lowers the error by less than this share of it, on average (parafac: the relative
+            error by less than this); None for the solver's own default.
         seed: seed of random starts; solvers that start deterministically ignore it.
         progress: called after every sweep with the sweep's number and the relative error so far.
         equal: whether heads that share no channels are to be equally wide.

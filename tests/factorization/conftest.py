@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from collab_compress.factorization import Factors, HeadTensor
-from collab_compress.factorization.als import Channels, Direction, Iterate
+from collab_compress.factorization.iterate import Channels, Direction, Iterate
 
 
 @pytest.fixture(scope="session")

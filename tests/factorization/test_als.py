@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collab_compress.factorization import HeadTensor, SolverOptions
-from collab_compress.factorization.als import Channels, Continuation, als
+from collab_compress.factorization.als import Continuation, als
+from collab_compress.factorization.iterate import Channels
 from collab_compress.factorization.truncation import truncation
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
@@ -169,7 +170,7 @@ def test_heads_whose_squares_overflow_are_refused(make_heads):
 
 
 def test_ridge_fades_and_ends():
-    ridge = Continuation(start=0.1, end=0.01, share=0.8)
+    ridge = Continuation(first=0.1, start=0.1, end=0.01, share=0.8, search=0.0)
     values = [ridge.ridge(sweep, 100) for sweep in range(100)]
     assert values[0] == 0.1
     assert values[40] == pytest.approx(0.01)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collab_compress.factorization import Factors, HeadTensor
-from collab_compress.factorization.als import Channels, least_squares
+from collab_compress.factorization.iterate import Channels, least_squares
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
 

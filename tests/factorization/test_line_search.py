@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collab_compress.factorization import HeadTensor
-from collab_compress.factorization.als import Channels, Iterate, Line, positive_minimiser
+from collab_compress.factorization.iterate import Channels, Iterate
+from collab_compress.factorization.line_search import Line, positive_minimiser
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
 
