@@ -88,9 +88,9 @@ CHECKPOINT_FILES = ((STATE,), tuple(OPTIMIZERS.values()), ("scheduler.pt",))
 """Of each, a checkpoint that is whole has one."""
 EVALUATION = {
     "per_device_eval_batch_size", "eval_accumulation_steps", "dataloader_num_workers", "dataloader_pin_memory",
-    "use_cpu", "disable_tqdm", "generation_max_length", "generation_num_beams",
+    "use_cpu", "disable_tqdm",
 }  # fmt: skip
-"""Training arguments that also hold while a model is evaluated."""
+"""Training arguments that also hold while a model is evaluated; how it searches then, `translation` of a recipe says."""
 UNSMOOTHED = {"regression": "scores", "question answering": "spans"}
 """Kind of task that no label smoothing acts on → what its labels are."""
 POSITIVE = {"per_device_eval_batch_size", "gradient_accumulation_steps", "generation_num_beams"}

@@ -28,6 +28,7 @@ from collab_compress.experiments import Fresh, read_recipe, run
 from collab_compress.experiments.workload import LanguageModel, Translation
 from collab_compress.metrics import load_metric
 from collab_compress.tasks import TASKS, encode_masked_language_model, load_task
+from collab_compress.training import HeadSeq2SeqTrainer
 
 FRESH = "fresh={layers: 2, width: 24, heads: 3, feed_forward: 32, dropout: 0.0, max_length: 40, vocab_size: 60}"
 TUNING = "tuning={epochs: 2, learning_rate: 1.0e-3, batch_size: 8, arguments: {disable_tqdm: true}}"
@@ -102,6 +103,22 @@ def test_german_has_bleu_with_compounds_split_beside_it(target, german, sentence
             metric.compute(predictions=written, references=references)["bleu_compounds_split"]
             == (found["bleu_compounds_split"])
         )
+
+
+def test_how_results_are_searched_is_not_how_training_is_watched(sentences, tmp_path, monkeypatch):
+    """BLEU while training may be greedy; that of the record is of as many beams as in recipes without it."""
+    beams = []
+
+    def kept(trainer, *given, **more):
+        beams.append((trainer.args.generation_num_beams, trainer.args.generation_max_length))
+        return predict(trainer, *given, **more)
+
+    predict = HeadSeq2SeqTrainer.predict
+    monkeypatch.setattr(HeadSeq2SeqTrainer, "predict", kept)
+    watched = "{eval_strategy: epoch, predict_with_generate: true, generation_num_beams: 1, generation_max_length: 8}"
+    [record] = run(translation(sentences, tmp_path / "out", f"tuning.arguments={watched}"))
+    assert any("eval_bleu" in line for line in record["history"])
+    assert set(beams) == {(None, None)}
 
 
 def test_collaborative_from_the_first_step(sentences, tmp_path):
