@@ -83,6 +83,8 @@ def _run(recipe: Recipe, find_model: Callable[..., str | Path], first: str) -> N
     tokenizer = on_every_process(lambda: load_tokenizer(source))
     commits = on_every_process(lambda: hub_commits(source, workload.texts))
     on_main_process(lambda: refuse_moved(recipe, commits))
+    if recipe.num_proc is not None and process_state().num_processes > 1:  # once, into the cache for all of them
+        on_main_process(lambda: bool(workload.encode(workload.texts, tokenizer)))
     encoded = on_every_process(lambda: workload.encode(workload.texts, tokenizer))
 
     def stage(name: str, start: str | Path, tuning: Tuning | None = None) -> str | Path:
