@@ -9,7 +9,7 @@ included: it is that of a core, however busy the machine is. With `--in-memory` 
 
 Examples:
     python benchmarks/streaming.py --rows 125000 500000 2000000
-    python benchmarks/streaming.py --rows 125000 500000 --in-memory --steps 5
+    python benchmarks/streaming.py --rows 125000 500000 --in-memory --tokenizer word --steps 5
 """
 
 import argparse
@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
 
-WORDS, SHORTEST, LONGEST, HELD_OUT = 5000, 5, 15, 100
+WORDS, SHORTEST, LONGEST, HELD_OUT = 5000, 3, 9, 100
 
 
 def write_corpus(folder: Path, rows: int) -> None:
@@ -70,7 +70,7 @@ class Meter:
         self.found[name] = {"MiB": max(highest[0], own_memory()), "seconds": sum(os.times()[:4]) - before}
 
 
-def measure(rows: int, steps: int, tokens: int, num_proc: int | None) -> dict[str, dict[str, float]]:
+def measure(rows: int, steps: int, tokens: int, num_proc: int | None, kind: str) -> dict[str, dict[str, float]]:
     """Load, tokenize and train; gives for each part its memory, its CPU seconds and the tokens of a CPU second."""
     import torch
 
@@ -87,7 +87,7 @@ def measure(rows: int, steps: int, tokens: int, num_proc: int | None) -> dict[st
     settings = {
         "task": "parallel", "output": folder / "out", "data_dir": folder, "num_proc": num_proc, "max_length": 64,
         "translation": {"source": "aa", "target": "bb"}, "trackers": [], "progress": False,
-        "fresh": {"layers": 1, "width": 64, "heads": 4, "vocab_size": 2000},
+        "fresh": {"layers": 1, "width": 64, "heads": 4, "tokenizer": kind, "vocab_size": 2000},
         "tuning": {
             "max_steps": steps, "batch_tokens": tokens, "learning_rate": 1e-3,
             "arguments": {"save_strategy": "no", "logging_steps": steps},
@@ -115,20 +115,24 @@ def main() -> None:
     """Print a row for each number of rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[125_000, 500_000, 2_000_000])
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=4096, help="of a step")
     parser.add_argument("--num-proc", type=int, default=1)
+    parser.add_argument("--tokenizer", default="bpe", choices=["bpe", "word"])
     parser.add_argument("--in-memory", action="store_true")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.measure:
-        found = measure(given.rows[0], given.steps, given.tokens, None if given.in_memory else given.num_proc)
+        found = measure(
+            given.rows[0], given.steps, given.tokens, None if given.in_memory else given.num_proc, given.tokenizer
+        )
         print(json.dumps(found))
         return
     options = [f"--steps={given.steps}", f"--tokens={given.tokens}", f"--num-proc={given.num_proc}"]
+    options += [f"--tokenizer={given.tokenizer}"]
     options += ["--in-memory"] * given.in_memory
     print(
-        "| rows | imported, MiB | read | vocabulary | tokenize | train | tokens a core-second: tokenized | trained on |"
+        "| rows | imported, MiB | read | vocabulary | tokenize | train | tokens a core-second, tokenized | trained |"
     )
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for rows in given.rows:
