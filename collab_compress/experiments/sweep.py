@@ -151,12 +151,14 @@ def _at_scale(settings: Settings, where: str) -> Settings:
     scales = settings.get("scales") or {}
     if not isinstance(scales, Mapping):
         raise RecipeError(f"{where}: scales is {scales!r}; expected names, each with fields of the sweep")
-    chosen = settings.get("scale") or next(iter(scales), None)
+    chosen = settings.get("scale", next(iter(scales), None))
     if chosen is None:
         return settings
-    if not isinstance(chosen, str) or not isinstance(fields := scales.get(chosen), Mapping):
+    if chosen not in list(scales):
         there = f"expected one of {', '.join(map(str, scales))}" if scales else "the sweep has none"
         raise RecipeError(f"{where}: scale is {chosen!r}; {there}")
+    if not isinstance(fields := scales[chosen], Mapping):
+        raise RecipeError(f"{where}: scale is {chosen!r}; expected fields of the sweep, got {fields!r}")
     return _merged({**settings, "scale": chosen}, fields)
 
 

@@ -1,11 +1,12 @@
 """Recipes and sweeps in the repository: they can be run, and those of a paper's table are what the table is about.
 
-The first line of one that follows a paper may say `# paper: KEY, Table 1, Table 2`, and lines `# also: field=value …`,
-which may go on in lines that are indented, give settings with which it makes more of the table.
+The first line of one that follows a paper may say `# paper: KEY, Table 1, Table 2`, and lines `# also: field=value …`
+give settings with which it makes more of the table; they may go on in lines that are indented.
 """
 
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,12 +48,14 @@ def tables(path):
     return found
 
 
+@cache
 def sweeps(path):
     """Read a sweep at each of its scales, or as it stands where it has none, and with the settings it names."""
     scales = [f"scale={name}" for name in yaml.safe_load(path.read_text(encoding="utf-8")).get("scales", ())]
     return [read_sweep(path, shlex.split(settings)) for settings in (*(scales or [""]), *told(path, "also"))]
 
 
+@cache
 def recipes(path):
     if path in RECIPES:
         return [read_recipe(path, ["output=out"])]
