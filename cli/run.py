@@ -51,12 +51,13 @@ the others go on, and the exit code is 1. Several workers share a sweep, on any 
 Examples:
   collab-sweep glue.yaml output=outputs/glue base.data_dir=glue
   collab-sweep glue.yaml output=outputs/glue 'only.tasks=[mrpc]' 'only.seeds=[0]'
+  collab-sweep rotation.yaml scale=paper
   collab-sweep glue.yaml output=outputs/glue base.data_dir=glue --shard 2/4
   collab-sweep glue.yaml output=outputs/glue --launcher submitit --jobs 8 submit.slurm_partition=gpu
 
 arguments:
   SWEEP.yaml           a file with the fields of a sweep, or one that comes with the package (glue.yaml and those of
-                       the papers' tables)
+                       the papers)
   FIELD=VALUE          sets a field, with dots between nested ones; values are YAML (quote brackets and braces in a
                        shell); --FIELD VALUE is the same
   --shard I/N          be the I-th of N workers: do a part, then what others that were killed have left

@@ -96,6 +96,8 @@ def _run(recipe: Recipe, find_model: Callable[..., str | Path], first: str) -> N
 
     @cache
     def encoded() -> DatasetDict:
+        if recipe.num_proc is not None and process_state().num_processes > 1:  # once, into the cache for all of them
+            on_main_process(lambda: bool(workload.encode(workload.texts, tokenizer)))
         return on_every_process(lambda: workload.encode(workload.texts, tokenizer))
 
     def stage(name: str, start: str | Path, tuning: Tuning | None = None) -> str | Path:

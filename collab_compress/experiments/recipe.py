@@ -44,6 +44,10 @@ class Tuning:
     batch_size: int = 32
     """Rows in a batch of one process."""
 
+    batch_tokens: int | None = None
+    """Tokens of a step instead, as the papers count them: of all processes and passes together, padding included, of
+    the longer side where there are two. Rows of similar lengths share a batch, and batches come in random order."""
+
     warmup: float = 0.1
     """Share of the steps in which the learning rate rises."""
 
@@ -69,8 +73,9 @@ class Tuning:
                 raise RecipeError(f"{name} is {value}; expected a number that is not negative")
         if not 0 <= self.warmup < 1:
             raise RecipeError(f"warmup is {self.warmup}; expected a share of the steps, from 0 to below 1")
-        if self.batch_size < 1:
-            raise RecipeError(f"batch_size is {self.batch_size}; expected at least 1")
+        for name in ("batch_size", "batch_tokens"):
+            if (size := getattr(self, name)) is not None and size < 1:
+                raise RecipeError(f"{name} is {size}; expected at least 1")
         if self.average < 1:
             raise RecipeError(f"average is {self.average}; expected at least 1 checkpoint")
         if self.max_steps <= 0 and "save_strategy" not in self.arguments and self.average > ceil(self.epochs):
@@ -174,6 +179,10 @@ class Recipe:
     seed: int = 0
     """Seed of fresh weights, data order, dropout and calibration."""
 
+    num_proc: int | None = None
+    """Processes that tokenize the data, which then lie on disk, in the cache of `datasets`, once for all runs on the
+    same: memory does not grow with them. If not given, files of `data_dir` are read into memory."""
+
     max_length: int = 128
     """Tokens of a row, or of a block of running text; longer rows are cut."""
 
@@ -222,6 +231,8 @@ class Recipe:
                 object.__setattr__(self, place, expanded(Path(path)))
         if not 0 <= self.seed < 1 << 32:
             raise RecipeError(f"seed is {self.seed}; expected a number from 0 to 2**32 - 1")
+        if self.num_proc is not None and self.num_proc < 1:
+            raise RecipeError(f"num_proc is {self.num_proc}; expected at least 1 process, or leave it out")
         for split, names in (self.files or {}).items():
             listed = [names] if isinstance(names, str) else names
             if not isinstance(listed, list | tuple) or not all(isinstance(name, str) for name in listed):
@@ -285,7 +296,7 @@ def read_settings(path: str | Path | None, overrides: Sequence[str]) -> dict[str
     """
     data = _load(Path(path)) if path is not None else {}
     for override in overrides:
-        _set(data, override)
+        set_field(data, override)
     return data
 
 
@@ -368,8 +379,12 @@ def _load(path: Path) -> dict[str, Any]:
     return data
 
 
-def _set(data: dict[str, Any], override: str) -> None:
-    """Set one field of nested mappings, in place."""
+def set_field(data: dict[str, Any], override: str) -> None:
+    """Set one field of nested mappings, in place, by a setting such as `compression.dk=128`.
+
+    Raises:
+        RecipeError: it is none.
+    """
     name, equals, text = override.partition("=")
     *outer, last = name.split(".")
     if not equals or not all((*outer, last)):

@@ -16,7 +16,7 @@ from collab_compress.distributed import can_meet, on_main_process
 from collab_compress.errors import BusyError, CollabCompressError, RecipeError
 from collab_compress.experiments.launch import launch
 from collab_compress.experiments.protocol import run
-from collab_compress.experiments.recipe import Recipe, expanded, parse, read_settings
+from collab_compress.experiments.recipe import Recipe, expanded, parse, read_settings, set_field
 
 logger = logging.getLogger(__name__)
 Settings = dict[str, Any]
@@ -48,6 +48,12 @@ class Sweep:
 
     only: dict[str, list[Any]] = field(default_factory=dict)
     """Which of the tasks, methods, conversions and seeds to run now; all of those not named here."""
+
+    scales: dict[str, Settings] = field(default_factory=dict)
+    """Scale → fields of the sweep that are laid over the others: what runs here in hours, and what a paper ran."""
+
+    scale: str | None = None
+    """Which of the scales to run; the first if not given."""
 
     shard: str | None = None
     """Which part this worker does first, as 2/4 for the second of four that share the output; when it is done with
@@ -124,10 +130,36 @@ class Sweep:
 def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     """Read a sweep from a YAML file and settings such as `base.data_dir=data` or `only.seeds=[0]`.
 
+    Settings have the last word, after the scale.
+
     Raises:
-        RecipeError: the file cannot be read, or a field of the sweep or of a recipe is not known.
+        RecipeError: the file cannot be read, there is no such scale, or a field of the sweep or of a recipe is not
+            known.
     """
-    return parse(Sweep, read_settings(path, overrides), str(path))
+    settings = _at_scale(read_settings(path, overrides), str(path))
+    for override in overrides:
+        set_field(settings, override)
+    return parse(Sweep, settings, str(path))
+
+
+def _at_scale(settings: Settings, where: str) -> Settings:
+    """Lay the fields of a scale over the others.
+
+    Raises:
+        RecipeError: there is no such scale, or it is no mapping.
+    """
+    scales = settings.get("scales") or {}
+    if not isinstance(scales, Mapping):
+        raise RecipeError(f"{where}: scales is {scales!r}; expected names, each with fields of the sweep")
+    chosen = settings.get("scale", next(iter(scales), None))
+    if chosen is None:
+        return settings
+    if chosen not in list(scales):
+        there = f"expected one of {', '.join(map(str, scales))}" if scales else "the sweep has none"
+        raise RecipeError(f"{where}: scale is {chosen!r}; {there}")
+    if not isinstance(fields := scales[chosen], Mapping):
+        raise RecipeError(f"{where}: scale is {chosen!r}; expected fields of the sweep, got {fields!r}")
+    return _merged({**settings, "scale": chosen}, fields)
 
 
 def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = find_directory) -> list[str]:

@@ -12,14 +12,13 @@ import torch
 from datasets import DatasetDict
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.utils.data import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
-from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from collab_compress.checkpoint.directory import atomic_directory, write_json
 from collab_compress.checkpoint.pretrained import load_model
 from collab_compress.distributed import on_main_process
 from collab_compress.errors import RecipeError
+from collab_compress.experiments.batches import grouping
 from collab_compress.experiments.recipe import Tuning
 from collab_compress.experiments.record import discard, mark
 from collab_compress.experiments.sharding import (
@@ -33,53 +32,6 @@ from collab_compress.experiments.trackers import keep_logs, log_scores
 from collab_compress.experiments.workload import Workload
 from collab_compress.training import HeadTraining
 
-
-class ByLength(Sampler[int]):
-    """Random rows of which those in one batch have similar lengths.
-
-    Transformers' own draws from the global generator: a resumed run would see another order, and so would each of
-    several processes, which share out what they believe to be one order.
-
-    Args:
-        lengths: of each row.
-        batch: rows of one optimizer step.
-        seed: of the order.
-    """
-
-    def __init__(self, lengths: list[int], batch: int, seed: int) -> None:
-        self.lengths, self.batch, self.seed, self.epoch = lengths, batch, seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order: list[int] = get_length_grouped_indices(self.lengths, self.batch, generator=generator)
-        return iter(order)
-
-
-def seeded(trainer_class: type[Trainer]) -> type[Trainer]:
-    """Give a trainer class that groups training rows by length where it is asked to, otherwise in each epoch."""
-
-    class Seeded(trainer_class):  # type: ignore[misc]
-        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-            if self.args.train_sampling_strategy != "group_by_length":
-                return super()._get_train_sampler(train_dataset)
-            rows = self.train_dataset if train_dataset is None else train_dataset
-            batch = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-            return ByLength([len(ids) for ids in rows["input_ids"]], batch, self.args.seed)
-
-        def _get_eval_sampler(self, eval_dataset: Any) -> None:
-            return None  # one row after the other: translations are scored against references in their order
-
-    Seeded.__name__ = trainer_class.__name__
-    return Seeded
-
-
 STATE = "trainer_state.json"  # written last
 LOG = "log.json"
 OPTIMIZERS = {False: "optimizer.pt", True: "optimizer.bin"}
@@ -90,7 +42,7 @@ EVALUATION = {
     "per_device_eval_batch_size", "eval_accumulation_steps", "dataloader_num_workers", "dataloader_pin_memory",
     "use_cpu", "disable_tqdm",
 }  # fmt: skip
-"""Training arguments that also hold while a model is evaluated; how it searches then, `translation` of a recipe says."""
+"""Training arguments that also hold while a model is evaluated; how it searches, `translation` of a recipe says."""
 UNSMOOTHED = {"regression": "scores", "question answering": "spans"}
 """Kind of task that no label smoothing acts on → what its labels are."""
 POSITIVE = {"per_device_eval_batch_size", "gradient_accumulation_steps", "generation_num_beams"}
@@ -272,7 +224,7 @@ def _trainer(
     if precise:
         arguments.mixed_precision = "no"  # whatever `accelerate launch` was told
     validation = next((rows for split, rows in data.items() if split.startswith("validation")), None)
-    return seeded(workload.trainer_class)(
+    return grouping(workload.trainer_class, tuning.batch_tokens)(
         model, arguments, train_dataset=data.get("train"), eval_dataset=validation, processing_class=tokenizer,
         data_collator=workload.collator(model, tokenizer), head_training=heads, **workload.options(tokenizer),
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Models that start from nothing: a tokenizer trained on the task's own texts, and untrained weights."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from collab_compress.errors import CheckpointError, RecipeError
 from collab_compress.experiments.record import mark
 from collab_compress.tasks import Task, train_tokenizer
 
+BATCH = 1000
 HEADS: dict[str, Any] = {
     "question answering": AutoModelForQuestionAnswering,
     "translation": AutoModelForSeq2SeqLM,
@@ -112,9 +113,8 @@ def make_fresh(fresh: Fresh, task: Task, train: Dataset, seed: int, folder: Path
         DataError: the tokenizer cannot be trained.
         RecipeError: the config is none for the task.
     """
-    texts = chain.from_iterable(train[column] for column in task.text_columns)
     tokenizer = train_tokenizer(
-        texts, fresh.vocab_size, fresh.tokenizer, lowercase=fresh.lowercase,
+        _texts(train, task.text_columns), fresh.vocab_size, fresh.tokenizer, lowercase=fresh.lowercase,
         start=task.num_labels is not None or task.kind == "question answering",
         mask=task.kind == "masked language modelling",
     )  # fmt: skip
@@ -128,6 +128,13 @@ def make_fresh(fresh: Fresh, task: Task, train: Dataset, seed: int, folder: Path
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         mark(directory)
+
+
+def _texts(rows: Dataset, columns: Iterable[str]) -> Iterator[str]:
+    """Go through the texts of one column after another, of which some are in memory at a time."""
+    for name in columns:
+        for batch in rows.select_columns([name]).iter(BATCH):
+            yield from batch[name]
 
 
 def _like(

@@ -68,8 +68,9 @@ class Workload(ABC):
         self.progress = recipe.progress and process_state().is_main_process
         self.texts: DatasetDict = load_task(
             recipe.task, recipe.data_dir, source=languages.source, target=languages.target, files=recipe.files,
-            train=recipe.trains, progress=self.progress,
+            train=recipe.trains, progress=self.progress, num_proc=recipe.num_proc,
         )  # fmt: skip
+        self.work: dict[str, Any] = {"progress": self.progress, "num_proc": recipe.num_proc}
         self.metric: Metric = load_metric(self.task.metric, **self.metric_options())
 
     @property
@@ -200,7 +201,7 @@ class Classification(Workload):
 
     def encode(self, texts: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
         """Encode texts, or pairs of them, with their labels."""
-        return encode_classification(texts, tokenizer, max_length=self.recipe.max_length, progress=self.progress)
+        return encode_classification(texts, tokenizer, max_length=self.recipe.max_length, **self.work)
 
     def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
         """Pad texts to the longest of a batch."""
@@ -223,7 +224,7 @@ class QuestionAnswering(Workload):
         """Encode questions with the windows of their contexts."""
         self.windows = encode_question_answering(
             texts, tokenizer, max_length=self.recipe.max_length, stride=self.recipe.answers.stride,
-            progress=self.progress,
+            **self.work,
         )  # fmt: skip
         return self.windows
 
@@ -304,7 +305,7 @@ class LanguageModel(TokenModel):
 
     def encode(self, texts: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
         """Cut running text into blocks."""
-        return encode_language_model(texts, tokenizer, length=self.recipe.max_length, progress=self.progress)
+        return encode_language_model(texts, tokenizer, length=self.recipe.max_length, **self.work)
 
     def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
         """Pad tokens and labels to the longest of a batch."""
@@ -325,7 +326,7 @@ class MaskedLanguageModel(TokenModel):
         for split, rows in texts.items():
             seed = None if split == "train" else MASKS
             found[split] = encode_masked_language_model(
-                rows, tokenizer, length=self.recipe.max_length, seed=seed, progress=self.progress
+                rows, tokenizer, length=self.recipe.max_length, seed=seed, **self.work
             )
         return DatasetDict(found)
 
@@ -382,9 +383,7 @@ class Translation(Workload):
     def encode(self, texts: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
         """Encode sentences, with their translations as labels."""
         length = self.recipe.max_length
-        return encode_translation(
-            texts, tokenizer, max_source_length=length, max_target_length=length, progress=self.progress
-        )
+        return encode_translation(texts, tokenizer, max_source_length=length, max_target_length=length, **self.work)
 
     def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
         """Pad sentences and labels to the longest of a batch, and shift labels for the decoder."""

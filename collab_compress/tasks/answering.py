@@ -26,6 +26,7 @@ def encode_question_answering(
     max_length: int = 384,
     stride: int | None = None,
     progress: bool = False,
+    num_proc: int | None = None,
 ) -> Data:
     """Encode each question with its context, in as many windows as the context needs.
 
@@ -39,6 +40,7 @@ def encode_question_answering(
         stride: tokens that neighbouring windows share, as Transformers' tokenizers call it; a third of `max_length`
             if not given.
         progress: whether to show progress bars.
+        num_proc: processes that share the work; one if not given.
 
     Returns:
         Columns input_ids, attention_mask, what else the tokenizer gives, start_positions and end_positions; and, for
@@ -64,7 +66,7 @@ def encode_question_answering(
 
     def encode(part: Dataset) -> Dataset:
         numbered = part.add_column("row", np.arange(len(part))) if "row" not in part.column_names else part
-        return map_rows(numbered, _windows, ("question", "context", "answers"), arguments, progress)
+        return map_rows(numbered, _windows, ("question", "context", "answers"), arguments, progress, num_proc)
 
     return each_split(data, encode)
 

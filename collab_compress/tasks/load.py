@@ -1,9 +1,11 @@
 """Find a task's files in a folder, or the data set on the hub, and load it."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import datasets
 import pyarrow as pa
 from datasets import Dataset, DatasetDict, DatasetInfo, Features, NamedSplit, load_dataset
 from datasets.exceptions import DatasetsError
+from datasets.fingerprint import Hasher
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from tqdm import tqdm
 
@@ -139,15 +142,28 @@ def progress_bars(shown: bool) -> Iterator[None]:
             _show(*before)
 
 
+def shared(data: Dataset, num_proc: int | None) -> int | None:
+    """Give how many processes share the work on a data set; None, this one alone, where there is little."""
+    most = min(num_proc or 1, len(data) // CHUNK)
+    return most if most > 1 else None
+
+
 def _show(mapping: bool, downloads: bool) -> None:
     (datasets.enable_progress_bars if mapping else datasets.disable_progress_bars)()
     (enable_progress_bars if downloads else disable_progress_bars)()
 
 
+CHUNK = 10_000
 EXPORT = "refs/convert/parquet"  # where the hub keeps what it has converted
 
 
-def load_hub(task: Task, languages: Languages, splits: Sequence[str] | None, progress: bool = False) -> DatasetDict:
+def load_hub(
+    task: Task,
+    languages: Languages,
+    splits: Sequence[str] | None,
+    progress: bool = False,
+    num_proc: int | None = None,
+) -> DatasetDict:
     """Load a data set from the hub, or from the cache of earlier times.
 
     Args:
@@ -155,6 +171,7 @@ def load_hub(task: Task, languages: Languages, splits: Sequence[str] | None, pro
         languages: of the source and the target, for translation.
         splits: which to load; all of the task's that are there if not given.
         progress: whether to show progress bars.
+        num_proc: processes that work on the data; one if not given.
 
     Raises:
         DataError: the task is on no hub, it cannot be reached, or what is there is not what was expected.
@@ -175,7 +192,7 @@ def load_hub(task: Task, languages: Languages, splits: Sequence[str] | None, pro
         if splits and (lacking := [split for split in splits if split not in there]):
             raise DataError(f"{task.hub.path} has no split {lacking[0]!r}; it has {', '.join(there)}")
         return DatasetDict(
-            {split: _canonical(task, task.hub, there[split], words) for split in wanted if split in there}
+            {split: _canonical(task, task.hub, there[split], words, num_proc) for split in wanted if split in there}
         )
 
 
@@ -187,7 +204,7 @@ def _words(languages: Languages) -> dict[str, str]:
     return {"source": source, "target": target, "foreign": target if source == "en" else source}
 
 
-def _canonical(task: Task, hub: Hub, data: Dataset, words: Mapping[str, str]) -> Dataset:
+def _canonical(task: Task, hub: Hub, data: Dataset, words: Mapping[str, str], num_proc: int | None) -> Dataset:
     """Give a data set the canonical columns, and no others."""
     columns = {name: [there.format(**words) for there in parts] for name, parts in hub.columns.items()}
     for there in (there for parts in columns.values() for there in parts):
@@ -200,6 +217,7 @@ def _canonical(task: Task, hub: Hub, data: Dataset, words: Mapping[str, str]) ->
         fn_kwargs={"task": task, "columns": columns},
         remove_columns=data.column_names,
         features=task.features,
+        num_proc=shared(data, num_proc),
     )
     if any(layout.left_out for layout in task.layouts):
         rows = rows.filter(_labelled, input_columns=["label"])
@@ -231,9 +249,6 @@ def _column(batch: Mapping[str, Any], there: str) -> list[Any]:
     return [value[inner] for value in batch[first]] if inner else batch[first]
 
 
-CHUNK = 10_000
-
-
 def load_task(
     name: str,
     data_dir: str | Path | None = None,
@@ -244,6 +259,7 @@ def load_task(
     files: Mapping[str, str | Sequence[str]] | None = None,
     train: bool = True,
     progress: bool = False,
+    num_proc: int | None = None,
 ) -> DatasetDict:
     """Load the data set of a task.
 
@@ -251,8 +267,9 @@ def load_task(
     context, id and answers for question answering, source and target for translation, text for language modelling.
     Splits are train, validation and test; MNLI has validation_matched and validation_mismatched. Where a test split
     has no labels they are −1, as on the hub.
-    Files are read into memory; a corpus too large for that is saved once with `save_to_disk`, and `load_from_disk`
-    then maps it from there.
+    Files are read into memory; of a corpus too large for that, say with how many processes to tokenize it
+    (`num_proc`): it is then read once into the cache of `datasets` (`HF_DATASETS_CACHE`), and mapped from there until
+    the size or time of a file changes.
 
     Args:
         name: of a task in `TASKS`.
@@ -264,30 +281,29 @@ def load_task(
             the language.
         train: whether training data are wanted; if not, they need not be there.
         progress: whether to show progress bars.
+        num_proc: processes that work on the data, which lie on disk; files are read into memory if not given.
 
     Returns:
         Split → data set.
 
     Raises:
-        DataError: no such task, files that are missing or malformed (with file and line), or no hub to be reached.
+        DataError: no such task, files that are missing or malformed (with file and line), no hub to be reached, or
+            the cache cannot be written.
     """
     task, languages = _chosen(name, source, target, files, train)
     if data_dir is None:
         if files:
             raise DataError(f"{name}: files are looked up in a folder; pass data_dir too")
-        return load_hub(task, languages, splits, progress)
+        return load_hub(task, languages, splits, progress, num_proc)
     found = find_files(task, Path(data_dir).expanduser(), languages, splits)
     features = task.features
-    return DatasetDict(
-        {
-            split: _dataset(
-                tqdm(_rows(task, found, split), desc=f"{name} {split}", unit=" rows", disable=not progress),
-                features,
-                split,
-            )
-            for split in found.splits
-        }
-    )
+
+    def read(split: str) -> Iterable[Row]:
+        return tqdm(_rows(task, found, split), desc=f"{name} {split}", unit=" rows", disable=not progress)
+
+    if num_proc is not None:
+        return DatasetDict({split: _on_disk(partial(read, split), task, found, split) for split in found.splits})
+    return DatasetDict({split: _dataset(read(split), features, split) for split in found.splits})
 
 
 def task_files(
@@ -376,6 +392,35 @@ def _rows(task: Task, found: Found, split: str) -> Iterator[Row]:
             yield row
         if empty:
             raise malformed((paths[0], 1), "the file is empty; expected rows of data")
+
+
+def _on_disk(read: Callable[[], Iterable[Row]], task: Task, found: Found, split: str) -> Dataset:
+    """Read a split into the cache of `datasets`, if it is not there, and map it from there.
+
+    Raises:
+        DataError: as `_rows`, or the cache cannot be written.
+    """
+    files = [(str(file), file.stat()) for paths in found.splits[split] for path in paths for file in _inner(path)]
+    known = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+    key = Hasher.hash([task.name, repr(found.layout), str(task.features), split, version("collab-compress"), known])
+    try:
+        with progress_bars(False):  # the reader shows its own
+            rows: Dataset = Dataset.from_generator(
+                read, features=task.features, split=NamedSplit(split), fingerprint=key
+            )
+    except (DatasetsError, OSError) as error:
+        if isinstance(error.__cause__, DataError):
+            raise error.__cause__ from None
+        raise DataError(
+            f"{task.name} cannot be read into {datasets.config.HF_DATASETS_CACHE} ({error.__cause__ or error}); "
+            "say by HF_DATASETS_CACHE where there is room, or leave num_proc out"
+        ) from error
+    return rows
+
+
+def _inner(path: Path) -> list[Path]:
+    """List the files in a folder, or the one."""
+    return sorted(inner for inner in path.rglob("*") if inner.is_file()) if path.is_dir() else [path.resolve()]
 
 
 def _dataset(rows: Iterable[Row], features: Features, split: str) -> Dataset:

@@ -16,7 +16,7 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBas
 
 from collab_compress.errors import DataError
 from collab_compress.tasks.catalogue import NO_LABEL
-from collab_compress.tasks.load import progress_bars
+from collab_compress.tasks.load import progress_bars, shared
 
 PAD, UNKNOWN, START, END = SPECIAL = ("<pad>", "<unk>", "<s>", "</s>")
 MASK = "<mask>"
@@ -91,7 +91,12 @@ def train_tokenizer(
 
 
 def encode_classification(
-    data: Data, tokenizer: PreTrainedTokenizerBase, *, max_length: int = 128, progress: bool = False
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int = 128,
+    progress: bool = False,
+    num_proc: int | None = None,
 ) -> Data:
     """Encode texts, or pairs of them, with their labels.
 
@@ -100,6 +105,7 @@ def encode_classification(
         tokenizer: the model's.
         max_length: tokens of a row; longer ones are cut, of a pair the longer text first.
         progress: whether to show progress bars.
+        num_proc: processes that share the work; one if not given.
 
     Returns:
         Columns input_ids, attention_mask, what else the tokenizer gives, and labels where there are any.
@@ -109,7 +115,9 @@ def encode_classification(
     """
     check_length(max_length, tokenizer, 1 + tokenizer.num_special_tokens_to_add(pair=True))
     arguments = {"tokenizer": tokenizer, "max_length": max_length}
-    return each_split(data, lambda part: map_rows(part, _classification, ("text", "label"), arguments, progress))
+    return each_split(
+        data, lambda part: map_rows(part, _classification, ("text", "label"), arguments, progress, num_proc)
+    )
 
 
 def encode_translation(
@@ -119,6 +127,7 @@ def encode_translation(
     max_source_length: int = 128,
     max_target_length: int = 128,
     progress: bool = False,
+    num_proc: int | None = None,
 ) -> Data:
     """Encode sentences, with their translations as labels.
 
@@ -128,6 +137,7 @@ def encode_translation(
         max_source_length: tokens of a source sentence; longer ones are cut.
         max_target_length: tokens of a target sentence.
         progress: whether to show progress bars.
+        num_proc: processes that share the work; one if not given.
 
     Returns:
         Columns input_ids, attention_mask and labels.
@@ -138,11 +148,19 @@ def encode_translation(
     for length in (max_source_length, max_target_length):
         check_length(length, tokenizer, 1 + tokenizer.num_special_tokens_to_add())
     arguments = {"tokenizer": tokenizer, "lengths": (max_source_length, max_target_length)}
-    return each_split(data, lambda part: map_rows(part, _translation, ("source", "target"), arguments, progress))
+    return each_split(
+        data, lambda part: map_rows(part, _translation, ("source", "target"), arguments, progress, num_proc)
+    )
 
 
 def encode_language_model(
-    data: Data, tokenizer: PreTrainedTokenizerBase, *, length: int = 128, lines: bool = False, progress: bool = False
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    length: int = 128,
+    lines: bool = False,
+    progress: bool = False,
+    num_proc: int | None = None,
 ) -> Data:
     """Encode texts for a model that predicts each next token.
 
@@ -157,6 +175,7 @@ def encode_language_model(
         length: tokens of a block, or of a line.
         lines: whether each text is a row of its own, cut where it is longer; not what perplexity is reported on.
         progress: whether to show progress bars.
+        num_proc: processes that share the work; one if not given.
 
     Returns:
         Columns input_ids and labels.
@@ -172,9 +191,9 @@ def encode_language_model(
     arguments = {"tokenizer": tokenizer, "end": end}
     if lines:
         arguments |= {"start": start, "length": length}
-        return each_split(data, lambda part: map_rows(part, _lines, ("text",), arguments, progress))
+        return each_split(data, lambda part: map_rows(part, _lines, ("text",), arguments, progress, num_proc))
     return each_split(
-        data, lambda part: _blocks(map_rows(part, _tokens, ("text",), arguments, progress), start, length)
+        data, lambda part: _blocks(map_rows(part, _tokens, ("text",), arguments, progress, num_proc), start, length)
     )
 
 
@@ -186,6 +205,7 @@ def encode_masked_language_model(
     share: float = 0.15,
     seed: int | None = None,
     progress: bool = False,
+    num_proc: int | None = None,
 ) -> Data:
     """Encode texts for a model that fills in what is masked.
 
@@ -201,6 +221,7 @@ def encode_masked_language_model(
             token, and 10 % stay.
         seed: of the masks; if not given, the blocks are left for the collator.
         progress: whether to show progress bars.
+        num_proc: processes that share the work; one if not given.
 
     Returns:
         Columns input_ids and, with a seed, labels, −100 where nothing is to be predicted.
@@ -213,7 +234,9 @@ def encode_masked_language_model(
         raise DataError("the tokenizer has no mask token, which masked language modelling needs")
 
     def encode(part: Dataset) -> Dataset:
-        blocks = _cut(_stream(map_rows(part, _whole, ("text",), {"tokenizer": tokenizer}, progress)), length, length)
+        blocks = _cut(
+            _stream(map_rows(part, _whole, ("text",), {"tokenizer": tokenizer}, progress, num_proc)), length, length
+        )
         if seed is None:
             return _rows(part, input_ids=blocks)
         mask = DataCollatorForLanguageModeling(tokenizer, mlm_probability=share, seed=seed)
@@ -268,6 +291,7 @@ def map_rows(
     columns: Sequence[str],
     arguments: dict[str, Any],
     progress: bool,
+    num_proc: int | None,
 ) -> Dataset:
     """Encode a data set batch by batch; only what was encoded stays."""
     for name in columns:
@@ -282,7 +306,13 @@ def map_rows(
     with progress_bars(progress):
         # A tokenizer changes when it is first used, and what it is names the cache of data sets on disk.
         encode(data[:1], **arguments)
-        return data.map(encode, batched=True, fn_kwargs=arguments, remove_columns=data.column_names)
+        return data.map(
+            encode,
+            batched=True,
+            fn_kwargs=arguments,
+            remove_columns=data.column_names,
+            num_proc=shared(data, num_proc),
+        )
 
 
 def check_length(length: int, tokenizer: PreTrainedTokenizerBase, least: int) -> None:

@@ -1,11 +1,12 @@
 """Recipes and sweeps in the repository: they can be run, and those of a paper's table are what the table is about.
 
 The first line of one that follows a paper may say `# paper: KEY, Table 1, Table 2`, and lines `# also: field=value …`
-give settings with which it makes more of the table.
+give settings with which it makes more of the table; they may go on in lines that are indented.
 """
 
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,8 @@ LONGEST = 118
 def told(path, what):
     """Give what the lines `# what: …` at the top of a file say."""
     top = re.match(r"(#.*\n)*", path.read_text(encoding="utf-8"))[0]
-    return re.findall(rf"^# {what}: (.+)$", top, re.MULTILINE)
+    found = re.findall(rf"^# {what}: (.+(?:\n#   .+)*)$", top, re.MULTILINE)
+    return [lines.replace("\n#  ", "") for lines in found]
 
 
 def tables(path):
@@ -46,11 +48,14 @@ def tables(path):
     return found
 
 
+@cache
 def sweeps(path):
-    """Read a sweep as it stands, and with the settings it names."""
-    return [read_sweep(path, shlex.split(settings)) for settings in ("", *told(path, "also"))]
+    """Read a sweep at each of its scales, or as it stands where it has none, and with the settings it names."""
+    scales = [f"scale={name}" for name in yaml.safe_load(path.read_text(encoding="utf-8")).get("scales", ())]
+    return [read_sweep(path, shlex.split(settings)) for settings in (*(scales or [""]), *told(path, "also"))]
 
 
+@cache
 def recipes(path):
     if path in RECIPES:
         return [read_recipe(path, ["output=out"])]
@@ -66,8 +71,8 @@ def column(recipe):
     return f"{recipe.task} {recipe.translation.source or source}-{recipe.translation.target or target}"
 
 
-def sweep_of(name):
-    return read_sweep(FOLDER / "sweeps" / f"{name}.yaml")
+def sweep_of(name, scale="paper", *settings):
+    return read_sweep(FOLDER / "sweeps" / f"{name}.yaml", [f"scale={scale}", *settings])
 
 
 class Strict(yaml.SafeLoader):
@@ -81,7 +86,18 @@ class Strict(yaml.SafeLoader):
 
 def test_there_are_some():
     assert len(RECIPES) >= 4
-    assert len(SWEEPS) >= 14
+    assert len(SWEEPS) >= 8
+    assert {path.stem for path in SWEEPS} >= KEYS  # one for each paper
+
+
+@pytest.mark.parametrize("name", [*sorted(KEYS), "glue"])
+def test_a_paper_runs_here_if_not_said_otherwise_and_at_its_own_scale_by_one_setting(name):
+    here = read_sweep(FOLDER / "sweeps" / f"{name}.yaml")
+    assert here == sweep_of(name, "small")
+    assert {recipe.fresh and recipe.fresh.width for recipe in here.recipes()} <= {128, None}
+    theirs = sweep_of(name)
+    assert theirs.output != here.output
+    assert list(theirs.recipes())
 
 
 @pytest.mark.parametrize("path", [*RECIPES, *SWEEPS], ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -105,7 +121,7 @@ def test_it_can_be_run(path, tmp_path):
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_settings_that_make_more_of_a_table_have_their_own_output(path):
-    outputs = [str(sweep.output) for sweep in sweeps(path)]
+    outputs = [(sweep.output, *sweep.tasks) for sweep in sweeps(path)]
     assert len(set(outputs)) == len(outputs)
 
 
@@ -150,27 +166,40 @@ def test_a_table_that_does_not_exist_is_noticed(tmp_path):
 
 def test_collaborate_table_2_has_each_model_and_conversion():
     models = {"google-bert/bert-base-cased": "BERT-base", "distilbert": "DistilBERT", "albert-base": "ALBERT"}
-    path = FOLDER / "sweeps" / "collaborate-table2.yaml"
+    path = FOLDER / "sweeps" / "glue.yaml"
     found = {
         (models[recipe.model], stage)
         for sweep in sweeps(path)
-        if sweep.output.parent.name == "collaborate"
+        if sweep.scale == "paper" and sweep.output.parent.name == "collaborate"
         for recipe in sweep.recipes()
         for stage in ("tuned", f"{recipe.conversion_name}-again")
     }
     (table,) = tables(path)
     assert found == {(row.model, row.stage) for row in table.rows}
-    tuned = {recipe.task: recipe for recipe in sweep_of("collaborate-table2").recipes()}
+    tuned = {recipe.task: recipe for recipe in sweep_of("glue").recipes()}
     assert {task for task, recipe in tuned.items() if recipe.tuning.epochs == recipe.again.epochs == 10} == {
         "sst2",
         "rte",
     }
 
 
+def test_collaborate_figure_5_has_each_rank():
+    found = sweep_of("glue", "paper", "only={tasks: [mnli, mrpc, stsb]}").recipes()
+    assert {recipe.compression.dk for recipe in found} == {768, 640, 512, 384, 256, 128, 64}
+
+
+def test_steps_have_the_papers_tokens():
+    for name, scale, tokens in (
+        ("collaborate", "paper", 2 * 4 * 3584), ("drophead", "paper", 25_000), ("diversity", "paper-wmt17", 25_000),
+        ("rotation", "paper", 4096),
+    ):  # fmt: skip
+        assert {recipe.tuning.batch_tokens for recipe in sweep_of(name, scale).recipes()} == {tokens}
+
+
 def test_diversity_table_1_has_each_width_and_number_of_heads():
     found = {
         f"Transformer d={recipe.fresh.width}, H={recipe.fresh.heads}"
-        for recipe in sweep_of("diversity-table1").recipes()
+        for recipe in sweep_of("diversity", "paper-widths").recipes()
         if recipe.method == f"d{recipe.fresh.width}-h{recipe.fresh.heads}"
     }
     assert found == {row.model for row in select_tables(PAPERS, "diversity", "1")[0].rows}
@@ -179,7 +208,9 @@ def test_diversity_table_1_has_each_width_and_number_of_heads():
 def test_diversity_table_5_has_each_strength():
     names = {"orthogonality": "ORTHO", "hsic": "HSIC"}
     found = []
-    for recipe in sweep_of("diversity-table5").recipes():
+    for recipe in sweep_of("diversity").recipes():
+        if recipe.method == "all":  # of table 4
+            continue
         found += [("DROPHEAD", options.p) for options in recipe.heads.drophead]
         found += [(names[penalty.name], penalty.weight) for penalty in recipe.heads.penalties]
     baseline, *others = (row.method for row in select_tables(PAPERS, "diversity", "5")[0].rows)
@@ -189,7 +220,7 @@ def test_diversity_table_5_has_each_strength():
 
 
 def test_bhattacharyya_has_the_papers_settings():
-    (recipe,) = (r for r in sweep_of("bhattacharyya-multi30k").recipes() if r.method != "plain" and r.seed == 0)
+    (recipe,) = (r for r in sweep_of("bhattacharyya").recipes() if r.method != "plain" and r.seed == 0)
     (row,) = select_tables(PAPERS, "bhattacharyya")[0].rows
     fresh, tuning = recipe.fresh, recipe.tuning
     ours = (
@@ -201,7 +232,8 @@ def test_bhattacharyya_has_the_papers_settings():
 
 def test_rotations_name_heads_that_the_model_has():
     """On a model as deep and with as many heads, but narrow."""
-    found = [recipe for recipe in sweep_of("rotation-tables2-5").recipes() if recipe.heads.rotation is not None]
+    scales = (sweep_of("rotation", scale) for scale in ("small", "paper"))
+    found = [recipe for sweep in scales for recipe in sweep.recipes() if recipe.heads.rotation is not None]
     assert len(found) > 1
     for recipe in found:
         layers, heads = recipe.fresh.layers, recipe.fresh.heads

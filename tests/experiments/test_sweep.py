@@ -59,6 +59,47 @@ def test_only_some(path):
     assert [(recipe.method, recipe.seed) for recipe in recipes] == [("drophead", 1)] * 2
 
 
+def test_a_scale_is_laid_over_the_sweep_and_settings_over_both(path, tmp_path):
+    sweep = yaml.safe_load(path.read_text())
+    conversions = sweep.pop("conversions")
+    sweep["scales"] = {
+        "small": {"seeds": [0], "base": {"tuning": {"learning_rate": 5e-3}}},
+        "paper": {
+            "output": str(tmp_path / "theirs"),
+            "methods": {"plain": {"max_length": 20}},
+            "tasks": {"sst2": None},
+        },
+    }
+    path.write_text(yaml.safe_dump(sweep, sort_keys=False))
+
+    def found(*overrides):
+        return list(read_sweep(path, overrides).recipes())
+
+    small, paper = found(), found("scale=paper")
+    assert found("scale=small") == small  # the first, if none is chosen
+    assert [(recipe.seed, recipe.method) for recipe in small] == [(0, "plain"), (0, "drophead")]
+    assert {(recipe.tuning.learning_rate, recipe.tuning.batch_size) for recipe in small} == {(5e-3, 8)}
+    assert {recipe.output.parts[-4] for recipe in small} == {"out"}
+    assert {(recipe.seed, recipe.task) for recipe in paper} == {(s, t) for s in (0, 1) for t in ("mrpc", "sst2")}
+    assert {(recipe.method, recipe.max_length) for recipe in paper} == {("plain", 20), ("drophead", 24)}
+    assert {(recipe.output.parts[-4], recipe.tuning.learning_rate) for recipe in paper} == {("theirs", 1e-3)}
+    changed = found("base.tuning.learning_rate=1e-2", "scale=small", "seeds=[3]")
+    assert {(recipe.tuning.learning_rate, recipe.seed) for recipe in changed} == {(1e-2, 3)}
+    assert {recipe.seed for recipe in found("scales.small.seeds=[4]")} == {4}
+    for setting, message in (
+        ("scale=large", "scale is 'large'; expected one of small, paper"),
+        ("scale=[]", r"scale is \[\]; expected one of small, paper"),
+        ("scales.small=1", "scale is 'small'; expected fields of the sweep, got 1"),
+        ("scales=3", "scales is 3; expected names, each with fields of the sweep"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            found(setting)
+    path.write_text(yaml.safe_dump({**sweep, "scales": {}, "conversions": conversions}, sort_keys=False))
+    with pytest.raises(RecipeError, match="scale is 'paper'; the sweep has none"):
+        found("scale=paper")
+    assert len(found()) == 8
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -1,0 +1,153 @@
+"""Memory and throughput of training on large corpora that lie on disk, on this CPU.
+
+A corpus of made-up sentences and their words in the opposite order is written to a temporary folder, read into the
+cache of `datasets` there, tokenized by `--num-proc` processes, and a small translation model trains for a few steps
+of so many tokens, all of it as a recipe with `num_proc` and `batch_tokens` does it. Each number of rows has a process
+of its own. Memory is what is the process's own (anonymous), at its highest after imports and in each part; mapped
+files, which the system drops when it needs the room, are left out. Throughput is by CPU seconds, those of workers
+included: it is that of a core, however busy the machine is. With `--in-memory` the data are held in memory instead.
+
+Examples:
+    python benchmarks/streaming.py --rows 125000 500000 2000000
+    python benchmarks/streaming.py --rows 125000 500000 --in-memory --tokenizer word --steps 5
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+
+WORDS, SHORTEST, LONGEST, HELD_OUT = 5000, 3, 9, 100
+
+
+def write_corpus(folder: Path, rows: int) -> None:
+    """Write parallel files of sentences that are drawn with a seed; frequent words are far more so than rare ones."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))) for _ in range(WORDS)]
+    for split, count in (("train", rows), ("valid", HELD_OUT), ("test", HELD_OUT)):
+        with (folder / f"{split}.aa").open("w") as source, (folder / f"{split}.bb").open("w") as target:
+            for _ in range(count):
+                drawn = [words[int(WORDS * draw.random() ** 3)] for _ in range(draw.randint(SHORTEST, LONGEST))]
+                source.write(" ".join(drawn) + "\n")
+                target.write(" ".join(drawn[::-1]) + "\n")
+
+
+def own_memory() -> float:
+    """Memory of this process that is no mapped file, in MiB."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) / 1024
+
+
+class Meter:
+    """CPU seconds and the highest memory of each part."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, dict[str, float]] = {"imported": {"MiB": own_memory()}}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Measure what is done inside."""
+        done, highest, before = Event(), [own_memory()], sum(os.times()[:4])
+
+        def watch() -> None:
+            while not done.wait(0.05):
+                highest.append(max(highest.pop(), own_memory()))
+
+        watcher = Thread(target=watch)
+        watcher.start()
+        try:
+            yield
+        finally:
+            done.set()
+            watcher.join()
+        self.found[name] = {"MiB": max(highest[0], own_memory()), "seconds": sum(os.times()[:4]) - before}
+
+
+def measure(rows: int, steps: int, tokens: int, num_proc: int | None, kind: str) -> dict[str, dict[str, float]]:
+    """Load, tokenize and train; gives for each part its memory, its CPU seconds and the tokens of a CPU second."""
+    import torch
+
+    from collab_compress.experiments.batches import row_lengths
+    from collab_compress.experiments.recipe import Recipe, parse
+    from collab_compress.experiments.tuning import fine_tune
+    from collab_compress.experiments.untrained import make_fresh
+    from collab_compress.experiments.workload import Translation, load_tokenizer
+
+    torch.set_num_threads(1)
+    folder = Path(os.environ["HF_DATASETS_CACHE"]).parent
+    write_corpus(folder, rows)
+    meter = Meter()
+    settings = {
+        "task": "parallel", "output": folder / "out", "data_dir": folder, "num_proc": num_proc, "max_length": 64,
+        "translation": {"source": "aa", "target": "bb"}, "trackers": [], "progress": False,
+        "fresh": {"layers": 1, "width": 64, "heads": 4, "tokenizer": kind, "vocab_size": 2000},
+        "tuning": {
+            "max_steps": steps, "batch_tokens": tokens, "learning_rate": 1e-3,
+            "arguments": {"save_strategy": "no", "logging_steps": steps},
+        },
+    }  # fmt: skip
+    recipe = parse(Recipe, settings, "the benchmark")
+    with meter.part("read"):
+        workload = Translation(recipe)
+    with meter.part("vocabulary"):
+        make_fresh(recipe.fresh, workload.task, workload.texts["train"], 0, folder / "start")
+        tokenizer = load_tokenizer(folder / "start")
+    with meter.part("tokenize"):
+        encoded = workload.encode(workload.texts, tokenizer)
+    lengths = row_lengths(encoded["train"], "input_ids") + row_lengths(encoded["train"], "labels")
+    model = workload.load_model(folder / "start")
+    with meter.part("train"):
+        fine_tune(workload, model, encoded, tokenizer, recipe.tuning, folder / "tuned")
+    total = int(lengths.sum())
+    for part, count in (("tokenize", total), ("train", steps * tokens)):
+        meter.found[part]["tokens"] = count / meter.found[part]["seconds"]
+    return meter.found
+
+
+def main() -> None:
+    """Print a row for each number of rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[125_000, 500_000, 2_000_000])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=4096, help="of a step")
+    parser.add_argument("--num-proc", type=int, default=1)
+    parser.add_argument("--tokenizer", default="bpe", choices=["bpe", "word"])
+    parser.add_argument("--in-memory", action="store_true")
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.measure:
+        found = measure(
+            given.rows[0], given.steps, given.tokens, None if given.in_memory else given.num_proc, given.tokenizer
+        )
+        print(json.dumps(found))
+        return
+    options = [f"--steps={given.steps}", f"--tokens={given.tokens}", f"--num-proc={given.num_proc}"]
+    options += [f"--tokenizer={given.tokenizer}"]
+    options += ["--in-memory"] * given.in_memory
+    print(
+        "| rows | imported, MiB | read | vocabulary | tokenize | train | tokens a core-second, tokenized | trained |"
+    )
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for rows in given.rows:
+        with tempfile.TemporaryDirectory() as folder:
+            done = subprocess.run(
+                [sys.executable, __file__, "--measure", f"--rows={rows}", *options], check=True, text=True,
+                env={**os.environ, "HF_DATASETS_CACHE": f"{folder}/cache"}, stdout=subprocess.PIPE,
+            )  # fmt: skip
+        found = json.loads(done.stdout.splitlines()[-1])
+        memory = " | ".join(f"{part['MiB']:.0f}" for part in found.values())
+        print(
+            f"| {rows:,} | {memory} | {found['tokenize']['tokens']:,.0f} | {found['train']['tokens']:,.0f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
