@@ -52,7 +52,7 @@ class Channels:
 
     def by_head(self, projected: Tensor) -> Tensor:
         """Give rows (n, R) as (H, r, R)."""
-        return projected.view(self.heads, -1, projected.shape[1])
+        return projected.view(self.heads, len(projected) // self.heads, projected.shape[1])
 
     def mttkrp(self, mixing: Tensor, projected: Tensor) -> Tensor:
         r"""Matricised tensor times Khatri-Rao product for one side, as coefficients: $P$ with $m_i$ on head i's rows.
