@@ -74,7 +74,7 @@ class Continuation:
             return 0.0
         if self.searching(sweep, sweeps):
             return self.first
-        return self.start * self.end ** ((sweep - search) / (fading - search))
+        return self.start * float(self.end ** ((sweep - search) / (fading - search)))
 
     def searching(self, sweep: int, sweeps: int) -> bool:
         """Say whether a sweep belongs to the search, whose last sweeps have components to spare."""
