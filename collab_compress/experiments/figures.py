@@ -222,17 +222,17 @@ def pruning(results: Sequence[Result]) -> Pictures:
     return pictures
 
 
-RUN = "`collab-sweep {}.yaml`, whose records have {}"
+RUN = "`collab-sweep {}`, whose records have {}"
 FIGURES: dict[str, tuple[Figure, ...]] = {
     "collaborate": (
         Figure("Figure 1", "captured energy of queries and keys", nothing,
                "a trained model: `collab-analyze MODEL --sections energy`"),
         Figure("Figure 2", "mixing matrices", mixing_matrices, 'records of collaborative models with "mixing"'),
         Figure("Figure 3", "BLEU against width, parameters and time", bleu_by_width,
-               RUN.format("collaborate-figure3", "several widths")),
+               RUN.format("collaborate.yaml", "several widths")),
         Figure("Figure 4", "time to decompose", seconds_by_width, 'records of conversions with "seconds"'),
         Figure("Figure 5", "scores against width, with and without a second fine-tuning", score_by_width,
-               RUN.format("collaborate-figure5", "several widths")),
+               RUN.format("glue.yaml", "several widths")),
     ),
     "rotation": (
         Figure("Figure 3", "alphas without growth", alphas_alone, 'records of alphas without growth with "alphas"'),
@@ -247,22 +247,22 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure("Figure 1", "attention maps", nothing,
                "a trained model: `collab-analyze MODEL --sections attention_maps --data FILE`"),
         Figure("Figure 2", "SVCCA coefficients with a model of one head", nothing,
-               "two trained models of `collab-sweep diversity-table1.yaml`: "
+               "two trained models of `collab-sweep diversity.yaml scale=paper-widths`: "
                "`collab-analyze MODEL --against ONE-HEAD --sections similarity --data FILE`"),
         Figure("Figure 3", "SVCCA coefficients between heads, by size", svcca_by_size,
-               RUN.format("diversity-table1", '"svcca"')),
+               RUN.format("diversity.yaml scale=paper-widths", '"svcca"')),
         Figure("Figure 4", "SVCCA coefficients between heads, by method", svcca_by_method,
-               RUN.format("diversity-table5", '"svcca"')),
+               RUN.format("diversity.yaml", '"svcca"')),
     ),
     "bhattacharyya": (
         Figure("Figure 1", "overlap while training", overlap_while_training,
-               RUN.format("bhattacharyya-multi30k", '"history"')),
+               RUN.format("bhattacharyya.yaml", '"history"')),
         Figure("Figure 2", "cross-entropy while training", cross_entropy_while_training,
-               RUN.format("bhattacharyya-multi30k", '"history"')),
+               RUN.format("bhattacharyya.yaml", '"history"')),
         Figure("Figure 3", "losses without the penalty", plain_losses,
-               RUN.format("bhattacharyya-multi30k", '"history"')),
+               RUN.format("bhattacharyya.yaml", '"history"')),
         Figure("Figure 4", "losses with the penalty", penalised_losses,
-               RUN.format("bhattacharyya-multi30k", '"history"')),
+               RUN.format("bhattacharyya.yaml", '"history"')),
         Figure("Figure 5", "BLEU while training", bleu_while_training,
                "records of translation with `eval_strategy: epoch` and `predict_with_generate: true` in "
                "tuning.arguments; curves that end below half of the final BLEU are left out"),

@@ -189,7 +189,7 @@ def _cells(ours: Ours | None) -> tuple[Cell, Cell]:
 def _lacking(table: PaperTable) -> str:
     if not table.sweep:
         return "nothing: these are no results of training"
-    return f"needs: `collab-sweep {table.sweep}.yaml`, or records of its methods at another scale"
+    return f"needs: `collab-sweep {table.sweep}`, or records of its methods at another scale"
 
 
 def _claims(verdicts: Sequence[Verdict]) -> Table:

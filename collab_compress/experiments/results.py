@@ -211,7 +211,7 @@ class PaperTable:
         note: where the paper contradicts itself; empty if it does not.
         beside: our columns that stand beside the paper's, as they are at our scale.
         of: what of ours is shown in them, of `collab_compress.experiments.claims.QUANTITIES`.
-        sweep: the sweep that makes the rows of ours; empty if there is none.
+        sweep: the sweep that makes such rows, with its scale; empty if there is none.
     """
 
     paper: str
