@@ -302,7 +302,7 @@ def test_settings_that_differ_from_those_of_the_reference_are_noted(write, tmp_p
         ({"score": "84"}, "score is '84'; expected float or int"),
         ({"seed": True}, "seed is True; expected int"),
         ({"conversion": 128}, "conversion is 128; expected str or null"),
-        ({"task": "squad"}, "unknown task 'squad'; expected one of ag_news"),
+        ({"task": "swag"}, "unknown task 'swag'; expected one of ag_news"),
         ({"recipe": None}, "recipe is None; expected dict"),
         ({"recipe": {"model": 3}}, r"recipe\.model is 3; expected str or null"),
         ({"recipe": {"model": ["a"]}}, r"recipe\.model is .*; expected str or null"),
