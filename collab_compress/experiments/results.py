@@ -44,9 +44,16 @@ FRESH = "fresh"
 FREE = {"seed", "output", "data_dir", "trackers", "progress", "method", "attn_implementation", "measures"}
 """Settings that do not decide a score."""
 
+WATCHING = {
+    "logging_steps", "logging_strategy", "eval_strategy", "eval_steps", "predict_with_generate",
+    "generation_num_beams", "generation_max_length", "disable_tqdm",
+}  # fmt: skip
+"""Training arguments that only watch."""
+
 PARTS: dict[str, Any] = {"heads": HeadTraining, "compression": Compression}
 """Settings that have gained fields since the oldest records."""
 
+TUNINGS = {"tuning", "again"}
 CONVERSION = {"compression", "conversion", "calibration", "recovery"}
 AGAIN = {"again"}
 UNSHAPED = {"dropout", "attention_dropout", "attention"}
@@ -308,6 +315,9 @@ def _result(place: str, record: Mapping[str, Any], model: str) -> Result:
 
 def _in_full(name: str, recorded: Any) -> Any:
     """Give a setting with all its fields, also those added since; as it is recorded where it is not known."""
+    if name in TUNINGS and isinstance(recorded, dict) and isinstance(arguments := recorded.get("arguments"), dict):
+        deciding = {argument: value for argument, value in arguments.items() if argument not in WATCHING}
+        return {**recorded, "arguments": deciding}
     if recorded is None or name not in PARTS:
         return recorded
     try:

@@ -285,6 +285,13 @@ def test_settings_that_differ_between_seeds_are_noted(write, tmp_path):
     assert "plain/conv-again of minilm on mrpc: seeds differ in again" in notes
 
 
+def test_what_only_watches_training_is_no_difference(write, tmp_path):
+    watched = {"eval_strategy": "epoch", "predict_with_generate": True, "generation_num_beams": 1, "logging_steps": 5}
+    for method, arguments in (("plain", watched), ("drophead", {}), ("faster", {"adam_beta2": 0.98})):
+        write(80.0, method=method, recipe={"tuning": {"epochs": 3, "arguments": {"bf16": True, **arguments}}})
+    assert table(tmp_path)[0].notes == ("faster/tuned and plain/tuned of minilm on mrpc differ in tuning",)
+
+
 def test_settings_that_differ_from_those_of_the_reference_are_noted(write, tmp_path):
     write(80.0, recipe={"tuning": {"epochs": 3}, "max_length": 64, "heads": 0})
     write(80.0, method="alphas", recipe={"tuning": {"epochs": 3}, "max_length": 64, "heads": 1})
