@@ -581,12 +581,12 @@ def test_the_papers_recipe_converts_too(make_tiny):
         assert 0 < other.weight_error <= one.weight_error
 
 
-def test_fast_is_a_quarter_of_the_sweeps(make_tiny, calibration):
+def test_fast_is_a_third_of_the_sweeps(make_tiny, calibration):
     reports = [
         compress(make_tiny("bert"), Compression(dk=7, effort=effort, **rest), calibration).modules[0]
-        for effort, rest in (("fast", {"tolerance": 0.0}), ("best", {"tolerance": 0.0, "sweeps": 50}))
+        for effort, rest in (("fast", {"tolerance": 0.0}), ("best", {"tolerance": 0.0, "sweeps": 36}))
     ]
-    assert [module.sweeps for module in reports] == [50, 50]
+    assert [module.sweeps for module in reports] == [36, 36]
     assert reports[0].data_error == reports[1].data_error
 
 

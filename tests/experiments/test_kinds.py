@@ -74,14 +74,14 @@ def test_translation(sentences, tmp_path):
 
 
 def test_what_training_logs_is_recorded(sentences, tmp_path):
-    """BLEU while training, where it is asked for, is that of the validation split's rows in their order."""
+    """BLEU of the validation split after each epoch, where it is asked for, and how long it all took."""
     asked = {"eval_strategy": "epoch", "predict_with_generate": True, "train_sampling_strategy": "group_by_length"}
     tuning = {"epochs": 12, "learning_rate": 2e-2, "batch_size": 2, "arguments": {"disable_tqdm": True, **asked}}
     greedy = ("translation.beams=1", "translation.length_penalty=1.0")
     [record] = run(translation(sentences, tmp_path / "out", f"tuning={json.dumps(tuning)}", *greedy))
     scores = [line["eval_bleu"] for line in record["history"] if "eval_bleu" in line]
     assert len(scores) == 12
-    assert scores[-1] == record["metrics"]["validation"]["bleu"] > 0
+    assert scores[-1] == record["metrics"]["validation"]["bleu"]
     assert record["seconds"] > 0
 
 

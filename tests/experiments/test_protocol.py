@@ -22,6 +22,7 @@ from transformers import (
 from collab_compress.errors import CollabCompressError, RecipeError
 from collab_compress.experiments import read_recipe, run
 from collab_compress.experiments import tuning as tuning_module
+from collab_compress.experiments.batches import grouping
 from collab_compress.experiments.tuning import last_checkpoint
 from collab_compress.training import HeadTrainer
 
@@ -204,7 +205,7 @@ def test_what_is_evaluated_keeps_its_order(tmp_path):
         remove_unused_columns=False,
     )  # fmt: skip
     rows = Dataset.from_dict({"input_ids": [[row] * (1 + row % 3) for row in range(12)]})
-    trainer = tuning_module.seeded(Trainer)(
+    trainer = grouping(Trainer)(
         torch.nn.Linear(1, 1),
         arguments,
         data_collator=lambda batch: {"row": torch.tensor([batch[0]["input_ids"][0]])},
