@@ -63,8 +63,8 @@ class Continuation:
     start: float = 0.05
     end: float = 2e-3
     share: float = 0.95
-    widening: float = 0.1
-    search: float = 0.25
+    widening: float = 0.06
+    search: float = 0.2
     spare: float = 1.25
 
     def ridge(self, sweep: int, sweeps: int) -> float:
