@@ -29,9 +29,11 @@ from collab_compress.calibration.gather import forward_arguments
 from collab_compress.checkpoint.directory import write_json
 from collab_compress.distributed import process_state
 from collab_compress.errors import RecipeError
+from collab_compress.experiments.recipe import Recipe
 from collab_compress.experiments.record import lacking, read_record
 from collab_compress.experiments.workload import Workload
 from collab_compress.heads import alphas_of, confidence, head_importance
+from collab_compress.tasks import TASKS
 
 ROWS = 256
 """Rows that heads are looked at on, drawn once and for all."""
@@ -229,15 +231,23 @@ MEASURES: dict[str, Measure] = {
 """Name of a measure → what it finds, as numbers, tensors, lists and mappings; nothing where a model has none."""
 
 
-def check_measures(names: tuple[str, ...]) -> None:
-    """Refuse measures that are not there.
+SCORING = ("dominance", "pruning")
+"""Measures that score the model again and again, row by row."""
+
+
+def check_measures(recipe: Recipe) -> None:
+    """Refuse measures that are not there, or cannot be taken on the task.
 
     Raises:
-        RecipeError: naming those that are.
+        RecipeError: naming those that are there; or a task is scored by more than rows.
     """
-    for name in names:
+    for name in recipe.measures:
         if name not in MEASURES:
             raise RecipeError(f"unknown measure {name!r}; expected some of {', '.join(MEASURES)}")
+        if name in SCORING and TASKS[recipe.task].kind == "question answering":
+            raise RecipeError(
+                f"{name} scores single rows, and {recipe.task} is scored by all windows of a context; leave it out"
+            )
 
 
 def add_measures(workload: Workload, directory: str | Path, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -73,7 +73,7 @@ def run(recipe: Recipe, find_model: Callable[..., str | Path] = find_directory) 
         CheckpointError: the model is not there.
     """
     check_trackers(recipe.trackers)
-    check_measures(recipe.measures)
+    check_measures(recipe)
     first, name = "given" if recipe.tuning is None else "tuned", recipe.conversion_name
     stages = [first] + ([name] if name else []) + ([f"{name}-again"] if recipe.again is not None else [])
     with failing_together(), ExitStack() as held:
@@ -117,9 +117,8 @@ def _run(recipe: Recipe, find_model: Callable[..., str | Path], first: str) -> N
             metrics = evaluate(
                 workload, model, data, tokenizer, tuning or recipe.tuning or recipe.again or Tuning(), folder
             )
-            log = read_record(folder / LOG) if tuning is not None else _conversion(folder)
-            made = (metrics, parameters, commits, log)
-            on_main_process(lambda: write_json(folder / "result.json", _record(workload, name, *made)))
+            made = (metrics, parameters, commits)
+            on_main_process(lambda: write_json(folder / "result.json", _record(workload, name, *made, _log(folder))))
         on_main_process(lambda: add_measures(workload, start, tokenizer, folder))
         return start
 
@@ -195,12 +194,16 @@ def _convert(workload: Workload, source: str | Path, tokenizer: Any, folder: Pat
     on_main_process(save)
 
 
-def _conversion(folder: Path) -> dict[str, Any]:
-    """Give what a conversion took and lost, "Collaborate Instead of Concatenate", Figure 4; nothing without one."""
-    path = folder / "report.json"
-    if not path.is_file():
+def _log(folder: Path) -> dict[str, Any]:
+    """Give what a fine-tuning logged, or what a conversion took and lost: "Collaborate Instead of Concatenate", Figure 4.
+
+    Nothing of a model that was given, nor of a fine-tuning before logs were kept.
+    """
+    if (folder / LOG).is_file():
+        return read_record(folder / LOG)
+    if not (folder / "report.json").is_file():
         return {}
-    report = read_record(path)
+    report = read_record(folder / "report.json")
     errors = [
         module["weight_error" if module["data_error"] is None else "data_error"] for module in report["modules"]
     ]
