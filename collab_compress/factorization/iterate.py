@@ -3,6 +3,8 @@ r"""Points of the solver: factors as coefficients of the heads' channels, and th
 Least squares for a projection always give a combination of the heads' own channels, $\tilde W_Q = F_Q Z_Q$ with
 $F_Q = [Q_1 \dots Q_H]$. So coefficients $Z$ are held, and their products with the channels' Gram matrix,
 $P_Q = F_Q^\top \tilde W_Q = (F_Q^\top F_Q) Z_Q$: one product with the tensor for each projection and sweep.
+
+Whatever is written here for one layer holds for several of one shape, with the layer as a further first dimension.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class Channels:
         self.query, self.key, self.heads, self.dtype = query, key, heads, query.dtype
         self.grams: tuple[Tensor, Tensor] | None = None
         # Where heads are many and inputs narrow, the Gram matrices would be the larger ones.
-        if query.shape[1] <= 2 * min(len(query), len(key)):
+        if query.shape[-1] <= 2 * min(query.shape[-2], key.shape[-2]):
             self.grams = query.mT @ query, key.mT @ key
 
     @classmethod
@@ -52,7 +54,7 @@ class Channels:
 
     def by_head(self, projected: Tensor) -> Tensor:
         """Give rows (n, R) as (H, r, R)."""
-        return projected.view(self.heads, len(projected) // self.heads, projected.shape[1])
+        return projected.unflatten(-2, (self.heads, -1))
 
     def mttkrp(self, mixing: Tensor, projected: Tensor) -> Tensor:
         r"""Matricised tensor times Khatri-Rao product for one side, as coefficients: $P$ with $m_i$ on head i's rows.
@@ -66,11 +68,11 @@ class Channels:
         Returns:
             (n, R).
         """
-        return (self.by_head(projected) * mixing[:, None]).flatten(0, 1)
+        return (self.by_head(projected) * mixing.unsqueeze(-2)).flatten(-3, -2)
 
     def mixing_mttkrp(self, projected_query: Tensor, projected_key: Tensor) -> Tensor:
         r"""The same product for the head mode, $n_{ir} = \tilde w_{Q,r}^\top T_i \tilde w_{K,r}$, (H, R)."""
-        return self.by_head(projected_query * projected_key).sum(1)
+        return self.by_head(projected_query * projected_key).sum(-2)
 
 
 class Direction:
@@ -86,16 +88,16 @@ class Direction:
 
     def __init__(self, values: Tensor, heads: int) -> None:
         self.values, self.heads = values, heads
-        channels = len(values) // 4 - heads // 2
+        channels = values.shape[-2] // 4 - heads // 2
         sizes = (channels, channels, heads, channels, channels, heads)
-        self.parts = values.split(sizes)
+        self.parts = values.split(sizes, -2)
         self.query, self.key, self.mixing, self.projected_query, self.projected_key, _ = self.parts
 
     @classmethod
     def of(cls, channels: Channels, query: Tensor, mixing: Tensor, key: Tensor) -> Direction:
         """Compute the projections of coefficients (n, R), (H, R), (n, R)."""
         projected = channels.project_query(query), channels.project_key(key)
-        return cls(torch.cat([query, key, mixing, *projected, mixing]), channels.heads)
+        return cls(torch.cat([query, key, mixing, *projected, mixing], -2), channels.heads)
 
     def seen_by(self, channels: Channels) -> Direction:
         """Return the same factors with projections by these channels, in their dtype."""
@@ -105,13 +107,14 @@ class Direction:
     def plus(self, other: Direction, scale: float | Tensor) -> Direction:
         """Return this plus a multiple of another direction."""
         if isinstance(scale, Tensor):
-            return Direction(torch.addcmul(self.values, other.values, scale), self.heads)
+            return Direction(torch.addcmul(self.values, other.values, scale[..., None, None]), self.heads)
         return Direction(torch.add(self.values, other.values, alpha=scale), self.heads)
 
     def dot(self, other: Direction) -> Tensor:
         """Return the sum of the three factors' inner products, a scalar."""
-        half = len(self.values) // 2
-        return torch.dot(self.values[:half].flatten(), other.values[half:].flatten())
+        here, there = self.values.chunk(2, -2)[0], other.values.chunk(2, -2)[1]
+        found: Tensor = torch.linalg.vecdot(here.flatten(-2), there.flatten(-2))
+        return found
 
 
 class Iterate(Direction):
@@ -131,7 +134,7 @@ class Iterate(Direction):
     def at(cls, point: Direction) -> Iterate:
         """Compute the Gram matrices of a point."""
         pairs = ((point.query, point.projected_query), (point.mixing,) * 2, (point.key, point.projected_key))
-        return cls(point.values, point.heads, torch.stack([left.mT @ right for left, right in pairs]))
+        return cls(point.values, point.heads, torch.stack([left.mT @ right for left, right in pairs], -3))
 
     def relative_error(self, channels: Channels) -> float:
         """Return the error of heads whose squared norm is 1."""
@@ -139,7 +142,7 @@ class Iterate(Direction):
         squared = self.grams.prod(0).sum()
         return float((1 - 2 * inner + squared).clamp_min(0).sqrt())
 
-    def swept(self, channels: Channels, ridge: float, shift: float = SHIFT) -> Direction:
+    def swept(self, channels: Channels, ridge: float | Tensor, shift: float | Tensor = SHIFT) -> Direction:
         """Return the point after least squares for mixing, query, mixing again, and key.
 
         The mixing matrix costs next to nothing, and solving it before either projection saves about a
@@ -147,10 +150,10 @@ class Iterate(Direction):
 
         Args:
             channels: of the heads.
-            ridge: weight of the factors' squared norms beside the squared error.
+            ridge: weight of the factors' squared norms beside the squared error; (B, 1) for B layers.
             shift: as in `least_squares`; NaNs in the point say that a system was singular even so.
         """
-        query_gram, _, key_gram = self.grams
+        query_gram, _, key_gram = self.grams.unbind(-3)
         projected_query, projected_key = self.projected_query, self.projected_key
         right = channels.mixing_mttkrp(projected_query, projected_key)
         mixing = least_squares(query_gram * key_gram, right, ridge, shift)
@@ -164,9 +167,9 @@ class Iterate(Direction):
         key = least_squares(query_gram * (mixing.mT @ mixing), right, ridge, shift)
         projected_key = channels.project_key(key)
         # A component's three columns get one length, the gauge in which the ridge is smallest.
-        squares = query_gram.diagonal(), (key * projected_key).sum(0).clamp_min(0), mixing.square().sum(0)
+        squares = _diagonal(query_gram), (key * projected_key).sum(-2).clamp_min(0), mixing.square().sum(-2)
         lengths = torch.stack(squares).sqrt()
-        scales = lengths.prod(0).pow(1 / 3) / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
+        scales = (lengths.prod(0).pow(1 / 3) / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)).unsqueeze(-2)
         balanced = Direction(torch.empty_like(self.values), self.heads)
         found = (query, key, mixing, projected_query, projected_key, mixing)
         for part, values, scale in zip(balanced.parts, found, (*scales, *scales), strict=True):
@@ -174,29 +177,34 @@ class Iterate(Direction):
         return balanced
 
 
-def least_squares(gram: Tensor, right: Tensor, ridge: float, shift: float = SHIFT) -> Tensor:
+def least_squares(gram: Tensor, right: Tensor, ridge: float | Tensor, shift: float | Tensor = SHIFT) -> Tensor:
     """Return X minimising the quadratic whose normal equations are X (gram + ridge·I) = right; solved in float64.
 
     Args:
         gram: positive semidefinite, possibly singular, (R, R).
         right: (n, R).
-        ridge: added to the diagonal.
-        shift: added to the diagonal once it is scaled to 1, in units of R times the rounding of one number.
+        ridge: added to the diagonal; (B, 1) for B systems.
+        shift: added to the diagonal once it is scaled to 1, in units of R times the rounding of one number; (B, 1)
+            for B systems.
 
     Returns:
         (n, R); all NaN where the system has no Cholesky factorization even so, which needs no wait for a device.
     """
     system = gram.to(torch.float64, copy=True)
-    diagonal = system.diagonal()
+    diagonal = _diagonal(system)
     diagonal.add_(ridge)
     # With a unit diagonal, rounding of every size of component is covered by one small shift.
-    scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt()
-    system *= torch.outer(scale, scale)
-    system.diagonal().add_(shift * ROUNDING[gram.dtype] * len(gram))
+    scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt().unsqueeze(-2)
+    system *= scale.mT * scale
+    diagonal.add_(shift * ROUNDING[gram.dtype] * gram.shape[-1])
     root, info = torch.linalg.cholesky_ex(system)
-    scale = torch.where(info == 0, scale, torch.nan)
-    if len(right) < len(gram):
+    scale = torch.where(info[..., None, None] == 0, scale, torch.nan)
+    if right.shape[-2] < gram.shape[-1]:
         return (torch.cholesky_solve((right * scale).mT, root).mT * scale).to(right.dtype)
     # Of many right sides a product costs less than two triangular solves.
-    inverse = torch.cholesky_inverse(root).mul_(torch.outer(scale, scale))
+    inverse = torch.cholesky_inverse(root).mul_(scale.mT * scale)
     return right @ inverse.to(right.dtype)
+
+
+def _diagonal(matrix: Tensor) -> Tensor:
+    return matrix.diagonal(dim1=-2, dim2=-1)

@@ -36,34 +36,37 @@ class Line:
     penalty: Tensor
 
     @classmethod
-    def of(cls, channels: Channels, point: Iterate, direction: Direction, ridge: float) -> Line:
+    def of(cls, channels: Channels, point: Iterate, direction: Direction, ridge: float | Tensor) -> Line:
         """Expand the polynomial; two R×R products per projection and none with the tensor."""
-        grams = point.grams.new_empty(3, 3, *point.grams.shape[1:])
-        grams[:, 0] = point.grams
+        *several, rank, _ = point.grams.shape
+        grams = point.grams.new_empty(*several, 3, rank, rank)
+        grams[..., 0, :, :] = point.grams
         sides = (
             (point.query, direction.query, direction.projected_query),
             (point.mixing, direction.mixing, direction.mixing),
             (point.key, direction.key, direction.projected_key),
         )
-        for gram, (here, there, projected) in zip(grams, sides, strict=True):
+        factors = grams.unbind(-4)
+        for gram, (here, there, projected) in zip(factors, sides, strict=True):
             cross = here.mT @ projected
-            torch.add(cross, cross.mT, out=gram[1])
-            torch.mm(there.mT, projected, out=gram[2])
-        products = grams.new_zeros(5, *grams.shape[2:])
+            torch.add(cross, cross.mT, out=gram[..., 1, :, :])
+            torch.matmul(there.mT, projected, out=gram[..., 2, :, :])
+        query, mixing, key = factors
+        products = grams.new_zeros(*several[:-1], 5, rank, rank)
         for power in range(3):
-            products[power : power + 3].addcmul_(grams[0, power], grams[1])
-        squared = _diagonal_sums(products.flatten(1) @ grams[2].flatten(1).mT)
+            products[..., power : power + 3, :, :].addcmul_(query[..., power : power + 1, :, :], mixing)
+        squared = _diagonal_sums(products.flatten(-2) @ key.flatten(-2).mT)
         cross = channels.mixing_mttkrp(point.projected_query, direction.projected_key)
         inner = torch.stack([
             channels.mixing_mttkrp(point.projected_query, point.projected_key),
             cross + channels.mixing_mttkrp(direction.projected_query, point.projected_key),
             channels.mixing_mttkrp(direction.projected_query, direction.projected_key),
-        ])  # fmt: skip
-        mixing = torch.stack([point.mixing, direction.mixing])
-        squared[:4] -= 2 * _diagonal_sums(inner.flatten(1) @ mixing.flatten(1).mT)
-        squared[0] += 1.0
+        ], -3)  # fmt: skip
+        heads = torch.stack([point.mixing, direction.mixing], -3)
+        squared[..., :4] -= 2 * _diagonal_sums(inner.flatten(-2) @ heads.flatten(-2).mT)
+        squared[..., 0] += 1.0
         penalty = torch.zeros_like(squared)
-        penalty[:3] = ridge * grams.diagonal(dim1=2, dim2=3).sum((0, 2))
+        penalty[..., :3] = ridge * grams.diagonal(dim1=-2, dim2=-1).sum((-3, -1))
         return cls(point, direction, grams, squared, penalty)
 
     def at(self, step: float) -> Iterate:
@@ -75,10 +78,10 @@ class Line:
 
 def _diagonal_sums(table: Tensor) -> Tensor:
     """Sum a table of coefficients over i + j = n: the product of two polynomials, in float64."""
-    rows, columns = table.shape
-    sums = table.new_zeros(rows + columns - 1, dtype=torch.float64)
+    *several, rows, columns = table.shape
+    sums = table.new_zeros(*several, rows + columns - 1, dtype=torch.float64)
     for j in range(columns):
-        sums[j : j + rows] += table[:, j]
+        sums[..., j : j + rows] += table[..., j]
     return sums
 
 
