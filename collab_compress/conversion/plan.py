@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import Event
@@ -32,11 +32,14 @@ from collab_compress.factorization import (
 )
 from collab_compress.factorization.als import FAST_SWEEPS
 from collab_compress.factorization.rotary import FAST_SWEEPS as FAST_ROTARY_SWEEPS
+from collab_compress.factorization.sweep import Sweeper
+from collab_compress.factorization.together import Together
 
 Progress = Callable[[str, int, int], None]
 REPORT_LENGTH = 128
 FEW = 4  # vectors for each dimension of the inputs: with fewer, a covariance is mostly chance
-AT_ONCE = 8  # modules at most that are decomposed at a time on a CPU: each has a work space
+AT_ONCE = 8  # modules at most that are decomposed at a time: each has a work space
+APART = {"cpu"}  # where modules that are decomposed at a time have a thread each; elsewhere they are solved together
 STATISTICS_SHARE = 1 / 16  # of the model's own bytes: what moments may take at a time, …
 STATISTICS_BYTES = 64 * 2**20  # … or this much, where that is more
 
@@ -110,23 +113,25 @@ def plan(
 
 
 Check: TypeAlias = Callable[[], None]
-Task: TypeAlias = Callable[[Check], Planned]
+Task: TypeAlias = Callable[[Check, Sweeper | None], Planned]
 
 
 @contextmanager
 def _workers(
     sites: Sequence[Site], compression: Compression
 ) -> Iterator[Callable[[Task], Callable[[], Planned]]]:  # fmt: skip
-    """Give what begins a task and returns how to wait for it; on a CPU several run at once, with a thread each.
+    """Give what begins a task and returns how to wait for it; several run at once.
 
-    Matrices are too small for threads to share one well. What is found does not depend on how many run at once. An
-    error or an interrupt ends all of them at their next sweep.
+    On a CPU each has a thread to itself: matrices are too small for threads to share one well. Elsewhere their sweeps
+    are made together, and all else one after another. What is found does not depend on how many run at once, but for
+    rounding. An error or an interrupt ends all of them at their next sweep.
     """
     places = {compression.device or projection.weight.device.type for site in sites for projection, _ in site.inputs}
     threads = torch.get_num_threads()
-    count = min(threads, len(sites), AT_ONCE) if places == {"cpu"} and compression.solver != "parafac" else 1
+    apart = places <= APART
+    count = min(threads if apart else AT_ONCE, len(sites), AT_ONCE) if compression.solver != "parafac" else 1
     if count == 1:
-        yield lambda task: partial(task, lambda: None)
+        yield lambda task: partial(task, lambda: None, None)
         return
     stopping = Event()
 
@@ -134,10 +139,18 @@ def _workers(
         if stopping.is_set():
             raise CancelledError
 
+    together = None if apart else Together(len(sites), count, check)
+    places_left = iter(range(len(sites)))
+
+    def run(place: int, task: Task) -> Planned:
+        with nullcontext() if together is None else together.run(place) as sweeper:
+            return task(check, sweeper)
+
     pool = ThreadPoolExecutor(count)
-    torch.set_num_threads(threads // count)
+    if apart:
+        torch.set_num_threads(threads // count)
     try:
-        yield lambda task: pool.submit(task, check).result
+        yield lambda task: pool.submit(run, next(places_left), task).result
     except BaseException:
         stopping.set()
         raise
@@ -183,15 +196,23 @@ def _sweeps(compression: Compression, fast: int) -> int | None:
 
 
 def _plan_one(
-    site: Site, compression: Compression, moments: tuple[Moments, ...] | None, check: Check
-) -> Planned:  # fmt: skip
+    site: Site,
+    compression: Compression,
+    moments: tuple[Moments, ...] | None,
+    check: Check,
+    sweeper: Sweeper | None,
+) -> Planned:
     if isinstance(site, ValueSite):
         return _plan_values(site, compression, moments)
-    return _plan_scores(site, compression, moments, check)
+    return _plan_scores(site, compression, moments, check, sweeper)
 
 
 def _plan_scores(
-    site: DenseSite, compression: Compression, moments: tuple[Moments, ...] | None, check: Check
+    site: DenseSite,
+    compression: Compression,
+    moments: tuple[Moments, ...] | None,
+    check: Check,
+    sweeper: Sweeper | None,
 ) -> Planned:
     """Decompose the scores of one module and build what will replace its query and key projections."""
     assert compression.dk is not None
@@ -207,7 +228,7 @@ def _plan_scores(
             query_moments=query_moments, key_moments=key_moments, solver=solver,
             seed=compression.seed, sweeps=_sweeps(compression, FAST_SWEEPS), tolerance=compression.tolerance,
             damping=compression.damping, centre=compression.centre, device=compression.device,
-            progress=lambda *_: check(), equal=compression.equal_heads,
+            progress=lambda *_: check(), equal=compression.equal_heads, sweeper=sweeper,
         )  # fmt: skip
     except (ValueError, ImportError) as error:
         raise CompressionError(f"{site.name}: {error}") from error

@@ -15,8 +15,9 @@ from torch import Tensor
 from collab_compress.factorization.factors import Factors, Solution, SolverOptions
 from collab_compress.factorization.head_tensor import HeadTensor
 from collab_compress.factorization.iterate import SHIFT, Channels, Direction, Iterate
-from collab_compress.factorization.line_search import Line, positive_minimiser
+from collab_compress.factorization.line_search import positive_minimiser
 from collab_compress.factorization.spare import narrowed, widened
+from collab_compress.factorization.sweep import Last, alone
 from collab_compress.factorization.truncation import singular_channels, strongest, truncation
 
 SWEEPS = 100
@@ -31,8 +32,6 @@ WINDOW = 5
 # A sweep that moves the point by less, relative to its length, has reached a fixed point: the difference of
 # two points is mostly rounding from here on, and directions built on it would amplify that.
 FIXED = 1e-10
-# Most weight of the last direction in the next one, against the same amplification.
-LARGEST_TURN = 2.0
 # Coefficients from which products in float32 pay.
 LARGE = 1 << 14
 # What is added to the diagonal of a sweep's systems, by turns, until all of them can be solved; the last is about
@@ -144,7 +143,7 @@ class _Run:
         self.sweeps = MOST_SWEEPS if options.sweeps is None else options.sweeps
         self.planned = SWEEPS if options.sweeps is None else options.sweeps
         self.tolerance = TOLERANCE if options.tolerance is None else options.tolerance
-        self.progress = options.progress
+        self.progress, self.sweeper = options.progress, options.sweeper or alone
         self.point = _start(channels, values, rank)
         self.unit = float(self.point.grams[0].diagonal().min()) ** (4 / 3)
         self.best: Direction = self.point
@@ -152,7 +151,7 @@ class _Run:
         self.errors: list[float] = []
         self.converged = self.lowest < EXACT
         self.breakdowns = 0
-        self.last: tuple[Direction, Direction] | None = None  # step of the last sweep, and the direction taken
+        self.last: Last | None = None
 
     def descend(self) -> None:
         """Sweep until the error is rounding, a further sweep promises too little, or none is left or possible."""
@@ -197,12 +196,7 @@ class _Run:
             self.point = Iterate.at(self.point.seen_by(channels))
             self.last = self.last and (self.last[0].seen_by(channels), self.last[1].seen_by(channels))
         for shift in SHIFTS:
-            swept = self.point.swept(channels, ridge, shift)
-            step = swept.plus(self.point, -1.0)
-            direction = step if self.last is None else step.plus(self.last[1], _turn(step, self.last[0]))
-            line = Line.of(channels, self.point, direction, ridge)
-            sizes = torch.stack([step.dot(step), swept.dot(swept)]).double()
-            moved, size, *squared = torch.cat([sizes, line.squared, line.squared + line.penalty]).tolist()
+            found, (moved, size, *squared) = self.sweeper(channels, self.point, self.last, ridge, shift)
             if isfinite(sum(squared)):
                 break
             self.breakdowns += shift == SHIFT
@@ -210,12 +204,12 @@ class _Run:
             return None
         length = positive_minimiser(squared[8:])
         if not moved > FIXED**2 * size or length == 0.0:
-            self.point = Iterate.at(swept)
-            self.last = (step, step) if moved > FIXED**2 * size else None
+            self.point = Iterate.at(found.swept)
+            self.last = (found.step, found.step) if moved > FIXED**2 * size else None
             error = self.point.relative_error(channels)
         else:
-            self.point = line.at(length)
-            self.last = step, direction
+            self.point = found.line.at(length)
+            self.last = found.step, found.line.direction
             error = max(sum(c * length**power for power, c in enumerate(squared[:7])), 0.0) ** 0.5
         if error < self.lowest and self.point.query.shape[1] == self.rank:
             self.best, self.lowest = self.point, error
@@ -223,9 +217,3 @@ class _Run:
         if self.progress is not None:
             self.progress(len(self.errors), self.lowest)
         return error
-
-
-def _turn(step: Direction, last: Direction) -> Tensor:
-    """Weight of the last direction in the next one (Polak-Ribière); 0 restarts."""
-    weight = (step.dot(step) - step.dot(last)) / last.dot(last)
-    return weight.clamp(0.0, LARGEST_TURN)

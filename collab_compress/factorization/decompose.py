@@ -14,6 +14,7 @@ from collab_compress.factorization.factors import Factorization, Factors, Progre
 from collab_compress.factorization.head_tensor import HeadTensor
 from collab_compress.factorization.moments import Moments, Weighting, float64_device
 from collab_compress.factorization.parafac import parafac
+from collab_compress.factorization.sweep import Sweeper
 from collab_compress.factorization.truncation import concatenation, per_head, per_head_error
 
 Solver = Callable[[HeadTensor, int, SolverOptions], Solution]
@@ -42,6 +43,7 @@ def factorize(
     device: torch.device | str | None = None,
     progress: Progress | None = None,
     equal: bool = False,
+    sweeper: Sweeper | None = None,
 ) -> Factorization:
     r"""Factor the heads' query-key products into shared projections and a mixing matrix.
 
@@ -72,6 +74,8 @@ def factorize(
             CPU where that has none.
         progress: called with the sweep's number and the relative error so far.
         equal: whether heads that share no channels are to be equally wide, in place of as wide as pays.
+        sweeper: makes the sweeps of "als", for layers that are solved together (`Together`); None makes each by
+            itself.
 
     Returns:
         The factors, in float64, with their errors.
@@ -104,7 +108,7 @@ def factorize(
     )
     weighted = weighting.apply(tensor)
     try:
-        options = SolverOptions(sweeps, tolerance, seed, progress, equal)
+        options = SolverOptions(sweeps, tolerance, seed, progress, equal, sweeper)
         solution = _compressed(SOLVERS[solver], weighted, rank, options)
         apart = per_head_error(weighted, rank)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]

@@ -4,10 +4,12 @@ Least squares for a projection always give a combination of the heads' own chann
 $F_Q = [Q_1 \dots Q_H]$. So coefficients $Z$ are held, and their products with the channels' Gram matrix,
 $P_Q = F_Q^\top \tilde W_Q = (F_Q^\top F_Q) Z_Q$: one product with the tensor for each projection and sweep.
 
-Whatever is written here for one layer holds for several of one shape, with the layer as a further first dimension.
+What makes a sweep is written for one layer and holds for several of one shape, with the layer as first dimension.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,19 +28,26 @@ class Channels:
         query: $F_Q$, (Dq, n) with n = H·r.
         key: $F_K$, (Dk, n).
         heads: H.
+        grams: $F_Q^\top F_Q$ and $F_K^\top F_K$, (n, n) each, where they are known.
     """
 
-    def __init__(self, query: Tensor, key: Tensor, heads: int) -> None:
-        self.query, self.key, self.heads, self.dtype = query, key, heads, query.dtype
-        self.grams: tuple[Tensor, Tensor] | None = None
+    def __init__(self, query: Tensor, key: Tensor, heads: int, grams: tuple[Tensor, ...] | None = None) -> None:
+        self.query, self.key, self.heads, self.dtype, self.grams = query, key, heads, query.dtype, grams
         # Where heads are many and inputs narrow, the Gram matrices would be the larger ones.
-        if query.shape[-1] <= 2 * min(query.shape[-2], key.shape[-2]):
+        if grams is None and query.shape[-1] <= 2 * min(query.shape[-2], key.shape[-2]):
             self.grams = query.mT @ query, key.mT @ key
 
     @classmethod
     def of(cls, tensor: HeadTensor) -> Channels:
         """Give the channels of heads, as they are."""
         return cls(tensor.flat_query, tensor.flat_key, tensor.heads)
+
+    @classmethod
+    def stacked(cls, layers: Sequence[Channels]) -> Channels:
+        """Give the channels of layers of one shape, with the layer as first dimension."""
+        query, key = torch.stack([layer.query for layer in layers]), torch.stack([layer.key for layer in layers])
+        known = [layer.grams for layer in layers if layer.grams is not None]
+        return cls(query, key, layers[0].heads, tuple(map(torch.stack, zip(*known, strict=True))) or None)
 
     def to(self, dtype: torch.dtype) -> Channels:
         """Return them in another dtype."""
@@ -54,7 +63,7 @@ class Channels:
 
     def by_head(self, projected: Tensor) -> Tensor:
         """Give rows (n, R) as (H, r, R)."""
-        return projected.unflatten(-2, (self.heads, -1))
+        return projected.view(*projected.shape[:-2], self.heads, -1, projected.shape[-1])
 
     def mttkrp(self, mixing: Tensor, projected: Tensor) -> Tensor:
         r"""Matricised tensor times Khatri-Rao product for one side, as coefficients: $P$ with $m_i$ on head i's rows.
