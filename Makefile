@@ -6,7 +6,8 @@
 # make docs          the documentation, in build/docs; stops at a broken link or a missing docstring
 # make help-texts    what the commands print for --help, in cli/help_texts; after changing an option
 # make bench         factorization, latency, training cost, similarity and quality against their references
-# make bench-gpu     kernels of attention on a GPU: time, share of peak, memory; fails where there is none
+# make bench-gpu     on a GPU: kernels of attention (time, share of peak, memory), and conversions with modules solved
+#                    together against one after another; fails where there is none
 
 PYTHON ?= python3
 VENV := .venv
@@ -81,6 +82,7 @@ bench: $(STAMP)
 
 bench-gpu: $(STAMP)
 	$(BIN)/python benchmarks/attention_kernels.py
+	$(BIN)/python benchmarks/conversion.py --device cuda --one-by-one --rounds 3
 
 $(CORE): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
