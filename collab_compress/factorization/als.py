@@ -17,7 +17,7 @@ from collab_compress.factorization.head_tensor import HeadTensor
 from collab_compress.factorization.iterate import SHIFT, Channels, Direction, Iterate
 from collab_compress.factorization.line_search import positive_minimiser
 from collab_compress.factorization.spare import narrowed, widened
-from collab_compress.factorization.sweep import Last, alone
+from collab_compress.factorization.sweep import Last, Sweeper, alone
 from collab_compress.factorization.truncation import singular_channels, strongest, truncation
 
 SWEEPS = 100
@@ -85,7 +85,7 @@ class Continuation:
         return min(ceil(self.spare * rank), channels) if spare else rank
 
 
-def als(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
+def als(tensor: HeadTensor, rank: int, options: SolverOptions, sweeper: Sweeper = alone) -> Solution:
     r"""Fit factors by alternating least squares from the best per-head truncation.
 
     A sweep's step, $p = \mathrm{ALS}(x) - x$, serves as the preconditioned gradient of a nonlinear conjugate
@@ -100,6 +100,7 @@ def als(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
         options: sweeps, and the tolerance, by default 2e-4: the share of the error that another sweep must be
             expected to gain, by the average of the last five, once the ridge has faded. Without a number of sweeps
             the ridge fades over most of 100, and 200 is the limit.
+        sweeper: makes the sweeps.
 
     Returns:
         The best factors met, and the lowest error of R components so far after every sweep.
@@ -113,7 +114,7 @@ def als(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
     if norm == 0.0:
         return Solution(truncation(tensor, rank), (), converged=True)
     own, values = singular_channels(HeadTensor(tensor.query / norm**0.25, tensor.key / norm**0.25))
-    run = _Run(Channels.of(own), values, rank, options)
+    run = _Run(Channels.of(own), values, rank, options, sweeper)
     run.descend()
     best, errors = run.best, tuple(run.errors)
     if best.values.dtype != torch.float64:  # then errors are rounded
@@ -138,12 +139,14 @@ def _start(channels: Channels, values: Tensor, rank: int) -> Iterate:
 class _Run:
     """One descent on a tensor of norm 1, given by its singular channels and their singular values (H, r)."""
 
-    def __init__(self, channels: Channels, values: Tensor, rank: int, options: SolverOptions) -> None:
-        self.channels, self.rank = channels, rank
+    def __init__(
+        self, channels: Channels, values: Tensor, rank: int, options: SolverOptions, sweeper: Sweeper
+    ) -> None:
+        self.channels, self.rank, self.sweeper = channels, rank, sweeper
         self.sweeps = MOST_SWEEPS if options.sweeps is None else options.sweeps
         self.planned = SWEEPS if options.sweeps is None else options.sweeps
         self.tolerance = TOLERANCE if options.tolerance is None else options.tolerance
-        self.progress, self.sweeper = options.progress, options.sweeper or alone
+        self.progress = options.progress
         self.point = _start(channels, values, rank)
         self.unit = float(self.point.grams[0].diagonal().min()) ** (4 / 3)
         self.best: Direction = self.point

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 import torch
@@ -86,6 +87,9 @@ def factorize(
     """
     if solver not in SOLVERS:
         raise ValueError(f"unknown solver: got {solver!r}, expected one of {', '.join(sorted(SOLVERS))}")
+    solve = SOLVERS[solver]
+    if sweeper is not None and solver == "als":
+        solve = partial(als, sweeper=sweeper)
     device = float64_device(query.device) if device is None else torch.device(device)
     tensor = HeadTensor(_checked("query", query, device), _checked("key", key, device))
     bias = None if query_bias is None else _checked("query_bias", query_bias, device)
@@ -108,8 +112,8 @@ def factorize(
     )
     weighted = weighting.apply(tensor)
     try:
-        options = SolverOptions(sweeps, tolerance, seed, progress, equal, sweeper)
-        solution = _compressed(SOLVERS[solver], weighted, rank, options)
+        options = SolverOptions(sweeps, tolerance, seed, progress, equal)
+        solution = _compressed(solve, weighted, rank, options)
         apart = per_head_error(weighted, rank)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         raise ValueError(f"the singular value decomposition of the heads failed: {error}") from error

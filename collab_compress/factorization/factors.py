@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from collab_compress.factorization.sweep import Sweeper
 
 
 @dataclass(frozen=True)
@@ -114,7 +110,6 @@ class SolverOptions:
         seed: seed of random starts; solvers that start deterministically ignore it.
         progress: called after every sweep with the sweep's number and the relative error so far.
         equal: whether heads that share no channels are to be equally wide.
-        sweeper: makes the sweeps of "als"; None makes each by itself.
     """
 
     sweeps: int | None = None
@@ -122,7 +117,6 @@ class SolverOptions:
     seed: int = 0
     progress: Progress | None = None
     equal: bool = False
-    sweeper: Sweeper | None = None
 
 
 @dataclass(frozen=True)

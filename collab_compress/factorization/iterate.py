@@ -63,7 +63,8 @@ class Channels:
 
     def by_head(self, projected: Tensor) -> Tensor:
         """Give rows (n, R) as (H, r, R)."""
-        return projected.view(*projected.shape[:-2], self.heads, -1, projected.shape[-1])
+        *several, rows, rank = projected.shape
+        return projected.view(*several, self.heads, rows // self.heads, rank)
 
     def mttkrp(self, mixing: Tensor, projected: Tensor) -> Tensor:
         r"""Matricised tensor times Khatri-Rao product for one side, as coefficients: $P$ with $m_i$ on head i's rows.

@@ -42,7 +42,7 @@ def together(problems, width=None, check=lambda: None):
 
     def run(place, tensor, rank, options):
         with meeting.run(place) as sweeper:
-            return als(tensor, rank, SolverOptions(**options, sweeper=sweeper))
+            return als(tensor, rank, SolverOptions(**options), sweeper)
 
     pool = ThreadPoolExecutor(width)
     futures = [pool.submit(run, place, *problem) for place, problem in enumerate(problems)]
