@@ -18,24 +18,23 @@ from torch import Tensor
 from collab_compress.attention.choice import HALVES, kernel_for, mode_of
 from collab_compress.attention.kernels import CACHE_BYTES
 
+LONG = 512  # keys from which a product for each piece is faster than one for all, where few heads read it
 Readers = tuple[slice, ...]
 """For each piece, in order, the heads that read any of its channels."""
 
 
 @cache
-def readers_of(sizes: Sequence[int], width: int) -> Readers:
+def readers_of(sizes: Sequence[int], width: int, biases: bool = False) -> Readers:
     """Say which heads have channels in which piece, where heads' channels lie side by side.
 
     Args:
         sizes: channels of each head.
         width: channels d of a piece.
+        biases: whether each head has one more, its content bias, behind those of all.
     """
-    ends = list(pairwise(accumulate(sizes, initial=0)))
-    found = []
-    for start in range(0, sum(sizes), width):
-        inside = [head for head, (first, last) in enumerate(ends) if first < start + width and last > start]
-        found.append(slice(inside[0], inside[-1] + 1))
-    return tuple(found)
+    owners = [head for head, size in enumerate(sizes) for _ in range(size)] + list(range(len(sizes))) * biases
+    inside = [owners[start : start + width] for start in range(0, len(owners), width)]
+    return tuple(slice(min(heads), max(heads) + 1) for heads in inside)
 
 
 @cache
@@ -55,19 +54,26 @@ def places_of(sizes: Sequence[int], width: int, group: int) -> Tensor:
     return torch.tensor(found, device="cpu")
 
 
-def cached_scores(query: Tensor, key: Tensor) -> Tensor:
+def cached_scores(query: Tensor, key: Tensor, readers: Readers | None = None) -> Tensor:
     """Multiply queries of channels as they lie in the cache by its keys.
 
     Args:
         query: of each head, scaled, (B, H, P·d), zero where a head does not read.
         key: (B, P, S, d).
+        readers: of the pieces, where not all heads read all of them.
 
     Returns:
         (B, H, S).
     """
     batch, pieces, keys, width = key.shape
     heads = query.shape[1]
-    own = query.view(batch, heads, pieces, width).transpose(1, 2).flatten(0, 1)  # (B·P, H, d)
+    by_piece = query.view(batch, heads, pieces, width)
+    if readers is not None and keys >= LONG:
+        scores = query.new_zeros(batch, heads, keys)
+        for place, mine in enumerate(readers):
+            scores[:, mine].baddbmm_(by_piece[:, mine, place], key[:, place].mT)
+        return scores
+    own = by_piece.transpose(1, 2).flatten(0, 1)  # (B·P, H, d)
     found = key.flatten(0, 1).mT
     block = max(CACHE_BYTES // (len(own) * heads * query.element_size()), 1)
     if keys <= block:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress.attention.decoding import cached_scores
+from collab_compress.attention.decoding import cached_scores, readers_of
 from collab_compress.attention.projections import Layout, PaddedProjection, dense_projection, put_back_, replace_
 from collab_compress.errors import CompressionError, UnsupportedModelError
 
@@ -393,7 +393,9 @@ class ScoreForm(MapForm):
             own = pad(own, (0, left))
         if self.content_bias:  # which are not scaled by a module that scales its queries itself
             own[..., self.rank : self.rank + self.heads].diagonal(0, 1, 2).fill_(scaling_of(module))
-        return cached_scores(own, key)
+        sizes = self.head_sizes
+        readers = readers_of(sizes, key.shape[3], self.content_bias) if sizes else None
+        return cached_scores(own, key, readers)
 
     # Heads.
 

@@ -1,13 +1,10 @@
-"""Put the form of a map into an attention module, and take it out again.
-
-Key caches of fixed size hold converted attention only where its keys take as much room as its values.
-"""
+"""Put the form of a map into an attention module, and take it out again."""
 
 from typing import Any
 
 from collab_compress.attention.form import MapForm
+from collab_compress.attention.static_cache import unwatch_cache_, watch_cache_
 from collab_compress.attention.view import FORMS_AT, redirect_, restore_
-from collab_compress.errors import UnsupportedModelError
 
 STOCK_HEADS = "stock_heads"  # holds H in converted modules whose own attribute says how many pieces they view
 
@@ -66,34 +63,3 @@ def lay_out_(module: Any, pieces: str) -> None:
         setattr(module, pieces, module.__dict__.pop(STOCK_HEADS))
     for part in parts:
         part.padding = getattr(module, pieces) * width - part.proj.out_features
-
-
-def watch_cache_(module: Any) -> None:
-    """Let `module` refuse, from now on, a static cache that its keys and values do not fit, in place."""
-    if _refuse_static_cache not in module._forward_pre_hooks.values():
-        module.register_forward_pre_hook(_refuse_static_cache, with_kwargs=True)
-
-
-def unwatch_cache_(module: Any) -> None:
-    """Undo `watch_cache_`, in place."""
-    for number in [number for number, hook in module._forward_pre_hooks.items() if hook is _refuse_static_cache]:
-        del module._forward_pre_hooks[number]
-        module._forward_pre_hooks_with_kwargs.pop(number, None)
-
-
-def _refuse_static_cache(module: Any, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a static cache, which allocates values by the number of pieces that keys come in."""
-    cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
-    if cache is None or not getattr(cache, "is_compileable", False):
-        return
-    scores, values = (getattr(module, name, None) for name in FORMS_AT)
-    if any(form is not None and form.even for form in (scores, values)):
-        return
-    dense = next(form.dense_key_width for form in (scores, values) if form is not None)
-    key = dense if scores is None else module.get_submodule(scores.key).width
-    value = dense if values is None else module.get_submodule(values.value).width
-    if key != value:
-        raise UnsupportedModelError(
-            f"a static key cache has room for keys as wide as values; this converted {type(module).__name__} has "
-            f"keys {key} and values {value} wide; generate with the default, dynamic cache"
-        )

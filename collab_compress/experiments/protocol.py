@@ -195,9 +195,10 @@ def _convert(workload: Workload, source: str | Path, tokenizer: Any, folder: Pat
 
 
 def _log(folder: Path) -> dict[str, Any]:
-    """Give what a fine-tuning logged, or what a conversion took and lost: "Collaborate Instead of Concatenate", Figure 4.
+    """Give what a fine-tuning logged, or what a conversion took and lost.
 
-    Nothing of a model that was given, nor of a fine-tuning before logs were kept.
+    Nothing of a model that was given, nor of a fine-tuning before logs were kept. A conversion's is for figure 4 of
+    "Collaborate Instead of Concatenate".
     """
     if (folder / LOG).is_file():
         return read_record(folder / LOG)

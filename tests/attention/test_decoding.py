@@ -94,6 +94,7 @@ def token_after(model, ids, past=None, **options):
 def test_a_token_is_what_it_is_without(case, padded, decoded, monkeypatch):
     if padded:  # with the smallest blocks as well
         monkeypatch.setattr(decoding, "CACHE_BYTES", 1)
+        monkeypatch.setattr(decoding, "LONG", 1)
     model = converted(case)
     ids = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(1))
     options = {"attention_mask": torch.ones_like(ids).index_fill(1, torch.arange(3), 0)} if padded else {}
@@ -161,3 +162,14 @@ def test_heads_and_pieces():
     torch.testing.assert_close(weighted_values(rows, value, (3, 3, 2), 2), torch.cat(expected, -1)[:, 0])
     query, key = torch.randn(2, 3, 8), torch.randn(2, 2, 5, 4)
     torch.testing.assert_close(cached_scores(query, key), query @ key.transpose(1, 2).flatten(2).mT)
+
+
+def test_pieces_are_read_by_the_heads_that_have_channels_there(monkeypatch):
+    assert readers_of((3, 2), 4, biases=True) == (slice(0, 2), slice(0, 2))
+    assert readers_of((4, 0, 4), 4, biases=True) == (slice(0, 1), slice(2, 3), slice(0, 3))
+    monkeypatch.setattr(decoding, "LONG", 1)
+    query, key = torch.zeros(2, 3, 12), torch.randn(2, 3, 5, 4)
+    query[:, 0, :4], query[:, 2, 4:8] = torch.randn(2, 4), torch.randn(2, 4)
+    query[..., 8:11] = torch.eye(3)
+    found = cached_scores(query, key, readers_of((4, 0, 4), 4, biases=True))
+    torch.testing.assert_close(found, query @ key.transpose(1, 2).flatten(2).mT)

@@ -1,10 +1,11 @@
 """Generation with converted models, and what their key caches hold."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
-from transformers import OPTConfig, OPTModel
+from transformers import OPTConfig, OPTModel, StaticCache
 
 from collab_compress import (
     Compression,
@@ -139,31 +140,45 @@ def counted(model):
     return [(cost.converted or cost.dense).cache_bytes for cost in module_costs(model, kinds=["decoder"])]
 
 
-@pytest.mark.parametrize(("dk", "dv", "widths"), [(5, None, (8, 24)), (None, 10, (24, 16)), (5, 12, (8, 16))])
-@pytest.mark.parametrize("name", ["gpt2", "marian", "t5", "bert-decoder", "bloom"])
-def test_static_caches_are_refused_where_keys_do_not_fit(name, dk, dv, widths, build, inputs, tinies):
-    model, batch = build(name, tinies[name].generates), inputs(name)
-    compress(model, Compression(dk=dk, dv=dv), calibration=None)
-    told = "has keys {} and values {} wide; generate with the default, dynamic cache".format(*widths)
-    with pytest.raises(UnsupportedModelError, match=told):
-        generated(model, batch, cache_implementation="static")
-
-
 @pytest.mark.parametrize(
     ("name", "dk", "dv"),
     [
-        ("gpt2", 20, None), ("bloom", 20, None), ("bloom", 13, 16), ("opt", 5, None), ("marian", 20, None),
-        ("t5", 20, None), ("gpt2", 13, 16),
-        ("gpt2", 13, 10), ("marian", 5, 8), ("opt", None, 10),
-        ("opt", 13, 16), ("whisper", 5, 8),
+        *product(["gpt2", "marian", "t5", "bert-decoder", "bloom"], [5, 13, 20], [None]),
+        *product(["gpt2", "marian", "t5", "bert-decoder", "bloom"], [None], [10]),
+        ("gpt2", 5, 12), ("marian", 5, 12), ("gpt2", 13, 16), ("bloom", 13, 16), ("t5", 13, 10), ("opt", 5, None),
+        ("opt", None, 10), ("opt", 13, 16), ("whisper", 5, 8),
     ],
 )  # fmt: skip
-def test_static_caches_work_where_keys_are_as_wide_as_values(name, dk, dv, build, inputs, tinies):
+def test_static_caches_take_what_keys_and_values_take(name, dk, dv, build, inputs, tinies):
     model, batch = build(name, tinies[name].generates), inputs(name)
     compress(model, Compression(dk=dk, dv=dv), calibration=None)
-    expected = generated(model, batch, do_sample=False)
-    options = {"cache_implementation": "static", "disable_compile": True}
-    assert torch.equal(generated(model, batch, do_sample=False, **options), expected)
+    expected = generated(model, batch, do_sample=False, return_dict_in_generate=True)
+    options = {"cache_implementation": "static", "disable_compile": True, "return_dict_in_generate": True}
+    found = generated(model, batch, do_sample=False, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    for one, other in zip(layers(found.past_key_values), layers(expected.past_key_values), strict=True):
+        for part in ("keys", "values"):
+            (*_, length, width), pieces = getattr(one, part).shape, getattr(one, part).shape[1]
+            assert (pieces, width) == (getattr(other, part).shape[1], getattr(other, part).shape[3])
+            assert length >= getattr(other, part).shape[2]
+
+
+def layers(cache):
+    caches = (
+        [cache.self_attention_cache, cache.cross_attention_cache]
+        if hasattr(cache, "self_attention_cache")
+        else [cache]
+    )
+    return [layer for each in caches for layer in each.layers]
+
+
+def test_a_static_cache_allocated_before_is_refused_where_it_does_not_fit(build, inputs, tinies):
+    model, batch = build("gpt2", tinies["gpt2"].generates), inputs("gpt2")
+    compress(model, Compression(dk=5), calibration=None)
+    cache = StaticCache(model.config, max_cache_len=32)
+    cache.early_initialization(len(batch["input_ids"]), 3, 8, torch.float32, torch.device("cpu"))
+    with pytest.raises(UnsupportedModelError, match="keys 8 and values 24 wide; leave out early_initialization"):
+        model(**batch, past_key_values=cache)
 
 
 @pytest.mark.parametrize(
