@@ -1,5 +1,6 @@
 """Get the replacement of each attention module ready, in one process or several, without touching the model."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -129,8 +130,8 @@ def _workers(
     places = {compression.device or projection.weight.device.type for site in sites for projection, _ in site.inputs}
     threads = torch.get_num_threads()
     apart = places <= APART
-    count = min(threads if apart else AT_ONCE, len(sites), AT_ONCE) if compression.solver != "parafac" else 1
-    if count == 1:
+    count = min(len(sites), AT_ONCE, threads) if apart else min(len(sites), AT_ONCE)
+    if count == 1 or compression.solver == "parafac":
         yield lambda task: partial(task, lambda: None, None)
         return
     stopping = Event()
@@ -140,17 +141,17 @@ def _workers(
             raise CancelledError
 
     together = None if apart else Together(len(sites), count, check)
-    places_left = iter(range(len(sites)))
+    numbers = itertools.count()
 
-    def run(place: int, task: Task) -> Planned:
-        with nullcontext() if together is None else together.run(place) as sweeper:
+    def run(number: int, task: Task) -> Planned:
+        with nullcontext() if together is None else together.run(number) as sweeper:
             return task(check, sweeper)
 
     pool = ThreadPoolExecutor(count)
     if apart:
         torch.set_num_threads(threads // count)
     try:
-        yield lambda task: pool.submit(run, next(places_left), task).result
+        yield lambda task: pool.submit(run, next(numbers), task).result
     except BaseException:
         stopping.set()
         raise

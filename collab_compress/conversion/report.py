@@ -42,7 +42,7 @@ class ModuleReport:
         converged: whether the solver stopped because it made no more progress.
         breakdowns: how many sweeps of the solver met a system that could not be solved as it was; it then goes on
             with a slightly different one or, where none helps, stops with the best factors so far.
-        seconds: time the decomposition took.
+        seconds: time the decomposition took, beside others that ran meanwhile.
         per_head_error: what the minimised error (data_error, or weight_error without data) is in the per-head form.
         per_head_macs: the multiply-accumulates of the per-head form; those of dense heads where there is none, as
             with a rotary embedding.
@@ -89,7 +89,7 @@ class ValueReport:
         parameters_after: of what replaces them.
         macs_before: multiply-accumulates of values and outputs of one sequence of `Report.length` tokens, dense.
         macs_after: the same, converted.
-        seconds: time the decomposition took.
+        seconds: time the decomposition took, beside others that ran meanwhile.
         sizes: channels of each head.
         output_vectors: how many vectors the moments of the output projection's inputs were taken from; 0 without
             data.
