@@ -114,9 +114,7 @@ Task: TypeAlias = Callable[[Check], Planned]
 
 
 @contextmanager
-def _workers(
-    sites: Sequence[Site], compression: Compression
-) -> Iterator[Callable[[Task], Callable[[], Planned]]]:  # fmt: skip
+def _workers(sites: Sequence[Site], compression: Compression) -> Iterator[Callable[[Task], Callable[[], Planned]]]:
     """Give what begins a task and returns how to wait for it; on a CPU several run at once, with a thread each.
 
     Matrices are too small for threads to share one well. What is found does not depend on how many run at once. An
@@ -182,9 +180,7 @@ def _sweeps(compression: Compression, fast: int) -> int | None:
     return fast if compression.effort == "fast" else compression.sweeps
 
 
-def _plan_one(
-    site: Site, compression: Compression, moments: tuple[Moments, ...] | None, check: Check
-) -> Planned:  # fmt: skip
+def _plan_one(site: Site, compression: Compression, moments: tuple[Moments, ...] | None, check: Check) -> Planned:
     if isinstance(site, ValueSite):
         return _plan_values(site, compression, moments)
     return _plan_scores(site, compression, moments, check)

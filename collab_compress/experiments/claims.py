@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -185,6 +185,13 @@ class Verdict:
         return f"{of}{self.claim.method} − {self.claim.than}"
 
     @property
+    def interval(self) -> tuple[float, float] | None:
+        """Ends of the difference's 95 % t-interval; None of one pair or none."""
+        if self.difference is None or (half := self.difference.interval) is None:
+            return None
+        return self.difference.mean - half, self.difference.mean + half
+
+    @property
     def sentence(self) -> str:
         """The verdict with its numbers."""
         start = f"{self.found.capitalize()}: {self.claim.says}"
@@ -193,11 +200,15 @@ class Verdict:
         pairs = f"{self.difference.count} seed{'s' * (self.difference.count != 1)}"
         unit = f" {self.unit}" if self.unit else ""
         numbers = f"{self.compared} is {signed(self.difference.mean)}{unit} on {self.where}"
-        if (half := self.difference.interval) is None:
-            return f"{start} {numbers} ({pairs}; a verdict takes {SEEDS})."
-        low, high = self.difference.mean - half, self.difference.mean + half
         few = f"; a verdict takes {SEEDS}" if self.difference.count < SEEDS else ""
-        return f"{start} {numbers} (95 % interval {signed(low)} to {signed(high)}, {pairs}{few})."
+        ends = "" if self.interval is None else "95 % interval {} to {}, ".format(*map(signed, self.interval))
+        return f"{start} {numbers} ({ends}{pairs}{few})."
+
+
+def tried(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """Give those that any seed speaks to: what holds, what does not, what cannot be told."""
+    found = [verdict for verdict in verdicts if verdict.difference is not None]
+    return sorted(found, key=lambda verdict: (HOLDS, FAILS, OPEN).index(verdict.found))
 
 
 def read_claims(path: Path = CLAIMS) -> dict[str, list[Claim]]:
