@@ -20,14 +20,6 @@ def make(make_tiny, name):
 
 
 @pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
 def interrupt():
     """Interrupt this process a little later, as Ctrl-C does; gives when it was."""
     times, main = [], threading.main_thread().ident
