@@ -33,12 +33,16 @@ class Chosen:
     stages: tuple[str, ...] = ()
     """Stages; all if not given."""
 
+    models: tuple[str, ...] = ()
+    """Models, named as in tables; all if not given."""
+
     def holds(self, result: Result) -> bool:
         """Say whether a record is among them."""
         return (
             result.column.name in self.tasks
             and result.variant.method in (self.methods or (result.variant.method,))
             and result.variant.stage in (self.stages or (result.variant.stage,))
+            and result.variant.model in (self.models or (result.variant.model,))
         )
 
 

@@ -152,6 +152,9 @@ class Claim:
     mean: bool = False
     """Whether it is tried on the mean of its tasks, in place of each."""
 
+    model: str | None = None
+    """The model that it is about, named as in tables; that with most pairs if not given."""
+
     def __post_init__(self) -> None:
         if self.of not in QUANTITIES:
             raise RecipeError(f"{self.says} {self.of!r} is no quantity; expected one of {', '.join(QUANTITIES)}")
@@ -231,7 +234,7 @@ def read_claims(path: Path = CLAIMS) -> dict[str, list[Claim]]:
 def judge(claim: Claim, results: Sequence[Result]) -> list[Verdict]:
     """Say what records say of a claim, for each of its tasks, or for their mean.
 
-    Where several models have been tried, that with most pairs counts.
+    Where several models have been tried, that with most pairs counts, if the claim names none.
     """
     groups = [claim.tasks] if claim.mean else [(task,) for task in claim.tasks]
     return [_verdict(claim, tasks, results) for tasks in groups]
@@ -293,7 +296,8 @@ def _verdict(claim: Claim, tasks: Sequence[str], results: Sequence[Result]) -> V
         differences(readings(results, claim.method, task, claim.of), readings(results, claim.than, task, claim.of))
         for task in tasks
     ]
-    model, values = most(_means(each))
+    means = _means(each)
+    model, values = most(means) if claim.model is None else (claim.model, means.get(claim.model, {}))
     found = estimate(values.values()) if values else None
     sign = {"higher": 1, "lower": -1}.get(claim.expect) or (
         1 if _greater_is_better(claim.of, tasks[0], results) else -1
