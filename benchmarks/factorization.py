@@ -182,7 +182,7 @@ def compare(name: str, heads: Heads, rank: int, dtype: torch.dtype) -> dict[str,
 
 
 def whole(theirs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Convert all of MiniLM without calibration, and print how much sooner that is done than parafac on its layers."""
+    """Convert all of MiniLM without calibration, and print how much sooner that is done than parafac's layers."""
     from collab_compress import Compression, compress
 
     model = minilm()
