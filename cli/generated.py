@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.claims import FAILS, HOLDS, OPEN, Verdict
+from collab_compress.experiments.claims import Verdict, tried
 from collab_compress.experiments.comparison import compare
 from collab_compress.experiments.pages import verdicts_of
 from collab_compress.experiments.recipe import parse
@@ -33,12 +33,16 @@ class Chosen:
     stages: tuple[str, ...] = ()
     """Stages; all if not given."""
 
+    models: tuple[str, ...] = ()
+    """Models, named as in tables; all if not given."""
+
     def holds(self, result: Result) -> bool:
         """Say whether a record is among them."""
         return (
             result.column.name in self.tasks
             and result.variant.method in (self.methods or (result.variant.method,))
             and result.variant.stage in (self.stages or (result.variant.stage,))
+            and result.variant.model in (self.models or (result.variant.model,))
         )
 
 
@@ -93,10 +97,8 @@ def _scores(about: str, results: Sequence[Result], path: Path) -> str:
 def _claims(about: str, verdicts: dict[str, list[Verdict]], path: Path) -> str:
     if about not in verdicts:
         raise RecipeError(f"{path}: unknown paper {about!r}; expected one of {', '.join(verdicts)}")
-    tried = [verdict for verdict in verdicts[about] if verdict.difference is not None]
     others = [f"{verdict.compared} on {verdict.where}" for verdict in verdicts[about] if verdict.difference is None]
-    order = (HOLDS, FAILS, OPEN)
-    lines = [f"* {verdict.sentence}" for verdict in sorted(tried, key=lambda verdict: order.index(verdict.found))]
+    lines = [f"* {verdict.sentence}" for verdict in tried(verdicts[about])]
     if others:
         lines.append(f"* Not tried on one seed or more: {'; '.join(others)}.")
     return "\n".join(lines)

@@ -17,6 +17,7 @@ import torch
 import transformers
 from stock_classes import DESCRIBED, FILES
 from transformers import BertConfig, BertModel, PreTrainedModel, Trainer
+from transformers.cache_utils import StaticLayer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import modeling_auto
 from transformers.quantizers.base import HfQuantizer
@@ -197,9 +198,11 @@ PARTS = [
          auto_classes_list_models),
     Part("save_pretrained(is_main_process=)", "checkpoint/standalone.py", "is_main_process",
          takes(PreTrainedModel.save_pretrained, "save_directory", "is_main_process")),
-    Part("Cache.is_compileable", "attention/install.py", "is_compileable",
+    Part("Cache.is_compileable", "attention/static_cache.py", "is_compileable",
          lambda: "is_compileable" in dir(transformers.Cache)),
-    Part("torch.nn.Module._forward_pre_hooks", "attention/install.py", "_forward_pre_hooks", hooks_are_listed),
+    Part("StaticLayer.lazy_initialization", "attention/static_cache.py", "lazy_initialization",
+         takes(StaticLayer.lazy_initialization, "self", "key_states", "value_states")),
+    Part("torch.nn.Module._forward_pre_hooks", "attention/static_cache.py", "_forward_pre_hooks", hooks_are_listed),
     Part("Trainer.compute_loss", "training/trainer.py", "compute_loss",
          takes(Trainer.compute_loss, "model", "inputs", "return_outputs", "num_items_in_batch")),
     Part("how Trainer scales its loss", "training/trainer.py", "current_gradient_accumulation_steps",

@@ -118,9 +118,7 @@ Task: TypeAlias = Callable[[Check, Sweeper | None], Planned]
 
 
 @contextmanager
-def _workers(
-    sites: Sequence[Site], compression: Compression
-) -> Iterator[Callable[[Task], Callable[[], Planned]]]:  # fmt: skip
+def _workers(sites: Sequence[Site], compression: Compression) -> Iterator[Callable[[Task], Callable[[], Planned]]]:
     """Give what begins a task and returns how to wait for it; several run at once.
 
     On a CPU each has a thread to itself: matrices are too small for threads to share one well. Elsewhere their sweeps

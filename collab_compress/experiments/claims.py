@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -152,6 +152,9 @@ class Claim:
     mean: bool = False
     """Whether it is tried on the mean of its tasks, in place of each."""
 
+    model: str | None = None
+    """The model that it is about, named as in tables; that with most pairs if not given."""
+
     def __post_init__(self) -> None:
         if self.of not in QUANTITIES:
             raise RecipeError(f"{self.says} {self.of!r} is no quantity; expected one of {', '.join(QUANTITIES)}")
@@ -185,6 +188,13 @@ class Verdict:
         return f"{of}{self.claim.method} − {self.claim.than}"
 
     @property
+    def interval(self) -> tuple[float, float] | None:
+        """Ends of the difference's 95 % t-interval; None of one pair or none."""
+        if self.difference is None or (half := self.difference.interval) is None:
+            return None
+        return self.difference.mean - half, self.difference.mean + half
+
+    @property
     def sentence(self) -> str:
         """The verdict with its numbers."""
         start = f"{self.found.capitalize()}: {self.claim.says}"
@@ -193,11 +203,15 @@ class Verdict:
         pairs = f"{self.difference.count} seed{'s' * (self.difference.count != 1)}"
         unit = f" {self.unit}" if self.unit else ""
         numbers = f"{self.compared} is {signed(self.difference.mean)}{unit} on {self.where}"
-        if (half := self.difference.interval) is None:
-            return f"{start} {numbers} ({pairs}; a verdict takes {SEEDS})."
-        low, high = self.difference.mean - half, self.difference.mean + half
         few = f"; a verdict takes {SEEDS}" if self.difference.count < SEEDS else ""
-        return f"{start} {numbers} (95 % interval {signed(low)} to {signed(high)}, {pairs}{few})."
+        ends = "" if self.interval is None else "95 % interval {} to {}, ".format(*map(signed, self.interval))
+        return f"{start} {numbers} ({ends}{pairs}{few})."
+
+
+def tried(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """Give those that any seed speaks to: what holds, what does not, what cannot be told."""
+    found = [verdict for verdict in verdicts if verdict.difference is not None]
+    return sorted(found, key=lambda verdict: (HOLDS, FAILS, OPEN).index(verdict.found))
 
 
 def read_claims(path: Path = CLAIMS) -> dict[str, list[Claim]]:
@@ -220,7 +234,7 @@ def read_claims(path: Path = CLAIMS) -> dict[str, list[Claim]]:
 def judge(claim: Claim, results: Sequence[Result]) -> list[Verdict]:
     """Say what records say of a claim, for each of its tasks, or for their mean.
 
-    Where several models have been tried, that with most pairs counts.
+    Where several models have been tried, that with most pairs counts, if the claim names none.
     """
     groups = [claim.tasks] if claim.mean else [(task,) for task in claim.tasks]
     return [_verdict(claim, tasks, results) for tasks in groups]
@@ -282,7 +296,8 @@ def _verdict(claim: Claim, tasks: Sequence[str], results: Sequence[Result]) -> V
         differences(readings(results, claim.method, task, claim.of), readings(results, claim.than, task, claim.of))
         for task in tasks
     ]
-    model, values = most(_means(each))
+    means = _means(each)
+    model, values = most(means) if claim.model is None else (claim.model, means.get(claim.model, {}))
     found = estimate(values.values()) if values else None
     sign = {"higher": 1, "lower": -1}.get(claim.expect) or (
         1 if _greater_is_better(claim.of, tasks[0], results) else -1

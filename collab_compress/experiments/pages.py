@@ -21,6 +21,7 @@ from collab_compress.experiments.claims import (
     read_claims,
     readings,
     signed,
+    tried,
     unit_of,
 )
 from collab_compress.experiments.comparison import REFERENCE, estimate
@@ -131,14 +132,12 @@ def _page(
 
 
 def _verdicts(verdicts: Sequence[Verdict], source: str) -> Section:
-    tried = [verdict for verdict in verdicts if verdict.difference is not None]
-    ordered = sorted(tried, key=lambda verdict: (HOLDS, FAILS, OPEN).index(verdict.found))
     return Section(
         "claims", "What holds",
         "A claim holds where the whole 95 % t-interval of the differences, paired by seed, is on its side of its "
         f"bound, and does not where it is all on the other; fewer than {SEEDS} seeds tell nothing. Each interval is "
         "for itself: of many claims that differ in nothing, one in twenty is decided by chance.",
-        source, (_claims(verdicts),), (), tuple(verdict.sentence for verdict in ordered),
+        source, (_claims(verdicts),), (), tuple(verdict.sentence for verdict in tried(verdicts)),
     )  # fmt: skip
 
 
@@ -197,9 +196,8 @@ def _claims(verdicts: Sequence[Verdict]) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for verdict in verdicts:
         difference = verdict.difference
-        half = None if difference is None else difference.interval
         mean, count = (None, 0) if difference is None else (difference.mean, difference.count)
-        low, high = (None, None) if mean is None or half is None else (mean - half, mean + half)
+        low, high = verdict.interval or (None, None)
         rows.append((
             verdict.claim.says, verdict.found, verdict.where, verdict.compared, mean, low, high, count, verdict.model,
         ))  # fmt: skip

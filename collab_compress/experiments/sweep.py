@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby, product
+from itertools import chain, groupby, product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.distributed import can_meet, on_main_process
 from collab_compress.errors import BusyError, CollabCompressError, RecipeError
 from collab_compress.experiments.launch import launch
+from collab_compress.experiments.measures import check_measures
 from collab_compress.experiments.protocol import run
 from collab_compress.experiments.recipe import Recipe, expanded, parse, read_settings, set_field
+from collab_compress.experiments.trackers import check_trackers
 
 logger = logging.getLogger(__name__)
 Settings = dict[str, Any]
@@ -180,8 +182,12 @@ def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = find_direc
         What went wrong, with the folder it went wrong in.
 
     Raises:
-        RecipeError: one of several processes failed where the others cannot be told, or a launcher cannot be used.
+        RecipeError: a recipe asks for measures or trackers that are not there, one of several processes failed where
+            the others cannot be told, or a launcher cannot be used.
     """
+    for recipe in chain.from_iterable(sweep.folders()):
+        check_trackers(recipe.trackers)
+        check_measures(recipe)
     if sweep.launcher is not None:
         alone = replace(sweep, launcher=None, jobs=1, cluster=None, submit={})
         shares = [replace(alone, shard=f"{place + 1}/{sweep.jobs}") for place in range(sweep.jobs)]

@@ -220,13 +220,19 @@ class QuestionAnswering(Workload):
 
     model_class = AutoModelForQuestionAnswering
 
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.windows: dict[str, Dataset] = {}
+
     def encode(self, texts: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
-        """Encode questions with the windows of their contexts."""
-        self.windows = encode_question_answering(
+        """Encode questions with the windows of their contexts; those of `self.texts` are kept, to answer by."""
+        found = encode_question_answering(
             texts, tokenizer, max_length=self.recipe.max_length, stride=self.recipe.answers.stride,
             **self.work,
         )  # fmt: skip
-        return self.windows
+        if texts is self.texts:
+            self.windows = found
+        return found
 
     def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
         """Pad rows to the longest of a batch."""

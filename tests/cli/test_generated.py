@@ -38,11 +38,12 @@ def test_parts_are_made_anew_and_the_rest_stays(tmp_path, records, capsys):
         f"# Title\n\n{TABLE}\n\nbetween\n\n"
         '<!-- records: {"tasks": ["mrpc", "rte"], "methods": ["plain"]} -->\n<!-- end -->\n'
         '<!-- claims: drophead -->\n<!-- end -->\n<!-- records: {"tasks": ["ptb"]} -->\n<!-- end -->\n'
+        '<!-- records: {"tasks": ["mrpc"], "models": ["albert"]} -->\n<!-- end -->\n'
     )
     (tmp_path / "page.md").write_text(text)
     command.main([str(records), "--markdown", str(tmp_path / "page.md"), "--quiet"])
     assert capsys.readouterr().out == ""
-    first, second, claims, none = (tmp_path / "page.md").read_text().split("<!-- end -->")[:4]
+    first, second, claims, none, other = (tmp_path / "page.md").read_text().split("<!-- end -->")[:5]
     assert first.startswith('# Title\n\n<!-- records: {"tasks": ["mrpc"]} -->\n\nMean ± sample')
     assert "| minilm | drophead | tuned |" in first
     assert "82.00 ± 1.00 (3)" in first
@@ -54,6 +55,7 @@ def test_parts_are_made_anew_and_the_rest_stays(tmp_path, records, capsys):
     assert "* Holds: DropHead improves over none. drophead − plain is +2.00 points on trec" in claims
     assert "* Not tried on one seed or more:" in claims
     assert "No records yet." in none
+    assert "No records yet." in other
     again = (tmp_path / "page.md").read_text()
     assert regenerated(tmp_path / "page.md", read_results(records)) == again
 

@@ -111,14 +111,6 @@ def test_moments_of_a_few_modules_at_a_time(dense, calibration, monkeypatch):
     assert all(torch.equal(value, together.state_dict()[name]) for name, value in dense.state_dict().items())
 
 
-@pytest.fixture
-def two_threads():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
-
-
 def test_modules_decomposed_at_once_are_as_those_in_turn(dense, calibration, monkeypatch, two_threads):
     """Each with one of the threads, which are given back; told in order."""
     in_turn, told, seen = copy.deepcopy(dense), [], set()

@@ -22,14 +22,6 @@ def make(make_tiny, name):
     return make_rotary(name) if name == "phi" else make_tiny(name)
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(params=[False, True], ids=["apart", "together"])
 def together(request, monkeypatch):
     if request.param:

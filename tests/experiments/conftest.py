@@ -1,7 +1,9 @@
 """A tiny checkpoint with its tokenizer, and a task whose files are a few lines."""
 
 import json
+import math
 import random
+from statistics import fmean
 
 import pytest
 from tiny_words import bert_config, sentence, word_tokenizer, write_mrpc
@@ -53,6 +55,25 @@ def text(tmp_path):
     for seed, (split, rows) in enumerate((("train", 24), ("valid", 5), ("test", 4))):
         (folder / f"{split}.txt").write_text("".join(f"{line}\n" for line in draw_sentences(rows, seed)))
     return tmp_path
+
+
+@pytest.fixture
+def perplexity_by_token():
+    """Score a file of running text token by token, each told by all before it in its block."""
+    import torch
+
+    @torch.no_grad()
+    def perplexity(model, tokenizer, path, length):
+        stream, losses = [tokenizer.bos_token_id], []
+        for line in path.read_text().splitlines():
+            stream += [*(tokenizer.convert_tokens_to_ids(word) for word in line.split()), tokenizer.eos_token_id]
+        for position in range(1, len(stream)):
+            block = (position - 1) // length * length
+            logits = model(torch.tensor([stream[block:position]])).logits[0, -1]
+            losses.append(-float(logits.double().log_softmax(-1)[stream[position]]))
+        return math.exp(fmean(losses))
+
+    return perplexity
 
 
 @pytest.fixture

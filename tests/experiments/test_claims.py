@@ -123,8 +123,12 @@ def test_models_do_not_mix_and_the_one_with_most_pairs_counts(write):
     write("plain", [80.0, 82.0, 81.0])
     write("plain", [10.0], model="other")
     write("drophead", [90.0], model="other")
-    found = verdict(write("drophead", [81.0, 83.2, 82.1]))
+    path = write("drophead", [81.0, 83.2, 82.1])
+    found = verdict(path)
     assert (found.model, found.difference.count, found.found) == ("minilm", 3, HOLDS)
+    found = verdict(path, replace(CLAIM, model="other"))
+    assert (found.model, found.difference.mean, found.found) == ("other", 80.0, OPEN)
+    assert verdict(path, replace(CLAIM, model="another")).difference is None
 
 
 def test_stages_are_told_apart(write):

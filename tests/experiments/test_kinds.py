@@ -4,7 +4,6 @@ import json
 import math
 from statistics import mean
 
-import numpy as np
 import pytest
 import sacrebleu
 import torch
@@ -133,22 +132,14 @@ def test_collaborative_from_the_first_step(sentences, tmp_path):
     assert record["parameters"] == model.num_parameters()
 
 
-def test_language_modelling(text, tmp_path):
+def test_language_modelling(text, tmp_path, perplexity_by_token):
     """Perplexity of the whole text, token by token, each told by all before it in its block."""
     settings = ("task=text", f"data_dir={text}", "fresh.tokenizer=word", "fresh.vocab_size=null", "max_length=7")
     [record] = run(recipe(tmp_path / "out", *settings))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "tuned" / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tuned" / "model")
-    stream = [tokenizer.bos_token_id]
-    for line in (text / "text" / "test.txt").read_text().splitlines():
-        stream += [*(tokenizer.convert_tokens_to_ids(word) for word in line.split()), tokenizer.eos_token_id]
-    losses = []
-    for position in range(1, len(stream)):
-        block = (position - 1) // 6 * 6
-        with torch.no_grad():
-            logits = model(torch.tensor([stream[block:position]])).logits[0, -1]
-        losses.append(-float(logits.double().log_softmax(-1)[stream[position]]))
-    assert record["metrics"]["test"]["perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
+    expected = perplexity_by_token(model, tokenizer, text / "text" / "test.txt", 6)
+    assert record["metrics"]["test"]["perplexity"] == pytest.approx(expected, rel=1e-5)
     assert record["score"] == record["metrics"]["test"]["perplexity"]
     assert model.config.is_decoder
 

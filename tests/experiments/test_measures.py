@@ -1,7 +1,6 @@
 """What is read off trained models stands in records, of finished runs too; against loops over rows and heads."""
 
 import json
-import math
 from statistics import mean
 
 import pytest
@@ -133,7 +132,7 @@ def test_a_finished_run_is_measured_and_nothing_else(translated, sentences, tmp_
             assert score == near(bleu())
 
 
-def test_perplexity_without_the_dominant_head(text, tmp_path):
+def test_perplexity_without_the_dominant_head(text, tmp_path, perplexity_by_token):
     """The dominant head is the one without which it is highest."""
     settings = (
         "task=text", f"data_dir={text}", "fresh.tokenizer=word", "fresh.vocab_size=null", "max_length=7",
@@ -143,18 +142,10 @@ def test_perplexity_without_the_dominant_head(text, tmp_path):
     assert record["measures"].keys() == {"dominance"}  # the model has no others
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "tuned" / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tuned" / "model")
-    stream = [tokenizer.bos_token_id]
-    for line in (text / "text" / "valid.txt").read_text().splitlines():
-        stream += [*tokenizer.convert_tokens_to_ids(line.split()), tokenizer.eos_token_id]
+    valid = text / "text" / "valid.txt"
 
     def perplexity():
-        losses = []
-        for position in range(1, len(stream)):
-            block = (position - 1) // 6 * 6
-            with torch.no_grad():
-                logits = model(torch.tensor([stream[block:position]])).logits[0, -1]
-            losses.append(-float(logits.double().log_softmax(-1)[stream[position]]))
-        return math.exp(mean(losses))
+        return perplexity_by_token(model, tokenizer, valid, 6)
 
     right = {"score": perplexity(), "decoder": mean(map(max, without_each_head(model, perplexity).values()))}
     assert record["measures"]["dominance"] == pytest.approx(right, rel=1e-5)
@@ -201,3 +192,7 @@ def test_stages_of_a_conversion_and_what_an_interrupt_leaves(start, data_dir, tm
     assert len(taken) == 10
     with pytest.raises(RecipeError, match="unknown measure 'svca'; expected some of svcca, cka, confidence"):
         run(read_recipe(overrides=[*settings, "measures=[svca]"]))
+    squad = ["task=squad", f"data_dir={tmp_path}", f"output={tmp_path / 'squad'}", f"model={start}"]
+    with pytest.raises(RecipeError, match="pruning scores single rows, and squad is scored by all windows of a con"):
+        run(read_recipe(overrides=[*squad, "measures=[cka,pruning]"]))
+    assert not (tmp_path / "squad").exists()

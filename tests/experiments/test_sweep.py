@@ -330,3 +330,13 @@ def test_a_file_of_the_users_where_jobs_would_write(path, tmp_path):
 def test_a_launcher_that_cannot_be_used(path, arguments, message):
     with pytest.raises(RecipeError, match=message):
         run_sweep(read_sweep(path, arguments))
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [("base.measures=[cka,svca]", "unknown measure 'svca'"), ("base.trackers=[tensorbord]", "tensorbord")],
+)
+def test_what_no_run_could_do_is_told_before_the_first(path, field, message, tmp_path):
+    with pytest.raises(RecipeError, match=message):
+        run_sweep(read_sweep(path, [field]))
+    assert not (tmp_path / "out").exists()
