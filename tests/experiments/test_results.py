@@ -285,6 +285,19 @@ def test_settings_that_differ_between_seeds_are_noted(write, tmp_path):
     assert "plain/conv-again of minilm on mrpc: seeds differ in again" in notes
 
 
+def test_a_field_that_older_records_lack_has_its_default(write, tmp_path):
+    tuning = {"epochs": 3.0, "learning_rate": 1e-3}
+    write(80.0, seed=0, recipe={"tuning": tuning})
+    newer = {
+        "tuning": {**tuning, "batch_tokens": None, "arguments": {}},
+        "answers": {"stride": None, "max_length": 30},
+    }
+    write(80.0, seed=1, recipe=newer)
+    assert table(tmp_path)[0].notes == ()
+    write(80.0, seed=2, recipe={**newer, "tuning": {**tuning, "batch_tokens": 4096}})
+    assert table(tmp_path)[0].notes == ("plain/tuned of minilm on mrpc: seeds differ in tuning",)
+
+
 def test_what_only_watches_training_is_no_difference(write, tmp_path):
     watched = {"eval_strategy": "epoch", "predict_with_generate": True, "generation_num_beams": 1, "logging_steps": 5}
     for method, arguments in (("plain", watched), ("drophead", {}), ("faster", {"adam_beta2": 0.98})):
