@@ -12,6 +12,8 @@ from torch import Tensor
 from collab_compress.attention.view import FORMS_AT
 from collab_compress.errors import UnsupportedModelError
 
+PREPARED = "allocates_as_they_come"  # a cache of which all layers do
+
 
 def watch_cache_(module: Any) -> None:
     """Let `module` prepare, from now on, the static caches that it is given, in place."""
@@ -33,12 +35,13 @@ def _prepare(module: Any, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         UnsupportedModelError: the cache was allocated, and its room for values does not fit.
     """
     cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
-    if cache is None or not getattr(cache, "is_compileable", False):
+    if cache is None or hasattr(cache, PREPARED) or not getattr(cache, "is_compileable", False):
         return
     for layer in _layers(cache):
-        if not layer.is_initialized and "lazy_initialization" not in vars(layer):
+        if not layer.is_initialized:
             layer.lazy_initialization = partial(_allocate, layer)
     if all("lazy_initialization" in vars(layer) for layer in _layers(cache)):
+        setattr(cache, PREPARED, True)  # each layer of the model asks at each token
         return
     scores, values = (getattr(module, name, None) for name in FORMS_AT)
     if any(form is not None and form.even for form in (scores, values)):

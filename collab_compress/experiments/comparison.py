@@ -1,12 +1,10 @@
 """Results side by side: means over seeds, differences paired by seed, and what is doubtful about them."""
 
-import json
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
-from functools import cache
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -15,7 +13,6 @@ import pandas as pd
 from scipy import stats
 
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.recipe import Recipe, Tuning
 from collab_compress.experiments.results import FRESH, UNSHAPED, Column, Result, Variant
 from collab_compress.tasks import TASKS
 
@@ -301,27 +298,8 @@ def _recipes_of(results: Iterable[Result]) -> dict[Column, list[Mapping[str, Any
     """Give the recipes of results by what they were scored on."""
     found: dict[Column, list[Mapping[str, Any]]] = defaultdict(list)
     for result in results:
-        found[result.column].append(_of_today(result.recipe))
+        found[result.column].append(result.recipe)
     return dict(found)
-
-
-def _of_today(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a recipe with defaults for what there was not yet when it was written."""
-    tunings = {name: given for name in ("tuning", "again") if isinstance(given := recipe.get(name), Mapping)}
-    return {**_defaults(Recipe), **recipe, **{name: {**_defaults(Tuning), **each} for name, each in tunings.items()}}
-
-
-@cache
-def _defaults(described: type[Any]) -> dict[str, Any]:
-    """Give the fields that may be left out, as records have them."""
-    found: dict[str, Any] = {}
-    for each in fields(described):
-        if each.default_factory is not MISSING:
-            found[each.name] = each.default_factory()
-        elif each.default is not MISSING:
-            found[each.name] = each.default
-    given: dict[str, Any] = json.loads(json.dumps(found, default=asdict))
-    return given
 
 
 def _differing(recipes: Sequence[Mapping[str, Any]], fields: Iterable[str]) -> str:

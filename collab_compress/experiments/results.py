@@ -12,7 +12,7 @@ import yaml
 
 from collab_compress.conversion.compression import Compression
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.recipe import parse, with_todays_names
+from collab_compress.experiments.recipe import AnswerOptions, Tuning, parse, with_todays_names
 from collab_compress.experiments.record import read_records
 from collab_compress.experiments.untrained import Fresh
 from collab_compress.metrics import METRICS
@@ -50,10 +50,15 @@ WATCHING = {
 }  # fmt: skip
 """Training arguments that only watch."""
 
-PARTS: dict[str, Any] = {"heads": HeadTraining, "compression": Compression}
+TUNINGS = {"tuning", "again"}
+PARTS: dict[str, Any] = {
+    "heads": HeadTraining, "compression": Compression, "answers": AnswerOptions, **dict.fromkeys(TUNINGS, Tuning),
+}  # fmt: skip
 """Settings that have gained fields since the oldest records."""
 
-TUNINGS = {"tuning", "again"}
+ADDED: dict[str, Any] = {"answers": {}}
+"""Settings that the oldest records lack, and that have a default."""
+
 CONVERSION = {"compression", "conversion", "calibration", "recovery"}
 AGAIN = {"again"}
 UNSHAPED = {"dropout", "attention_dropout", "attention"}
@@ -304,7 +309,7 @@ def _result(place: str, record: Mapping[str, Any], model: str) -> Result:
         seed=record["seed"],
         score=float(record["score"]),
         parameters=record["parameters"],
-        recipe={name: _in_full(name, value) for name, value in recipe.items() if name not in free},
+        recipe={name: _in_full(name, value) for name, value in {**ADDED, **recipe}.items() if name not in free},
         place=place,
         metrics=record["metrics"],
         seconds=record["seconds"],
@@ -315,15 +320,16 @@ def _result(place: str, record: Mapping[str, Any], model: str) -> Result:
 
 def _in_full(name: str, recorded: Any) -> Any:
     """Give a setting with all its fields, also those added since; as it is recorded where it is not known."""
-    if name in TUNINGS and isinstance(recorded, dict) and isinstance(arguments := recorded.get("arguments"), dict):
-        deciding = {argument: value for argument, value in arguments.items() if argument not in WATCHING}
-        return {**recorded, "arguments": deciding}
     if recorded is None or name not in PARTS:
         return recorded
     try:
-        return asdict(parse(PARTS[name], recorded, name))
+        found = asdict(parse(PARTS[name], recorded, name))
     except (AttributeError, RecipeError):
-        return recorded
+        found = recorded
+    if name in TUNINGS and isinstance(found, dict) and isinstance(arguments := found.get("arguments"), dict):
+        deciding = {argument: value for argument, value in arguments.items() if argument not in WATCHING}
+        return {**found, "arguments": deciding}
+    return found
 
 
 def _checked(place: str, found: Any) -> dict[str, Any]:

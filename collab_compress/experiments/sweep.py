@@ -185,7 +185,8 @@ def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = find_direc
         RecipeError: a recipe asks for measures or trackers that are not there, one of several processes failed where
             the others cannot be told, or a launcher cannot be used.
     """
-    for recipe in chain.from_iterable(sweep.folders()):
+    left = sweep.folders()
+    for recipe in chain.from_iterable(left):
         check_trackers(recipe.trackers)
         check_measures(recipe)
     if sweep.launcher is not None:
@@ -194,7 +195,6 @@ def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = find_direc
         work = partial(run_sweep, find_model=find_model)
         return launch(work, shares, sweep.output / "jobs", sweep.cluster, sweep.submit)
     failed: list[str] = []
-    left = sweep.folders()
     while left:
         busy = []
         for runs in left:
