@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from collab_compress.factorization import HeadTensor, factorize
-from collab_compress.factorization.als import FAST_SWEEPS
 from collab_compress.factorization.parafac import SWEEPS, TOLERANCE
 
 Heads = tuple[Tensor, Tensor]
@@ -171,6 +170,8 @@ def compare(name: str, heads: Heads, rank: int, dtype: torch.dtype) -> dict[str,
     print(f"{name}: parafac ...", file=sys.stderr, flush=True)
     theirs = run_theirs(heads, rank, dtype)
     print(f"{name}: parafac {theirs['seconds']:.1f} s; ours ...", file=sys.stderr, flush=True)
+    from collab_compress.factorization.als import FAST_SWEEPS  # revisions that conversions are compared with lack it
+
     ours = run_ours(heads, rank, theirs["error"])
     fast = run_ours(heads, rank, theirs["error"], FAST_SWEEPS)
     peak = matmul_rate()

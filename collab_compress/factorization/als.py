@@ -17,10 +17,10 @@ from collab_compress.factorization.head_tensor import HeadTensor
 from collab_compress.factorization.iterate import SHIFT, Channels, Direction, Iterate
 from collab_compress.factorization.line_search import positive_minimiser
 from collab_compress.factorization.spare import narrowed, widened
-from collab_compress.factorization.sweep import Last, Sweeper, alone
+from collab_compress.factorization.sweep import Alone, Last, Sweeper
 from collab_compress.factorization.truncation import singular_channels, strongest, truncation
 
-SWEEPS = 100
+SWEEPS = 90
 FAST_SWEEPS = 36
 # A run without a number of sweeps goes on beyond `SWEEPS`, while that pays, up to as many.
 MOST_SWEEPS = 200
@@ -28,7 +28,7 @@ TOLERANCE = 2e-4
 # Below this the error is rounding: the squares it is the difference of cancel.
 EXACT = 1e-7
 # Sweeps over which progress is averaged before it counts as stalled.
-WINDOW = 5
+WINDOW = 3
 # A sweep that moves the point by less, relative to its length, has reached a fixed point: the difference of
 # two points is mostly rounding from here on, and directions built on it would amplify that.
 FIXED = 1e-10
@@ -61,10 +61,10 @@ class Continuation:
     first: float = 0.2
     start: float = 0.05
     end: float = 2e-3
-    share: float = 0.95
+    share: float = 0.97
     widening: float = 0.06
-    search: float = 0.2
-    spare: float = 1.25
+    search: float = 0.25
+    spare: float = 1.1
 
     def ridge(self, sweep: int, sweeps: int) -> float:
         """Return the ridge of one sweep, counted from 0."""
@@ -85,7 +85,7 @@ class Continuation:
         return min(ceil(self.spare * rank), channels) if spare else rank
 
 
-def als(tensor: HeadTensor, rank: int, options: SolverOptions, sweeper: Sweeper = alone) -> Solution:
+def als(tensor: HeadTensor, rank: int, options: SolverOptions, sweeper: Sweeper | None = None) -> Solution:
     r"""Fit factors by alternating least squares from the best per-head truncation.
 
     A sweep's step, $p = \mathrm{ALS}(x) - x$, serves as the preconditioned gradient of a nonlinear conjugate
@@ -98,9 +98,9 @@ def als(tensor: HeadTensor, rank: int, options: SolverOptions, sweeper: Sweeper 
         tensor: the heads, in float64: the error is a difference of squares that cancel.
         rank: R, below H·d.
         options: sweeps, and the tolerance, by default 2e-4: the share of the error that another sweep must be
-            expected to gain, by the average of the last five, once the ridge has faded. Without a number of sweeps
-            the ridge fades over most of 100, and 200 is the limit.
-        sweeper: makes the sweeps.
+            expected to gain, by the average of the last three, once the ridge has faded. Without a number of sweeps
+            the ridge fades over most of 90, and 200 is the limit.
+        sweeper: makes the sweeps; `Alone` if not given.
 
     Returns:
         The best factors met, and the lowest error of R components so far after every sweep.
@@ -114,7 +114,7 @@ def als(tensor: HeadTensor, rank: int, options: SolverOptions, sweeper: Sweeper 
     if norm == 0.0:
         return Solution(truncation(tensor, rank), (), converged=True)
     own, values = singular_channels(HeadTensor(tensor.query / norm**0.25, tensor.key / norm**0.25))
-    run = _Run(Channels.of(own), values, rank, options, sweeper)
+    run = _Run(Channels.of(own), values, rank, options, sweeper or Alone())
     run.descend()
     best, errors = run.best, tuple(run.errors)
     if best.values.dtype != torch.float64:  # then errors are rounded
@@ -215,8 +215,16 @@ class _Run:
             self.last = found.step, found.line.direction
             error = max(sum(c * length**power for power, c in enumerate(squared[:7])), 0.0) ** 0.5
         if error < self.lowest and self.point.query.shape[1] == self.rank:
-            self.best, self.lowest = self.point, error
+            self._keep(error)
         self.errors.append(self.lowest)
         if self.progress is not None:
             self.progress(len(self.errors), self.lowest)
         return error
+
+    def _keep(self, error: float) -> None:
+        """Copy the point, which has the lowest error so far: sweeps will write over it."""
+        values = self.point.values
+        if (self.best.values.shape, self.best.values.dtype) != (values.shape, values.dtype):
+            self.best = Direction(torch.empty_like(values), self.point.heads)
+        self.best.values.copy_(values)
+        self.lowest = error

@@ -53,13 +53,17 @@ class Channels:
         """Return them in another dtype."""
         return Channels(self.query.to(dtype), self.key.to(dtype), self.heads)
 
-    def project_query(self, coefficients: Tensor) -> Tensor:
+    def project_query(self, coefficients: Tensor, out: Tensor | None = None) -> Tensor:
         r"""Return $F_Q^\top F_Q Z$, (n, R), from Z (n, R)."""
-        return self.query.mT @ (self.query @ coefficients) if self.grams is None else self.grams[0] @ coefficients
+        if self.grams is None:
+            return torch.matmul(self.query.mT, self.query @ coefficients, out=out)
+        return torch.matmul(self.grams[0], coefficients, out=out)
 
-    def project_key(self, coefficients: Tensor) -> Tensor:
+    def project_key(self, coefficients: Tensor, out: Tensor | None = None) -> Tensor:
         r"""Return $F_K^\top F_K Z$, (n, R), from Z (n, R)."""
-        return self.key.mT @ (self.key @ coefficients) if self.grams is None else self.grams[1] @ coefficients
+        if self.grams is None:
+            return torch.matmul(self.key.mT, self.key @ coefficients, out=out)
+        return torch.matmul(self.grams[1], coefficients, out=out)
 
     def by_head(self, projected: Tensor) -> Tensor:
         """Give rows (n, R) as (H, r, R)."""
@@ -114,11 +118,13 @@ class Direction:
         query, mixing, key = (part.to(channels.dtype) for part in (self.query, self.mixing, self.key))
         return Direction.of(channels, query, mixing, key)
 
-    def plus(self, other: Direction, scale: float | Tensor) -> Direction:
+    def plus(self, other: Direction, scale: float | Tensor, out: Tensor | None = None) -> Direction:
         """Return this plus a multiple of another direction."""
         if isinstance(scale, Tensor):
-            return Direction(torch.addcmul(self.values, other.values, scale[..., None, None]), self.heads)
-        return Direction(torch.add(self.values, other.values, alpha=scale), self.heads)
+            values = torch.addcmul(self.values, other.values, scale[..., None, None], out=out)
+        else:
+            values = torch.add(self.values, other.values, alpha=scale, out=out)
+        return Direction(values, self.heads)
 
     def dot(self, other: Direction) -> Tensor:
         """Return the sum of the three factors' inner products, a scalar."""
@@ -152,7 +158,9 @@ class Iterate(Direction):
         squared = self.grams.prod(0).sum()
         return float((1 - 2 * inner + squared).clamp_min(0).sqrt())
 
-    def swept(self, channels: Channels, ridge: float | Tensor, shift: float | Tensor = SHIFT) -> Direction:
+    def swept(
+        self, channels: Channels, ridge: float | Tensor, shift: float | Tensor = SHIFT, out: Tensor | None = None
+    ) -> Direction:
         """Return the point after least squares for mixing, query, mixing again, and key.
 
         The mixing matrix costs next to nothing, and solving it before either projection saves about a
@@ -162,32 +170,37 @@ class Iterate(Direction):
             channels: of the heads.
             ridge: weight of the factors' squared norms beside the squared error; (B, 1) for B layers.
             shift: as in `least_squares`; NaNs in the point say that a system was singular even so.
+            out: where the values go; into new memory if None.
         """
+        found = Direction(torch.empty_like(self.values) if out is None else out, self.heads)
+        query, key, mixing, projected_query, projected_key, again = found.parts
         query_gram, _, key_gram = self.grams.unbind(-3)
-        projected_query, projected_key = self.projected_query, self.projected_key
-        right = channels.mixing_mttkrp(projected_query, projected_key)
-        mixing = least_squares(query_gram * key_gram, right, ridge, shift)
-        right = channels.mttkrp(mixing, projected_key)
-        query = least_squares(key_gram * (mixing.mT @ mixing), right, ridge, shift)
-        projected_query = channels.project_query(query)
+        right = channels.mixing_mttkrp(self.projected_query, self.projected_key)
+        least_squares(query_gram * key_gram, right, ridge, shift, out=mixing)
+        right = channels.mttkrp(mixing, self.projected_key)
+        least_squares(key_gram * (mixing.mT @ mixing), right, ridge, shift, out=query)
+        channels.project_query(query, out=projected_query)
         query_gram = query.mT @ projected_query
-        right = channels.mixing_mttkrp(projected_query, projected_key)
-        mixing = least_squares(query_gram * key_gram, right, ridge, shift)
+        right = channels.mixing_mttkrp(projected_query, self.projected_key)
+        least_squares(query_gram * key_gram, right, ridge, shift, out=mixing)
         right = channels.mttkrp(mixing, projected_query)
-        key = least_squares(query_gram * (mixing.mT @ mixing), right, ridge, shift)
-        projected_key = channels.project_key(key)
+        least_squares(query_gram * (mixing.mT @ mixing), right, ridge, shift, out=key)
+        channels.project_key(key, out=projected_key)
         # A component's three columns get one length, the gauge in which the ridge is smallest.
         squares = _diagonal(query_gram), (key * projected_key).sum(-2).clamp_min(0), mixing.square().sum(-2)
         lengths = torch.stack(squares).sqrt()
         scales = (lengths.prod(0).pow(1 / 3) / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)).unsqueeze(-2)
-        balanced = Direction(torch.empty_like(self.values), self.heads)
-        found = (query, key, mixing, projected_query, projected_key, mixing)
-        for part, values, scale in zip(balanced.parts, found, (*scales, *scales), strict=True):
-            torch.mul(values, scale, out=part)
-        return balanced
+        for part, scale in zip(
+            (query, key, mixing, projected_query, projected_key), (*scales, *scales[:2]), strict=True
+        ):
+            part.mul_(scale)
+        again.copy_(mixing)
+        return found
 
 
-def least_squares(gram: Tensor, right: Tensor, ridge: float | Tensor, shift: float | Tensor = SHIFT) -> Tensor:
+def least_squares(
+    gram: Tensor, right: Tensor, ridge: float | Tensor, shift: float | Tensor = SHIFT, out: Tensor | None = None
+) -> Tensor:
     """Return X minimising the quadratic whose normal equations are X (gram + ridge·I) = right; solved in float64.
 
     Args:
@@ -196,6 +209,7 @@ def least_squares(gram: Tensor, right: Tensor, ridge: float | Tensor, shift: flo
         ridge: added to the diagonal; (B, 1) for B systems.
         shift: added to the diagonal once it is scaled to 1, in units of R times the rounding of one number; (B, 1)
             for B systems.
+        out: where X goes; into new memory if None.
 
     Returns:
         (n, R); all NaN where the system has no Cholesky factorization even so, which needs no wait for a device.
@@ -210,10 +224,11 @@ def least_squares(gram: Tensor, right: Tensor, ridge: float | Tensor, shift: flo
     root, info = torch.linalg.cholesky_ex(system)
     scale = torch.where(info[..., None, None] == 0, scale, torch.nan)
     if right.shape[-2] < gram.shape[-1]:
-        return (torch.cholesky_solve((right * scale).mT, root).mT * scale).to(right.dtype)
+        found = (torch.cholesky_solve((right * scale).mT, root).mT * scale).to(right.dtype)
+        return found if out is None else out.copy_(found)
     # Of many right sides a product costs less than two triangular solves.
     inverse = torch.cholesky_inverse(root).mul_(scale.mT * scale)
-    return right @ inverse.to(right.dtype)
+    return torch.matmul(right, inverse.to(right.dtype), out=out)
 
 
 def _diagonal(matrix: Tensor) -> Tensor:

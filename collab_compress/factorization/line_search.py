@@ -27,6 +27,7 @@ class Line:
         grams: per factor the matrices of $1, \alpha, \alpha^2$ in its Gram matrix along the line, (3, 3, R, R).
         squared: coefficients of $1$ to $\alpha^6$ of the squared error of heads whose squared norm is 1, (7,).
         penalty: of $1$ to $\alpha^6$ of the ridge's part, (7,).
+        out: where the next point's values go; into new memory if None.
     """
 
     point: Iterate
@@ -34,9 +35,17 @@ class Line:
     grams: Tensor
     squared: Tensor
     penalty: Tensor
+    out: Tensor | None = None
 
     @classmethod
-    def of(cls, channels: Channels, point: Iterate, direction: Direction, ridge: float | Tensor) -> Line:
+    def of(
+        cls,
+        channels: Channels,
+        point: Iterate,
+        direction: Direction,
+        ridge: float | Tensor,
+        out: Tensor | None = None,
+    ) -> Line:
         """Expand the polynomial; two R×R products per projection and none with the tensor."""
         *several, rank, _ = point.grams.shape
         grams = point.grams.new_empty(*several, 3, rank, rank)
@@ -67,13 +76,13 @@ class Line:
         squared[..., 0] += 1.0
         penalty = torch.zeros_like(squared)
         penalty[..., :3] = ridge * grams.diagonal(dim1=-2, dim2=-1).sum((-3, -1))
-        return cls(point, direction, grams, squared, penalty)
+        return cls(point, direction, grams, squared, penalty, out)
 
     def at(self, step: float) -> Iterate:
         """Return the point at one step length, its Gram matrices taken from the expansion."""
         grams = torch.add(self.grams[:, 1], self.grams[:, 2], alpha=step)
         grams = torch.add(self.grams[:, 0], grams, alpha=step)
-        return Iterate(self.point.plus(self.direction, step).values, self.point.heads, grams)
+        return Iterate(self.point.plus(self.direction, step, self.out).values, self.point.heads, grams)
 
 
 def _diagonal_sums(table: Tensor) -> Tensor:
@@ -98,8 +107,8 @@ def positive_minimiser(coefficients: Sequence[float]) -> float:
     degree = max((power for power, value in enumerate(slope) if abs(value) > least), default=0)
     if degree == 0 or not all(isfinite(value / slope[degree]) for value in slope):
         return 0.0
-    roots = np.roots(slope[degree::-1])
-    steps = roots.real[(abs(roots.imag) <= 1e-6 * abs(roots)) & (roots.real > 0)].clip(max=LONGEST_STEP)
-    reached = [(sum(c * step**power for power, c in enumerate(coefficients, 1)), step) for step in steps.tolist()]
+    roots: list[complex] = np.roots(slope[degree::-1]).tolist()
+    steps = [min(root.real, LONGEST_STEP) for root in roots if root.real > 0 and abs(root.imag) <= 1e-6 * abs(root)]
+    reached = [(sum(c * step**power for power, c in enumerate(coefficients, 1)), step) for step in steps]
     value, step = min(reached, default=(0.0, 0.0))
     return step if value < 0 else 0.0

@@ -138,8 +138,8 @@ def test_a_solver_that_cannot_go_on_keeps_the_best_point_and_has_not_converged(m
 def test_nans_end_the_run_and_are_no_convergence(make_heads, monkeypatch, after):
     tensor, calls, product = make_heads(3, 12, 11, 4), itertools.count(), Channels.project_query
 
-    def poisoned(self, *args):
-        return product(self, *args) * (float("nan") if next(calls) > after else 1.0)
+    def poisoned(self, *args, **kwargs):
+        return product(self, *args, **kwargs).mul_(float("nan") if next(calls) > after else 1.0)
 
     monkeypatch.setattr(Channels, "project_query", poisoned)
     solution = als(tensor, 5, SolverOptions())
