@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from collab_compress.factorization.parafac import SWEEPS, TOLERANCE
 
 Heads = tuple[Tensor, Tensor]
 EFFORTS = ("best", "fast")
+RUNS = 5  # of ours: a tenth of a second is easily lost to other work
 
 
 def minilm() -> Any:
@@ -90,7 +92,15 @@ def run_theirs(heads: Heads, rank: int, dtype: torch.dtype, sweeps: int = SWEEPS
 
 
 def run_ours(heads: Heads, rank: int, target: float, sweeps: int | None = None) -> dict[str, Any]:
-    """Time the solver, by default or with fewer sweeps, and when its error first was no higher than the target."""
+    """Time the solver, by default or with fewer sweeps, and when its error first was no higher than the target.
+
+    Of some runs, which find the same, that which is in the middle by that time.
+    """
+    runs = [_run_ours(heads, rank, target, sweeps) for _ in range(RUNS)]
+    return sorted(runs, key=lambda run: run["to_their_error"] or inf)[RUNS // 2]
+
+
+def _run_ours(heads: Heads, rank: int, target: float, sweeps: int | None) -> dict[str, Any]:
     reached: list[float] = []
     begin = time.perf_counter()
 

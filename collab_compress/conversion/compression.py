@@ -42,8 +42,8 @@ class Compression:
     """How to decompose: als (ours) or parafac (the papers' recipe, through tensorly)."""
 
     effort: Effort = field(default="best", kw_only=True)
-    """How long to look for the factors of queries and keys: best is the solver's own default, fast a third of its
-    sweeps, for errors about 2 % higher."""
+    """How long to look for the factors of queries and keys: best is the solver's own default, fast two fifths of
+    its sweeps, for errors about 2 % higher."""
 
     sweeps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Most passes over the factors; the solver's own default if not given."""

@@ -63,7 +63,7 @@ class Continuation:
     end: float = 2e-3
     share: float = 0.97
     widening: float = 0.06
-    search: float = 0.25
+    search: float = 0.2
     spare: float = 1.1
 
     def ridge(self, sweep: int, sweeps: int) -> float:
