@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from collab_compress.factorization import HeadTensor, SolverOptions
 from collab_compress.factorization.als import Continuation, als
 from collab_compress.factorization.iterate import Channels
+from collab_compress.factorization.sweep import Alone, Sweep
 from collab_compress.factorization.truncation import truncation
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
@@ -177,3 +178,58 @@ def test_ridge_fades_and_ends():
     assert all(later <= earlier for earlier, later in itertools.pairwise(values))
     assert not any(values[80:])
     assert Continuation().ridge(0, 1) == 0.0
+
+
+def remembering(channels, point, last, ridge, shift):
+    """Make a sweep in new memory, as `Alone` does in that of the one before the last."""
+    sweep = Sweep.of(channels, point, last, ridge, shift)
+    return sweep, sweep.numbers.tolist()
+
+
+@pytest.mark.parametrize("large", [1, 1 << 14])
+@pytest.mark.parametrize("failing", [(), (4, 7, 8), (30,)])
+def test_memory_that_is_used_again_holds_nothing_that_is_needed(make_heads, monkeypatch, large, failing):
+    """With products in float32 and without, with spare components, and where sweeps are made again."""
+
+    def retrying(sweeper):
+        calls = itertools.count()
+
+        def make(*asked):
+            sweep, numbers = sweeper(*asked)
+            return sweep, [float("nan")] * len(numbers) if next(calls) in failing else numbers
+
+        return make
+
+    monkeypatch.setattr("collab_compress.factorization.als.LARGE", large)
+    tensor = make_heads(8, 40, 40, 6)
+    ours, theirs = (als(tensor, 16, SolverOptions(sweeps=60), retrying(each)) for each in (Alone(), remembering))
+    assert ours.errors == theirs.errors
+    assert ours.breakdowns == theirs.breakdowns == len([call for call in failing if call != 8])
+    for name in ("query", "mixing", "key"):
+        torch.testing.assert_close(getattr(ours.factors, name), getattr(theirs.factors, name), rtol=0, atol=0)
+
+
+def test_sweeps_alone_take_turns_in_two_sets_of_blocks(make_heads):
+    alone, kept = Alone(), []
+
+    def watching(*asked):
+        sweep, numbers = alone(*asked)
+        kept.append(tuple(blocks.data_ptr() for blocks in alone.sets))
+        return sweep, numbers
+
+    als(make_heads(8, 40, 40, 6), 16, SolverOptions(sweeps=60), watching)
+    assert len(kept) == 60
+    assert len(list(itertools.groupby(kept))) <= 4  # one more where components become more or fewer, and in float64
+
+
+def test_the_best_point_is_not_written_over(make_heads):
+    alone, calls, tensor = Alone(), itertools.count(), make_heads(3, 12, 11, 4)
+
+    def worse(*asked):
+        sweep, numbers = alone(*asked)
+        numbers[2] += next(calls) >= 10  # the squared error, of every step length
+        return sweep, numbers
+
+    solution = als(tensor, 5, SolverOptions(sweeps=20), worse)
+    assert len(set(solution.errors[9:])) == 1
+    assert tensor.relative_error(solution.factors) == pytest.approx(solution.errors[9], rel=1e-9)
