@@ -417,7 +417,7 @@ def test_records_in_the_repository_are_read_by_todays_names():
     records = Path(__file__).parents[2] / "glue_runs" / "records"
     found = [result for name in ("glue", "multi30k") for result in read_results(records / f"{name}.jsonl")]
     heads = [result.recipe["heads"] for result in found]
-    assert len(heads) == 124
+    assert len(heads) == 130
     names = {penalty["name"] for each in heads for penalty in each["penalties"]}
     assert names == {"hsic", "orthogonality", "bhattacharyya"}
     assert {each["alphas"]["frozen_ratio"] for each in heads if each["alphas"] is not None} == {0.31}
