@@ -129,6 +129,15 @@ def test_same_seed_same_bits(family, make_tiny, calibration):
     assert equal(state(models[0]), state(models[1]))
 
 
+@pytest.mark.usefixtures("decomposed_anew")
+def test_the_callers_autocast_changes_nothing(make_tiny, calibration):
+    models = [make_tiny("bert") for _ in range(2)]
+    for model, rounding in zip(models, (False, True), strict=True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=rounding):
+            compress(model, Compression(dk=8, dv=12), calibration)
+    assert equal(state(models[0]), state(models[1]))
+
+
 def test_progress_names_every_module(make_tiny):
     seen = []
     compress(make_tiny("bert"), Compression(dk=8), calibration=None, progress=lambda *step: seen.append(step))
