@@ -207,7 +207,9 @@ def _refuse_quantized(directory: Path, config: Any, edited: bool) -> None:
     if method == METHOD and edited:
         return
     if method == METHOD:
-        raise CheckpointError(f"{directory} is already converted; start from the dense checkpoint")
+        raise CheckpointError(
+            f"{directory} is already converted, or its heads mixed or pruned; start from the dense checkpoint"
+        )
     raise CheckpointError(f"{directory} is quantized ({method}); take the unquantized checkpoint instead")
 
 

@@ -190,7 +190,7 @@ def _dense_directory(arguments: Arguments, record: dict[str, Any]) -> Path:
     if not isinstance(name, str):
         raise CollabCompressError(f"{arguments.model} does not say what it was converted from; pass --dense MODEL")
     try:
-        return find_directory(name)
+        return find_directory(name, record.get("revision"))
     except CollabCompressError as error:
         raise CollabCompressError(
             f"{arguments.model} was converted from {name}: {error}; pass --dense MODEL"

@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from collab_compress_cli import compress, expand, merge, prune, recover
+from collab_compress_cli import model as command_model
 from collab_compress_cli.compress import with_steps
 from collab_compress_cli.model import load_model
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
@@ -128,6 +130,22 @@ def test_recovery_brings_the_model_nearer(run, folder, tmp_path):
     assert recovery["steps"] == 8
     assert recovery["drift"] > 0
     assert not torch.equal(outputs(tmp_path / "out"), outputs(folder / "small"))
+
+
+def test_recovery_goes_to_the_revision_that_was_converted(run, folder, monkeypatch):
+    asked = []
+
+    def find(name, revision=None):
+        asked.append((name, revision))
+        return folder / "dense" if name == "someone/model" else Path(name)
+
+    for module in (command_model, recover):
+        monkeypatch.setattr(module, "find_directory", find)
+    words = ("--dk", 5, "--calibration", "none", "--output", "out")
+    assert run("compress", "someone/model", "--revision", "v1", *words)[0] == 0
+    assert asked == [("someone/model", "v1")] * 2
+    assert run("recover", "out", "--steps", 1, "--length", 16, "--device", "cpu")[0] == 0
+    assert asked[3] == ("someone/model", "v1")
 
 
 def test_converting_and_recovering_in_one_go(run, tmp_path):
