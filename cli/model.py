@@ -50,7 +50,7 @@ class Common:
     """Branch, tag or commit of MODEL on the hub."""
 
     quiet: bool = False
-    """Say nothing but errors."""
+    """Say nothing but warnings and errors."""
 
     def say(self, *lines: str) -> None:
         """Print lines, unless that is not wanted."""
