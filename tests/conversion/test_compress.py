@@ -525,6 +525,16 @@ def test_batches_that_do_not_fit_the_model(make_tiny, calibration):
         compress(model, Compression(dk=8), [{"input_ids": calibration[0]["input_ids"][0, 0]}])
 
 
+def test_a_model_that_fails_without_a_word(make_tiny, calibration):
+    def fail(*_):
+        raise NotImplementedError
+
+    model = make_tiny("bert")
+    model.register_forward_pre_hook(fail)
+    with pytest.raises(CalibrationError, match=r"cannot run on the given batches \(NotImplementedError\)"):
+        compress(model, Compression(dk=8), calibration)
+
+
 def test_outputs_that_are_not_finite_are_refused(make_tiny, calibration):
     model = make_tiny("bert", BertForSequenceClassification)
     with torch.no_grad():
