@@ -178,6 +178,8 @@ def test_the_number_of_steps_may_be_left_out():
         (["recover", "small"], "pass --dense MODEL"),
         (["recover", "dense", "--dense", "dense"], "is not converted"),
         (["recover", "small", "--dense", "dense", "--steps", 0], "recovery takes 0 steps"),
+        (["recover", "small", "--dense", "dense", "--learning-rate", "nan"], "expected a number above 0"),
+        (["recover", "small", "--dense", "minilm", "--steps", 1], "pass the dense model that was converted"),
         (["expand", "exact", "--revision", "main"], "is here, without revisions"),
         (["expand", "exact", "--push-to-hub", "a/b/c"], "cannot be a name on the hub"),
         (["expand", "exact", "--push-to-hub", "a/b"], "a/b cannot be put on the hub"),
