@@ -101,9 +101,10 @@ def test_merging(run, folder, tmp_path):
 
 def test_pruning_named_heads(run, tmp_path):
     name = "bert.encoder.layer.1.attention.self"
-    code, printed, error = run("prune", "dense", "--heads", f"{name}=0,2")
+    code, printed, error = run("prune", "dense", "--heads", f"{name}=2,0", f"{name}=2")
     assert (code, error) == (0, "")
     assert f"{name}: 0, 2" in printed
+    assert "2 attention heads were removed" in printed
     record = json.loads((tmp_path / "dense-pruned" / "collab_compress.json").read_text())
     assert record["pruned_heads"] == {name: [0, 2]}
     assert record["parameters_after"] < record["parameters_before"]
