@@ -192,6 +192,7 @@ def _mixed(source: Source) -> dict[str, int]:
 def _made(source: Source, arguments: Arguments, report: Report | None, recovery: dict[str, Any] | None) -> Made:
     record = {
         "model": arguments.model,
+        **({} if arguments.saving.revision is None else {"revision": arguments.saving.revision}),
         "class": type(source.model).__name__,
         "compression": None if report is None else asdict(_compression(arguments, report)),
         "calibration": None if report is None else arguments.calibration,

@@ -50,7 +50,7 @@ class Common:
     """Branch, tag or commit of MODEL on the hub."""
 
     quiet: bool = False
-    """Say nothing but errors."""
+    """Say nothing but warnings and errors."""
 
     def say(self, *lines: str) -> None:
         """Print lines, unless that is not wanted."""
@@ -207,7 +207,9 @@ def _refuse_quantized(directory: Path, config: Any, edited: bool) -> None:
     if method == METHOD and edited:
         return
     if method == METHOD:
-        raise CheckpointError(f"{directory} is already converted; start from the dense checkpoint")
+        raise CheckpointError(
+            f"{directory} is already converted, or its heads mixed or pruned; start from the dense checkpoint"
+        )
     raise CheckpointError(f"{directory} is quantized ({method}); take the unquantized checkpoint instead")
 
 

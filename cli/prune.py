@@ -122,7 +122,7 @@ def _named(words: Sequence[str]) -> dict[str, list[int]]:
         if not name or not all(number.strip().isdecimal() for number in listed):
             raise CollabCompressError(f"--heads {word}: expected MODULE=H,H, as encoder.layer.0.attention.self=0,3")
         heads.setdefault(name, []).extend(int(number) for number in listed)
-    return heads
+    return {name: sorted(set(chosen)) for name, chosen in heads.items()}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -109,10 +110,12 @@ def recover(
         Steps, seconds, mean divergence of attention rows, and the drift of outputs before and after.
 
     Raises:
-        CollabCompressError: the steps are none, or there is nothing to recover.
+        CollabCompressError: the steps or the learning rate are none, or there is nothing to recover.
     """
     if steps < 1:
         raise CollabCompressError(f"recovery takes {steps} steps; expected at least 1, or leave it out")
+    if learning_rate is not None and not 0 < learning_rate < inf:
+        raise CollabCompressError(f"--learning-rate is {learning_rate}; expected a number above 0")
     model = source.model
     batches = calibration_batches(
         calibration, dense, source.tokenizer, sequences=MEASURED, length=length, seed=seed + 2000
@@ -190,7 +193,7 @@ def _dense_directory(arguments: Arguments, record: dict[str, Any]) -> Path:
     if not isinstance(name, str):
         raise CollabCompressError(f"{arguments.model} does not say what it was converted from; pass --dense MODEL")
     try:
-        return find_directory(name)
+        return find_directory(name, record.get("revision"))
     except CollabCompressError as error:
         raise CollabCompressError(
             f"{arguments.model} was converted from {name}: {error}; pass --dense MODEL"

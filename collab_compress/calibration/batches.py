@@ -96,6 +96,8 @@ def noted_batches(
             "calibration=data['text']"
         )
     items = None if isinstance(calibration, str | Path) else _items(calibration)
+    if items is not None and not items:
+        raise CalibrationError("calibration data is empty; pass at least one batch or text, or None")
     if items is not None and any(isinstance(item, Mapping) for item in items):
         batches = [_batch(place, item) for place, item in enumerate(items)]
     elif model.main_input_name != "input_ids" or reads_two(model):
@@ -132,8 +134,6 @@ def noted_batches(
             f"the calibration data holds token {largest}, but the model's vocabulary ends at {size - 1}; "
             "the tokenizer is not this model's"
         )
-    if not batches:
-        raise CalibrationError("calibration data is empty; pass at least one batch or text, or None")
     return batches, notes
 
 
@@ -198,7 +198,7 @@ def read_texts(path: Path) -> list[Text]:
         CalibrationError: the file is missing, not UTF-8, has no text, or has a line of more than two.
     """
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(f"cannot read calibration texts from {path}: {error}") from error
     if not lines:

@@ -29,10 +29,11 @@ COMPANIONS = (
     # tokenizers
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt",
     "vocab.json", "merges.txt", "*.spm", "*.model", "bpe.codes", "dict.txt", "emoji.txt", "target_vocab.json",
-    "normalizer.json",
-    "chat_template.jinja", "chat_template.json",
+    "normalizer.json", "word_shape.json", "word_pronunciation.json", "chat_template.jinja",
+    "chat_template.json", "additional_chat_templates/*.jinja",
     # processors
     "processor_config.json", "preprocessor_config.json", "image_processor_config.json",
+    "video_preprocessor_config.json",
     # generation, sentence-transformers
     "generation_config.json", MODULES, "sentence_*_config.json", "config_sentence_transformers.json",
     # licences
@@ -296,9 +297,8 @@ def _alive(pid: int) -> bool:
 
 
 def _matching(directory: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
-    for path in sorted(directory.iterdir()):
-        if path.is_file() and _matches(path, patterns):
-            yield path
+    found = {path for pattern in patterns for path in directory.glob(pattern)}
+    yield from sorted(path for path in found if path.is_file())
 
 
 def _matches(path: Path, patterns: tuple[str, ...]) -> bool:

@@ -230,9 +230,10 @@ def compress(
     def work(chosen: Sequence[Site]) -> list[Planned]:
         return plan(model, chosen, compression, used, progress, calibrating.append)
 
-    planned = plan_distributed(sites, work) if distributed else work(sites)
+    with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
+        planned = plan_distributed(sites, work) if distributed else work(sites)
+        drift = measure(model, held_back, partial(_converted, planned))
     parameters_before = model.num_parameters()
-    drift = measure(model, held_back, partial(_converted, planned))
     _install(planned)
     for kind in dict.fromkeys(item.form.kind for item in planned):
         record_edit_(model, FormEdit(kind, {paths[i.site.name]: i.form for i in planned if i.form.kind == kind}))

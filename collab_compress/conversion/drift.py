@@ -81,9 +81,18 @@ def drift_of(model: PreTrainedModel, dense: PreTrainedModel, batches: Sequence[B
         The drift; None without batches.
 
     Raises:
-        CalibrationError: an output is not finite.
+        CalibrationError: an output is not finite, or the two are of different shapes.
     """
-    return _pooled([_compared(batch, *main_output(dense, batch), main_output(model, batch)[1]) for batch in batches])
+    measured = []
+    for batch in batches:
+        (name, old), (_, new) = main_output(dense, batch), main_output(model, batch)
+        if old.shape != new.shape:
+            raise CalibrationError(
+                f"{type(dense).__name__} gives {name} of shape {tuple(old.shape)}, {type(model).__name__} one of "
+                f"{tuple(new.shape)}; pass the dense model that was converted"
+            )
+        measured.append(_compared(batch, name, old, new))
+    return _pooled(measured)
 
 
 Measured: TypeAlias = tuple[str, int, float, float]

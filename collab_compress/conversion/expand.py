@@ -82,8 +82,8 @@ def expand(model: PreTrainedModel) -> Expansion:
         The error of each module. Without other edits the model is a stock one afterwards and saves as such.
 
     Raises:
-        CompressionError: the model holds no collaborative attention, is sharded, or has content biases that its stock
-            form has no query biases for.
+        CompressionError: the model holds no collaborative attention, is sharded, has weights that are not finite, or
+            content biases that its stock form has no query biases for.
         UnsupportedModelError: a projection carries an adapter, is quantized or offloaded.
     """
     return expand_to_(transformers_model(model), None)
@@ -107,7 +107,10 @@ def expand_to_(model: PreTrainedModel, head_width: int | None) -> Expansion:
         if hasattr(module, ScoreForm.at):
             _refuse_bias_without_place(model, name, module)
             turned = isinstance(module.score_form, RotaryScores)
-            made = _dense_rotary(name, module) if turned else _dense_projections(model, name, module, head_width)
+            try:
+                made = _dense_rotary(name, module) if turned else _dense_projections(model, name, module, head_width)
+            except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+                raise CompressionError(f"{name}: {error} Look for NaN in its weights") from error
             query, key, errors[name] = made
             planned.append((module, ScoreForm.at, (query, key)))
         if hasattr(module, NarrowValues.at):

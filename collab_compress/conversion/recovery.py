@@ -19,6 +19,7 @@ from transformers import (
 from transformers.trainer_utils import TrainOutput
 
 from collab_compress.architectures import FAMILIES, AttentionSite, find_attention
+from collab_compress.attention import ScoreForm
 from collab_compress.attention.view import FORMS_AT
 from collab_compress.calibration import Batch, Calibration, calibration_batches
 from collab_compress.errors import CalibrationError, HeadError
@@ -124,8 +125,8 @@ def distil_(
         What the `Trainer` says: steps, mean loss, speed.
 
     Raises:
-        HeadError: the model is not converted, or has other attention modules than the dense one; several GPUs in one
-            process.
+        HeadError: the model is not converted, or has other attention modules or heads than the dense one; several
+            GPUs in one process.
         CalibrationError: there are no batches.
         UnsupportedModelError: the models' family is not known.
     """
@@ -141,6 +142,12 @@ def distil_(
             f"{type(dense).__name__} has other attention modules than {type(model).__name__}; pass the dense "
             "model that was converted"
         )
+    for site, other in zip(sites, others, strict=True):
+        if site.heads != other.heads and hasattr(site.module, ScoreForm.at):
+            raise HeadError(
+                f"{site.name} has {site.heads} heads, and {other.heads} in the dense model; remove the same heads "
+                "there first, or recover before pruning"
+            )
     before = {parameter: parameter.requires_grad for parameter in model.parameters()}
     modes = {module: module.training for each in (model, dense) for module in each.modules()}
     use_cache = vars(model.config).get("use_cache")  # a Trainer switches it off

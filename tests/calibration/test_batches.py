@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from collab_compress.calibration import calibration_batches
+from collab_compress.calibration.batches import read_texts
 from collab_compress.errors import CalibrationError
 
 
@@ -111,6 +112,12 @@ def test_a_file_of_texts(tmp_path, minilm, minilm_tokenizer):
     assert batch["attention_mask"].sum(1).tolist() == [5, 13]
     (same,) = calibration_batches(str(file), minilm, minilm_tokenizer)
     assert torch.equal(same["input_ids"], batch["input_ids"])
+
+
+def test_lines_of_a_file_end_where_editors_end_them(tmp_path):
+    file = tmp_path / "texts.txt"
+    file.write_bytes("\ufeffone\u2028text\x0c\x85more\r\ntwo\ttexts\n".encode())
+    assert read_texts(file) == ["one\u2028text\x0c\x85more", ("two", "texts")]
 
 
 def test_a_file_of_pairs(tmp_path, minilm, minilm_tokenizer):
@@ -302,6 +309,7 @@ def test_none(minilm, nothing):
         ("synthetic", False, r"needs the model's tokenizer, and there is none: pass tokenizer="),
         ("missing.txt", True, r"cannot read calibration texts from missing\.txt"),
         ([], True, "calibration data is empty"),
+        ([], False, "calibration data is empty"),
         (7, True, "calibration is a int; expected"),
         (["text", {"input_ids": torch.ones(1, 1)}], True, "mixes batches and texts"),
         (["text", 3], True, "calibration item 1 is a int; expected a text, a pair of texts, or a batch"),

@@ -11,12 +11,15 @@ TRAVELS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "merges.txt", "source.spm",
     "sentencepiece.bpe.model", "chat_template.jinja", "preprocessor_config.json", "generation_config.json",
     "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "LICENSE", "LICENSE.txt",
-    "NOTICE", "normalizer.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors",
+    "NOTICE", "normalizer.json", "word_shape.json", "word_pronunciation.json", "video_preprocessor_config.json",
+    "additional_chat_templates/tool_use.jinja", "1_Pooling/config.json", "2_Dense/config.json",
+    "2_Dense/model.safetensors",
 )  # fmt: skip
 STAYS = (
     "config.json", "README.md", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
     "model.onnx", "modeling.py", "training_args.bin", "optimizer.pt", "notes.md", "customers.csv",
-    "trainer_state.json", ".env", "runs/events", "other/config.json", "2_Dense/code.py", "2_Dense/pytorch_model.bin",
+    "trainer_state.json", ".env", "runs/events", "other/config.json", "other/chat_template.jinja", "2_Dense/code.py",
+    "2_Dense/pytorch_model.bin",
 )  # fmt: skip
 
 

@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from collab_compress_cli import compress, expand, merge, prune, recover
+from collab_compress_cli import model as command_model
 from collab_compress_cli.compress import with_steps
 from collab_compress_cli.model import load_model
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
@@ -99,9 +101,10 @@ def test_merging(run, folder, tmp_path):
 
 def test_pruning_named_heads(run, tmp_path):
     name = "bert.encoder.layer.1.attention.self"
-    code, printed, error = run("prune", "dense", "--heads", f"{name}=0,2")
+    code, printed, error = run("prune", "dense", "--heads", f"{name}=2,0", f"{name}=2")
     assert (code, error) == (0, "")
     assert f"{name}: 0, 2" in printed
+    assert "2 attention heads were removed" in printed
     record = json.loads((tmp_path / "dense-pruned" / "collab_compress.json").read_text())
     assert record["pruned_heads"] == {name: [0, 2]}
     assert record["parameters_after"] < record["parameters_before"]
@@ -128,6 +131,22 @@ def test_recovery_brings_the_model_nearer(run, folder, tmp_path):
     assert recovery["steps"] == 8
     assert recovery["drift"] > 0
     assert not torch.equal(outputs(tmp_path / "out"), outputs(folder / "small"))
+
+
+def test_recovery_goes_to_the_revision_that_was_converted(run, folder, monkeypatch):
+    asked = []
+
+    def find(name, revision=None):
+        asked.append((name, revision))
+        return folder / "dense" if name == "someone/model" else Path(name)
+
+    for module in (command_model, recover):
+        monkeypatch.setattr(module, "find_directory", find)
+    words = ("--dk", 5, "--calibration", "none", "--output", "out")
+    assert run("compress", "someone/model", "--revision", "v1", *words)[0] == 0
+    assert asked == [("someone/model", "v1")] * 2
+    assert run("recover", "out", "--steps", 1, "--length", 16, "--device", "cpu")[0] == 0
+    assert asked[3] == ("someone/model", "v1")
 
 
 def test_converting_and_recovering_in_one_go(run, tmp_path):
@@ -160,6 +179,8 @@ def test_the_number_of_steps_may_be_left_out():
         (["recover", "small"], "pass --dense MODEL"),
         (["recover", "dense", "--dense", "dense"], "is not converted"),
         (["recover", "small", "--dense", "dense", "--steps", 0], "recovery takes 0 steps"),
+        (["recover", "small", "--dense", "dense", "--learning-rate", "nan"], "expected a number above 0"),
+        (["recover", "small", "--dense", "minilm", "--steps", 1], "pass the dense model that was converted"),
         (["expand", "exact", "--revision", "main"], "is here, without revisions"),
         (["expand", "exact", "--push-to-hub", "a/b/c"], "cannot be a name on the hub"),
         (["expand", "exact", "--push-to-hub", "a/b"], "a/b cannot be put on the hub"),

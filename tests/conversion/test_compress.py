@@ -129,6 +129,15 @@ def test_same_seed_same_bits(family, make_tiny, calibration):
     assert equal(state(models[0]), state(models[1]))
 
 
+@pytest.mark.usefixtures("decomposed_anew")
+def test_the_callers_autocast_changes_nothing(make_tiny, calibration):
+    models = [make_tiny("bert") for _ in range(2)]
+    for model, rounding in zip(models, (False, True), strict=True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=rounding):
+            compress(model, Compression(dk=8, dv=12), calibration)
+    assert equal(state(models[0]), state(models[1]))
+
+
 def test_progress_names_every_module(make_tiny):
     seen = []
     compress(make_tiny("bert"), Compression(dk=8), calibration=None, progress=lambda *step: seen.append(step))
@@ -514,6 +523,16 @@ def test_batches_that_do_not_fit_the_model(make_tiny, calibration):
     model = make_tiny("bert", BertForMultipleChoice)
     with pytest.raises(CalibrationError, match="BertForMultipleChoice cannot run on the given batches"):
         compress(model, Compression(dk=8), [{"input_ids": calibration[0]["input_ids"][0, 0]}])
+
+
+def test_a_model_that_fails_without_a_word(make_tiny, calibration):
+    def fail(*_):
+        raise NotImplementedError
+
+    model = make_tiny("bert")
+    model.register_forward_pre_hook(fail)
+    with pytest.raises(CalibrationError, match=r"cannot run on the given batches \(NotImplementedError\)"):
+        compress(model, Compression(dk=8), calibration)
 
 
 def test_outputs_that_are_not_finite_are_refused(make_tiny, calibration):

@@ -94,6 +94,17 @@ def test_body_and_whole_model_are_one(make_tiny, batch, tmp_path, converted, exp
         torch.testing.assert_close(loaded(**batch).logits, dense(**batch).logits, atol=3e-5, rtol=1e-4)
 
 
+def test_weights_that_are_not_finite_are_refused(make_tiny):
+    model = make_tiny("bert")
+    compress(model, Compression(dk=8), calibration=None)
+    model.encoder.layer[1].attention.self.mixing.data[0, 0] = float("nan")
+    with pytest.raises(
+        CompressionError, match=r"^encoder\.layer\.1\.attention\.self: .* Look for NaN in its weights"
+    ):
+        expand(model)
+    assert len(read_factors(model)) == 2
+
+
 def test_shipped_code_goes_too(make_tiny, tmp_path):
     model = make_tiny("bert")
     compress(model, Compression(dk=8), calibration=None)

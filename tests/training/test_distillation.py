@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from collab_compress import Compression, compress
+from collab_compress import Compression, compress, prune_heads_
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.calibration import calibration_batches
 from collab_compress.conversion import distil_, recover_, with_copies
@@ -93,6 +93,9 @@ def test_what_cannot_be_distilled(make_tiny, calibration, tmp_path):
     compress(model, Compression(dk=6), calibration=None)
     with pytest.raises(HeadError, match="AlbertModel has other attention modules than BertModel; pass the dense"):
         distil_(model, make_tiny("albert"), calibration, arguments(tmp_path))
+    prune_heads_(model, {"encoder.layer.1.attention.self": [0]})
+    with pytest.raises(HeadError, match=r"^encoder\.layer\.1\.attention\.self has 2 heads, and 3 in the dense model"):
+        distil_(model, dense, calibration, arguments(tmp_path))
 
 
 def test_copies():
