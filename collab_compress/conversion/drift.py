@@ -61,7 +61,7 @@ def measure(
         converted: makes the model the converted one as long as the context lasts.
 
     Returns:
-        The drift; None without batches.
+        The drift; None without batches, or where no output is other than 0 and padding.
 
     Raises:
         CalibrationError: an output is not finite.
@@ -78,7 +78,7 @@ def drift_of(model: PreTrainedModel, dense: PreTrainedModel, batches: Sequence[B
         batches: as for `measure`.
 
     Returns:
-        The drift; None without batches.
+        The drift; None without batches, or where no output is other than 0 and padding.
 
     Raises:
         CalibrationError: an output is not finite, or the two are of different shapes.
@@ -100,10 +100,10 @@ Measured: TypeAlias = tuple[str, int, float, float]
 
 
 def _pooled(measured: Sequence[Measured]) -> Drift | None:
-    if not measured:
+    names, sequences, differences, norms = zip(*measured, strict=True) if measured else ((),) * 4
+    if not sum(norms):
         return None
-    names, sequences, differences, norms = zip(*measured, strict=True)
-    return Drift(names[0], (sum(differences) / sum(norms)) ** 0.5 if sum(norms) else 0.0, sum(sequences))
+    return Drift(names[0], (sum(differences) / sum(norms)) ** 0.5, sum(sequences))
 
 
 def _measured(

@@ -423,6 +423,11 @@ def test_drift_holds_the_outputs_of_one_batch(make_tiny, calibration):
     assert max(widest) <= length * model.config.vocab_size
 
 
+def test_no_drift_is_told_of_padding_alone(make_tiny, calibration):
+    padding = [{**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])} for batch in calibration]
+    assert measure(make_tiny("bert", BertForMaskedLM), padding, contextlib.nullcontext) is None
+
+
 @pytest.mark.usefixtures("decomposed_anew")
 def test_a_device_without_float64_leaves_the_decomposition_to_the_cpu(make_tiny, calibration, monkeypatch, caplog):
     expected = copy.deepcopy(make_tiny("bert"))
