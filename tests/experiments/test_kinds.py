@@ -84,6 +84,15 @@ def test_what_training_logs_is_recorded(sentences, tmp_path):
     assert record["seconds"] > 0
 
 
+def test_without_progress_nothing_is_printed(text, tmp_path, capfd):
+    arguments = "{logging_steps: 1, eval_strategy: epoch}"
+    given = recipe(
+        tmp_path / "out", "task=text", f"data_dir={text}", f"tuning.arguments={arguments}", "progress=false"
+    )
+    run(given)
+    assert capfd.readouterr().out == ""
+
+
 @pytest.mark.parametrize(("target", "german"), [("de", True), ("de_AT", True), ("bb", False)])
 def test_german_has_bleu_with_compounds_split_beside_it(target, german, sentences, tmp_path):
     for file in (sentences / "parallel").iterdir():
