@@ -264,6 +264,11 @@ def training_arguments(workload: Workload, tuning: Tuning, folder: Path) -> Trai
         arguments = workload.arguments_class(str(folder), seed=workload.recipe.seed, **(given | tuning.arguments))
     except (TypeError, ValueError, ImportError, OSError) as error:
         raise RecipeError(f"training arguments: {error}") from error
+    if arguments.eval_strategy != "no" and not any(split.startswith("validation") for split in workload.texts):
+        raise RecipeError(
+            f"training arguments: eval_strategy is {arguments.eval_strategy.value}, but {workload.task.name} has no "
+            "validation data; leave it out"
+        )
     is_to_shard(arguments)
     return arguments
 

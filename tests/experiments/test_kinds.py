@@ -381,6 +381,13 @@ def test_chinese_is_scored_by_characters(sentences, tmp_path):
     assert workload.metric.tokenize == "zh"
 
 
+def test_nothing_to_evaluate_on_while_training(questions, tmp_path):
+    asked = "tuning.arguments={eval_strategy: epoch}"
+    with pytest.raises(RecipeError, match="eval_strategy is epoch, but trec has no validation data; leave it out"):
+        run(recipe(tmp_path / "out", "task=trec", f"data_dir={questions}", asked))
+    assert not (tmp_path / "out").exists()
+
+
 def test_classes_in_another_order(questions, tmp_path):
     settings = ("task=trec", f"data_dir={questions}")
     run(recipe(tmp_path / "out", *settings))
