@@ -86,13 +86,16 @@ def run(arguments: Arguments) -> Findings:
 
 def _study(arguments: Arguments, source: Source, other: Source | None, bars: "Bars") -> Study:
     loaded = load_data(arguments.data, source.model, source.tokenizer, arguments.look.seed)
+    names = source.name, "baseline" if other is None else other.name
+    if len(set(names)) == 1:  # as the models of one experiment, each in a folder `model`
+        names = arguments.model, str(arguments.against)
     return Study(
         source.model,
         loaded.batches,
-        source.name,
+        names[0],
         loaded.words,
         None if other is None else other.model,
-        "baseline" if other is None else other.name,
+        names[1],
         source.tokenizer,
         loaded.sentence,
         loaded.score,

@@ -211,7 +211,7 @@ def nuclear_norm(alphas: Tensor) -> Tensor:
         alphas: (…, H, H), row i the weights of head i's mixture.
 
     Returns:
-        One for each matrix, (…), in float32, or float64 if alphas is.
+        One for each matrix, (…), in float32, or float64 if alphas is; NaN where a matrix is not finite.
 
     Raises:
         ValueError: a matrix is not square.
@@ -219,8 +219,10 @@ def nuclear_norm(alphas: Tensor) -> Tensor:
     if alphas.ndim < 2 or alphas.shape[-2] != alphas.shape[-1]:
         raise ValueError(f"alphas have the wrong shape: got {tuple(alphas.shape)}, expected (…, H, H)")
     with _no_autocast(alphas):
-        norms: Tensor = torch.linalg.svdvals(_full_precision(alphas)).sum(-1)
-    return norms
+        matrices = _full_precision(alphas)
+        finite = matrices.isfinite().all(-1).all(-1)
+        norms: Tensor = torch.linalg.svdvals(matrices.where(finite[..., None, None], 0)).sum(-1)
+        return norms.where(finite, torch.nan)  # svdvals raises, where a Trainer goes on with NaN
 
 
 def nuclear_growth(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -149,8 +150,9 @@ def kinds_of(measure: str, results: Iterable[Result]) -> list[str]:
 
 
 def heatmap(title: str, rows: Sequence[Sequence[float]], columns: int) -> Heatmap:
-    """Make a matrix of rows of any lengths."""
-    values = tuple(tuple(row) + (None,) * (columns - len(row)) for row in rows)
+    """Make a matrix of rows of any lengths; what is no finite number is left empty."""
+    found = [tuple(cell if math.isfinite(cell) else None for cell in row) for row in rows]
+    values = tuple(row + (None,) * (columns - len(row)) for row in found)
     return Heatmap(title, values, numbered(len(rows)), numbered(columns))
 
 

@@ -235,7 +235,9 @@ def read_result(recipe: Recipe, stage: str) -> dict[str, Any]:
     """
     path = recipe.output / stage / "result.json"
     record: Any = read_record(path)
-    if not isinstance(record, dict) or not {"score", "metrics", "recipe"} <= record.keys():
+    if not isinstance(record, dict) or not (
+        {"score", "metrics", "recipe"} <= record.keys() and isinstance(record["score"], int | float)
+    ):
         raise RecipeError(f"{path} is no record of an experiment; remove it, or choose another output")
     for name, wanted in (("task", recipe.task), ("stage", stage), ("seed", recipe.seed)):
         if record.get(name) != wanted:

@@ -2,12 +2,14 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from difflib import get_close_matches
 from math import ceil, inf
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from dacite import Config, DaciteError, from_dict
@@ -223,7 +225,7 @@ class Recipe:
     """Where training is logged to, as the Trainer names it: tensorboard (in `output`), wandb, …; none if empty."""
 
     progress: bool = True
-    """Whether the main process shows progress bars."""
+    """Whether the main process shows progress bars, and what is logged in training beside them."""
 
     def __post_init__(self) -> None:
         for place in ("output", "data_dir"):
@@ -333,7 +335,7 @@ def older_names(settings: Any) -> Iterator[tuple[str, str]]:
 
 
 def _check_names(described: Any, data: Mapping[str, Any], where: str = "") -> None:
-    """Refuse what is no field of a dataclass, nor of those in it.
+    """Refuse what is no field of a dataclass, nor of those in it, and values of another shape than their field's.
 
     Raises:
         RecipeError: naming the place, and the field that was meant.
@@ -344,17 +346,49 @@ def _check_names(described: Any, data: Mapping[str, Any], where: str = "") -> No
             near = get_close_matches(str(name), kinds, n=1, cutoff=0.7)
             meant = f"; did you mean {near[0]}?" if near else ""
             raise RecipeError(f'can not match "{name}" to any field{" of " * bool(where)}{where}{meant}')
+        place = f"{where}.{name}".strip(".")
+        _check_shape(kinds[name], value, place)
         for kind in filter(is_dataclass, (kinds[name], *get_args(kinds[name]))):
             for inner in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(inner, Mapping):
-                    _check_names(kind, inner, f"{where}.{name}".strip("."))
+                    _check_names(kind, inner, place)
+
+
+def _check_shape(kind: Any, value: Any, place: str) -> None:
+    """Refuse what dacite would not name the place of, or only by its type.
+
+    Raises:
+        RecipeError: naming the place, and what is expected there.
+    """
+    if get_origin(kind) is UnionType:
+        if value is None and NoneType in get_args(kind):
+            return
+        others = [one for one in get_args(kind) if one is not NoneType]
+        kind = others[0] if len(others) == 1 else None
+    origin = get_origin(kind) or kind
+    if kind is float:
+        try:
+            _finite(value)
+        except (TypeError, ValueError) as error:
+            raise RecipeError(f"{place}: {error}") from error
+    if origin is Literal and value not in get_args(kind):
+        raise RecipeError(f"{place} is {value!r}; expected one of {', '.join(map(str, get_args(kind)))}")
+    if origin in (list, tuple) and not isinstance(value, list | tuple | str):
+        raise RecipeError(f"{place} is {value!r}; expected a list, as in [{value}]")
+    if origin is dict and isinstance(value, Mapping):
+        for name, inner in value.items():
+            if not isinstance(name, str):
+                raise RecipeError(f'{place} has {name!r} for a name, which is no text; write "{name}" in quotes')
+            _check_shape(get_args(kind)[1], inner, f"{place}.{name}")
+    elif origin is dict:
+        raise RecipeError(f"{place} is {value!r}; expected names, each with what belongs to it")
 
 
 def _walk(value: Any, path: Field, note: Callable[[str, str], None]) -> Any:
     if isinstance(value, Mapping):
         todays = {}
         for name, inner in value.items():
-            today = str(RENAMED.get((*path, str(name)), name))
+            today: Any = RENAMED.get((*path, name), name)
             if today != name:
                 note(".".join((*path, name)), ".".join((*path, today)))
             todays[today] = _walk(inner, (*path, today), note)
@@ -417,7 +451,15 @@ def _finite(value: Any) -> float:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-4 as a number, as YAML 1.2 does and 1.1 does not."""
+    """Reads 1e-4 as a number, as YAML 1.2 does and 1.1 does not, and refuses a name that stands there twice."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Read a mapping as PyYAML does, where the last of several values would count."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        names = Counter(name.value for name, _ in node.value if isinstance(name, yaml.ScalarNode))
+        if doubled := [name for name, count in names.items() if count > 1]:
+            raise yaml.composer.ComposerError(None, None, f"{doubled[0]} stands there twice", node.start_mark)
+        return node
 
 
 _Loader.add_implicit_resolver(

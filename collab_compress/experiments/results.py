@@ -343,6 +343,11 @@ def _checked(place: str, found: Any) -> dict[str, Any]:
         _check(place, name, record[name], types)
     for name, types in SETTINGS.items():
         _check(place, f"recipe.{name}", record["recipe"].get(name), types)
+    for name in ("metrics", "measures"):
+        for inner, value in (record[name] or {}).items():
+            _check(place, f"{name}.{inner}", value, (dict,))
+    for line in record["history"] or ():
+        _check(place, "a line of history", line, (dict,))
     if record["task"] not in TASKS:
         raise RecipeError(f"{place}: unknown task {record['task']!r}; expected one of {', '.join(sorted(TASKS))}")
     return record

@@ -12,7 +12,7 @@ import torch
 from datasets import DatasetDict
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, Trainer, TrainingArguments
 
 from collab_compress.checkpoint.directory import atomic_directory, write_json
 from collab_compress.checkpoint.pretrained import load_model
@@ -224,10 +224,13 @@ def _trainer(
     if precise:
         arguments.mixed_precision = "no"  # whatever `accelerate launch` was told
     validation = next((rows for split, rows in data.items() if split.startswith("validation")), None)
-    return grouping(workload.trainer_class, tuning.batch_tokens)(
+    trainer: Trainer = grouping(workload.trainer_class, tuning.batch_tokens)(
         model, arguments, train_dataset=data.get("train"), eval_dataset=validation, processing_class=tokenizer,
         data_collator=workload.collator(model, tokenizer), head_training=heads, **workload.options(tokenizer),
     )  # fmt: skip
+    if not workload.recipe.progress:
+        trainer.remove_callback(PrinterCallback)  # which prints the logs where there is no bar
+    return trainer
 
 
 def training_arguments(workload: Workload, tuning: Tuning, folder: Path) -> TrainingArguments:
@@ -261,6 +264,11 @@ def training_arguments(workload: Workload, tuning: Tuning, folder: Path) -> Trai
         arguments = workload.arguments_class(str(folder), seed=workload.recipe.seed, **(given | tuning.arguments))
     except (TypeError, ValueError, ImportError, OSError) as error:
         raise RecipeError(f"training arguments: {error}") from error
+    if arguments.eval_strategy != "no" and not any(split.startswith("validation") for split in workload.texts):
+        raise RecipeError(
+            f"training arguments: eval_strategy is {arguments.eval_strategy.value}, but {workload.task.name} has no "
+            "validation data; leave it out"
+        )
     is_to_shard(arguments)
     return arguments
 

@@ -44,7 +44,7 @@ class AlphasTraining:
 
     def step(self, progress: float) -> None:
         """Begin an optimizer step."""
-        self._freeze(progress < self.options.frozen_ratio)
+        self._freeze(progress < self.options.frozen_ratio or self.options.frozen_ratio == 1)  # progress ends at 1
         if not self._frozen and self.options.growth_weight > 0 and self.options.growth_form == "hinge":
             with torch.no_grad():
                 norms = nuclear_norm(self._together())

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -73,6 +74,16 @@ def test_a_converted_model_against_the_dense_one(run, tmp_path):
     assert numbers["facts"]["against"].startswith("dense, BertForSequenceClassification")
     rows = numbers["sections"]["cost"]["tables"]["modules"]["rows"]
     assert [row[3] for row in rows] == [9, 9]
+
+
+def test_two_folders_of_one_name_are_told_apart(run, folder):
+    """`collab-run` leaves its models in folders that are all called `model`."""
+    for stage, name in (("tuned", "dense"), ("dk9", "converted")):
+        shutil.copytree(folder / name, folder / "out" / stage / "model", dirs_exist_ok=True)
+    code, _, error, numbers = run("out/dk9/model", "--against", "out/tuned/model", "--sections", "mixing", *QUICK)
+    assert code == 0, error
+    assert numbers["facts"]["model"].startswith("out/dk9/model, ")
+    assert numbers["facts"]["against"].startswith("out/tuned/model, ")
 
 
 def test_random_tokens_and_chosen_sections(run):

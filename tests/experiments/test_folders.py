@@ -63,6 +63,9 @@ def test_folders_of_someone_else_in_our_output_are_refused_and_stay(start, data_
     (output / "tuned" / "result.json").write_text('{"score": 99, "metrics": {}, "recipe": {}}')
     with pytest.raises(RecipeError, match="has task None, not 'mrpc'"):
         run(recipe(data_dir, output, given))
+    (output / "tuned" / "result.json").write_text('{"score": "99", "metrics": {}, "recipe": {}}')
+    with pytest.raises(RecipeError, match="is no record of an experiment; remove it, or choose another output"):
+        run(recipe(data_dir, output, given))
 
 
 def test_the_model_is_not_taken_for_a_part_of_the_output(start, data_dir, tmp_path, monkeypatch):

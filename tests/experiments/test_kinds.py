@@ -84,6 +84,15 @@ def test_what_training_logs_is_recorded(sentences, tmp_path):
     assert record["seconds"] > 0
 
 
+def test_without_progress_nothing_is_printed(text, tmp_path, capfd):
+    arguments = "{logging_steps: 1, eval_strategy: epoch}"
+    given = recipe(
+        tmp_path / "out", "task=text", f"data_dir={text}", f"tuning.arguments={arguments}", "progress=false"
+    )
+    run(given)
+    assert capfd.readouterr().out == ""
+
+
 @pytest.mark.parametrize(("target", "german"), [("de", True), ("de_AT", True), ("bb", False)])
 def test_german_has_bleu_with_compounds_split_beside_it(target, german, sentences, tmp_path):
     for file in (sentences / "parallel").iterdir():
@@ -370,6 +379,13 @@ def test_chinese_is_scored_by_characters(sentences, tmp_path):
         file.rename(file.with_suffix(".zh"))
     workload = Translation(translation(sentences, tmp_path / "out", "translation.target=zh"))
     assert workload.metric.tokenize == "zh"
+
+
+def test_nothing_to_evaluate_on_while_training(questions, tmp_path):
+    asked = "tuning.arguments={eval_strategy: epoch}"
+    with pytest.raises(RecipeError, match="eval_strategy is epoch, but trec has no validation data; leave it out"):
+        run(recipe(tmp_path / "out", "task=trec", f"data_dir={questions}", asked))
+    assert not (tmp_path / "out").exists()
 
 
 def test_classes_in_another_order(questions, tmp_path):

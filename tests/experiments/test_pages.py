@@ -1,6 +1,7 @@
 """A page for each paper: every figure is drawn or marked with what it needs, and numbers stand beside the paper's."""
 
 import json
+import math
 import re
 import statistics
 from html.parser import HTMLParser
@@ -126,6 +127,17 @@ def test_every_figure_is_drawn_or_marked(results, tmp_path, paper):
     schedules = {"Figure 2"} if paper == "drophead" else set()  # they need no record
     assert needing(few) == {figure.name for figure in FIGURES[paper]} - schedules
     assert all(reason.startswith(("needs: ", "nothing: ")) for reason in few.omitted.values())
+
+
+def test_what_is_no_number_is_left_empty(tmp_path):
+    record = trained("alphas", math.nan, 0, heads={"alphas": {}})
+    for name in ("alphas", "mixing", "confidence"):
+        record["measures"][name] = {"encoder": [[[math.nan, 1.0]] if name != "confidence" else [math.nan, 1.0]]}
+    record["history"][-1] |= {"task_loss": math.nan, "bhattacharyya": math.nan, "loss": math.inf}
+    found = paper_pages(read(tmp_path, [record, trained("plain", math.nan, 0)]))
+    maps = [heat for picture in drawn(found["rotation"]) for heat in getattr(picture, "maps", ())]
+    assert (None, 1.0) in {row for heat in maps for row in heat.values}
+    write_pages(read(tmp_path, [record]), tmp_path / "pages")
 
 
 def test_ours_stand_beside_the_papers(results):

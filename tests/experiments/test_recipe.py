@@ -4,6 +4,7 @@ import pytest
 
 from collab_compress.errors import RecipeError
 from collab_compress.experiments import read_recipe
+from collab_compress.experiments.recipe import read_settings
 
 RECIPE = """
 task: mrpc
@@ -88,6 +89,13 @@ def test_every_recipe_in_the_repository_reads():
         ("files={validation: 3}", "files of validation are 3; expected a path, or a list of paths"),
         ("files={validation: [a, 3]}", "files of validation are"),
         ("output=~nobody-here/x", "home directory"),
+        ("tuning.epochs=yes", r"tuning\.epochs: got True; expected a finite number"),
+        ("heads.penalties=[{name: hsic, weight: .inf}]", r"heads\.penalties\.weight: got inf; expected a finite"),
+        ("heads.rotation.epochs=1", r"heads\.rotation\.epochs is 1; expected a list, as in \[1\]$"),
+        ("heads.rotation.strategy=x", r"heads\.rotation\.strategy is 'x'; expected one of manual, hard, in-layer"),
+        ("files={1: a}", r'files has 1 for a name, which is no text; write "1" in quotes$'),
+        ("files=a", r"files is 'a'; expected names, each with what belongs to it$"),
+        ("tuning={epochs: 1, epochs: 2}", "epochs stands there twice"),
     ],
 )
 def test_mistakes_are_named(path, override, message):
@@ -120,6 +128,14 @@ def test_an_alias_is_not_set_with_what_it_stands_for(tmp_path):
     assert (recipe.tuning.batch_size, recipe.again.batch_size) == (8, 32)
 
 
+def test_what_is_merged_may_stand_there_too(tmp_path):
+    """`x` of what is merged and one's own is no name that stands twice, however the mappings lie in one another."""
+    text = "{base: &b {x: 1}, outer: {inner: &a {<<: *b, x: 2}}, other: {<<: *a, y: 3}}"
+    (tmp_path / "merged.yaml").write_text(text)
+    found = read_settings(tmp_path / "merged.yaml", [])
+    assert (found["outer"]["inner"], found["other"]) == ({"x": 2}, {"x": 2, "y": 3})
+
+
 def test_a_file_that_is_no_recipe(tmp_path):
     with pytest.raises(RecipeError, match="cannot read the recipe"):
         read_recipe(tmp_path / "nowhere.yaml")
@@ -128,6 +144,9 @@ def test_a_file_that_is_no_recipe(tmp_path):
         with pytest.raises(RecipeError, match="cannot read the recipe") as caught:
             read_recipe(tmp_path / f"{name}.yaml")
         assert "\n" not in str(caught.value)
+    (tmp_path / "twice.yaml").write_text("task: mrpc\nmodel: a\noutput: b\nseed: 1\nseed: 2\n")
+    with pytest.raises(RecipeError, match=r"twice\.yaml: seed stands there twice .*line 1"):
+        read_recipe(tmp_path / "twice.yaml")
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(RecipeError, match="holds a list; expected fields"):
         read_recipe(tmp_path / "list.yaml")

@@ -330,6 +330,9 @@ def test_settings_that_differ_from_those_of_the_reference_are_noted(write, tmp_p
         ({"recipe": {"fresh": 1}}, r"recipe\.fresh is 1; expected dict or null"),
         ({"score": 10**400}, "score has 1329 bits; expected at most 63"),
         ({"parameters": 10**400}, "parameters has 1329 bits"),
+        ({"metrics": {"test": 5}}, r"metrics\.test is 5; expected dict"),
+        ({"measures": {"svcca": 5}}, r"measures\.svcca is 5; expected dict"),
+        ({"history": [{}, 5]}, "a line of history is 5; expected dict"),
     ],
 )
 def test_malformed_records_are_named(write, tmp_path, change, message):

@@ -108,6 +108,11 @@ def test_a_scale_is_laid_over_the_sweep_and_settings_over_both(path, tmp_path):
         ("seeds=[]", "there is nothing to run"),
         ("base.modle=x", 'mrpc, plain, dk12: can not match "modle"'),
         ("tasks.nosuch={}", "unknown task 'nosuch'"),
+        ("seeds=0", r"seeds is 0; expected a list, as in \[0\]$"),
+        ("only.seeds=0", r"only\.seeds is 0; expected a list, as in \[0\]$"),
+        ("conversions={64: {}}", r'conversions has 64 for a name, which is no text; write "64" in quotes$'),
+        ("methods=[a]", r"methods is \['a'\]; expected names, each with what belongs to it$"),
+        ("methods.plain=a", r"methods\.plain is 'a'; expected names, each with what belongs to it$"),
     ],
 )
 def test_mistakes_are_named(path, override, message):

@@ -52,6 +52,13 @@ def test_gradient_at_a_singular_matrix_is_a_subgradient(rank):
     torch.testing.assert_close((gradient * alphas).sum(), norm)
 
 
+def test_what_is_not_finite_has_no_norm():
+    alphas = torch.eye(3).repeat(3, 1, 1)
+    alphas[1, 0, 2], alphas[2, 1, 1] = torch.nan, torch.inf
+    assert nuclear_norm(alphas).isnan().tolist() == [False, True, True]
+    assert nuclear_growth(alphas, None, 1e-4, "printed").isnan().tolist() == [False, True, True]
+
+
 def test_hinge_asks_for_what_is_missing_and_no_more():
     alphas = torch.eye(4, dtype=torch.float64, requires_grad=True)
     short = nuclear_growth(alphas, 4.0, 0.25)

@@ -182,6 +182,8 @@ def test_alphas_are_frozen_then_train():
     assert all(torch.equal(matrix, torch.eye(3)) for matrix in frozen)  # weight decay included
     assert norm == 0  # so that clipping does not see them
     assert not any(matrix in optimizer.state for matrix in frozen)
+    for_good, _, _ = step_alphas(HeadTraining(alphas=AlphasOptions(frozen_ratio=1.0)), 1.0)  # the last step too
+    assert all(torch.equal(matrix, torch.eye(3)) for matrix in for_good)
     trained, norm, _ = step_alphas(training, 0.3)
     assert not any(torch.equal(matrix, torch.eye(3)) for matrix in trained)
     assert norm > 0
