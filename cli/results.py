@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -397,8 +398,9 @@ def _paper_named(table: PaperTable, row: PaperRow) -> Line:
 
 
 def _plain(value: Any) -> Any:
-    """Give a paper's number as JSON has it."""
-    return float(value) if isinstance(value, Decimal) else value
+    """Give a number as JSON has it: null where it is not finite."""
+    number = float(value) if isinstance(value, Decimal) else value
+    return None if isinstance(number, float) and not math.isfinite(number) else number
 
 
 def _csv(lines: Iterable[Line]) -> str:

@@ -1,5 +1,6 @@
 """What each kind of task needs besides a recipe: its model class, its encoding, its collator and its score."""
 
+import math
 from abc import ABC, abstractmethod
 from functools import partial
 from pathlib import Path
@@ -208,8 +209,10 @@ class Classification(Workload):
         return DataCollatorWithPadding(tokenizer)
 
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        """Score the likeliest classes, or the regression's outputs."""
+        """Score the likeliest classes, or the regression's outputs; NaN where outputs are not finite."""
         logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+        if not np.isfinite(logits).all():  # the first class would be the likeliest
+            return dict.fromkeys(self.metric.scores, math.nan)
         predicted = np.squeeze(logits, -1) if self.task.kind == "regression" else logits.argmax(-1)
         found: dict[str, float] = self.metric.compute(predictions=predicted, references=prediction.label_ids)
         return found

@@ -4,6 +4,7 @@ import json
 import math
 from statistics import mean
 
+import numpy as np
 import pytest
 import sacrebleu
 import torch
@@ -18,13 +19,14 @@ from transformers import (
     BartConfig,
     DistilBertConfig,
     ElectraConfig,
+    EvalPrediction,
     GPT2Config,
     T5Config,
 )
 
 from collab_compress.errors import DataError, RecipeError
 from collab_compress.experiments import Fresh, read_recipe, run
-from collab_compress.experiments.workload import LanguageModel, Translation
+from collab_compress.experiments.workload import Classification, LanguageModel, Translation
 from collab_compress.metrics import load_metric
 from collab_compress.tasks import TASKS, encode_masked_language_model, load_task
 from collab_compress.training import HeadSeq2SeqTrainer
@@ -372,6 +374,16 @@ def test_nothing_to_score(text, tmp_path):
         (text / "text" / f"{name}.txt").unlink()
     with pytest.raises(RecipeError, match="text has no split to score in"):
         run(recipe(tmp_path / "out", "task=text", f"data_dir={text}"))
+
+
+def test_outputs_that_are_not_finite_have_no_score(questions, tmp_path):
+    workload = Classification(recipe(tmp_path / "out", "task=trec", f"data_dir={questions}", "progress=false"))
+    logits, labels = np.eye(6, dtype=np.float32), np.arange(6)
+    assert workload.compute_metrics(EvalPrediction(logits, labels)) == {"accuracy": 1.0}
+    logits[1] = np.nan
+    found = workload.compute_metrics(EvalPrediction(logits, labels))
+    assert found.keys() == {"accuracy"}
+    assert math.isnan(found["accuracy"])
 
 
 def test_chinese_is_scored_by_characters(sentences, tmp_path):
