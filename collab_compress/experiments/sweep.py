@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 Settings = dict[str, Any]
 PATIENCE = 10.0  # seconds before another worker's runs are looked at again
 AXES = ("tasks", "methods", "conversions", "seeds")
+# Fields of a recipe that are made of the sweep's.
+OWN = {"output": "output", "task": "tasks", "method": "methods", "conversion": "conversions", "seed": "seeds"}
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,10 @@ class Sweep:
                     raise RecipeError(
                         f"only {axis} {name!r}: it is none of {', '.join(map(str, getattr(self, axis)))}"
                     )
+        for axis in ("tasks", "methods", "conversions"):
+            for name, fields in getattr(self, axis).items():
+                _refuse_own(f"{axis}.{name}", fields)
+        _refuse_own("base", self.base)
         if list(self.recipes()) == []:
             raise RecipeError("there is nothing to run; give tasks, methods and seeds")
 
@@ -142,6 +148,11 @@ def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     for override in overrides:
         set_field(settings, override)
     return parse(Sweep, settings, str(path))
+
+
+def _refuse_own(place: str, fields: Settings | None) -> None:
+    for name in (name for name in OWN if name in (fields or ())):
+        raise RecipeError(f"{place} has {name}, which each run gets from the sweep; give its {OWN[name]}")
 
 
 def _at_scale(settings: Settings, where: str) -> Settings:

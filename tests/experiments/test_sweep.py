@@ -113,6 +113,9 @@ def test_a_scale_is_laid_over_the_sweep_and_settings_over_both(path, tmp_path):
         ("conversions={64: {}}", r'conversions has 64 for a name, which is no text; write "64" in quotes$'),
         ("methods=[a]", r"methods is \['a'\]; expected names, each with what belongs to it$"),
         ("methods.plain=a", r"methods\.plain is 'a'; expected names, each with what belongs to it$"),
+        ("base.output=x", "^.*base has output, which each run gets from the sweep; give its output$"),
+        ("methods.drophead.seed=3", "methods.drophead has seed, which each run gets from the sweep; give its seeds$"),
+        ("conversions.dk12.task=rte", "conversions.dk12 has task, which each run gets .* give its tasks$"),
     ],
 )
 def test_mistakes_are_named(path, override, message):
