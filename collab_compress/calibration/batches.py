@@ -114,6 +114,9 @@ def noted_batches(
         )
     elif calibration == "synthetic":
         batches = synthetic_batches(model, tokenizer, sequences, length, seed)
+        longest = fitting(length, model, tokenizer)
+        if length is not None and longest is not None and longest < length:
+            notes.append(f"random sequences have {longest} tokens, the most the model takes, and not {length}")
     else:
         file = text_file(calibration)
         texts = [_text(place, item) for place, item in enumerate(items or [])] if file is None else read_texts(file)

@@ -178,6 +178,17 @@ def test_what_is_left_out_of_texts_is_said(minilm, minilm_tokenizer, caplog):
     assert sum(len(batch["input_ids"]) for batch in batches) == 5
 
 
+def test_random_sequences_that_are_shorter_than_asked_for_are_said(minilm, minilm_tokenizer, caplog):
+    minilm.config.max_position_embeddings = 20
+    drawn = calibration_batches("synthetic", minilm, minilm_tokenizer, sequences=4, length=30)
+    assert {batch["input_ids"].shape[1] for batch in drawn} == {20}
+    assert caplog.messages == ["random sequences have 20 tokens, the most the model takes, and not 30"]
+    caplog.clear()
+    calibration_batches("synthetic", minilm, minilm_tokenizer, sequences=4, length=20)
+    calibration_batches("synthetic", minilm, minilm_tokenizer, sequences=4)
+    assert caplog.messages == []
+
+
 def test_positions_behind_the_pad_token_are_the_models_limit(words):
     config = RobertaConfig(vocab_size=61, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
                            intermediate_size=8, max_position_embeddings=20, pad_token_id=1)  # fmt: skip
