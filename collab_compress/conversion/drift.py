@@ -100,9 +100,9 @@ Measured: TypeAlias = tuple[str, int, float, float]
 
 
 def _pooled(measured: Sequence[Measured]) -> Drift | None:
-    names, sequences, differences, norms = zip(*measured, strict=True) if measured else ((),) * 4
-    if not sum(norms):
+    if not any(norm for *_, norm in measured):
         return None
+    names, sequences, differences, norms = zip(*measured, strict=True)
     return Drift(names[0], (sum(differences) / sum(norms)) ** 0.5, sum(sequences))
 
 

@@ -151,8 +151,9 @@ def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
 
 
 def _refuse_own(place: str, fields: Settings | None) -> None:
-    for name in (name for name in OWN if name in (fields or ())):
-        raise RecipeError(f"{place} has {name}, which each run gets from the sweep; give its {OWN[name]}")
+    for name, own in OWN.items():
+        if name in (fields or ()):
+            raise RecipeError(f"{place} has {name}, which each run gets from the sweep; give its {own}")
 
 
 def _at_scale(settings: Settings, where: str) -> Settings:

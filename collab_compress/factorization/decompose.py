@@ -12,7 +12,7 @@ from torch import Tensor
 
 from collab_compress.factorization.als import als
 from collab_compress.factorization.factors import Factorization, Factors, Progress, Solution, SolverOptions
-from collab_compress.factorization.head_tensor import HeadTensor
+from collab_compress.factorization.head_tensor import HeadTensor, by_head
 from collab_compress.factorization.moments import Moments, Weighting, float64_device
 from collab_compress.factorization.parafac import parafac
 from collab_compress.factorization.sweep import Sweeper
@@ -158,7 +158,7 @@ def _in_span(heads: Tensor) -> tuple[Tensor | None, Tensor]:
     if count * head_width >= width:
         return None, heads
     basis, core = torch.linalg.qr(heads.transpose(0, 1).reshape(width, -1))
-    return basis, core.view(-1, count, head_width).transpose(0, 1).contiguous()
+    return basis, by_head(core, count)
 
 
 def _checked(name: str, values: Tensor, device: torch.device) -> Tensor:

@@ -94,6 +94,11 @@ class HeadTensor:
         return self.query @ self.key.mT
 
 
+def by_head(flat: Tensor, heads: int) -> Tensor:
+    """Give projections side by side, (D, H·d), as one for each head, (H, D, d)."""
+    return flat.view(len(flat), heads, -1).transpose(0, 1).contiguous()
+
+
 def relative(residual: float, norm: float) -> float:
     """Return the relative error of a squared residual against a squared norm, negative rounding clipped."""
     residual = max(residual, 0.0)

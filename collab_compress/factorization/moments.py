@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from collab_compress.factorization.factors import Factors
-from collab_compress.factorization.head_tensor import HeadTensor
+from collab_compress.factorization.head_tensor import HeadTensor, by_head
 
 WITHOUT_FLOAT64 = ("mps",)
 
@@ -155,8 +155,8 @@ class Weighting:
 
     def apply(self, tensor: HeadTensor) -> HeadTensor:
         """Return the weighted heads, shapes unchanged."""
-        query = tensor.query if self.query is None else _by_head(self.query @ tensor.flat_query, tensor.heads)
-        key = tensor.key if self.key is None else _by_head(self.key @ tensor.flat_key, tensor.heads)
+        query = tensor.query if self.query is None else by_head(self.query @ tensor.flat_query, tensor.heads)
+        key = tensor.key if self.key is None else by_head(self.key @ tensor.flat_key, tensor.heads)
         return HeadTensor(query, key)
 
     def undo(self, factors: Factors) -> Factors:
@@ -167,11 +167,6 @@ class Weighting:
         if self.key is not None:
             key = torch.linalg.solve_triangular(self.key, key, upper=True)
         return Factors(query, factors.mixing, key)
-
-
-def _by_head(flat: Tensor, heads: int) -> Tensor:
-    """Give columns (D, H·d) as (H, D, d)."""
-    return flat.view(len(flat), heads, -1).transpose(0, 1).contiguous()
 
 
 def _root(side: str, moments: Moments, damping: float, centre: bool) -> Tensor:
