@@ -18,8 +18,8 @@ TRAVELS = (
 )  # fmt: skip
 STAYS = (
     "config.json", "README.md", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
-    "model.onnx", "modeling.py", "training_args.bin", "optimizer.pt", "notes.md", "customers.csv", "trainer_state.json",
-    "eval_results.json", "adapter_config.json", "texts.txt",
+    "model.onnx", "modeling.py", "training_args.bin", "optimizer.pt", "notes.md", "customers.csv",
+    "trainer_state.json", "eval_results.json", "adapter_config.json", "texts.txt",
     "tensors.safetensors", ".env", "runs/events", "other/config.json", "other/chat_template.jinja",
     "2_Dense/code.py", "2_Dense/pytorch_model.bin",
 )  # fmt: skip

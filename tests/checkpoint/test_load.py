@@ -58,6 +58,12 @@ def test_code_of_a_model_is_not_run(folder):
     fails(load_model, AutoModel, "model", words="it wants code that it brings along, which is not run")
 
 
+def test_references_to_code_of_a_stock_model_are_dropped(folder):
+    change(folder / "model" / "config.json", auto_map={"AutoModel": "evil.Model"})
+    for config in (load_config("model"), load_model(AutoModel, "model")[0].config):
+        assert not hasattr(config, "auto_map")
+
+
 @pytest.mark.parametrize("load", [load_tokenizer, load_processor])
 def test_code_of_a_tokenizer_is_not_run(folder, load):
     (folder / "model" / "evil.py").write_text(EVIL, encoding="utf-8")
