@@ -50,6 +50,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # types of weights, as safetensors name 
 LEGACY = re.compile(
     r"(position_ids|token_type_ids|inv_freq|masked_bias|attn\.bias|attention\.bias|relative_position_index)$"
 )
+ADAPTED = re.compile(r"lora_|(^|[._])scales?(_inv)?$|qweight$|qzeros$|g_idx$|SCB$|absmax$|quant_map")
 MOST = {"layer": 10_000, "group": 10_000, "expert": 10_000, "labels": 10_000_000}  # words in names of entries
 DESCRIPTIONS = (
     "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json",
@@ -248,10 +249,10 @@ def _refuse_pipes(source: str | Path) -> None:
     """Refuse a model directory with pipes or devices in it, which reading could wait for without end.
 
     Raises:
-        CheckpointError: there is one.
+        CheckpointError: there is one, or a folder where a JSON file is expected.
     """
     for path in Path(source).iterdir() if Path(source).is_dir() else ():
-        if path.exists() and not path.is_file() and not path.is_dir():
+        if path.exists() and not path.is_file() and not (path.is_dir() and path.suffix != ".json"):
             raise CheckpointError(f"cannot read {path}: it is no regular file")
 
 
@@ -337,19 +338,20 @@ def _check_tensors(source: str | Path, files: Sequence[Path]) -> None:
 
 
 def _unread(model: PreTrainedModel, names: Collection[str]) -> list[str]:
-    """Return the names of tensors that belong to the model's body, but that it has no place for, sorted.
+    """Return the names of unread tensors that change what the model computes, sorted.
 
-    Tensors of heads and poolers that the model lacks are not among them, nor masks and positions that earlier
-    versions of Transformers stored.
+    Those are tensors of the model's body, of adapters and of quantization. Heads and poolers that the model lacks are
+    not among them, nor masks and positions that earlier versions of Transformers stored.
     """
     prefix = f"{model.base_model_prefix}."
     body = model.base_model
-    parts = {name.partition(".")[0] for name, _ in body.named_parameters()}
+    parts = {name for named in (body.named_children(), body.named_parameters(recurse=False)) for name, _ in named}
     buffers = {name.removeprefix(prefix) for name, _ in model.named_buffers()}
     unread = []
     for name in sorted(names):
         inside = name.removeprefix("base_model.model.").removeprefix(prefix)
-        if inside.partition(".")[0] in parts and inside not in buffers and not LEGACY.search(inside):
+        of_body = inside.partition(".")[0] in parts and inside not in buffers and not LEGACY.search(inside)
+        if of_body or ADAPTED.search(inside):
             unread.append(name)
     return unread
 

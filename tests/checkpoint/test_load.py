@@ -133,6 +133,7 @@ QUERY = "encoder.layer.0.attention.self.query"
         ({f"{QUERY}.weight_scale": torch.ones(24, 1)}, f"no place for 1 tensors, such as {QUERY}.weight_scale"),
         ({f"bert.{QUERY}.lora_A.weight": torch.ones(2, 24)}, f"such as bert.{QUERY}.lora_A.weight"),
         ({f"base_model.model.bert.{QUERY}.lora_A.weight": torch.ones(2, 24)}, "such as base_model.model.bert"),
+        ({"classifier.lora_A.default.weight": torch.ones(2, 24)}, "such as classifier.lora_A.default.weight"),
         ({"encoder.layer.2.output.dense.weight": torch.ones(24, 32)}, "such as encoder.layer.2.output.dense.weight"),
     ],
 )
