@@ -30,35 +30,13 @@ PICKLED = (".bin", ".pt", ".pth")
 
 
 @contextmanager
-def atomic_directory(path: Path) -> Iterator[Path]:
-    """Yield an empty directory that becomes `path` if the block succeeds, and is removed if it does not.
-
-    A process that is killed can leave its working directory `.<name>.partial-<random>`, never `path`.
-
-    Args:
-        path: where the result is wanted; must not exist.
-
-    Raises:
-        CheckpointError: `path` exists, or nothing can be written there.
-    """
-    refuse_existing(path)
-    with _cannot_write(path), _made_parents(_final(path)) as final:
-        partial = _partial(final)
-        partial.mkdir()
-        try:
-            yield partial
-            refuse_existing(path)
-            partial.rename(final)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a path to write to; what is there becomes `path` if the block succeeds, and is removed if it does not.
 
+    A process that is killed can leave `.<name>.partial-<random>`, never `path`.
+
     Args:
-        path: where the file is wanted; must not exist. Directories that are missing are made.
+        path: where the result is wanted; must not exist. Directories that are missing are made.
 
     Raises:
         CheckpointError: `path` exists, or nothing can be written there.
@@ -71,8 +49,17 @@ def atomic_file(path: Path) -> Iterator[Path]:
             refuse_existing(path)
             partial.rename(final)
         finally:
+            shutil.rmtree(partial, ignore_errors=True)  # of a directory
             with suppress(OSError):
                 partial.unlink()
+
+
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Yield an empty directory that becomes `path`, as `atomic_file` does with a file."""
+    with atomic_file(path) as partial:
+        partial.mkdir()
+        yield partial
 
 
 def write_new(path: Path, text: str) -> None:
@@ -173,7 +160,8 @@ def companions_of(directory: Path) -> list[Path]:
     """
     paths = [path for path in directory.iterdir() if _matches(path, COMPANIONS) and not _matches(path, LEFT_BEHIND)]
     paths += (directory / "additional_chat_templates").glob("*.jinja")
-    for folder in sentence_transformers_folders(directory):
+    folders = sentence_transformers_folders(directory)
+    for folder in folders:
         inside = list((directory / folder).rglob("*"))
         weights = [path for path in inside if path.suffix == ".safetensors"]
         if not weights and any(path.suffix in PICKLED for path in inside):
@@ -183,7 +171,7 @@ def companions_of(directory: Path) -> list[Path]:
             )
         paths += weights + [path for path in inside if _matches(path, COMPANIONS)]
     companions = sorted({path for path in paths if path.is_file()})
-    for path in companions:
+    for path in (*companions, *(directory / folder for folder in folders)):
         if not os.access(path, os.R_OK):
             raise CheckpointError(f"cannot read {path}: Permission denied")
     return [path.relative_to(directory) for path in companions]

@@ -319,6 +319,8 @@ def _check_tensors(source: str | Path, files: Sequence[Path]) -> None:
     for path in files:
         if not path.is_file():
             raise CheckpointError(f"cannot load weights from {source}: {path} is no regular file")
+        if not os.access(path, os.R_OK):
+            raise CheckpointError(f"cannot load weights from {source}: {path}: Permission denied")
         try:
             with safe_open(path, framework="pt") as tensors:
                 types = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118

@@ -54,9 +54,10 @@ def test_references_to_code_stay_with_the_code(folder, tmp_path):
     assert json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8")) == {"model_max_length": 9}
 
 
-def test_a_file_that_cannot_be_read_is_named(folder, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "LICENSE")  # chmod does not stop root
-    with pytest.raises(CheckpointError, match=r"cannot read .*LICENSE: Permission denied"):
+@pytest.mark.parametrize("name", ["LICENSE", "2_Dense"])
+def test_what_cannot_be_read_is_named(folder, monkeypatch, name):
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != name)  # chmod does not stop root
+    with pytest.raises(CheckpointError, match=f"cannot read .*{name}: Permission denied"):
         companions_of(folder)
 
 

@@ -188,6 +188,11 @@ def test_entries_that_no_config_can_have(folder, entries, words):
     fails(load_model, BertModel, "model", words=words)
 
 
+def test_weights_that_may_not_be_read_are_named(folder, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "model.safetensors")  # chmod does not stop root
+    fails(load_model, BertModel, "model", words="model/model.safetensors: Permission denied")
+
+
 def test_a_config_that_cannot_be_saved_is_refused_before_the_work(folder):
     change(folder / "model" / "config.json", output_attentions=True)
     fails(load_model, BertModel, "model", words="The `output_attentions` attribute is not supported")
