@@ -1,5 +1,6 @@
 """MODEL in, DIR out: options of the commands that read or write models, what they do before the work and after it."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,6 +33,7 @@ from collab_compress.conversion.card import CARD, Origin, loading_lines, model_c
 from collab_compress.distributed import process_state
 from collab_compress.errors import CompressionError, one_line
 
+_logger = logging.getLogger(__name__)
 RECORD = "collab_compress.json"
 RUNS_AS = (None, "eager", "sdpa")  # attention that can be read from a config
 Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
@@ -192,6 +194,11 @@ def load_model(directory: Path, edited: bool = False) -> PreTrainedModel:
             f"{directory} lacks weights that {model_class.__name__} needs, such as "
             f"{min(found['missing_keys'])}; converting random weights would be meaningless"
         )
+    if found["unexpected_keys"]:
+        _logger.warning(
+            "%s: %d tensors that %s does not use are left out, such as %s",
+            directory, len(found["unexpected_keys"]), model_class.__name__, repr(min(found["unexpected_keys"])),
+        )  # fmt: skip
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"{directory}: {name} holds NaN or infinite values; the checkpoint is damaged")

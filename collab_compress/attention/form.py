@@ -1,7 +1,7 @@
 """What a form of one of attention's maps is: an object that rebuilds, attends, prunes, counts and stores it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Self
@@ -12,8 +12,17 @@ from torch.nn.functional import pad
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.attention.decoding import cached_scores, readers_of
-from collab_compress.attention.projections import Layout, PaddedProjection, dense_projection, put_back_, replace_
-from collab_compress.errors import CompressionError, UnsupportedModelError
+from collab_compress.attention.projections import (
+    Layout,
+    PaddedProjection,
+    QKVProjection,
+    dense_projection,
+    fused_layer,
+    put_back_,
+    replace_,
+)
+from collab_compress.attention.stored import from_stored
+from collab_compress.errors import CheckpointError, CompressionError, UnsupportedModelError
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,11 @@ class MapForm(ABC):
         return self.heads * self.head_width
 
     @property
+    def dense_widths(self) -> dict[str, int]:
+        """Path of each projection that is replaced → its width in the dense model."""
+        return dict.fromkeys(self.padded, self.dense_key_width)
+
+    @property
     @abstractmethod
     def pieces(self) -> str:
         """Attribute of a module that says how many heads it views, if it views so many and that can change."""
@@ -97,13 +111,41 @@ class MapForm(ABC):
         """Paths of the projections that are filled up with zeros, for the module to view them as whole heads."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Describe the form in JSON types; `pieces` and `even` only where they say something."""
-        return {name: value for name, value in asdict(self).items() if name not in ("pieces", "even") or value}
+        """Describe the form in JSON types; `pieces` and `even` are left out where they are not set."""
+        described = {name: value for name, value in asdict(self).items() if name not in ("pieces", "even") or value}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in described.items()}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Rebuild the form from what `to_dict` gave."""
-        return cls(**data)
+    def from_dict(cls, data: Mapping[str, Any], module: str) -> Self:
+        """Rebuild the form of a module from what `to_dict` returned.
+
+        Raises:
+            CheckpointError: fields are missing, unknown, of another type, or contradict each other.
+        """
+        return from_stored(cls, data, module)
+
+    def rules(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield what stored fields must hold: name of a field, whether it does, what is expected."""
+        yield "heads", self.heads > 0, "at least 1"
+        yield "head_width", self.head_width > 0, "at least 1"
+
+    def check_fits(self, module: Any, name: str) -> None:
+        """Check that the dense projections of `module` are as wide as this form has them.
+
+        Raises:
+            CheckpointError: they are not.
+        """
+        for path, width in self.dense_widths.items():
+            weight, _ = dense_projection(module, path)
+            layer = fused_layer(module, path)
+            if layer is not None and not isinstance(layer, QKVProjection):  # queries, keys and values together
+                width = self.heads * self.head_width + 2 * self.dense_key_width
+            rows = weight.shape[1 if isinstance(layer, Conv1D) else 0]
+            if rows != width:
+                raise CheckpointError(
+                    f"the stored edit of {name} has {self.heads} heads, each {self.head_width} wide, so {path} would "
+                    f"have {width} channels; the model has {rows}"
+                )
 
     @abstractmethod
     def build(self, module: Any, parent: Any) -> Any:
@@ -220,6 +262,16 @@ class ScoreForm(MapForm):
             content_bias=content_bias, fixed_heads=site.family.fixed_heads, interleaved=site.family.interleaved,
             pieces=site.family.pieces, even=site.family.even,
         )  # fmt: skip
+
+    def rules(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield what stored fields must hold, as `MapForm.rules`."""
+        yield from super().rules()
+        yield "scale", self.scale is None or self.scale > 0, "a number above 0"
+
+    @property
+    def dense_widths(self) -> dict[str, int]:
+        """Path of each projection that is replaced → its width in the dense model."""
+        return {self.query: self.heads * self.head_width, self.key: self.dense_key_width}
 
     @property
     def layout(self) -> Layout:

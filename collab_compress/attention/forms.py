@@ -12,6 +12,7 @@ from collab_compress.attention.per_head import PerHeadScores
 from collab_compress.attention.projections import store_as_stock_
 from collab_compress.attention.rotary import RotaryScores
 from collab_compress.attention.shared import SharedScores
+from collab_compress.attention.stored import refusing_other_models, stored_modules
 from collab_compress.attention.values import NarrowValues
 from collab_compress.attention.view import IMPLEMENTATIONS
 from collab_compress.errors import CompressionError
@@ -64,17 +65,27 @@ class FormEdit:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "FormEdit":
-        """Rebuild the edit from its kind and what `to_dict` gave."""
+        """Rebuild the edit from its kind and what `to_dict` returned.
+
+        Raises:
+            CheckpointError: a form is described wrongly.
+        """
         kind = FORM_KINDS[data["kind"]]
-        return cls(data["kind"], {name: kind.from_dict(form) for name, form in data["modules"].items()})
+        return cls(data["kind"], {name: kind.from_dict(form, name) for name, form in stored_modules(data).items()})
 
     def apply_(self, model: PreTrainedModel) -> None:
-        """Put empty attention of the form into `model` in place, for weights to be loaded into."""
-        for name, form in self.modules.items():
-            module: Any = model.base_model.get_submodule(name)
-            if not hasattr(module, form.at):
-                parent = model.base_model.get_submodule(name.rpartition(".")[0])
-                install_(module, form, form.build(module, parent))
+        """Put empty attention of the form into `model` in place, for weights to be loaded into.
+
+        Raises:
+            CheckpointError: the model has not the modules, or not the widths, that the forms are made for.
+        """
+        with refusing_other_models(self.kind, model):
+            for name, form in self.modules.items():
+                module: Any = model.base_model.get_submodule(name)
+                if not hasattr(module, form.at):
+                    parent = model.base_model.get_submodule(name.rpartition(".")[0])
+                    form.check_fits(module, name)
+                    install_(module, form, form.build(module, parent))
 
     def finish_(self, model: PreTrainedModel) -> None:
         """Restore, in place, what the checkpoint does not hold."""

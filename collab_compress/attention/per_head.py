@@ -7,7 +7,7 @@ Concatenate", with heads of different sizes). Shapes: query (B, T, R) and key (B
 by side, content (B, S, H) or None, value (B, H, S, dv), mask and `causal` as in `kernels`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import inf
@@ -202,14 +202,12 @@ class PerHeadScores(ScoreForm):
         """Describe what is to replace the projections of a module; arguments as for `ScoreForm.of`."""
         return replace(super().of(site, rank, content_bias), train_mixing=False, sizes=tuple(sizes or ()))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Describe the form in JSON types."""
-        return {**super().to_dict(), "sizes": list(self.sizes)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Rebuild the form from what `to_dict` gave."""
-        return cls(**{**data, "sizes": tuple(data["sizes"])})
+    def rules(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield what stored fields must hold, as `MapForm.rules`."""
+        yield from super().rules()
+        yield "sizes", len(self.sizes) == self.heads, f"{self.heads} numbers, one a head"
+        yield "sizes", max(self.sizes) <= self.head_width, f"at most {self.head_width} for a head"
+        yield "sizes", sum(self.sizes) == self.rank, f"{self.rank} in all"
 
     @property
     def head_sizes(self) -> tuple[int, ...] | None:

@@ -11,7 +11,7 @@ that belongs to its place; a channel of another frequency is turned by the diffe
 behind the cache.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, ClassVar, Self
@@ -24,6 +24,8 @@ from collab_compress.attention.form import Cut, HeadRows, ScoreForm, ScoreParts,
 from collab_compress.attention.kernels import in_float32_on_cpu, masked, softmax
 from collab_compress.attention.projections import PaddedProjection, dense_projection
 from collab_compress.errors import CompressionError, UnsupportedModelError
+
+PAIRS = ("halves", "neighbours", "neighbours, tables too")
 
 
 @dataclass(frozen=True)
@@ -205,14 +207,17 @@ class RotaryScores(ScoreForm):
             query_bias=query.bias is not None, key_bias=key.bias is not None,
         )  # fmt: skip
 
-    def to_dict(self) -> dict[str, Any]:
-        """Describe the form in JSON types."""
-        return {**super().to_dict(), "frequencies": list(self.frequencies)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Rebuild the form from what `to_dict` gave."""
-        return cls(**{**data, "frequencies": tuple(data["frequencies"])})
+    def rules(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield what stored fields must hold, as `MapForm.rules`."""
+        width, places = self.head_width, self.head_width // 2
+        yield from super().rules()
+        yield "key_heads", self.key_heads > 0 and self.heads % self.key_heads == 0, f"a divisor of {self.heads}"
+        yield "head_width", width % 2 == 0, "an even number"
+        yield "rotated", self.rotated in range(0, width + 1, 2), f"an even number up to {width}"
+        yield "rank", self.rank % width == 0, f"a multiple of {width}"
+        yield "pairs", self.pairs in PAIRS, f"one of {', '.join(map(repr, PAIRS))}"
+        yield "frequencies", len(self.frequencies) * 2 == self.rank, f"{self.rank // 2} numbers, one a channel pair"
+        yield "frequencies", all(number < places for number in self.frequencies), f"numbers below {places}"
 
     @property
     def dense_key_width(self) -> int:

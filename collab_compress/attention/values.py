@@ -7,7 +7,7 @@ output projection reads them with. Heads' channels lie side by side, dv of them 
 heads of a group have one Wv and one P, and each an O of its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from operator import attrgetter
@@ -114,14 +114,12 @@ class NarrowValues(MapForm):
             interleaved=site.family.interleaved, pieces=site.family.pieces, even=site.family.even,
         )  # fmt: skip
 
-    def to_dict(self) -> dict[str, Any]:
-        """Describe the form in JSON types."""
-        return {**super().to_dict(), "sizes": list(self.sizes)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Rebuild the form from what `to_dict` gave."""
-        return cls(**{**data, "sizes": tuple(data["sizes"])})
+    def rules(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield what stored fields must hold, as `MapForm.rules`."""
+        yield from super().rules()
+        yield "group", self.group > 0 and self.heads % self.group == 0, f"a divisor of the {self.heads} heads"
+        yield "sizes", len(self.sizes) * self.group == self.heads, "one number for each head of values"
+        yield "sizes", max(self.sizes) <= self.head_width, f"at most {self.head_width} for a head"
 
     @property
     def layout(self) -> Layout:

@@ -1,80 +1,42 @@
-"""Model directories: written beside their final place and renamed when whole, and the files that travel along.
-
-What belongs to a model besides config and weights is a list, `COMPANIONS`.
-"""
+"""Model directories: written beside their final place and renamed when whole, and the files that travel along."""
 
 import fnmatch
-import glob
 import json
 import os
-import platform
 import re
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from collab_compress.errors import CheckpointError, one_line
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model",
-    "source.spm",
+    "source.spm", "tekken.json",
 )  # fmt: skip
-RUST_OS_ERROR = re.compile(r"\(os error \d+\)")  # how safetensors and tokenizers tell of a full disk
+RUST_OS_ERROR = re.compile(r"\(os error \d+\)")  # in errors of safetensors and tokenizers, as of a full disk
 MODULES = "modules.json"  # of sentence-transformers
-COMPANIONS = (
-    # tokenizers
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt",
-    "vocab.json", "merges.txt", "*.spm", "*.model", "bpe.codes", "dict.txt", "emoji.txt", "target_vocab.json",
-    "normalizer.json", "word_shape.json", "word_pronunciation.json", "chat_template.jinja",
-    "chat_template.json", "additional_chat_templates/*.jinja",
-    # processors
-    "processor_config.json", "preprocessor_config.json", "image_processor_config.json",
-    "video_preprocessor_config.json",
-    # generation, sentence-transformers
-    "generation_config.json", MODULES, "sentence_*_config.json", "config_sentence_transformers.json",
-    # licences
-    "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*",
+COMPANIONS = (  # tokenizers, processors, settings, licences; no weights, code or data
+    "*.json", "*.jinja", "*.model", "*.spm", "*.codes", "*.tiktoken", "vocab*.txt", "merges*.txt", "dict.txt",
+    "emoji.txt", "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*",
 )  # fmt: skip
-IN_FOLDERS = ("*.json", "*.txt", "*.safetensors", "*.model", "*.spm", "*.jinja")
-PICKLED = ("*.bin", "*.pt", "*.pth")
-
-
-@contextmanager
-def atomic_directory(path: Path) -> Iterator[Path]:
-    """Yield an empty directory that becomes `path` if the block succeeds, and is removed if it does not.
-
-    A process killed outright can leave its working directory `.<name>.partial-<host>-<pid>`, never `path`; the next
-    write to the same path clears those whose process is gone.
-
-    Args:
-        path: where the result is wanted; must not exist.
-
-    Raises:
-        CheckpointError: `path` exists, or nothing can be written there.
-    """
-    refuse_existing(path)
-    with _cannot_write(path), _made_parents(_final(path)) as final:
-        _clear_abandoned(final)
-        partial = _partial(final)
-        partial.mkdir()
-        try:
-            yield partial
-            refuse_existing(path)
-            partial.rename(final)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+LEFT_BEHIND = (  # written anew, or of other weights or a training run
+    "config.json", "*.index.json", "adapter_*.json", "trainer_state.json", "*_results.json",
+)  # fmt: skip
+PICKLED = (".bin", ".pt", ".pth")
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a path to write to; what is there becomes `path` if the block succeeds, and is removed if it does not.
 
+    A process that is killed can leave `.<name>.partial-<random>`, never `path`.
+
     Args:
-        path: where the file is wanted; must not exist. Directories that are missing are made.
+        path: where the result is wanted; must not exist. Directories that are missing are made.
 
     Raises:
         CheckpointError: `path` exists, or nothing can be written there.
@@ -87,8 +49,17 @@ def atomic_file(path: Path) -> Iterator[Path]:
             refuse_existing(path)
             partial.rename(final)
         finally:
+            shutil.rmtree(partial, ignore_errors=True)  # of a directory
             with suppress(OSError):
                 partial.unlink()
+
+
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Yield an empty directory that becomes `path`, as `atomic_file` does with a file."""
+    with atomic_file(path) as partial:
+        partial.mkdir()
+        yield partial
 
 
 def write_new(path: Path, text: str) -> None:
@@ -127,17 +98,17 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def to_json(value: Any) -> str:
-    """Give a value as the JSON that files hold; what JSON has no form for is its `str`."""
+    """Return a value as the JSON that files hold; `str` of it where JSON has no form for it."""
     return json.dumps(value, indent=2, default=str) + "\n"
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON as `write_atomically` writes text; what JSON has no form for is written as its `str`."""
+    """Write a value as `to_json` returns it, by `write_atomically`."""
     write_atomically(path, to_json(value))
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Say whether a model directory holds a tokenizer; Transformers may make up an empty one where it does not."""
+    """Return whether a model directory holds a tokenizer; Transformers may make up an empty one where it does not."""
     return any((directory / name).exists() for name in TOKENIZER_FILES)
 
 
@@ -181,28 +152,35 @@ def companions_of(directory: Path) -> list[Path]:
     """List the files that travel along with a model, relative to its directory.
 
     These are its tokenizer, its processor, its generation settings, licences, and the further modules of
-    sentence-transformers; not weights, code, its model card, or what else a person keeps there.
+    sentence-transformers; not weights, code, its model card, or data.
 
     Raises:
-        CheckpointError: `modules.json` cannot be read, names a folder outside the model or the model itself, or one
-            whose weights are pickled.
+        CheckpointError: a file cannot be read, `modules.json` cannot be read or names a folder outside the model or
+            the model itself, or the weights of such a folder are pickled.
     """
-    found = [path.relative_to(directory) for path in _matching(directory, COMPANIONS)]
-    for folder in sentence_transformers_folders(directory):
-        paths = sorted(each for each in (directory / folder).rglob("*") if each.is_file())
-        if any(_matches(path, PICKLED) for path in paths) and not any(
-            _matches(path, ("*.safetensors",)) for path in paths
-        ):
+    paths = [path for path in directory.iterdir() if _matches(path, COMPANIONS) and not _matches(path, LEFT_BEHIND)]
+    paths += (directory / "additional_chat_templates").glob("*.jinja")
+    folders = sentence_transformers_folders(directory)
+    for folder in folders:
+        inside = list((directory / folder).rglob("*"))
+        weights = [path for path in inside if path.suffix == ".safetensors"]
+        if not weights and any(path.suffix in PICKLED for path in inside):
             raise CheckpointError(
                 f"{directory / folder} has weights that are no safetensors; load and save the model by "
                 "sentence-transformers first"
             )
-        found += [path.relative_to(directory) for path in paths if _matches(path, IN_FOLDERS)]
-    return list(dict.fromkeys(found))
+        paths += weights + [path for path in inside if _matches(path, COMPANIONS)]
+    companions = sorted({path for path in paths if path.is_file()})
+    for path in (*companions, *(directory / folder for folder in folders)):
+        if not os.access(path, os.R_OK):
+            raise CheckpointError(f"cannot read {path}: Permission denied")
+    return [path.relative_to(directory) for path in companions]
 
 
 def copy_companions(directory: Path, target: Path) -> None:
     """Copy what `companions_of` lists; links are followed.
+
+    References to code of the model's own (`auto_map`) are left out, as that code is.
 
     Args:
         directory: of the model.
@@ -211,6 +189,8 @@ def copy_companions(directory: Path, target: Path) -> None:
     for name in companions_of(directory):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(directory / name, target / name)
+        if name.suffix == ".json":
+            _drop_auto_map(target / name)
 
 
 def sentence_transformers_folders(directory: Path) -> list[str]:
@@ -238,7 +218,7 @@ def sentence_transformers_folders(directory: Path) -> list[str]:
 
 @contextmanager
 def _cannot_write(path: Path) -> Iterator[None]:
-    """Turn errors of the file system into ours, whichever language they are told in."""
+    """Raise errors of the file system, those of Rust libraries too, as `CheckpointError`."""
     try:
         yield
     except CheckpointError:
@@ -255,7 +235,7 @@ def _cannot_write(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _made_parents(path: Path) -> Iterator[Path]:
-    """Make the directories above a path; take them away again where nothing came to be."""
+    """Make the directories above a path; remove them again if nothing was written to it."""
     missing = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -273,32 +253,17 @@ def _final(path: Path) -> Path:
 
 
 def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial-{_host()}-{os.getpid()}")
+    """Return a path beside `path` that no other process has, whatever earlier ones left."""
+    return path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:12]}")
 
 
-def _host() -> str:
-    return re.sub(r"\W", "", platform.node())[:32] or "host"
-
-
-def _clear_abandoned(path: Path) -> None:
-    """Remove what processes of this machine that are gone left of the same output."""
-    start = f".{path.name}.partial-{_host()}-"
-    for left in path.parent.glob(glob.escape(start) + "*"):
-        pid = left.name[len(start) :]
-        if pid.isdigit() and left.is_dir() and not left.is_symlink() and not _alive(int(pid)):
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return psutil.pid_exists(pid)  # os.kill(pid, 0) would end the process on Windows
-    except OverflowError:  # no number that a process has, so not what we wrote
-        return True
-
-
-def _matching(directory: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
-    found = {path for pattern in patterns for path in directory.glob(pattern)}
-    yield from sorted(path for path in found if path.is_file())
+def _drop_auto_map(path: Path) -> None:
+    """Rewrite a JSON file without its `auto_map`, in place; a file that has none keeps its bytes."""
+    stored = path.read_bytes()
+    with suppress(ValueError, RecursionError):  # what is no JSON stays as it is
+        if b'"auto_map"' in stored and isinstance(settings := json.loads(stored), dict):
+            settings.pop("auto_map", None)
+            path.write_text(to_json(settings), encoding="utf-8")
 
 
 def _matches(path: Path, patterns: tuple[str, ...]) -> bool:

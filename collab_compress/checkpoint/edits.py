@@ -80,14 +80,16 @@ class EditConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """
 
     def __init__(self, edits: list[Any] | None = None, version: int = VERSION, **_: Any) -> None:
-        if version > VERSION:
+        if not isinstance(version, int) or version > VERSION:
             raise CheckpointError(
                 f"the checkpoint has version {version} of the collab_compress format, this package reads up to "
                 f"{VERSION}; upgrade collab-compress"
             )
         self.quant_method = METHOD
         self.version = version
-        self.edits = [edit if not isinstance(edit, Mapping) else _decode(edit) for edit in edits or []]
+        if edits is not None and not isinstance(edits, list):
+            raise CheckpointError(f"the checkpoint has edits {edits!r:.80}; expected a list")
+        self.edits = [edit if hasattr(edit, "apply_") else _decode(edit) for edit in edits or []]
 
     def to_dict(self) -> dict[str, Any]:
         """Describe the edits in JSON types."""
@@ -99,9 +101,9 @@ class EditConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return self.to_dict().get(name, default)
 
 
-def _decode(data: Mapping[str, Any]) -> ModelEdit:
-    kind = data.get("kind")
-    if kind not in EDITS:
+def _decode(data: Any) -> ModelEdit:
+    kind = data.get("kind") if isinstance(data, Mapping) else None
+    if not isinstance(kind, str) or kind not in EDITS:
         raise CheckpointError(
             f"the checkpoint holds an edit of kind {kind!r}; this package knows {', '.join(sorted(EDITS))}; "
             "upgrade collab-compress"

@@ -17,7 +17,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from collab_compress.checkpoint.edits import METHOD, EditConfig, describes_edits
 
-GUARD = f"needs-the-package-{METHOD}.safetensors"
+# Read in the error of a stock load; names the first version that reads the format `VERSION`.
+GUARD = f"pip-install-collab-compress-0.1.0-and-import-{METHOD}-before-loading.safetensors"
 
 
 class GuardedConfig:

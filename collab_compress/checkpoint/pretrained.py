@@ -7,6 +7,8 @@ these functions, which say no to both.
 
 import json
 import os
+import re
+from collections.abc import Collection, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -18,10 +20,19 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedTokenizerFast
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    AutoConfig,
+    AutoProcessor,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import cached_file
 
 from collab_compress.checkpoint.directory import COMPANIONS
+from collab_compress.checkpoint.standalone import names_our_code
 from collab_compress.errors import CheckpointError, one_line
 
 SHORT_NAMES = {
@@ -35,6 +46,12 @@ EMBEDDED = "minilm"
 EMBEDDED_REPOSITORY = "sentence-transformers/all-MiniLM-L6-v2"
 FETCHED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "README.md", "*/config.json", *COMPANIONS]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")  # types of weights, as safetensors name them
+LEGACY = re.compile(
+    r"(position_ids|token_type_ids|inv_freq|masked_bias|attn\.bias|attention\.bias|relative_position_index)$"
+)
+ADAPTED = re.compile(r"lora_|(^|[._])scales?(_inv)?$|qweight$|qzeros$|g_idx$|SCB$|absmax$|quant_map")
+MOST = {"layer": 10_000, "group": 10_000, "expert": 10_000, "labels": 10_000_000}  # words in names of entries
 DESCRIPTIONS = (
     "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json",
     "processor_config.json", "preprocessor_config.json",
@@ -62,6 +79,7 @@ def find_directory(name: str, revision: str | None = None) -> Path:
             raise CheckpointError(f"{name} is not a directory; pass a model directory or a hub name")
         if not os.path.isfile(path / "config.json"):
             raise CheckpointError(f"{path} has no config.json, so it is no model directory")
+        _refuse_pipes(path)
         return path
     repository = SHORT_NAMES.get(name, name)
     try:
@@ -96,19 +114,26 @@ def repository_of(name: str) -> str | None:
 def load_config(source: str | Path) -> Any:
     """Load the config of a model directory, or of a name on the hub.
 
+    References to code that comes with the model (`auto_map`) are dropped.
+
     Raises:
         CheckpointError: it cannot be read, or wants code that comes with the model.
     """
-    if (Path(source) / "config.json").is_file():
-        _json_object(Path(source) / "config.json")
+    path = Path(source) / "config.json"
+    if path.is_file():
+        _check_config(path)
     try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
-        raise CheckpointError(f"cannot read {Path(source) / 'config.json'}: {_reason(error)}") from error
+        raise CheckpointError(f"cannot read {path}: {_reason(error)}") from error
+    _forget_code_(config)
+    return config
 
 
 def load_model(model_class: Any, source: str | Path, **options: Any) -> tuple[Any, dict[str, Any]]:
     """Load a model from safetensors that lie in its own folder.
+
+    Tensors that belong to a head or a pooler that the model lacks are left out, and returned by name.
 
     Args:
         model_class: a model class of Transformers, or an auto class.
@@ -119,9 +144,10 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> tuple[An
         The model, and what `from_pretrained` says of keys that are missing or unexpected.
 
     Raises:
-        CheckpointError: weights are missing, damaged, of another shape, pickled, or outside the folder, or the model
-            wants code that comes with it.
+        CheckpointError: weights are missing, damaged, of another shape, pickled, quantized, stored twice, outside the
+            folder, or without a place in the model, or the model wants code that comes with it.
     """
+    _refuse_pipes(source)
     _check_weights(source)
     try:
         model, found = model_class.from_pretrained(
@@ -135,6 +161,17 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> tuple[An
             f"cannot load weights from {source}: {name} has shape {tuple(stored)}, the config makes it "
             f"{tuple(expected)}"
         )
+    unread = _unread(model, found["unexpected_keys"])
+    if unread:
+        raise CheckpointError(
+            f"cannot load weights from {source}: {type(model).__name__} has no place for {len(unread)} tensors, such "
+            f"as {unread[0]}; merge adapters, undo quantization, or correct the config"
+        )
+    _forget_code_(model.config)
+    try:
+        getattr(model.config, "validate", dict)()  # not every config can
+    except Exception as error:  # a config that could not be saved again
+        raise CheckpointError(f"cannot use {Path(source) / 'config.json'}: {one_line(error)}") from error
     return model, found
 
 
@@ -208,26 +245,117 @@ def _damaged(directory: Path) -> str | None:
     return None
 
 
+def _refuse_pipes(source: str | Path) -> None:
+    """Refuse a model directory with pipes or devices in it, which reading could wait for without end.
+
+    Raises:
+        CheckpointError: there is one, or a folder where a JSON file is expected.
+    """
+    for path in Path(source).iterdir() if Path(source).is_dir() else ():
+        if path.exists() and not path.is_file() and not (path.is_dir() and path.suffix != ".json"):
+            raise CheckpointError(f"cannot read {path}: it is no regular file")
+
+
+def _check_config(path: Path) -> dict[str, Any]:
+    """Read a config as JSON, and refuse what Transformers would choke on or take hours to build.
+
+    Raises:
+        CheckpointError: it is no JSON object, has an entry named like a method, or a number that is far too large.
+    """
+    config = _json_object(path)
+    for name in config:
+        attribute = getattr(PretrainedConfig, name, None)
+        read_only = isinstance(attribute, property) and attribute.fset is None
+        if callable(attribute) or read_only or name.startswith("__") or name == "_auto_class":
+            raise CheckpointError(f"cannot read {path}: {name!r} cannot be an entry of a config; take it out")
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for name, value in part.items():
+            most = next((limit for word, limit in MOST.items() if word in name), None)
+            if most is not None and isinstance(value, int) and value > most:
+                raise CheckpointError(f"cannot read {path}: {name} is {value}; expected at most {most:,}")
+    return config
+
+
+def _forget_code_(config: Any) -> None:
+    """Drop references to code that a stock model's repository holds, in place: it is neither run nor saved."""
+    if not names_our_code(config):
+        vars(config).pop("auto_map", None)
+
+
 def _check_weights(source: str | Path) -> None:
-    """Refuse weights that are no safetensors in the model's own folder.
+    """Refuse weights that are no safetensors of floats in the model's own folder.
 
     Raises:
         CheckpointError: there are some, or the model is an adapter, whose weights belong to another model.
     """
     if _file(source, "adapter_config.json") is not None:
         raise CheckpointError(f"{source} holds a PEFT adapter; merge it into its model and save that")
-    indices = [] if (Path(source) / WEIGHTS).exists() else [INDEX]
-    config = _file(source, "config.json")
-    named = None if config is None else _json_object(config).get("transformers_weights")
-    if config is not None and named is not None:
-        _check_shard(config, named, (".safetensors", ".safetensors.index.json"))
-        indices.append(named)
-    for path in filter(None, (_file(source, index) for index in indices if index.endswith(".json"))):
-        shards = _json_object(path).get("weight_map")
+    path = _file(source, "config.json")
+    config = {} if path is None else _check_config(path)
+    if "compression_config" in config or _file(source, "hf_quant_config.json") is not None:
+        raise CheckpointError(f"{source} is quantized; take the unquantized checkpoint instead")
+    files = [WEIGHTS if _file(source, WEIGHTS) is not None else INDEX]
+    if path is not None and config.get("transformers_weights") is not None:
+        named = config["transformers_weights"]
+        _check_shard(path, named, (".safetensors", ".safetensors.index.json"))
+        files = [named] if _file(source, named) is not None else files
+    for index in filter(None, (_file(source, name) for name in files if name.endswith(".json"))):
+        shards = _json_object(index).get("weight_map")
         if not isinstance(shards, dict) or not shards:
-            raise CheckpointError(f"cannot read {path}: expected a weight_map that names a file for each weight")
+            raise CheckpointError(f"cannot read {index}: expected a weight_map that names a file for each weight")
         for shard in shards.values():
-            _check_shard(path, shard, (".safetensors",))
+            _check_shard(index, shard, (".safetensors",))
+        files = sorted(set(shards.values()))
+    _check_tensors(source, [found for found in (_file(source, name) for name in files) if found is not None])
+
+
+def _check_tensors(source: str | Path, files: Sequence[Path]) -> None:
+    """Refuse quantized weights and weights that are stored twice, by the names and types in safetensors files.
+
+    Raises:
+        CheckpointError: there is such a weight, or a file is damaged.
+    """
+    holders: dict[str, Path] = {}
+    for path in files:
+        if not path.is_file():
+            raise CheckpointError(f"cannot load weights from {source}: {path} is no regular file")
+        if not os.access(path, os.R_OK):
+            raise CheckpointError(f"cannot load weights from {source}: {path}: Permission denied")
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                types = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot load weights from {source}: {path.name}: {one_line(error)}") from error
+        for name, stored in types.items():
+            if name in holders:
+                raise CheckpointError(
+                    f"cannot load weights from {source}: {name} is in {holders[name].name} and in {path.name}"
+                )
+            if name.endswith("weight") and stored not in FLOATS:
+                raise CheckpointError(
+                    f"cannot load weights from {source}: {name} is quantized ({stored}); take the unquantized "
+                    "checkpoint instead"
+                )
+        holders |= dict.fromkeys(types, path)
+
+
+def _unread(model: PreTrainedModel, names: Collection[str]) -> list[str]:
+    """Return the names of unread tensors that change what the model computes, sorted.
+
+    Those are tensors of the model's body, of adapters and of quantization. Heads and poolers that the model lacks are
+    not among them, nor masks and positions that earlier versions of Transformers stored.
+    """
+    prefix = f"{model.base_model_prefix}."
+    body = model.base_model
+    parts = {name for named in (body.named_children(), body.named_parameters(recurse=False)) for name, _ in named}
+    buffers = {name.removeprefix(prefix) for name, _ in model.named_buffers()}
+    unread = []
+    for name in sorted(names):
+        inside = name.removeprefix("base_model.model.").removeprefix(prefix)
+        of_body = inside.partition(".")[0] in parts and inside not in buffers and not LEGACY.search(inside)
+        if of_body or ADAPTED.search(inside):
+            unread.append(name)
+    return unread
 
 
 def _check_shard(path: Path, shard: Any, endings: tuple[str, ...]) -> None:

@@ -56,7 +56,8 @@ PACKAGE = "collab_compress"
 def make_standalone_(model: PreTrainedModel) -> None:
     """Make `model` save its modelling code beside its weights from now on, in place.
 
-    Every Auto class of its family loads the checkpoint by that code, so that it can get another head.
+    Every Auto class of its family loads the checkpoint by that code, so that it can get another head. References to
+    other code (`auto_map`) are dropped, for that code is not saved.
 
     Args:
         model: a converted model.
@@ -68,27 +69,27 @@ def make_standalone_(model: PreTrainedModel) -> None:
     if not edits_of(model):
         raise CheckpointError(f"{type(model).__name__} is not converted, so it has no modelling code to ship")
     model.__class__ = standalone_class(type(model))
-    auto_map = dict(getattr(model.config, "auto_map", None) or {})
-    for auto_class, stock in _auto_classes(model).items():
-        auto_map[auto_class] = f"{MODULE}.{stock}"
-    model.config.auto_map = auto_map
+    model.config.auto_map = {auto: f"{MODULE}.{stock}" for auto, stock in _auto_classes(model).items()}
 
 
 def forget_standalone_(model: PreTrainedModel) -> None:
     """Undo `make_standalone_`, in place; does nothing to other models."""
     if issubclass(type(model), _SavesModellingCode):
         model.__class__ = type(model).__bases__[1]
-        auto_map = vars(model.config).pop("auto_map")
-        others = {name: value for name, value in auto_map.items() if not _is_ours(value)}
-        if others:
-            model.config.auto_map = others
+        vars(model.config).pop("auto_map", None)
 
 
 def keep_standalone_(model: PreTrainedModel) -> None:
     """Let a model that was loaded from a checkpoint with modelling code save it again, in place."""
-    auto_map = getattr(model.config, "auto_map", None) or {}
-    if any(map(_is_ours, auto_map.values())) and not type(model).is_remote_code():
+    if names_our_code(model.config) and not type(model).is_remote_code():
         make_standalone_(model)
+
+
+def names_our_code(config: Any) -> bool:
+    """Return whether a config refers to modelling code that `make_standalone_` saved."""
+    auto_map = getattr(config, "auto_map", None)
+    code = auto_map.values() if isinstance(auto_map, dict) else ()
+    return any(isinstance(name, str) and name.startswith(f"{MODULE}.") for name in code)
 
 
 def standalone_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -198,10 +199,6 @@ class _SavesModellingCode:
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             (Path(save_directory) / f"{MODULE}.py").write_text(modelling_code(), encoding="utf-8")
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
-
-
-def _is_ours(value: Any) -> bool:
-    return isinstance(value, str) and value.startswith(f"{MODULE}.")
 
 
 def _auto_classes(model: PreTrainedModel) -> dict[str, str]:

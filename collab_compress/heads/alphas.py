@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention, transformers_model
+from collab_compress.attention.stored import refusing_other_models, stored_modules
 from collab_compress.checkpoint import (
     edits_of,
     forget_edits_,
@@ -18,7 +19,7 @@ from collab_compress.checkpoint import (
     path_in_base,
     record_edit_,
 )
-from collab_compress.errors import HeadError
+from collab_compress.errors import CheckpointError, HeadError
 from collab_compress.heads.sharding import refuse_sharded
 
 
@@ -78,13 +79,22 @@ class AlphasEdit:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "AlphasEdit":
-        """Rebuild the edit from what `to_dict` gave."""
-        return cls(dict(data["modules"]))
+        """Rebuild the edit from what `to_dict` returned.
+
+        Raises:
+            CheckpointError: a number of heads is none.
+        """
+        modules = stored_modules(data)
+        for name, heads in modules.items():
+            if type(heads) is not int or heads < 1:
+                raise CheckpointError(f"the stored edit of {name} is {heads!r:.80}; expected its number of heads")
+        return cls(modules)
 
     def apply_(self, model: PreTrainedModel) -> None:
         """Let output projections of `model` mix their heads by the identity, in place."""
-        for name, heads in self.modules.items():
-            install_alphas_(model.base_model, name, heads)
+        with refusing_other_models(self.kind, model):
+            for name, heads in self.modules.items():
+                install_alphas_(model.base_model, name, heads)
 
     def finish_(self, model: PreTrainedModel) -> None:
         """Do nothing: loading weights restores all there is."""

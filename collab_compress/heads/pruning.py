@@ -1,7 +1,7 @@
 """Remove attention heads for good: which ones, how they are cut out, and how a checkpoint does it again."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from collab_compress.architectures import FAMILIES, AttentionSite, find_attention, transformers_model
 from collab_compress.attention.form import Cut, remaining
 from collab_compress.attention.install import STOCK_HEADS, lay_out_
+from collab_compress.attention.stored import from_stored, refusing_other_models, stored_modules
 from collab_compress.attention.values import JOINT_WIDTH
 from collab_compress.attention.view import FORMS_AT, head_hooks
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
@@ -95,6 +96,14 @@ class KeptHeads:
     value: str
     output: str
 
+    def rules(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield what stored fields must hold, as `MapForm.rules`."""
+        ascending = list(self.kept) == sorted(set(self.kept))
+        yield "kept", len(self.kept) > 0 and ascending, "heads that stay, ascending"
+        yield "kept", self.kept[-1] < self.before, f"heads below {self.before}"
+        yield "head_width", self.head_width > 0, "at least 1"
+        yield "value_width", self.value_width > 0, "at least 1"
+
 
 @dataclass(frozen=True)
 class PrunedEdit:
@@ -116,14 +125,17 @@ class PrunedEdit:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "PrunedEdit":
-        """Rebuild the edit from what `to_dict` gave."""
-        return cls(
-            {name: KeptHeads(**{**kept, "kept": tuple(kept["kept"])}) for name, kept in data["modules"].items()}
-        )
+        """Rebuild the edit from what `to_dict` returned.
+
+        Raises:
+            CheckpointError: what is left of a module is described wrongly.
+        """
+        return cls({name: from_stored(KeptHeads, kept, name) for name, kept in stored_modules(data).items()})
 
     def apply_(self, model: PreTrainedModel) -> None:
         """Cut the heads out of `model` in place; its weights may still be empty."""
-        remove_(model, self)
+        with refusing_other_models(self.kind, model):
+            remove_(model, self)
 
     def finish_(self, model: PreTrainedModel) -> None:
         """Do nothing: what is left of a projection is loaded like any other weight."""

@@ -82,7 +82,7 @@ def test_queries_of_heads_are_mixed(module):
 def test_is_stored_in_json_and_rebuilt(module):
     form = module.score_form
     stored = json.loads(json.dumps(form.to_dict()))
-    assert type(form).from_dict(stored) == form
+    assert type(form).from_dict(stored, "attention") == form
     edit = FormEdit(form.kind, {NAME: form})
     assert FormEdit.from_dict({"kind": form.kind, **json.loads(json.dumps(edit.to_dict()))}) == edit
 

@@ -1,6 +1,7 @@
-"""What travels along with a model is a list: tokenizer, processor, licences, folders of sentence-transformers."""
+"""What travels along with a model: tokenizer, processor, licences, folders of sentence-transformers."""
 
 import json
+import os
 
 import pytest
 
@@ -12,14 +13,15 @@ TRAVELS = (
     "sentencepiece.bpe.model", "chat_template.jinja", "preprocessor_config.json", "generation_config.json",
     "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "LICENSE", "LICENSE.txt",
     "NOTICE", "normalizer.json", "word_shape.json", "word_pronunciation.json", "video_preprocessor_config.json",
-    "additional_chat_templates/tool_use.jinja", "1_Pooling/config.json", "2_Dense/config.json",
+    "tekken.json", "additional_chat_templates/tool_use.jinja", "1_Pooling/config.json", "2_Dense/config.json",
     "2_Dense/model.safetensors",
 )  # fmt: skip
 STAYS = (
     "config.json", "README.md", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
     "model.onnx", "modeling.py", "training_args.bin", "optimizer.pt", "notes.md", "customers.csv",
-    "trainer_state.json", ".env", "runs/events", "other/config.json", "other/chat_template.jinja", "2_Dense/code.py",
-    "2_Dense/pytorch_model.bin",
+    "trainer_state.json", "eval_results.json", "adapter_config.json", "texts.txt",
+    "tensors.safetensors", ".env", "runs/events", "other/config.json", "other/chat_template.jinja",
+    "2_Dense/code.py", "2_Dense/pytorch_model.bin",
 )  # fmt: skip
 
 
@@ -34,7 +36,7 @@ def folder(tmp_path):
     return model
 
 
-def test_a_list_of_files_is_copied_and_nothing_else(folder, tmp_path):
+def test_companions_are_copied_and_nothing_else(folder, tmp_path):
     assert sorted(map(str, companions_of(folder))) == sorted(TRAVELS)
     copy_companions(folder, tmp_path / "out")
     copied = sorted(
@@ -43,6 +45,20 @@ def test_a_list_of_files_is_copied_and_nothing_else(folder, tmp_path):
     assert copied == sorted(TRAVELS)
     for name in TRAVELS:
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_references_to_code_stay_with_the_code(folder, tmp_path):
+    settings = {"auto_map": {"AutoTokenizer": ["modeling.Tokenizer", None]}, "model_max_length": 9}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    copy_companions(folder, tmp_path)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8")) == {"model_max_length": 9}
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "2_Dense"])
+def test_what_cannot_be_read_is_named(folder, monkeypatch, name):
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != name)  # chmod does not stop root
+    with pytest.raises(CheckpointError, match=f"cannot read .*{name}: Permission denied"):
+        companions_of(folder)
 
 
 def test_a_folder_named_twice_is_one(folder):

@@ -88,7 +88,7 @@ for way in ways:
         way()
         print("LOADED")
     except OSError as error:
-        print("needs-the-package-collab_compress" in str(error))
+        print("pip-install-collab-compress-0.1.0-and-import-collab_compress" in str(error))
 """
 
 

@@ -7,10 +7,17 @@ import pickle
 import sys
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, BertModel
 
-from collab_compress.checkpoint.pretrained import load_config, load_model, load_processor, load_tokenizer
+from collab_compress.checkpoint.pretrained import (
+    find_directory,
+    load_config,
+    load_model,
+    load_processor,
+    load_tokenizer,
+)
 from collab_compress.errors import CheckpointError
 
 EVIL = """
@@ -58,6 +65,12 @@ def test_code_of_a_model_is_not_run(folder):
     fails(load_model, AutoModel, "model", words="it wants code that it brings along, which is not run")
 
 
+def test_references_to_code_of_a_stock_model_are_dropped(folder):
+    change(folder / "model" / "config.json", auto_map={"AutoModel": "evil.Model"})
+    for config in (load_config("model"), load_model(AutoModel, "model")[0].config):
+        assert not hasattr(config, "auto_map")
+
+
 @pytest.mark.parametrize("load", [load_tokenizer, load_processor])
 def test_code_of_a_tokenizer_is_not_run(folder, load):
     (folder / "model" / "evil.py").write_text(EVIL, encoding="utf-8")
@@ -101,6 +114,88 @@ def test_a_tensor_of_another_shape_is_named(folder):
     tensors = load_file(path)
     save_file({**tensors, name: tensors[name][:, :7].clone()}, path, metadata={"format": "pt"})
     fails(load_model, BertModel, "model", words=f"{name} has shape (24, 7), the config makes it (24, 24)")
+
+
+def alter(path, **tensors):
+    """Store tensors in a safetensors file; None takes one out."""
+    changed = {**load_file(path), **tensors}
+    save_file({name: value for name, value in changed.items() if value is not None}, path, metadata={"format": "pt"})
+
+
+QUERY = "encoder.layer.0.attention.self.query"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({f"{QUERY}.weight": torch.ones(24, 24, dtype=torch.int8)}, f"{QUERY}.weight is quantized (I8)"),
+        ({f"{QUERY}.weight": torch.ones(24, 24).to(torch.float8_e4m3fn)}, f"{QUERY}.weight is quantized (F8_E4M3)"),
+        ({f"{QUERY}.weight_scale": torch.ones(24, 1)}, f"no place for 1 tensors, such as {QUERY}.weight_scale"),
+        ({f"bert.{QUERY}.lora_A.weight": torch.ones(2, 24)}, f"such as bert.{QUERY}.lora_A.weight"),
+        ({f"base_model.model.bert.{QUERY}.lora_A.weight": torch.ones(2, 24)}, "such as base_model.model.bert"),
+        ({"classifier.lora_A.default.weight": torch.ones(2, 24)}, "such as classifier.lora_A.default.weight"),
+        ({"encoder.layer.2.output.dense.weight": torch.ones(24, 32)}, "such as encoder.layer.2.output.dense.weight"),
+    ],
+)
+def test_tensors_without_a_place_in_the_body_are_refused(folder, tensors, words):
+    alter(folder / "model" / "model.safetensors", **tensors)
+    fails(load_model, BertModel, "model", words=words)
+
+
+def test_tensors_of_heads_and_of_earlier_versions_are_returned(folder):
+    names = {"classifier.weight", "cls.predictions.bias", "bert.embeddings.token_type_ids"}
+    alter(folder / "model" / "model.safetensors", **{name: torch.ones(2, 24) for name in names})
+    _, found = load_model(BertModel, "model")
+    assert found["unexpected_keys"] == names
+
+
+@pytest.mark.parametrize("entry", ["hf_quant_config.json", "compression_config"])
+def test_other_marks_of_quantized_weights(folder, entry):
+    change(folder / "model" / (entry if "." in entry else "config.json"), **{entry: {}})
+    fails(load_model, BertModel, "model", words="model is quantized; take the unquantized checkpoint")
+
+
+def test_a_weight_in_two_shards_is_refused(folder, make_tiny):
+    make_tiny("bert").save_pretrained(folder / "sharded", max_shard_size="10KB")
+    first, second, *_ = sorted((folder / "sharded").glob("*.safetensors"))
+    name, value = next(iter(load_file(first).items()))
+    alter(second, **{name: value})
+    fails(load_model, BertModel, "sharded", words=f"{name} is in {first.name} and in {second.name}")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "collab_compress.json", "tokenizer.json"])
+def test_a_pipe_is_not_waited_for(folder, name):
+    (folder / "model" / name).unlink(missing_ok=True)
+    os.mkfifo(folder / "model" / name)
+    for load in (find_directory, lambda source: load_model(BertModel, source)):
+        fails(load, "model", words=f"cannot read model/{name}: it is no regular file")
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; expected at most 10,000"),
+        ({"text_config": {"n_layer": 10**9}}, "n_layer is 1000000000"),
+        ({"num_labels": 10**9}, "num_labels is 1000000000"),
+        ({"save_pretrained": 5}, "'save_pretrained' cannot be an entry of a config"),
+        ({"use_return_dict": False}, "'use_return_dict' cannot be an entry of a config"),
+        ({"_auto_class": "x"}, "'_auto_class' cannot be an entry of a config"),
+    ],
+)
+def test_entries_that_no_config_can_have(folder, entries, words):
+    change(folder / "model" / "config.json", **entries)
+    fails(load_config, "model", words=words)
+    fails(load_model, BertModel, "model", words=words)
+
+
+def test_weights_that_may_not_be_read_are_named(folder, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "model.safetensors")  # chmod does not stop root
+    fails(load_model, BertModel, "model", words="model/model.safetensors: Permission denied")
+
+
+def test_a_config_that_cannot_be_saved_is_refused_before_the_work(folder):
+    change(folder / "model" / "config.json", output_attentions=True)
+    fails(load_model, BertModel, "model", words="The `output_attentions` attribute is not supported")
 
 
 def test_the_whole_of_a_validation_error_is_told(folder):

@@ -113,7 +113,7 @@ def test_without_the_package_loading_fails_and_never_gives_random_weights(
     )
     assert "LOADED" not in done.stdout
     assert done.returncode != 0
-    assert "needs-the-package-collab_compress" in done.stderr
+    assert "pip-install-collab-compress-0.1.0-and-import-collab_compress" in done.stderr
 
 
 def test_a_newer_format_is_refused(make_tiny, tmp_path):

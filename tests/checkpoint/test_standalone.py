@@ -93,6 +93,15 @@ def test_every_auto_class_of_a_family_is_mapped(make_tiny):
     assert found["AutoModel"] == f"{MODULE}.BertModel"
 
 
+def test_references_to_other_code_are_dropped(make_tiny):
+    model = make_tiny("bert")
+    model.config.auto_map = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}
+    compress(model, Compression(dk=5), calibration=None)
+    make_standalone_(model)
+    assert model.config.auto_map.keys() >= {"AutoModel", "AutoModelForMaskedLM"}
+    assert all(code.startswith(f"{MODULE}.") for code in model.config.auto_map.values())
+
+
 def test_the_package_loads_it_without_running_its_code(family, make_tiny, batch, tmp_path):
     expected = saved(make_tiny(family), tmp_path / "one", batch)
     (tmp_path / "one" / f"{MODULE}.py").write_text("raise SystemExit('this code must not run')", encoding="utf-8")

@@ -111,7 +111,7 @@ def test_without_the_package_loading_fails_and_never_ignores_alphas(family, make
     )
     assert "LOADED" not in done.stdout
     assert done.returncode != 0
-    assert "needs-the-package-collab_compress" in done.stderr
+    assert "pip-install-collab-compress-0.1.0-and-import-collab_compress" in done.stderr
 
 
 @pytest.mark.parametrize("form", ["dense", "collaborative", "narrow"])

@@ -1,0 +1,117 @@
+"""What a checkpoint stores of its edits is checked when it is read."""
+
+import json
+
+import pytest
+from transformers import AutoModel
+
+from collab_compress import CheckpointError, Compression, compress, mix_heads_, prune_heads_
+from collab_compress.attention.rotary import RotaryScores
+from collab_compress.attention.values import NarrowValues
+from collab_compress.checkpoint import EditConfig
+
+NAME = "encoder.layer.0.attention.self"
+SCORES = {"heads": 3, "head_width": 8, "query": "query", "key": "key", "rank": 8, "content_bias": True}
+ROTARY = RotaryScores(3, 8, "q", "k", 16, False, key_heads=3, rotated=8, frequencies=tuple(range(4)) * 2).to_dict()
+VALUES = NarrowValues(
+    heads=3, head_width=8, value="value", output="output", sizes=(4, 4, 2), value_bias=True
+).to_dict()
+PRUNED = {
+    "kept": [0, 2], "before": 3, "head_width": 8, "value_width": 8, "heads": "num_attention_heads", "query": "query",
+    "key": "key", "value": "value", "output": "output.dense",
+}  # fmt: skip
+STORED = {
+    "collaborative": SCORES, "per-head": {**SCORES, "sizes": [3, 3, 2]}, "rotary": ROTARY, "narrow-values": VALUES,
+    "pruned": PRUNED, "alphas": 3,
+}  # fmt: skip
+DAMAGED = [
+    ("collaborative", {"heads": "3"}, "heads '3'; expected int"),
+    ("collaborative", {"heads": 0}, "heads 0; expected at least 1"),
+    ("collaborative", {"rank": 2.5}, "rank 2.5; expected int"),
+    ("collaborative", {"rank": 10**12}, "rank 1000000000000; expected int"),
+    ("collaborative", {"content_bias": 1}, "content_bias 1; expected bool"),
+    ("collaborative", {"query": None}, "query None; expected str"),
+    ("collaborative", {"scale": float("nan")}, "scale nan; expected float | None"),
+    ("collaborative", {"scale": -1.0}, "scale -1.0; expected a number above 0"),
+    ("collaborative", {"colour": 3}, "a field 'colour', which is not known"),
+    ("per-head", {"sizes": 3}, "sizes 3; expected tuple[int, ...]"),
+    ("per-head", {"sizes": [4, 4]}, "sizes (4, 4); expected 3 numbers, one a head"),
+    ("per-head", {"sizes": [3, 3, 3]}, "sizes (3, 3, 3); expected 8 in all"),
+    ("per-head", {"sizes": [9, -2, 1]}, "sizes [9, -2, 1]; expected tuple[int, ...]"),
+    ("per-head", {"sizes": [9, 0, 0], "rank": 9}, "expected at most 8 for a head"),
+    ("rotary", {"head_width": 7}, "head_width 7; expected an even number"),
+    ("rotary", {"key_heads": 2}, "key_heads 2; expected a divisor of 3"),
+    ("rotary", {"rotated": 9}, "rotated 9; expected an even number up to 8"),
+    ("rotary", {"rank": 12}, "rank 12; expected a multiple of 8"),
+    ("rotary", {"pairs": "odd"}, "pairs 'odd'; expected one of 'halves'"),
+    ("rotary", {"frequencies": [0]}, "frequencies (0,); expected 8 numbers, one a channel pair"),
+    ("rotary", {"frequencies": [4] * 8}, "expected numbers below 4"),
+    ("narrow-values", {"group": 2}, "group 2; expected a divisor of the 3 heads"),
+    ("narrow-values", {"sizes": [4, 4]}, "expected one number for each head of values"),
+    ("narrow-values", {"sizes": [4, 4, 9]}, "expected at most 8 for a head"),
+    ("pruned", {"kept": []}, "kept (); expected heads that stay, ascending"),
+    ("pruned", {"kept": [2, 0]}, "kept (2, 0); expected heads that stay, ascending"),
+    ("pruned", {"kept": [0, 3]}, "kept (0, 3); expected heads below 3"),
+    ("pruned", {"value_width": 0}, "value_width 0; expected at least 1"),
+]  # fmt: skip
+
+
+def read(kind, modules):
+    return EditConfig([{"kind": kind, "modules": modules}])
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_whole_ones_are_read_and_others_are_told(kind):
+    assert read(kind, {NAME: STORED[kind]}).edits[0].modules
+    for modules in (None, [], {}, {NAME: None}, {NAME: [3]}):
+        with pytest.raises(CheckpointError, match="stored edit of") as caught:
+            read(kind, modules)
+        assert "expected" in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "entries", "words"), DAMAGED)
+def test_the_field_is_named(kind, entries, words):
+    with pytest.raises(CheckpointError) as caught:
+        read(kind, {NAME: {**STORED[kind], **entries}})
+    assert f"the stored edit of {NAME} has " in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_a_field_that_is_missing_is_named():
+    with pytest.raises(CheckpointError, match=f"the stored edit of {NAME} lacks the field rank"):
+        read("collaborative", {NAME: {name: value for name, value in SCORES.items() if name != "rank"}})
+
+
+@pytest.mark.parametrize("edits", [3, "x", {}, [3], [None], [{}], [{"kind": []}]])
+def test_a_list_that_is_none(edits):
+    with pytest.raises(CheckpointError, match="the checkpoint "):
+        EditConfig(edits)
+
+
+@pytest.mark.parametrize(
+    ("change", "entries"),
+    [("shared", {"head_width": 5}), ("values", {"head_width": 5}), ("shared", {}), ("alphas", {}), ("pruned", {})],
+)
+def test_edits_of_another_model_are_refused(change, entries, make_tiny, tmp_path):
+    model = make_tiny("bert")
+    if change == "alphas":
+        mix_heads_(model)
+    elif change == "pruned":
+        prune_heads_(model, {NAME: [1]})
+    else:
+        compress(model, Compression(dk=8) if change == "shared" else Compression(dv=12), calibration=None)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    edit = config["quantization_config"]["edits"][0]
+    if entries:
+        edit["modules"] = {name: {**form, **entries} for name, form in edit["modules"].items()}
+    else:
+        edit["modules"] = {f"nowhere.{name}": form for name, form in edit["modules"].items()}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    words = (
+        "3 heads, each 5 wide, so .* would have 15 channels; the model has 24"
+        if entries
+        else "does not fit BertModel"
+    )
+    with pytest.raises(CheckpointError, match=words):
+        AutoModel.from_pretrained(tmp_path)
