@@ -33,7 +33,7 @@ TREES = [  # files, and the extras they may import from beside the core
     (["collab_compress/yardsticks.py", "cli/evaluate.py"], ["data", "eval"]),
     (["collab_compress", "cli"], []),
     (["tests", "glue_runs", "benchmarks"], ["minilm", "parafac", "data", "test"]),
-    (["tests/extras", "benchmarks/int8.py"], ["minilm", "parafac", "data", "test", "extras", "eval"]),
+    (["tests/extras", "benchmarks/speed.py"], ["minilm", "parafac", "data", "test", "extras", "eval"]),
 ]
 GUARDED = {
     "factorization/parafac.py": {"tensorly"},
