@@ -6,8 +6,7 @@
 # make docs          the documentation, in build/docs; stops at a broken link or a missing docstring
 # make help-texts    what the commands print for --help, in cli/help_texts; after changing an option
 # make bench         factorization, latency, training cost, similarity and quality against their references
-# make bench-gpu     on a GPU: kernels of attention (time, share of peak, memory), and conversions with modules solved
-#                    together against one after another; fails where there is none
+# make bench-gpu     on a GPU: kernels of attention, and conversions; fails where there is none
 
 PYTHON ?= python3
 VENV := .venv
@@ -74,15 +73,15 @@ help-texts: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/factorization.py
-	$(BIN)/python benchmarks/latency.py
-	$(BIN)/python benchmarks/decoding.py
-	$(BIN)/python benchmarks/heads.py
-	$(BIN)/python benchmarks/similarity.py --quick
-	$(if $(COLLAB_COMPRESS_DATA),$(BIN)/python benchmarks/quality.py --data-dir $(COLLAB_COMPRESS_DATA)/glue,@echo "no real data, so no quality: set COLLAB_COMPRESS_DATA")
+	$(BIN)/python benchmarks/speed.py latency
+	$(BIN)/python benchmarks/speed.py decoding
+	$(BIN)/python benchmarks/speed.py heads
+	$(BIN)/python benchmarks/speed.py similarity
+	$(if $(COLLAB_COMPRESS_DATA),$(BIN)/python benchmarks/quality.py measure --data-dir $(COLLAB_COMPRESS_DATA)/glue,@echo "no real data, so no quality: set COLLAB_COMPRESS_DATA")
 
 bench-gpu: $(STAMP)
-	$(BIN)/python benchmarks/attention_kernels.py
-	$(BIN)/python benchmarks/conversion.py --device cuda --one-by-one --rounds 3
+	$(BIN)/python benchmarks/speed.py kernels --device cuda
+	$(BIN)/python benchmarks/conversion.py --device cuda --rounds 3
 
 $(CORE): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

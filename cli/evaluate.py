@@ -1,4 +1,4 @@
-"""`collab-evaluate`: put a model to others' yardsticks: MTEB, the LM evaluation harness, word error rate."""
+"""`collab-evaluate`: score a model on MTEB or on the LM evaluation harness."""
 
 import io
 import logging
@@ -14,31 +14,21 @@ import tyro
 from collab_compress.checkpoint import pretrained
 from collab_compress.checkpoint.directory import MODULES, atomic_file, to_json
 from collab_compress.errors import CheckpointError, DataError
-from collab_compress.yardsticks import (
-    Score,
-    lm_eval_scores,
-    mteb_scores,
-    read_recordings,
-    transcribe,
-    word_error_rate,
-)
+from collab_compress.external_evaluation import Score, lm_eval_scores, mteb_scores
 
 from .command import parse, silence_libraries, stopping_in_one_line, table
 from .model import AUTO, Common, Device, Model, Source, check_json, device_of, load_source, put_on
 
-PACKAGES = {"mteb": "mteb", "lm_eval": "lm_eval", "asr": "jiwer"}
-
 
 @dataclass(frozen=True)
 class Arguments:
-    """Score a model, converted or not, on others' yardsticks, by their own code: one of --mteb, --lm-eval and --asr.
+    """Score a model, converted or not, on tasks of MTEB or of the LM evaluation harness.
 
-    They come with pip install 'collab-compress[eval]'. The data of tasks are fetched from the hub, or from its cache.
+    Both come with pip install 'collab-compress[eval]'. Data of tasks are fetched from the hub, or from its cache.
 
     Examples:
       collab-evaluate minilm-dk128 --mteb STSBenchmark SICK-R
       collab-evaluate gpt2-dk384 --lm-eval lambada_openai piqa --batch-size 4 --json gpt2-dk384.json
-      collab-evaluate whisper-dk192 --asr recordings
     """
 
     model: Model
@@ -50,10 +40,6 @@ class Arguments:
     lm_eval: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TASK ...")] = ()
     """Tasks, or groups of them, of the LM evaluation harness, for a decoder: piqa, hellaswag, wikitext, …"""
 
-    asr: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """A folder of English recordings for Whisper, NAME.wav, each with what is said in NAME.txt: the word error rate,
-    in percent, of greedy search, both sides normalised as Whisper's authors do."""
-
     shots: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Examples in a prompt (--lm-eval); the task's own number if not given."""
 
@@ -64,7 +50,7 @@ class Arguments:
     """A folder of further tasks, as the harness's YAML files (--lm-eval)."""
 
     batch_size: Annotated[int, tyro.conf.arg(metavar="N")] = 16
-    """Texts, or recordings, in a batch."""
+    """Texts in a batch."""
 
     device: Device = AUTO
     """Where to run the model, as torch names it (cpu, cuda:0); auto: the accelerator, if there is one."""
@@ -72,8 +58,8 @@ class Arguments:
     common: tyro.conf.OmitArgPrefixes[Common] = field(default_factory=Common)
 
     def __post_init__(self) -> None:
-        if sum(map(bool, (self.mteb, self.lm_eval, self.asr))) != 1:
-            raise DataError("give one of --mteb TASK, --lm-eval TASK and --asr DIR")
+        if bool(self.mteb) == bool(self.lm_eval):
+            raise DataError("give one of --mteb TASK and --lm-eval TASK")
         for name in ("shots", "limit", "include"):
             if getattr(self, name) is not None and not self.lm_eval:
                 raise DataError(f"--{name} is for --lm-eval; leave it out")
@@ -84,9 +70,9 @@ class Arguments:
             raise DataError(f"--include {self.include}: expected a folder of the harness's YAML files")
 
     @property
-    def yardstick(self) -> str:
-        """Which it is."""
-        return "mteb" if self.mteb else "lm_eval" if self.lm_eval else "asr"
+    def package(self) -> str:
+        """The package that scores."""
+        return "mteb" if self.mteb else "lm_eval"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -98,16 +84,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(arguments: Arguments) -> list[Score]:
     """Load, score, print."""
     silence_libraries()
-    common, package = arguments.common, PACKAGES[arguments.yardstick]
+    common, package = arguments.common, arguments.package
     __import__(package)  # before anything takes long
     directory = pretrained.find_directory(arguments.model, common.revision)
     check_json(common.json, None, directory)
     source = load_source(arguments.model, edited=True, revision=common.revision)
     put_on(source.model, arguments.device)
-    record: dict[str, Any] = {"model": arguments.model, "yardstick": arguments.yardstick, package: None}
+    record: dict[str, Any] = {"model": arguments.model, package: None}
     with suppress(PackageNotFoundError):
         record[package] = version(package)
-    score = {"mteb": _mteb, "lm_eval": _lm_eval, "asr": _asr}[arguments.yardstick]
+    score = _mteb if arguments.mteb else _lm_eval
     for name in ("lm_eval", "mteb"):
         logging.getLogger(name).setLevel(logging.ERROR)
     with redirect_stderr(io.StringIO()) if common.quiet else nullcontext():  # their bars
@@ -143,17 +129,6 @@ def _lm_eval(arguments: Arguments, source: Source, record: dict[str, Any]) -> li
         source.model, source.tokenizer, arguments.lm_eval, batch_size=arguments.batch_size, shots=arguments.shots,
         limit=arguments.limit, include=arguments.include,
     )  # fmt: skip
-
-
-def _asr(arguments: Arguments, source: Source, record: dict[str, Any]) -> list[Score]:
-    folder = arguments.asr or Path()
-    recordings = read_recordings(folder)
-    processor = pretrained.load_processor(source.directory)
-    heard = {name: samples for name, (samples, _) in recordings.items()}
-    record["transcripts"] = texts = transcribe(source.model, processor, heard, batch_size=arguments.batch_size)
-    said = [text for _, text in recordings.values()]
-    rate = word_error_rate(list(texts.values()), said, processor.tokenizer)
-    return [Score(folder.name, "wer", rate)]
 
 
 if __name__ == "__main__":

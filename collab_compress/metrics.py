@@ -1,15 +1,13 @@
 """Metrics of whole sets, gathered batch by batch over one process or several.
 
 Values are as the libraries have them: accuracy and F1 up to 1, correlations from −1 to 1 (the papers' tables have all
-of GLUE's times 100), BLEU by sacreBLEU and SQuAD's scores up to 100, perplexity from 1.
+of GLUE's times 100), BLEU by sacreBLEU up to 100, perplexity from 1.
 """
 
 import math
 import re
-import string
 import warnings
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -38,10 +36,7 @@ __all__ = [
     "Matthews",
     "Metric",
     "Perplexity",
-    "Squad",
-    "SquadV2",
     "load_metric",
-    "normalized_answer",
     "token_losses",
 ]
 
@@ -257,56 +252,6 @@ def _split_compounds(line: str) -> str:
     return re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", Tokenizer13a()(line))
 
 
-class Squad(Metric):
-    """Exact match and F1 of answers, up to 100, each against the one of its references that it matches best.
-
-    As in the official script of SQuAD 1.1 (Rajpurkar et al. 2016, arXiv 1606.05250, section 6.1): the mean over
-    questions, of normalised answers; F1 is that of the two bags of words.
-    """
-
-    scores = ("f1",)
-    formats = ({"predictions": Value("string"), "references": datasets.Sequence(Value("string"))},)
-
-    def _score(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-        exact, overlap = 0.0, []
-        for answer, wanted in zip(predictions, references, strict=True):
-            wanted = self._wanted(wanted)
-            exact += any(normalized_answer(answer) == normalized_answer(each) for each in wanted)
-            overlap.append(max(self._f1(answer, each) for each in wanted))
-        return {"exact_match": 100 * exact / len(overlap), "f1": 100 * math.fsum(overlap) / len(overlap)}
-
-    def _wanted(self, references: Sequence[str]) -> Sequence[str]:
-        if not references:
-            raise DataError("a question has no answer to score with; squad_v2 is for such questions")
-        return references
-
-    def _f1(self, answer: str, reference: str) -> float:
-        one, other = normalized_answer(answer).split(), normalized_answer(reference).split()
-        common = (Counter(one) & Counter(other)).total()
-        return 2 * common / (len(one) + len(other)) if common else 0.0
-
-
-class SquadV2(Squad):
-    """The same of SQuAD 2.0 (Rajpurkar et al. 2018, arXiv 1806.03822), where "" says that there is no answer.
-
-    That is right, 1 in both scores, where there is no reference; and an answer of which normalisation leaves nothing
-    counts as none.
-    """
-
-    def _wanted(self, references: Sequence[str]) -> Sequence[str]:
-        return [each for each in references if normalized_answer(each)] or [""]
-
-    def _f1(self, answer: str, reference: str) -> float:
-        one, other = normalized_answer(answer), normalized_answer(reference)
-        return super()._f1(answer, reference) if one and other else float(one == other)
-
-
-def normalized_answer(text: str) -> str:
-    """Give an answer as SQuAD compares it: in lower case, without ASCII punctuation, articles and further spaces."""
-    bare = text.lower().translate(str.maketrans("", "", string.punctuation))
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
-
-
 class Perplexity(Metric):
     """exp(Σ nll / Σ tokens), and the mean nll a token ("nll", in nats).
 
@@ -350,8 +295,6 @@ METRICS: dict[str, type[Metric]] = {
     "accuracy+f1": AccuracyAndF1,
     "matthews": Matthews,
     "correlation": Correlation,
-    "squad": Squad,
-    "squad_v2": SquadV2,
     "bleu": Bleu,
     "bleu-compounds-split": BleuCompoundsSplit,
     "perplexity": Perplexity,

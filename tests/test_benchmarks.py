@@ -12,9 +12,11 @@ from collab_compress import Compression, compress
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 try:
-    from gains import LAYERS, ROWS, WIDTH, Row
+    from quality import DEFAULT_ROWS, DENSE_PARAMETERS, LAYERS, WIDTH, Row
+    from quality import HEADS as MINILM_HEADS
     from rivals import layers_of, low_rank_, per_head_, without_heads_
     from rotary_rivals import dropped, pooled, taught_
+    from timing import ratio
 finally:
     sys.path.pop(0)
 
@@ -139,25 +141,30 @@ def test_the_most_important_heads_remain(model, batch):
     assert min(kept) >= 1
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.kind == "shared"], ids=lambda row: row.name)
-def test_counts_are_those_of_the_converted_model(row, minilm):
-    dense = minilm.num_parameters()
+ROWS = [Row.parse(text) for text in DEFAULT_ROWS]
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.kind == "shared" and not row.recovered], ids=str)
+def test_a_rows_parameters_are_those_of_the_converted_model(row, minilm):
+    before = minilm.num_parameters()
     compress(minilm, Compression(dk=row.dk, dv=row.dv, sweeps=1 if row.dk else None), calibration=None)
-    assert row.parameters == minilm.num_parameters()
-    assert Row("dense").parameters == dense
-    layer = minilm.encoder.layer[0].attention.self
-    forms = [getattr(layer, name) for name in ("score_form", "value_form") if hasattr(layer, name)]
-    for length in (32, 512):
-        whole = (2 * length * WIDTH + length**2) * WIDTH
-        spared = sum(whole - form.macs(WIDTH, length) for form in forms)
-        assert Row("dense").macs(length) - row.macs(length) == LAYERS * spared
+    assert before - minilm.num_parameters() == LAYERS * (DENSE_PARAMETERS - row.parameters)
 
 
-def test_rivals_have_as_many_parameters_and_not_fewer():
-    for row in ROWS:
-        if row.kind in ("svd", "low-rank", "heads", "per-head"):
-            ours = Row("shared", row.dk, row.dv).attention
-            assert ours <= row.attention < 1.02 * ours, row.name
+@pytest.mark.parametrize("row", [row for row in ROWS if row.dk and row.dv], ids=str)
+def test_rivals_have_as_many_parameters_and_hardly_more(row):
+    ours = LAYERS * row.parameters
+    low_rank = LAYERS * (8 * WIDTH * row.rank + 4 * WIDTH)
+    heads = row.remaining_heads * ((DENSE_PARAMETERS - WIDTH) // MINILM_HEADS) + LAYERS * WIDTH
+    for theirs in (low_rank, heads):
+        assert ours <= theirs < 1.02 * ours
+
+
+def test_a_ratio_is_that_of_each_round():
+    times = {"dense": [1.0, 2.0, 4.0, 8.0, 16.0], "ours": [0.5, 1.0, 2.0, 4.0, 8.0]}
+    figures = ratio(times, "ours")
+    assert (figures["low"], figures["ratio"], figures["high"]) == (0.5, 0.5, 0.5)
+    assert (figures["rounds"], figures["baseline_ms"]) == (5, 4000.0)
 
 
 @pytest.fixture

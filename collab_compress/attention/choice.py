@@ -1,7 +1,6 @@
 """Which kernel attends: one table by form, device, mode and number of queries.
 
-Measured on CPUs by `benchmarks/decoding.py`, `benchmarks/latency.py` and `benchmarks/attention_kernels.py`. Rows for
-GPUs are chosen by what PyTorch's kernels take there, and measured by `make bench-gpu`.
+Measured on CPUs by `benchmarks/speed.py`, on GPUs by `make bench-gpu`.
 """
 
 from typing import Literal, NamedTuple

@@ -19,7 +19,7 @@ from collab_compress.errors import CompressionError
 TYPICAL = 128  # tokens, where nothing says how long inputs are
 SPLIT = {"shared": (0.85, 1.15), "per-head": (1.0, 1.0)}
 """Share of queries and keys, and of values, that a form keeps where half of both would be 1 and 1: heads have more in
-common in their scores than in their values, so shared queries and keys can be the narrower (benchmarks/gains.py)."""
+common in their scores than in their values, so shared queries and keys can be the narrower."""
 
 
 def choose(model: PreTrainedModel, compression: Compression, texts: Sequence[Batch] = ()) -> tuple[Compression, str]:

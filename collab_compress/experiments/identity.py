@@ -141,9 +141,8 @@ def _read(files: tuple[tuple[Path, int, int], ...]) -> str:
 
 BASE = (
     "task", "model", "revision", "fresh", "data_dir", "files", "seed", "max_length", "tuning", "heads", "translation",
-    "answers",
 )  # fmt: skip
-ADDED = {"revision", "answers"}  # fields that the first experiments did not have
+ADDED = {"revision"}  # fields that the first experiments did not have
 CONVERTED = (*BASE, "compression", "calibration", "recovery")
 NOTES = ("weights", "contents")  # beside the fields of the recipe
 STAGE_FILES = {"model", "log.json", "result.json", "report.json", "recipe.json", "checkpoints", "logs"}

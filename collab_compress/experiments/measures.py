@@ -33,7 +33,6 @@ from collab_compress.experiments.recipe import Recipe
 from collab_compress.experiments.record import lacking, read_record
 from collab_compress.experiments.workload import Workload
 from collab_compress.heads import alphas_of, confidence, head_importance
-from collab_compress.tasks import TASKS
 
 ROWS = 256
 """Rows that heads are looked at on, drawn once and for all."""
@@ -244,10 +243,6 @@ def check_measures(recipe: Recipe) -> None:
     for name in recipe.measures:
         if name not in MEASURES:
             raise RecipeError(f"unknown measure {name!r}; expected some of {', '.join(MEASURES)}")
-        if name in SCORING and TASKS[recipe.task].kind == "question answering":
-            raise RecipeError(
-                f"{name} scores single rows, and {recipe.task} is scored by all windows of a context; leave it out"
-            )
 
 
 def add_measures(workload: Workload, directory: str | Path, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -27,7 +27,6 @@ from collab_compress.experiments.workload import (
     Classification,
     LanguageModel,
     MaskedLanguageModel,
-    QuestionAnswering,
     Translation,
     Workload,
     load_tokenizer,
@@ -37,7 +36,6 @@ from collab_compress.tasks import TASKS
 WORKLOADS: dict[str, type[Workload]] = {
     "classification": Classification,
     "regression": Classification,
-    "question answering": QuestionAnswering,
     "translation": Translation,
     "language modelling": LanguageModel,
     "masked language modelling": MaskedLanguageModel,

@@ -132,21 +132,6 @@ class TranslationOptions:
 
 
 @dataclass(frozen=True)
-class AnswerOptions:
-    """How contexts are read, and answers found in them."""
-
-    stride: int | None = None
-    """Tokens that neighbouring windows of a context share; a third of `max_length` (of the recipe) if not given."""
-
-    max_length: int = 30
-    """Most tokens of an answer."""
-
-    def __post_init__(self) -> None:
-        if self.max_length < 1:
-            raise RecipeError(f"an answer has {self.max_length} tokens at most; expected at least 1")
-
-
-@dataclass(frozen=True)
 class Recipe:
     """Fine-tune a model on a task, convert it, and fine-tune it again; evaluate after each.
 
@@ -218,8 +203,6 @@ class Recipe:
     measures: tuple[str, ...] = ()
     """What is read off the model of each stage: svcca, cka, confidence, discrepancy, overlap, dominance, pruning,
     mixing, alphas; of a finished run too, of which nothing is trained or scored again."""
-    answers: AnswerOptions = field(default_factory=AnswerOptions)
-    """Windows and answers, where the task is question answering."""
 
     trackers: tuple[str, ...] = ("tensorboard",)
     """Where training is logged to, as the Trainer names it: tensorboard (in `output`), wandb, …; none if empty."""

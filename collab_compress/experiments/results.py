@@ -12,7 +12,7 @@ import yaml
 
 from collab_compress.conversion.compression import Compression
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.recipe import AnswerOptions, Tuning, parse, with_todays_names
+from collab_compress.experiments.recipe import Tuning, parse, with_todays_names
 from collab_compress.experiments.record import read_records
 from collab_compress.experiments.untrained import Fresh
 from collab_compress.metrics import METRICS
@@ -52,11 +52,11 @@ WATCHING = {
 
 TUNINGS = {"tuning", "again"}
 PARTS: dict[str, Any] = {
-    "heads": HeadTraining, "compression": Compression, "answers": AnswerOptions, **dict.fromkeys(TUNINGS, Tuning),
+    "heads": HeadTraining, "compression": Compression, **dict.fromkeys(TUNINGS, Tuning),
 }  # fmt: skip
 """Settings that have gained fields since the oldest records."""
 
-ADDED: dict[str, Any] = {"answers": {}}
+ADDED: dict[str, Any] = {}
 """Settings that the oldest records lack, and that have a default."""
 
 CONVERSION = {"compression", "conversion", "calibration", "recovery"}

@@ -43,7 +43,7 @@ EVALUATION = {
     "use_cpu", "disable_tqdm",
 }  # fmt: skip
 """Training arguments that also hold while a model is evaluated; how it searches, `translation` of a recipe says."""
-UNSMOOTHED = {"regression": "scores", "question answering": "spans"}
+UNSMOOTHED = {"regression": "scores"}
 """Kind of task that no label smoothing acts on → what its labels are."""
 POSITIVE = {"per_device_eval_batch_size", "gradient_accumulation_steps", "generation_num_beams"}
 PLAIN: dict[Any, Callable[[Any], bool]] = {

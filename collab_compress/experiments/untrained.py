@@ -11,12 +11,10 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     BertConfig,
     BertForMaskedLM,
-    BertForQuestionAnswering,
     BertForSequenceClassification,
     BertLMHeadModel,
     MarianConfig,
@@ -36,7 +34,6 @@ from collab_compress.tasks import Task, train_tokenizer
 
 BATCH = 1000
 HEADS: dict[str, Any] = {
-    "question answering": AutoModelForQuestionAnswering,
     "translation": AutoModelForSeq2SeqLM,
     "language modelling": AutoModelForCausalLM,
     "masked language modelling": AutoModelForMaskedLM,
@@ -115,7 +112,7 @@ def make_fresh(fresh: Fresh, task: Task, train: Dataset, seed: int, folder: Path
     """
     tokenizer = train_tokenizer(
         _texts(train, task.text_columns), fresh.vocab_size, fresh.tokenizer, lowercase=fresh.lowercase,
-        start=task.num_labels is not None or task.kind == "question answering",
+        start=task.num_labels is not None,
         mask=task.kind == "masked language modelling",
     )  # fmt: skip
     tokenizer.model_max_length = fresh.max_length
@@ -217,6 +214,4 @@ def _usual(
         return BertLMHeadModel, BertConfig(**bert, is_decoder=True, use_cache=False)
     if task.kind == "masked language modelling":
         return BertForMaskedLM, BertConfig(**bert)
-    if task.kind == "question answering":
-        return BertForQuestionAnswering, BertConfig(**bert)
     return BertForSequenceClassification, BertConfig(**bert, num_labels=task.num_labels)

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     DataCollatorForLanguageModeling,
@@ -29,7 +28,7 @@ from transformers import (
 )
 
 from collab_compress.checkpoint import pretrained
-from collab_compress.checkpoint.directory import has_tokenizer, to_json, write_atomically
+from collab_compress.checkpoint.directory import has_tokenizer, write_atomically
 from collab_compress.checkpoint.pretrained import load_config
 from collab_compress.distributed import process_state
 from collab_compress.errors import CheckpointError, RecipeError
@@ -38,11 +37,9 @@ from collab_compress.metrics import Metric, load_metric, token_losses
 from collab_compress.tasks import (
     TASKS,
     Task,
-    answers_of,
     encode_classification,
     encode_language_model,
     encode_masked_language_model,
-    encode_question_answering,
     encode_translation,
     load_task,
 )
@@ -216,63 +213,6 @@ class Classification(Workload):
         predicted = np.squeeze(logits, -1) if self.task.kind == "regression" else logits.argmax(-1)
         found: dict[str, float] = self.metric.compute(predictions=predicted, references=prediction.label_ids)
         return found
-
-
-class QuestionAnswering(Workload):
-    """Scored by exact match and F1 of the answers, one to each question whatever its context's windows are."""
-
-    model_class = AutoModelForQuestionAnswering
-
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
-        self.windows: dict[str, Dataset] = {}
-
-    def encode(self, texts: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
-        """Encode questions with the windows of their contexts; those of `self.texts` are kept, to answer by."""
-        found = encode_question_answering(
-            texts, tokenizer, max_length=self.recipe.max_length, stride=self.recipe.answers.stride,
-            **self.work,
-        )  # fmt: skip
-        if texts is self.texts:
-            self.windows = found
-        return found
-
-    def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
-        """Pad rows to the longest of a batch."""
-        return DataCollatorWithPadding(tokenizer)
-
-    def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Keep the logits of starts and ends alone, and score the validation data."""
-        return {**super().options(tokenizer), "preprocess_logits_for_metrics": _starts_and_ends}
-
-    def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        """Score the validation split, the one that a trainer is given."""
-        split = next(name for name in self.texts if name.startswith("validation"))
-        return self._scores(split, self._answers(split, prediction.predictions))
-
-    def score(self, trainer: Trainer, split: str, rows: Dataset, folder: Path) -> dict[str, float]:
-        """Answer a split's questions, keep the answers by their ids in `folder/SPLIT.json`, and score them."""
-        trainer.compute_metrics = None
-        answers = self._answers(split, trainer.predict(rows).predictions)
-        if trainer.is_world_process_zero():
-            by_id = dict(zip(self.texts[split]["id"], answers, strict=True))
-            write_atomically(folder / f"{split}.json", to_json(by_id))
-        return self._scores(split, answers)
-
-    def _answers(self, split: str, logits: tuple[np.ndarray, np.ndarray]) -> list[str]:
-        return answers_of(
-            self.windows[split], *logits, self.texts[split]["context"], max_length=self.recipe.answers.max_length,
-            unanswerable=self.task.unanswerable,
-        )  # fmt: skip
-
-    def _scores(self, split: str, answers: list[str]) -> dict[str, float]:
-        references = [each["text"] for each in self.texts[split]["answers"]]
-        found: dict[str, float] = self.metric.compute(predictions=answers, references=references)
-        return found
-
-
-def _starts_and_ends(logits: tuple[Tensor, ...], labels: Any) -> tuple[Tensor, ...]:
-    return logits[:2]
 
 
 class TokenModel(Workload):

@@ -1,6 +1,5 @@
 """Tasks as data: where their data sets are, how they are read, and how they are encoded for a Trainer."""
 
-from collab_compress.tasks.answering import answers_of, encode_question_answering
 from collab_compress.tasks.catalogue import TASKS, Hub, Kind, Task
 from collab_compress.tasks.load import load_task, progress_bars, task_files
 from collab_compress.tasks.tokenization import (
@@ -16,11 +15,9 @@ __all__ = [
     "Hub",
     "Kind",
     "Task",
-    "answers_of",
     "encode_classification",
     "encode_language_model",
     "encode_masked_language_model",
-    "encode_question_answering",
     "encode_translation",
     "load_task",
     "progress_bars",

@@ -1,4 +1,4 @@
-"""What a task is, and the tasks there are, by name: GLUE and other classification, question answering, translation,
+"""What a task is, and the tasks there are, by name: GLUE and other classification, translation,
 language modelling.
 
 GLUE: Wang et al. 2019, "GLUE: A multi-task benchmark and analysis platform for natural language understanding".
@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from datasets import ClassLabel, Features, List, Value
+from datasets import ClassLabel, Features, Value
 
 from collab_compress.errors import DataError
 from collab_compress.tasks.layouts import (
-    Articles,
     Folders,
     JsonLines,
     LabelFirst,
@@ -28,7 +27,6 @@ from collab_compress.tasks.layouts import (
 Kind: TypeAlias = Literal[
     "classification",
     "regression",
-    "question answering",
     "translation",
     "language modelling",
     "masked language modelling",
@@ -63,8 +61,7 @@ class Task:
 
     Args:
         name: as in `load_task(name)`.
-        kind: decides the columns: text, label (and text_pair) for classification and regression; question, context,
-            id and answers (their texts, and where each starts) for question answering; source, target for
+        kind: decides the columns: text, label (and text_pair) for classification and regression; source, target for
             translation; text for language modelling, masked or not.
         metric: its name in `collab_compress.metrics.METRICS`.
         layouts: how its files may be laid out; the first that fits counts.
@@ -72,7 +69,6 @@ class Task:
         labels: names of the classes, in the order of their numbers.
         pair: whether there is a second text.
         languages: source and target, where none are given.
-        unanswerable: whether some questions have no answer in their context.
         escaped: whether texts have line ends and quotes written with a backslash.
         folders: where its folder may be within a folder of tasks.
     """
@@ -85,7 +81,6 @@ class Task:
     labels: tuple[str, ...] = ()
     pair: bool = False
     languages: tuple[str, str] | None = None
-    unanswerable: bool = False
     escaped: bool = False
     folders: tuple[str, ...] = ()
 
@@ -99,8 +94,6 @@ class Task:
         """Columns that hold text."""
         if self.kind == "translation":
             return ("source", "target")
-        if self.kind == "question answering":
-            return ("question", "context")
         return ("text", "text_pair") if self.pair else ("text",)
 
     @property
@@ -111,11 +104,6 @@ class Task:
             features["label"] = ClassLabel(names=list(self.labels))
         elif self.kind == "regression":
             features["label"] = Value("float32")
-        elif self.kind == "question answering":
-            features |= {
-                "id": Value("string"),
-                "answers": {"text": List(_TEXT), "answer_start": List(Value("int32"))},
-            }
         return Features(features)
 
     def clean(self, text: str) -> str:
@@ -345,21 +333,6 @@ CLASSIFICATION = (
 )  # fmt: skip
 
 
-def _squad(name: str, version: str, unanswerable: bool) -> Task:
-    """Describe SQuAD: Rajpurkar et al. 2016 (arXiv 1606.05250); version 2 is that of 2018 (arXiv 1806.03822)."""
-    return Task(
-        name=name, kind="question answering", metric=name, unanswerable=unanswerable,
-        layouts=(
-            Articles(files={"train": (f"train-{version}.json",), "validation": (f"dev-{version}.json",)}),
-        ),
-        hub=Hub(f"rajpurkar/{name}", {column: (column,) for column in ("question", "context", "id", "answers")}),
-        folders=(name, "SQuAD", "squad"),
-    )  # fmt: skip
-
-
-ANSWERING = (_squad("squad", "v1.1", unanswerable=False), _squad("squad_v2", "v2.0", unanswerable=True))
-
-
 NESTED = {"source": ("translation.{source}",), "target": ("translation.{target}",)}
 
 
@@ -471,7 +444,5 @@ LANGUAGE = (
 MASKED = [replace(task, name=f"{task.name}_masked", kind="masked language modelling") for task in LANGUAGE]
 
 
-TASKS: dict[str, Task] = {
-    task.name: task for task in (*GLUE, *CLASSIFICATION, *ANSWERING, *TRANSLATION, *LANGUAGE, *MASKED)
-}
+TASKS: dict[str, Task] = {task.name: task for task in (*GLUE, *CLASSIFICATION, *TRANSLATION, *LANGUAGE, *MASKED)}
 """Name → task."""

@@ -226,66 +226,6 @@ class JsonLines(Layout):
             yield place, {column: record[name] for column, name in names.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Articles(Layout):
-    """SQuAD's JSON: articles, their paragraphs, and the questions that each paragraph answers.
-
-    A question that is said to be impossible has no answers; what was plausible for it is left out.
-    """
-
-    def rows(self, paths: Sequence[Path], unlabelled: bool) -> Iterator[Placed]:
-        """Read the questions of a file, each with its paragraph."""
-        path = paths[0]
-        try:
-            articles = json.loads("\n".join(line for _, line in read_lines(path, self.encoding)))["data"]
-        except json.JSONDecodeError as error:
-            raise malformed((path, error.lineno), f"no JSON ({error})") from error
-        except (KeyError, TypeError) as error:
-            raise malformed(
-                (path, 1), "expected an object with a list of articles under 'data', as SQuAD has"
-            ) from error
-        elsewhere = 0
-        for number, article in enumerate(articles, start=1):
-            try:
-                rows = [
-                    _answered(paragraph["context"], question)
-                    for paragraph in article["paragraphs"]
-                    for question in paragraph["qas"]
-                ]
-            except (KeyError, TypeError, ValueError) as error:
-                raise malformed(
-                    (path, 1),
-                    f"article {number} is not as SQuAD has it: {' '.join(map(str, error.args))}; expected paragraphs "
-                    "of a context and qas, each of these an id, a question and answers with text and answer_start",
-                ) from error
-            for row in rows:
-                found = zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)
-                elsewhere += sum(not row["context"].startswith(text, start) for text, start in found)
-                yield (path, 1), row
-        if elsewhere:
-            logger.warning("%s: %d answers are not where they are said to start", path, elsewhere)
-
-
-def _answered(context: str, question: Mapping[str, Any]) -> Row:
-    """Give a question's row.
-
-    Raises:
-        KeyError: something is not there.
-        TypeError: something is of another kind.
-        ValueError: an answer starts outside the context.
-    """
-    answers = [] if question.get("is_impossible") else question["answers"]
-    texts, starts = [each["text"] for each in answers], [each["answer_start"] for each in answers]
-    row = {"question": question["question"], "context": context, "id": question["id"]}
-    for text in (*row.values(), *texts):
-        if not isinstance(text, str):
-            raise TypeError(f"{text!r} is no text")
-    for start in starts:
-        if not isinstance(start, int) or not 0 <= start < len(context):
-            raise ValueError(f"an answer to {row['id']} starts at {start!r}, outside its context")
-    return {**row, "answers": {"text": texts, "answer_start": starts}}
-
-
 SEGMENT = re.compile(r"<seg\b[^>]*>(.*)</seg>", re.IGNORECASE)
 ENTITIES = {"&quot;": '"', "&apos;": "'"}
 

@@ -263,8 +263,8 @@ def load_task(
 ) -> DatasetDict:
     """Load the data set of a task.
 
-    Columns have the same names whatever the data set: text, label (and text_pair) for classification, question,
-    context, id and answers for question answering, source and target for translation, text for language modelling.
+    Columns have the same names whatever the data set: text, label (and text_pair) for classification, source and
+    target for translation, text for language modelling.
     Splits are train, validation and test; MNLI has validation_matched and validation_mismatched. Where a test split
     has no labels they are −1, as on the hub.
     Files are read into memory; of a corpus too large for that, say with how many processes to tokenize it

@@ -1,6 +1,5 @@
 """A tiny checkpoint with its tokenizer, and a task whose files are a few lines."""
 
-import json
 import math
 import random
 from statistics import fmean
@@ -85,21 +84,4 @@ def questions(tmp_path):
         found = draw_sentences(rows, rows)
         labels = ("HUM:ind" if "cat" in line else "NUM:count" for line in found)
         (folder / name).write_text("".join(f"{label} {line}\n" for label, line in zip(labels, found, strict=True)))
-    return tmp_path
-
-
-@pytest.fixture
-def spans(tmp_path):
-    """Which word comes after another, in contexts of more than one window."""
-    folder = tmp_path / "squad"
-    folder.mkdir()
-    for seed, (split, rows) in enumerate((("train", 24), ("dev", 6))):
-        paragraphs = []
-        for row in range(rows):
-            words = " ".join(draw_sentences(5, 100 * seed + row)).split()
-            place = row % (len(words) - 1)
-            answer = {"text": words[place + 1], "answer_start": len(" ".join([*words[: place + 1], ""]))}
-            question = {"id": f"{split}{row}", "question": f"{words[place]} now", "answers": [answer]}
-            paragraphs.append({"context": " ".join(words), "qas": [question]})
-        (folder / f"{split}-v1.1.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
     return tmp_path

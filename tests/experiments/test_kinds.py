@@ -12,13 +12,11 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BartConfig,
     DistilBertConfig,
-    ElectraConfig,
     EvalPrediction,
     GPT2Config,
     T5Config,
@@ -209,51 +207,6 @@ def test_a_classifier_without_pretraining(questions, tmp_path):
     assert tokenizer("red")["input_ids"][0] == tokenizer.bos_token_id  # the position that the classifier reads
 
 
-def test_question_answering(spans, tmp_path):
-    """Fine-tuned, converted and tuned again; answers are the best spans of each context, window by window."""
-    given = ("task=squad", f"data_dir={spans}", "compression.dk=12", f"again={TUNING.partition('=')[2]}")
-    settings = ("answers={stride: 6, max_length: 3}", "tuning.arguments.eval_strategy=epoch")
-    settings += ("fresh.tokenizer=word", "fresh.vocab_size=null")
-    records = run(recipe(tmp_path / "out", *given, *settings))
-    assert [record["stage"] for record in records] == ["tuned", "dk12", "dk12-again"]
-    assert {"eval_f1", "eval_exact_match", "eval_loss"} <= set().union(*records[0]["history"])
-    data = load_task("squad", spans)["validation"]
-    for record in records:
-        folder = tmp_path / "out" / record["stage"]
-        model = AutoModelForQuestionAnswering.from_pretrained(folder / "model").eval()
-        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-        written, right = json.loads((folder / "validation.json").read_text()), 0
-        assert list(written) == [f"dev{row}" for row in range(6)]
-        for row in data:
-            words, question, best = row["context"].split(), tokenizer(row["question"])["input_ids"], (-math.inf, "")
-            room = 24 - len(question) - 1
-            for first in range(0, len(words) - 6, room - 6):
-                window = tokenizer(" ".join(words[first : first + room]), add_special_tokens=False)["input_ids"]
-                ids = torch.tensor([[*question, *window, tokenizer.eos_token_id]])
-                with torch.no_grad():
-                    found = model(ids)
-                for one in range(len(window)):
-                    for other in range(one, min(one + 3, len(window))):
-                        place = len(question)
-                        sums = found.start_logits[0, place + one] + found.end_logits[0, place + other]
-                        best = max(best, (float(sums), " ".join(words[first + one : first + other + 1])))
-            assert written[row["id"]] == best[1]
-            right += best[1] == row["answers"]["text"][0]
-        assert record["metrics"]["validation"]["exact_match"] == pytest.approx(100 * right / 6)
-        assert record["score"] == record["metrics"]["validation"]["f1"] >= 100 * right / 6
-
-
-def test_label_smoothing_is_not_for_spans(spans, tmp_path):
-    given = ("task=squad", f"data_dir={spans}", "tuning.arguments.label_smoothing_factor=0.1")
-    with pytest.raises(RecipeError, match="squad has spans, not classes; leave label_smoothing_factor out"):
-        run(recipe(tmp_path / "out", *given))
-
-
-def test_an_answer_of_no_tokens(tmp_path):
-    with pytest.raises(RecipeError, match="an answer has 0 tokens at most; expected at least 1"):
-        recipe(tmp_path / "out", "task=squad", "answers.max_length=0")
-
-
 TINY = {
     "bart": ("sentences", "task=parallel", BartConfig(
         d_model=24, encoder_layers=1, decoder_layers=2, encoder_attention_heads=3, decoder_attention_heads=3,
@@ -261,9 +214,6 @@ TINY = {
     )),
     "t5": ("sentences", "task=parallel", T5Config(d_model=24, d_kv=8, num_heads=3, num_layers=1, d_ff=16)),
     "gpt2": ("text", "task=text", GPT2Config(n_embd=24, n_head=3, n_layer=1, n_positions=40)),
-    "electra": ("spans", "task=squad", ElectraConfig(
-        hidden_size=24, embedding_size=24, num_attention_heads=3, num_hidden_layers=1, intermediate_size=16,
-    )),
     "distilbert": ("questions", "task=trec", DistilBertConfig(dim=24, n_heads=3, n_layers=1, hidden_dim=16)),
 }  # fmt: skip
 

@@ -192,7 +192,3 @@ def test_stages_of_a_conversion_and_what_an_interrupt_leaves(start, data_dir, tm
     assert len(taken) == 10
     with pytest.raises(RecipeError, match="unknown measure 'svca'; expected some of svcca, cka, confidence"):
         run(read_recipe(overrides=[*settings, "measures=[svca]"]))
-    squad = ["task=squad", f"data_dir={tmp_path}", f"output={tmp_path / 'squad'}", f"model={start}"]
-    with pytest.raises(RecipeError, match="pruning scores single rows, and squad is scored by all windows of a con"):
-        run(read_recipe(overrides=[*squad, "measures=[cka,pruning]"]))
-    assert not (tmp_path / "squad").exists()

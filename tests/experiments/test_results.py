@@ -290,7 +290,6 @@ def test_a_field_that_older_records_lack_has_its_default(write, tmp_path):
     write(80.0, seed=0, recipe={"tuning": tuning})
     newer = {
         "tuning": {**tuning, "batch_tokens": None, "arguments": {}},
-        "answers": {"stride": None, "max_length": 30},
     }
     write(80.0, seed=1, recipe=newer)
     assert table(tmp_path)[0].notes == ()

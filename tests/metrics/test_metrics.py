@@ -2,7 +2,6 @@
 
 import json
 import math
-import string
 import warnings
 
 import evaluate
@@ -23,35 +22,9 @@ HYPOTHESES = ["The cat sat on the mat.", "A dog!", "", "Über den Fluss , he sai
 REFERENCES = ["the cat sat on a mat.", "A dog!", "Nothing.", "Over the river, he said", "The Well-Known End"] * 4
 
 
-ANSWERS = ["the Cat, sat!", "an a-b the", "", "Straße 1", "A", "two two words"] * 4
-WANTED = [["cat sat", "sat"], ["ab", "a b"], ["nothing"], ["straße"], ["the"], ["two words", "words two two"]] * 4
-
-
-def official(answer, wanted):
-    """Exact match and F1 of one question, step by step."""
-
-    def words(text):
-        text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-        return [word for word in text.split() if word not in ("a", "an", "the")]
-
-    scores = []
-    for reference in wanted:
-        one, other = words(answer), words(reference)
-        left = list(other)
-        for word in one:
-            if word in left:
-                left.remove(word)
-        same = len(other) - len(left)
-        precision, recall = (same / len(side) if side else 0.0 for side in (one, other))
-        scores.append((one == other, 2 * precision * recall / (precision + recall) if same else 0.0))
-    return max(exact for exact, _ in scores), max(f1 for _, f1 in scores)
-
-
 def inputs(name, seed=0):
     """Random predictions and references that a metric takes."""
     generator = np.random.default_rng(seed)
-    if name.startswith("squad"):
-        return ANSWERS, [[] if name == "squad_v2" and wanted == ["nothing"] else wanted for wanted in WANTED]
     if name.startswith("bleu"):
         return HYPOTHESES, REFERENCES
     if name == "perplexity":
@@ -71,13 +44,6 @@ def expected(name, predictions, references):
     if name == "bleu-compounds-split":
         here, there = ([" ".join(words(line)) for line in lines] for lines in (predictions, references))
         return {"bleu_compounds_split": sacrebleu.corpus_bleu(here, [there], tokenize="none", force=True).score}
-    if name.startswith("squad"):
-        # "A" for "the" are no words in common, but in the second version no answer, which is right
-        right = ([], ["the"]) if name == "squad_v2" else ()
-        pairs = zip(predictions, references, strict=True)
-        scores = [(True, 1.0) if wanted in right else official(answer, wanted) for answer, wanted in pairs]
-        exact, f1 = (100 * math.fsum(part) / len(part) for part in zip(*scores, strict=True))
-        return {"exact_match": exact, "f1": f1}
     if name == "perplexity":
         nll = math.fsum(predictions) / int(np.sum(references))
         return {"perplexity": math.exp(nll), "nll": nll}
@@ -142,7 +108,7 @@ def test_batches_add_up_to_the_whole_set_exactly(name, size):
 def test_arrays_tensors_and_lists_are_the_same(name):
     predictions, references = inputs(name)
     result = score(name, list(predictions), list(references))
-    if not name.startswith(("bleu", "squad")):
+    if not name.startswith("bleu"):
         assert score(name, torch.tensor(predictions), torch.tensor(references)) == result
     one_by_one = load_metric(name)
     for prediction, reference in zip(predictions, references, strict=True):

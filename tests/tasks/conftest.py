@@ -1,7 +1,6 @@
 """Every task's files in small, in its authors' layout, and the rows they hold."""
 
 import gzip
-import json
 
 import pytest
 
@@ -68,28 +67,6 @@ def wmt(corpora, dev, test):
         files |= {f"{name}-src.de.sgm": SGM.format("ein"), f"{name}-ref.en.sgm": SGM.format("an")}
         rows[split] = [moved("ein four", "an four")]
     return files, rows
-
-
-def question(number, question, *answers, **more):
-    """A question as SQuAD has it; answers are where they start, and their texts."""
-    given = [{"text": text, "answer_start": start} for start, text in answers]
-    return {"id": f"q{number}", "question": question, "answers": given, **more}
-
-
-def articles(*paragraphs):
-    """SQuAD's JSON of one article, whose paragraphs are contexts with their questions."""
-    found = [{"context": context, "qas": questions} for context, *questions in paragraphs]
-    return json.dumps({"version": "1", "data": [{"title": "Norway", "paragraphs": found}]})
-
-
-def answered(context, number, question, *answers):
-    starts, texts = zip(*answers, strict=True) if answers else ((), ())
-    given = {"text": list(texts), "answer_start": list(starts)}
-    return {"question": question, "context": context, "id": f"q{number}", "answers": given}
-
-
-OSLO, FJORD = "Oslo is the capital.", "Æ fjord — it’s deep."
-SPANS = (0, "Oslo"), (8, "the capital")
 
 
 SAMPLES = {
@@ -263,29 +240,6 @@ SAMPLES = {
     "snli": (
         {f"snli_1.0/snli_1.0_{split}.jsonl": SNLI_JSON for split in ("train", "dev", "test")},
         dict.fromkeys(("train", "validation", "test"), SNLI_ROWS),
-    ),
-    "squad": (
-        {
-            "SQuAD/train-v1.1.json": articles(
-                (OSLO, question(1, "What is the capital?", SPANS[0])), (FJORD, question(2, "How?", (15, "deep")))
-            ),
-            "SQuAD/dev-v1.1.json": articles(
-                (OSLO, question(3, "What is Oslo?", *SPANS), question(4, "A?", SPANS[0]))
-            ),
-        },
-        {
-            "train": [answered(OSLO, 1, "What is the capital?", SPANS[0]), answered(FJORD, 2, "How?", (15, "deep"))],
-            "validation": [answered(OSLO, 3, "What is Oslo?", *SPANS), answered(OSLO, 4, "A?", SPANS[0])],
-        },
-    ),
-    "squad_v2": (
-        {
-            "squad_v2/train-v2.0.json.gz": articles((OSLO, question(1, "What?", SPANS[1], is_impossible=False))),
-            "squad_v2/dev-v2.0.json.gz": articles(
-                (OSLO, question(2, "Who?", is_impossible=True, plausible_answers=[{"text": "Oslo"}]))
-            ),
-        },
-        {"train": [answered(OSLO, 1, "What?", SPANS[1])], "validation": [answered(OSLO, 2, "Who?")]},
     ),
     "multi30k": (
         {

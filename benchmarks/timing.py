@@ -1,0 +1,106 @@
+"""The timing harness of the benchmarks: calls take turns, so that ratios hold while the machine's speed drifts."""
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from statistics import median, quantiles
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+
+Calls = Mapping[str, Callable[[], Any]]
+
+
+def add_timing_arguments(parser: argparse.ArgumentParser, seconds: float = 10) -> None:
+    """Add the options that all timings share."""
+    parser.add_argument("--seconds", type=float, default=seconds, help="for each cell, all rows together")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--wall", action="store_true", help="wall time, for a quiet machine; default: processor time")
+    parser.add_argument("--records", type=Path, help="append a JSON line for each row to this file")
+
+
+def paired_times(calls: Calls, args: argparse.Namespace, min_rounds: int = 5) -> dict[str, list[float]]:
+    """Run every call once a round, in random order, for about `args.seconds`.
+
+    Returns:
+        The seconds of each call in every round.
+    """
+    clock = perf_counter if args.wall else process_time
+    order = list(calls)
+    times: dict[str, list[float]] = {name: [] for name in order}
+    for call in calls.values():  # warm up
+        call()
+    start = clock()
+    while clock() - start < args.seconds or len(times[order[0]]) < min_rounds:
+        random.shuffle(order)
+        for name in order:
+            before = clock()
+            calls[name]()
+            times[name].append(clock() - before)
+    return times
+
+
+def ratio(times: Mapping[str, list[float]], name: str, baseline: str = "dense") -> dict[str, float]:
+    """Return the median and quartiles of a call's time over the baseline's, round by round."""
+    ratios = [seconds / base for seconds, base in zip(times[name], times[baseline], strict=True)]
+    low, middle, high = quantiles(ratios, n=4)
+    return {
+        "ratio": middle,
+        "low": low,
+        "high": high,
+        "rounds": len(ratios),
+        "baseline_ms": 1e3 * median(times[baseline]),
+    }
+
+
+def report(cell: Mapping[str, Any], calls: Calls, args: argparse.Namespace, baseline: str = "dense") -> None:
+    """Time the calls of one cell, and print and record the ratio of each to the baseline."""
+    times = paired_times(calls, args)
+    for name in calls:
+        if name != baseline:
+            print_row(cell, name, ratio(times, name, baseline), args)
+
+
+def print_row(cell: Mapping[str, Any], name: str, figures: Mapping[str, float], args: argparse.Namespace) -> None:
+    """Print one row, and append it to the records."""
+    place = "  ".join(f"{key} {value}" for key, value in cell.items())
+    more = "".join(f"  {key} {figures[key]:.4g}" for key in figures if key not in ratio_fields)
+    print(
+        f"{place:28} {name:28} {figures['ratio']:.3f} [{figures['low']:.3f}, {figures['high']:.3f}]  "
+        f"baseline {figures['baseline_ms']:.1f} ms{more}",
+        flush=True,
+    )
+    if args.records:
+        settings = {"threads": torch.get_num_threads(), "clock": "wall" if args.wall else "processor"}
+        append_record(args.records, {**cell, "row": name, **settings, **figures})
+
+
+ratio_fields = ("ratio", "low", "high", "rounds", "baseline_ms")
+
+
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Append a JSON line to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON lines of a file, or none where there is no file."""
+    lines: Iterable[str] = path.read_text(encoding="utf-8").splitlines() if path.exists() else ()
+    return [json.loads(line) for line in lines]
+
+
+def resident_bytes(field: str) -> int:
+    """Return this process's resident size ("VmRSS"), its peak ("VmHWM") or its anonymous part ("RssAnon") (Linux)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def reset_peak() -> int:
+    """Reset the peak of the resident size, and return the size now, in bytes (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident_bytes("VmRSS")
