@@ -22,7 +22,7 @@ class Choice(NamedTuple):
         cpu: whether it is for CPUs, or for all other devices.
         mode: None for all. "inference" is where nothing is recorded, traced or dropped, and dtypes agree; "training"
             where something is recorded or dropped, and dtypes agree; "general" is the rest: traced or compiled calls,
-            mixed dtypes, masks that are trained.
+            transforms of torch.func, mixed dtypes, masks that are trained.
         case: what else a call has to be: of one new token, or of heads that are all as wide as their values.
         most: scores B·T·S of one head up to which it is for; None for any number.
     """
@@ -67,8 +67,10 @@ def kernel_for(form: str | None, mode: Mode, query: Tensor, *, case: Case | None
 
 
 def mode_of(dropout: float, query: Tensor, *others: Tensor | None) -> Mode:
-    """Say in which mode a call is, by what records it and by its dtypes: all the same, in float32 at least."""
+    """Return the mode of a call, by what records it and by its dtypes: all the same, in float32 at least."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+        return "general"
+    if torch._C._are_functorch_transforms_active():  # "recomputed" has no rules for torch.func
         return "general"
     dtype = torch.float32 if query.dtype in HALVES else query.dtype
     if dtype not in (torch.float32, torch.float64):

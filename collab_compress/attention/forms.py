@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 from collab_compress.attention.form import MapForm, ScoreForm
 from collab_compress.attention.install import install_
 from collab_compress.attention.per_head import PerHeadScores
-from collab_compress.attention.projections import store_as_stock_
 from collab_compress.attention.rotary import RotaryScores
 from collab_compress.attention.shared import SharedScores
 from collab_compress.attention.stored import refusing_other_models, stored_modules
@@ -92,5 +91,3 @@ class FormEdit:
         for name, form in self.modules.items():
             module: Any = model.base_model.get_submodule(name)
             getattr(module, form.at).finish_(module)
-            for path in form.padded:
-                store_as_stock_(module, path)

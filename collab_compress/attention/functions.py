@@ -18,18 +18,8 @@ from collab_compress.attention.kernels import softmax
 from collab_compress.attention.view import FORMS_AT, HeadCall, for_each_head, head_hooks
 from collab_compress.errors import UnsupportedModelError
 
-# What models, batches under `generate` and continuous batching pass along, and stock attention leaves unread.
-UNREAD = frozenset(
-    (
-        "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "decoder_attention_mask", "decoder_input_ids",
-        "deterministic", "labels", "logits_indices", "logits_processor_args", "max_length_k", "max_length_q",
-        "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits", "position_ids",
-        "return_dict", "return_loss", "sliding_window", "special_tokens_mask", "token_type_ids", "use_cache",
-    )
-)  # fmt: skip
-# What comes with a paged cache.
-PAGED = frozenset(("block_table", "cache", "read_index", "write_index"))
-KNOWN = UNREAD | PAGED | {"position_bias"}
+# Arguments of stock attention functions that change the scores or say which keys are read.
+UNSUPPORTED = frozenset(("block_indices", "indices", "s_aux", "sinks", "softcap"))
 
 
 def collab_sdpa(
@@ -51,20 +41,20 @@ def collab_sdpa(
         key: per-head key (B, H, S, d), or that of a converted module, content biases included, (B, ⌈(R+H)/d⌉, S, d).
         value: (B, H, S, dv).
         attention_mask: boolean (True = attend) or additive, broadcastable to (B, H, T, S), or None.
-        kwargs: `position_bias`, added to the scores, broadcastable to (B, H, T, S), or None; `cache`, the paged one
-            of continuous batching, with its indices.
+        kwargs: `position_bias`, added to the scores, broadcastable to (B, H, T, S), or None. Others are
+            ignored, as stock attention functions ignore them, unless they would change the scores.
 
     Returns:
         Head outputs (B, T, H, dv), or side by side, (B, T, 1, H·dv), and None in place of the probabilities.
 
     Raises:
-        UnsupportedModelError: the module passes something that would be left out of the scores, or its keys do not
-            fit into the paged cache.
+        UnsupportedModelError: the module passes a paged cache, or an argument that changes the scores and is not
+            implemented here.
     """
     if any(hook.needs_rows for hook in head_hooks(module)):
         outputs, _ = collab_eager(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
         return outputs, None
-    key, value, kwargs = _received(module, key, value, kwargs)
+    _refuse_unsupported(module, kwargs)
     form = getattr(module, "score_form", None)
     bias = kwargs.get("position_bias")
     if not head_hooks(module) and reads_cache(query, key, value, dropout, attention_mask, bias):
@@ -103,7 +93,7 @@ def collab_eager(
     Returns:
         Head outputs (B, T, H, dv) and probabilities after dropout (B, H, T, S), as stock eager attention does.
     """
-    key, value, kwargs = _received(module, key, value, kwargs)
+    _refuse_unsupported(module, kwargs)
     value = _of_heads(module, value)
     causal = _causal(module, is_causal, attention_mask, query.shape[2])
     wanted = any(hook.needs_rows for hook in head_hooks(module))
@@ -150,7 +140,7 @@ def _of_heads(module: Any, value: Tensor) -> Tensor:
 
 def _eager(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float | None,
-    dropout: float, position_bias: Tensor | None = None,
+    dropout: float, position_bias: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend as stock eager attention does, for modules whose family has no function for it."""
     scores = (query * _scaling(module, scaling)) @ key.mT
@@ -160,49 +150,19 @@ def _eager(
     return (rows @ value).transpose(1, 2).contiguous(), rows
 
 
-def _received(
-    module: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]
-) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Check what came along with a call, and write keys and values to a paged cache, which returns those before too.
-
-    Returns:
-        Keys, values as they lie in the cache, and what else the scores need; the cache is not passed on, for it has
-        been written to.
-    """
-    strange = sorted(name for name, passed in kwargs.items() if passed is not None and name not in KNOWN)
-    if strange:
+def _refuse_unsupported(module: Any, kwargs: dict[str, Any]) -> None:
+    """Raise UnsupportedModelError for a paged cache, and for arguments that change the scores."""
+    if kwargs.get("cache") is not None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} passes {', '.join(strange)} to its attention, which this package does not know "
-            "and would leave out; call the model without, or use the dense model"
+            f"edited {type(module).__name__} cannot read a paged cache (generate_batch, continuous batching); "
+            "use generate"
         )
-    cache = kwargs.get("cache")
-    if cache is not None:
-        if kwargs.get("block_table") is not None:
-            raise UnsupportedModelError(
-                f"edited {type(module).__name__} cannot read a paged cache by block tables; pass "
-                "ContinuousBatchingConfig(max_blocks_per_request=0)"
-            )
-        key, value = _paged(module, cache, key, value, kwargs)
-    return key, value, {"position_bias": kwargs["position_bias"]} if "position_bias" in kwargs else {}
-
-
-def _paged(module: Any, cache: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Write keys and values to a paged cache and read all of theirs; what it has too many heads for is zero.
-
-    Its room is that of the dense model, or of the widest keys (`GuardedConfig.num_key_value_heads`).
-    """
-    room = cache.layer_to_allocator[module.layer_idx]
-    heads, width = room.num_key_value_heads, room.head_dim
-    for name, part in (("keys", key), ("values", value)):
-        if part.shape[1] > heads or part.shape[3] != width:
-            raise UnsupportedModelError(
-                f"the {name} of {type(module).__name__} take {part.shape[1]} × {part.shape[3]} numbers a token, and "
-                f"the paged cache has room for {heads} × {width}; use generate in place of generate_batch"
-            )
-    pieces = (key.shape[1], value.shape[1])
-    filled = [pad(part, (0, 0, 0, 0, 0, heads - part.shape[1])) for part in (key, value)]
-    read = cache.update(key_states=filled[0], value_states=filled[1], layer_idx=module.layer_idx, kwargs=dict(kwargs))
-    return read[0][:, : pieces[0]], read[1][:, : pieces[1]]
+    passed = sorted(name for name in UNSUPPORTED if kwargs.get(name) is not None)
+    if passed:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} passes {', '.join(passed)} to its attention, which changes the scores "
+            "and is not implemented for edited modules; use the dense model"
+        )
 
 
 def _acted(outputs: Tensor, call: HeadCall) -> Tensor:

@@ -26,6 +26,7 @@ from collab_compress.attention.projections import PaddedProjection, dense_projec
 from collab_compress.errors import CompressionError, UnsupportedModelError
 
 PAIRS = ("halves", "neighbours", "neighbours, tables too")
+TABLES = "collab_tables"  # attribute of hidden states: cosines and sines of their positions
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,6 @@ class TurningProjection(PaddedProjection):
     ) -> None:
         super().__init__(in_features, width, pairing.width, bias, device, dtype)
         self.pairing, self.frequencies = pairing, list(frequencies)
-        self.tables: tuple[Tensor, Tensor] | None = None
 
     @property
     def moved(self) -> bool:
@@ -98,18 +98,21 @@ class TurningProjection(PaddedProjection):
     def forward(self, x: Tensor) -> Tensor:
         """Project x (B, T, D) to (B, T, P·d), channels of other frequencies turned by what their place lacks.
 
+        The attention module attaches its tables of cosines and sines to x.
+
         Raises:
-            UnsupportedModelError: the module around it did not say by what it turns.
+            UnsupportedModelError: x has no tables.
         """
         projected: Tensor = self.proj(x)
         if not self.moved:
             return projected
-        if self.tables is None:
+        tables: tuple[Tensor, Tensor] | None = getattr(x, TABLES, None)
+        if tables is None:
             raise UnsupportedModelError(
                 "converted rotary attention needs position_embeddings, cosines and sines of all positions, as stock "
                 "models pass to their attention modules; call the model rather than the module"
             )
-        (cos, sin), self.tables = self.tables, None
+        cos, sin = tables
         heads = projected.unflatten(-1, (-1, self.pairing.width))  # (B, T, P, d)
         real, imaginary = self.pairing.split(heads)
         places = self.pairing.width // 2
@@ -309,14 +312,14 @@ class RotaryScores(ScoreForm):
         return real.flatten(-2), imaginary.flatten(-2)
 
     def put_in_(self, module: Any, parts: ScoreParts) -> None:
-        """Replace the query and key projections of `module`, which learn what it turns by, in place."""
+        """Replace the query and key projections of `module`, which reads its tables from each call, in place."""
         super().put_in_(module, parts)
-        if _hand_tables_over not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(_hand_tables_over, with_kwargs=True)
+        if _attach_tables not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_attach_tables, with_kwargs=True)
 
     def take_out_(self, module: Any, dense: tuple[Any, Any]) -> None:
         """Put dense query and key projections back, in place."""
-        for number in [number for number, hook in module._forward_pre_hooks.items() if hook is _hand_tables_over]:
+        for number in [number for number, hook in module._forward_pre_hooks.items() if hook is _attach_tables]:
             del module._forward_pre_hooks[number]
             module._forward_pre_hooks_with_kwargs.pop(number, None)
         super().take_out_(module, dense)
@@ -435,17 +438,26 @@ class RotaryScores(ScoreForm):
         return max(0.0, saved / growth)
 
 
-def _hand_tables_over(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tell the projections of a module what it is going to turn queries and keys by."""
+def _attach_tables(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the module's arguments with the tables of cosines and sines attached to the hidden states.
+
+    They are attached to a view that belongs to this call alone: several threads may run one module at the same time.
+    """
+    form: RotaryScores = module.score_form
+    projections = [module.get_submodule(path) for path in (form.query, form.key)]
+    if not any(isinstance(projection, TurningProjection) and projection.moved for projection in projections):
+        return None
     tables = kwargs.get("position_embeddings")
     if tables is None:
-        pairs = [each for each in args if isinstance(each, tuple) and len(each) == 2]
-        tables = pairs[0] if pairs else None
-    form: RotaryScores = module.score_form
-    for path in (form.query, form.key):
-        projection = module.get_submodule(path)
-        if isinstance(projection, TurningProjection) and projection.moved:
-            projection.tables = tables
+        tables = next((value for value in args if isinstance(value, tuple) and len(value) == 2), None)
+    hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    view = hidden_states.view_as(hidden_states)
+    setattr(view, TABLES, tables)
+    if "hidden_states" in kwargs:
+        return args, {**kwargs, "hidden_states": view}
+    return (view, *args[1:]), kwargs
 
 
 @in_float32_on_cpu

@@ -14,7 +14,7 @@ from collab_compress.attention.forwards import hand_back_, has_own_forward, take
 from collab_compress.errors import UnsupportedModelError
 
 FORMS_AT = ("score_form", "value_form")  # attributes of a module that hold the form of one of its maps each
-IMPLEMENTATIONS = ("eager", "sdpa", "paged|eager")  # the last is what continuous batching makes of the first
+IMPLEMENTATIONS = ("eager", "sdpa")
 
 
 class HeadCall(NamedTuple):
@@ -60,12 +60,14 @@ class AttentionConfig:
     @property
     def _attn_implementation(self) -> str:
         implementation = self.stock._attn_implementation
+        if str(implementation).startswith("paged|"):  # set by continuous batching
+            raise UnsupportedModelError(f"edited attention cannot read paged caches ({implementation}); use generate")
         if implementation not in IMPLEMENTATIONS:
             raise UnsupportedModelError(
                 f"edited attention runs with attn_implementation 'eager' or 'sdpa', got {implementation!r}; "
                 "call model.set_attn_implementation('sdpa')"
             )
-        return f"collab_{implementation.removeprefix('paged|')}"
+        return f"collab_{implementation}"
 
     def __getattr__(self, name: str) -> Any:
         if name == "stock" or name.startswith("__"):  # not yet there while being copied; its copying is not ours

@@ -73,7 +73,8 @@ class Continuation:
             return 0.0
         if self.searching(sweep, sweeps):
             return self.first
-        return self.start * float(self.end ** ((sweep - search) / (fading - search)))
+        faded = max(sweep - search, 0.0) / (fading - search)  # below 0 where the search has no whole sweep
+        return self.start * float(self.end**faded)
 
     def searching(self, sweep: int, sweeps: int) -> bool:
         """Say whether a sweep belongs to the search, whose last sweeps have components to spare."""

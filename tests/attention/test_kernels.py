@@ -329,3 +329,21 @@ def test_exports_with_dynamic_batch_and_length():
     program = torch.export.export(Attention(), example.inputs()[:-1], dynamic_shapes=dynamic)
     other = draw_problem(batch=3, length=7, keys=7, mask="bool")
     torch.testing.assert_close(program.module()(*other.inputs()[:-1]), run_folded(other, False))
+
+
+@pytest.mark.parametrize("grad", [torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f))])
+def test_functional_gradients_are_those_of_autograd(grad):
+    problem = to(draw_problem(), torch.float32)
+    query = problem.query.unsqueeze(1)  # each sample is a batch of one
+
+    def squared(query, key, content, value):
+        alone = replace(problem, query=query, key=key[None], content=content[None], value=value[None], mask=None)
+        return run_chosen(alone, False).square().sum()
+
+    parts = (query, problem.key, problem.content, problem.value)
+    if grad is torch.func.grad:
+        parts = tuple(part[0] for part in parts)
+    leaf = parts[0].clone().requires_grad_()
+    samples = [(leaf, *parts[1:])] if grad is torch.func.grad else zip(leaf, *parts[1:], strict=True)
+    sum(squared(*sample) for sample in samples).backward()
+    torch.testing.assert_close(grad(squared)(*parts), leaf.grad)

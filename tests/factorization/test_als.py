@@ -178,6 +178,8 @@ def test_ridge_fades_and_ends():
     assert all(later <= earlier for earlier, later in itertools.pairwise(values))
     assert not any(values[80:])
     assert Continuation().ridge(0, 1) == 0.0
+    for sweeps in range(2, 100):
+        assert max(Continuation().ridge(sweep, sweeps) for sweep in range(sweeps)) <= Continuation().first
 
 
 def remembering(channels, point, last, ridge, shift):

@@ -178,7 +178,10 @@ def test_saves_and_loads(kin, build, inputs, run, tmp_path, load_cleanly):
     compress(model, Compression(dk=7, sweeps=20), calibration=None)
     model.save_pretrained(tmp_path)
     for auto_class in (type(model), *([AutoModel] if type(model.config) in AutoModel._model_mapping else [])):
-        assert torch.equal(run(load_cleanly(auto_class, tmp_path), batch), run(model, batch))
+        loaded = load_cleanly(auto_class, tmp_path)
+        assert torch.equal(run(loaded, batch), run(model, batch))
+        for parameter in (*model.parameters(), *loaded.parameters()):
+            assert parameter.is_contiguous()  # fully_shard takes no others
 
 
 def test_saves_and_loads_with_its_code(kin, build, inputs, run, tmp_path, load_cleanly):

@@ -1,0 +1,61 @@
+"""Threads may share a converted model: a forward pass keeps nothing on its modules between two calls."""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from collab_compress import Compression, compress
+
+IDS = {"vocab_size": 61, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(n_embd=24, n_head=3, n_layer=2, n_positions=80, initializer_range=0.4, **IDS))
+
+
+def llama():
+    return LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.4, **IDS))
+
+
+CASES = {
+    "shared": (gpt2, Compression(dk=8, dv=13, sweeps=3)),
+    "per-head": (gpt2, Compression(dk=11, form="per-head")),
+    "rotary": (llama, Compression(dk=16, dv=16, sweeps=3)),
+}
+
+
+def run(model, number):
+    """Hidden states of a prompt at its own positions, and of two more tokens, read from a cache."""
+    ids = torch.randint(5, 61, (1, 20), generator=torch.Generator().manual_seed(number))
+    places = torch.arange(20)[None] + 15 * number
+    outputs = model(ids[:, :18], position_ids=places[:, :18], use_cache=True)
+    found = [outputs.logits]
+    for place in (18, 19):
+        at = slice(place, place + 1)
+        outputs = model(ids[:, at], position_ids=places[:, at], past_key_values=outputs.past_key_values)
+        found.append(outputs.logits)
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_threads_get_what_one_thread_gets(case, implementation):
+    build, compression = CASES[case]
+    torch.manual_seed(0)
+    model = build().eval().requires_grad_(False)
+    model.set_attn_implementation(implementation)
+    compress(model, compression, calibration=None)
+    expected = [run(model, number) for number in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(lambda number: run(model, number % 4), range(60)))
+    finally:
+        sys.setswitchinterval(interval)
+    for number, logits in enumerate(found):
+        torch.testing.assert_close(logits, expected[number % 4], atol=1e-5, rtol=1e-4)
