@@ -324,21 +324,26 @@ class _Distiller(Trainer):  # type: ignore[misc]
 
     def compute_loss(self, model: nn.Module, inputs: Batch, *_: Any, **__: Any) -> Tensor:
         model.eval()
-        with torch.no_grad():
-            self.dense(**inputs)
-        model(**inputs)
-        calls = list(zip(*(watched.take() for watched in self.watched), strict=True))
-        rows = [
-            kl_divergence(here.rows, there.rows, here.real)
-            for here, there in calls
-            if here.rows is not None and there.rows is not None
-        ]
-        outputs = [
-            _output_error(here.added, there.added, here.real)
-            for here, there in calls
-            if here.added is not None and there.added is not None
-        ]
-        return torch.stack([torch.stack(losses).mean() for losses in (rows, outputs) if losses]).sum()
+        return _loss(model, self.dense, inputs, self.watched)
+
+
+def _loss(model: nn.Module, dense: nn.Module, batch: Batch, watched: tuple[_Watched, _Watched]) -> Tensor:
+    """Run both models on a batch; return the divergence of attention probabilities plus the error of outputs."""
+    with torch.no_grad():
+        dense(**batch)
+    model(**batch)
+    calls = list(zip(*(part.take() for part in watched), strict=True))
+    divergences = [
+        kl_divergence(here.rows, there.rows, here.real)
+        for here, there in calls
+        if here.rows is not None and there.rows is not None
+    ]
+    errors = [
+        _output_error(here.added, there.added, here.real)
+        for here, there in calls
+        if here.added is not None and there.added is not None
+    ]
+    return torch.stack([torch.stack(losses).mean() for losses in (divergences, errors) if losses]).sum()
 
 
 def _first(batches: list[Batch]) -> Batch:
