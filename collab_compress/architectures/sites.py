@@ -99,6 +99,7 @@ def fused_slice(module: Any, family: AttentionFamily, path: str) -> FusedSlice |
     )
 
 
+PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # what can be computed with
 Kind = Literal["encoder", "decoder", "cross"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -468,7 +469,7 @@ def _projection(site: AttentionSite, path: str, heads: int) -> nn.Linear | Fused
 
 
 def _refuse_quantized(path: str, weight: Tensor) -> None:
-    if not weight.is_floating_point() or type(weight) not in (Tensor, nn.Parameter):
+    if weight.dtype not in PLAIN or type(weight) not in (Tensor, nn.Parameter):
         kind = f"{type(weight).__module__}.{type(weight).__qualname__} of {weight.dtype}"
         raise UnsupportedModelError(f"{path}: weights are {kind}; convert before quantizing")
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
+from collab_compress.calibration.batches import divisible, rows, rows_of
 from collab_compress.calibration.gather import batch_masks
 from collab_compress.conversion.report import Drift
 from collab_compress.errors import CalibrationError
@@ -26,27 +27,17 @@ def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]
     used, held_back = list(batches), []
     wanted = max(1, sum(map(rows_of, batches)) // HELD_BACK)
     while wanted > 0 and used:
-        rows = rows_of(used[-1])
-        divisible = len({len(value) for value in _tensors(used[-1])}) == 1
-        if rows > wanted and divisible:
+        count = rows_of(used[-1])
+        if count > wanted and divisible(used[-1]):
             batch = used.pop()
-            held_back.append(_rows(batch, slice(rows - wanted, None)))
-            used.append(_rows(batch, slice(rows - wanted)))
-        elif len(used) > 1 and (rows <= wanted or not held_back):
+            held_back.append(rows(batch, slice(count - wanted, None)))
+            used.append(rows(batch, slice(count - wanted)))
+        elif len(used) > 1 and (count <= wanted or not held_back):
             held_back.append(used.pop())
         else:
             break
-        wanted -= rows
+        wanted -= count
     return used, held_back[::-1]
-
-
-def rows_of(batch: Batch) -> int:
-    """Count the sequences, or images, of a batch."""
-    return next((len(value) for value in _tensors(batch)), 0)
-
-
-def _tensors(batch: Batch) -> list[Tensor]:
-    return [value for value in batch.values() if isinstance(value, Tensor) and value.dim()]
 
 
 def measure(
@@ -153,7 +144,3 @@ def _mask(model: PreTrainedModel, batch: Batch, name: str, output: Tensor) -> Te
 
 def _exact(values: Tensor) -> Tensor:
     return values.double() if has_float64(values.device) else values.cpu().double()
-
-
-def _rows(batch: Batch, rows: slice) -> Batch:
-    return {name: value[rows] if isinstance(value, Tensor) else value for name, value in batch.items()}
