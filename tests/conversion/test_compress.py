@@ -14,6 +14,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BertForMaskedLM,
@@ -646,7 +647,7 @@ HOOKS = {
     "hook": lambda layer: layer.register_forward_hook(lambda _, __, output: 2 * output),
     "backward hook": lambda layer: layer.register_full_backward_hook(lambda *_: None),
     "forward": lambda layer: setattr(layer, "forward", lambda x: 0 * x),
-    "prune": lambda layer: nn.utils.prune.l1_unstructured(layer, "weight", 0.3),
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
 }
 
 
