@@ -12,6 +12,7 @@ import tyro
 
 from collab_compress import CollabCompressError, Compression, ModuleReport, Report, alphas_of, compress, mix_heads_
 from collab_compress.calibration.batches import BESIDE, text_file
+from collab_compress.conversion.recovery import attention_digest
 from collab_compress.conversion.report import ValueReport
 from collab_compress.conversion.stock import refuse_stock, to_stock
 from collab_compress.distributed import process_state
@@ -152,6 +153,7 @@ def run(arguments: Arguments) -> Report | None:
     source = begin(arguments.model, output, saving, arguments.compression.device)
     if arguments.stock:
         refuse_stock(source.model)
+    digest = attention_digest(source.model)
     report = _convert(source, arguments) if arguments.compression.asked else None
     recovery = None if arguments.recover is None else _recover(source, arguments)
     if arguments.mix:
@@ -161,7 +163,9 @@ def run(arguments: Arguments) -> Report | None:
     lines = [] if report is None else _report_lines(report, arguments.calibration)
     if recovery is not None:
         lines += recovery_lines(recovery, arguments.calibration)
-    finish(source, output, saving, _made(source, arguments, report, recovery), lines + _mixing_lines(_mixed(source)))
+    made = _made(source, arguments, report, recovery)
+    made.record["source_digest"] = digest
+    finish(source, output, saving, made, lines + _mixing_lines(_mixed(source)))
     return report
 
 

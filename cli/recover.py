@@ -17,7 +17,7 @@ from collab_compress import CollabCompressError
 from collab_compress.calibration import calibration_batches
 from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.conversion.drift import drift_of
-from collab_compress.conversion.recovery import recover_
+from collab_compress.conversion.recovery import attention_digest, recover_
 from collab_compress.distributed import process_state
 
 from .command import parse, silence_libraries, stopping_in_one_line
@@ -84,8 +84,15 @@ def run(arguments: Arguments) -> dict[str, Any]:
     record = _record(find_directory(arguments.model, arguments.saving.revision))
     dense_directory = _dense_directory(arguments, record)
     source = begin(arguments.model, output, arguments.saving, arguments.device, edited=True)
+    dense = load_model(dense_directory)
+    recorded = record.get("source_digest")
+    if arguments.dense is None and recorded is not None and attention_digest(dense) != recorded:
+        raise CollabCompressError(
+            f"{arguments.model} was converted from {record['model']}, but {dense_directory} holds other attention "
+            "weights than that; pass --dense with the model that was converted"
+        )
     recovery = recover(
-        source, load_model(dense_directory), arguments.calibration, arguments.steps, arguments.length,
+        source, dense, arguments.calibration, arguments.steps, arguments.length,
         arguments.seed, arguments.device, arguments.saving.quiet, arguments.learning_rate,
     )  # fmt: skip
     made = Made({**record, "recovered_from": arguments.model, "recovery": recovery}, [recovery_note(recovery)])

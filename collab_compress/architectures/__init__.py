@@ -1,6 +1,7 @@
 """Where attention is in each family of models, and in a live model."""
 
 from collab_compress.architectures.families import FAMILIES, AttentionFamily
+from collab_compress.architectures.refusal import refuse_hooks
 from collab_compress.architectures.sites import (
     KINDS,
     AttentionSite,
@@ -27,6 +28,7 @@ __all__ = [
     "find_attention",
     "find_dense_attention",
     "find_dense_values",
+    "refuse_hooks",
     "split_heads",
     "transformers_model",
 ]

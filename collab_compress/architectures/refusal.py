@@ -1,7 +1,7 @@
 """Say why a model cannot be converted: at which module, for which reason, and what can."""
 
 from collections.abc import Collection, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -64,6 +64,34 @@ def refuse_interposed(
         raise UnsupportedModelError(
             f"{type(model).__name__} has no rotary embedding, which the {next(iter(turned.values())).name} "
             "description promises; models of this family with other positions cannot be converted"
+        )
+
+
+def refuse_hooks(path: str, layer: nn.Module, stays: bool = False) -> None:
+    """Refuse a projection with hooks or a forward pass of its own, which would be lost with it or see other values.
+
+    Weight reparametrizations by hooks (`torch.nn.utils.prune`, `weight_norm`) are refused with them. What Accelerate
+    puts on a module only moves tensors, and is no obstacle.
+
+    Args:
+        path: of the layer, for the message.
+        layer: the projection.
+        stays: whether the layer stays in the model and its outputs mean the same, so that hooks on them may stay too.
+
+    Raises:
+        UnsupportedModelError: there is one.
+    """
+    hooks: dict[str, Any] = {
+        "a forward pre-hook": layer._forward_pre_hooks,
+        "a forward hook": {} if stays else layer._forward_hooks,
+        "a backward hook": {} if stays else {**layer._backward_hooks, **layer._backward_pre_hooks},
+        "a forward pass set on the instance": "forward" in vars(layer) and not hasattr(layer, "_hf_hook"),
+    }
+    found = next((name for name, present in hooks.items() if present), None)
+    if found is not None:
+        raise UnsupportedModelError(
+            f"{path} ({type(layer).__name__}) has {found}, which would not survive; remove it (torch.nn.utils.prune."
+            "remove and torch.nn.utils.remove_weight_norm make such weights plain), then register it anew"
         )
 
 

@@ -99,6 +99,7 @@ def fused_slice(module: Any, family: AttentionFamily, path: str) -> FusedSlice |
     )
 
 
+PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # what can be computed with
 Kind = Literal["encoder", "decoder", "cross"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -118,6 +119,7 @@ class AttentionSite:
         scaling: what the scores are multiplied by.
         parent: the module that holds it.
         key_value_heads: number of heads of keys and values, of which each serves as many heads of queries.
+        reads_tokens: whether the model that it belongs to has a vocabulary, as a tower of images has not.
     """
 
     name: str
@@ -130,6 +132,7 @@ class AttentionSite:
     scaling: float
     parent: nn.Module
     key_value_heads: int
+    reads_tokens: bool
 
     @property
     def width(self) -> int:
@@ -190,13 +193,15 @@ def find_attention(
     if not owned:
         refuse_unknown(model, families)
     layers = dict.fromkeys(KINDS, 0)
+    owners = _owners(model)
     found = []
     for name, module in model.named_modules():
         family = owned.get(name)
         if family is not None and type(module).__name__ in family.attention_classes:
             kind = _kind(name, module, family)
             parent = model.get_submodule(name.rpartition(".")[0])
-            found.append(_site(name, module, parent, family, kind, layers[kind]))
+            reads_tokens = hasattr(getattr(owners[name], "config", None), "vocab_size")
+            found.append(_site(name, module, parent, family, kind, layers[kind], reads_tokens))
             layers[kind] += 1
     chosen = [site for site in found if fnmatch(site.name, modules) and site.kind in kinds]
     if not chosen:
@@ -252,7 +257,13 @@ def _kind(name: str, module: nn.Module, family: AttentionFamily) -> Kind:
 
 
 def _site(
-    name: str, module: nn.Module, parent: nn.Module, family: AttentionFamily, kind: Kind, layer: int
+    name: str,
+    module: nn.Module,
+    parent: nn.Module,
+    family: AttentionFamily,
+    kind: Kind,
+    layer: int,
+    reads_tokens: bool,
 ) -> AttentionSite:
     # A converted module may hold H there, for its own attribute says how many pieces it views.
     counted = "stock_heads" if "stock_heads" in module.__dict__ else family.heads
@@ -260,7 +271,7 @@ def _site(
     path = "scaling" if hasattr(module, "scaling") else family.scaling
     scaling = float(read(name, module, family, path, (int, float))) if path else head_width**-0.5
     groups = read(name, module, family, family.key_value_heads, int) if family.key_value_heads else heads
-    return AttentionSite(name, module, family, kind, layer, heads, head_width, scaling, parent, groups)
+    return AttentionSite(name, module, family, kind, layer, heads, head_width, scaling, parent, groups, reads_tokens)
 
 
 def read(name: str, module: nn.Module, family: AttentionFamily, path: str, kind: Any) -> Any:
@@ -458,7 +469,7 @@ def _projection(site: AttentionSite, path: str, heads: int) -> nn.Linear | Fused
 
 
 def _refuse_quantized(path: str, weight: Tensor) -> None:
-    if not weight.is_floating_point() or type(weight) not in (Tensor, nn.Parameter):
+    if weight.dtype not in PLAIN or type(weight) not in (Tensor, nn.Parameter):
         kind = f"{type(weight).__module__}.{type(weight).__qualname__} of {weight.dtype}"
         raise UnsupportedModelError(f"{path}: weights are {kind}; convert before quantizing")
 

@@ -2,11 +2,14 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from numpy import ndarray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from collab_compress.calibration.folders import folder_inputs
@@ -47,15 +50,15 @@ def calibration_batches(
     Args:
         calibration: "synthetic" (random tokens; noise for images, clips and sounds), "none" or None, the path of a
             text file as `read_texts` takes it, "synthetic+PATH" for random tokens beside the texts of a file, that of
-            a folder of images or sounds for models that read those, a sequence of texts or text pairs (a column of a
-            `datasets` data set is one), or ready batches.
+            a folder of images or sounds for models that read those, texts or text pairs (a list, a NumPy array, a
+            column of a pandas table or of a `datasets` data set), or ready batches (a list, a `DataLoader`).
         model: the model they are for; bounds the vocabulary and the length.
         tokenizer: needed for everything but ready batches, none, and models that read no tokens; or the processor
             that holds it.
         sequences: number of random sequences, 384 if not given, or 128 of one length; of more texts than that a
-            random sample is used, and all of them if not given.
+            random sample is used, and of ready batches the first, all of them if not given.
         length: tokens in a random sequence; 8 to 128 if not given, as `synthetic_batches` draws them. Texts are cut
-            there, or else at the model's limit. Positions of a sound, 64 if not given.
+            there, or else at the model's limit; ready batches are not. Positions of a sound, 64 if not given.
         seed: seed of the random tokens, and of the sample and order of texts.
 
     Returns:
@@ -85,21 +88,29 @@ def noted_batches(
     Returns:
         The batches, and one sentence for each way in which texts are not used as they are.
     """
-    if calibration is None or calibration == "none":
+    if is_none(calibration):
         return [], []
     if isinstance(tokenizer, ProcessorMixin):  # of images or sounds too
         tokenizer = getattr(tokenizer, "tokenizer", None)
     notes: list[str] = []
-    if hasattr(calibration, "column_names"):
+    columns = getattr(calibration, "column_names", getattr(calibration, "columns", None))
+    if columns is not None:
         raise CalibrationError(
-            f"got a data set with columns {calibration.column_names}; pass the one with the texts, as in "
+            f"got a data set with columns {list(columns)}; pass the one with the texts, as in "
             "calibration=data['text']"
         )
-    items = None if isinstance(calibration, str | Path) else _items(calibration)
+    items = None if isinstance(calibration, str | Path) else _items(calibration, sequences)
     if items is not None and not items:
         raise CalibrationError("calibration data is empty; pass at least one batch or text, or None")
-    if items is not None and any(isinstance(item, Mapping) for item in items):
-        batches = [_batch(place, item) for place, item in enumerate(items)]
+    if items is not None and isinstance(items[0], Mapping):
+        batches = items
+        longest = max(
+            (batch["input_ids"].shape[-1] for batch in batches if rows_of(batch) and "input_ids" in batch), default=0
+        )
+        if length is not None and longest > length:
+            notes.append(
+                f"calibration batches have up to {longest} tokens a sequence; length {length} cuts texts only"
+            )
     elif model.main_input_name != "input_ids" or reads_two(model):
         batches, notes = _unlike_texts(calibration, model, tokenizer, sequences, length or LENGTH, seed)
     elif tokenizer is None:
@@ -107,12 +118,12 @@ def noted_batches(
             "calibration from random tokens or texts needs the model's tokenizer, and there is none: pass "
             "tokenizer=…, ready batches, or calibration 'none' to weigh all directions of the input alike"
         )
-    elif model.config.is_encoder_decoder and calibration != "synthetic":
+    elif model.config.is_encoder_decoder and not is_synthetic(calibration):
         raise CalibrationError(
             f"{type(model).__name__} reads a source and a target, and texts are only one of them; pass batches with "
             "input_ids and decoder_input_ids, or calibration 'synthetic'"
         )
-    elif calibration == "synthetic":
+    elif is_synthetic(calibration):
         batches = synthetic_batches(model, tokenizer, sequences, length, seed)
         longest = fitting(length, model, tokenizer)
         if length is not None and longest is not None and longest < length:
@@ -147,7 +158,7 @@ def _unlike_texts(
     """Make batches of noise or of a folder for a model that reads more than texts; or say what to pass instead."""
     notes: list[str] = []
     inputs: dict[str, Tensor] = {}
-    if calibration == "synthetic":
+    if is_synthetic(calibration):
         inputs = noise_for(model, sequences or EQUAL, length, seed)
     elif isinstance(calibration, str | Path) and Path(calibration).is_dir():
         inputs, count = folder_inputs(Path(calibration), model, sequences, seed)
@@ -171,24 +182,50 @@ def text_batches(
     Returns:
         The batches, and how many texts were cut.
     """
-    options = {"truncation": length is not None, "max_length": length, "padding": True, "return_tensors": "pt"}
+    options = {"truncation": length is not None, "max_length": length}
+    pads = tokenizer.pad_token_id is not None
+    special = tokenizer.num_special_tokens_to_add(pair=not all(isinstance(text, str) for text in texts))
+    if length is not None and length <= special:
+        raise CalibrationError(
+            f"length {length} leaves no room for texts beside the {special} special tokens of each; pass a larger one"
+        )
     cut = 0
     texts = sorted(texts, key=lambda text: len(text) if isinstance(text, str) else len(text[0]) + len(text[1]))
     batches = []
     for start in range(0, len(texts), BATCH_SIZE):
         part = list(texts[start : start + BATCH_SIZE])
         try:
-            encoded = tokenizer(part, **options)
-            if length is not None and encoded["input_ids"].shape[1] == length:
+            if pads:
+                batch = dict(tokenizer(part, **options, padding=True, return_tensors="pt"))
+            else:
+                batch = _padded_without_token(tokenizer(part, **options))
+            if length is not None and batch["input_ids"].shape[1] == length:
                 cut += sum(len(tokens) > length for tokens in tokenizer(part, verbose=False)["input_ids"])
         except (ValueError, TypeError) as error:
             raise CalibrationError(f"the tokenizer cannot batch the texts: {error}") from error
-        batches.append(dict(encoded))
+        batches.append(batch)
     return sampled(batches, len(batches), seed), cut
 
 
+def _padded_without_token(encoded: Mapping[str, list[list[int]]]) -> Batch:
+    """Pad tokenized texts on the right with token 0, which the attention mask leaves out."""
+    columns = {name: [torch.tensor(row) for row in rows] for name, rows in encoded.items()}
+    columns["attention_mask"] = [torch.ones_like(row) for row in columns["input_ids"]]
+    return {name: pad_sequence(rows, batch_first=True) for name, rows in columns.items()}
+
+
+def is_none(calibration: Any) -> bool:
+    """Whether there is to be no calibration; what is no string may not compare with one (arrays)."""
+    return calibration is None or (isinstance(calibration, str) and calibration == "none")
+
+
+def is_synthetic(calibration: Any) -> bool:
+    """Whether a calibration is random tokens or noise, and nothing beside."""
+    return isinstance(calibration, str) and calibration == "synthetic"
+
+
 def text_file(calibration: Any) -> Path | None:
-    """Say which file of texts a calibration names, if it names one."""
+    """Return the file of texts that a calibration names, or None."""
     if not isinstance(calibration, str | Path) or str(calibration) in ("synthetic", "none"):
         return None
     return Path(str(calibration).removeprefix(BESIDE))
@@ -201,9 +238,12 @@ def read_texts(path: Path) -> list[Text]:
         CalibrationError: the file is missing, not UTF-8, has no text, or has a line of more than two.
     """
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+        content = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(f"cannot read calibration texts from {path}: {error}") from error
+    if "\0" in content:
+        raise CalibrationError(f"{path} holds NUL characters, as UTF-16 does; expected texts in UTF-8")
+    lines = [line.strip() for line in content.split("\n") if line.strip()]
     if not lines:
         raise CalibrationError(f"{path} has no text; expected one text a line")
     texts: list[Text] = []
@@ -218,21 +258,66 @@ def read_texts(path: Path) -> list[Text]:
     return texts
 
 
-def _items(calibration: Any) -> list[Any]:
-    """List the texts or batches of a calibration that is no name and no file."""
+def _items(calibration: Any, sequences: int | None) -> list[Any]:
+    """List the texts of a calibration, or its batches until they hold as many sequences as asked for."""
     if isinstance(calibration, bytes | Mapping) or not isinstance(calibration, Iterable):
         raise CalibrationError(
             f"calibration is a {type(calibration).__name__}; expected 'synthetic', 'none', a file of texts, texts, "
             "or batches"
         )
-    items = list(calibration)
-    if len({isinstance(item, Mapping) for item in items}) == 2:
-        raise CalibrationError("calibration mixes batches and texts; pass one or the other")
+    items: list[Any] = []
+    count = 0
+    for place, item in enumerate(calibration):
+        batch = isinstance(item, Mapping)
+        if items and batch != isinstance(items[0], Mapping):
+            raise CalibrationError("calibration mixes batches and texts; pass one or the other")
+        items.append(_batch(place, item) if batch else item)
+        count += rows_of(items[-1]) if batch else 0
+        if batch and sequences is not None and count >= sequences:
+            if divisible(items[-1]):
+                items[-1] = rows(items[-1], slice(rows_of(items[-1]) - (count - sequences)))
+            break
     return items
 
 
+def first_batches(calibration: Any, count: int) -> tuple[Any, bool]:
+    """Read at most `count` batches of a calibration that is ready batches; any other stays as it is.
+
+    Returns:
+        The calibration, and whether it is ready batches.
+    """
+    if calibration is None or isinstance(calibration, str | Path | Mapping) or not isinstance(calibration, Iterable):
+        return calibration, False
+    items = iter(calibration)
+    first = list(islice(items, 1))
+    if first and isinstance(first[0], Mapping):
+        return first + list(islice(items, count - 1)), True
+    return (first + list(items) if items is calibration else calibration), False
+
+
+def rows_of(batch: Batch) -> int:
+    """Count the sequences, or images, of a batch."""
+    return next((len(value) for value in _tensors(batch)), 0)
+
+
+def divisible(batch: Batch) -> bool:
+    """Whether all tensors of a batch have a row for each of its sequences."""
+    return len({len(value) for value in _tensors(batch)}) == 1
+
+
+def rows(batch: Batch, part: slice) -> Batch:
+    """Return some of the sequences of a batch that is `divisible`."""
+    return {
+        name: value[part] if isinstance(value, Tensor) and value.dim() else value for name, value in batch.items()
+    }
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    return [value for value in batch.values() if isinstance(value, Tensor) and value.dim()]
+
+
 def _batch(place: int, item: Mapping[str, Any]) -> Batch:
-    """Check that a batch can be one."""
+    """Check the token ids of a ready batch."""
     batch = dict(item)
     ids = batch.get("input_ids", torch.zeros(1))
     if not isinstance(ids, Tensor) or not ids.numel():
@@ -244,7 +329,8 @@ def _batch(place: int, item: Mapping[str, Any]) -> Batch:
 def _text(place: int, item: Any) -> Text:
     """Check that a text, or a pair of texts, is one."""
     if isinstance(item, str):
-        return item
+        return str(item)  # NumPy's strings are of a class of their own
+    item = item.tolist() if isinstance(item, ndarray) else item
     if isinstance(item, tuple | list) and len(item) == 2 and all(isinstance(part, str) for part in item):
         return item[0], item[1]
     raise CalibrationError(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,19 @@ FRAMES = "_get_feature_vector_attention_mask"  # method of models of sound: mask
 
 
 class RealTokens(NamedTuple):
-    """Masks (True = real) of one attention kind; None where all tokens are.
+    """Masks (True where a position is no padding) of one kind of attention; None where there is no padding.
 
     Args:
-        query: (B, T).
-        key: (B, S).
+        query: (B, T), or (B, height, width) where only the pixels of an image are masked.
+        key: (B, S), or (B, height, width).
     """
 
     query: Tensor | None
     key: Tensor | None
+
+
+Masked: TypeAlias = Kind | Literal["images"]
+"""What masks are for: a kind of attention over tokens, or self-attention over parts of an image."""
 
 
 def forward_arguments(model: nn.Module) -> list[str]:
@@ -40,12 +44,12 @@ def forward_arguments(model: nn.Module) -> list[str]:
 
 def real_tokens(
     model: Any, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[Kind, RealTokens]:
-    """Say for each kind of attention which queries and keys are real in one call of `model`.
+) -> dict[Masked, RealTokens]:
+    """Return the padding masks of one call of `model`, for each kind of attention and for images.
 
-    Without a mask every token counts as real. A decoder of an encoder–decoder that has none takes
-    `decoder_input_ids`, where the pad token marks padding (but for the first, which starts it), or else `labels`, of
-    which the decoder reads those before: -100 marks padding.
+    Without a mask every token counts. A decoder of an encoder-decoder that has none takes `decoder_input_ids`, where
+    the pad token marks padding (except the first token, which starts the sequence), or else `labels` shifted to the
+    right, where -100 marks padding.
 
     Args:
         model: a Transformers model.
@@ -59,43 +63,99 @@ def real_tokens(
     given = {**dict(zip(names, args, strict=False)), **kwargs}
 
     def mask(name: str) -> Tensor | None:
-        found = given.get(name)
-        if found is not None and (not isinstance(found, Tensor) or found.dim() != 2):
-            got = f"has shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"is a {type(found).__name__}"
+        value = given.get(name)
+        if value is not None and (not isinstance(value, Tensor) or value.dim() != 2):
+            got = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
             raise HeadError(f"{name} {got}; padding can be told only from a mask (batch, tokens)")
-        return None if found is None else found != 0
+        return None if value is None else value != 0
 
-    own = mask("attention_mask")
-    hears = next((each for each in (model, getattr(model, "encoder", None)) if hasattr(each, FRAMES)), None)
-    if own is not None and hears is not None:  # sounds become fewer positions than they have samples
-        length = int(hears._get_feat_extract_output_lengths(torch.tensor(own.shape[1])))
-        own = getattr(hears, FRAMES)(length, own.long()).bool()
-    if not model.config.is_encoder_decoder:
-        return {
-            "encoder": RealTokens(own, own),
-            "decoder": RealTokens(own, own),
-            "cross": RealTokens(own, mask("encoder_attention_mask")),
-        }
-    target = mask("decoder_attention_mask")
-    target = _from_targets(model, given) if target is None else target
+    source = _source_mask(model, given, mask("attention_mask"))
+    memory = mask("encoder_attention_mask")
+    target = source
+    if model.config.is_encoder_decoder:
+        target, memory = mask("decoder_attention_mask"), source
+        target = _from_targets(model, given) if target is None else target
+    elif model.config.model_type == "musicgen_melody_decoder":  # reads encoder states before its own tokens
+        target = _joined((given.get("encoder_hidden_states"), memory), (given.get("input_ids"), source))
+    pixels = source if "flattened_patches" in given else None
+    for name in ("pixel_mask", "pixel_attention_mask", "patch_attention_mask"):
+        value = given.get(name)
+        if isinstance(value, Tensor) and value.dim() in (2, 3):
+            pixels = value != 0
     return {
-        "encoder": RealTokens(own, own),
+        "encoder": RealTokens(source, source),
         "decoder": RealTokens(target, target),
-        "cross": RealTokens(target, own),
+        "cross": RealTokens(target, memory),
+        "images": RealTokens(pixels, pixels),
     }
 
 
-def masks_of(site: AttentionSite, real: Mapping[Kind, RealTokens]) -> RealTokens:
-    """Pick the masks that hold for one module: those of tokens hold for no tower that reads images."""
-    tokens = hasattr(getattr(site.module, "config", None), "vocab_size")
-    return real[site.kind] if tokens else RealTokens(None, None)
+def _source_mask(model: Any, given: Mapping[str, Any], mask: Tensor | None) -> Tensor | None:
+    """Return the mask of what the encoder reads, or the whole model where there is no decoder beside."""
+    ids = given.get("input_ids")
+    sounds = next((part for part in (model, getattr(model, "encoder", None)) if hasattr(part, FRAMES)), None)
+    if mask is not None and sounds is not None:  # positions are fewer than samples
+        length = int(sounds._get_feat_extract_output_lengths(torch.tensor(mask.shape[1])))
+        resized: Tensor = getattr(sounds, FRAMES)(length, mask.long()).bool()
+        return resized
+    if "input_features" in given:
+        return None  # models of spectrograms of one length attend to all of them
+    if "visual_embeds" in given:  # VisualBERT reads them behind its tokens
+        return _joined((ids, mask), (given["visual_embeds"], given.get("visual_attention_mask")))
+    if mask is None and isinstance(ids, Tensor) and hasattr(model.config, "pad_index"):  # XLM and FlauBERT
+        lengths = given.get("lengths")
+        return ids != model.config.pad_index if lengths is None else _shorter_than(lengths, ids)
+    return mask
+
+
+def _shorter_than(lengths: Tensor, ids: Tensor) -> Tensor:
+    return torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+
+
+def _joined(*parts: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
+    """Join masks (B, T) of inputs (B, T, …) that a model reads one behind the other; inputs may lack a mask."""
+    if all(mask is None for _, mask in parts):
+        return None
+    masks = [
+        torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device) if mask is None else mask.bool()
+        for inputs, mask in parts
+        if inputs is not None
+    ]
+    return torch.cat(masks, 1)
+
+
+def masks_of(site: AttentionSite, real: Mapping[Masked, RealTokens]) -> RealTokens:
+    """Return the padding masks of one module: those of its kind, or of images where its model reads no tokens."""
+    if site.reads_tokens:
+        return real[site.kind]
+    pixels = real["images"]
+    if site.kind == "cross":
+        return RealTokens(None, pixels.key)
+    decoder = site.family.cross and hasattr(site.parent, site.family.cross)  # of object queries, none of them padding
+    return RealTokens(None, None) if decoder else pixels
+
+
+def fitted(mask: Tensor | None, positions: int) -> Tensor | None:
+    """Resize the mask of pixels (B, height, width) of a model that makes one of several pixels; others stay.
+
+    Returns:
+        The mask (B, positions), or None where there is none, or where positions are no grid of pixels.
+    """
+    if mask is None or mask.dim() == 2:
+        return mask
+    height, width = mask.shape[1:]
+    for stride in range(1, max(height, width) + 1):
+        grid = (-(-height // stride), -(-width // stride))
+        if grid[0] * grid[1] == positions:
+            return nn.functional.interpolate(mask[None].float(), size=grid)[0].bool().flatten(1)
+    return None
 
 
 def _from_targets(model: Any, given: Mapping[str, Any]) -> Tensor | None:
     labels, ids = given.get("labels"), given.get("decoder_input_ids")
     if ids is not None and model.config.pad_token_id is not None:
         real: Tensor = ids != model.config.pad_token_id
-    elif ids is None and labels is not None and labels.dim() == 2:
+    elif ids is None and isinstance(labels, Tensor) and labels.dim() == 2:
         real = (labels != -100).roll(1, dims=1)
     else:
         return None
@@ -135,7 +195,7 @@ def gather_moments(
             for each in gathered:
                 each.start()
             for batch in batches:
-                real = _masks(model, batch)
+                real = batch_masks(model, batch)
                 for each in gathered:
                     each.real = masks_of(each.site, real)
                 names = frozenset(batch)
@@ -222,7 +282,7 @@ class _Gathered:
     def _see(self, place: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
         before, self._latest = self._latest, args[0] if place == 0 and len(self._sums) > 1 else None
         if not place or args[0] is not before:
-            vectors = _real_tokens(args[0], getattr(self.real, self.site.inputs[place][1]))
+            vectors = self._vectors(args[0], getattr(self.real, self.site.inputs[place][1]))
             sums = self._sums[place]
             if sums is None and len(vectors):
                 wide = vectors if vectors.dtype == torch.float64 else vectors.float()
@@ -230,6 +290,18 @@ class _Gathered:
             if sums is not None:
                 sums.add(vectors)
         self._calls.count()
+
+    def _vectors(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Pick the tokens that are not padding from x (B, T, D), as (N, D)."""
+        mask = fitted(mask, x.shape[1])
+        if mask is None:
+            return x.reshape(-1, x.shape[-1])
+        if mask.shape != x.shape[:-1]:
+            raise CalibrationError(
+                f"{self.site.name} reads inputs of shape {tuple(x.shape)}, and the mask of the batch has shape "
+                f"{tuple(mask.shape)}, so padding cannot be told; pass batches without padding and without a mask"
+            )
+        return x[mask.to(x.device)]
 
     def moments(self) -> tuple[Moments, ...]:
         """Give the moments; projections that always read the first one's tensor have none of their own."""
@@ -247,8 +319,12 @@ class _Gathered:
         return (own, *(own if each is None else each for each in others))
 
 
-def _masks(model: PreTrainedModel, batch: Batch) -> dict[Kind, RealTokens]:
-    """Read the masks of a batch."""
+def batch_masks(model: PreTrainedModel, batch: Batch) -> dict[Masked, RealTokens]:
+    """Return the padding masks of a batch, as `real_tokens`.
+
+    Raises:
+        CalibrationError: a mask is not (B, T).
+    """
     try:
         return real_tokens(model, (), (), batch)
     except HeadError as error:
@@ -283,10 +359,3 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in training.items():
             module.training = mode
-
-
-def _real_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Pick the tokens that are not padding from x (B, T, D), as (N, D)."""
-    if mask is None or mask.shape != x.shape[:-1]:
-        return x.reshape(-1, x.shape[-1])
-    return x[mask.to(x.device)]

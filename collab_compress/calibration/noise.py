@@ -1,6 +1,7 @@
 """Noise in the shape of what processors make of images, clips and sounds, for models that read those."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -10,7 +11,18 @@ from transformers import PreTrainedModel
 
 from collab_compress.errors import CalibrationError
 
+MOST = 10**9  # numbers at once, of 4 or 8 bytes
 SPREAD = 0.5  # standard deviation of what the feature extractors of spectrograms give
+
+
+def refuse_too_many(numbers: int, what: str) -> None:
+    """Refuse random calibration data that does not fit into memory.
+
+    Raises:
+        CalibrationError: it is more than `MOST` numbers.
+    """
+    if numbers > MOST:
+        raise CalibrationError(f"{what} are {numbers:.1e} numbers; {MOST:.0e} fit at most, so pass fewer sequences")
 
 
 def every_scale(images: int, channels: int, sizes: Sequence[int], generator: torch.Generator) -> Tensor:
@@ -18,6 +30,7 @@ def every_scale(images: int, channels: int, sizes: Sequence[int], generator: tor
 
     So what patches or windows hold does not average out.
     """
+    refuse_too_many(images * channels * prod(sizes), f"{images} images or sounds of noise")
     noise = torch.zeros(images, channels, *sizes)
     for cells in (2**power for power in range(max(sizes).bit_length())):
         grid = torch.randn(images, channels, *(min(cells, size) for size in sizes), generator=generator)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from collab_compress.calibration.noise import reads_two
+from collab_compress.calibration.noise import reads_two, refuse_too_many
 from collab_compress.calibration.vocabulary import likelihoods, separator, special_tokens
 from collab_compress.errors import CalibrationError
 
@@ -106,6 +106,7 @@ def synthetic_batches(
     if longest <= len(first) + len(last):
         raise CalibrationError(f"no room for random tokens in sequences of {longest}; pass a larger length")
     count = sequences or (VARIED if length is None else EQUAL)
+    refuse_too_many(count * longest, f"{count} random sequences of up to {longest} tokens")
     lengths = _lengths(count, max(shortest, len(first) + len(last) + 1), longest, generator)
     pairs = length is None and not model.config.is_encoder_decoder and not is_causal(model)
     between = separator(tokenizer, ids, first, last) if pairs else None

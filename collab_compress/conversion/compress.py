@@ -1,5 +1,6 @@
 """Convert the attention of a pretrained model, all or nothing, once everything asked for is known to be possible."""
 
+import copy
 import logging
 import os
 import platform
@@ -20,14 +21,15 @@ from collab_compress.architectures import (
     find_attention,
     find_dense_attention,
     find_dense_values,
+    refuse_hooks,
     transformers_model,
 )
 from collab_compress.attention import FormEdit, NarrowValues, ScoreForm, form_for, install_, uninstall_
 from collab_compress.calibration import Batch, Calibration
-from collab_compress.calibration.batches import noted_batches
+from collab_compress.calibration.batches import is_none, is_synthetic, noted_batches, rows_of
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
 from collab_compress.conversion.compression import Compression
-from collab_compress.conversion.drift import measure, rows_of, split_held_back
+from collab_compress.conversion.drift import measure, split_held_back
 from collab_compress.conversion.keep import choose
 from collab_compress.conversion.plan import (
     REPORT_LENGTH,
@@ -65,6 +67,7 @@ def modules_to_convert(model: PreTrainedModel, compression: Compression, calibra
     if is_quantized(model):
         raise CompressionError(f"{type(model).__name__} is quantized; convert the unquantized checkpoint instead")
     refuse_sharded(model, "compress", CompressionError)
+    _check_config(model)
     implementation = model.config._attn_implementation
     if implementation not in ("eager", "sdpa"):
         raise CompressionError(
@@ -87,6 +90,17 @@ def modules_to_convert(model: PreTrainedModel, compression: Compression, calibra
         _check_width(each, "dv", compression.dv, each.key_value_heads)
         _check_weights(each, ((each.family.value, each.value), (each.family.output, each.output)))
     return [*scores, *values]
+
+
+def _check_config(model: PreTrainedModel) -> None:
+    """Refuse a config that cannot be copied: an edit is recorded in a copy, which other models do not share."""
+    try:
+        copy.deepcopy(model.config)
+    except Exception as error:  # whatever an attribute raises
+        reason = str(error).partition("\n")[0]
+        raise CompressionError(
+            f"the config of {type(model).__name__} cannot be copied ({reason}); take the attribute out that cannot"
+        ) from error
 
 
 def _refuse_converted(site: AttentionSite, compression: Compression) -> None:
@@ -121,6 +135,8 @@ def _check_solver(site: AttentionSite, form: type[ScoreForm], compression: Compr
 
 def _check_weights(site: AttentionSite, projections: Iterable[tuple[str, Any]]) -> None:
     for path, projection in projections:
+        layer = getattr(projection, "whole", projection)  # of a fused layer
+        refuse_hooks(site.path(path), layer, stays=path == site.family.output)
         for name, parameter in projection.named_parameters():
             if parameter.is_meta:
                 raise CompressionError(f"{site.path(path)}.{name} is offloaded; load the model into memory")
@@ -171,6 +187,7 @@ def _refuse_one_device(device: str) -> None:
         )
 
 
+@torch.inference_mode(False)
 def compress(
     model: PreTrainedModel,
     compression: Compression,
@@ -212,14 +229,27 @@ def compress(
             quantized model.
         CalibrationError: calibration data is missing or unusable.
     """
-    started = perf_counter()
     given, model = model, transformers_model(model)
     tokenizer = getattr(given, "tokenizer", None) if tokenizer is None and given is not model else tokenizer
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):  # new layers are initialised before they are filled
+        return _compress(model, compression, calibration, tokenizer, progress, distributed)
+
+
+def _compress(
+    model: PreTrainedModel,
+    compression: Compression,
+    calibration: Calibration,
+    tokenizer: PreTrainedTokenizerBase | None,
+    progress: Progress | None,
+    distributed: bool,
+) -> Report:
+    started = perf_counter()
     found, choice = None, ""
     if compression.keep is not None:
         found = _data(model, compression, calibration, tokenizer)
-        compression, choice = choose(model, compression, () if calibration == "synthetic" else found[0])
-    sites = modules_to_convert(model, compression, calibration is not None and calibration != "none")
+        compression, choice = choose(model, compression, () if is_synthetic(calibration) else found[0])
+    sites = modules_to_convert(model, compression, not is_none(calibration))
     compression = replace(compression, device=working_device(compression.device, sites, distributed))
     paths = {site.name: path_in_base(model, site.module) for site in sites}
     batches, notes = found or _data(model, compression, calibration, tokenizer)
@@ -235,7 +265,7 @@ def compress(
         drift = measure(model, held_back, partial(_converted, planned))
     parameters_before = model.num_parameters()
     _install(planned)
-    for kind in dict.fromkeys(item.form.kind for item in planned):
+    for kind in dict.fromkeys(item.form.kind for item in planned):  # cannot fail, as `_check_config` found
         record_edit_(model, FormEdit(kind, {paths[i.site.name]: i.form for i in planned if i.form.kind == kind}))
     warnings = (*notes, *rounded(planned, compression), *few_vectors(planned), *breakdowns(planned))
     if not distributed or process_state().is_main_process:

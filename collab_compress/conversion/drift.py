@@ -9,6 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
+from collab_compress.calibration.batches import divisible, rows, rows_of
+from collab_compress.calibration.gather import batch_masks
 from collab_compress.conversion.report import Drift
 from collab_compress.errors import CalibrationError
 from collab_compress.factorization import has_float64
@@ -25,27 +27,17 @@ def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]
     used, held_back = list(batches), []
     wanted = max(1, sum(map(rows_of, batches)) // HELD_BACK)
     while wanted > 0 and used:
-        rows = rows_of(used[-1])
-        divisible = len({len(value) for value in _tensors(used[-1])}) == 1
-        if rows > wanted and divisible:
+        count = rows_of(used[-1])
+        if count > wanted and divisible(used[-1]):
             batch = used.pop()
-            held_back.append(_rows(batch, slice(rows - wanted, None)))
-            used.append(_rows(batch, slice(rows - wanted)))
-        elif len(used) > 1 and (rows <= wanted or not held_back):
+            held_back.append(rows(batch, slice(count - wanted, None)))
+            used.append(rows(batch, slice(count - wanted)))
+        elif len(used) > 1 and (count <= wanted or not held_back):
             held_back.append(used.pop())
         else:
             break
-        wanted -= rows
+        wanted -= count
     return used, held_back[::-1]
-
-
-def rows_of(batch: Batch) -> int:
-    """Count the sequences, or images, of a batch."""
-    return next((len(value) for value in _tensors(batch)), 0)
-
-
-def _tensors(batch: Batch) -> list[Tensor]:
-    return [value for value in batch.values() if isinstance(value, Tensor) and value.dim()]
 
 
 def measure(
@@ -91,7 +83,7 @@ def drift_of(model: PreTrainedModel, dense: PreTrainedModel, batches: Sequence[B
                 f"{type(dense).__name__} gives {name} of shape {tuple(old.shape)}, {type(model).__name__} one of "
                 f"{tuple(new.shape)}; pass the dense model that was converted"
             )
-        measured.append(_compared(batch, name, old, new))
+        measured.append(_compared(model, batch, name, old, new))
     return _pooled(measured)
 
 
@@ -112,11 +104,11 @@ def _measured(
     name, old = main_output(model, batch)
     with converted():
         _, new = main_output(model, batch)
-    return _compared(batch, name, old, new)
+    return _compared(model, batch, name, old, new)
 
 
-def _compared(batch: Batch, name: str, old: Tensor, new: Tensor) -> Measured:
-    mask = _mask(batch, old)
+def _compared(model: PreTrainedModel, batch: Batch, name: str, old: Tensor, new: Tensor) -> Measured:
+    mask = _mask(model, batch, name, old)
     difference = norm = 0.0
     for row in range(len(old)):  # one sequence at a time is held in float64
         real = slice(None) if mask is None else mask[row]
@@ -141,17 +133,14 @@ def main_output(model: PreTrainedModel, batch: Batch) -> tuple[str, Tensor]:
     return name, named[name]
 
 
-def _mask(batch: Batch, output: Tensor) -> Tensor | None:
-    """Say which tokens of an output (B, T, …) are real; None where all count."""
-    mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
-    if not isinstance(mask, Tensor) or mask.shape != output.shape[:2] or output.dim() != 3:
+def _mask(model: PreTrainedModel, batch: Batch, name: str, output: Tensor) -> Tensor | None:
+    """Return which tokens of an output (B, T, …) are no padding; None where all count."""
+    mask = batch_masks(model, batch)["decoder"].query  # that of the only tokens, where there is no decoder
+    by_token = output.dim() > 2 or name in ("start_logits", "end_logits")
+    if mask is None or not by_token or mask.shape != output.shape[:2]:
         return None
-    return mask.to(output.device).bool()
+    return mask.to(output.device)
 
 
 def _exact(values: Tensor) -> Tensor:
     return values.double() if has_float64(values.device) else values.cpu().double()
-
-
-def _rows(batch: Batch, rows: slice) -> Batch:
-    return {name: value[rows] if isinstance(value, Tensor) else value for name, value in batch.items()}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import FAMILIES, AttentionFamily, transformers_model
+from collab_compress.architectures import FAMILIES, AttentionFamily, refuse_hooks, transformers_model
 from collab_compress.attention import (
     FORM_KINDS,
     DenseValues,
@@ -67,6 +67,7 @@ class Expansion:
         return max(self.errors.values(), default=0.0) < 1e-5
 
 
+@torch.inference_mode(False)
 def expand(model: PreTrainedModel) -> Expansion:
     """Turn collaborative attention back into dense per-head attention, in place and all or nothing.
 
@@ -86,7 +87,9 @@ def expand(model: PreTrainedModel) -> Expansion:
             content biases that its stock form has no query biases for.
         UnsupportedModelError: a projection carries an adapter, is quantized or offloaded.
     """
-    return expand_to_(transformers_model(model), None)
+    model = transformers_model(model)
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        return expand_to_(model, None)
 
 
 def expand_to_(model: PreTrainedModel, head_width: int | None) -> Expansion:
@@ -104,6 +107,7 @@ def expand_to_(model: PreTrainedModel, head_width: int | None) -> Expansion:
     planned: list[tuple[Any, str, Any]] = []
     errors = {}
     for name, module in sites:
+        _refuse_hooks(model, name, module)
         if hasattr(module, ScoreForm.at):
             _refuse_bias_without_place(model, name, module)
             turned = isinstance(module.score_form, RotaryScores)
@@ -123,6 +127,24 @@ def expand_to_(model: PreTrainedModel, head_width: int | None) -> Expansion:
     if not edits_of(model):
         forget_standalone_(model)
     return Expansion(errors)
+
+
+def _refuse_hooks(model: PreTrainedModel, name: str, module: Any) -> None:
+    """Refuse hooks on projections that go, or whose inputs become others.
+
+    Raises:
+        UnsupportedModelError: there are some.
+    """
+    paths = []
+    if hasattr(module, ScoreForm.at):
+        paths += [module.score_form.query, module.score_form.key]
+    if hasattr(module, NarrowValues.at):
+        paths.append(module.value_form.value)
+        parent = model.get_submodule(name.rpartition(".")[0])
+        refuse_hooks(f"{name}: its output projection", module.value_form.output_of(module, parent), stays=True)
+    for path in paths:
+        for part, layer in module.get_submodule(path).named_modules(prefix=f"{name}.{path}"):
+            refuse_hooks(part, layer)
 
 
 def _dense_values(name: str, module: Any, parent: Any, head_width: int | None) -> DenseValues:

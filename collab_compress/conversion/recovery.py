@@ -1,6 +1,8 @@
 """Bring converted attention nearer to the dense model's, on tokens without labels."""
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Self, TypeAlias
@@ -18,11 +20,12 @@ from transformers import (
 )
 from transformers.trainer_utils import TrainOutput
 
-from collab_compress.architectures import FAMILIES, AttentionSite, find_attention
+from collab_compress.architectures import FAMILIES, AttentionSite, find_attention, transformers_model
 from collab_compress.attention import ScoreForm
 from collab_compress.attention.view import FORMS_AT
 from collab_compress.calibration import Batch, Calibration, calibration_batches
-from collab_compress.errors import CalibrationError, HeadError
+from collab_compress.calibration.batches import first_batches, is_synthetic
+from collab_compress.errors import CalibrationError, CompressionError, HeadError
 from collab_compress.heads import Tap
 from collab_compress.losses import kl_divergence
 
@@ -32,7 +35,9 @@ StepProgress: TypeAlias = Callable[[int, int], None]
 
 SCORES_RATE = 1e-3
 VALUES_RATE = 2e-4
+LARGEST_RATE = 1.0
 RANDOM_LENGTH = 64
+SAMPLED = 4096
 
 
 def recover_(
@@ -55,8 +60,8 @@ def recover_(
     sequences a step. Random tokens are repeated within a sequence (`with_copies`).
 
     Args:
-        model: converted, in whatever form.
-        dense: the model it was converted from.
+        model: converted, in whatever form. A float16 model is trained in float32, then cast back.
+        dense: the model it was converted from; another object.
         tokenizer: of both; as for `compress`.
         calibration: as for `compress`; texts are fewer steps where there are fewer than 16 a step.
         steps: at most how many; processes that were started together take 16 sequences each.
@@ -73,11 +78,16 @@ def recover_(
 
     Raises:
         HeadError: as for `distil_`.
+        CompressionError: steps, learning rate or other arguments are unusable.
         CalibrationError: calibration data is missing or unusable.
     """
+    model, dense = transformers_model(model), transformers_model(dense)
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise CompressionError(f"steps is {steps!r}; expected a whole number, at least 1")
     if learning_rate is None:
         narrow = any(hasattr(module, "value_form") for module in model.modules())
         learning_rate = VALUES_RATE if narrow else SCORES_RATE
+    _check_models(model, dense)
     with TemporaryDirectory() as scratch:
         settings = {
             "output_dir": scratch, "num_train_epochs": 1, "learning_rate": learning_rate,
@@ -85,16 +95,63 @@ def recover_(
             "save_strategy": "no", "dataloader_pin_memory": torch.accelerator.is_available(),
             "use_cpu": not torch.accelerator.is_available(),
         }  # fmt: skip
-        training = TrainingArguments(**{**settings, **arguments})
+        try:
+            training = TrainingArguments(**{**settings, **arguments})
+        except (TypeError, ValueError) as error:
+            reason = str(error).partition("\n")[0].replace("TrainingArguments.__init__() ", "")
+            raise CompressionError(f"recover_ {reason}; expected arguments of TrainingArguments") from error
+        _check_rate(training.learning_rate)
         count = steps * training.world_size
-        length = RANDOM_LENGTH if length is None and calibration == "synthetic" else length
+        synthetic = is_synthetic(calibration)
+        length = RANDOM_LENGTH if length is None and synthetic else length
+        calibration, ready = first_batches(calibration, count)
+        sequences = None if ready else 16 * count
         batches = calibration_batches(
-            calibration, dense, tokenizer, sequences=16 * count, length=length, seed=seed + 1000
+            calibration, dense, tokenizer, sequences=sequences, length=length, seed=seed + 1000
         )
-        if calibration == "synthetic" and batches and "input_ids" in batches[0]:
+        if synthetic and batches and "input_ids" in batches[0]:
             separator = getattr(tokenizer, "sep_token_id", None)
             batches = with_copies(batches, separator, getattr(dense.config, "type_vocab_size", 0) > 1, seed)
         return distil_(model, dense, batches[:count], training, progress, parameters)
+
+
+def _check_rate(learning_rate: float) -> None:
+    if not 0 < learning_rate <= LARGEST_RATE:
+        raise CompressionError(
+            f"learning_rate is {learning_rate}; expected a number above 0, up to {LARGEST_RATE}; begin with 1e-3"
+        )
+
+
+def _check_models(model: PreTrainedModel, dense: PreTrainedModel) -> None:
+    """Refuse models that are one, and weights that training can only spread.
+
+    Raises:
+        HeadError: the two share parameters, or hold values that are not finite.
+    """
+    if not {*model.parameters()}.isdisjoint(dense.parameters()):
+        raise HeadError(
+            "the converted and the dense model share parameters; pass the dense model loaded again, or a copy made "
+            "before the conversion"
+        )
+    for role, part in (("converted", model), ("dense", dense)):
+        for name, parameter in part.named_parameters():
+            if not bool(torch.isfinite(parameter).all()):
+                raise HeadError(f"{name} of the {role} model holds NaN or infinite values; load it again")
+
+
+@contextmanager
+def _in_float32(*models: PreTrainedModel) -> Iterator[None]:
+    """Hold float16 weights in float32 for a while: gradients overflow in float16."""
+    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    half = [tensor for tensor in tensors if tensor.dtype == torch.float16]
+    try:
+        for tensor in half:
+            tensor.data = tensor.data.float()
+        yield
+    finally:
+        for tensor in half:
+            tensor.data = tensor.data.half()
+            tensor.grad = None
 
 
 def distil_(
@@ -125,13 +182,15 @@ def distil_(
         What the `Trainer` says: steps, mean loss, speed.
 
     Raises:
-        HeadError: the model is not converted, or has other attention modules or heads than the dense one; several
-            GPUs in one process.
+        HeadError: the model is not converted, or has other attention modules or heads than the dense one; they share
+            parameters, or hold values that are not finite, or training made some; several GPUs in one process.
         CalibrationError: there are no batches.
         UnsupportedModelError: the models' family is not known.
     """
     if not batches:
         raise CalibrationError("no batches to train on; pass 'synthetic', texts or batches")
+    model, dense = transformers_model(model), transformers_model(dense)
+    _check_models(model, dense)
     sites, others = (find_attention(each, FAMILIES) for each in (model, dense))
     choose = converted_parameters if parameters is None else parameters
     trained = {parameter for site in sites for parameter in choose(site)}
@@ -151,16 +210,31 @@ def distil_(
     before = {parameter: parameter.requires_grad for parameter in model.parameters()}
     modes = {module: module.training for each in (model, dense) for module in each.modules()}
     use_cache = vars(model.config).get("use_cache")  # a Trainer switches it off
+    weights = {parameter: parameter.detach().clone() for parameter in trained}
     try:
         for parameter in before:
             parameter.requires_grad_(parameter in trained)
-        with _Watched(model, sites) as watched, _Watched(dense, others, like=sites) as target:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            _in_float32(model, dense),
+            _Watched(model, sites) as watched,
+            _Watched(dense, others, like=sites) as target,
+        ):
             distiller = _Distiller(model, dense, (watched, target), batches, arguments)
             if progress is not None:
                 distiller.remove_callback(ProgressCallback)
                 distiller.remove_callback(PrinterCallback)
                 distiller.add_callback(_Steps(progress))
-            return distiller.train()
+            output = distiller.train()
+        if not all(bool(torch.isfinite(parameter).all()) for parameter in trained):
+            for parameter, weight in weights.items():
+                parameter.data.copy_(weight)
+            raise HeadError(
+                f"recovery of {type(model).__name__} ended in values that are not finite, and was undone; pass a "
+                "lower learning_rate"
+            )
+        return output
     finally:
         vars(model.config).pop("use_cache", None)
         if use_cache is not None:
@@ -226,6 +300,20 @@ def converted_parameters(site: AttentionSite) -> list[nn.Parameter]:
     scores, values = (getattr(module, name, None) for name in FORMS_AT)
     found = [] if scores is None else scores.trained(module)
     return [*found, *([] if values is None else values.trained(module, values.output_of(module, site.parent)))]
+
+
+def attention_digest(model: PreTrainedModel) -> str:
+    """Return a digest of a model's attention weights, by which to know the dense model of a conversion again.
+
+    It is the SHA-256 of about `SAMPLED` values of each parameter of the attention modules, evenly spaced.
+    """
+    digest = hashlib.sha256()
+    for site in find_attention(model, FAMILIES):
+        for name, parameter in site.module.named_parameters():
+            values = parameter.detach().flatten()
+            sample = values[:: max(1, len(values) // SAMPLED)].float().cpu()
+            digest.update(f"{site.name} {name} {tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
+    return digest.hexdigest()
 
 
 class _Seen(NamedTuple):
@@ -324,21 +412,26 @@ class _Distiller(Trainer):  # type: ignore[misc]
 
     def compute_loss(self, model: nn.Module, inputs: Batch, *_: Any, **__: Any) -> Tensor:
         model.eval()
-        with torch.no_grad():
-            self.dense(**inputs)
-        model(**inputs)
-        calls = list(zip(*(watched.take() for watched in self.watched), strict=True))
-        rows = [
-            kl_divergence(here.rows, there.rows, here.real)
-            for here, there in calls
-            if here.rows is not None and there.rows is not None
-        ]
-        outputs = [
-            _output_error(here.added, there.added, here.real)
-            for here, there in calls
-            if here.added is not None and there.added is not None
-        ]
-        return torch.stack([torch.stack(losses).mean() for losses in (rows, outputs) if losses]).sum()
+        return _loss(model, self.dense, inputs, self.watched)
+
+
+def _loss(model: nn.Module, dense: nn.Module, batch: Batch, watched: tuple[_Watched, _Watched]) -> Tensor:
+    """Run both models on a batch; return the divergence of attention probabilities plus the error of outputs."""
+    with torch.no_grad():
+        dense(**batch)
+    model(**batch)
+    calls = list(zip(*(part.take() for part in watched), strict=True))
+    divergences = [
+        kl_divergence(here.rows, there.rows, here.real)
+        for here, there in calls
+        if here.rows is not None and there.rows is not None
+    ]
+    errors = [
+        _output_error(here.added, there.added, here.real)
+        for here, there in calls
+        if here.added is not None and there.added is not None
+    ]
+    return torch.stack([torch.stack(losses).mean() for losses in (divergences, errors) if losses]).sum()
 
 
 def _first(batches: list[Batch]) -> Batch:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention, transformers_model
 from collab_compress.attention.view import HeadCall, add_head_hook_, for_each_head, remove_head_hook_
-from collab_compress.calibration.gather import RealTokens, forward_arguments, masks_of, real_tokens
+from collab_compress.calibration.gather import Masked, RealTokens, fitted, forward_arguments, masks_of, real_tokens
 from collab_compress.errors import HeadError
 
 Part = Literal["outputs", "values", "rows", "queries", "keys"]
@@ -78,7 +78,7 @@ class Tap:
             if "keys" in self.parts and hasattr(site.module, "score_form"):
                 raise HeadError(f"{site.name} is converted: its heads have no keys of one width each to be read")
         self._readings: list[Reading] = []
-        self._real: dict[Kind, RealTokens] | None = None  # None between forward passes
+        self._real: dict[Masked, RealTokens] | None = None  # None between forward passes
         self._differentiable = False
         self._names = forward_arguments(model)
         self._hooks = [(site.module, _Reader(self, site)) for site in self.sites]
@@ -156,6 +156,8 @@ class Tap:
         """Masks of one call; with a cache there are more keys than queries, and the mask is of all of them."""
         query, key = masks_of(site, self._real or {})
         queries, keys = call.query.shape[2], call.key.shape[2]
+        if not site.reads_tokens:
+            query, key = fitted(query, queries), fitted(key, keys)
         query = query if query is None or site.kind == "cross" else query[:, -queries:]
         for mask, tokens in ((query, queries), (key, keys)):
             if mask is not None and mask.shape[1] != tokens:

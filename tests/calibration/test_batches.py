@@ -1,5 +1,7 @@
 import json
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 import transformers
@@ -16,8 +18,9 @@ from transformers import (
     RobertaModel,
 )
 
+from collab_compress import Compression, compress
 from collab_compress.calibration import calibration_batches
-from collab_compress.calibration.batches import read_texts
+from collab_compress.calibration.batches import noted_batches, read_texts
 from collab_compress.errors import CalibrationError
 
 
@@ -342,3 +345,68 @@ def test_a_file_without_text(tmp_path, minilm, minilm_tokenizer, content):
     file.write_bytes(content)
     with pytest.raises(CalibrationError, match=r"texts\.txt"):
         calibration_batches(file, minilm, minilm_tokenizer)
+
+
+def test_arrays_of_texts_are_texts(minilm, minilm_tokenizer):
+    texts = ["a dog runs", "two men play a long game of chess", "it rains"]
+    pairs = [["a dog", "a cat"], ["it rains", "the sun shines"]]
+    for plain, array in (
+        (texts, np.array(texts)),
+        (texts, pd.Series(texts, index=[5, 6, 7])),
+        (pairs, np.array(pairs)),
+    ):
+        (expected,), (found,) = (calibration_batches(data, minilm, minilm_tokenizer) for data in (plain, array))
+        assert torch.equal(found["input_ids"], expected["input_ids"])
+    with pytest.raises(CalibrationError, match=r"a data set with columns \['text', 'label'\]; pass the one"):
+        calibration_batches(pd.DataFrame({"text": texts, "label": 0}), minilm, minilm_tokenizer)
+
+
+def test_of_batches_so_many_sequences_are_read(make_tiny, make_batch):
+    drawn = []
+
+    def loader():
+        while True:
+            drawn.append({**make_batch("bert", seed=len(drawn)), "output_attentions": torch.tensor(False)})
+            yield drawn[-1]
+
+    model = make_tiny("bert")
+    found = calibration_batches(loader(), model, sequences=7)
+    assert [len(batch["input_ids"]) for batch in found] == [3, 3, 1]
+    assert len(drawn) == 3
+    assert compress(model, Compression(dk=8, sweeps=1, sequences=9), loader()).drift.sequences == 1
+
+
+def test_batches_are_not_cut_and_that_is_said(make_tiny, calibration):
+    batches, notes = noted_batches(calibration, make_tiny("bert"), None, sequences=None, length=5, seed=0)
+    assert notes == ["calibration batches have up to 12 tokens a sequence; length 5 cuts texts only"]
+    assert batches[0]["input_ids"].shape == calibration[0]["input_ids"].shape
+
+
+def test_texts_without_a_pad_token_are_masked(minilm, minilm_tokenizer):
+    texts = ["a dog runs", "two men play a long game of chess in the park", ("one", "two")]
+    (padded,) = calibration_batches(texts, minilm, minilm_tokenizer, length=8)
+    minilm_tokenizer.pad_token = None
+    (masked,) = calibration_batches(texts, minilm, minilm_tokenizer, length=8)
+    assert masked.keys() == padded.keys()
+    for name, tensor in padded.items():
+        assert torch.equal(masked[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"calibration": ["a dog"], "length": 2}, "length 2 leaves no room for texts beside the 2 special tokens"),
+        ({"calibration": [("a", "dog")], "length": 3}, "beside the 3 special tokens"),
+        ({"calibration": "synthetic", "sequences": 10**12}, "1000000000000 random sequences .* pass fewer sequences"),
+    ],
+)
+def test_sizes_that_make_no_sense(options, message, minilm, minilm_tokenizer):
+    with pytest.raises(CalibrationError, match=message):
+        calibration_batches(model=minilm, tokenizer=minilm_tokenizer, **options)
+
+
+def test_texts_in_utf_16_are_refused(tmp_path):
+    file = tmp_path / "texts.txt"
+    file.write_bytes("a dog runs\n".encode("utf-16-le"))
+    with pytest.raises(CalibrationError, match="holds NUL characters, as UTF-16 does; expected texts in UTF-8"):
+        read_texts(file)

@@ -149,6 +149,18 @@ def test_recovery_goes_to_the_revision_that_was_converted(run, folder, monkeypat
     assert asked[3] == ("someone/model", "v1")
 
 
+def test_recovery_knows_the_model_that_was_converted(run, folder, tmp_path):
+    shutil.copytree(folder / "dense", tmp_path / "source")
+    assert run("compress", "source", "--dk", 5, "--calibration", "none", "--output", "out")[0] == 0
+    other = BertForSequenceClassification.from_pretrained(tmp_path / "source")
+    with torch.no_grad():
+        other.bert.encoder.layer[1].attention.self.key.weight.mul_(2)
+    other.save_pretrained(tmp_path / "source")
+    code, _, error = run("recover", "out", "--steps", 1, "--length", 16, "--device", "cpu")
+    assert code == 2
+    assert "holds other attention weights than that; pass --dense" in error
+
+
 def test_converting_and_recovering_in_one_go(run, tmp_path):
     code, printed, error = run(
         "compress", "dense", "--dk", 5, "--recover", 4, "--length", 16, "--sequences", 32, "--device", "cpu"

@@ -4,6 +4,7 @@ import gc
 import itertools
 import json
 import logging
+import threading
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +12,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BertForMaskedLM,
@@ -629,3 +632,67 @@ def test_the_report_says_how_long_the_model_ran(make_tiny, calibration):
     report = compress(make_tiny("bert"), Compression(dk=7, sweeps=1), calibration)
     assert 0 < report.calibrating < report.seconds
     assert compress(make_tiny("bert"), Compression(dk=7, sweeps=1), None).calibrating == 0.0
+
+
+def test_a_config_that_cannot_be_copied_is_refused(make_tiny):
+    model = make_tiny("bert")
+    model.config.lock = threading.Lock()
+    with pytest.raises(CompressionError, match=r"the config of BertModel cannot be copied \(cannot pickle"):
+        compress(model, Compression(dk=8), calibration=None)
+    assert find_dense_attention(model, FAMILIES)
+
+
+HOOKS = {
+    "pre-hook": lambda layer: layer.register_forward_pre_hook(lambda _, args: (2 * args[0],)),
+    "hook": lambda layer: layer.register_forward_hook(lambda _, __, output: 2 * output),
+    "backward hook": lambda layer: layer.register_full_backward_hook(lambda *_: None),
+    "forward": lambda layer: setattr(layer, "forward", lambda x: 0 * x),
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
+}
+
+
+@pytest.mark.parametrize("path", ["self.query", "self.key", "self.value", "output.dense"])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_are_kept_or_refused(kind, path, make_tiny, batch):
+    model = make_tiny("bert")
+    expected = model(**batch)[0]
+    HOOKS[kind](model.encoder.layer[1].attention.get_submodule(path))
+    hooked = model(**batch)[0]
+    assert kind == "backward hook" or not torch.allclose(hooked, expected)
+    if path == "output.dense" and "hook" in kind and kind != "pre-hook":  # the layer stays
+        compress(model, Compression(dk=24, dv=24), calibration=None)
+        torch.testing.assert_close(model(**batch)[0], hooked, atol=1e-4, rtol=1e-4)
+        return
+    with pytest.raises(UnsupportedModelError, match=rf"layer\.1\.attention\.{path} \(Linear\) has a .*; remove it"):
+        compress(model, Compression(dk=8, dv=12), calibration=None)
+    torch.testing.assert_close(model(**batch)[0], hooked)
+
+
+def test_hooks_of_accelerate_are_no_obstacle(make_tiny, batch):
+    model = make_tiny("bert")
+    expected = model(**batch)[0]
+    add_hook_to_module(model.encoder.layer[0].attention.self.query, AlignDevicesHook("cpu"))
+    compress(model, Compression(dk=24), calibration=None)
+    torch.testing.assert_close(model(**batch)[0], expected, atol=2e-5, rtol=1e-4)
+
+
+def test_weights_of_eight_bits_are_refused(make_tiny):
+    model = make_tiny("bert")
+    model.encoder.layer[0].attention.self.query.to(torch.float8_e4m3fn)
+    with pytest.raises(
+        UnsupportedModelError, match=r"self.query: weights are .* of torch.float8_e4m3fn; convert before"
+    ):
+        compress(model, Compression(dk=8), calibration=None)
+
+
+def test_inference_mode_leaves_parameters_that_train(make_tiny, batch):
+    """And random numbers of the caller are not used up."""
+    model, state = make_tiny("bert"), torch.get_rng_state()
+    with torch.inference_mode():
+        compress(model, Compression(dk=8, dv=12), [batch])
+    model(**batch)[0].sum().backward()
+    with torch.inference_mode():
+        expand(model)
+    model(**batch)[0].sum().backward()
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)

@@ -8,6 +8,7 @@ from collab_compress import (
     Compression,
     CompressionError,
     FromScratch,
+    UnsupportedModelError,
     compress,
     expand,
     from_config,
@@ -121,3 +122,13 @@ def test_frozen_stays_frozen(make_tiny):
     compress(model, Compression(dk=8), calibration=None)
     expand(model)
     assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("path", ["self.query", "self.key.proj", "self.value"])
+def test_hooks_on_what_goes_are_refused(path, make_tiny):
+    model = make_tiny("bert")
+    compress(model, Compression(dk=8, dv=12), calibration=None)
+    model.encoder.layer[1].attention.get_submodule(path).register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match=rf"layer\.1\.attention\.{path} .* has a forward hook"):
+        expand(model)
+    assert len(read_factors(model)) == 2

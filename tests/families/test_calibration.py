@@ -51,6 +51,11 @@ def test_images_need_no_tokenizer_and_follow_the_seed(build):
     assert not torch.equal(one[0]["pixel_values"], other[0]["pixel_values"])
 
 
+def test_more_noise_than_fits_is_refused(build):
+    with pytest.raises(CalibrationError, match=r"1000000000 images or sounds of noise are .* numbers; 1e.09 fit"):
+        calibration_batches("synthetic", build("vit"), sequences=10**9)
+
+
 def test_images_may_be_oblong():
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
     model = ViTModel(ViTConfig(image_size=[8, 12], patch_size=4, num_channels=1, **sizes))

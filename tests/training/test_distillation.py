@@ -8,7 +8,7 @@ from collab_compress import Compression, compress, prune_heads_
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.calibration import calibration_batches
 from collab_compress.conversion import distil_, recover_, with_copies
-from collab_compress.errors import CalibrationError, HeadError
+from collab_compress.errors import CalibrationError, CollabCompressError, HeadError
 from collab_compress.heads import Tap
 from collab_compress.losses import kl_divergence
 
@@ -127,7 +127,7 @@ def test_recovery_from_random_tokens_that_repeat(minilm, minilm_tokenizer, monke
     """Tokens are others than those of the conversion, repeat behind a separator, and the rate falls to nothing."""
     seen = []
     monkeypatch.setattr("collab_compress.conversion.recovery.distil_", lambda *given: seen.append(given))
-    recover_(minilm, minilm, minilm_tokenizer, steps=2, logging_steps=7)
+    recover_(copy.deepcopy(minilm), minilm, minilm_tokenizer, steps=2, logging_steps=7)
     _, _, batches, settings, *_ = seen[0]
     assert (settings.lr_scheduler_type, settings.warmup_steps, settings.logging_steps) == ("cosine", 0.125, 7)
     assert [batch["input_ids"].shape for batch in batches] == [(16, 64)] * 2
@@ -150,3 +150,77 @@ def test_recovery_on_texts(minilm, minilm_tokenizer):
     for nothing in (None, "none"):
         with pytest.raises(CalibrationError, match="no batches to train on; pass 'synthetic', texts or batches"):
             recover_(model, minilm, minilm_tokenizer, nothing)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": -1}, "steps is -1; expected a whole number, at least 1"),
+        ({"steps": 1.5}, r"steps is 1\.5; expected a whole number"),
+        ({"learning_rate": 1e30}, r"learning_rate is 1e\+30; expected a number above 0, up to 1\.0"),
+        ({"learning_rate": float("nan")}, "learning_rate is nan; expected a number above 0"),
+        ({"learning_rate": -1e-3}, r"learning_rate is -0\.001; expected a number above 0"),
+        ({"speed": 2}, "recover_ got an unexpected keyword argument 'speed'; expected arguments of Training"),
+        ({"dense": None}, "NoneType is no Transformers model"),
+    ],
+)
+def test_what_recovery_refuses(options, message, make_tiny, calibration):
+    model = make_tiny("bert")
+    compress(model, Compression(dk=6), calibration=None)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CollabCompressError, match=message):
+        recover_(
+            **{"model": model, "dense": make_tiny("bert"), "tokenizer": None, "calibration": calibration, **options}
+        )
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_models_that_recovery_refuses(make_tiny, calibration):
+    dense, model = make_tiny("bert"), make_tiny("bert")
+    compress(model, Compression(dk=6), calibration=None)
+    with pytest.raises(HeadError, match="the converted and the dense model share parameters; pass the dense model"):
+        recover_(model, model, None, calibration)
+    dense.encoder.layer[0].output.dense.weight.data[0, 0] = float("nan")
+    with pytest.raises(HeadError, match=r"layer\.0\.output\.dense\.weight of the dense model holds NaN or infinite"):
+        recover_(model, dense, None, calibration)
+
+
+def test_a_recovery_that_diverges_is_undone(make_tiny, calibration, monkeypatch):
+    dense, model = make_tiny("bert"), make_tiny("bert")
+    compress(model, Compression(dk=6), calibration=None)
+    before = copy.deepcopy(model.state_dict())
+    monkeypatch.setattr(
+        "collab_compress.conversion.recovery._loss",
+        lambda model, *_: model.encoder.layer[0].attention.self.mixing.sum() / 0,
+    )
+    with pytest.raises(HeadError, match="ended in values that are not finite, and was undone; pass a lower"):
+        recover_(model, dense, None, calibration, use_cpu=True, disable_tqdm=True)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize("disabled", [torch.no_grad, torch.inference_mode])
+def test_half_precision_recovers_in_single(disabled, make_tiny, batch, calibration):
+    """Also where the caller has switched gradients off."""
+    dense, model = make_tiny("bert"), make_tiny("bert")
+    compress(model, Compression(dk=6), calibration=None)
+    distance = apart(model, dense, batch)
+    dense.half()
+    model.half()
+    weights = copy.deepcopy(dense.state_dict())
+    with disabled():
+        recover_(model, dense, None, calibration * 5, learning_rate=2e-2, use_cpu=True, disable_tqdm=True)
+    for part in (model, dense):
+        assert all(parameter.dtype == torch.float16 for parameter in part.parameters())
+    for name, tensor in dense.state_dict().items():
+        assert torch.equal(tensor, weights[name])
+    assert apart(model.float(), dense.float(), batch) < 0.9 * distance
+
+
+def test_batches_are_read_as_far_as_steps_go(make_tiny, calibration):
+    dense, model = make_tiny("bert"), make_tiny("bert")
+    compress(model, Compression(dk=6), calibration=None)
+    batches = iter(calibration * 2)
+    assert recover_(model, dense, None, batches, steps=2, use_cpu=True, disable_tqdm=True).global_step == 2
+    assert len(list(batches)) == 2 * len(calibration) - 2

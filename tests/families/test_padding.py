@@ -1,0 +1,121 @@
+"""Padding counts nowhere: a padded sequence gives the moments, drift and losses of the sequence without it."""
+
+import copy
+
+import pytest
+import torch
+from transformers import MusicgenMelodyModel
+
+from collab_compress import Compression, compress
+from collab_compress.architectures import FAMILIES, find_attention, find_dense_attention, find_dense_values
+from collab_compress.calibration import gather_moments
+from collab_compress.conversion.drift import drift_of
+from collab_compress.conversion.recovery import _loss, _Watched
+from collab_compress.heads import Tap
+
+MASK_OF = {
+    "input_ids": "attention_mask",
+    "flattened_patches": "attention_mask",
+    "decoder_input_ids": "decoder_attention_mask",
+    "encoder_hidden_states": "encoder_attention_mask",
+    "pixel_values": "pixel_attention_mask",
+}
+EXTRA = 20  # positions of padding
+
+
+def padded_and_not(batch):
+    """The first sequence of a batch, with much padding and masks, and without either."""
+    generator = torch.Generator().manual_seed(1)
+    padded, bare = {}, {name: tensor[:1] for name, tensor in batch.items() if name not in MASK_OF.values()}
+    for name, tensor in bare.items():
+        padded[name] = tensor
+        if MASK_OF.get(name) in batch:
+            shape = (1, EXTRA, *tensor.shape[2:])
+            noise = torch.rand(shape, generator=generator)
+            noise = (5 + 50 * noise).long() if tensor.dtype == torch.long else noise
+            padded[name] = torch.cat([tensor, noise], 1)
+            padded[MASK_OF[name]] = (torch.arange(padded[name].shape[1]) < tensor.shape[1]).long()[None]
+    if "spatial_shapes" in batch:  # SigLIP 2 cannot do without
+        bare["pixel_attention_mask"] = torch.ones(bare["pixel_values"].shape[:2])
+    return padded, bare
+
+
+@pytest.mark.every_family
+def test_padding_counts_nowhere(kin, build, inputs, tinies, attend_by_):
+    masks = [name for name in inputs(kin) if name.endswith("attention_mask")]
+    if not masks or {"input_values", "input_features"} & set(inputs(kin)):
+        return  # nothing to pad, or convolutions smear padding over the sound
+    dense = build(kin)
+    attend_by_(dense, "eager")
+    batch = inputs(kin)
+    if kin == "blip_text_model":
+        del batch["encoder_attention_mask"]  # its cross-attention does not read it
+    padded, bare = padded_and_not(batch)
+    if kin == "mobilebert":  # adds the embeddings of neighbours to each token's
+        padded["input_ids"][:, -EXTRA:] = dense.config.pad_token_id
+    sites = [*find_dense_attention(dense, FAMILIES), *find_dense_values(dense, FAMILIES)]
+    for far, near in zip(*(gather_moments(dense, sites, [batch]) for batch in (padded, bare)), strict=True):
+        for found, expected in zip(far, near, strict=True):
+            assert found.count == expected.count
+            torch.testing.assert_close(found.second, expected.second, atol=1e-4, rtol=1e-4)
+
+    model = copy.deepcopy(dense)
+    compress(model, Compression(dk=tinies[kin].full // 2, dv=11, sweeps=1), calibration=None)
+    if kin not in ("siglip", "siglip2"):  # they pool the last token, padding or not
+        far, near = (drift_of(model, dense, [batch]).relative_error for batch in (padded, bare))
+        assert far == pytest.approx(near, rel=1e-3)
+    converted, stock = (find_attention(each, FAMILIES) for each in (model, dense))
+    with _Watched(model, converted) as watched, _Watched(dense, stock, like=converted) as target, torch.no_grad():
+        far, near = (_loss(model, dense, batch, (watched, target)) for batch in (padded, bare))
+    torch.testing.assert_close(far, near, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["wav2vec2", "speech_to_text"])
+def test_padded_sound_is_not_counted(name, build, inputs):
+    model, batch = build(name), inputs(name)
+    sites = [site for site in find_dense_attention(model, FAMILIES) if site.kind == "encoder"]
+    positions = batch["attention_mask"].sum(1)
+    lengths = getattr(model, "encoder" if name == "speech_to_text" else "base_model")._get_feat_extract_output_lengths
+    for query, key in gather_moments(model, sites, [batch]):
+        assert query.count == key.count == lengths(positions).sum()
+
+
+@pytest.mark.parametrize("name", ["detr", "table-transformer"])
+def test_masked_pixels_are_not_counted(name, build, inputs):
+    model, batch = build(name), inputs(name)
+    batch["pixel_mask"] = torch.ones(3, 64, 96)
+    batch["pixel_mask"][1, :, 32:], batch["pixel_mask"][2, 32:] = 0, 0
+    memory, queries = 6 + 2 + 3, 3 * model.config.num_queries
+    sites = find_dense_attention(model, FAMILIES)
+    counts = [tuple(part.count for part in moments) for moments in gather_moments(model, sites, [batch])]
+    assert counts == [(memory, memory), (queries, queries), (queries, memory)]
+    with Tap(model) as tap, torch.no_grad():
+        model(**batch)
+        masks = [reading.real for reading in tap.take()]
+    assert [None if mask.key is None else int(mask.key.sum()) for mask in masks] == [memory, None, memory]
+
+
+def test_masks_of_what_stands_beside_tokens_count(build, inputs):
+    def count(kin, batch, model=None):
+        model = build(kin) if model is None else model
+        return gather_moments(model, find_dense_attention(model, FAMILIES), [batch])[0][0].count
+
+    batch, states = inputs("bert"), torch.randn(3, 4, 24)
+    real = int(batch["attention_mask"].sum())
+    seen = torch.tensor([[1, 1, 1, 0]] * 3)
+    images = {**batch, "visual_embeds": states[..., :12]}
+    assert count("visual_bert", images) == real + 12
+    assert count("visual_bert", {**images, "visual_attention_mask": seen}) == real + 9
+    beside = {**batch, "encoder_hidden_states": states, "encoder_attention_mask": seen}
+    melody = build("musicgen_melody_decoder")
+    assert isinstance(melody, MusicgenMelodyModel)
+    assert count("", beside, melody) == real + 9
+
+
+@pytest.mark.parametrize("name", ["xlm", "flaubert"])
+def test_models_that_find_padding_themselves(name, build, inputs):
+    model, ids = build(name), inputs(name)["input_ids"]
+    sites = find_dense_attention(model, FAMILIES)
+    assert gather_moments(model, sites, [{"input_ids": ids, "lengths": torch.tensor([9, 7, 5])}])[0][0].count == 21
+    ids[:, -2:] = model.config.pad_index
+    assert gather_moments(model, sites, [{"input_ids": ids}])[0][0].count == 21
