@@ -180,21 +180,28 @@ def _stored_names(files: Sequence[str]) -> list[str]:
 def _located(edit: ModelEdit, model: PreTrainedModel) -> tuple[ModelEdit, list[str]]:
     """Find the modules of a stored edit in `model`, which may be of another class than the one that was saved.
 
-    Like Transformers with names of weights, this takes the prefix of the base model away where that fits.
-
     Returns:
         The edit of those modules that `model` has, and the paths of those that it lacks, as a decoder lacks those of
         the encoder.
     """
+    known = [name for name, _ in model.base_model.named_modules()]
     modules, elsewhere = {}, []
-    known = {name for name, _ in model.base_model.named_modules()}
     for name, spec in edit.modules.items():
-        place = name if name in known else name.removeprefix(f"{model.base_model_prefix}.")
-        if place in known:
-            modules[place] = spec
-        else:
+        place = _place(name, known, model.base_model_prefix)
+        if place is None:
             elsewhere.append(name)
+        else:
+            modules[place] = spec
     return with_modules(edit, modules), elsewhere
+
+
+def _place(name: str, known: Sequence[str], prefix: str) -> str | None:
+    """Find a stored path among those of a base model, where it may have lost its beginning or got another."""
+    for place in (name, name.removeprefix(f"{prefix}.")):
+        if place in known:
+            return place
+    places = [place for place in known if place.endswith(f".{name}")]
+    return places[0] if len(places) == 1 else None
 
 
 def _refuse_lost_weights(
@@ -222,8 +229,8 @@ def _refuse_lost_weights(
     for name in sorted(missing):
         if _lies_in(name, edited) or _lies_in(_any_layer(name), alike):
             raise CheckpointError(
-                f"{type(model).__name__} has attention that this checkpoint describes, but no weights for: {name} is "
-                f"not stored; load the checkpoint as {' or '.join(model.config.architectures or ['what was saved'])}"
+                f"{type(model).__name__}: the checkpoint describes converted attention, but holds no {name}; load it "
+                f"as {' or '.join(model.config.architectures or ['the class that was saved'])}"
             )
 
 
