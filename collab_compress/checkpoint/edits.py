@@ -154,12 +154,16 @@ def edits_of(model: PreTrainedModel) -> list[ModelEdit]:
 
 
 def _edits_inside(model: PreTrainedModel, inner: PreTrainedModel) -> list[ModelEdit]:
-    """Return the edits that `inner` keeps, by paths in the base of `model`."""
+    """Return the edits that `inner` keeps, by paths in the base of `model`, without layers that were taken out."""
     place = path_in_base(model, inner.base_model)
     prefix = f"{place}." if place else ""
-    return [
-        with_modules(edit, {prefix + name: spec for name, spec in edit.modules.items()}) for edit in vars(inner)[MARK]
-    ]
+    known = {name for name, _ in inner.base_model.named_modules()}
+    edits = []
+    for edit in vars(inner)[MARK]:
+        modules = {prefix + name: spec for name, spec in edit.modules.items() if name in known}
+        if modules:
+            edits.append(with_modules(edit, modules))
+    return edits
 
 
 def _merged(lists: Iterable[Sequence[ModelEdit]]) -> list[ModelEdit]:

@@ -45,20 +45,40 @@ def describe_edits_when_saving() -> None:
 
 @contextmanager
 def _described(model: PreTrainedModel) -> Iterator[None]:
-    """Let the config of `model` describe the edits of `model` and no others, for a while."""
-    config = model.config
-    before = vars(config).get("quantization_config")
-    if describes_edits(config) and not isinstance(before, EditConfig | dict):  # by modelling code that was shipped
-        yield
+    """Let the config of `model`, and those in it, describe the edits of their models and no others, for a while."""
+    if describes_edits(model.config) and not isinstance(model.config.quantization_config, EditConfig | dict):
+        yield  # by modelling code that was shipped, which does this itself
         return
-    describe_(config, model)
+    owners = _owners(model)
+    before = [vars(config).get("quantization_config") for config, _ in owners]
+    for config, owner in owners:
+        describe_(config, owner)
     try:
         yield
     finally:
-        if before is not None:
-            config.quantization_config = before
-        elif describes_edits(config):
-            del config.quantization_config
+        for (config, _), description in zip(owners, before, strict=True):
+            vars(config).pop("quantization_config", None)
+            if description is not None:
+                config.quantization_config = description
+
+
+def _owners(model: PreTrainedModel) -> list[tuple[PretrainedConfig, PreTrainedModel]]:
+    """Pair the config of `model`, and those in it, with the outermost model that each is of.
+
+    A model inside that was edited by itself has got a copy of the config that the outer config holds.
+    """
+    _, *inside = configs_of(model)
+    owners = [(model.config, model)]
+    for config in vars(model.config).values():
+        if isinstance(config, PretrainedConfig):
+            same = [owner for other, owner in inside if other is config]
+            alike = [owner for other, owner in inside if _settings(other) == _settings(config)]
+            owners += [(config, owner) for owner in (*same, *alike)[:1]]
+    return owners
+
+
+def _settings(config: PretrainedConfig) -> dict[str, Any]:
+    return {"type": type(config), **config.to_dict(), "quantization_config": None}
 
 
 def describe_(config: PretrainedConfig, model: PreTrainedModel) -> None:
