@@ -1,4 +1,4 @@
-"""Parts of converted models saved by themselves, and checkpoints loaded as other classes than they were saved from."""
+"""Parts of converted models saved by themselves, and checkpoints loaded as other classes than those saved."""
 
 import copy
 import json
@@ -55,6 +55,7 @@ IMAGE = {
     "patch_size": 4, "initializer_range": 0.4,
 }  # fmt: skip
 IDS = torch.randint(5, 60, (2, 7), generator=torch.Generator().manual_seed(0))
+EMBEDDINGS = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(0))
 PIXELS = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -85,9 +86,12 @@ def encoder_decoder():
     return EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(BertConfig(**TEXT), decoder))
 
 
-def llava(text_config=LlamaConfig(**TEXT), **_):
-    config = LlavaConfig(vision_config=CLIPVisionConfig(**IMAGE), text_config=text_config, image_token_index=60)
-    return LlavaForConditionalGeneration(config)
+def llava_config(text_config):
+    return LlavaConfig(vision_config=CLIPVisionConfig(**IMAGE), text_config=text_config, image_token_index=60)
+
+
+def llava():
+    return LlavaForConditionalGeneration(llava_config(LlamaConfig(**TEXT)))
 
 
 def smolvlm():
@@ -98,7 +102,8 @@ def smolvlm():
 def paligemma():
     config = PaliGemmaConfig(
         vision_config={"model_type": "siglip_vision_model", **IMAGE},
-        text_config={"model_type": "gemma", "head_dim": 8, **TEXT}, image_token_index=60, projection_dim=24,
+        text_config={"model_type": "gemma", "head_dim": 8, "num_key_value_heads": 3, **TEXT},
+        image_token_index=60, projection_dim=24,
     )  # fmt: skip
     return PaliGemmaForConditionalGeneration(config)
 
@@ -111,9 +116,8 @@ def mixed(model):
 
 
 def pruned(model):
-    prune_heads_(
-        model, {"encoder.encoder.layer.0.attention.self": [1], "decoder.bert.encoder.layer.1.attention.self": [0]}
-    )
+    first, last = "encoder.encoder.layer.0.attention.self", "decoder.bert.encoder.layer.1.attention.self"
+    prune_heads_(model, {first: [1], last: [0]})
 
 
 EDITS = {
@@ -136,7 +140,12 @@ def shared():
         (t5, "encoder", T5EncoderModel, {"input_ids": IDS}),
         (clip, "text_model", CLIPTextModel, {"input_ids": IDS}),
         (clip, "vision_model", CLIPVisionModel, {"pixel_values": PIXELS}),
-        (bart, "decoder", BartForCausalLM, {"input_ids": IDS}),
+        (
+            bart,
+            "decoder",
+            BartForCausalLM,
+            {"inputs_embeds": EMBEDDINGS},
+        ),  # ids are embedded by what stock leaves out
     ],
 )
 def test_another_class_has_the_edits_of_what_it_loads(build, part, model_class, inputs, shared, tmp_path):
@@ -194,9 +203,8 @@ def test_each_stored_config_that_describes_edits_has_the_guard(shared, tmp_path,
     model.save_pretrained(tmp_path)
     CLIPModel.from_pretrained(tmp_path).save_pretrained(tmp_path)
     stored = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    guards = [
-        config.get("transformers_weights") for config in (stored, stored["text_config"], stored["vision_config"])
-    ]
+    configs = (stored, stored["text_config"], stored["vision_config"])
+    guards = [config.get("transformers_weights") for config in configs]
     assert guards == [GUARD, GUARD, None]
     done = stock_python(
         "from transformers import CLIPTextModel; CLIPTextModel.from_pretrained(sys.argv[1])", tmp_path
@@ -236,8 +244,7 @@ def test_models_of_images_and_text(build, modules, tmp_path, load_cleanly):
     "text", [LlamaConfig(**TEXT, num_key_value_heads=3), GPTNeoXConfig(**TEXT)], ids=["llama", "gpt_neox"]
 )
 def test_forms_mixed_from_scratch_are_told_apart(text, tmp_path, load_cleanly):
-    config = LlavaConfig(vision_config=CLIPVisionConfig(**IMAGE), text_config=text, image_token_index=60)
-    model = from_config(config, FromScratch(dk=16), LlavaForConditionalGeneration)
+    model = from_config(llava_config(text), FromScratch(dk=16), LlavaForConditionalGeneration)
     assert {edit.kind for edit in edits_of(model)} == {"collaborative", "rotary"}
     model.save_pretrained(tmp_path)
     loaded = load_cleanly(type(model), tmp_path)
