@@ -9,14 +9,16 @@ weights file that does not exist (`transformers_weights`): stock loading stops t
 import copy
 import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightConverter
 
-from collab_compress.checkpoint.edits import METHOD, EditConfig, describes_edits, edits_of, models_in
+from collab_compress.checkpoint.edits import MARK, METHOD, EditConfig, describes_edits, edits_of, models_in
 
 GUARD = f"needs-the-package-{METHOD}.safetensors"
 
@@ -46,10 +48,19 @@ def describe_edits_when_saving() -> None:
 @contextmanager
 def _described(model: PreTrainedModel) -> Iterator[None]:
     """Let the config of `model`, and those in it, describe the edits of their models and no others, for a while."""
-    if describes_edits(model.config) and not isinstance(model.config.quantization_config, EditConfig | dict):
-        yield  # by modelling code that was shipped, which does this itself
+    description = vars(model.config).get("quantization_config")
+    edited = any(MARK in vars(inner) for inner in models_in(model))
+    if description is None:
+        skipped = not edited
+    else:  # quantized otherwise, or edited by modelling code that was shipped, which does this itself
+        skipped = not (describes_edits(model.config) and isinstance(description, EditConfig | dict))
+    if skipped:
+        yield
         return
-    owners = _owners(model)
+    owners = _owned_configs(model)
+    if edited:
+        for inner in models_in(model):
+            save_apart_(inner)
     before = [vars(config).get("quantization_config") for config, _ in owners]
     for config, owner in owners:
         describe_(config, owner)
@@ -62,7 +73,7 @@ def _described(model: PreTrainedModel) -> Iterator[None]:
                 config.quantization_config = description
 
 
-def _owners(model: PreTrainedModel) -> list[tuple[PretrainedConfig, PreTrainedModel]]:
+def _owned_configs(model: PreTrainedModel) -> list[tuple[PretrainedConfig, PreTrainedModel]]:
     """Pair the config of `model`, and those in it, with the outermost model that each is of.
 
     A model inside that was edited by itself has got a copy of the config that the outer config holds.
@@ -79,6 +90,28 @@ def _owners(model: PreTrainedModel) -> list[tuple[PretrainedConfig, PreTrainedMo
 
 def _settings(config: PretrainedConfig) -> dict[str, Any]:
     return {"type": type(config), **config.to_dict(), "quantization_config": None}
+
+
+def save_apart_(model: PreTrainedModel) -> None:
+    """Let a model keep queries, keys and values apart in its checkpoint, in place.
+
+    Transformers saves those of some families in one tensor, and would take it apart again in equal thirds.
+    """
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # as `save_pretrained` finds them
+        known = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [conversion for conversion in known if not isinstance(conversion, PrefixChange)]
+    if len(kept_conversions(conversions)) < len(conversions):
+        model._weight_conversions = kept_conversions(conversions)
+
+
+def kept_conversions(conversions: Sequence[Any]) -> list[Any]:
+    """Return the weight conversions without those that take a stored tensor apart."""
+    return [
+        conversion
+        for conversion in conversions
+        if not isinstance(conversion, WeightConverter) or len(conversion.target_patterns) == 1
+    ]
 
 
 def describe_(config: PretrainedConfig, model: PreTrainedModel) -> None:

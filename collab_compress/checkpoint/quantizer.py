@@ -7,8 +7,7 @@ from typing import Any
 
 from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
@@ -29,7 +28,9 @@ from collab_compress.checkpoint.guard import (
     configs_of,
     describe_,
     describe_edits_when_saving,
+    kept_conversions,
     own_configs_,
+    save_apart_,
     take_out_guard_,
 )
 from collab_compress.errors import CheckpointError, UnsupportedModelError
@@ -55,7 +56,7 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
         """Drop weight conversions that do not apply to edited checkpoints, and refuse weights that would be lost."""
-        conversions = _kept_conversions(super().update_weight_conversions(weight_conversions, model))
+        conversions = kept_conversions(super().update_weight_conversions(weight_conversions, model))
         if self.stored:
             _refuse_lost_weights(model, self.stored, conversions, self.quantization_config.edits, self.elsewhere)
         return conversions
@@ -132,25 +133,7 @@ def _describe_(model: PreTrainedModel) -> None:
         part._is_hf_initialized = True  # else a model built around this one would initialise new parts once more
     if edits_of(model):
         for inner in models_in(model):
-            _save_apart_(inner)
-
-
-def _save_apart_(model: PreTrainedModel) -> None:
-    """Let a model keep queries, keys and values apart in its checkpoint, in place.
-
-    Transformers saves those of some families in one tensor, and would take it apart again in equal thirds.
-    """
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:  # as `save_pretrained` finds them
-        found = get_model_conversion_mapping(model, add_legacy=False)
-        conversions = [each for each in found if not isinstance(each, PrefixChange)]
-    if len(_kept_conversions(conversions)) < len(conversions):
-        model._weight_conversions = _kept_conversions(conversions)
-
-
-def _kept_conversions(conversions: Sequence[Any]) -> list[Any]:
-    """Leave out what takes a stored tensor apart."""
-    return [each for each in conversions if not isinstance(each, WeightConverter) or len(each.target_patterns) == 1]
+            save_apart_(inner)
 
 
 def _mark_as_ordinary_(model: PreTrainedModel) -> None:
