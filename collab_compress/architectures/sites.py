@@ -475,17 +475,19 @@ def _refuse_quantized(path: str, weight: Tensor) -> None:
 
 
 def transformers_model(model: Any) -> PreTrainedModel:
-    """Give the Transformers model itself.
+    """Return the Transformers model itself.
 
     Args:
-        model: a Transformers model; a SentenceTransformer, whose first module holds one; or something that passes
-            on the attributes of one, as a PEFT model does.
+        model: a Transformers model; a SentenceTransformer, whose first module holds one; a PEFT model, which wraps
+            one; or another module that passes on the attributes of one.
 
     Raises:
         UnsupportedModelError: it is none of these.
     """
     if isinstance(model, PreTrainedModel):
         return model
+    if hasattr(model, "get_base_model"):  # of PEFT; paths must be those of the model without the wrapper
+        return transformers_model(model.get_base_model())
     if isinstance(model, nn.Sequential) and len(model):
         inner = getattr(next(iter(model)), "auto_model", None)
         if isinstance(inner, nn.Module):

@@ -1,6 +1,11 @@
-"""The versioned list of a checkpoint's model edits, whose names of modules hold with and without a head."""
+"""The versioned list of a checkpoint's model edits, and where live models keep theirs.
 
-from collections.abc import Mapping
+A live model keeps each edit on the innermost model that holds the edited modules, by paths inside that model's base.
+So the edits go wherever that model goes: saved by itself, or put under another head.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 from torch import nn
@@ -28,8 +33,8 @@ def path_in_base(model: PreTrainedModel, module: nn.Module) -> str:
 
 
 METHOD = "collab_compress"
-MARK = "collab_edited"  # attribute of live edited models
-VERSION = 2  # 1: guards were zero-length tensors under stock names
+MARK = "collab_edits"  # attribute of live models: the edits of modules that belong to no model inside
+VERSION = 2
 
 
 class ModelEdit(Protocol):
@@ -76,14 +81,14 @@ class EditConfig(QuantizationConfigMixin):  # type: ignore[misc]
         version: version of the stored form.
 
     Raises:
-        CheckpointError: the checkpoint was written by a newer version, or holds an edit that is not known.
+        CheckpointError: the checkpoint was written by another version, or holds an edit that is not known.
     """
 
     def __init__(self, edits: list[Any] | None = None, version: int = VERSION, **_: Any) -> None:
-        if not isinstance(version, int) or version > VERSION:
+        if version != VERSION:
             raise CheckpointError(
-                f"the checkpoint has version {version} of the collab_compress format, this package reads up to "
-                f"{VERSION}; upgrade collab-compress"
+                f"the checkpoint has version {version} of the collab_compress format; expected {VERSION}; upgrade "
+                "collab-compress, or convert the model again"
             )
         self.quant_method = METHOD
         self.version = version
@@ -111,20 +116,72 @@ def _decode(data: Any) -> ModelEdit:
     return EDITS[kind].from_dict(data)
 
 
+def models_in(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """List `model` and the models inside it, outer ones first."""
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
+def with_modules(edit: ModelEdit, modules: Mapping[str, Any]) -> ModelEdit:
+    """Return the same edit of other modules."""
+    changed: ModelEdit = replace(edit, modules=modules)  # type: ignore[type-var]
+    return changed
+
+
+def keep_edit_(model: PreTrainedModel, edit: ModelEdit) -> None:
+    """Keep an edit of `model` on the innermost models that hold its modules, in place."""
+    owners = {id(module): inner for inner in models_in(model) for module in inner.base_model.modules()}
+    owned: dict[int, dict[str, Any]] = {}
+    for name, spec in edit.modules.items():
+        module = model.base_model.get_submodule(name)
+        owner = owners[id(module)]
+        owned.setdefault(id(owner), {})[path_in_base(owner, module)] = spec
+    for inner in models_in(model):
+        if id(inner) in owned:
+            setattr(inner, MARK, [*vars(inner).get(MARK, ()), with_modules(edit, owned[id(inner)])])
+
+
 def edits_of(model: PreTrainedModel) -> list[ModelEdit]:
-    """Return the edits that made `model` what it is; empty for a stock model, also one of an edited model's config.
+    """Return the edits that made `model` what it is, by paths in its base model; empty for a stock model.
 
     Raises:
         CheckpointError: the model was rebuilt by the modelling code that its checkpoint ships.
+        UnsupportedModelError: an edited model inside lies outside the base model.
     """
     config = getattr(model.config, "quantization_config", None)
-    if isinstance(config, EditConfig):
-        return list(config.edits) if any(MARK in vars(part) for part in model.modules()) else []
-    if getattr(config, "quant_method", None) == METHOD:
+    if getattr(config, "quant_method", None) == METHOD and not isinstance(config, EditConfig):
         raise CheckpointError(
             f"{type(model).__name__} was loaded before collab_compress was imported; import it first, then load"
         )
-    return []
+    return _merged(_edits_inside(model, inner) for inner in models_in(model) if MARK in vars(inner))
+
+
+def _edits_inside(model: PreTrainedModel, inner: PreTrainedModel) -> list[ModelEdit]:
+    """Return the edits that `inner` keeps, by paths in the base of `model`, without layers that were taken out."""
+    place = path_in_base(model, inner.base_model)
+    prefix = f"{place}." if place else ""
+    known = {name for name, _ in inner.base_model.named_modules()}
+    edits = []
+    for edit in vars(inner)[MARK]:
+        modules = {prefix + name: spec for name, spec in edit.modules.items() if name in known}
+        if modules:
+            edits.append(with_modules(edit, modules))
+    return edits
+
+
+def _merged(lists: Iterable[Sequence[ModelEdit]]) -> list[ModelEdit]:
+    """Return one list of edits that keeps the order of each list, with edits of one kind joined where that allows."""
+    merged: list[ModelEdit] = []
+    for edits in lists:
+        place = 0
+        for edit in edits:
+            kinds = [other.kind for other in merged[place:]]
+            if edit.kind in kinds:
+                place += kinds.index(edit.kind)
+                merged[place] = with_modules(edit, {**merged[place].modules, **edit.modules})
+            else:
+                merged.insert(place, edit)
+            place += 1
+    return merged
 
 
 def describes_edits(config: Any) -> bool:

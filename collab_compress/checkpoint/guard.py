@@ -1,128 +1,152 @@
-"""Configs that stock Transformers cannot load without this package, and that no two models share.
+"""What configs of edited models store, so that stock Transformers cannot load them without this package.
 
 Transformers skips a `quantization_config` whose method it does not know, and would go on to build a stock model with
-random weights in place of every projection that an edit replaced. So the stored config names a weights file that does
-not exist (`transformers_weights`): stock loading stops there, whatever flags are given. `EditQuantizer` takes the
-name out before weights are looked for. Transformers itself takes it out of every config that it saves, so a config
-that is read is made one that puts it in again (`keep_guards_of_configs_that_are_read`).
+random weights in place of every projection that an edit replaced. So each stored config that describes edits names a
+weights file that does not exist (`transformers_weights`): stock loading stops there, whatever flags are given.
+`EditQuantizer` takes the name out before weights are looked for.
 """
 
 import copy
 import functools
 import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightConverter
 
-from collab_compress.checkpoint.edits import METHOD, EditConfig, describes_edits
+from collab_compress.checkpoint.edits import MARK, METHOD, EditConfig, describes_edits, edits_of, models_in
 
 # Read in the error of a stock load; names the first version that reads the format `VERSION`.
 GUARD = f"pip-install-collab-compress-0.1.0-and-import-{METHOD}-before-loading.safetensors"
 
 
-class GuardedConfig:
-    """Puts the guard into what a config of an edited model stores; mixed into the class of that config."""
+def describe_edits_when_saving() -> None:
+    """Let each model store the edits that it has, and each config that describes edits the guard, from now on.
 
-    def __init_subclass__(cls, **_: Any) -> None:
-        """Leave out what Transformers does to classes of configs: this one adds no field."""
+    A model may have got an edited body after its config was made, or share its config with a model inside; only
+    `save_pretrained` knows which of them is saved. Transformers takes the name of a weights file out of each config
+    that it saves.
+    """
+    save, describe = PreTrainedModel.save_pretrained, PretrainedConfig.to_diff_dict
 
-    @property
-    def num_key_value_heads(self) -> int:
-        """How many heads wide keys are at most, for paged caches; other configs have no such attribute."""
-        found = [
-            heads for edit in getattr(vars(self).get("quantization_config"), "edits", ()) for heads in _pieces(edit)
-        ]
-        stored: int | None = vars(self).get("num_key_value_heads")
-        if stored is not None:  # where heads share keys, converted keys are never wider than those
-            return stored
-        most = max(found, default=0)
-        if most <= self.num_attention_heads:  # type: ignore[attr-defined]
-            raise AttributeError("num_key_value_heads")
-        return most
+    @functools.wraps(save)
+    def save_pretrained(self: PreTrainedModel, *args: Any, **options: Any) -> Any:
+        with _described(self):
+            return save(self, *args, **options)
 
-    def to_diff_dict(self) -> dict[str, Any]:
-        """Describe the config as it is stored."""
-        stored: dict[str, Any] = super().to_diff_dict()  # type: ignore[misc]
-        return {**stored, "transformers_weights": GUARD} if describes_edits(self) else stored
+    @functools.wraps(describe)
+    def to_diff_dict(self: PretrainedConfig) -> dict[str, Any]:
+        return _guarded(describe(self))
 
-    def __copy__(self) -> Any:  # compiled decoders copy their config, where making a class could not be traced
-        made: Any = type(self).__new__(type(self))
-        vars(made).update(vars(self))
-        return made
-
-    def __deepcopy__(self, copied: dict[int, Any]) -> Any:
-        made = copied[id(self)] = type(self).__new__(type(self))
-        vars(made).update(copy.deepcopy(vars(self), copied))
-        return made
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _empty_config, (type(self).__bases__[1],), dict(vars(self))
+    PreTrainedModel.save_pretrained = save_pretrained
+    PretrainedConfig.to_diff_dict = to_diff_dict
 
 
-def _pieces(edit: Any) -> list[int]:
-    return [spec.key_pieces for spec in edit.modules.values() if hasattr(spec, "key_pieces")]
-
-
-@functools.cache
-def _guarded_class(stock: Any) -> Any:
-    """Give the class of guarded configs of one kind; it goes by the same name, by which Transformers looks it up."""
-    bases: tuple[type, ...] = (GuardedConfig, stock)
-    return type(stock.__name__, bases, {"__module__": stock.__module__})
-
-
-def _empty_config(stock: Any) -> PretrainedConfig:
-    """Make a guarded config without attributes, as copying and unpickling do."""
-    made = _guarded_class(stock)
-    config: PretrainedConfig = made.__new__(made)
-    return config
-
-
-def guard_(config: PretrainedConfig, edits: EditConfig) -> None:
-    """Describe edits in a config, in place, and let it store the guard with them."""
-    config.quantization_config = edits
-    _let_guard_(config)
-
-
-def keep_guards_of_configs_that_are_read() -> None:
-    """Let a config that Transformers reads store the guard again, where it describes edits; from now on."""
-    read: Any = vars(PretrainedConfig)["from_dict"].__func__
-    if hasattr(read, "__wrapped__"):  # by an earlier call
+@contextmanager
+def _described(model: PreTrainedModel) -> Iterator[None]:
+    """Let the config of `model`, and those in it, describe the edits of their models and no others, for a while."""
+    description = vars(model.config).get("quantization_config")
+    edited = any(MARK in vars(inner) for inner in models_in(model))
+    if description is None:
+        skipped = not edited
+    else:  # quantized otherwise, or edited by modelling code that was shipped, which does this itself
+        skipped = not (describes_edits(model.config) and isinstance(description, EditConfig | dict))
+    if skipped:
+        yield
         return
-
-    @functools.wraps(read)
-    def from_dict(cls: Any, *given: Any, **options: Any) -> Any:
-        found = read(cls, *given, **options)
-        config = found[0] if isinstance(found, tuple) else found
-        if describes_edits(config):
-            _let_guard_(config)
-        return found
-
-    PretrainedConfig.from_dict = classmethod(from_dict)
-
-
-def _let_guard_(config: PretrainedConfig) -> None:
-    if not isinstance(config, GuardedConfig):
-        stock: Any = type(config)
-        config.__class__ = _guarded_class(stock)
+    owners = _owned_configs(model)
+    if edited:
+        for inner in models_in(model):
+            save_apart_(inner)
+    before = [vars(config).get("quantization_config") for config, _ in owners]
+    for config, owner in owners:
+        describe_(config, owner)
+    try:
+        yield
+    finally:
+        for (config, _), description in zip(owners, before, strict=True):
+            vars(config).pop("quantization_config", None)
+            if description is not None:
+                config.quantization_config = description
 
 
-def unguard_(config: PretrainedConfig) -> None:
-    """Make a config that of a stock model again, in place."""
-    if isinstance(config, GuardedConfig):
-        config.__class__ = type(config).__bases__[1]
-    vars(config).pop("quantization_config", None)
+def _owned_configs(model: PreTrainedModel) -> list[tuple[PretrainedConfig, PreTrainedModel]]:
+    """Pair the config of `model`, and those in it, with the outermost model that each is of.
+
+    A model inside that was edited by itself has got a copy of the config that the outer config holds.
+    """
+    _, *inside = configs_of(model)
+    owners = [(model.config, model)]
+    for config in vars(model.config).values():
+        if isinstance(config, PretrainedConfig):
+            same = [owner for other, owner in inside if other is config]
+            alike = [owner for other, owner in inside if _settings(other) == _settings(config)]
+            owners += [(config, owner) for owner in (*same, *alike)[:1]]
+    return owners
+
+
+def _settings(config: PretrainedConfig) -> dict[str, Any]:
+    return {"type": type(config), **config.to_dict(), "quantization_config": None}
+
+
+def save_apart_(model: PreTrainedModel) -> None:
+    """Let a model keep queries, keys and values apart in its checkpoint, in place.
+
+    Transformers saves those of some families in one tensor, and would take it apart again in equal thirds.
+    """
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # as `save_pretrained` finds them
+        known = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [conversion for conversion in known if not isinstance(conversion, PrefixChange)]
+    if len(kept_conversions(conversions)) < len(conversions):
+        model._weight_conversions = kept_conversions(conversions)
+
+
+def kept_conversions(conversions: Sequence[Any]) -> list[Any]:
+    """Return the weight conversions without those that take a stored tensor apart."""
+    return [
+        conversion
+        for conversion in conversions
+        if not isinstance(conversion, WeightConverter) or len(conversion.target_patterns) == 1
+    ]
+
+
+def describe_(config: PretrainedConfig, model: PreTrainedModel) -> None:
+    """Let a config describe the edits of `model`, in place; without any it is a stock model's."""
+    edits = edits_of(model)
+    if edits:
+        config.quantization_config = EditConfig(edits)
+    elif describes_edits(config):
+        del config.quantization_config
+
+
+def _guarded(stored: dict[str, Any]) -> dict[str, Any]:
+    """Return a config as it is stored, with the guard in it and in each config inside that describes edits."""
+    guarded = {name: _guarded(value) if isinstance(value, dict) else value for name, value in stored.items()}
+    edits = stored.get("quantization_config")
+    if isinstance(edits, dict) and edits.get("quant_method") == METHOD:
+        guarded["transformers_weights"] = GUARD
+    return guarded
 
 
 def take_out_guard_(config: PretrainedConfig) -> None:
-    """Remove the name of the missing file from a config that was read, in place."""
+    """Remove the name of the missing file from a config that was read, and from those inside, in place."""
     if getattr(config, "transformers_weights", None) == GUARD:
         del config.transformers_weights
+    for value in vars(config).values():
+        if isinstance(value, PretrainedConfig):
+            take_out_guard_(value)
 
 
-def configs_of(model: nn.Module) -> list[PretrainedConfig]:
-    """List the configs that `model` and the models inside it could be saved with, each once."""
-    found = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
+def configs_of(model: PreTrainedModel) -> list[tuple[PretrainedConfig, PreTrainedModel]]:
+    """List the configs of `model` and the models inside it, each once, with the outermost model that it is of."""
+    found: dict[int, tuple[PretrainedConfig, PreTrainedModel]] = {}
+    for inner in models_in(model):
+        found.setdefault(id(inner.config), (inner.config, inner))
     return list(found.values())
 
 

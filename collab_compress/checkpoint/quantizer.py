@@ -2,29 +2,38 @@
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, WeightConverter
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
 )
 from transformers.quantizers.base import HfQuantizer
 
-from collab_compress.checkpoint.edits import MARK, METHOD, EditConfig, ModelEdit, edits_of
+from collab_compress.checkpoint.edits import (
+    MARK,
+    METHOD,
+    EditConfig,
+    ModelEdit,
+    edits_of,
+    keep_edit_,
+    models_in,
+    with_modules,
+)
 from collab_compress.checkpoint.guard import (
     configs_of,
-    guard_,
-    keep_guards_of_configs_that_are_read,
+    describe_,
+    describe_edits_when_saving,
+    kept_conversions,
     own_configs_,
+    save_apart_,
     take_out_guard_,
-    unguard_,
 )
-from collab_compress.errors import UnsupportedModelError
+from collab_compress.errors import CheckpointError, UnsupportedModelError
 
 # What else is done to an edited model once its weights are loaded; filled where the package is imported.
 AFTER_LOADING: list[Callable[[PreTrainedModel], None]] = []
@@ -46,27 +55,29 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         return config
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
-        """Leave out of what the weights are loaded by what edited models are not saved by."""
-        found: list[Any] = super().update_weight_conversions(weight_conversions, model)
-        return _kept_conversions(found) if self.quantization_config.edits else found
+        """Drop weight conversions that do not apply to edited checkpoints, and refuse weights that would be lost."""
+        conversions = kept_conversions(super().update_weight_conversions(weight_conversions, model))
+        if self.stored:
+            _refuse_lost_weights(model, self.stored, conversions, self.quantization_config.edits, self.elsewhere)
+        return conversions
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> PreTrainedModel:
-        stored = _stored_shapes(checkpoint_files or ())
-        if _are_dense(stored, model, self.quantization_config.edits):
-            self.quantization_config.edits = []
+        self.stored = _stored_names(checkpoint_files or ())
+        edits = [_located(edit, model) for edit in self.quantization_config.edits]
+        self.elsewhere = [name for _, names in edits for name in names]
+        self.quantization_config.edits = [edit for edit, _ in edits if edit.modules]
         for edit in self.quantization_config.edits:
             edit.apply_(model)
             _keep_whole_(model, edit)
-        if self.quantization_config.version == 1:  # guarded by empty tensors
-            empty = {f"^{re.escape(name)}$" for name, shape in stored.items() if 0 in shape}
-            model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *empty}
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         edits = self.quantization_config.edits
-        _describe_(model, edits)
+        for edit in edits:
+            keep_edit_(model, edit)
+        _describe_(model)
         _mark_as_ordinary_(model)
         for edit in edits:
             edit.finish_(model)
@@ -94,62 +105,42 @@ def record_edit_(model: PreTrainedModel, edit: ModelEdit) -> None:
 
     The model gets its own copy of a config that it may share with other models.
     """
-    edits = [*edits_of(model), edit]
     own_configs_(model)
-    _describe_(model, edits)
+    keep_edit_(model, edit)
+    _describe_(model)
     _keep_whole_(model, edit)
 
 
 def forget_edits_(model: PreTrainedModel, kind: str) -> None:
-    """Note on a live model, in place, that its edits of this kind were undone; with none left it is a stock one."""
-    left = [edit for edit in edits_of(model) if edit.kind != kind]
-    _describe_(model, left)
+    """Note on a live model, in place, that its edits of this kind were undone; without others it is a stock one."""
+    for inner in models_in(model):
+        kept = [edit for edit in vars(inner).pop(MARK, ()) if edit.kind != kind]
+        if kept:
+            setattr(inner, MARK, kept)
+    _describe_(model)
     model._no_split_modules = {
         name for part in (type(model), *model.children()) for name in getattr(part, "_no_split_modules", None) or ()
     }
-    for edit in left:
+    for edit in edits_of(model):
         _keep_whole_(model, edit)
 
 
-def _describe_(model: PreTrainedModel, edits: Sequence[ModelEdit]) -> None:
-    """Let `model` and its configs say that it has these edits, in place; without any they are a stock model's."""
-    for config in configs_of(model):
-        if edits:
-            guard_(config, EditConfig(list(edits)))
-        else:
-            unguard_(config)
+def _describe_(model: PreTrainedModel) -> None:
+    """Let the configs of `model` and of the models inside describe their edits, in place."""
+    for config, owner in configs_of(model):
+        describe_(config, owner)
     for part in model.modules():
         part._is_hf_initialized = True  # else a model built around this one would initialise new parts once more
-        if isinstance(part, PreTrainedModel):
-            vars(part).pop(MARK, None)
-            if edits:
-                setattr(part, MARK, True)
-                _save_apart_(part)
-
-
-def _save_apart_(model: PreTrainedModel) -> None:
-    """Let a model keep queries, keys and values apart in its checkpoint, in place.
-
-    Transformers saves those of some families in one tensor, and would take it apart again in equal thirds.
-    """
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:  # as `save_pretrained` finds them
-        found = get_model_conversion_mapping(model, add_legacy=False)
-        conversions = [each for each in found if not isinstance(each, PrefixChange)]
-    if len(_kept_conversions(conversions)) < len(conversions):
-        model._weight_conversions = _kept_conversions(conversions)
-
-
-def _kept_conversions(conversions: Sequence[Any]) -> list[Any]:
-    """Leave out what takes a stored tensor apart."""
-    return [each for each in conversions if not isinstance(each, WeightConverter) or len(each.target_patterns) == 1]
+    if edits_of(model):
+        for inner in models_in(model):
+            save_apart_(inner)
 
 
 def _mark_as_ordinary_(model: PreTrainedModel) -> None:
     """Remove, in place, what Transformers notes on quantized models: the weights are ordinary floats."""
     for name in ("hf_quantizer", "quantization_method", "is_quantized"):
         vars(model).pop(name, None)
-    for config in configs_of(model):
+    for config, _ in configs_of(model):
         vars(config).pop("_is_quantized", None)
 
 
@@ -159,41 +150,85 @@ def _keep_whole_(model: PreTrainedModel, edit: ModelEdit) -> None:
     model._no_split_modules = {*(model._no_split_modules or ()), *edited}
 
 
-def _stored_shapes(files: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Read names and shapes of the tensors in safetensors files."""
-    shapes = {}
+def _stored_names(files: Sequence[str]) -> list[str]:
+    """Read the names of the tensors in safetensors files."""
+    names: list[str] = []
     for file in files:
         if str(file).endswith(".safetensors"):
             with safe_open(file, framework="pt") as opened:
-                shapes.update({name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()})  # noqa: SIM118
-    return shapes
+                names += opened.keys()
+    return sorted(names)
 
 
-def _are_dense(stored: dict[str, tuple[int, ...]], model: PreTrainedModel, edits: Sequence[ModelEdit]) -> bool:
-    """Whether tensors are those of a stock model whose config describes edits of another model.
+def _located(edit: ModelEdit, model: PreTrainedModel) -> tuple[ModelEdit, list[str]]:
+    """Find the modules of a stored edit in `model`, which may be of another class than the one that was saved.
 
-    That is what a model built from an edited model's config saves. What tells the two apart is the names and shapes
-    that edits change.
+    Returns:
+        The edit of those modules that `model` has, and the paths of those that it lacks, as a decoder lacks those of
+        the encoder.
     """
-    if not stored or not edits:
-        return False
-    edited = copy.deepcopy(model)
-    for edit in edits:
-        edit.apply_(edited)
-    prefix = f"{model.base_model_prefix}."
-    found, before, after = (
-        {(name.removeprefix(prefix), shape) for name, shape in shapes.items()}
-        for shapes in (stored, _shapes(model), _shapes(edited))
-    )
-    return bool(found & (before - after)) and not found & (after - before)
+    known = [name for name, _ in model.base_model.named_modules()]
+    modules, elsewhere = {}, []
+    for name, spec in edit.modules.items():
+        place = _place(name, known, model.base_model_prefix)
+        if place is None:
+            elsewhere.append(name)
+        else:
+            modules[place] = spec
+    return with_modules(edit, modules), elsewhere
 
 
-def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+def _place(name: str, known: Sequence[str], prefix: str) -> str | None:
+    """Find a stored path among those of a base model, where it may have lost its beginning or got another."""
+    for place in (name, name.removeprefix(f"{prefix}.")):
+        if place in known:
+            return place
+    places = [place for place in known if place.endswith(f".{name}")]
+    return places[0] if len(places) == 1 else None
+
+
+def _refuse_lost_weights(
+    model: PreTrainedModel,
+    stored: Sequence[str],
+    conversions: Sequence[Any],
+    edits: Sequence[ModelEdit],
+    elsewhere: Sequence[str],
+) -> None:
+    """Refuse a checkpoint that lacks weights of an edited module, or of one like those that were not found.
+
+    Raises:
+        CheckpointError: loading would leave random weights in attention that the checkpoint describes.
+    """
+    expected = model.state_dict()
+    used = copy.deepcopy(conversions)  # conversions note what they were used for
+    renamings = [conversion for conversion in used if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in used if isinstance(conversion, WeightConverter)]
+    prefix = model.base_model_prefix
+    loaded = {rename_source_key(name, renamings, converters, prefix, expected)[0] for name in stored}
+    tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+    missing = expected.keys() - loaded - set(stored) - tied
+    edited = {name for edit in edits for name in edit.modules}
+    alike = {_any_layer(".".join(name.split(".")[-2:])) for name in elsewhere}
+    for name in sorted(missing):
+        if _lies_in(name, edited) or _lies_in(_any_layer(name), alike):
+            raise CheckpointError(
+                f"{type(model).__name__}: the checkpoint describes converted attention, but holds no {name}; load it "
+                f"as {' or '.join(model.config.architectures or ['the class that was saved'])}"
+            )
+
+
+def _lies_in(name: str, paths: Collection[str]) -> bool:
+    """Whether a path goes through one of `paths`, wherever that begins."""
+    return any(f".{path}." in f".{name}" for path in paths)
+
+
+def _any_layer(path: str) -> str:
+    """Return a path with `*` in place of each number."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def register_checkpoint() -> None:
     """Make the plug-in known to Transformers."""
-    keep_guards_of_configs_that_are_read()
+    describe_edits_when_saving()
     AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = EditConfig
     AUTO_QUANTIZER_MAPPING[METHOD] = EditQuantizer

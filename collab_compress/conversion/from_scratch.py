@@ -86,8 +86,8 @@ def from_config(
             parts.mixing.copy_(MIXING_STARTS[attention.mixing](site.heads, attention.dk))
         install_(site.module, form, parts)
         modules[path_in_base(model, site.module)] = form
-    kind = next(iter(modules.values())).kind
-    record_edit_(model, FormEdit(kind, modules))
+    for kind in dict.fromkeys(form.kind for form in modules.values()):
+        record_edit_(model, FormEdit(kind, {name: form for name, form in modules.items() if form.kind == kind}))
     return model
 
 

@@ -83,7 +83,7 @@ class KeptHeads:
         query: attribute path of the query projection in the attention module.
         key: attribute path of the key projection.
         value: attribute path of the value projection.
-        output: path inside the base model of the output projection.
+        output: attribute path of the output projection in the attention module, from the module around it with `..`.
     """
 
     kept: tuple[int, ...]
@@ -158,7 +158,9 @@ def plan_removal(model: PreTrainedModel, edit: PrunedEdit) -> list[Cut]:
     for name, kept in edit.modules.items():
         module = model.base_model.get_submodule(name)
         if getattr(module, _counted(module, kept)) == kept.before:
-            cuts += _module_cuts(module, model.base_model.get_submodule(kept.output), kept)
+            around = kept.output.startswith("..")
+            holder = model.base_model.get_submodule(name.rpartition(".")[0]) if around else module
+            cuts += _module_cuts(module, holder.get_submodule(kept.output.removeprefix("..")), kept)
     return cuts
 
 
@@ -278,7 +280,7 @@ def _kept(model: PreTrainedModel, site: AttentionSite, removed: Sequence[int], s
     return KeptHeads(
         kept=kept, before=site.heads, head_width=site.head_width, value_width=value_width,
         heads=family.heads, query=family.query, key=family.key, value=family.value,
-        output=path_in_base(model, output),
+        output=family.output,
     )  # fmt: skip
 
 

@@ -119,3 +119,18 @@ def test_adapters_are_never_lost_silently(classifier, make_tiny, batch):
     with pytest.raises(UnsupportedModelError, match=r"self\.query: .*adapters must be merged"):
         compress(dense, Compression(dk=8), calibration=None)
     assert expand(wrapped.merge_and_unload()).errors
+
+
+def test_a_peft_model_is_converted_as_the_model_inside(make_tiny, batch, tmp_path, load_cleanly):
+    model = make_tiny("bert", BertForSequenceClassification)
+    wrapped = adapted(model, target_modules=["intermediate.dense"], task_type="SEQ_CLS")
+    compress(wrapped, Compression(dk=8), calibration=None)
+    expected = outputs(wrapped, batch)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    merged = wrapped.merge_and_unload()
+    torch.testing.assert_close(outputs(merged, batch), expected, atol=1e-5, rtol=1e-4)
+    merged.save_pretrained(tmp_path / "merged")
+    loaded = load_cleanly(BertForSequenceClassification, tmp_path / "merged")
+    assert torch.equal(outputs(loaded, batch), outputs(merged, batch))
+    assert read_factors(loaded).keys() == read_factors(merged).keys() != set()

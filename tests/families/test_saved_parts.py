@@ -1,0 +1,116 @@
+"""Models inside a converted one save and load, and every class that loads the stock checkpoint loads it too."""
+
+import copy
+import inspect
+import sys
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from collab_compress import Compression, compress
+from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.attention import is_converted
+from collab_compress.checkpoint import edits_of
+from collab_compress.errors import UnsupportedModelError
+
+
+@pytest.fixture
+def dense(kin, build, tinies):
+    return build(kin, tinies[kin].generates)
+
+
+@pytest.fixture
+def model(dense):
+    converted = copy.deepcopy(dense)
+    compress(converted, Compression(dk=7, sweeps=3), calibration=None)
+    return converted
+
+
+def converted_in(model):
+    return [module for module in model.modules() if is_converted(module)]
+
+
+def first_tensor(output):
+    return output if isinstance(output, torch.Tensor) else first_tensor(output[0])
+
+
+def inner_models(model):
+    """Converted models inside, of classes that are made from a config alone."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and part is not model and converted_in(part):
+            _, *others = inspect.signature(type(part)).parameters.values()
+            if all(other.default is not other.empty or other.kind == other.VAR_KEYWORD for other in others):
+                yield part
+
+
+def last_calls(model, batch):
+    """Run `model`; return what each converted model inside was last given, and returned."""
+    calls = {}
+
+    def note(part, args, kwargs, output):
+        calls[part] = args, {name: value for name, value in kwargs.items() if name != "past_key_values"}, output
+
+    handles = [part.register_forward_hook(note, with_kwargs=True) for part in inner_models(model)]
+    with torch.no_grad():
+        model(**batch)
+    for handle in handles:
+        handle.remove()
+    return calls
+
+
+def test_models_inside_are_saved_and_loaded(kin, model, inputs, tmp_path):
+    for number, (part, (args, kwargs, output)) in enumerate(last_calls(model, inputs(kin)).items()):
+        part.save_pretrained(tmp_path / str(number))
+        loaded, report = type(part).from_pretrained(tmp_path / str(number), output_loading_info=True)
+        assert not report["unexpected_keys"]
+        assert (
+            not report["missing_keys"] & part.state_dict().keys()
+        )  # a class may have a pooler that the part has not
+        assert edits_of(loaded) == edits_of(part)
+        with torch.no_grad():
+            assert torch.equal(first_tensor(loaded(*args, **kwargs)), first_tensor(output))
+
+
+def classes_for(model):
+    """Classes of the modelling module that might load parts of `model`; heads on its body would all be alike."""
+    configs = {type(part.config) for part in model.modules() if isinstance(part, PreTrainedModel)}
+    for name, found in vars(sys.modules[type(model).__module__]).items():
+        plain = "For" not in name or name.endswith("ForCausalLM") or found is type(model)
+        if inspect.isclass(found) and issubclass(found, PreTrainedModel) and plain and found.config_class in configs:
+            yield found
+
+
+def load_stock(model_class, path):
+    """Return the attention modules of a stock model and its missing keys; None if attention is missing."""
+    try:
+        model, report = model_class.from_pretrained(path, output_loading_info=True)
+        names = [site.name for site in find_attention(model, FAMILIES)]
+    except (AttributeError, TypeError, UnsupportedModelError):  # no whole model
+        return None
+    if any(key.startswith(f"{name}.") for key in report["missing_keys"] for name in names):
+        return None
+    return names, report["missing_keys"]
+
+
+@pytest.mark.every_family
+def test_each_class_that_loads_the_stock_checkpoint_loads_this_one(kin, dense, model, tmp_path):
+    dense.save_pretrained(tmp_path / "stock")
+    model.save_pretrained(tmp_path / "converted")
+    stored = [module.state_dict() for module in converted_in(model)]
+    loaded = []
+    for model_class in classes_for(dense):
+        stock = load_stock(model_class, tmp_path / "stock")
+        if stock is None:
+            continue
+        other, report = model_class.from_pretrained(tmp_path / "converted", output_loading_info=True)
+        assert report["missing_keys"] == stock[1]
+        assert [name for name, module in other.named_modules() if is_converted(module)] == stock[0]
+        for module in converted_in(other):
+            weights = module.state_dict()
+            assert any(
+                weights.keys() == each.keys() and all(torch.equal(weights[name], each[name]) for name in weights)
+                for each in stored
+            )
+        loaded.append(model_class)
+    assert type(model) in loaded
