@@ -1,7 +1,7 @@
 """Get the replacement of each attention module ready, in one process or several, without touching the model."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -37,7 +37,6 @@ from collab_compress.factorization.sweep import Sweeper
 from collab_compress.factorization.together import Together
 
 Progress = Callable[[str, int, int], None]
-REPORT_LENGTH = 128
 FEW = 4  # vectors for each dimension of the inputs: with fewer, a covariance is mostly chance
 AT_ONCE = 8  # modules at most that are decomposed at a time: each has a work space
 APART = {"cpu"}  # where modules that are decomposed at a time have a thread each; elsewhere they are solved together
@@ -75,6 +74,9 @@ def plan(
     batches: Sequence[Batch],
     progress: Progress | None = None,
     calibrated: Callable[[float], None] | None = None,
+    *,
+    modules: Mapping[str, Compression] | None = None,
+    length: int = 128,
 ) -> list[Planned]:
     """Decompose modules, in groups whose moments take little memory beside the model.
 
@@ -85,12 +87,15 @@ def plan(
         batches: calibration data; without, all directions of the inputs weigh alike.
         progress: called with a module's name, how many are done, and how many there are.
         calibrated: called after each run on all batches, with the seconds it took.
+        modules: path of a module → its own compression, where widths differ.
+        length: tokens for which reports count multiply-accumulates.
 
     Raises:
         CompressionError: a module cannot be decomposed.
         CalibrationError: a module saw no token, or an input was not finite.
     """
-    weighted = bool(batches) and any(_narrower(site, compression) for site in sites)
+    own = {site.name: (modules or {}).get(site.name, compression) for site in sites}
+    weighted = bool(batches) and any(_narrower(site, own[site.name]) for site in sites)
     planned: list[Planned] = []
     for group in _groups(model, sites) if weighted else [list(sites)]:
         moments: list[tuple[Moments, ...] | None] = [None] * len(group)
@@ -102,7 +107,7 @@ def plan(
         with _workers(group, compression) as submit:
             tasks = []
             for place, site in enumerate(group):
-                tasks.append(submit(partial(_plan_one, site, compression, moments[place])))
+                tasks.append(submit(partial(_plan_one, site, own[site.name], moments[place], length)))
                 moments[place] = None  # held by the task, until it is done
             for site in group:
                 if progress is not None:
@@ -198,18 +203,20 @@ def _plan_one(
     site: Site,
     compression: Compression,
     moments: tuple[Moments, ...] | None,
+    length: int,
     check: Check,
     sweeper: Sweeper | None,
 ) -> Planned:
     if isinstance(site, ValueSite):
-        return _plan_values(site, compression, moments)
-    return _plan_scores(site, compression, moments, check, sweeper)
+        return _plan_values(site, compression, moments, length)
+    return _plan_scores(site, compression, moments, length, check, sweeper)
 
 
 def _plan_scores(
     site: DenseSite,
     compression: Compression,
     moments: tuple[Moments, ...] | None,
+    length: int,
     check: Check,
     sweeper: Sweeper | None,
 ) -> Planned:
@@ -219,7 +226,7 @@ def _plan_scores(
     started = perf_counter()
     form = form_for(compression.form, site)
     if issubclass(form, RotaryScores):
-        return _plan_rotary(site, compression, form, moments, check)
+        return _plan_rotary(site, compression, form, moments, length, check)
     solver = compression.solver if compression.solver in form.solvers else form.solvers[0]
     try:
         result = factorize(
@@ -236,7 +243,7 @@ def _plan_scores(
     found = result.factors.to(dtype=parts.mixing.dtype)  # where they are: not every device has float64
     made.load_(parts, found.query, found.mixing, found.key, found.content_bias)
     vectors = (0.0, 0.0) if moments is None else (moments[0].count, moments[1].count)
-    report = module_report(site, made, result, REPORT_LENGTH, perf_counter() - started, vectors)
+    report = module_report(site, made, result, length, perf_counter() - started, vectors)
     return Planned(site, made, parts, _dense(site), report)
 
 
@@ -245,6 +252,7 @@ def _plan_rotary(
     compression: Compression,
     form: type[RotaryScores],
     moments: tuple[Moments, ...] | None,
+    length: int,
     check: Check,
 ) -> Planned:
     """Share the channels of one module whose queries and keys are turned; as `_plan_scores`."""
@@ -271,11 +279,13 @@ def _plan_rotary(
     query = None if found.query is None else found.query[:, order]
     made.load_channels_(parts, query, found.mixing[:, order], found.key[:, order], site.query)
     vectors = (0.0, 0.0) if moments is None else (moments[0].count, moments[1].count)
-    report = module_report(site, made, result, REPORT_LENGTH, perf_counter() - started, vectors)
+    report = module_report(site, made, result, length, perf_counter() - started, vectors)
     return Planned(site, made, parts, _dense(site), report)
 
 
-def _plan_values(site: ValueSite, compression: Compression, moments: tuple[Moments, ...] | None) -> Planned:
+def _plan_values(
+    site: ValueSite, compression: Compression, moments: tuple[Moments, ...] | None, length: int
+) -> Planned:
     """Find narrower values of one module and build what will replace its value and output projections."""
     assert compression.dv is not None
     started = perf_counter()
@@ -291,9 +301,7 @@ def _plan_values(site: ValueSite, compression: Compression, moments: tuple[Momen
         raise CompressionError(f"{site.name}: {error}") from error
     parts = made.build(site.module, site.parent)
     made.load_(parts, *_narrowed(site, found))
-    report = value_report(
-        site, made, found, REPORT_LENGTH, perf_counter() - started, 0 if seen is None else seen.count
-    )
+    report = value_report(site, made, found, length, perf_counter() - started, 0 if seen is None else seen.count)
     return Planned(site, made, parts, _dense(site), report)
 
 
