@@ -21,6 +21,10 @@ EDITED = {
     **{form.kind: form.title for form in FORM_KINDS.values()}, "alphas": "mixed heads",
     "pruned": "fewer heads",
 }  # fmt: skip
+NEEDS = (
+    "The environment that loads this model needs the package: `pip install collab-compress`, and `import "
+    "collab_compress` before loading. Checkpoints written with `--standalone` need `trust_remote_code=True` instead."
+)
 TAKEN = ("license", "license_name", "license_link", "language", "pipeline_tag", "library_name", "datasets")
 
 
@@ -75,6 +79,7 @@ def model_card(
         f"`{type(model).__name__}`{f' with {words}' if (words := edited_words(model)) else ''}, made from "
         f"`{origin.repository or origin.name}` with collab-compress.",
         "## Use",
+        *([NEEDS] if edited_words(model) else []),
         "```python\n" + "\n".join(loading_lines(model, title)) + "\n```",
         "## How it was made",
         *_made(model, compression, calibration, report),

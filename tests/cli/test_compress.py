@@ -159,11 +159,13 @@ def test_heads_that_share_no_channels(run, loaded, monkeypatch, model_dir, tmp_p
         assert read_factors(model)[module["name"]].mixing.sum(1).tolist() == module["sizes"]
 
 
-def test_where_long_inputs_cost_more_the_other_form_is_named(run, model_dir, tmp_path):
+def test_the_whole_model_comes_first_with_its_time_beside_dense(run, model_dir, tmp_path):
     _, printed, _ = run(model_dir, "--dk", 13, "--output", tmp_path / "long")
-    assert "--form per-head is cheaper beyond, and below too (-" in printed
-    _, printed, _ = run(model_dir, "--dk", 8, "--output", tmp_path / "short")  # R = d: cheaper at any length
-    assert "--form" not in printed
+    lines = printed.splitlines()
+    assert lines[0].startswith("Whole model: ")
+    assert lines[1].startswith("Time at ")
+    assert "of dense" in lines[1]
+    assert "Where you serve it: pip install collab-compress, or convert with --standalone." in lines
 
 
 def test_same_as_the_python_api(run, model_dir, tmp_path):
