@@ -160,12 +160,12 @@ def test_heads_that_share_no_channels(run, loaded, monkeypatch, model_dir, tmp_p
 
 
 def test_the_whole_model_comes_first_with_its_time_beside_dense(run, model_dir, tmp_path):
-    _, printed, _ = run(model_dir, "--dk", 13, "--output", tmp_path / "long")
+    _, printed, _ = run(model_dir, "--dk", 13, "--length", 8, "--output", tmp_path / "long")
     lines = printed.splitlines()
     assert lines[0].startswith("Whole model: ")
-    assert lines[1].startswith("Time at ")
+    assert lines[1].startswith("Time at 8 tokens")
     assert "of dense" in lines[1]
-    assert "Where you serve it: pip install collab-compress, or convert with --standalone." in lines
+    assert "Wherever it is loaded: pip install collab-compress (or convert with --standalone)." in lines
 
 
 def test_same_as_the_python_api(run, model_dir, tmp_path):

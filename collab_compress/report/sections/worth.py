@@ -319,7 +319,7 @@ def _faster(timed: list[Latency]) -> tuple[str, ...]:
     slower = [str(length) for length, ratio in ratios.items() if ratio > 1]
     said = ", ".join(f"{ratio:.2f} at {length} tokens" for length, ratio in ratios.items())
     advice = f"at {', '.join(slower)} use --form per-head, or stay dense" if slower else "it pays at all of these"
-    return (f"Converted attention takes this share of dense attention's time: {said}; {advice}.",)
+    return (f"Time of converted attention beside dense attention, the rest of the model apart: {said}; {advice}.",)
 
 
 def _removable(points: Sequence[PruningPoint], found: Dominance, words: str) -> str:
@@ -327,10 +327,11 @@ def _removable(points: Sequence[PruningPoint], found: Dominance, words: str) -> 
     room = TOLERATED * max(1.0, abs(found.baseline)) if words == "drift" else TOLERATED * abs(found.baseline)
     kept = [point.removed for point in points if abs(point.score - found.baseline) <= room]
     count = max(kept, default=0)
+    change = "the outputs move" if words == "drift" else f"the {words} changes"
     if not count:
-        return f"Remove no heads: fewer of them change the {words} by more than a tenth."
+        return f"Remove no heads: without the least important ones {change} by more than a tenth ({words})."
     return (
-        f"{count} of {_heads(found)} heads can be silenced before the {words} changes by more than a tenth: try "
+        f"{count} of {_heads(found)} heads can be silenced before {change} by more than a tenth ({words}): try "
         "collab-prune, and score your task after it."
     )
 
