@@ -22,7 +22,10 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 38  # its margins
 
 def render_page(findings: Findings) -> str:
     """Render what was found as one HTML page; it fetches nothing."""
-    return _templates().get_template("page.html").render(findings=findings, glossary=GLOSSARY)
+    texts = [*findings.actions, *findings.highlights, *(section.reading for section in findings.sections)]
+    used = {term for text in texts for term in TERM.findall(text)}
+    glossary = {term: meaning for term, meaning in GLOSSARY.items() if term in used}
+    return _templates().get_template("page.html").render(findings=findings, glossary=glossary)
 
 
 GLOSSARY = {
