@@ -39,6 +39,7 @@ from collab_compress.conversion.plan import (
     plan,
     plan_distributed,
     rounded,
+    starved_heads,
 )
 from collab_compress.conversion.report import ModuleReport, Report, ValueReport
 from collab_compress.distributed import process_state
@@ -253,7 +254,13 @@ def compress(
     _install(planned)
     for kind in dict.fromkeys(item.form.kind for item in planned):
         record_edit_(model, FormEdit(kind, {paths[i.site.name]: i.form for i in planned if i.form.kind == kind}))
-    warnings = (*notes, *rounded(planned, compression), *few_vectors(planned), *breakdowns(planned))
+    warnings = (
+        *notes,
+        *rounded(planned, compression),
+        *few_vectors(planned),
+        *breakdowns(planned),
+        *starved_heads(planned),
+    )
     if not distributed or process_state().is_main_process:
         for warning in warnings:
             _logger.warning(warning)

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event
 from time import perf_counter
@@ -24,6 +24,7 @@ from collab_compress.conversion.report import ModuleReport, ValueReport, module_
 from collab_compress.distributed import process_state
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import (
+    Factors,
     Moments,
     Narrowing,
     centres_queries,
@@ -38,6 +39,7 @@ from collab_compress.factorization.together import Together
 
 Progress = Callable[[str, int, int], None]
 FEW = 4  # vectors for each dimension of the inputs: with fewer, a covariance is mostly chance
+STARVED = 0.5  # share of a head's score energy below which its task is at risk
 AT_ONCE = 8  # modules at most that are decomposed at a time: each has a work space
 APART = {"cpu"}  # where modules that are decomposed at a time have a thread each; elsewhere they are solved together
 STATISTICS_SHARE = 1 / 16  # of the model's own bytes: what moments may take at a time, …
@@ -244,7 +246,47 @@ def _plan_scores(
     made.load_(parts, found.query, found.mixing, found.key, found.content_bias)
     vectors = (0.0, 0.0) if moments is None else (moments[0].count, moments[1].count)
     report = module_report(site, made, result, length, perf_counter() - started, vectors)
+    if result.sizes is not None:
+        report = replace(report, head_energy=_head_energy(site, result.factors, moments))
     return Planned(site, made, parts, _dense(site), report)
+
+
+def _head_energy(site: DenseSite, factors: Factors, moments: tuple[Moments, ...] | None) -> tuple[float, ...]:
+    """Return the share of each head's score energy that heads without shared channels keep, weighed by the inputs."""
+    assert factors.query is not None
+    like = factors.key
+    shares = []
+    for query, key, channels in zip(site.query_heads(), site.key_heads(), factors.mixing, strict=True):
+        query, key = query.to(like), key.to(like)
+        lost = torch.cat([query, -factors.query * channels], 1), torch.cat([key, factors.key], 1)
+        grams = [
+            [side.mT @ (side if weights is None else weights @ side) for side in sides]
+            for sides, weights in (
+                ((query, lost[0]), None if moments is None else moments[0].covariance().to(like)),
+                ((key, lost[1]), None if moments is None else moments[1].covariance().to(like)),
+            )
+        ]
+        energy, missing = ((ours * theirs).sum().item() for ours, theirs in zip(*grams, strict=True))
+        shares.append(1 - missing / energy if energy > 0 else 1.0)
+    return tuple(shares)
+
+
+def starved_heads(planned: Sequence[Planned]) -> list[str]:
+    """Return a warning where heads keep less than half of the energy of their scores, which can cost a task a lot."""
+    starved = [
+        (share, head, item.site.name)
+        for item in planned
+        if isinstance(item.report, ModuleReport)
+        for head, share in enumerate(item.report.head_energy or ())
+        if share < STARVED
+    ]
+    if not starved:
+        return []
+    share, head, name = min(starved)
+    return [
+        f"{len(starved)} heads keep less than {STARVED:.0%} of the energy of their scores; head {head} of {name} "
+        f"keeps {max(share, 0):.0%}: score your task, pass a larger dk, or leave out equal heads"
+    ]
 
 
 def _plan_rotary(
