@@ -78,7 +78,7 @@ def run(arguments: Arguments) -> Findings:
             numbers = both.enter_context(atomic_file(common.json))
             numbers.write_text(json.dumps(to_json(findings), allow_nan=False, indent=1) + "\n", encoding="utf-8")
         write_findings(findings, arguments.output)
-    common.say(*findings.highlights)
+    common.say(*findings.actions, *([""] if findings.actions else []), *findings.highlights)
     common.say(*(f"Not shown: {name}: {reason}." for name, reason in findings.omitted.items()))
     common.say(f"\nPage: {arguments.output / 'index.html'}")
     return findings

@@ -2,15 +2,16 @@
 
 import sys
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import isinf
 from pathlib import Path
-from statistics import mean
 from typing import Annotated, Any
 
 import tyro
 
 from collab_compress import CollabCompressError, Compression, ModuleReport, Report, alphas_of, compress, mix_heads_
+from collab_compress.analysis import Latency, model_latency
 from collab_compress.calibration.batches import BESIDE, text_file
 from collab_compress.conversion.recovery import attention_digest
 from collab_compress.conversion.report import ValueReport
@@ -20,6 +21,8 @@ from collab_compress.distributed import process_state
 from .command import parse, silence_libraries, stopping_in_one_line, table
 from .model import AUTO, Device, Made, Model, Saving, Source, bar, begin, finish, load_model, output_of
 from .recover import STEPS, recover, recovery_lines, recovery_note
+
+TIMED_TOGETHER = 8  # sequences in the batch that is timed
 
 
 @dataclass(frozen=True)
@@ -154,13 +157,13 @@ def run(arguments: Arguments) -> Report | None:
     if arguments.stock:
         refuse_stock(source.model)
     digest = attention_digest(source.model)
-    report = _convert(source, arguments) if arguments.compression.asked else None
+    report, latency = _convert(source, arguments) if arguments.compression.asked else (None, None)
     recovery = None if arguments.recover is None else _recover(source, arguments)
     if arguments.mix:
         mix_heads_(source.model)
     if arguments.stock:
         source = replace(source, model=to_stock(source.model))
-    lines = [] if report is None else _report_lines(report, arguments.calibration)
+    lines = [] if report is None else _report_lines(report, arguments.calibration, latency)
     if recovery is not None:
         lines += recovery_lines(recovery, arguments.calibration)
     made = _made(source, arguments, report, recovery)
@@ -169,14 +172,27 @@ def run(arguments: Arguments) -> Report | None:
     return report
 
 
-def _convert(source: Source, arguments: Arguments) -> Report:
+def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | None]:
+    """Convert the model, and time it beside the dense one where it reads tokens and works alone."""
     compression = Compression(**{**asdict(arguments.compression), "device": None})  # where the model is now
+    together = process_state().num_processes > 1
+    tensors = [*source.model.parameters(), *source.model.buffers()]
+    dense = (
+        None if together else deepcopy(source.model, {id(tensor): tensor for tensor in tensors})
+    )  # no weight twice
     with bar("calibrating", "module", arguments.saving.quiet) as show:
-        return compress(
+        show(0, 0, "running the model to see the inputs of attention")
+        report = compress(
             source.model, compression, arguments.calibration, tokenizer=source.tokenizer,
-            progress=lambda name, done, total: show(done, total, name or "done"),
-            distributed=process_state().num_processes > 1,
+            progress=lambda name, done, total: show(done, total, f"decomposing {name}" if name else "done"),
+            distributed=together,
         )  # fmt: skip
+    if dense is None or arguments.saving.quiet:
+        return report, None
+    try:
+        return report, model_latency(dense, source.model, report.length, batch_size=TIMED_TOGETHER)
+    except CollabCompressError:  # the model reads no tokens, or fewer than that
+        return report, None
 
 
 def _recover(source: Source, arguments: Arguments) -> dict[str, Any]:
@@ -221,8 +237,10 @@ def _compression(arguments: Arguments, report: Report) -> Compression:
     return replace(report.compression or arguments.compression, device=arguments.compression.device)
 
 
-def _report_lines(report: Report, calibrated_on: str) -> list[str]:
-    """Say what a conversion did: tables of modules, and a summary."""
+def _report_lines(report: Report, calibrated_on: str, latency: Latency | None = None) -> list[str]:
+    """Return what a conversion did: the whole model first, then attention, then a table of modules."""
+    lines = [*([report.choice, ""] if report.choice else []), *_whole_model(report, calibrated_on, latency), ""]
+    lines += [*_attention(report), "", *_calibration(report), ""]
     length = f"MMACs at T={report.length}"
     scores = [
         [
@@ -232,15 +250,13 @@ def _report_lines(report: Report, calibrated_on: str) -> list[str]:
         for module in report.modules
     ]  # fmt: skip
     values = [[module.name, str(module.dv), *_errors_and_sizes(module)] for module in report.values]
-    lines = [report.choice, ""] if report.choice else []
     if scores:
         header = ["module", "dk", "score error", "weight error", "parameters", length, "T*"]
         lines += [*table(header, scores), ""]
     if values:
         lines += [*table(["module", "dv", "output error", "weight error", "parameters", length], values), ""]
-    apart = [f"  {module.name}: {' '.join(map(str, module.sizes))}" for module in report.modules if module.sizes]
-    channels = ["Channels of each head:", *apart, ""] if apart else []
-    return [*lines, *channels, *_summary(report, calibrated_on)]
+    channels = [f"  {module.name}: {' '.join(map(str, module.sizes))}" for module in report.modules if module.sizes]
+    return [*lines, "Channels of each head:", *channels] if channels else lines[:-1]
 
 
 def _errors_and_sizes(module: ModuleReport | ValueReport) -> list[str]:
@@ -253,63 +269,60 @@ def _errors_and_sizes(module: ModuleReport | ValueReport) -> list[str]:
     ]
 
 
-def _summary(report: Report, calibrated_on: str) -> list[str]:
-    both = {"Query/key": report.modules, "Value/output": report.values}
-    sizes = {
-        name: [sum(getattr(each, f"parameters_{when}") for each in modules) for when in ("before", "after")]
-        for name, modules in both.items()
-        if modules
-    }
-    if len(sizes) == 2 and len(report.modules) == len(report.values):
-        sizes["Attention"] = [sum(column) for column in zip(*sizes.values(), strict=True)]
+def _whole_model(report: Report, calibrated_on: str, latency: Latency | None) -> list[str]:
+    """Return size, time and drift of the whole model beside the dense one's."""
     lines = [
-        *(
-            f"{name} parameters {before:,} → {after:,} ({after / before - 1:+.0%})."
-            for name, (before, after) in sizes.items()
-        ),
-        f"Whole model {report.parameters_before:,} → {report.parameters_after:,} parameters "
-        f"({report.parameters_after / report.parameters_before - 1:+.1%}).",
-        *_operations(report),
+        f"Whole model: {report.parameters_before:,} → {report.parameters_after:,} parameters "
+        f"({report.parameters_after / report.parameters_before - 1:+.1%})."
     ]
+    if latency is not None:
+        lines.append(
+            f"Time at {latency.length} tokens, batch of {TIMED_TOGETHER}: {latency.ratio:.2f} of dense, half of the "
+            f"rounds between {latency.low:.2f} and {latency.high:.2f} (measured here, {latency.rounds} rounds)."
+        )
     if report.drift is not None:
         lines.append(
-            f"Drift of {report.drift.output} on {report.drift.sequences} held-back sequences ({calibrated_on}): "
-            f"{report.drift.relative_error:.2%} of its norm."
+            f"Drift of {report.drift.output}: {report.drift.relative_error:.2%} of its norm, on "
+            f"{report.drift.sequences} held-back sequences ({calibrated_on})."
         )
-    vectors = [each.vectors for each in report.modules] + [each.vectors for each in report.values]
-    seen = min(map(min, vectors), default=0)
-    if report.sequences and seen:
-        lines.append(f"Calibrated on {report.sequences:,} sequences; each module saw {seen:,} vectors or more.")
-    calibrating = (
-        f", of which the model ran for {report.calibrating:.1f} s to see its inputs" if report.sequences else ""
-    )
-    lines.append(f"Converted in {report.seconds:.1f} s{calibrating}.")
     return lines
 
 
-def _operations(report: Report) -> list[str]:
-    """Say up to where shared scores pay."""
-    shortest = min((module.break_even_length for module in report.modules), default=None)
-    if shortest is None:
-        return []
-    pays = "at any length" if isinf(shortest) else f"up to T* = {shortest:.0f} tokens, and more beyond"
-    return [f"Scores take fewer operations {pays}.", *_advice(report)]
+def _attention(report: Report) -> list[str]:
+    """Return the size of attention's parts, and the length up to which scores take fewer operations."""
+    parts = {"Query/key": report.modules, "Value/output": report.values}
+    sizes = {
+        name: [sum(getattr(module, f"parameters_{when}") for module in modules) for when in ("before", "after")]
+        for name, modules in parts.items()
+        if modules
+    }
+    if len(sizes) == 2 and len(report.modules) == len(report.values):
+        sizes = {"Attention": [sum(column) for column in zip(*sizes.values(), strict=True)], **sizes}
+    lines = [
+        f"{name} parameters {before:,} → {after:,} ({after / before - 1:+.0%})."
+        for name, (before, after) in sizes.items()
+    ]
+    if not report.modules:
+        return lines
+    shortest = min(module.break_even_length for module in report.modules)
+    if isinf(shortest):
+        return [*lines, "Scores take fewer operations at any length."]
+    line = f"Scores take fewer operations up to T* = {shortest:.0f} tokens, and more beyond."
+    if shortest < report.length:
+        line += f" Your inputs have {report.length}: --keep chooses a form that is cheaper there."
+    return [*lines, line]
 
 
-def _advice(report: Report) -> list[str]:
-    """Where shared channels cost more beyond T*, say what heads with channels of their own would cost instead."""
-    modules = report.modules
-    before, after, apart = (
-        sum(getattr(module, name) for module in modules) for name in ("macs_before", "macs_after", "per_head_macs")
-    )
-    longer = any(module.sizes is None and not isinf(module.break_even_length) for module in modules)
-    if not longer or apart >= before:
-        return []
-    errors = [module.weight_error if module.data_error is None else module.data_error for module in modules]
-    own = mean(module.per_head_error for module in modules)
+def _calibration(report: Report) -> list[str]:
+    """Return what the conversion was calibrated on, and how long it took."""
+    vectors = [module.vectors for module in report.modules] + [module.vectors for module in report.values]
+    seen = min(map(min, vectors), default=0)
+    took = f"Converted in {report.seconds:.1f} s"
+    if not report.sequences or not seen:
+        return [f"{took}."]
     return [
-        f"--form per-head is cheaper beyond, and below too ({apart / after - 1:+.0%} at T={report.length}), but its "
-        f"score error is {own:.4f} instead of {mean(errors):.4f} on average."
+        f"Calibrated on {report.sequences:,} sequences; each module saw {seen:,} vectors or more.",
+        f"{took}, of which the model ran for {report.calibrating:.1f} s to see its inputs.",
     ]
 
 

@@ -29,7 +29,7 @@ from collab_compress.checkpoint.directory import (
 from collab_compress.checkpoint.edits import METHOD
 from collab_compress.checkpoint.pretrained import find_directory, repository_of, title_of
 from collab_compress.checkpoint.upload import check_upload, push_to_hub
-from collab_compress.conversion.card import CARD, Origin, loading_lines, model_card
+from collab_compress.conversion.card import CARD, Origin, edited_words, loading_lines, model_card
 from collab_compress.distributed import process_state
 from collab_compress.errors import CompressionError, one_line
 
@@ -324,8 +324,10 @@ def finish(source: Source, output: Path, saving: Saving, made: Made, lines: Sequ
         _save(source, partial, output.name, made, record)
         if described is not None:
             described.write_text(to_json(record), encoding="utf-8")
-    saving.say(*lines, f"\nSaved to {output}. To use it:\n")
-    saving.say(*(f"    {line}" for line in loading_lines(source.model, output)))
+    saving.say(*lines, f"\nSaved to {output}.")
+    if edited_words(source.model) and not made.standalone:
+        saving.say("Wherever it is loaded: pip install collab-compress (or convert with --standalone).")
+    saving.say("To use it:\n", *(f"    {line}" for line in loading_lines(source.model, output)))
     if saving.push_to_hub is not None:
         try:
             address = push_to_hub(output, saving.push_to_hub)

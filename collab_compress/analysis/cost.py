@@ -6,11 +6,12 @@ import random
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collab_compress.analysis.stream import Progress, with_progress
@@ -256,8 +257,45 @@ def module_latency(
         for length in with_progress(lengths, progress, "lengths"):
             batch = _random_tokens(dense, batch_size, length, seed) if inputs is None else dict(inputs(length))
             for call in _calls(dense, sites, batch):
-                found.append(_timed(call, replace(call, site=ours[call.site.name]), length, rounds, draw))
+                name, theirs = call.site.name, replace(call, site=ours[call.site.name])
+                found.append(_timed(call, theirs, call.site.module, name, length, rounds, draw))
     return found
+
+
+def model_latency(
+    dense: PreTrainedModel,
+    converted: PreTrainedModel,
+    length: int = 128,
+    *,
+    batch_size: int = 8,
+    seconds: float = 0.5,
+    seed: int = 0,
+) -> Latency:
+    """Time a whole model against its conversion on random tokens, in turns.
+
+    Args:
+        dense: the dense model.
+        converted: the same, converted; on the same device.
+        length: tokens T of each sequence.
+        batch_size: sequences in the batch.
+        seconds: how long to measure; each model runs 4 to 40 times.
+        seed: of the order and the tokens.
+
+    Returns:
+        The times, with an empty module name; quartiles are of the ratio, round by round.
+
+    Raises:
+        HeadError: the model does not read tokens.
+        CalibrationError: the length is beyond the model's positions.
+    """
+    batch = _random_tokens(dense, batch_size, length, seed)
+    if "use_cache" in forward_arguments(dense):
+        batch["use_cache"] = False
+    with evaluation_mode(dense), evaluation_mode(converted):
+        calls = partial(run_batch, dense, batch), partial(run_batch, converted, batch)
+        once = sum(_seconds(call, dense) for call in calls)
+        rounds = min(40, max(4, int(seconds / once)))
+        return _timed(*calls, dense, "", length, rounds, random.Random(seed))
 
 
 def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | None, option: Form) -> ModuleCost:
@@ -355,23 +393,31 @@ def _calls(model: PreTrainedModel, sites: Sequence[AttentionSite], batch: dict[s
     return list(calls.values())
 
 
-def _timed(dense: _Call, converted: _Call, length: int, rounds: int, draw: random.Random) -> Latency:
+def _timed(
+    dense: Callable[[], Any],
+    converted: Callable[[], Any],
+    module: nn.Module,
+    name: str,
+    length: int,
+    rounds: int,
+    draw: random.Random,
+) -> Latency:
     times: dict[str, list[float]] = {"dense": [], "converted": []}
     calls = {"dense": dense, "converted": converted}
     for count in range(rounds + 1):
         for which in draw.sample(sorted(calls), 2):
-            seconds = _seconds(calls[which])
+            seconds = _seconds(calls[which], module)
             if count:  # the first is for warming up
                 times[which].append(seconds)
     ratios = [ours / theirs for ours, theirs in zip(times["converted"], times["dense"], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     medians = {which: 1e3 * statistics.median(found) for which, found in times.items()}
-    return Latency(dense.site.name, length, medians["dense"], medians["converted"], middle, low, high, rounds)
+    return Latency(name, length, medians["dense"], medians["converted"], middle, low, high, rounds)
 
 
-def _seconds(call: _Call) -> float:
-    """Time one call, all of what it puts on a GPU included."""
-    on_gpu = torch.cuda.is_available() and next(call.site.module.parameters()).is_cuda
+def _seconds(call: Callable[[], Any], module: nn.Module) -> float:
+    """Time one call, all of what it puts on the module's GPU included."""
+    on_gpu = torch.cuda.is_available() and next(module.parameters()).is_cuda
     if on_gpu:
         torch.cuda.synchronize()
     started = perf_counter()

@@ -21,6 +21,10 @@ EDITED = {
     **{form.kind: form.title for form in FORM_KINDS.values()}, "alphas": "mixed heads",
     "pruned": "fewer heads",
 }  # fmt: skip
+NEEDS = (
+    "The environment that loads this model needs the package: `pip install collab-compress`, and `import "
+    "collab_compress` before loading. Checkpoints written with `--standalone` need `trust_remote_code=True` instead."
+)
 TAKEN = ("license", "license_name", "license_link", "language", "pipeline_tag", "library_name", "datasets")
 
 
@@ -75,6 +79,7 @@ def model_card(
         f"`{type(model).__name__}`{f' with {words}' if (words := edited_words(model)) else ''}, made from "
         f"`{origin.repository or origin.name}` with collab-compress.",
         "## Use",
+        *([NEEDS] if edited_words(model) else []),
         "```python\n" + "\n".join(loading_lines(model, title)) + "\n```",
         "## How it was made",
         *_made(model, compression, calibration, report),
@@ -124,23 +129,32 @@ def _converted(
     )
     how = f"damping {compression.damping:g}, seed {compression.seed}"
     how += "" if calibration is None else f", calibrated on {calibration}"
-    form = RotaryScores if turned else FORMS[compression.form]
-    widths = {module.dk for module in report.modules} if report else set()
-    rank = widths.pop() if len(widths) == 1 else compression.dk  # as it was rounded
-    if compression.dk is None:
+    option = "per-head" if report and any(module.sizes for module in report.modules) else compression.form
+    form = RotaryScores if turned else FORMS[option]
+    dk = [module.dk for module in report.modules] if report else [compression.dk]
+    dv = [module.dv for module in report.values] if report else [compression.dv]
+    if report and compression.keep is not None:
+        how = f"--keep {compression.keep:g}, {how}"
+    if dk in ([], [None]):
         yield "Queries and keys are the source's own."
     else:
         yield (
-            f"Queries and keys{of_scores} were decomposed into {form.space} of R = {rank} (`{compression.form}`, "
+            f"Queries and keys{of_scores} were decomposed into {form.space} of R = {_widths(dk)} (`{option}`, "
             f"solver `{compression.solver}`, {how}), without retraining."
         )
-    if compression.dv is None:
+    if dv in ([], [None]):
         yield "Values and outputs are the source's own."
     else:
         yield (
-            f"Values{of_values} were narrowed to dv = {compression.dv} channels, all heads together, and the output "
+            f"Values{of_values} were narrowed to dv = {_widths(dv)} channels, all heads together, and the output "
             f"projections fitted to them ({how}), without retraining."
         )
+
+
+def _widths(widths: Sequence[int | None]) -> str:
+    """Write one width, or the least and the greatest."""
+    found = sorted(width for width in set(widths) if width is not None)
+    return str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 
 def _figures(report: Report | None) -> list[str]:

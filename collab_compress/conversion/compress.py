@@ -4,7 +4,7 @@ import copy
 import logging
 import os
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,9 +30,8 @@ from collab_compress.calibration.batches import is_none, is_synthetic, noted_bat
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
 from collab_compress.conversion.compression import Compression
 from collab_compress.conversion.drift import measure, split_held_back
-from collab_compress.conversion.keep import choose
+from collab_compress.conversion.keep import choose, typical_length
 from collab_compress.conversion.plan import (
-    REPORT_LENGTH,
     Planned,
     Progress,
     Site,
@@ -42,6 +41,7 @@ from collab_compress.conversion.plan import (
     plan,
     plan_distributed,
     rounded,
+    starved_heads,
 )
 from collab_compress.conversion.report import ModuleReport, Report, ValueReport
 from collab_compress.distributed import process_state
@@ -52,13 +52,19 @@ from collab_compress.heads.sharding import refuse_sharded
 _logger = logging.getLogger(__name__)
 
 
-def modules_to_convert(model: PreTrainedModel, compression: Compression, calibrated: bool) -> list[Site]:
+def modules_to_convert(
+    model: PreTrainedModel,
+    compression: Compression,
+    calibrated: bool,
+    modules: Mapping[str, Compression] | None = None,
+) -> list[Site]:
     """Find the modules to convert and check that every one can be.
 
     Args:
         model: stock or edited.
         compression: which modules, and how.
         calibrated: whether there is calibration data.
+        modules: path of a module → its own compression, where widths differ.
 
     Raises:
         UnsupportedModelError: a module cannot be converted.
@@ -79,15 +85,17 @@ def modules_to_convert(model: PreTrainedModel, compression: Compression, calibra
     where = (model, FAMILIES, compression.modules, compression.kinds)
     scores = find_dense_attention(*where) if compression.dk is not None else []
     values = find_dense_values(*where) if compression.dv is not None else []
+    modules = modules or {}
     for site in scores:
-        content_bias = gets_content_bias(site, compression, calibrated)
-        _check_width(site, "dk", compression.dk, site.key_value_heads)
-        form = form_for(compression.form, site)
-        _check_solver(site, form, compression)
-        _ = form.of(site, compression.dk or 0, content_bias).multiple  # room?
+        own = modules.get(site.name, compression)
+        content_bias = gets_content_bias(site, own, calibrated)
+        _check_width(site, "dk", own.dk, site.key_value_heads)
+        form = form_for(own.form, site)
+        _check_solver(site, form, own)
+        _ = form.of(site, own.dk or 0, content_bias).multiple  # room?
         _check_weights(site, ((site.family.query, site.query), (site.family.key, site.key)))
     for each in values:
-        _check_width(each, "dv", compression.dv, each.key_value_heads)
+        _check_width(each, "dv", modules.get(each.name, compression).dv, each.key_value_heads)
         _check_weights(each, ((each.family.value, each.value), (each.family.output, each.output)))
     return [*scores, *values]
 
@@ -245,20 +253,28 @@ def _compress(
     distributed: bool,
 ) -> Report:
     started = perf_counter()
-    found, choice = None, ""
+    found, choice, asked = None, None, compression
     if compression.keep is not None:
         found = _data(model, compression, calibration, tokenizer)
-        compression, choice = choose(model, compression, () if is_synthetic(calibration) else found[0])
-    sites = modules_to_convert(model, compression, not is_none(calibration))
-    compression = replace(compression, device=working_device(compression.device, sites, distributed))
+        length = typical_length(compression, () if is_synthetic(calibration) else found[0])
+        choice = choose(model, compression, length)
+        compression = next(iter(choice.modules.values()))
+    modules = choice.modules if choice is not None else {}
+    sites = modules_to_convert(model, compression, not is_none(calibration), modules)
+    device = working_device(compression.device, sites, distributed)
+    compression = replace(compression, device=device)
+    modules = {name: replace(own, device=device) for name, own in modules.items()}
+    if all(own == compression for own in modules.values()):
+        asked = compression
     paths = {site.name: path_in_base(model, site.module) for site in sites}
     batches, notes = found or _data(model, compression, calibration, tokenizer)
+    length = typical_length(compression, () if is_synthetic(calibration) else batches)
     used, held_back = split_held_back(batches)
 
     calibrating: list[float] = []
 
     def work(chosen: Sequence[Site]) -> list[Planned]:
-        return plan(model, chosen, compression, used, progress, calibrating.append)
+        return plan(model, chosen, compression, used, progress, calibrating.append, modules=modules, length=length)
 
     with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
         planned = plan_distributed(sites, work) if distributed else work(sites)
@@ -267,15 +283,22 @@ def _compress(
     _install(planned)
     for kind in dict.fromkeys(item.form.kind for item in planned):  # cannot fail, as `_check_config` found
         record_edit_(model, FormEdit(kind, {paths[i.site.name]: i.form for i in planned if i.form.kind == kind}))
-    warnings = (*notes, *rounded(planned, compression), *few_vectors(planned), *breakdowns(planned))
+    warnings = (
+        *notes,
+        *rounded(planned, compression),
+        *few_vectors(planned),
+        *breakdowns(planned),
+        *starved_heads(planned),
+    )
     if not distributed or process_state().is_main_process:
         for warning in warnings:
             _logger.warning(warning)
     reports = [item.report for item in planned]
     return Report(
         tuple(each for each in reports if isinstance(each, ModuleReport)), parameters_before, model.num_parameters(),
-        REPORT_LENGTH, drift, perf_counter() - started, sum(map(rows_of, used)), warnings,
-        tuple(each for each in reports if isinstance(each, ValueReport)), compression, choice,
+        length, drift, perf_counter() - started, sum(map(rows_of, used)), warnings,
+        tuple(each for each in reports if isinstance(each, ValueReport)), asked,
+        "" if choice is None else choice.reason,
         sum(calibrating),
     )  # fmt: skip
 

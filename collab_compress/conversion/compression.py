@@ -29,8 +29,9 @@ class Compression:
     where the conversion is exact; two thirds of that is where to begin. They stay dense if not given."""
 
     keep: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = field(default=None, kw_only=True)
-    """Share of the attention's parameters to keep, in place of dk, dv and form: they are chosen for inputs as long as
-    `length`, or as the texts are on average, or else of 128 tokens."""
+    """Share of the attention's parameters to keep, in place of dk, dv and form: each module gets its own widths, in
+    the form with the fewest operations on inputs of `length` tokens, or of the length that nine in ten texts do not
+    exceed, or else of 128 tokens."""
 
     form: Form = "shared"
     """Whether heads share their channels, or each has its own, as many as pay (per-head: cheaper on long inputs)."""

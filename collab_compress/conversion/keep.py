@@ -1,11 +1,12 @@
-"""From the share of attention to keep to widths and a form: what was measured, made a rule."""
+"""Choose widths and a form from the share of attention's parameters to keep."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -17,34 +18,52 @@ from collab_compress.conversion.report import dense_macs, dense_parameters
 from collab_compress.errors import CompressionError
 
 TYPICAL = 128  # tokens, where nothing says how long inputs are
+COMMON = 0.9  # share of the calibration sequences that are no longer than the length that counts
 SPLIT = {"shared": (0.85, 1.15), "per-head": (1.0, 1.0)}
 """Share of queries and keys, and of values, that a form keeps where half of both would be 1 and 1: heads have more in
 common in their scores than in their values, so shared queries and keys can be the narrower."""
 
 
-def choose(model: PreTrainedModel, compression: Compression, texts: Sequence[Batch] = ()) -> tuple[Compression, str]:
-    """Choose dk, dv and the form that keep a share of the attention's parameters.
+@dataclass(frozen=True)
+class Choice:
+    """Widths and form for a share to keep.
 
-    Queries and keys are shared where their scores take fewer operations than dense ones at the typical length, which
-    is better at equal parameters, and have channels of each head's own elsewhere. Widths are as many whole channels
-    a head as keep no more than was asked for.
+    Args:
+        modules: path of each attention module → its compression.
+        reason: what was chosen and why, one sentence.
+    """
+
+    modules: dict[str, Compression]
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Widths:
+    """Widths of one module, the parameters it then has, and its multiply-accumulates at the length that counts."""
+
+    dk: int
+    dv: int
+    parameters: int
+    macs: int
+
+
+def choose(model: PreTrainedModel, compression: Compression, length: int) -> Choice:
+    """Choose the form, and dk and dv of each module, that keep a share of the attention's parameters.
+
+    Each module gets as many whole channels a head as keep no more of it than was asked for. Of the forms that cost
+    no more than dense attention at the given length, in scores as in all, the one that costs least is taken.
 
     Args:
         model: dense.
-        compression: with `keep`; `length` is the typical length.
-        texts: calibration data that are no random tokens: their mean length is the typical one where `length` is not
-            given; without, it is 128 tokens.
-
-    Returns:
-        The compression with widths and form in place of the share, and a sentence that says what was chosen and why.
+        compression: with `keep`.
+        length: tokens of an input.
 
     Raises:
-        CompressionError: the share is too small for one channel a head.
+        CompressionError: the share is too small for one channel a head, or no form is cheaper than dense attention.
         UnsupportedModelError: a module cannot be converted.
     """
     keep = compression.keep
-    if keep is None:
-        return compression, ""
+    assert keep is not None
     where = (model, FAMILIES, compression.modules, compression.kinds)
     rotary = next((site for site in find_dense_attention(*where) if site.family.rotary), None)
     if rotary is not None:
@@ -53,52 +72,107 @@ def choose(model: PreTrainedModel, compression: Compression, texts: Sequence[Bat
             f"{rotary.head_width}, so pass dk and dv"
         )
     sites = list(zip(find_dense_attention(*where), find_dense_values(*where), strict=True))
-    length = compression.length or _mean_length(texts) or TYPICAL
-    dense = sum(dense_macs(site.key.in_features, site.width, site.key_value_width, length) for site, _ in sites)
+    before = sum(_dense_cost(site, values, length).parameters for site, values in sites)
+    candidates = {}
     for form in get_args(Form):
-        dk, dv, kept = _widest(sites, form, keep)
-        macs = sum(_scores(site, form, dk).macs(site.key.in_features, length) for site, _ in sites)
-        if macs < dense:
-            break
-    reason = f"per head, for at {length} tokens shared scores would take more operations than dense ones"
-    solver: dict[str, Any] = {"solver": "als", "sweeps": None, "tolerance": None, "effort": "best"}  # closed form
-    if form == "shared":
-        reason = f"shared, for at {length} tokens scores take {macs / dense:.0%} of the dense ones' operations"
-        solver = {}
-    why = f"Kept {kept:.0%} of the attention's parameters: dk {dk} and dv {dv}, {reason}."
-    return replace(compression, keep=None, dk=dk, dv=dv, form=form, **solver), why
+        widths = [_widest(site, values, form, keep, length) for site, values in sites]
+        if None not in widths:
+            candidates[form] = [each for each in widths if each is not None]
+    if not candidates:
+        raise CompressionError(f"keep is {keep}, and one channel a head keeps {_least(sites):.2f} already; pass more")
+    form = min(candidates, key=lambda name: sum(each.macs for each in candidates[name]))
+    chosen = candidates[form]
+    kept = sum(each.parameters for each in chosen) / before
+    dense = sum(_dense_cost(site, values, length).macs for site, values in sites)
+    macs = sum(each.macs for each in chosen) / dense
+    solver: dict[str, Any] = {}
+    if len(FORMS[form].solvers) == 1:  # closed form
+        solver = {"solver": "als", "sweeps": None, "tolerance": None, "effort": "best"}
+    modules = {
+        site.name: replace(compression, keep=None, dk=each.dk, dv=each.dv, form=form, **solver)
+        for (site, _), each in zip(sites, chosen, strict=True)
+    }
+    return Choice(
+        modules,
+        f"Kept {kept:.0%} of the attention's parameters: dk {_range(each.dk for each in chosen)}, "
+        f"dv {_range(each.dv for each in chosen)}, form {form}: {macs:.0%} of dense attention's operations at "
+        f"{length} tokens.",
+    )
 
 
-def _widest(sites: Sequence[tuple[DenseSite, ValueSite]], form: Form, keep: float) -> tuple[int, int, float]:
-    """Find the largest widths that keep no more than a share of the parameters: dk, dv, and the share they keep."""
-    heads, room = sites[0][0].heads, min(site.head_width for site, _ in sites)
-    before = sum(_parameters(site, values, None, site.width, values.width) for site, values in sites)
+def typical_length(compression: Compression, batches: Sequence[Batch] = ()) -> int:
+    """Return the number of tokens for which costs count.
+
+    That is `length` where it is given, else the length that nine in ten of the calibration sequences do not exceed,
+    else 128.
+
+    Args:
+        compression: with `length` or without.
+        batches: calibration data that are not random tokens.
+    """
+    masks = [batch["attention_mask"] for batch in batches if isinstance(batch.get("attention_mask"), Tensor)]
+    lengths = [mask.sum(1).float().cpu() for mask in masks if mask.dim() == 2]
+    if compression.length is not None or not lengths:
+        return compression.length or TYPICAL
+    return max(1, int(torch.cat(lengths).quantile(COMMON, interpolation="lower")))
+
+
+def _widest(site: DenseSite, values: ValueSite, form: Form, keep: float, length: int) -> _Widths | None:
+    """Find the largest widths of one module that keep no more than a share and cost no more than dense attention.
+
+    Shared channels that cost too much are not narrowed further: they would keep much less than was asked for.
+    """
+    before = _dense_cost(site, values, length)
+    dense_scores = dense_macs(site.key.in_features, site.width, site.key_value_width, length)
     scores_share, values_share = SPLIT[form]
-    for channels in range(room, 0, -1):
-        dv = heads * channels
-        dk = heads * min(room, max(1, round(channels * scores_share / values_share)))
-        kept = sum(_parameters(site, values, form, dk, dv) for site, values in sites) / before
-        if kept <= keep:
-            return dk, dv, kept
-    raise CompressionError(f"keep is {keep}, and one channel a head keeps {kept:.2f} already; pass more")
+    for channels in range(site.head_width, 0, -1):
+        score_channels = min(site.head_width, max(1, round(channels * scores_share / values_share)))
+        scores = _scores(site, form, site.heads * score_channels)
+        cost = _cost(site, values, scores, site.heads * channels, length)
+        cheaper = scores.macs(site.key.in_features, length) <= dense_scores and cost.macs <= before.macs
+        fits = cost.parameters <= keep * before.parameters
+        if fits and cheaper:
+            return cost
+        if fits and form == "shared":
+            return None
+    return None
 
 
-def _parameters(site: DenseSite, values: ValueSite, form: Form | None, dk: int, dv: int) -> int:
-    """Count parameters of a module's four projections, as they are where no form is given."""
+def _cost(site: DenseSite, values: ValueSite, scores: ScoreForm, dv: int, length: int) -> _Widths:
     width = site.key.in_features
-    bias = values.value.bias is not None
-    narrow = NarrowValues.of(site, dv, bias).parameters(width)
-    if form is None:
-        return dense_parameters(width, site.width, site.key_value_width, site.query.bias is not None) + narrow
-    return _scores(site, form, dk).parameters(width) + narrow
+    narrow = NarrowValues.of(site, dv, values.value.bias is not None)
+    return _Widths(
+        scores.rank,
+        dv,
+        scores.parameters(width) + narrow.parameters(width),
+        scores.macs(width, length) + narrow.macs(width, length),
+    )
+
+
+def _dense_cost(site: DenseSite, values: ValueSite, length: int) -> _Widths:
+    width, queries, keys = site.key.in_features, site.width, site.key_value_width
+    whole = NarrowValues.of(site, values.width, values.value.bias is not None)
+    return _Widths(
+        queries,
+        values.width,
+        dense_parameters(width, queries, keys, site.query.bias is not None) + whole.parameters(width),
+        dense_macs(width, queries, keys, length) + whole.macs(width, length),
+    )
 
 
 def _scores(site: DenseSite, form: Form, dk: int) -> ScoreForm:
     return FORMS[form].of(site, dk, content_bias=site.query.bias is not None)
 
 
-def _mean_length(batches: Sequence[Batch]) -> int | None:
-    """Mean number of real tokens, or None without any."""
-    masks = [batch["attention_mask"] for batch in batches if isinstance(batch.get("attention_mask"), Tensor)]
-    sequences = sum(len(mask) for mask in masks)
-    return round(sum(float(mask.sum()) for mask in masks) / sequences) if sequences else None
+def _least(sites: Sequence[tuple[DenseSite, ValueSite]]) -> float:
+    """Return the share that one channel a head keeps, of the module that keeps most."""
+    return max(
+        _cost(site, values, _scores(site, "per-head", site.heads), site.heads, 1).parameters
+        / _dense_cost(site, values, 1).parameters
+        for site, values in sites
+    )
+
+
+def _range(widths: Iterable[int]) -> str:
+    found = sorted(set(widths))
+    return str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"

@@ -1,10 +1,10 @@
 """Get the replacement of each attention module ready, in one process or several, without touching the model."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event
 from time import perf_counter
@@ -24,6 +24,7 @@ from collab_compress.conversion.report import ModuleReport, ValueReport, module_
 from collab_compress.distributed import process_state
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import (
+    Factors,
     Moments,
     Narrowing,
     centres_queries,
@@ -37,8 +38,8 @@ from collab_compress.factorization.sweep import Sweeper
 from collab_compress.factorization.together import Together
 
 Progress = Callable[[str, int, int], None]
-REPORT_LENGTH = 128
 FEW = 4  # vectors for each dimension of the inputs: with fewer, a covariance is mostly chance
+STARVED = 0.5  # share of a head's score energy below which its task is at risk
 AT_ONCE = 8  # modules at most that are decomposed at a time: each has a work space
 APART = {"cpu"}  # where modules that are decomposed at a time have a thread each; elsewhere they are solved together
 STATISTICS_SHARE = 1 / 16  # of the model's own bytes: what moments may take at a time, …
@@ -75,6 +76,9 @@ def plan(
     batches: Sequence[Batch],
     progress: Progress | None = None,
     calibrated: Callable[[float], None] | None = None,
+    *,
+    modules: Mapping[str, Compression] | None = None,
+    length: int = 128,
 ) -> list[Planned]:
     """Decompose modules, in groups whose moments take little memory beside the model.
 
@@ -85,12 +89,15 @@ def plan(
         batches: calibration data; without, all directions of the inputs weigh alike.
         progress: called with a module's name, how many are done, and how many there are.
         calibrated: called after each run on all batches, with the seconds it took.
+        modules: path of a module → its own compression, where widths differ.
+        length: tokens for which reports count multiply-accumulates.
 
     Raises:
         CompressionError: a module cannot be decomposed.
         CalibrationError: a module saw no token, or an input was not finite.
     """
-    weighted = bool(batches) and any(_narrower(site, compression) for site in sites)
+    own = {site.name: (modules or {}).get(site.name, compression) for site in sites}
+    weighted = bool(batches) and any(_narrower(site, own[site.name]) for site in sites)
     planned: list[Planned] = []
     for group in _groups(model, sites) if weighted else [list(sites)]:
         moments: list[tuple[Moments, ...] | None] = [None] * len(group)
@@ -102,7 +109,7 @@ def plan(
         with _workers(group, compression) as submit:
             tasks = []
             for place, site in enumerate(group):
-                tasks.append(submit(partial(_plan_one, site, compression, moments[place])))
+                tasks.append(submit(partial(_plan_one, site, own[site.name], moments[place], length)))
                 moments[place] = None  # held by the task, until it is done
             for site in group:
                 if progress is not None:
@@ -198,18 +205,20 @@ def _plan_one(
     site: Site,
     compression: Compression,
     moments: tuple[Moments, ...] | None,
+    length: int,
     check: Check,
     sweeper: Sweeper | None,
 ) -> Planned:
     if isinstance(site, ValueSite):
-        return _plan_values(site, compression, moments)
-    return _plan_scores(site, compression, moments, check, sweeper)
+        return _plan_values(site, compression, moments, length)
+    return _plan_scores(site, compression, moments, length, check, sweeper)
 
 
 def _plan_scores(
     site: DenseSite,
     compression: Compression,
     moments: tuple[Moments, ...] | None,
+    length: int,
     check: Check,
     sweeper: Sweeper | None,
 ) -> Planned:
@@ -219,7 +228,7 @@ def _plan_scores(
     started = perf_counter()
     form = form_for(compression.form, site)
     if issubclass(form, RotaryScores):
-        return _plan_rotary(site, compression, form, moments, check)
+        return _plan_rotary(site, compression, form, moments, length, check)
     solver = compression.solver if compression.solver in form.solvers else form.solvers[0]
     try:
         result = factorize(
@@ -236,8 +245,48 @@ def _plan_scores(
     found = result.factors.to(dtype=parts.mixing.dtype)  # where they are: not every device has float64
     made.load_(parts, found.query, found.mixing, found.key, found.content_bias)
     vectors = (0.0, 0.0) if moments is None else (moments[0].count, moments[1].count)
-    report = module_report(site, made, result, REPORT_LENGTH, perf_counter() - started, vectors)
+    report = module_report(site, made, result, length, perf_counter() - started, vectors)
+    if result.sizes is not None:
+        report = replace(report, head_energy=_head_energy(site, result.factors, moments))
     return Planned(site, made, parts, _dense(site), report)
+
+
+def _head_energy(site: DenseSite, factors: Factors, moments: tuple[Moments, ...] | None) -> tuple[float, ...]:
+    """Return the share of each head's score energy that heads without shared channels keep, weighed by the inputs."""
+    assert factors.query is not None
+    like = factors.key
+    shares = []
+    for query, key, channels in zip(site.query_heads(), site.key_heads(), factors.mixing, strict=True):
+        query, key = query.to(like), key.to(like)
+        lost = torch.cat([query, -factors.query * channels], 1), torch.cat([key, factors.key], 1)
+        grams = [
+            [side.mT @ (side if weights is None else weights @ side) for side in sides]
+            for sides, weights in (
+                ((query, lost[0]), None if moments is None else moments[0].covariance().to(like)),
+                ((key, lost[1]), None if moments is None else moments[1].covariance().to(like)),
+            )
+        ]
+        energy, missing = ((ours * theirs).sum().item() for ours, theirs in zip(*grams, strict=True))
+        shares.append(1 - missing / energy if energy > 0 else 1.0)
+    return tuple(shares)
+
+
+def starved_heads(planned: Sequence[Planned]) -> list[str]:
+    """Return a warning where heads keep less than half of the energy of their scores, which can cost a task a lot."""
+    starved = [
+        (share, head, item.site.name)
+        for item in planned
+        if isinstance(item.report, ModuleReport)
+        for head, share in enumerate(item.report.head_energy or ())
+        if share < STARVED
+    ]
+    if not starved:
+        return []
+    share, head, name = min(starved)
+    return [
+        f"{len(starved)} heads keep less than {STARVED:.0%} of the energy of their scores; head {head} of {name} "
+        f"keeps {max(share, 0):.0%}: score your task, pass a larger dk, or leave out equal heads"
+    ]
 
 
 def _plan_rotary(
@@ -245,6 +294,7 @@ def _plan_rotary(
     compression: Compression,
     form: type[RotaryScores],
     moments: tuple[Moments, ...] | None,
+    length: int,
     check: Check,
 ) -> Planned:
     """Share the channels of one module whose queries and keys are turned; as `_plan_scores`."""
@@ -271,11 +321,13 @@ def _plan_rotary(
     query = None if found.query is None else found.query[:, order]
     made.load_channels_(parts, query, found.mixing[:, order], found.key[:, order], site.query)
     vectors = (0.0, 0.0) if moments is None else (moments[0].count, moments[1].count)
-    report = module_report(site, made, result, REPORT_LENGTH, perf_counter() - started, vectors)
+    report = module_report(site, made, result, length, perf_counter() - started, vectors)
     return Planned(site, made, parts, _dense(site), report)
 
 
-def _plan_values(site: ValueSite, compression: Compression, moments: tuple[Moments, ...] | None) -> Planned:
+def _plan_values(
+    site: ValueSite, compression: Compression, moments: tuple[Moments, ...] | None, length: int
+) -> Planned:
     """Find narrower values of one module and build what will replace its value and output projections."""
     assert compression.dv is not None
     started = perf_counter()
@@ -291,9 +343,7 @@ def _plan_values(site: ValueSite, compression: Compression, moments: tuple[Momen
         raise CompressionError(f"{site.name}: {error}") from error
     parts = made.build(site.module, site.parent)
     made.load_(parts, *_narrowed(site, found))
-    report = value_report(
-        site, made, found, REPORT_LENGTH, perf_counter() - started, 0 if seen is None else seen.count
-    )
+    report = value_report(site, made, found, length, perf_counter() - started, 0 if seen is None else seen.count)
     return Planned(site, made, parts, _dense(site), report)
 
 

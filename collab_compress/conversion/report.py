@@ -47,6 +47,7 @@ class ModuleReport:
         per_head_macs: the multiply-accumulates of the per-head form; those of dense heads where there is none, as
             with a rotary embedding.
         sizes: channels of each head in the per-head form, else None.
+        head_energy: share of the energy of each head's scores that is kept in the per-head form, else None.
         query_vectors: how many vectors the moments of the query projection's inputs were taken from; 0 without data.
         key_vectors: the same for keys.
     """
@@ -69,6 +70,7 @@ class ModuleReport:
     query_vectors: int = 0
     key_vectors: int = 0
     breakdowns: int = 0
+    head_energy: tuple[float, ...] | None = None
 
     @property
     def vectors(self) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ def to_json(findings: Findings) -> dict[str, Any]:
     return {
         "title": findings.title,
         "facts": findings.facts,
+        "actions": findings.actions,
         "highlights": findings.highlights,
         "sections": {section.name: _section(section) for section in findings.sections},
         "omitted": findings.omitted,

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from collab_compress.errors import HeadError
-from collab_compress.report.section import Omitted, Section
+from collab_compress.report.section import Cell, Omitted, Section
 from collab_compress.report.sections import SECTIONS
 from collab_compress.report.study import Study
 
@@ -41,6 +41,28 @@ class Findings:
     def highlights(self) -> list[str]:
         """The most telling numbers, a sentence each."""
         return [line for section in self.sections for line in section.highlights]
+
+    @property
+    def actions(self) -> list[str]:
+        """What a reader can do about the findings, a sentence each."""
+        return [line for section in self.sections for line in section.actions]
+
+    def table(self, section: str, name: str) -> list[dict[str, Cell]]:
+        """Return a table, a dictionary for each row by names of columns.
+
+        Args:
+            section: name of the section, as "dominance".
+            name: short name of the table, as "pruning".
+
+        Raises:
+            HeadError: there is no such table.
+        """
+        tables = {(part.name, each.name): each for part in self.sections for each in part.tables}
+        if (section, name) not in tables:
+            names = ", ".join(" ".join(key) for key in tables)
+            raise HeadError(f"there is no table {section} {name}; expected one of {names}")
+        found = tables[section, name]
+        return [dict(zip((column.name for column in found.columns), row, strict=True)) for row in found.rows]
 
     def _repr_html_(self) -> str:
         """Show the page in a notebook, apart from the notebook's own styles."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from html import escape
@@ -21,7 +22,37 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 38  # its margins
 
 def render_page(findings: Findings) -> str:
     """Render what was found as one HTML page; it fetches nothing."""
-    return _templates().get_template("page.html").render(findings=findings)
+    texts = [*findings.actions, *findings.highlights, *(section.reading for section in findings.sections)]
+    used = {term for text in texts for term in TERM.findall(text)}
+    glossary = {term: meaning for term, meaning in GLOSSARY.items() if term in used}
+    return _templates().get_template("page.html").render(findings=findings, glossary=glossary)
+
+
+GLOSSARY = {
+    "energy": "The share of a matrix's squared singular values that its first components hold: how much of what "
+    "attention computes a given width can keep.",
+    "drift": "How far the outputs move: the norm of the difference, divided by the norm of the original outputs.",
+    "T*": "The number of tokens beyond which converted attention takes more operations than dense attention.",
+    "SVCCA": "How far the outputs of two heads are linear functions of each other: 0 not at all, 1 entirely.",
+    "CKA": "How far two heads arrange the same tokens alike: 0 not at all, 1 entirely.",
+    "dk": "The width of queries and keys, all heads together.",
+    "dv": "The width of values, all heads together.",
+}
+TERM = re.compile(r"(?<!\w)(?<!-)(" + "|".join(re.escape(term) for term in GLOSSARY) + r")(?!\w)")
+
+
+def explained(text: str) -> str:
+    """Return a text as HTML in which the first use of each term of the glossary shows what it means."""
+    seen: set[str] = set()
+
+    def link(match: re.Match[str]) -> str:
+        term = match[0]
+        if term in seen:
+            return term
+        seen.add(term)
+        return f'<a class="term" href="#glossary" title="{escape(GLOSSARY[term], quote=True)}">{term}</a>'
+
+    return TERM.sub(link, escape(text, quote=False))
 
 
 def draw_heatmap(heat: Heatmap, picture: Heatmaps, cell: float) -> str:
@@ -117,6 +148,7 @@ def _templates() -> Environment:
     )
     found.filters |= {
         "written": written,
+        "explained": explained,
         "numeric": _numeric,
         "narrow": _narrow,
         "many": _many,

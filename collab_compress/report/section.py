@@ -207,6 +207,7 @@ class Section:
         tables: tables.
         pictures: pictures.
         highlights: the most telling numbers, a sentence each.
+        actions: what a reader can do about it, a sentence each.
     """
 
     name: str
@@ -216,6 +217,7 @@ class Section:
     tables: tuple[Table, ...] = ()
     pictures: tuple[Picture, ...] = ()
     highlights: tuple[str, ...] = ()
+    actions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from collab_compress import Compression, compress
-from collab_compress.analysis import module_latency
+from collab_compress.analysis import model_latency, module_latency
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.errors import CalibrationError, HeadError
 
@@ -87,3 +87,17 @@ def test_what_cannot_be_timed_is_refused(make_tiny):
     bert.forward = nn.Identity().forward
     with pytest.raises(HeadError, match="reads no tokens; pass inputs="):
         module_latency(bert, bert, (4,), rounds=2)
+
+
+def test_whole_models_run_in_turns_on_the_same_batch(make_tiny):
+    dense, converted = make_tiny("bert"), make_tiny("bert")
+    lengths = {id(model): [] for model in (dense, converted)}
+    for model in (dense, converted):
+        model.register_forward_pre_hook(
+            lambda module, args, kwargs: lengths[id(module)].append(tuple(kwargs["input_ids"].shape)),
+            with_kwargs=True,
+        )
+    found = model_latency(dense, converted, 6, batch_size=3, seconds=0)
+    assert (found.name, found.length, found.rounds) == ("", 6, 4)
+    assert lengths[id(dense)] == lengths[id(converted)] == [(3, 6)] * 6  # one to plan by, one to warm up
+    assert 0 < found.low <= found.ratio <= found.high

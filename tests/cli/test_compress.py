@@ -86,7 +86,8 @@ def test_a_share_to_keep_is_said_in_widths(run, loaded, model_dir, tmp_path):
     assert code == 0, error
     assert printed.startswith("Kept ")
     stored = json.loads((output / "collab_compress.json").read_text(encoding="utf-8"))["compression"]
-    assert f"dk {stored['dk']} and dv {stored['dv']}, shared, for at 8 tokens" in printed
+    assert f"dk {stored['dk']}, dv {stored['dv']}, form {stored['form']}: " in printed
+    assert "operations at 8 tokens" in printed
     assert loaded(printed).num_parameters() < 0.999 * AutoModel.from_pretrained(model_dir).num_parameters()
 
 
@@ -158,11 +159,13 @@ def test_heads_that_share_no_channels(run, loaded, monkeypatch, model_dir, tmp_p
         assert read_factors(model)[module["name"]].mixing.sum(1).tolist() == module["sizes"]
 
 
-def test_where_long_inputs_cost_more_the_other_form_is_named(run, model_dir, tmp_path):
-    _, printed, _ = run(model_dir, "--dk", 13, "--output", tmp_path / "long")
-    assert "--form per-head is cheaper beyond, and below too (-" in printed
-    _, printed, _ = run(model_dir, "--dk", 8, "--output", tmp_path / "short")  # R = d: cheaper at any length
-    assert "--form" not in printed
+def test_the_whole_model_comes_first_with_its_time_beside_dense(run, model_dir, tmp_path):
+    _, printed, _ = run(model_dir, "--dk", 13, "--length", 8, "--output", tmp_path / "long")
+    lines = printed.splitlines()
+    assert lines[0].startswith("Whole model: ")
+    assert lines[1].startswith("Time at 8 tokens")
+    assert "of dense" in lines[1]
+    assert "Wherever it is loaded: pip install collab-compress (or convert with --standalone)." in lines
 
 
 def test_same_as_the_python_api(run, model_dir, tmp_path):

@@ -3,15 +3,17 @@
 import copy
 
 import pytest
+import torch
+from transformers import CLIPConfig, CLIPModel
 
 from collab_compress import Compression, compress
 from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.conversion.keep import choose
+from collab_compress.conversion.keep import typical_length
 from collab_compress.errors import CompressionError
 
 
 def parameters(model):
-    """Numbers in all projections and mixing matrices, but for the bias that outputs have in any form."""
+    """Count numbers in all projections and mixing matrices, but for the bias that outputs have in any form."""
     found = {}
     for site in find_attention(model, FAMILIES):
         output = site.part(site.family.output)
@@ -34,23 +36,49 @@ def test_keeps_at_most_the_share_and_one_channel_a_head_more_would_be_too_much(f
     more = Compression(dk=min(24, chosen.dk + 3), dv=min(24, chosen.dv + 3), form=chosen.form)
     compress(wider, more, calibration=None)
     assert parameters(wider) > keep * parameters(dense)
-    assert f"dk {chosen.dk} and dv {chosen.dv}" in report.choice
+    assert f"dk {chosen.dk}, dv {chosen.dv}" in report.choice
 
 
-def test_long_inputs_get_channels_of_each_heads_own(make_tiny):
-    short, _ = choose(make_tiny("bert"), Compression(keep=0.7, length=4))
-    long, why = choose(make_tiny("bert"), Compression(keep=0.7, length=4000))
-    assert (short.form, long.form) == ("shared", "per-head")
-    assert choose(make_tiny("bert"), Compression(keep=0.7, length=4000, sweeps=3))[0].sweeps is None
-    assert "per head, for at 4000 tokens shared scores would take more operations than dense ones" in why
+@pytest.mark.parametrize("length", [4, 128, 4000])
+@pytest.mark.parametrize("keep", [0.95, 0.7, 0.4])
+def test_costs_no_more_than_dense_attention_at_the_length(keep, length, make_tiny):
+    model = make_tiny("bert")
+    report = compress(model, Compression(keep=keep, length=length, effort="fast"), calibration=None)
+    assert report.length == length
+    assert all(module.macs_after <= module.macs_before for module in (*report.modules, *report.values))
 
 
-def test_the_length_is_that_of_the_texts(make_tiny, calibration):
-    _, why = choose(make_tiny("bert"), Compression(keep=0.7), calibration)
-    real = sum(float(batch["attention_mask"].sum()) for batch in calibration)
-    rows = sum(len(batch["attention_mask"]) for batch in calibration)
-    assert f"at {round(real / rows)} tokens" in why
-    assert "at 128 tokens" in choose(make_tiny("bert"), Compression(keep=0.7))[1]
+def test_modules_have_widths_of_their_own():
+    torch.manual_seed(0)
+    config = CLIPConfig(
+        text_config={
+            "vocab_size": 61, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "max_position_embeddings": 40, "bos_token_id": 1, "eos_token_id": 2,
+        },
+        vision_config={
+            "hidden_size": 96, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 6,
+            "image_size": 8, "patch_size": 4,
+        },
+        projection_dim=16,
+    )  # fmt: skip
+    model = CLIPModel(config).eval()
+    report = compress(model, Compression(keep=0.7), calibration=None)
+    for scores, values in zip(report.modules, report.values, strict=True):
+        after = scores.parameters_after + values.parameters_after
+        assert 0.6 < after / (scores.parameters_before + values.parameters_before) <= 0.7
+    assert len({module.dk for module in report.modules}) == 2
+    assert report.compression == Compression(keep=0.7)
+    assert "dk 22 to 66, dv 22 to 66" in report.choice
+
+
+def test_the_length_is_one_that_nine_in_ten_texts_do_not_exceed():
+    mask = torch.zeros(10, 30)
+    for row, tokens in enumerate((3, 4, 5, 5, 6, 7, 7, 8, 9, 30)):
+        mask[row, :tokens] = 1
+    batches = [{"attention_mask": mask[:6]}, {"attention_mask": mask[6:]}]
+    assert typical_length(Compression(keep=0.5), batches) == 9
+    assert typical_length(Compression(keep=0.5, length=12), batches) == 12
+    assert typical_length(Compression(keep=0.5)) == 128
 
 
 @pytest.mark.parametrize(

@@ -245,3 +245,15 @@ def test_converting_twice_is_refused(make_tiny):
     model, _ = converted(make_tiny("bert"), 8)
     with pytest.raises(CompressionError, match="already converted"):
         compress(model, Compression(dk=8), calibration=None)
+
+
+def test_heads_that_lose_most_of_their_energy_are_named(make_tiny, calibration):
+    model = make_tiny("bert")
+    report = compress(model, Compression(dk=3, form="per-head", equal_heads=True), calibration)
+    for module in report.modules:
+        energy = torch.tensor(module.head_energy)
+        assert bool(((energy > 0) & (energy < 1)).all())
+    assert any("heads keep less than 50% of the energy of their scores; head" in line for line in report.warnings)
+    wide = compress(make_tiny("bert"), Compression(dk=21, form="per-head", equal_heads=True), calibration)
+    assert min(min(module.head_energy) for module in wide.modules) > 0.5
+    assert not any("energy of their scores" in line for line in wide.warnings)

@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from collab_compress.errors import HeadError
 from collab_compress.report import (
     Column,
     Curve,
@@ -18,7 +19,7 @@ from collab_compress.report import (
     Table,
     render_page,
 )
-from collab_compress.report.page import draw_heatmap, draw_panel, shade
+from collab_compress.report.page import draw_heatmap, draw_panel, explained, shade
 from collab_compress.report.section import short, written
 
 VOID = ("meta", "link")
@@ -56,11 +57,30 @@ def page(findings):
     return render_page(findings)
 
 
+def test_actions_lead_and_terms_are_explained_once_in_a_text(page, findings):
+    first, rest = page.split("<details>", 1)
+    assert len(findings.actions) == 3
+    assert all(line[:20] in first for line in findings.actions)
+    assert "<table" not in first
+    found = explained("drift & energy, then drift")
+    assert found.count('<a class="term" href="#glossary" title="') == 2
+    assert found.endswith(", then drift")
+    assert "&amp;" in found
+    assert "<dt>drift</dt>" in rest
+
+
+def test_a_table_is_read_by_the_names_of_its_columns(findings):
+    rows = findings.table("cost", "modules")
+    assert [row["dk"] for row in rows] == [6, 6]
+    with pytest.raises(HeadError, match="there is no table cost nothing; expected one of energy dk"):
+        findings.table("cost", "nothing")
+
+
 def test_nothing_is_fetched_and_everything_is_there(page, findings):
     outline = Outline(page)
     assert all(each.startswith(("#", "data:,")) for each in outline.fetched)
     assert not any(word in page for word in ("http:", "https:", "@import", "url("))
-    assert outline.ids == ["overview", *(each.name for each in findings.sections), "omitted"]
+    assert outline.ids == ["overview", *(each.name for each in findings.sections), "omitted", "glossary"]
     for section in findings.sections:
         for part in (*section.pictures, *section.tables):
             assert part.title in outline.texts["figcaption"]

@@ -1,5 +1,6 @@
 """What attention costs (Table 1 of Collaborate, T*, measured latency), and what its heads are worth."""
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from math import isinf
@@ -45,6 +46,7 @@ from collab_compress.report.section import (
 from collab_compress.report.study import Study
 
 LENGTH = 128
+TOLERATED = 0.1  # change of the outputs, or of a score, that removing heads may make
 COUNTED = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -71,7 +73,7 @@ def cost(study: Study) -> Section | Omitted:
         "more operations than dense ones; narrow values take fewer at any length. Latencies are of whole attention "
         f"modules on this machine, dense and converted in turns, medians of {study.look.rounds} rounds." + untimed,
         "Collaborate, section 3.4 and Table 1",
-        tuple(tables), tuple(pictures), _highlights(costs, timed),
+        tuple(tables), tuple(pictures), _highlights(costs, timed), _faster(timed),
     )  # fmt: skip
 
 
@@ -123,6 +125,7 @@ def dominance(study: Study) -> Section | Omitted:
             f"Without the {half.removed} least important heads of {_heads(found)} the {words} is "
             f"{short(half.score)}, with all of them {short(found.baseline)}.",
         ),
+        (_removable(points, found, words),),
     )
 
 
@@ -302,6 +305,34 @@ def _highlights(costs: list[ModuleCost], timed: list[Latency]) -> tuple[str, ...
     return (
         *lines,
         f"Converted attention takes {ratios[len(ratios) // 2]:.2f} of dense time at T = {longest}, measured here.",
+    )
+
+
+def _faster(timed: list[Latency]) -> tuple[str, ...]:
+    """Say at which of the timed lengths conversion is faster, and what to do at the others."""
+    ratios = {
+        length: statistics.median(each.ratio for each in timed if each.length == length)
+        for length in sorted({each.length for each in timed})
+    }
+    if not ratios:
+        return ()
+    slower = [str(length) for length, ratio in ratios.items() if ratio > 1]
+    said = ", ".join(f"{ratio:.2f} at {length} tokens" for length, ratio in ratios.items())
+    advice = f"at {', '.join(slower)} use --form per-head, or stay dense" if slower else "it pays at all of these"
+    return (f"Time of converted attention beside dense attention, the rest of the model apart: {said}; {advice}.",)
+
+
+def _removable(points: Sequence[PruningPoint], found: Dominance, words: str) -> str:
+    """Say how many heads could be removed before the outputs change by a tenth."""
+    room = TOLERATED * max(1.0, abs(found.baseline)) if words == "drift" else TOLERATED * abs(found.baseline)
+    kept = [point.removed for point in points if abs(point.score - found.baseline) <= room]
+    count = max(kept, default=0)
+    change = "the outputs move" if words == "drift" else f"the {words} changes"
+    if not count:
+        return f"Remove no heads: without the least important ones {change} by more than a tenth ({words})."
+    return (
+        f"{count} of {_heads(found)} heads can be silenced before {change} by more than a tenth ({words}): try "
+        "collab-prune, and score your task after it."
     )
 
 
