@@ -265,8 +265,6 @@ def test_outputs_at_one_place_or_with_a_bad_markdown_leave_nothing(write, tmp_pa
         before = set(tmp_path.rglob("*"))
         given = [option if option.startswith("--") or option in ("collaborate", "99") else str(tmp_path / option)
                  for option in options]  # fmt: skip
-        with pytest.raises(SystemExit) as stopped:
-            main([folder, *given, "--quiet"])
-        assert stopped.value.code == 2, options
-        assert capsys.readouterr().err.count("\n") == 1
+        code, _, error = run(capsys, folder, *given, "--quiet")
+        assert (code, error.count("\n")) == (2, 1), options
         assert set(tmp_path.rglob("*")) == before, options
