@@ -111,7 +111,7 @@ def run_script(usage: str, tasks: Collection[str], arguments: list[str] | None =
         if process_state().is_main_process:
             _write(options, records)
             for record in () if options.quiet else records:
-                print(f"{record['task']:10} {summary(record)}  {record['metrics']}")
+                print(f"{record['task']:10} {record['stage']:14} {summary(record)}  {record['metrics']}")
 
 
 def run_sweep_script(usage: str, arguments: list[str] | None = None, name: str = "error") -> None:

@@ -149,9 +149,9 @@ def _run(recipe: Recipe, find_model: Callable[..., str | Path], first: str) -> N
 
 
 def summary(record: Mapping[str, Any]) -> str:
-    """Return a stage's name, score and metric, as in "tuned          86.31 accuracy+f1"."""
+    """Return a stage's score and metric, as in "86.31 accuracy+f1"."""
     score = math.nan if record["score"] is None else record["score"]
-    return f"{record['stage']:14} {score:.2f} {TASKS[record['task']].metric}"
+    return f"{score:.2f} {TASKS[record['task']].metric}"
 
 
 def _is_unmade(recipe: Recipe, first: str) -> bool:

@@ -235,7 +235,7 @@ def _run_folder(runs: Sequence[Recipe], find_model: Callable[[str], str | Path],
     for recipe in runs:
         try:
             for record in run(recipe, find_model):
-                logger.info("%s %s", recipe.output, summary(record))
+                logger.info("%s %s: %s", recipe.output, record["stage"], summary(record))
         except Exception as error:
             known = isinstance(error, CollabCompressError)
             words = str(error) if known else f"{type(error).__name__}: {error}"
