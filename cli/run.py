@@ -15,6 +15,7 @@ from collab_compress.checkpoint.directory import refuse_place, to_json, write_ne
 from collab_compress.distributed import process_state
 from collab_compress.errors import RecipeError
 from collab_compress.experiments import read_recipe, read_sweep, run, run_sweep
+from collab_compress.experiments.protocol import summary
 from collab_compress.tasks import TASKS
 
 from .command import silence_libraries, stopping_in_one_line
@@ -110,7 +111,7 @@ def run_script(usage: str, tasks: Collection[str], arguments: list[str] | None =
         if process_state().is_main_process:
             _write(options, records)
             for record in () if options.quiet else records:
-                print(f"{record['task']:10} {record['stage']:14} {record['score']:.2f}  {record['metrics']}")
+                print(f"{record['task']:10} {record['stage']:14} {summary(record)}  {record['metrics']}")
 
 
 def run_sweep_script(usage: str, arguments: list[str] | None = None, name: str = "error") -> None:

@@ -18,13 +18,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from collab_compress.architectures import (
     FAMILIES,
     AttentionSite,
+    ValueSite,
     find_attention,
     find_dense_attention,
     find_dense_values,
     refuse_hooks,
     transformers_model,
 )
-from collab_compress.attention import FormEdit, NarrowValues, ScoreForm, form_for, install_, uninstall_
+from collab_compress.attention import FormEdit, MapForm, NarrowValues, ScoreForm, form_for, install_, uninstall_
 from collab_compress.calibration import Batch, Calibration
 from collab_compress.calibration.batches import is_none, is_synthetic, noted_batches, rows_of
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
@@ -36,6 +37,7 @@ from collab_compress.conversion.plan import (
     Progress,
     Site,
     breakdowns,
+    empty_plan,
     few_vectors,
     gets_content_bias,
     plan,
@@ -301,6 +303,43 @@ def _compress(
         "" if choice is None else choice.reason,
         sum(calibrating),
     )  # fmt: skip
+
+
+def install_unset_(
+    model: PreTrainedModel,
+    compression: Compression,
+    calibration: Calibration = "synthetic",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Check what `compress` checks before it decomposes, and install the same modules with weights that are not set.
+
+    Whatever is to happen to the converted model can then be tried on its structure, before the work.
+
+    Args:
+        model: dense, changed in place; it cannot be run afterwards.
+        compression: as for `compress`.
+        calibration: as for `compress`; read, but not run.
+        tokenizer: as for `compress`.
+
+    Raises:
+        UnsupportedModelError: as `compress`.
+        CompressionError: as `compress`.
+        CalibrationError: as `compress`.
+    """
+    batches, _ = _data(model, compression, calibration, tokenizer)
+    if compression.keep is not None:
+        compression, _ = choose(model, compression, () if calibration == "synthetic" else batches)
+    sites = modules_to_convert(model, compression, bool(batches))
+    working_device(compression.device, sites)
+    _install([empty_plan(site, _form_of(site, compression, bool(batches))) for site in sites])
+
+
+def _form_of(site: Site, compression: Compression, calibrated: bool) -> MapForm:
+    """Return the form that a module will have, before heads are given widths of their own."""
+    if isinstance(site, ValueSite):
+        return NarrowValues.of(site, compression.dv or 0, site.value.bias is not None)
+    content_bias = gets_content_bias(site, compression, calibrated)
+    return form_for(compression.form, site).of(site, compression.dk or 0, content_bias)
 
 
 def _data(

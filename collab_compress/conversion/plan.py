@@ -434,7 +434,7 @@ def plan_distributed(sites: Sequence[Site], plan: Callable[[Sequence[Site]], lis
     }
     planned = []
     for place, site in enumerate(sites):
-        item = own.get(_key(site)) or _empty(site, *described[_key(site)])
+        item = own.get(_key(site)) or empty_plan(site, *described[_key(site)])
         for tensor in item.parts.tensors():
             sent = tensor.to(state.device)  # where processes can reach each other
             tensor.copy_(broadcast(sent, place % count))
@@ -446,8 +446,8 @@ def _key(site: Site) -> tuple[str, str]:
     return site.name, type(site).__name__
 
 
-def _empty(site: Site, form: MapForm, report: Any) -> Planned:
-    """Make room for what another process planned."""
+def empty_plan(site: Site, form: MapForm, report: Any = None) -> Planned:
+    """Return a replacement whose weights are not set yet."""
     return Planned(site, form, form.build(site.module, site.parent), _dense(site), report)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from collab_compress.calibration.batches import text_file
 from collab_compress.checkpoint.directory import TOKENIZER_FILES, write_json
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.recipe import Recipe, parse, with_todays_names
+from collab_compress.experiments.recipe import Recipe, parse
 from collab_compress.experiments.record import discard, forget, is_free, is_ours, lacking, locked, mark, read_record
 from collab_compress.tasks import task_files
 
@@ -142,26 +142,16 @@ def _read(files: tuple[tuple[Path, int, int], ...]) -> str:
 BASE = (
     "task", "model", "revision", "fresh", "data_dir", "files", "seed", "max_length", "tuning", "heads", "translation",
 )  # fmt: skip
-ADDED = {"revision"}  # fields that the first experiments did not have
 CONVERTED = (*BASE, "compression", "calibration", "recovery")
 NOTES = ("weights", "contents")  # beside the fields of the recipe
-STAGE_FILES = {"model", "log.json", "result.json", "report.json", "recipe.json", "checkpoints", "logs"}
-START_FILES = {
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-}
 
 
 @contextmanager
 def reserve_output(recipe: Recipe, stages: Sequence[str]) -> Iterator[bool]:
     """Hold an experiment's folders, and note in them what is done there, or check that it is the same.
 
-    A folder is ours that has our mark; one that revision eb8769f or one before it made has none, and is taken for
-    ours where its `recipe.json` has what only we write there. Where the work ends in an error before anything was
-    made, the notes go too. Where all stages are finished, and measured, nothing is written.
+    A folder is ours that has our mark. Where the work ends in an error before anything was made, the notes go too.
+    Where all stages are finished, and measured, nothing is written.
 
     Args:
         recipe: of the experiment.
@@ -200,7 +190,6 @@ def reserve_output(recipe: Recipe, stages: Sequence[str]) -> Iterator[bool]:
                 held.enter_context(locked(output))
                 noting = to_note()  # again, for another process may have been there
                 held.callback(_clear, recipe, stages)
-                _adopt(recipe, stages)
                 if not any(_made(output)):
                     discard(output / "start")
                 for folder, noted in noting:
@@ -235,7 +224,7 @@ def read_result(recipe: Recipe, stage: str) -> dict[str, Any]:
     path = recipe.output / stage / "result.json"
     record: Any = read_record(path)
     if not isinstance(record, dict) or not (
-        {"score", "metrics", "recipe"} <= record.keys() and isinstance(record["score"], int | float)
+        {"score", "metrics", "recipe"} <= record.keys() and isinstance(record["score"], int | float | None)
     ):
         raise RecipeError(f"{path} is no record of an experiment; remove it, or choose another output")
     for name, wanted in (("task", recipe.task), ("stage", stage), ("seed", recipe.seed)):
@@ -302,47 +291,12 @@ def _refuse_foreign(recipe: Recipe, stages: Sequence[str]) -> None:
         RecipeError: naming one.
     """
     output = recipe.output
-    if not is_free(output) and not is_ours(output) and not _is_early(output):
+    if not is_free(output) and not is_ours(output):
         raise RecipeError(f"{output} is there, and is no output of an experiment; choose another, or an empty folder")
-    early = not is_ours(output)
     names = [*stages, *(f"{stage}/checkpoints" for stage in stages), *(["start"] if recipe.fresh else [])]
     for folder in (output / name for name in names):
-        if not is_free(folder) and not is_ours(folder) and not (early and _is_early_stage(folder)):
+        if not is_free(folder) and not is_ours(folder):
             raise RecipeError(f"{folder} is there, and no experiment made it; choose another output, or remove it")
-
-
-def _adopt(recipe: Recipe, stages: Sequence[str]) -> None:
-    """Mark the folders of an experiment that was made when there were no marks; the output's comes last."""
-    output = recipe.output
-    if is_ours(output) or not _is_early(output):
-        return
-    names = [*stages, *(f"{stage}/checkpoints" for stage in stages)]
-    if read_record(output / "recipe.json")["fresh"] is not None:
-        names.append("start")
-    for folder in (output / name for name in names):
-        if folder.is_dir() and _is_early_stage(folder):
-            mark(folder)
-    mark(output)
-
-
-def _is_early(folder: Path) -> bool:
-    """Say whether a folder without a mark has the notes that experiments of revision eb8769f wrote."""
-    try:
-        noted: Any = read_record(folder / "recipe.json")
-        named = isinstance(noted, dict) and {*BASE, "output", "method", "weights"} - ADDED <= noted.keys()
-        return named and bool(_parsed(noted))
-    except RecipeError:
-        return False
-
-
-def _is_early_stage(folder: Path) -> bool:
-    """Say whether nothing is in a folder but what a stage of revision eb8769f left there."""
-    names = {path.name for path in folder.iterdir()}
-    if folder.name == "checkpoints":
-        return all(name.startswith("checkpoint-") for name in names)
-    if folder.name == "start":
-        return {"config.json", "model.safetensors", "tokenizer.json"} <= names <= START_FILES
-    return all(name in STAGE_FILES or name.endswith(".txt") or name.startswith(".model.partial-") for name in names)
 
 
 def _differs(folder: Path, wanted: dict[str, Any], fields: tuple[str, ...]) -> bool:
@@ -370,12 +324,12 @@ def _differs(folder: Path, wanted: dict[str, Any], fields: tuple[str, ...]) -> b
         raise RecipeError(f"{path} is not as an experiment notes it: {error}") from error
     if differing and any(_made(folder)):
         raise RecipeError(f"{folder} was made with another {', '.join(differing)}; choose another output")
-    return bool(differing) or not is_ours(folder) or "contents" not in there
+    return bool(differing) or not is_ours(folder)
 
 
 def _parsed(noted: dict[str, Any], where: str = "the recipe") -> dict[str, Any]:
-    """Give all fields, those that are not written down too, by the names of today."""
-    fields = with_todays_names({name: value for name, value in noted.items() if name not in NOTES})
+    """Return all fields of a noted recipe, defaults included, and the notes beside them."""
+    fields = {name: value for name, value in noted.items() if name not in NOTES}
     return {**asdict(parse(Recipe, fields, where)), **{name: noted.get(name) for name in NOTES}}
 
 

@@ -26,11 +26,10 @@ from collab_compress.analysis import (
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
-from collab_compress.checkpoint.directory import write_json
 from collab_compress.distributed import process_state
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.recipe import Recipe
-from collab_compress.experiments.record import lacking, read_record
+from collab_compress.experiments.record import lacking, read_record, write_record
 from collab_compress.experiments.workload import Workload
 from collab_compress.heads import alphas_of, confidence, head_importance
 
@@ -271,7 +270,7 @@ def add_measures(workload: Workload, directory: str | Path, tokenizer: PreTraine
         if found:
             numbers = _rounded(found, DIGITS.get(name, 6))
             record["measures"] = {**record.get("measures", {}), name: numbers}
-        write_json(path, record)
+        write_record(path, record)
 
 
 def _rounded(value: Any, digits: int) -> Any:

@@ -1,7 +1,9 @@
 """The papers' protocol: fine-tune, convert, evaluate, fine-tune again, evaluate."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -12,16 +14,24 @@ from datasets import DatasetDict
 from collab_compress.checkpoint.directory import atomic_directory, write_json
 from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.conversion import recover_
-from collab_compress.conversion.compress import compress
+from collab_compress.conversion.compress import compress, install_unset_
 from collab_compress.distributed import failing_together, on_every_process, on_main_process, process_state
 from collab_compress.errors import CheckpointError, RecipeError
 from collab_compress.experiments.identity import read_result, refuse_moved, reserve_output
 from collab_compress.experiments.measures import add_measures, check_measures
 from collab_compress.experiments.recipe import Recipe, Tuning
-from collab_compress.experiments.record import environment, hub_commits, is_free, is_ours, mark, read_record
+from collab_compress.experiments.record import (
+    environment,
+    hub_commits,
+    is_free,
+    is_ours,
+    mark,
+    read_record,
+    write_record,
+)
 from collab_compress.experiments.sharding import sharding
 from collab_compress.experiments.trackers import check_trackers
-from collab_compress.experiments.tuning import LOG, evaluate, fine_tune, training_arguments
+from collab_compress.experiments.tuning import LOG, evaluate, fine_tune, rehearse, training_arguments
 from collab_compress.experiments.untrained import make_fresh
 from collab_compress.experiments.workload import (
     Classification,
@@ -95,8 +105,12 @@ def _run(recipe: Recipe, find_model: Callable[..., str | Path], first: str) -> N
     @cache
     def encoded() -> DatasetDict:
         if recipe.num_proc is not None and process_state().num_processes > 1:  # once, into the cache for all of them
-            on_main_process(lambda: bool(workload.encode(workload.texts, tokenizer)))
-        return on_every_process(lambda: workload.encode(workload.texts, tokenizer))
+            on_main_process(lambda: bool(workload.encode(workload.texts, deepcopy(tokenizer))))
+        return on_every_process(lambda: workload.encode(workload.texts, deepcopy(tokenizer)))
+
+    if on_main_process(lambda: _is_unmade(recipe, first)):
+        data = encoded()
+        on_every_process(lambda: _rehearse(workload, source, data, tokenizer))
 
     def stage(name: str, start: str | Path, tuning: Tuning | None = None) -> str | Path:
         """Make a stage's model if it is not there, and its record; gives where the model is."""
@@ -116,8 +130,10 @@ def _run(recipe: Recipe, find_model: Callable[..., str | Path], first: str) -> N
                 workload, model, data, tokenizer, tuning or recipe.tuning or recipe.again or Tuning(), folder
             )
             made = (metrics, parameters, commits)
-            on_main_process(lambda: write_json(folder / "result.json", _record(workload, name, *made, _log(folder))))
-        on_main_process(lambda: add_measures(workload, start, tokenizer, folder))
+            on_main_process(
+                lambda: write_record(folder / "result.json", _record(workload, name, *made, _log(folder)))
+            )
+        on_main_process(lambda: add_measures(workload, start, deepcopy(tokenizer), folder))
         return start
 
     found = stage(first, source, recipe.tuning)
@@ -128,6 +144,38 @@ def _run(recipe: Recipe, find_model: Callable[..., str | Path], first: str) -> N
         stage(name, folder / "model")
         if recipe.again is not None:
             stage(f"{name}-again", folder / "model", recipe.again)
+
+
+def summary(record: Mapping[str, Any]) -> str:
+    """Return a stage's score and metric, as in "86.31 accuracy+f1"."""
+    score = math.nan if record["score"] is None else record["score"]
+    return f"{score:.2f} {TASKS[record['task']].metric}"
+
+
+def _is_unmade(recipe: Recipe, first: str) -> bool:
+    """Return whether a model of the experiment is still to be trained or converted."""
+    names = [first] if recipe.tuning is not None else []
+    if recipe.compression is not None:
+        names.append(str(recipe.conversion_name))
+    if recipe.again is not None:
+        names.append(f"{recipe.conversion_name}-again")
+    return any(not (recipe.output / name / "model").is_dir() for name in names)
+
+
+def _rehearse(workload: Workload, source: str | Path, data: DatasetDict, tokenizer: Any) -> None:
+    """Go through the stages on one model without a step of training or decomposition.
+
+    What cannot be done is raised now, and not after hours of work that leads to it.
+    """
+    recipe = workload.recipe
+    model = workload.load_model(source, trained=recipe.tuning is None)
+    if recipe.tuning is not None:
+        rehearse(workload, model, data, tokenizer, recipe.tuning)
+    if recipe.compression is not None:
+        chosen = replace(recipe.compression, seed=recipe.seed)
+        install_unset_(model, chosen, recipe.calibration, deepcopy(tokenizer))
+    if recipe.again is not None:
+        rehearse(workload, model, data, tokenizer, recipe.again)
 
 
 def _checked(recipe: Recipe) -> Workload:
@@ -172,7 +220,8 @@ def _convert(workload: Workload, source: str | Path, tokenizer: Any, folder: Pat
         return
     model = on_every_process(lambda: workload.load_model(source)).to(together.device)
     compression, distributed = replace(recipe.compression, seed=recipe.seed), together.num_processes > 1
-    report = compress(model, compression, recipe.calibration, tokenizer=tokenizer, distributed=distributed)
+    working = deepcopy(tokenizer)  # what pads is not what is saved
+    report = compress(model, compression, recipe.calibration, tokenizer=working, distributed=distributed)
     described = report.to_dict()
     if recovery is not None:
         settings = {
@@ -180,7 +229,7 @@ def _convert(workload: Workload, source: str | Path, tokenizer: Any, folder: Pat
         }  # fmt: skip
         dense = on_every_process(lambda: workload.load_model(source))
         with sharding(allowed=False):  # each process has both models whole
-            done = recover_(model, dense, tokenizer, recipe.calibration, **settings)
+            done = recover_(model, dense, working, recipe.calibration, **settings)
         described["recovery"] = {"steps": done.global_step, "mean_divergence": done.training_loss}
 
     def save() -> None:

@@ -3,9 +3,10 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from difflib import get_close_matches
+from itertools import chain
 from math import ceil, inf
 from pathlib import Path
 from types import NoneType, UnionType
@@ -14,23 +15,39 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import yaml
 from dacite import Config, DaciteError, from_dict
 
+from collab_compress.architectures import Kind
 from collab_compress.conversion.compression import Compression
 from collab_compress.errors import CollabCompressError, RecipeError
 from collab_compress.experiments.untrained import Fresh
 from collab_compress.tasks import TASKS
 from collab_compress.training import HeadTraining
 
-Field = tuple[str, ...]
-RENAMED: dict[Field, str] = {
-    ("compression", "rank"): "dk",
-    ("fresh", "attention", "rank"): "dk",
-    ("heads", "penalties", "loss"): "name",
-    ("heads", "alphas", "frozen"): "frozen_ratio",
-}
-"""Fields of a recipe, by their old names; those of a list are those of its items."""
+LARGEST_FILE = 1 << 20
+"""Most bytes of a recipe's file."""
 
-RENAMED_VALUES: dict[Field, tuple[str, str]] = {("heads", "penalties", "name"): ("disagreement", "agreement")}
-"""Settings (by the names of today) → how their values began, and begin now."""
+MOST_VALUES = 100_000
+"""Most values of a recipe, each alias counted wherever it stands."""
+
+MOST_STEPS = 10**9
+
+OWN_ARGUMENTS = {
+    "output_dir": "output",
+    "seed": "seed",
+    "report_to": "trackers",
+    "num_train_epochs": "tuning.epochs",
+    "learning_rate": "tuning.learning_rate",
+    "warmup_steps": "tuning.warmup",
+    "max_steps": "tuning.max_steps",
+    "per_device_train_batch_size": "tuning.batch_size",
+    "save_total_limit": "tuning.average",
+}
+"""Training argument → the field of a recipe that sets it."""
+
+REFUSED_ARGUMENTS = {
+    "resume_from_checkpoint": "a run resumes from its own checkpoints",
+    "batch_eval_metrics": "metrics are computed over whole splits",
+}
+"""Training argument → why a recipe cannot set it."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +80,11 @@ class Tuning:
     """Anything else that Transformers' TrainingArguments take."""
 
     def __post_init__(self) -> None:
-        own = {
-            "output_dir", "seed", "num_train_epochs", "learning_rate", "warmup_steps", "max_steps",
-            "per_device_train_batch_size", "save_total_limit",
-        }  # fmt: skip
-        doubled = own & self.arguments.keys()
-        if doubled:
-            raise RecipeError(f"arguments hold {', '.join(sorted(doubled))}, which a recipe says by its own fields")
+        for name in self.arguments:
+            if name in OWN_ARGUMENTS:
+                raise RecipeError(f"arguments hold {name}, which the recipe's field {OWN_ARGUMENTS[name]} sets")
+            if name in REFUSED_ARGUMENTS:
+                raise RecipeError(f"arguments hold {name}, but {REFUSED_ARGUMENTS[name]}; leave it out")
         for name in ("epochs", "learning_rate"):
             if not 0 <= (value := getattr(self, name)) < inf:
                 raise RecipeError(f"{name} is {value}; expected a number that is not negative")
@@ -78,6 +93,9 @@ class Tuning:
         for name in ("batch_size", "batch_tokens"):
             if (size := getattr(self, name)) is not None and size < 1:
                 raise RecipeError(f"{name} is {size}; expected at least 1")
+        for name in ("epochs", "max_steps"):
+            if (number := getattr(self, name)) > MOST_STEPS:
+                raise RecipeError(f"{name} is {number:.0e}; expected at most {MOST_STEPS:.0e}")
         if self.average < 1:
             raise RecipeError(f"average is {self.average}; expected at least 1 checkpoint")
         if self.max_steps <= 0 and "save_strategy" not in self.arguments and self.average > ceil(self.epochs):
@@ -107,8 +125,10 @@ class Recovery:
     """At its highest; it rises over the first eighth of the steps and falls along a cosine."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise RecipeError(f"recovery takes {self.steps} steps; expected at least 1, or leave recovery out")
+        if not 1 <= self.steps <= MOST_STEPS:
+            raise RecipeError(
+                f"recovery takes {self.steps} steps; expected 1 to {MOST_STEPS:.0e}, or leave recovery out"
+            )
 
 
 @dataclass(frozen=True)
@@ -232,6 +252,10 @@ class Recipe:
             raise RecipeError("a fresh model is trained first; give tuning")
         if self.again is not None and self.compression is None:
             raise RecipeError("again fine-tunes the converted model; give compression too, or leave again out")
+        if self.conversion is not None and self.compression is None:
+            raise RecipeError(
+                f"conversion {self.conversion!r} converts nothing; give compression too, or leave conversion out"
+            )
         if self.recovery is not None and (self.compression is None or self.calibration == "none"):
             raise RecipeError(
                 "recovery trains a converted model on calibration data; give compression and calibration"
@@ -289,32 +313,13 @@ def parse(described: type[Described], data: Mapping[str, Any], where: str) -> De
     """Build a dataclass from nested fields.
 
     Raises:
-        RecipeError: a field is not known or missing, is called something else now, or a value is none for it; `where`
-            says where it stands.
+        RecipeError: a field is not known or missing, or a value is none for it; `where` says where it stands.
     """
     try:
-        for old, new in older_names(data):
-            raise RecipeError(f"{old} is called {new} now")
         _check_names(described, data)
         return from_dict(described, data, Config(cast=[Path, tuple], type_hooks=HOOKS))
     except (CollabCompressError, DaciteError, TypeError, ValueError, RecursionError) as error:
         raise RecipeError(f"{where}: {_line(error)}") from error
-
-
-def with_todays_names(settings: Any) -> Any:
-    """Give a recipe's settings by the names of today; what is no recipe is given as it is.
-
-    Args:
-        settings: fields of a recipe, nested, as JSON or YAML has them.
-    """
-    return _walk(settings, (), lambda old, new: None)
-
-
-def older_names(settings: Any) -> Iterator[tuple[str, str]]:
-    """Find the settings of a recipe that stand there by an old name, or with one: what they say, and say now."""
-    found: list[tuple[str, str]] = []
-    _walk(settings, (), lambda old, new: found.append((old, new)))
-    yield from found
 
 
 def _check_names(described: Any, data: Mapping[str, Any], where: str = "") -> None:
@@ -338,7 +343,7 @@ def _check_names(described: Any, data: Mapping[str, Any], where: str = "") -> No
 
 
 def _check_shape(kind: Any, value: Any, place: str) -> None:
-    """Refuse what dacite would not name the place of, or only by its type.
+    """Refuse values that dacite would accept, or would refuse without their place.
 
     Raises:
         RecipeError: naming the place, and what is expected there.
@@ -348,46 +353,36 @@ def _check_shape(kind: Any, value: Any, place: str) -> None:
             return
         others = [one for one in get_args(kind) if one is not NoneType]
         kind = others[0] if len(others) == 1 else None
-    origin = get_origin(kind) or kind
+    origin, items = get_origin(kind) or kind, get_args(kind)
+    if kind is int and isinstance(value, bool):
+        raise RecipeError(f"{place} is {value!r}; expected a whole number")
     if kind is float:
         try:
             _finite(value)
-        except (TypeError, ValueError) as error:
+        except (OverflowError, TypeError, ValueError) as error:
             raise RecipeError(f"{place}: {error}") from error
-    if origin is Literal and value not in get_args(kind):
-        raise RecipeError(f"{place} is {value!r}; expected one of {', '.join(map(str, get_args(kind)))}")
-    if origin in (list, tuple) and not isinstance(value, list | tuple | str):
-        raise RecipeError(f"{place} is {value!r}; expected a list, as in [{value}]")
+    if origin is Literal and value not in items:
+        raise RecipeError(f"{place} is {value!r}; expected one of {', '.join(map(str, items))}")
+    if origin in (list, tuple) and not (isinstance(value, str) and kind in HOOKS):
+        if not isinstance(value, list | tuple):
+            raise RecipeError(f"{place} is {value!r}; expected a list, as in [{value}]")
+        for inner in value if items[-1:] in ((...,), items) else ():
+            _check_shape(items[0], inner, place)
     if origin is dict and isinstance(value, Mapping):
         for name, inner in value.items():
             if not isinstance(name, str):
                 raise RecipeError(f'{place} has {name!r} for a name, which is no text; write "{name}" in quotes')
-            _check_shape(get_args(kind)[1], inner, f"{place}.{name}")
+            _check_shape(items[1], inner, f"{place}.{name}")
     elif origin is dict:
         raise RecipeError(f"{place} is {value!r}; expected names, each with what belongs to it")
 
 
-def _walk(value: Any, path: Field, note: Callable[[str, str], None]) -> Any:
-    if isinstance(value, Mapping):
-        todays = {}
-        for name, inner in value.items():
-            today: Any = RENAMED.get((*path, name), name)
-            if today != name:
-                note(".".join((*path, name)), ".".join((*path, today)))
-            todays[today] = _walk(inner, (*path, today), note)
-        return todays
-    if isinstance(value, list | tuple):
-        return [_walk(item, path, note) for item in value]
-    old, new = RENAMED_VALUES.get(path, ("", ""))
-    if old and isinstance(value, str) and value.startswith(old):
-        named = new + value.removeprefix(old)
-        note(f"{'.'.join(path)} {value}", named)
-        return named
-    return value
-
-
 def _load(path: Path) -> dict[str, Any]:
     try:
+        if path.exists() and not path.is_file():
+            raise RecipeError(f"cannot read the recipe {path}: it is no regular file")
+        if (size := path.stat().st_size) > LARGEST_FILE:
+            raise RecipeError(f"cannot read the recipe {path}: it has {size} bytes; expected at most {LARGEST_FILE}")
         data = _yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise RecipeError(f"cannot read the recipe {path}: {_line(error)}") from error
@@ -434,7 +429,16 @@ def _finite(value: Any) -> float:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-4 as a number, as YAML 1.2 does and 1.1 does not, and refuses a name that stands there twice."""
+    """Reads 1e-4 as a number, as YAML 1.2 does and 1.1 does not; refuses repeated names, and aliases that explode."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        """Read a document as PyYAML does, before its aliases are expanded."""
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None and _count_values(node, {}) > MOST_VALUES:
+            raise yaml.composer.ComposerError(
+                None, None, f"it holds more than {MOST_VALUES:,} values, aliases expanded", node.start_mark
+            )
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Read a mapping as PyYAML does, where the last of several values would count."""
@@ -445,10 +449,24 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+def _count_values(node: yaml.Node, counts: dict[yaml.Node, int]) -> int:
+    """Return how many values a node holds, each alias counted wherever it stands."""
+    if node not in counts:
+        counts[node] = MOST_VALUES + 1  # a node that holds itself has no end
+        pairs = isinstance(node, yaml.MappingNode)
+        inner = chain.from_iterable(node.value) if pairs else node.value if isinstance(node.value, list) else ()
+        counts[node] = 1 + sum(_count_values(child, counts) for child in inner)
+    return counts[node]
+
+
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
 )
-HOOKS: dict[Any, Any] = {
-    float: _finite,
-    tuple[str, ...]: lambda value: (value,) if isinstance(value, str) else value,
-}
+
+
+def _listed(value: Any) -> Any:
+    """Return a name alone as a tuple of one."""
+    return (value,) if isinstance(value, str) else value
+
+
+HOOKS: dict[Any, Any] = {float: _finite, tuple[str, ...]: _listed, tuple[Kind, ...]: _listed}

@@ -1,6 +1,8 @@
 """What experiments leave: folders with a mark and a lock, and records of what they found and with what."""
 
+import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -8,7 +10,8 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
+from functools import cache
+from importlib.metadata import distribution, version
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +57,21 @@ def is_free(folder: Path) -> bool:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder that an experiment made; anyone else's stays."""
-    if is_ours(folder) and not folder.is_symlink():
-        shutil.rmtree(folder, ignore_errors=True)
+    """Remove a folder that an experiment made; anyone else's stays.
+
+    The mark goes last, so that what a killed process leaves is still known as ours.
+    """
+    if not is_ours(folder) or folder.is_symlink():
+        return
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != MARK:
+                path.unlink(missing_ok=True)
+        if {path.name for path in folder.iterdir()} <= {MARK}:
+            (folder / MARK).unlink()
+            folder.rmdir()
 
 
 def forget(folder: Path, remove: bool = True) -> None:
@@ -70,8 +85,8 @@ def forget(folder: Path, remove: bool = True) -> None:
         return
     for inner in folder.glob("*/"):
         forget(inner)
-    notes = {folder / name for name in (MARK, LOCK, "recipe.json")}
-    if set(folder.iterdir()) <= notes:
+    notes = [folder / name for name in (LOCK, "recipe.json", MARK)]
+    if set(folder.iterdir()) <= set(notes):
         for path in notes:
             path.unlink(missing_ok=True)
         if remove:
@@ -109,8 +124,13 @@ def locked(folder: Path) -> Iterator[None]:
                 path.rmdir()
 
 
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a record as `write_json` does, with null for numbers that are not finite, which JSON does not have."""
+    write_json(path, _strict(record))
+
+
 def read_record(path: Path) -> dict[str, Any]:
-    """Read the JSON that `write_json` wrote.
+    """Read the JSON that `write_json` or `write_record` wrote.
 
     Raises:
         RecipeError: it is not there or not JSON.
@@ -159,11 +179,11 @@ def write_records(records: Iterable[dict[str, Any]], path: Path) -> None:
     Raises:
         CheckpointError: something is there, or nothing can be written there.
     """
-    write_new(path, "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records))
+    write_new(path, "".join(f"{json.dumps(_strict(record), ensure_ascii=False)}\n" for record in records))
 
 
 def environment() -> dict[str, Any]:
-    """Name the versions of what computes, on what hardware, and the git revision of this package in a checkout.
+    """Return the versions of what computes, its hardware, and the revision of this package.
 
     The mixed precision is that of `accelerate launch`; a recipe's own is among its training arguments.
     """
@@ -171,17 +191,48 @@ def environment() -> dict[str, Any]:
     found: dict[str, Any] = {name: version(name) for name in PACKAGES}
     found |= {"python": platform.python_version(), "processes": state.num_processes, "device": str(state.device)}
     found |= {"threads": torch.get_num_threads(), "hardware": _hardware()}
-    found |= {"mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), "revision": None}
-    if (CHECKOUT / ".git").exists():
-        try:
-            done = subprocess.run(
-                ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-                cwd=CHECKOUT, capture_output=True, text=True, check=True, timeout=10,
-            )  # fmt: skip
-            found["revision"] = done.stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            pass  # no git, or a checkout that it does not trust
+    found |= {"mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), "revision": _revision()}
     return found
+
+
+@cache
+def _revision() -> str:
+    """Return the commit of this package's code, or a digest of its files where no commit is known.
+
+    It is asked for once in a process, whose code does not change.
+    """
+    return _checked_out() or _installed() or _digest()
+
+
+def _checked_out() -> str | None:
+    """Return the commit of the checkout that this package lies in, with -dirty where files have changed."""
+    if not (CHECKOUT / ".git").exists():
+        return None
+    trusted = ["-c", f"safe.directory={CHECKOUT}"]  # a checkout may belong to another user, as in containers
+    command = ["git", *trusted, "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def _installed() -> str | None:
+    """Return the commit that pip installed this package from, where that was a repository."""
+    try:
+        origin = json.loads(distribution("collab-compress").read_text("direct_url.json") or "{}")
+        return str(origin["vcs_info"]["commit_id"])[:12]
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _digest() -> str:
+    """Return a digest of the package's source files, by their paths and contents."""
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package).as_posix()} {path.stat().st_size}\n".encode())
+        digest.update(path.read_bytes())
+    return f"sha256-{digest.hexdigest()[:12]}"
 
 
 def hub_commits(model: str | Path, data: Mapping[str, Dataset]) -> dict[str, str | None]:
@@ -199,7 +250,18 @@ def hub_commits(model: str | Path, data: Mapping[str, Dataset]) -> dict[str, str
     return {"model": snapshot and snapshot[1], "data": found.pop() if len(found) == 1 else None}
 
 
+def _strict(value: Any) -> Any:
+    """Return a value with None in place of numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {name: _strict(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _text(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        raise RecipeError(f"cannot read the record {path}: it is no regular file")
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

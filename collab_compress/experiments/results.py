@@ -1,5 +1,6 @@
 """What tables are made of: the records of experiments, checked, and the numbers that the papers print."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,14 +11,11 @@ from typing import Any
 
 import yaml
 
-from collab_compress.conversion.compression import Compression
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.recipe import Tuning, parse, with_todays_names
 from collab_compress.experiments.record import read_records
 from collab_compress.experiments.untrained import Fresh
 from collab_compress.metrics import METRICS
 from collab_compress.tasks import TASKS
-from collab_compress.training import HeadTraining
 
 FIELDS: dict[str, tuple[type, ...]] = {
     "task": (str,),
@@ -26,7 +24,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "again": (bool,),
     "stage": (str,),
     "seed": (int,),
-    "score": (float, int),
+    "score": (float, int, NoneType),
     "parameters": (int, NoneType),
     "recipe": (dict,),
     "metrics": (dict,),
@@ -51,14 +49,6 @@ WATCHING = {
 """Training arguments that only watch."""
 
 TUNINGS = {"tuning", "again"}
-PARTS: dict[str, Any] = {
-    "heads": HeadTraining, "compression": Compression, **dict.fromkeys(TUNINGS, Tuning),
-}  # fmt: skip
-"""Settings that have gained fields since the oldest records."""
-
-ADDED: dict[str, Any] = {}
-"""Settings that the oldest records lack, and that have a default."""
-
 CONVERSION = {"compression", "conversion", "calibration", "recovery"}
 AGAIN = {"again"}
 UNSHAPED = {"dropout", "attention_dropout", "attention"}
@@ -300,36 +290,39 @@ def select_tables(
 
 
 def _result(place: str, record: Mapping[str, Any], model: str) -> Result:
-    recipe, conversion, again = with_todays_names(record["recipe"]), record["conversion"], record["again"]
+    recipe, conversion, again = record["recipe"], record["conversion"], record["again"]
     variant = Variant(model, record["method"], record["stage"], conversion, again)
     free = FREE | (set() if again else AGAIN) | (set() if conversion else CONVERSION)
     return Result(
         variant=variant,
         column=_column(record["task"], recipe),
         seed=record["seed"],
-        score=float(record["score"]),
+        score=float(_numbers(record["score"])),
         parameters=record["parameters"],
-        recipe={name: _in_full(name, value) for name, value in {**ADDED, **recipe}.items() if name not in free},
+        recipe={name: _deciding(name, value) for name, value in recipe.items() if name not in free},
         place=place,
-        metrics=record["metrics"],
+        metrics=_numbers(record["metrics"]),
         seconds=record["seconds"],
-        history=record["history"] or (),
-        measures=record["measures"] or {},
+        history=_numbers(record["history"] or []),
+        measures=_numbers(record["measures"] or {}),
     )
 
 
-def _in_full(name: str, recorded: Any) -> Any:
-    """Give a setting with all its fields, also those added since; as it is recorded where it is not known."""
-    if recorded is None or name not in PARTS:
-        return recorded
-    try:
-        found = asdict(parse(PARTS[name], recorded, name))
-    except (AttributeError, RecipeError):
-        found = recorded
-    if name in TUNINGS and isinstance(found, dict) and isinstance(arguments := found.get("arguments"), dict):
-        deciding = {argument: value for argument, value in arguments.items() if argument not in WATCHING}
-        return {**found, "arguments": deciding}
-    return found
+def _deciding(name: str, setting: Any) -> Any:
+    """Return a setting without the training arguments that only watch."""
+    arguments = setting.get("arguments") if name in TUNINGS and isinstance(setting, dict) else None
+    if not isinstance(arguments, dict):
+        return setting
+    return {**setting, "arguments": {name: value for name, value in arguments.items() if name not in WATCHING}}
+
+
+def _numbers(value: Any) -> Any:
+    """Return what was recorded with NaN for null, which stands for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {name: _numbers(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_numbers(inner) for inner in value]
+    return math.nan if value is None else value
 
 
 def _checked(place: str, found: Any) -> dict[str, Any]:

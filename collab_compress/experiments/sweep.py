@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby, product
+from math import prod
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ from collab_compress.distributed import can_meet, on_main_process
 from collab_compress.errors import BusyError, CollabCompressError, RecipeError
 from collab_compress.experiments.launch import launch
 from collab_compress.experiments.measures import check_measures
-from collab_compress.experiments.protocol import run
+from collab_compress.experiments.protocol import run, summary
 from collab_compress.experiments.recipe import Recipe, expanded, parse, read_settings, set_field
 from collab_compress.experiments.trackers import check_trackers
 
 logger = logging.getLogger(__name__)
 Settings = dict[str, Any]
 PATIENCE = 10.0  # seconds before another worker's runs are looked at again
+MOST_RUNS = 100_000
 AXES = ("tasks", "methods", "conversions", "seeds")
 # Fields of a recipe that are made of the sweep's.
 OWN = {"output": "output", "task": "tasks", "method": "methods", "conversion": "conversions", "seed": "seeds"}
@@ -39,7 +41,7 @@ class Sweep:
     """Task → fields that are its own."""
 
     base: Settings = field(default_factory=dict)
-    """Fields of every recipe."""
+    """Fields of every recipe; bars of single runs are shown with `progress: true`."""
 
     methods: dict[str, Settings | None] = field(default_factory=lambda: {"plain": None})
     """Method → fields that are its own, such as what acts on heads."""
@@ -99,6 +101,8 @@ class Sweep:
             for name, fields in getattr(self, axis).items():
                 _refuse_own(f"{axis}.{name}", fields)
         _refuse_own("base", self.base)
+        if (count := prod(len(self._chosen(axis) or [None]) for axis in AXES)) > MOST_RUNS:
+            raise RecipeError(f"the sweep has {count:,} runs; expected at most {MOST_RUNS:,}")
         if list(self.recipes()) == []:
             raise RecipeError("there is nothing to run; give tasks, methods and seeds")
 
@@ -108,7 +112,7 @@ class Sweep:
             for conversion in self._chosen("conversions") or [None]:
                 settings: Settings = {"output": self.output / task / method / f"seed{seed}"}
                 settings |= {"task": task, "method": method, "seed": seed, "conversion": conversion}
-                parts = [self.base, self.tasks[task], self.methods[method], settings]
+                parts = [{"progress": False}, self.base, self.tasks[task], self.methods[method], settings]
                 if conversion is not None:
                     parts.append(self.conversions[conversion])
                 merged: Settings = {}
@@ -231,7 +235,7 @@ def _run_folder(runs: Sequence[Recipe], find_model: Callable[[str], str | Path],
     for recipe in runs:
         try:
             for record in run(recipe, find_model):
-                logger.info("%s %s: %.2f", recipe.output, record["stage"], record["score"])
+                logger.info("%s %s: %s", recipe.output, record["stage"], summary(record))
         except Exception as error:
             known = isinstance(error, CollabCompressError)
             words = str(error) if known else f"{type(error).__name__}: {error}"

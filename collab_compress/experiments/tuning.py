@@ -1,26 +1,30 @@
 """Fine-tune a workload's model with a Trainer, and evaluate it."""
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from math import isfinite
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import NoneType
 from typing import Any, get_args, get_type_hints
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from datasets import DatasetDict
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, Trainer, TrainingArguments
 
-from collab_compress.checkpoint.directory import atomic_directory, write_json
+from collab_compress.checkpoint.directory import atomic_directory
 from collab_compress.checkpoint.pretrained import load_model
 from collab_compress.distributed import on_main_process
-from collab_compress.errors import RecipeError
+from collab_compress.errors import CollabCompressError, RecipeError, one_line
 from collab_compress.experiments.batches import grouping
 from collab_compress.experiments.recipe import Tuning
-from collab_compress.experiments.record import discard, mark
+from collab_compress.experiments.record import discard, mark, write_record
 from collab_compress.experiments.sharding import (
     is_to_shard,
     keep_whole_checkpoints,
@@ -30,9 +34,11 @@ from collab_compress.experiments.sharding import (
 )
 from collab_compress.experiments.trackers import keep_logs, log_scores
 from collab_compress.experiments.workload import Workload
-from collab_compress.training import HeadTraining
+from collab_compress.training import HeadSession, HeadTraining
 
+logger = logging.getLogger(__name__)
 STATE = "trainer_state.json"  # written last
+STATE_FIELDS = {"global_step", "max_steps", "log_history", "best_model_checkpoint"}
 LOG = "log.json"
 OPTIMIZERS = {False: "optimizer.pt", True: "optimizer.bin"}
 """Whether FSDP shards the model → what the optimizer is saved as."""
@@ -105,13 +111,45 @@ def fine_tune(
         made, state = trained, weights
         if tuning.average > 1:
             made, state = _averaged(model_class, trained.dtype, checkpoints, tuning.average), None
-        write_json(folder / LOG, {"seconds": seconds, "history": history})
+        write_record(folder / LOG, {"seconds": seconds, "history": history})
         with atomic_directory(folder / "model") as directory:
             made.save_pretrained(directory, state_dict=state)
             tokenizer.save_pretrained(directory)
         discard(checkpoints)
 
     on_main_process(save)
+
+
+@sharding(allowed=True)
+def rehearse(
+    workload: Workload,
+    model: PreTrainedModel,
+    data: DatasetDict,
+    tokenizer: PreTrainedTokenizerBase,
+    tuning: Tuning,
+) -> None:
+    """Set up a fine-tuning as `fine_tune` does, without a step of it, and leave nothing behind but alphas in `model`.
+
+    Raises:
+        RecipeError: trainer, optimizer, schedule or data loader cannot be made with these settings.
+        HeadError: what acts on heads does not fit the model.
+    """
+    heads = workload.recipe.heads
+    try:
+        with TemporaryDirectory() as folder:
+            trainer = _trainer(workload, model, data, tokenizer, tuning, Path(folder), heads)
+            keep_whole_checkpoints(trainer)
+            trainer.create_optimizer_and_scheduler(num_training_steps=1000)
+            trainer.get_train_dataloader()
+            if trainer.args.eval_strategy != "no":
+                trainer.get_eval_dataloader()
+            HeadSession(trainer.model, heads, trainer.optimizer, tuning.warmup).close()
+    except CollabCompressError:
+        raise
+    except Exception as error:
+        raise RecipeError(
+            f"the fine-tuning cannot be set up with these settings: {type(error).__name__}: {one_line(error)}"
+        ) from error
 
 
 @sharding(allowed=False)
@@ -136,20 +174,44 @@ def evaluate(
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """Find the latest checkpoint that is whole; one that was being written when the process died is not."""
-    found = whole_checkpoints(folder)
-    return found[-1] if found else None
+    """Return the latest checkpoint that is whole; one that was being written when the process died is not."""
+    checkpoints = whole_checkpoints(folder)
+    return checkpoints[-1] if checkpoints else None
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """List the checkpoints that are whole, in the order of their steps."""
-    found = []
+    """Return the checkpoints that are whole, in the order of their steps; damaged ones are logged as warnings."""
+    checkpoints = []
     for path in folder.glob("checkpoint-*"):
         number = path.name.rpartition("-")[2]
-        whole = all(any((path / name).is_file() for name in names) for names in CHECKPOINT_FILES)
-        if number.isdigit() and whole and _is_json(path):
-            found.append((int(number), path))
-    return [path for _, path in sorted(found)]
+        complete = all(any((path / name).is_file() for name in names) for names in CHECKPOINT_FILES)
+        if not number.isdigit() or not complete:
+            continue
+        if (damaged := _damaged_file(path)) is None:
+            checkpoints.append((int(number), path))
+        else:
+            logger.warning("%s is damaged and not used; earlier checkpoints are, or training starts anew", damaged)
+    return [path for _, path in sorted(checkpoints)]
+
+
+def _damaged_file(checkpoint: Path) -> Path | None:
+    """Return the first file of a checkpoint that cannot be read; None if all can."""
+    for path in sorted(checkpoint.iterdir()):
+        try:
+            if path.name == STATE:
+                state = _state(checkpoint)
+                if not (state.keys() >= STATE_FIELDS and isinstance(state["global_step"], int)):
+                    return path
+            elif path.suffix == ".safetensors":
+                with safe_open(path, "pt"):
+                    pass
+            elif path.suffix in (".pt", ".pth", ".bin"):
+                with ZipFile(path) as archive:
+                    if archive.testzip() is not None:
+                        return path
+        except (OSError, ValueError, SafetensorError, BadZipFile):
+            return path
+    return None
 
 
 def _chosen(checkpoint: Path, best: bool) -> Path | None:
@@ -162,16 +224,8 @@ def _chosen(checkpoint: Path, best: bool) -> Path | None:
 
 
 def _state(checkpoint: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    return found
-
-
-def _is_json(checkpoint: Path) -> bool:
-    try:
-        _state(checkpoint)
-    except ValueError:
-        return False
-    return True
+    state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    return state if isinstance(state, dict) else {}
 
 
 def _check_optimizer(checkpoint: Path, sharded: bool) -> None:
@@ -221,6 +275,7 @@ def _trainer(
     precise: bool = False,
 ) -> Trainer:
     arguments = training_arguments(workload, tuning, folder)
+    tokenizer = deepcopy(tokenizer)  # batches leave their padding in it, which would be saved with the model
     if precise:
         arguments.mixed_precision = "no"  # whatever `accelerate launch` was told
     validation = next((rows for split, rows in data.items() if split.startswith("validation")), None)
@@ -262,8 +317,8 @@ def training_arguments(workload: Workload, tuning: Tuning, folder: Path) -> Trai
             raise RecipeError(f"training arguments: {name} is {value}; expected at least 1")
     try:
         arguments = workload.arguments_class(str(folder), seed=workload.recipe.seed, **(given | tuning.arguments))
-    except (TypeError, ValueError, ImportError, OSError) as error:
-        raise RecipeError(f"training arguments: {error}") from error
+    except Exception as error:  # whatever Transformers, Accelerate and PyTorch raise
+        raise RecipeError(f"training arguments: {one_line(error)}") from error
     if arguments.eval_strategy != "no" and not any(split.startswith("validation") for split in workload.texts):
         raise RecipeError(
             f"training arguments: eval_strategy is {arguments.eval_strategy.value}, but {workload.task.name} has no "

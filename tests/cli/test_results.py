@@ -248,3 +248,23 @@ def test_mistakes_are_one_line(capsys, write, tmp_path, arguments, message):
     assert error.startswith("collab-results: ")
     assert error.count("\n") == 1
     assert message in error
+
+
+def test_outputs_at_one_place_or_with_a_bad_markdown_leave_nothing(write, tmp_path, capsys):
+    folder = str(write("mrpc", "rte"))
+    bad = tmp_path / "bad.md"
+    bad.write_text("no part\n")
+    for options in (
+        ("--output", "out", "--json", "out"),
+        ("--output", "out", "--records", "new/../out"),
+        ("--pages", "out", "--json", "out/numbers.json"),
+        ("--output", "out.md", "--markdown", "out.md"),
+        ("--output", "out", "--json", "numbers", "--records", "lines", "--pages", "pages", "--markdown", "bad.md"),
+        ("--pages", "pages", "--paper", "collaborate", "--table", "99"),
+    ):
+        before = set(tmp_path.rglob("*"))
+        given = [option if option.startswith("--") or option in ("collaborate", "99") else str(tmp_path / option)
+                 for option in options]  # fmt: skip
+        code, _, error = run(capsys, folder, *given, "--quiet")
+        assert (code, error.count("\n")) == (2, 1), options
+        assert set(tmp_path.rglob("*")) == before, options

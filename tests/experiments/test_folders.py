@@ -1,15 +1,16 @@
 """What is not an experiment's own is never removed, overwritten or taken for its result."""
 
-import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
-from collab_compress.errors import CheckpointError, CompressionError, DataError, RecipeError
+from collab_compress.errors import CheckpointError, CollabCompressError, DataError, RecipeError
 from collab_compress.experiments import protocol, read_recipe, run
-from collab_compress.experiments.record import LOCK, MARK, is_ours, read_record
+from collab_compress.experiments import record as record_module
+from collab_compress.experiments.record import LOCK, MARK, is_ours
 
 FRESH = "fresh={layers: 1, width: 24, heads: 3, max_length: 40, tokenizer: word, vocab_size: null}"
 TUNING = "tuning={epochs: 1, batch_size: 8, arguments: {disable_tqdm: true}}"
@@ -104,10 +105,29 @@ def test_a_run_that_is_refused_leaves_nothing(start, data_dir, tmp_path, change,
     assert list((tmp_path / "empty").iterdir()) == []
 
 
-def test_a_conversion_that_cannot_be_leaves_what_was_made(start, data_dir, tmp_path):
-    with pytest.raises(CompressionError, match="1000"):
-        run(recipe(data_dir, tmp_path / "out", f"model={start}", "compression.dk=1000"))
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {MARK, "recipe.json", "tuned"}
+DK = "compression={dk: 12}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["compression.dk=1000"], "dk is 1000, but"),
+        (["compression.keep=0.0001"], "keep"),
+        (["compression={dk: 12, modules: nothing*}"], "nothing"),
+        (["compression={dk: 12, kinds: cross}"], "cross"),
+        (["compression={dk: 12, device: 'cuda:9'}"], "cuda:9"),
+        ([DK, "calibration=nowhere.txt"], "nowhere.txt"),
+        (["tuning.arguments={adam_beta1: 2}"], "beta"),
+        (["tuning.arguments={dataloader_num_workers: -1}"], "num_workers"),
+        (["tuning.arguments={lr_scheduler_kwargs: {nothing: 1}}"], "nothing"),
+        ([DK, "again={epochs: 1, arguments: {adam_beta1: 2}}"], "beta"),
+    ],
+)
+def test_what_cannot_be_done_is_known_before_training(start, data_dir, tmp_path, monkeypatch, changes, message):
+    monkeypatch.setattr(protocol, "fine_tune", lambda *_: pytest.fail("it was trained"))
+    with pytest.raises(CollabCompressError, match=message):
+        run(recipe(data_dir, tmp_path / "out", f"model={start}", *changes))
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_failed_is_free_for_another_recipe(data_dir, tmp_path, monkeypatch):
@@ -162,52 +182,23 @@ def test_calibration_and_config_are_known_by_what_they_say(start, data_dir, tmp_
         run(recipe(data_dir, output, *again))
 
 
-def test_an_output_without_marks_is_known_by_its_notes(start, data_dir, tmp_path):
-    """As revision eb8769f made them; what it did not note is noted then."""
-    output, given = tmp_path / "out", (f"model={start}", "compression.dk=12")
-    records = run(recipe(data_dir, output, *given))
-    for path in output.rglob(MARK):
-        path.unlink()
-    for path in output.rglob("recipe.json"):
-        noted = read_record(path)
-        del noted["contents"]
-        path.write_text(json.dumps(noted))
-    other = shutil.copytree(data_dir, tmp_path / "other")
-    with pytest.raises(RecipeError, match="out was made with another data_dir"):
-        run(recipe(other, output, *given))
-    assert not is_ours(output)
-    assert run(recipe(data_dir, output, *given)) == records
-    assert all(is_ours(folder) for folder in (output, output / "tuned", output / "dk12"))
-    assert run(recipe(other, output, *given)) == records
-    path = output / "recipe.json"
-    for text, message in (("[1]", "holds a list"), ("{" * 9, "cannot read the record"), ("{}", "no output of an")):
-        path.write_text(text)
-        if text == "{}":
-            (output / MARK).unlink()
-        with pytest.raises(RecipeError, match=message):
-            run(recipe(data_dir, output, *given))
-
-
-def test_an_output_with_older_names_of_settings_is_the_same_experiment(start, data_dir, tmp_path):
+def test_a_run_killed_while_it_removed_its_checkpoints_goes_on(start, data_dir, tmp_path, monkeypatch):
     output = tmp_path / "out"
-    given = (f"model={start}", "compression.dk=12", "heads={penalties: [{name: agreement-rows}], alphas: {}}")
-    records = run(recipe(data_dir, output, *given))
-    for path in output.rglob("recipe.json"):
-        noted = read_record(path)
-        noted["compression"]["rank"] = noted["compression"].pop("dk")
-        del noted["compression"]["length"]  # which has come since
-        (penalty,), alphas = noted["heads"]["penalties"], noted["heads"]["alphas"]
-        penalty["loss"] = penalty.pop("name").replace("agreement", "disagreement")
-        alphas["frozen"] = alphas.pop("frozen_ratio")
-        path.write_text(json.dumps(noted))
-    shutil.rmtree(output / "dk12")
-    assert run(recipe(data_dir, output, *given))[0] == records[0]
-    assert (output / "dk12" / "result.json").is_file()
-    noted = read_record(output / "recipe.json")
-    noted["heads"]["alphas"]["frozen"] = 0.5
-    (output / "recipe.json").write_text(json.dumps(noted))
-    with pytest.raises(RecipeError, match="out was made with another heads"):
-        run(recipe(data_dir, output, *given))
+
+    def kill(path, *given, original=shutil.rmtree, **options):
+        """Begin with the mark, and be killed then."""
+        if not Path(path).name.startswith("checkpoint"):
+            return original(path, *given, **options)
+        (Path(path) / MARK).unlink(missing_ok=True)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(record_module.shutil, "rmtree", kill)
+        with pytest.raises(KeyboardInterrupt):
+            run(recipe(data_dir, output, f"model={start}"))
+    assert list((output / "tuned" / "checkpoints").iterdir())
+    assert run(recipe(data_dir, output, f"model={start}"))
+    assert not (output / "tuned" / "checkpoints").exists()
 
 
 @pytest.mark.parametrize(

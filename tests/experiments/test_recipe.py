@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,15 @@ def test_fields_and_overrides(path):
     assert recipe.heads.rotation.pairs == ((("a", 0), ("b", 1)),)
 
 
+def test_a_conversion_needs_a_compression(path):
+    with pytest.raises(RecipeError, match="conversion 'a' converts nothing; give compression too"):
+        read_recipe(path, ["conversion=a", "compression=null"])
+
+
+def test_one_kind_of_attention_needs_no_list(path):
+    assert read_recipe(path, ["compression.kinds=encoder"]).compression.kinds == ("encoder",)
+
+
 def test_calibration_is_a_choice(path):
     recipe = read_recipe(path, ["compression.sequences=500", "compression.length=32", "calibration=texts.txt"])
     assert (recipe.compression.sequences, recipe.compression.length) == (500, 32)
@@ -59,25 +69,36 @@ def test_every_recipe_in_the_repository_reads():
         ("seed=a", 'wrong value type for field "seed"'),
         ("task=foo", "unknown task 'foo'; expected one of ag_news"),
         ("heads.penalties=[{name: q}]", "unknown loss 'q'"),
-        ("compression.rank=64", r"recipe\.yaml: compression\.rank is called compression\.dk now$"),
-        ("fresh={attention: {rank: 64}}", r"fresh\.attention\.rank is called fresh\.attention\.dk now$"),
-        ("heads.alphas={frozen: 0.3}", r"heads\.alphas\.frozen is called heads\.alphas\.frozen_ratio now$"),
-        ("heads.penalties=[{loss: hsic}]", r"heads\.penalties\.loss is called heads\.penalties\.name now$"),
-        ("heads.penalties=[{name: disagreement-rows}]", "name disagreement-rows is called agreement-rows now$"),
         ("compression.dk=0", "dk is 0; expected at least 1"),
         ("compression.sequences=0", "sequences is 0; expected at least 1"),
-        ("recovery={steps: 0}", "recovery takes 0 steps; expected at least 1"),
+        ("recovery={steps: 0}", "recovery takes 0 steps; expected 1 to"),
         ("recovery={}", "recovery trains a converted model on calibration data"),
         ("model=null", "either a model to start from, or"),
         ("fresh={layers: 2}", "either a model to start from, or"),
         ("conversion=a/b", "'a/b' cannot name a folder"),
         ("conversion=tuned", "a conversion cannot be called 'tuned'"),
         ("conversion=dk1-again", "cannot be called 'dk1-again'"),
-        ("tuning.arguments.save_total_limit=2", "arguments hold save_total_limit"),
+        ("tuning.arguments.save_total_limit=2", "save_total_limit, which the recipe's field tuning.average sets"),
+        ("tuning.arguments.report_to=wandb", "report_to, which the recipe's field trackers sets"),
+        ("tuning.arguments.resume_from_checkpoint=x", "resume_from_checkpoint, but a run resumes from its own"),
+        ("tuning.arguments.batch_eval_metrics=true", "batch_eval_metrics, but metrics are computed over whole"),
+        (f"tuning.max_steps={10**30}", r"max_steps is 1e\+30; expected at most 1e\+09"),
+        ("tuning.epochs=1e30", r"epochs is 1e\+30; expected at most 1e\+09"),
+        (f"recovery={{steps: {10**30}}}", "expected 1 to"),
+        ("seed=true", "seed is True; expected a whole number"),
+        ("compression.dk=true", r"compression\.dk is True; expected a whole number"),
+        ("compression.kinds=encodr", "kinds"),
+        ("files={train: &a [x, *a]}", "more than 100,000 values"),
+        (
+            "files={a: &a [x, x, x, x, x, x, x, x, x], b: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a, *a], "
+            "c: &c [*b, *b, *b, *b, *b, *b, *b, *b, *b], d: &d [*c, *c, *c, *c, *c, *c, *c, *c, *c], "
+            "e: &e [*d, *d, *d, *d, *d, *d, *d, *d, *d], f: [*e, *e, *e, *e, *e, *e, *e]}",
+            "more than 100,000 values",
+        ),
         ("tuning.average=0", "average is 0; expected at least 1"),
         ("tuning.epochs=x", "could not convert string to float"),
         ("tuning.warmup=2", "warmup is 2.0; expected a share"),
-        ("tuning.arguments.seed=2", "arguments hold seed, which a recipe says by its own fields"),
+        ("tuning.arguments.seed=2", "arguments hold seed, which the recipe's field seed sets"),
         ("model", "'model' sets nothing; expected field=value"),
         ("task.name=x", "task is 'mrpc', which has no fields"),
         ("seed=[", "the value is not YAML"),
@@ -147,6 +168,12 @@ def test_a_file_that_is_no_recipe(tmp_path):
     (tmp_path / "twice.yaml").write_text("task: mrpc\nmodel: a\noutput: b\nseed: 1\nseed: 2\n")
     with pytest.raises(RecipeError, match=r"twice\.yaml: seed stands there twice .*line 1"):
         read_recipe(tmp_path / "twice.yaml")
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(RecipeError, match=r"pipe\.yaml: it is no regular file"):
+        read_recipe(tmp_path / "pipe.yaml")
+    (tmp_path / "long.yaml").write_text("# " + "x" * 2**20)
+    with pytest.raises(RecipeError, match="bytes; expected at most 1048576"):
+        read_recipe(tmp_path / "long.yaml")
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(RecipeError, match="holds a list; expected fields"):
         read_recipe(tmp_path / "list.yaml")
