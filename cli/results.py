@@ -7,6 +7,7 @@ import io
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -132,18 +133,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(arguments: Arguments) -> None:
     """Read, compare and print or write."""
-    from collab_compress.checkpoint.directory import refuse_place, to_json, write_atomically, write_new
+    from collab_compress.checkpoint.directory import atomic_file, to_json
     from collab_compress.errors import RecipeError
     from collab_compress.experiments.comparison import compare
     from collab_compress.experiments.record import read_records, write_records
     from collab_compress.experiments.results import read_papers, read_results, select_tables
 
+    from .outputs import check_editable, check_outputs, edit
+
     paths = arguments.records_in
     if arguments.significance and (len(paths) != 1 or arguments.format == "csv"):
         raise RecipeError("--significance makes a table to read of a folder's translations; give one, and no csv")
-    for place in (arguments.output, arguments.json, arguments.records, arguments.pages):
-        if place is not None:
-            refuse_place(place)
+    check_outputs({f"--{name}": getattr(arguments, name) for name in ("output", "json", "records", "pages")})
+    if arguments.markdown is not None:
+        check_editable(arguments.markdown)
     chosen = arguments.paper is not None or arguments.table is not None
     tables = select_tables(read_papers(), arguments.paper, arguments.table) if arguments.papers or chosen else []
     if not paths:
@@ -154,16 +157,6 @@ def run(arguments: Arguments) -> None:
     else:
         results = read_results(*paths)
         comparison = compare(results, arguments.against)
-        if arguments.records is not None:
-            write_records((record for path in paths for record in read_records(path).values()), arguments.records)
-        if arguments.pages is not None:
-            from collab_compress.experiments.pages import write_pages
-
-            write_pages(results, arguments.pages)
-        if arguments.markdown is not None:
-            from .generated import regenerated
-
-            write_atomically(arguments.markdown, regenerated(arguments.markdown, results))
         names = [column.name for column in comparison.columns]
         shown = [table for table in tables if table.rows_for(names)]
         if tables and not shown:
@@ -176,13 +169,27 @@ def run(arguments: Arguments) -> None:
             from .significance import blocks as significance_blocks
 
             blocks += significance_blocks(paths[0], arguments.against)
+        if arguments.markdown is not None:
+            from .generated import regenerated
+
+            page = regenerated(arguments.markdown, results)
     markdown = "\n\n".join(block if isinstance(block, str) else block.markdown() for block in blocks) + "\n"
     text = markdown if arguments.format == "markdown" else _csv(lines)
-    if arguments.json is not None:
-        write_new(arguments.json, to_json([{name: _plain(value) for name, value in line.items()} for line in lines]))
-    if arguments.output is not None:
-        write_new(arguments.output, text)
-    elif not arguments.quiet:
+    numbers = to_json([{name: _plain(value) for name, value in line.items()} for line in lines])
+    with ExitStack() as all_files:  # which are there when the last is written, or not at all
+        for path, content in ((arguments.output, text), (arguments.json, numbers)):
+            if path is not None:
+                all_files.enter_context(atomic_file(path)).write_text(content, encoding="utf-8")
+        if arguments.records is not None:
+            records = all_files.enter_context(atomic_file(arguments.records))
+            write_records((record for path in paths for record in read_records(path).values()), records)
+        if arguments.pages is not None:
+            from collab_compress.experiments.pages import write_pages
+
+            write_pages(results, arguments.pages)
+        if arguments.markdown is not None:
+            edit(arguments.markdown, page)
+    if arguments.output is None and not arguments.quiet:
         _print(blocks if arguments.format == "markdown" and sys.stdout.isatty() else [text])
 
 

@@ -24,9 +24,18 @@ _Item = TypeVar("_Item")
 
 
 def fitting(length: int | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Shorten sequences to what model and tokenizer can take; None where neither knows a limit."""
-    limits = [inf if length is None else length, tokenizer.model_max_length, _positions(model)]
-    return int(min(limits)) if min(limits) < UNLIMITED else None
+    """Return the length that model and tokenizer can take, at most `length`; None where none of them has a limit.
+
+    Raises:
+        CalibrationError: the tokenizer's limit is no number, or no token fits beside the special ones.
+    """
+    limit: Any = tokenizer.model_max_length
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 1:
+        raise CalibrationError(f"model_max_length of the tokenizer is {limit!r}; expected a number of tokens")
+    shortest = min(inf if length is None else length, limit, _positions(model))
+    if shortest <= tokenizer.num_special_tokens_to_add():
+        raise CalibrationError(f"no room for tokens in sequences of {shortest}; pass a larger length")
+    return int(shortest) if shortest < UNLIMITED else None
 
 
 def _positions(model: PreTrainedModel) -> float:
