@@ -103,6 +103,7 @@ def synthetic_batches(
     A decoder of an encoder–decoder starts with its start token and what the tokenizer puts before a target: a
     language code, in NLLB, M2M100 and mBART-50. Without `source` there are tokens for the decoder only.
     """
+    longest = fitting(length or LONGEST, model, tokenizer) or LONGEST
     size = min(len(tokenizer), getattr(model.config.get_text_config(), "vocab_size", len(tokenizer)))
     special = set(tokenizer.all_special_ids)
     ids = [token for token in range(size) if token not in special]
@@ -110,7 +111,6 @@ def synthetic_batches(
         raise CalibrationError(f"the tokenizer's vocabulary of {size} holds special tokens only")
     first, last = special_tokens(tokenizer, ids)
     generator = torch.Generator().manual_seed(seed)
-    longest = fitting(length or LONGEST, model, tokenizer) or LONGEST
     shortest = min(SHORTEST, longest) if length is None else longest
     if longest <= len(first) + len(last):
         raise CalibrationError(f"no room for random tokens in sequences of {longest}; pass a larger length")
