@@ -181,9 +181,12 @@ class PanicException(BaseException):
     ],
 )
 def test_every_error_is_one_line(capsys, monkeypatch, error, code, words):
-    with pytest.raises(SystemExit) as stop, stopping_in_one_line("x"):
+    def fail():
         logging.getLogger("collab_compress.calibration").warning("not beside an error")
         raise error
+
+    with pytest.raises(SystemExit) as stop, stopping_in_one_line("x"):
+        fail()
     shown = capsys.readouterr().err
     assert (stop.value.code, shown.count("\n")) == (code, 1)
     assert words in shown
