@@ -10,14 +10,15 @@ from typing import Annotated, Any
 import tyro
 from tqdm import tqdm
 
-from collab_compress.checkpoint.directory import atomic_file, refuse_place
+from collab_compress.checkpoint.directory import atomic_file
 from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.report import SECTIONS, Findings, Look, Study, look_at, write_findings
-from collab_compress.report.files import NUMBERS, to_json
+from collab_compress.report.files import to_json
 
 from .command import parse, silence_libraries, stopping_in_one_line
 from .data import Data, load_data
 from .model import AUTO, Common, Device, Model, Source, check_json, load_source, put_on
+from .outputs import check_outputs
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,9 @@ def run(arguments: Arguments) -> Findings:
     """Load, look, write and say the most telling numbers."""
     silence_libraries()
     common, against = arguments.common, arguments.against
-    directory = find_directory(arguments.model, common.revision)
-    refuse_place(arguments.output, directory, *([] if against is None else [find_directory(against)]))
-    check_json(common.json, arguments.output, directory, NUMBERS)
+    read = [find_directory(arguments.model, common.revision)] + ([] if against is None else [find_directory(against)])
+    check_json(common.json)
+    check_outputs({"--output": arguments.output, "--json": common.json}, *read, *arguments.data.files)
     source = load_source(arguments.model, edited=True, revision=common.revision)
     other = None if against is None else load_source(against, edited=True)
     for each in (source, other):

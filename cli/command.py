@@ -13,8 +13,10 @@ import re
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 Arguments = TypeVar("Arguments")
@@ -34,46 +36,103 @@ CLEARER = (  # the parser's words → ours
 )
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 CODES = (
-    "Exit codes: 0, 2 for an error (one line on standard error), 130 when interrupted. --version says which it is."
+    "Exit codes: 0, 2 for an error (one line on standard error), 70 for an unexpected one, which may be a fault of "
+    "this package, 130 when interrupted. COLLAB_COMPRESS_TRACEBACK=1 shows the traceback, --version the version."
 )
 UNBOUNDED = 100_000  # columns: wider than any table
 BROKEN_PIPE = 128 + 13  # what a shell gives for a process that SIGPIPE ends
+ERROR, UNEXPECTED, INTERRUPTED = 2, 70, 130  # exit codes
+TRACEBACK = "COLLAB_COMPRESS_TRACEBACK"
+SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+ALLOCATION = re.compile(r"can't allocate memory|not enough memory|failed to allocate|mmap.*Cannot allocate", re.I)
 
 
 @contextmanager
-def stopping_in_one_line(name: str, handler: Callable[..., None] | None = None) -> Iterator[None]:
-    """Turn errors into a line on standard error and exit code 2, and an interrupt or SIGTERM into one and 130.
+def stopping_in_one_line(
+    name: str, handler: Callable[..., None] | None = None, hold_warnings: bool = True
+) -> Iterator[None]:
+    """Turn errors and signals into one line on standard error and an exit code.
 
     Args:
         name: of the command.
-        handler: of both signals; one that raises `KeyboardInterrupt`, once, if not given.
+        handler: of SIGINT, SIGTERM and SIGHUP; one that raises `KeyboardInterrupt`, once, if not given.
+        hold_warnings: whether warnings of this package are shown at the end, and not at all beside an error.
     """
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    swallowed = sys.unraisablehook
-    if handler is None:
-        _interrupt_once()
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    unraisable_before = sys.unraisablehook
+    interrupt, warnings, logger = _Interrupt(), _Held(logging.WARNING), logging.getLogger("collab_compress")
+    if hold_warnings:
+        logger.addHandler(warnings)
     try:
+        if handler is None:
+            sys.unraisablehook = interrupt.repeat
+        set_signals(handler or interrupt.stop)
         yield
+        for message in warnings.messages:
+            _say(name, message)
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        _say(name, "interrupted; nothing half-written is left")
-        sys.exit(130)
-    except BrokenPipeError:
+    except SystemExit:
+        raise
+    except BaseException as error:  # panics of Rust libraries are no `Exception`
+        if os.environ.get(TRACEBACK):
+            traceback.print_exc()
         _close_output()
-        sys.exit(BROKEN_PIPE)
-    except Exception as error:
-        line = _line(name, error)
-        if line is None:
-            raise
-        _close_output()
-        _say(name, line)
-        sys.exit(2)
+        if isinstance(error, KeyboardInterrupt) or interrupt.stopping:
+            _say(name, "interrupted; nothing half-written is left")
+            sys.exit(INTERRUPTED)
+        if isinstance(error, BrokenPipeError):
+            sys.exit(BROKEN_PIPE)
+        expected = _line(error)
+        _say(name, expected or _unexpected(error))
+        sys.exit(ERROR if expected else UNEXPECTED)
     finally:
+        logger.removeHandler(warnings)
         if (distributed := sys.modules.get("collab_compress.distributed")) is not None:
             distributed.end_processes()
         for number, previous in before.items():
             signal.signal(number, previous)
-        sys.unraisablehook = swallowed
+        sys.unraisablehook = unraisable_before
+
+
+def set_signals(handler: Callable[..., None]) -> None:
+    """Handle SIGINT, SIGTERM and SIGHUP by `handler`; SIGHUP stays ignored under `nohup`."""
+    for number in SIGNALS:
+        if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+class _Interrupt:
+    """Raises `KeyboardInterrupt` at the first signal; later ones do not disturb the clearing up."""
+
+    def __init__(self) -> None:
+        self.stopping, self._unraisable_before = False, sys.unraisablehook
+
+    def stop(self, *_: object) -> None:
+        """Handle a signal."""
+        if not self.stopping:
+            self.stopping = True
+            raise KeyboardInterrupt
+
+    def repeat(self, unraisable: Any) -> None:
+        """Interrupt again, a little later, where Python had to swallow it, as in what runs when an object goes."""
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            self.stopping = False
+            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            self._unraisable_before(unraisable)
+
+
+class _Held(logging.Handler):
+    """Collects messages, each once, instead of printing them."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a message."""
+        if (message := record.getMessage()) not in self.messages:
+            self.messages.append(message)
 
 
 def parse(kind: type[Arguments], name: str, argv: Sequence[str] | None) -> Arguments:
@@ -132,32 +191,8 @@ def silence_libraries() -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
-def _interrupt_once() -> None:
-    """Let the first signal raise `KeyboardInterrupt`; later ones do not disturb the clearing up."""
-    stopping, unraisable_before = False, sys.unraisablehook
-
-    def stop(*_: object) -> None:
-        nonlocal stopping
-        if not stopping:
-            stopping = True
-            raise KeyboardInterrupt
-
-    def lost(unraisable: Any) -> None:
-        """Interrupt again, a little later, where Python had to swallow it, as in what runs when an object goes."""
-        nonlocal stopping
-        if isinstance(unraisable.exc_value, KeyboardInterrupt):
-            stopping = False
-            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
-        else:
-            unraisable_before(unraisable)
-
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
-    sys.unraisablehook = lost
-
-
-def _line(name: str, error: Exception) -> str | None:
-    """Say in one line what went wrong; None where that is a fault of this package, which shows where it is."""
+def _line(error: BaseException) -> str | None:
+    """Return what went wrong, in one line; None where it may be a fault of this package."""
     if isinstance(error, ModuleNotFoundError):
         cause: BaseException = error
         while isinstance(cause.__cause__, ModuleNotFoundError):  # libraries that load lazily say it in other words
@@ -165,20 +200,50 @@ def _line(name: str, error: Exception) -> str | None:
         package = (getattr(cause, "name", None) or "").partition(".")[0]
         extra = EXTRAS.get(package)
         return None if extra is None else f"{package} is not installed; pip install 'collab-compress[{extra}]'"
+    if isinstance(error, OSError):
+        return _file_error(error)
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or _cannot_allocate(error):
+        return f"out of memory: {error}" if str(error) else "out of memory"
+    if isinstance(error, OverflowError):
+        return f"a number is too large: {error}"
     from collab_compress.errors import CollabCompressError
 
-    if isinstance(error, CollabCompressError):
+    return str(error) if isinstance(error, CollabCompressError) else None
+
+
+def _file_error(error: OSError) -> str:
+    if error.strerror is None:
         return str(error)
-    if isinstance(error, OSError):
-        return f"{error.filename or 'cannot write the output'}: {error.strerror or error}"
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return f"out of memory: {error}" if str(error) else "out of memory"
-    return None
+    if error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return f"cannot write the output: {error.strerror}"
+
+
+def _cannot_allocate(error: BaseException) -> bool:
+    """Return whether PyTorch found no memory on the CPU, which is a plain `RuntimeError`."""
+    return isinstance(error, RuntimeError) and ALLOCATION.search(str(error)) is not None
+
+
+def _unexpected(error: BaseException) -> str:
+    """Return one line that says what was not foreseen, where, and how to learn more."""
+    from collab_compress.errors import one_line
+
+    packages = [Path(__file__).parent, Path(sys.modules["collab_compress"].__file__ or "").parent]
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if any(Path(frame.filename).is_relative_to(p) for p in packages)]
+    place = f" in {Path(ours[-1].filename).name}, line {ours[-1].lineno}" if ours else ""
+    return (
+        f"unexpected {type(error).__name__}{place}: {one_line(error) or 'no message'}; {TRACEBACK}=1 shows the "
+        "traceback; check model and data, and report it if they are sound"
+    )
 
 
 def _say(name: str, line: str) -> None:
+    """Print one line on standard error; what would steer a terminal is escaped."""
+    words = " ".join(line.split())
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
     with suppress(OSError):
-        print(f"{name}: {' '.join(line.split())}", file=sys.stderr, flush=True)
+        print(f"{name}: {shown}", file=sys.stderr, flush=True)
 
 
 def _close_output() -> None:

@@ -153,7 +153,9 @@ def run(arguments: Arguments) -> Report | None:
     silence_libraries()
     saving = arguments.saving
     output = output_of(arguments.output, arguments.model, arguments.suffix)
-    source = begin(arguments.model, output, saving, arguments.compression.device)
+    data = text_file(arguments.calibration)
+    inputs = [] if data is None else [data]
+    source = begin(arguments.model, output, saving, arguments.compression.device, inputs=inputs)
     if arguments.stock:
         refuse_stock(source.model)
     digest = attention_digest(source.model)

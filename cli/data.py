@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from collab_compress.calibration import Batch, calibration_batches, evaluation_mode, run_batch
 from collab_compress.calibration.batches import BATCH_SIZE, Text, read_texts
 from collab_compress.calibration.gather import forward_arguments
+from collab_compress.calibration.random_tokens import fitting
 from collab_compress.errors import CalibrationError, DataError
 from collab_compress.report import TaskScore
 
@@ -44,6 +45,11 @@ class Inputs:
 
     length: Annotated[int, tyro.conf.arg(metavar="T")] = 128
     """Tokens of a sequence at most."""
+
+    @property
+    def files(self) -> list[Path]:
+        """File or folder that is read, if any."""
+        return [path for path in (self.data, self.data_dir) if path is not None]
 
     def __post_init__(self) -> None:
         if self.data is not None and self.task is not None:
@@ -108,10 +114,11 @@ def load_data(data: Data, model: PreTrainedModel, tokenizer: Any, seed: int) -> 
 
 def _synthetic(data: Data, model: PreTrainedModel, tokenizer: Any, seed: int) -> Loaded:
     tokens = model.main_input_name == "input_ids"
-    batches = calibration_batches(
-        "synthetic", model, tokenizer, sequences=min(data.sentences, SYNTHETIC),
-        length=min(data.length, SYNTHETIC_LENGTH), seed=seed,
-    )  # fmt: skip
+    length: int | None = min(data.length, SYNTHETIC_LENGTH)
+    if tokens and tokenizer is not None:
+        length = fitting(length, model, tokenizer)
+    sequences = min(data.sentences, SYNTHETIC)
+    batches = calibration_batches("synthetic", model, tokenizer, sequences=sequences, length=length, seed=seed)
     sentence = (data.sentence or SENTENCE) if tokens and not model.config.is_encoder_decoder else None
     return Loaded(batches, "random tokens" if tokens else "noise", sentence)
 

@@ -18,6 +18,7 @@ from collab_compress.external_evaluation import Score, lm_eval_scores, mteb_scor
 
 from .command import parse, silence_libraries, stopping_in_one_line, table
 from .model import AUTO, Common, Device, Model, Source, check_json, device_of, load_source, put_on
+from .outputs import check_outputs
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def run(arguments: Arguments) -> list[Score]:
     common, package = arguments.common, arguments.package
     __import__(package)  # before anything takes long
     directory = pretrained.find_directory(arguments.model, common.revision)
-    check_json(common.json, None, directory)
+    check_json(common.json)
+    check_outputs({"--json": common.json}, directory, arguments.include)
     source = load_source(arguments.model, edited=True, revision=common.revision)
     put_on(source.model, arguments.device)
     record: dict[str, Any] = {"model": arguments.model, package: None}

@@ -15,7 +15,7 @@ from collab_compress.experiments.pages import verdicts_of
 from collab_compress.experiments.recipe import parse
 from collab_compress.experiments.results import Result
 
-PART = re.compile(r"<!-- (records|claims): (.*?) -->\n.*?<!-- end -->", re.DOTALL)
+PART = re.compile(r"<!-- (records|claims): (.*?) -->(\r?\n).*?<!-- end -->", re.DOTALL)
 START = re.compile(r"<!-- (?:records|claims):")
 NONE = "No records yet."
 
@@ -58,7 +58,7 @@ def regenerated(path: Path, results: Sequence[Result]) -> str:
         RecipeError: the file cannot be read, has no such part, or one without its end or with what is not known.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode()  # with its line ends
     except (OSError, ValueError) as error:
         raise RecipeError(f"cannot read {path}: {error}") from error
     parts = list(PART.finditer(text))
@@ -70,9 +70,9 @@ def regenerated(path: Path, results: Sequence[Result]) -> str:
     verdicts = verdicts_of(results)
 
     def made(part: re.Match[str]) -> str:
-        kind, about = part.groups()
+        kind, about, line_end = part.groups()
         body = _scores(about, results, path) if kind == "records" else _claims(about, verdicts, path)
-        return f"<!-- {kind}: {about} -->\n\n{body}\n\n<!-- end -->"
+        return f"<!-- {kind}: {about} -->\n\n{body}\n\n<!-- end -->".replace("\n", line_end)
 
     return PART.sub(made, text)
 

@@ -23,7 +23,6 @@ from collab_compress.checkpoint.directory import (
     companions_of,
     copy_companions,
     has_tokenizer,
-    refuse_place,
     to_json,
 )
 from collab_compress.checkpoint.edits import METHOD
@@ -32,6 +31,8 @@ from collab_compress.checkpoint.upload import check_upload, push_to_hub
 from collab_compress.conversion.card import CARD, Origin, edited_words, loading_lines, model_card
 from collab_compress.distributed import process_state
 from collab_compress.errors import CompressionError, one_line
+
+from .outputs import check_outputs
 
 _logger = logging.getLogger(__name__)
 RECORD = "collab_compress.json"
@@ -113,16 +114,26 @@ def output_of(given: Path | None, model: str, suffix: str) -> Path:
     return given or Path(title_of(model) + suffix)
 
 
-def begin(model: str, output: Path, saving: Saving, device: str = "cpu", edited: bool = False) -> Source:
+def begin(
+    model: str, output: Path, saving: Saving, device: str = "cpu", edited: bool = False, inputs: Sequence[Path] = ()
+) -> Source:
     """Find out what would go wrong in the end, and load MODEL.
 
+    Args:
+        model: what was typed.
+        output: the directory that the command writes.
+        saving: its further outputs.
+        device: where to put the model, as torch names it, or "auto".
+        edited: whether the model may be converted already.
+        inputs: what is read beside MODEL, in which no output may lie.
+
     Raises:
-        CheckpointError: there is no such model, or no place for the output.
+        CheckpointError: there is no such model, or no place for an output.
         CollabCompressError: the report has no place.
     """
     directory = find_directory(model, saving.revision)
-    refuse_place(output, directory)
-    check_json(saving.json, output, directory)
+    check_json(saving.json)
+    check_outputs({"--output": output, "--json": saving.json}, directory, *inputs)
     if saving.push_to_hub is not None:
         check_upload(saving.push_to_hub)
     companions_of(directory)
@@ -131,26 +142,15 @@ def begin(model: str, output: Path, saving: Saving, device: str = "cpu", edited:
     return source
 
 
-def check_json(path: Path | None, output: Path | None, model: Path, record: str = RECORD) -> None:
-    """Find out before the work, not after it, that the report has no place.
-
-    Args:
-        path: where to write it, if anywhere.
-        output: the directory that the command writes, if it does.
-        model: the directory that it reads.
-        record: what the report is called in the output.
+def check_json(path: Path | None) -> None:
+    """Refuse a report whose directory does not exist.
 
     Raises:
-        CollabCompressError: it has no place there.
+        CollabCompressError: it has none.
     """
-    if path is None:
-        return
-    final = os.path.realpath(path)
-    if os.path.isdir(final) or not os.path.isdir(os.path.dirname(final)):
+    final = "" if path is None else os.path.realpath(path)
+    if path is not None and (os.path.isdir(final) or not os.path.isdir(os.path.dirname(final))):
         raise CollabCompressError(f"--json {path}: expected a file in a directory that exists")
-    if output is not None and Path(final).is_relative_to(os.path.realpath(output)):
-        raise CollabCompressError(f"--json {path}: lies in the output, which has the report as {record} anyway")
-    refuse_place(path, model)
 
 
 def load_source(name: str, edited: bool = False, revision: str | None = None) -> Source:

@@ -78,7 +78,7 @@ def run(arguments: Arguments) -> dict[str, list[int]]:
     silence_libraries()
     output = output_of(arguments.output, arguments.model, "-pruned")
     named = _named(arguments.heads)
-    source = begin(arguments.model, output, arguments.saving, arguments.device, edited=True)
+    source = begin(arguments.model, output, arguments.saving, arguments.device, True, arguments.inputs.files)
     importance, measured = ({}, None) if arguments.share is None else _importance(source, arguments)
     chosen = named if arguments.share is None else least_important(importance, arguments.share, keep_one=True)
     if not chosen:

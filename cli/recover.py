@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from collab_compress import CollabCompressError
 from collab_compress.calibration import calibration_batches
+from collab_compress.calibration.batches import text_file
 from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.recovery import attention_digest, recover_
@@ -83,7 +84,9 @@ def run(arguments: Arguments) -> dict[str, Any]:
     output = output_of(arguments.output, arguments.model, "-recovered")
     record = _record(find_directory(arguments.model, arguments.saving.revision))
     dense_directory = _dense_directory(arguments, record)
-    source = begin(arguments.model, output, arguments.saving, arguments.device, edited=True)
+    data = text_file(arguments.calibration)
+    inputs = [dense_directory] if data is None else [dense_directory, data]
+    source = begin(arguments.model, output, arguments.saving, arguments.device, True, inputs)
     dense = load_model(dense_directory)
     recorded = record.get("source_digest")
     if arguments.dense is None and recorded is not None and attention_digest(dense) != recorded:

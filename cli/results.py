@@ -5,13 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import math
-import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import partial
-from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -135,17 +133,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(arguments: Arguments) -> None:
     """Read, compare and print or write."""
-    from collab_compress.checkpoint.directory import to_json, write_atomically, write_new
+    from collab_compress.checkpoint.directory import atomic_file, to_json
     from collab_compress.errors import RecipeError
     from collab_compress.experiments.comparison import compare
     from collab_compress.experiments.record import read_records, write_records
     from collab_compress.experiments.results import read_papers, read_results, select_tables
 
+    from .outputs import check_editable, check_outputs, edit
+
     paths = arguments.records_in
     if arguments.significance and (len(paths) != 1 or arguments.format == "csv"):
         raise RecipeError("--significance makes a table to read of a folder's translations; give one, and no csv")
-    _refuse_places([arguments.output, arguments.json, arguments.records, arguments.pages], arguments.markdown)
-    made: list[tuple[Path, Callable[[], None]]] = []
+    check_outputs({f"--{name}": getattr(arguments, name) for name in ("output", "json", "records", "pages")})
+    if arguments.markdown is not None:
+        check_editable(arguments.markdown)
     chosen = arguments.paper is not None or arguments.table is not None
     tables = select_tables(read_papers(), arguments.paper, arguments.table) if arguments.papers or chosen else []
     if not paths:
@@ -156,18 +157,6 @@ def run(arguments: Arguments) -> None:
     else:
         results = read_results(*paths)
         comparison = compare(results, arguments.against)
-        if arguments.records is not None:
-            records = [record for path in paths for record in read_records(path).values()]
-            made.append((arguments.records, partial(write_records, records, arguments.records)))
-        if arguments.pages is not None:
-            from collab_compress.experiments.pages import write_pages
-
-            made.append((arguments.pages, partial(write_pages, results, arguments.pages)))
-        if arguments.markdown is not None:
-            from .generated import regenerated
-
-            text = regenerated(arguments.markdown, results)
-            made.append((arguments.markdown, partial(write_atomically, arguments.markdown, text)))
         names = [column.name for column in comparison.columns]
         shown = [table for table in tables if table.rows_for(names)]
         if tables and not shown:
@@ -180,49 +169,28 @@ def run(arguments: Arguments) -> None:
             from .significance import blocks as significance_blocks
 
             blocks += significance_blocks(paths[0], arguments.against)
+        if arguments.markdown is not None:
+            from .generated import regenerated
+
+            page = regenerated(arguments.markdown, results)
     markdown = "\n\n".join(block if isinstance(block, str) else block.markdown() for block in blocks) + "\n"
     text = markdown if arguments.format == "markdown" else _csv(lines)
-    if arguments.json is not None:
-        numbers = to_json([{name: _plain(value) for name, value in line.items()} for line in lines])
-        made.insert(0, (arguments.json, partial(write_new, arguments.json, numbers)))
-    if arguments.output is not None:
-        made.insert(0, (arguments.output, partial(write_new, arguments.output, text)))
-    _write_all(made, arguments.markdown)
+    numbers = to_json([{name: _plain(value) for name, value in line.items()} for line in lines])
+    with ExitStack() as all_files:  # which are there when the last is written, or not at all
+        for path, content in ((arguments.output, text), (arguments.json, numbers)):
+            if path is not None:
+                all_files.enter_context(atomic_file(path)).write_text(content, encoding="utf-8")
+        if arguments.records is not None:
+            records = all_files.enter_context(atomic_file(arguments.records))
+            write_records((record for path in paths for record in read_records(path).values()), records)
+        if arguments.pages is not None:
+            from collab_compress.experiments.pages import write_pages
+
+            write_pages(results, arguments.pages)
+        if arguments.markdown is not None:
+            edit(arguments.markdown, page)
     if arguments.output is None and not arguments.quiet:
         _print(blocks if arguments.format == "markdown" and sys.stdout.isatty() else [text])
-
-
-def _refuse_places(outputs: Sequence[Path | None], markdown: Path | None) -> None:
-    """Refuse outputs that cannot be written, or of which one is or lies in another."""
-    from collab_compress.checkpoint.directory import refuse_place
-    from collab_compress.errors import RecipeError
-
-    places = [place for place in outputs if place is not None]
-    for place in places:
-        refuse_place(place)
-    if markdown is not None:
-        places.append(markdown)
-    for one, other in permutations(places, 2):
-        if one.resolve().is_relative_to(other.resolve()):
-            raise RecipeError(
-                f"two outputs are at one place: {one} is or lies in {other}; give each a place of its own"
-            )
-
-
-def _write_all(made: Sequence[tuple[Path, Callable[[], None]]], kept: Path | None) -> None:
-    """Write all outputs; where one cannot be written, remove the others, but for the file that was there before."""
-    written: list[Path] = []
-    try:
-        for place, write in made:
-            write()
-            written.append(place)
-    except BaseException:
-        for place in written:
-            if place.is_dir():
-                shutil.rmtree(place, ignore_errors=True)
-            elif place != kept:
-                place.unlink(missing_ok=True)
-        raise
 
 
 def _print(blocks: Iterable[str | Grid]) -> None:

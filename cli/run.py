@@ -19,6 +19,7 @@ from collab_compress.experiments.protocol import summary
 from collab_compress.tasks import TASKS
 
 from .command import silence_libraries, stopping_in_one_line
+from .outputs import refuse_nested
 
 RUN = """usage: collab-run [RECIPE.yaml] [FIELD=VALUE ...] [--revision REV] [--json FILE] [--quiet]
 
@@ -101,9 +102,10 @@ def run_script(usage: str, tasks: Collection[str], arguments: list[str] | None =
         arguments: a recipe file, and settings as `field=value` or `--field value`; those of the process if not given.
         name: what errors begin with.
     """
-    with stopping_in_one_line(name), _bars_closed():
+    with stopping_in_one_line(name, hold_warnings=False), _bars_closed():
         path, settings, options = _arguments(usage, arguments, "recipes")
         recipe = read_recipe(path, settings)
+        refuse_nested({"--json": options.json, "output": recipe.output})
         if recipe.task not in tasks:
             raise RecipeError(f"{recipe.task} is {TASKS[recipe.task].kind}; this script is for {', '.join(tasks)}")
         silence_libraries()
@@ -119,12 +121,13 @@ def run_sweep_script(usage: str, arguments: list[str] | None = None, name: str =
 
     Where some of the runs fail the exit code is 1; where the sweep cannot be run at all it is 2, with one line.
     """
-    with stopping_in_one_line(name), _bars_closed():
+    with stopping_in_one_line(name, hold_warnings=False), _bars_closed():
         path, settings, options = _arguments(usage, arguments, "sweeps")
         if path is None:
             raise RecipeError("give the file of a sweep")
         settings = [f"base.{each}" if each.startswith("revision=") else each for each in settings]
         sweep = read_sweep(path, [*settings, *(["base.progress=false"] if options.quiet else [])])
+        refuse_nested({"--json": options.json, "output": sweep.output})
         silence_libraries()
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
         level = logging.ERROR if options.quiet else logging.INFO

@@ -1,13 +1,11 @@
-"""Where the commands start: help is told, and an interrupt stops them quietly, before large libraries are loaded."""
+"""Where the commands start: signals stop them quietly, and help is printed, before large libraries are loaded.
+
+What takes time to import is imported in functions, so that signals are handled from the first moment.
+"""
 
 import os
 import signal
 import sys
-from importlib import import_module
-from importlib.metadata import version
-from pathlib import Path
-
-from .command import stopping_in_one_line
 
 COMMANDS = {
     f"collab-{name}": name
@@ -76,18 +74,46 @@ def _start(module: str) -> None:
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    if sys.argv[1:] == ["--version"]:
-        print(f"{name} {version('collab-compress')}")
-        return
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        with stopping_in_one_line(name, stop):
-            print(help_text(name))
-        return
+    _open_streams()
+    from importlib import import_module
+    from importlib.metadata import version
+
+    from .command import stopping_in_one_line
+
     with stopping_in_one_line(name, stop):
+        if sys.argv[1:] == ["--version"]:
+            print(f"{name} {version('collab-compress')}")
+            return
+        if {"-h", "--help"} & set(sys.argv[1:]):
+            print(help_text(name))
+            return
+        _quiet_libraries()
         main = import_module(f".{module}", __package__).main
     main()
 
 
+def _open_streams() -> None:
+    """Open standard streams that are closed, and let the others print what their encoding has no character for."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest that is free, which is this one
+            setattr(sys, name, open(descriptor, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115
+        elif number:
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _quiet_libraries() -> None:
+    """Silence warnings of libraries, which tell a user of a command nothing; `PYTHONWARNINGS=default` shows them."""
+    import warnings
+
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def help_text(name: str) -> str:
-    """Give the help of a command, which `python -m collab_compress_cli.help` has written beforehand."""
+    """Return the help of a command, which `python -m collab_compress_cli.help` has written beforehand."""
+    from pathlib import Path
+
     return (Path(__file__).parent / "help_texts" / f"{name}.txt").read_text(encoding="utf-8").rstrip("\n")

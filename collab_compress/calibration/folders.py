@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedModel
 from transformers.image_utils import load_image
 
-from collab_compress.errors import CalibrationError
+from collab_compress.errors import CalibrationError, one_line
 
 IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 SOUNDS = (".wav",)
@@ -48,31 +48,32 @@ def folder_inputs(
     return (_images(model, chosen) if sees else _sounds(model, chosen)), len(files)
 
 
-def _processor(model: PreTrainedModel, load: Callable[[str], Any]) -> Any:
+def _processor(model: PreTrainedModel, auto_class: Any) -> Any:
+    """Load the processor that lies beside the model; code that it brings along is not run."""
     try:
-        return load(model.name_or_path)
-    except (OSError, ValueError, ImportError, TypeError) as error:
+        return auto_class.from_pretrained(model.name_or_path, trust_remote_code=False)
+    except Exception as error:  # of whatever kind Transformers raises for the file at hand
         raise CalibrationError(
-            f"{type(model).__name__} has no processor at {model.name_or_path!r} ({str(error).splitlines()[0]}); save "
-            "it there with processor.save_pretrained, or pass batches as it makes them"
+            f"{type(model).__name__} has no processor at {model.name_or_path!r} ({one_line(error)}); save it there "
+            "with processor.save_pretrained, or pass batches as it makes them"
         ) from error
 
 
 def _images(model: PreTrainedModel, files: Sequence[Path]) -> dict[str, Tensor]:
-    processor = _processor(model, AutoImageProcessor.from_pretrained)
+    processor = _processor(model, AutoImageProcessor)
     pictures = []
     for file in files:
         try:
             pictures.append(load_image(str(file)))
         except ImportError as error:
             raise CalibrationError("images are read by Pillow: pip install pillow") from error
-        except (OSError, ValueError) as error:
-            raise CalibrationError(f"cannot read the image {file}: {str(error).splitlines()[0]}") from error
+        except Exception as error:  # Pillow has a class of errors for each format
+            raise CalibrationError(f"cannot read the image {file}: {one_line(error)}") from error
     return _processed(model, lambda: processor(pictures, return_tensors="pt"))
 
 
 def _sounds(model: PreTrainedModel, files: Sequence[Path]) -> dict[str, Tensor]:
-    extractor = _processor(model, AutoFeatureExtractor.from_pretrained)
+    extractor = _processor(model, AutoFeatureExtractor)
     rate = extractor.sampling_rate
     sounds = [read_sound(file, rate) for file in files]
     # Whisper takes features of one length only, which is what its extractor pads to if nothing is said.
@@ -83,10 +84,10 @@ def _sounds(model: PreTrainedModel, files: Sequence[Path]) -> dict[str, Tensor]:
 def _processed(model: PreTrainedModel, process: Callable[[], Any]) -> dict[str, Tensor]:
     try:
         return dict(process())
-    except (ValueError, TypeError, RuntimeError, ImportError) as error:
+    except Exception as error:
         raise CalibrationError(
-            f"the processor of {type(model).__name__} cannot make batches of the files "
-            f"({str(error).splitlines()[0]}); pass batches"
+            f"the processor of {type(model).__name__} cannot make batches of the files ({one_line(error)}); pass "
+            "batches"
         ) from error
 
 
@@ -106,6 +107,8 @@ def read_sound(file: Path, rate: int) -> Any:
         raise CalibrationError(
             f"{file} has {8 * width} bits a sample and {found} samples a second; expected 16 and {rate}; convert it"
         )
+    if len(frames) % (width * channels):
+        raise CalibrationError(f"{file} ends in the middle of a sample; save it again")
     samples = array.array("h", frames)
     if sys.byteorder == "big":
         samples.byteswap()

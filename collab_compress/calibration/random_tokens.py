@@ -24,9 +24,18 @@ _Item = TypeVar("_Item")
 
 
 def fitting(length: int | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Shorten sequences to what model and tokenizer can take; None where neither knows a limit."""
-    limits = [inf if length is None else length, tokenizer.model_max_length, _positions(model)]
-    return int(min(limits)) if min(limits) < UNLIMITED else None
+    """Return the length that model and tokenizer can take, at most `length`; None where none of them has a limit.
+
+    Raises:
+        CalibrationError: the tokenizer's limit is no number, or no token fits beside the special ones.
+    """
+    limit: Any = tokenizer.model_max_length
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 1:
+        raise CalibrationError(f"model_max_length of the tokenizer is {limit!r}; expected a number of tokens")
+    shortest = min(inf if length is None else length, limit, _positions(model))
+    if shortest <= tokenizer.num_special_tokens_to_add():
+        raise CalibrationError(f"no room for tokens in sequences of {shortest}; pass a larger length")
+    return int(shortest) if shortest < UNLIMITED else None
 
 
 def _positions(model: PreTrainedModel) -> float:
@@ -94,6 +103,7 @@ def synthetic_batches(
     A decoder of an encoder–decoder starts with its start token and what the tokenizer puts before a target: a
     language code, in NLLB, M2M100 and mBART-50. Without `source` there are tokens for the decoder only.
     """
+    longest = fitting(length or LONGEST, model, tokenizer) or LONGEST
     size = min(len(tokenizer), getattr(model.config.get_text_config(), "vocab_size", len(tokenizer)))
     special = set(tokenizer.all_special_ids)
     ids = [token for token in range(size) if token not in special]
@@ -101,7 +111,6 @@ def synthetic_batches(
         raise CalibrationError(f"the tokenizer's vocabulary of {size} holds special tokens only")
     first, last = special_tokens(tokenizer, ids)
     generator = torch.Generator().manual_seed(seed)
-    longest = fitting(length or LONGEST, model, tokenizer) or LONGEST
     shortest = min(SHORTEST, longest) if length is None else longest
     if longest <= len(first) + len(last):
         raise CalibrationError(f"no room for random tokens in sequences of {longest}; pass a larger length")

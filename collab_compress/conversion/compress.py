@@ -327,11 +327,16 @@ def install_unset_(
         CalibrationError: as `compress`.
     """
     batches, _ = _data(model, compression, calibration, tokenizer)
+    modules: Mapping[str, Compression] = {}
     if compression.keep is not None:
-        compression, _ = choose(model, compression, () if calibration == "synthetic" else batches)
-    sites = modules_to_convert(model, compression, bool(batches))
+        length = typical_length(compression, () if is_synthetic(calibration) else batches)
+        modules = choose(model, compression, length).modules
+        compression = next(iter(modules.values()))
+    sites = modules_to_convert(model, compression, bool(batches), modules)
     working_device(compression.device, sites)
-    _install([empty_plan(site, _form_of(site, compression, bool(batches))) for site in sites])
+    for site in sites:
+        form = _form_of(site, modules.get(site.name, compression), bool(batches))
+        _install([empty_plan(site, form)])
 
 
 def _form_of(site: Site, compression: Compression, calibrated: bool) -> MapForm:

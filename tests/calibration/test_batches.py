@@ -289,10 +289,26 @@ def test_m2m100_has_its_language_in_front(tmp_path):
     assert (batch["decoder_input_ids"][:, :2] == torch.tensor([2, german])).all()
 
 
+@pytest.mark.parametrize("limit", ["512", [512], {}, -1, True, None, float("nan")])
+def test_a_limit_that_is_no_number_is_refused(words, minilm, limit, monkeypatch):
+    monkeypatch.setattr(words, "model_max_length", limit)
+    with pytest.raises(CalibrationError, match="model_max_length of the tokenizer is"):
+        calibration_batches("synthetic", minilm, words)
+
+
+@pytest.mark.parametrize("calibration", ["synthetic", ["a text"]])
+def test_special_tokens_alone_are_no_data(minilm_tokenizer, minilm, calibration):
+    with pytest.raises(CalibrationError, match="no room for tokens in sequences of 2"):
+        calibration_batches(calibration, minilm, minilm_tokenizer, length=2)
+
+
 def test_a_tokenizer_of_nothing_is_refused(words, minilm):
     class Mute:
         all_special_ids: tuple[int, ...] = ()
         model_max_length = 9
+
+        def num_special_tokens_to_add(self):
+            return 0
 
         def __len__(self):
             return 5

@@ -83,6 +83,22 @@ def test_mistakes_are_named_and_nothing_is_written(tmp_path, records, text, mess
     assert path.read_text() == text
 
 
+def test_line_ends_stay_and_other_outputs_are_not_written_beside_a_mistake(tmp_path, records):
+    path = tmp_path / "page.md"
+    path.write_bytes(f"one\r\ntwo\n{TABLE}\n".replace("-->\n", "-->\r\n").encode())
+    command.main([str(records), "--markdown", str(path), "--quiet"])
+    text = path.read_bytes()
+    assert text.startswith(b"one\r\ntwo\n<!-- records")
+    assert text.count(b"\n") == text.count(b"\r\n") + 1
+    path.write_text("no part")
+    outputs = [
+        word for name in ("output", "json", "records", "pages") for word in (f"--{name}", str(tmp_path / name))
+    ]
+    with pytest.raises(SystemExit):
+        command.main([str(records), *outputs, "--markdown", str(path)])
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["page.md", "records.jsonl"]
+
+
 def test_a_file_that_is_not_there(tmp_path, records):
     with pytest.raises(RecipeError, match="cannot read"):
         regenerated(tmp_path / "none.md", read_results(records))

@@ -1,6 +1,7 @@
 """The commands as processes: interrupts, what nobody installed, outputs that are full, and code that is not run."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -12,6 +13,8 @@ import pytest
 from collab_compress_cli.command import stopping_in_one_line
 from collab_compress_cli.start import COMMANDS
 from transformers import BertForSequenceClassification
+
+from collab_compress.errors import CheckpointError
 
 START = "import sys; sys.argv[0] = 'x'; from collab_compress_cli import start; start.{}()"
 LACKING = """
@@ -162,6 +165,63 @@ def test_an_interrupt_that_python_swallows_is_not_lost(capsys):
     interrupted(work, capsys)
 
 
-def test_a_fault_of_ours_shows_where_it_is():
-    with pytest.raises(ZeroDivisionError), stopping_in_one_line("x"):
-        1 / 0  # noqa: B018
+class PanicException(BaseException):
+    """As Rust libraries raise them."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (ZeroDivisionError("a\nb"), 70, "unexpected ZeroDivisionError in command.py, line"),
+        (PanicException("no token"), 70, "unexpected PanicException"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 2, "out of memory: "),
+        (OverflowError("int too big"), 2, "a number is too large: int too big"),
+        (OSError(2, "No such file", "a\x1b[2J"), 2, "x: a\\x1b[2J: No such file\n"),
+        (CheckpointError("a\x07b"), 2, "x: a\\x07b\n"),
+    ],
+)
+def test_every_error_is_one_line(capsys, monkeypatch, error, code, words):
+    def fail():
+        logging.getLogger("collab_compress.calibration").warning("not beside an error")
+        raise error
+
+    with pytest.raises(SystemExit) as stop, stopping_in_one_line("x"):
+        fail()
+    shown = capsys.readouterr().err
+    assert (stop.value.code, shown.count("\n")) == (code, 1)
+    assert words in shown
+    monkeypatch.setenv("COLLAB_COMPRESS_TRACEBACK", "1")
+    with pytest.raises(SystemExit), stopping_in_one_line("x"):
+        raise error
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_warnings_are_shown_once_at_the_end(capsys):
+    with stopping_in_one_line("x"):
+        for _ in range(2):
+            logging.getLogger("collab_compress.calibration").warning("3 texts are cut")
+        assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "x: 3 texts are cut\n"
+
+
+def test_an_error_after_a_signal_is_an_interrupt(capsys):
+    def work():
+        try:
+            signal.raise_signal(signal.SIGHUP)
+        except KeyboardInterrupt:
+            raise ValueError("a library's own words for it") from None
+
+    interrupted(work, capsys)
+
+
+@pytest.mark.parametrize(
+    ("before", "printed"),
+    [("", "\\u2192"), ("import os; os.close(0); os.close(1); sys.stdin = sys.stdout = None\n", "")],
+)
+def test_streams_that_are_closed_or_ascii(run, tmp_path, make_tiny, before, printed):
+    make_tiny("bert").save_pretrained(tmp_path / "tiny")
+    ascii_only = before or "sys.stdout.reconfigure(encoding='ascii', errors='strict')\n"
+    options = ("--dk", 8, "--calibration", "none", "--output", "out")
+    done = run("collab-compress", "tiny", *options, before=ascii_only, folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert printed in done.stdout

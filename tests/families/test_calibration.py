@@ -1,5 +1,6 @@
 """Conversions that need no data: random tokens for whoever reads tokens, noise for whoever reads images."""
 
+import io
 import wave
 from types import SimpleNamespace
 
@@ -187,6 +188,40 @@ def test_a_folder_of_sounds(sounds, build, tmp_path):
         CalibrationError, match=r"9\.wav has 16 bits a sample and 8000 samples a second; expected 16 and"
     ):
         calibration_batches(sounds, model)
+
+
+@pytest.mark.parametrize(
+    ("family", "file"),
+    [
+        ("vit", '{"image_processor_type": "Evil", "auto_map": {"AutoImageProcessor": "evil.Evil"}}'),
+        ("wav2vec2", '{"feature_extractor_type": "Evil", "auto_map": {"AutoFeatureExtractor": "evil.Evil"}}'),
+        ("vit", "[1]"),
+        ("vit", '{"image_processor_type": 3}'),
+    ],
+)
+def test_code_of_a_processor_is_not_run(family, file, pictures, sounds, build, tmp_path, monkeypatch):
+    build(family).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "preprocessor_config.json").write_text(file)
+    (tmp_path / "model" / "evil.py").write_text("open('executed', 'w')\nclass Evil: pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    model = type(build(family)).from_pretrained(tmp_path / "model")
+    with pytest.raises(CalibrationError, match="has no processor at"):
+        calibration_batches(pictures if family == "vit" else sounds, model)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_damaged_files_of_a_folder(pictures, sounds, build, tmp_path, monkeypatch):
+    model = saved_with(Wav2Vec2FeatureExtractor(), build("wav2vec2"), tmp_path / "wav2vec2")
+    whole = (sounds / "0.wav").read_bytes()
+    (sounds / "0.wav").write_bytes(whole[:-1])
+    with pytest.raises(CalibrationError, match=r"0\.wav ends in the middle of a sample"):
+        calibration_batches(sounds, model)
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 100)
+    model = saved_with(ViTImageProcessorPil(), build("vit"), tmp_path / "vit")
+    with pytest.raises(CalibrationError, match=r"cannot read the image .*decompression bomb"):
+        calibration_batches(pictures, model)
 
 
 def test_what_a_folder_lacks_is_said(pictures, sounds, build):
