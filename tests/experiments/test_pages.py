@@ -210,6 +210,7 @@ def test_the_index_counts(results):
     for paper, line in counted.items():
         assert line["rows in its tables"] == sum(len(table.rows) for table in read_papers() if table.paper == paper)
         assert line["figures drawn"] + line["figures that need more"] == len(FIGURES[paper])
+    assert counted["rotation"]["withdrawn"] == 3
     assert counted["rotation"]["rows of ours, 3 seeds or more"] == 4  # plain in three tables, alphas in one
 
 
