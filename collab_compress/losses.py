@@ -230,9 +230,9 @@ def nuclear_growth(alphas: Tensor, growth: float, previous: float | Tensor | Non
     $$L_{nuc} = \|\alpha(\Theta_0)\|_* + \Delta_r - \|\alpha(\Theta)\|_*$$
 
     equation 7 of "Multi-Head Rotation", for one matrix; the paper sums it over all of them. Without `previous`,
-    $\Theta_0$ is the present alphas, detached, as in the authors' code: the value is always $\Delta_r$ and the gradient
-    always raises the norm. With `previous` the loss is clipped at 0, so that it stops once the norm has grown by
-    $\Delta_r$ since then.
+    $\Theta_0$ is the present alphas, detached, as in the authors' code: the value is always $\Delta_r$ and the
+    gradient always raises the norm. With `previous` the loss is clipped at 0, so that it stops once the norm has
+    grown by $\Delta_r$ since then.
 
     Args:
         alphas: (…, H, H).

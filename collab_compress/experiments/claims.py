@@ -174,7 +174,7 @@ class Verdict:
         difference: of the method to what it is compared with, over the seeds that both have; None without any.
         unit: of the difference.
         found: holds, where the whole interval is on the claim's side of its bound; does not hold, where the whole
-            interval is on the other; cannot be told, also of fewer than three pairs; and withdrawn, where the claim is.
+            interval is on the other; cannot be told, also of fewer than three pairs; and withdrawn with the claim.
     """
 
     claim: Claim

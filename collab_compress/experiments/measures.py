@@ -23,6 +23,7 @@ from collab_compress.analysis import (
     pruning_curve,
     svcca,
 )
+from collab_compress.analysis.diversity import Measure as DiscrepancyMeasure
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
@@ -177,7 +178,8 @@ def measure_confidence(subject: Subject) -> Any:
 def measure_discrepancy(subject: Subject) -> Any:
     """Total discrepancy of the heads of each layer: "Multi-Head Rotation", Figures 6 and 7."""
     found = discrepancy(subject.model, subject.batches_of_all)
-    norms = {name: {"cosine": each.norm("cosine"), "l2": each.norm("l2")} for name, each in found.items()}
+    measures: tuple[DiscrepancyMeasure, ...] = ("cosine", "difference", "l2")
+    norms = {name: {measure: each.norm(measure) for measure in measures} for name, each in found.items()}
     return subject.by_kind(norms)
 
 
