@@ -117,8 +117,10 @@ class HeadTraining:
     rotation: RotationOptions | None = None
     """Head rotation."""
 
-    loss_normalization: Literal["stock", "mean"] = "stock"
-    """How a Trainer's loss adds up over the passes and processes of a step: as without us, or as a mean of means."""
+    loss_normalization: Literal["auto", "stock", "mean"] = "auto"
+    """How a Trainer's loss adds up over the passes and processes of a step. `stock`: as in a plain Trainer. `mean`:
+    as the mean over passes and processes. `auto`: `mean` for models that ignore `num_items_in_batch`, whose gradients
+    a plain Trainer adds up, so that penalties weigh the same however a step is divided; else `stock`."""
 
     def __post_init__(self) -> None:
         for name in ("drophead", "penalties"):
@@ -133,7 +135,7 @@ class HeadTraining:
         for (name, kind), count in losses.items():
             if count > 1:
                 raise HeadError(f"penalty {name} acts {count} times on {kind} attention; give each kind once")
-        _known("loss normalization", self.loss_normalization, ("stock", "mean"))
+        _known("loss normalization", self.loss_normalization, ("auto", "stock", "mean"))
 
 
 def of_kinds(name: str, kinds: tuple[Kind, ...], usual: tuple[Kind, ...]) -> str:
