@@ -1,6 +1,6 @@
 """What `collab-analyze` and `collab-prune` run models on: random tokens, a file of texts, a task's labelled data."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -179,22 +179,37 @@ def _labelled(name: str, data: Data, model: PreTrainedModel, tokenizer: Any, see
     encoded = encode_classification(chosen, tokenizer, max_length=min(data.length, tokenizer.model_max_length))
     if "labels" not in encoded.column_names:
         raise DataError(f"{name}: {split} has no labels to score with; pass its sentences by --data instead")
-    batches = list(_padded(encoded, tokenizer, {*forward_arguments(model), "labels"}))
-    bare = [{key: value for key, value in batch.items() if key != "labels"} for batch in batches]
-    labels = torch.cat([batch["labels"] for batch in batches])
+    known = {*forward_arguments(model), "labels"}
+    half = len(encoded) // 2
+    choosing = list(_padded(encoded.select(range(half)), tokenizer, known))
+    scoring = list(_padded(encoded.select(range(half, len(encoded))), tokenizer, known))
     metric = load_metric(task.metric)
+    task_score = TaskScore(
+        name=f"{' and '.join(metric.scores)} on {len(encoded) - half:,} rows of {name}",
+        score=_scorer(metric, scoring),
+        choose=_scorer(metric, choosing or scoring),
+        batches=(choosing or scoring)[: -(-LABELLED // BATCH_SIZE)],
+        greater_is_better=metric.greater_is_better,
+    )
+    sentence = data.sentence or _short(chosen["text"][:])
+    return Loaded(_without_labels(choosing + scoring), f"rows of {name}, {split}", sentence, task_score)
 
-    def score(scored: PreTrainedModel) -> float:
-        predicted = torch.cat([_predicted(scored, batch) for batch in bare])
+
+def _without_labels(batches: Sequence[Batch]) -> list[Batch]:
+    return [{key: value for key, value in batch.items() if key != "labels"} for batch in batches]
+
+
+def _scorer(metric: Any, batches: Sequence[Batch]) -> Callable[[PreTrainedModel], float]:
+    """Return a function that scores a model by a metric on labelled batches."""
+    labels = torch.cat([batch["labels"] for batch in batches])
+    inputs = _without_labels(batches)
+
+    def score(model: PreTrainedModel) -> float:
+        predicted = torch.cat([_predicted(model, batch) for batch in inputs])
         found = metric.compute(predictions=predicted, references=labels)
         return float(metric.scale * sum(found[key] for key in metric.scores) / len(metric.scores))
 
-    named = f"{' and '.join(metric.scores)} on {len(chosen):,} rows of {name}"
-    labelled = batches[: -(-LABELLED // BATCH_SIZE)]
-    return Loaded(
-        bare, f"rows of {name}, {split}", data.sentence or _short(chosen["text"][:]),
-        TaskScore(named, score, labelled, metric.greater_is_better),
-    )  # fmt: skip
+    return score
 
 
 def _short(texts: Sequence[Text]) -> Text:

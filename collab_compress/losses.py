@@ -32,7 +32,6 @@ FAINT = 1e-4  # of the root mean square length; trained models do have such vect
 # Keeps the root's slope finite at 0. Adds at most 2 √(ROOT_EPSILON · S) to a coefficient: 1e-5 at 2500 keys.
 ROOT_EPSILON = 1e-14
 HALF_ROOT_EPSILON = 6e-8  # float16's smallest number: the slope, scaled as in mixed precision, must fit float16 too
-GrowthForm = Literal["hinge", "printed"]
 LOG_EPSILON = 1e-9  # keeps the logarithm finite where a row is 0
 
 
@@ -225,39 +224,30 @@ def nuclear_norm(alphas: Tensor) -> Tensor:
         return norms.where(finite, torch.nan)  # svdvals raises, where a Trainer goes on with NaN
 
 
-def nuclear_growth(
-    alphas: Tensor, previous: float | Tensor | None, growth: float, form: GrowthForm = "hinge"
-) -> Tensor:
-    r"""Return by how much the nuclear norm falls short of a step's growth.
+def nuclear_growth(alphas: Tensor, growth: float, previous: float | Tensor | None = None) -> Tensor:
+    r"""Return by how much each nuclear norm falls short of a step's growth.
 
     $$L_{nuc} = \|\alpha(\Theta_0)\|_* + \Delta_r - \|\alpha(\Theta)\|_*$$
 
-    equation 7 of "Multi-Head Rotation", for one matrix; the paper's γ goes with the sum over all of them. It
-    leaves open what $\Theta_0$ is:
-
-    - `hinge`: the parameters one step before. Once the norm has grown by $\Delta_r$ the loss is 0 and asks no more.
-    - `printed`: the present parameters, not updated. The value is always $\Delta_r$, which has no gradient: the
-      norm is pushed up without end.
+    equation 7 of "Multi-Head Rotation", for one matrix; the paper sums it over all of them. Without `previous`,
+    $\Theta_0$ is the present alphas, detached, as in the authors' code: the value is always $\Delta_r$ and the
+    gradient always raises the norm. With `previous` the loss is clipped at 0, so that it stops once the norm has
+    grown by $\Delta_r$ since then.
 
     Args:
         alphas: (…, H, H).
-        previous: the nuclear norms one step before, (…), taken as constants; `printed` ignores them, None will do.
         growth: $\Delta_r$.
-        form: `hinge` or `printed`.
+        previous: the nuclear norms one step before, (…), taken as constants.
 
     Returns:
         One for each matrix, (…), in float32, or float64 if alphas is.
 
     Raises:
-        ValueError: a matrix is not square, the form is unknown or the hinge has no previous norm.
+        ValueError: a matrix is not square.
     """
-    if form not in ("hinge", "printed"):
-        raise ValueError(f"unknown form of nuclear growth: got {form!r}, expected 'hinge' or 'printed'")
     norm = nuclear_norm(alphas)
-    if form == "printed":
-        return norm.detach() + growth - norm
     if previous is None:
-        raise ValueError("the hinge needs the nuclear norm one step before: got None, expected a number or a tensor")
+        return norm.detach() + growth - norm
     if isinstance(previous, Tensor):
         previous = previous.detach()
     return torch.relu(previous + growth - norm)

@@ -52,7 +52,8 @@ def methods(start: dict[str, float]) -> dict[str, Callable[[], HeadTraining]]:
         size = 1 / (HEADS - 1) if name == "agreement" else start[name]
         return lambda: HeadTraining(penalties=(PenaltyOptions(name, SHARE * LOSS / size),))
 
-    growing = AlphasOptions(frozen_ratio=0.31, growth_weight=SHARE * LOSS / (6 * GROWTH), growth=GROWTH)
+    weight = SHARE * LOSS / (6 * GROWTH)
+    growing = AlphasOptions(growth_weight=weight, growth=GROWTH, growth_form="hinge")
     return {
         "plain": HeadTraining,
         "DropHead 0.2": lambda: HeadTraining(drophead=(DropHeadOptions(0.2),)),

@@ -24,7 +24,7 @@ from collab_compress.analysis.diversity import (
     discrepancy,
     discrepancy_growth,
 )
-from collab_compress.analysis.dominance import Dominance, PruningPoint, dominant_heads, pruning_curve
+from collab_compress.analysis.dominance import Dominance, PruningPoint, dominant_heads, pruning_curve, split_rows
 from collab_compress.analysis.energy import Energy, ValueEnergy, head_energy, tensor_energy, value_energy
 from collab_compress.analysis.mixing import alpha_matrices, effective_rank, mixing_matrices, skew_symmetry
 from collab_compress.analysis.responses import head_covariances, head_samples, layer_covariance, model_covariances
@@ -73,6 +73,7 @@ __all__ = [
     "pruning_curve",
     "sample_cka",
     "skew_symmetry",
+    "split_rows",
     "svcca",
     "tensor_energy",
     "value_energy",

@@ -89,7 +89,7 @@ def discrepancy(
 def discrepancy_growth(
     found: Mapping[str, Discrepancy], baseline: Mapping[str, Discrepancy], measure: Measure = "l2"
 ) -> dict[str, float]:
-    """Say by how many percent each layer's total discrepancy differs from a baseline model's.
+    """Return by how many percent each layer's total discrepancy differs from a baseline model's.
 
     Figures 6 and 7 of "Multi-Head Rotation".
 
@@ -107,13 +107,18 @@ def discrepancy_growth(
     if found.keys() != baseline.keys():
         odd = sorted(found.keys() ^ baseline.keys())
         raise HeadError(f"the models do not have the same attention modules: {', '.join(odd)} in one of them only")
-    growth = {}
+    growths = {}
     for name, ours in found.items():
-        before = baseline[name].norm(measure)
-        if before == 0:
+        growth = percent_growth(ours.norm(measure), baseline[name].norm(measure))
+        if growth is None:
             raise HeadError(f"{name}: the baseline's {measure} discrepancy is 0, so no growth can be given in %")
-        growth[name] = 100 * (ours.norm(measure) / before - 1)
-    return growth
+        growths[name] = growth
+    return growths
+
+
+def percent_growth(norm: float, baseline: float) -> float | None:
+    """Return by how many percent a total discrepancy exceeds a baseline's; None where that is 0."""
+    return 100 * (norm / baseline - 1) if baseline else None
 
 
 def bhattacharyya(

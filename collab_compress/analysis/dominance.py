@@ -46,12 +46,17 @@ class Dominance:
         sign = 1 if self.greater_is_better else -1
         return {name: int((sign * changes).argmin()) for name, changes in self.changes.items()}
 
-    @property
-    def by_kind(self) -> dict[Kind, float]:
-        """Mean over layers of what the loss of the dominant head changes, for each kind of attention (Table 4)."""
-        worst = {name: float(self.changes[name][head]) for name, head in self.dominant.items()}
-        of_kind = {kind: [worst[name] for name in worst if self.kinds[name] == kind] for kind in KINDS}
-        return {kind: sum(found) / len(found) for kind, found in of_kind.items() if found}
+    def mean_change(self, heads: Mapping[str, int]) -> dict[Kind, float]:
+        """Return the mean change over layers without one head of each, for each kind of attention (Table 4).
+
+        Args:
+            heads: module path → head. Take `dominant` of a `Dominance` that was measured on other rows: on the rows
+                that chose them, the change without the dominant heads looks larger than it is.
+        """
+        changes: dict[Kind, list[float]] = {}
+        for name, head in heads.items():
+            changes.setdefault(self.kinds[name], []).append(float(self.changes[name][head]))
+        return {kind: sum(changes[kind]) / len(changes[kind]) for kind in KINDS if kind in changes}
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,8 @@ def pruning_curve(
 
     Args:
         model: as for `dominant_heads`.
-        importance: module path → (H,), as `head_importance` gives; modules that are not named keep their heads.
+        importance: module path → (H,), as `head_importance` gives, measured on other rows than the score; modules
+            that are not named keep their heads.
         score: as for `dominant_heads`.
         batches: as for `dominant_heads`.
         shares: of the heads, 0 to 1, each rounded to whole heads.
@@ -141,6 +147,28 @@ def pruning_curve(
         PruningPoint(share, heads, sum(map(len, heads.values())), value)
         for share, heads, value in zip(shares, chosen, found, strict=True)
     ]
+
+
+def split_rows(batches: Batches) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Split batches into two sets of rows: some to choose heads on, others to score the model without them.
+
+    Batches of several rows are split in two; those of a single row go to one side and the other in turn.
+    """
+    choosing: list[dict[str, Any]] = []
+    scoring: list[dict[str, Any]] = []
+    for batch in batches:
+        rows = max(len(value) for value in batch.values() if isinstance(value, Tensor))
+        if rows == 1:
+            (choosing if len(choosing) <= len(scoring) else scoring).append(dict(batch))
+            continue
+        for side, part in ((choosing, slice(0, None, 2)), (scoring, slice(1, None, 2))):
+            side.append(
+                {
+                    name: value[part] if isinstance(value, Tensor) and len(value) == rows else value
+                    for name, value in batch.items()
+                }
+            )
+    return choosing, scoring
 
 
 def _scores(

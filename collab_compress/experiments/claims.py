@@ -21,7 +21,7 @@ CLAIMS = Path(__file__).with_name("claims.yaml")
 SEEDS = 3
 """Pairs that a verdict takes at least."""
 
-HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be told"
+HOLDS, FAILS, OPEN, WITHDRAWN = "holds", "does not hold", "cannot be told", "withdrawn"
 Readings: TypeAlias = dict[str, dict[int, float]]
 """Model → seed → number."""
 
@@ -155,6 +155,9 @@ class Claim:
     model: str | None = None
     """The model that it is about, named as in tables; that with most pairs if not given."""
 
+    withdrawn: str = ""
+    """Why the records cannot decide it, a sentence; empty where they can."""
+
     def __post_init__(self) -> None:
         if self.of not in QUANTITIES:
             raise RecipeError(f"{self.says} {self.of!r} is no quantity; expected one of {', '.join(QUANTITIES)}")
@@ -171,7 +174,7 @@ class Verdict:
         difference: of the method to what it is compared with, over the seeds that both have; None without any.
         unit: of the difference.
         found: holds, where the whole interval is on the claim's side of its bound; does not hold, where the whole
-            interval is on the other; and cannot be told, also of fewer than three pairs.
+            interval is on the other; cannot be told, also of fewer than three pairs; and withdrawn with the claim.
     """
 
     claim: Claim
@@ -198,6 +201,8 @@ class Verdict:
     def sentence(self) -> str:
         """The verdict with its numbers."""
         start = f"{self.found.capitalize()}: {self.claim.says}"
+        if self.claim.withdrawn:
+            return f"{start} {self.claim.withdrawn}"
         if self.difference is None:
             return f"{start} No seed has records of both sides of {self.compared} on {self.where}."
         pairs = f"{self.difference.count} seed{'s' * (self.difference.count != 1)}"
@@ -209,9 +214,9 @@ class Verdict:
 
 
 def tried(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """Give those that any seed speaks to: what holds, what does not, what cannot be told."""
+    """Return the verdicts that rest on one seed or more: what holds, does not hold, cannot be told, is withdrawn."""
     found = [verdict for verdict in verdicts if verdict.difference is not None]
-    return sorted(found, key=lambda verdict: (HOLDS, FAILS, OPEN).index(verdict.found))
+    return sorted(found, key=lambda verdict: (HOLDS, FAILS, OPEN, WITHDRAWN).index(verdict.found))
 
 
 def read_claims(path: Path = CLAIMS) -> dict[str, list[Claim]]:
@@ -303,7 +308,8 @@ def _verdict(claim: Claim, tasks: Sequence[str], results: Sequence[Result]) -> V
         1 if _greater_is_better(claim.of, tasks[0], results) else -1
     )
     unit = unit_of(claim.of, tasks[0], results).replace("%", "points")
-    return Verdict(claim, where, model, found, unit, _found(found, sign, claim.by))
+    verdict = WITHDRAWN if claim.withdrawn else _found(found, sign, claim.by)
+    return Verdict(claim, where, model, found, unit, verdict)
 
 
 def _found(difference: Estimate | None, sign: int, bound: float) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from collab_compress.analysis.diversity import Measure, percent_growth
 from collab_compress.experiments.results import Result
 from collab_compress.report.section import Curve, Curves, Heatmap, Heatmaps, Panel, Picture, numbered
 
@@ -204,7 +205,7 @@ def of_rotation(results: Iterable[Result]) -> list[Result]:
     return [result for result in results if compared(result)]
 
 
-def discrepancy_growth(results: Sequence[Result], metric: str, title: str, source: str) -> Pictures:
+def discrepancy_growth(results: Sequence[Result], metric: Measure, title: str, source: str) -> Pictures:
     """Draw, for each layer, by how many per cent a discrepancy is larger than the plain model's of the same seed."""
     pictures: Pictures = []
     for group, found in by_group(of_rotation(results)).items():
@@ -217,7 +218,9 @@ def discrepancy_growth(results: Sequence[Result], metric: str, title: str, sourc
                 if not is_plain(result) and result.seed in plain:
                     theirs, ours = plain[result.seed].get(kind, ()), result.measures["discrepancy"].get(kind, ())
                     for layer, (base, grown) in enumerate(zip(theirs, ours, strict=False)):
-                        curves[name_of(result)][layer].append(100 * (grown[metric] / base[metric] - 1))
+                        growth = percent_growth(grown.get(metric, 0.0), base.get(metric, 0.0))
+                        if growth is not None:
+                            curves[name_of(result)][layer].append(growth)
             if curves:
                 panels.append((kind, drawn(curves)))
         if panels:

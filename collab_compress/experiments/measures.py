@@ -23,6 +23,7 @@ from collab_compress.analysis import (
     pruning_curve,
     svcca,
 )
+from collab_compress.analysis.diversity import Measure as DiscrepancyMeasure
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
@@ -37,7 +38,7 @@ ROWS = 256
 """Rows that heads are looked at on, drawn once and for all."""
 
 SCORED = 128
-"""Of these, rows that a model is scored on without some of its heads, again and again."""
+"""Of these, rows that a model is scored on without some of its heads; the others choose the heads."""
 
 SHARES = tuple(step / 8 for step in range(9))
 """Of the heads, points of the pruning curve."""
@@ -70,13 +71,12 @@ class Subject:
         self._order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
         self._collate = workload.collator(model, tokenizer)
 
-    def places(self, count: int = ROWS) -> list[int]:
-        """Give which rows of the split are looked at, the same ones for all models; long ones come first."""
-        return sorted(self._order[:count], key=lambda place: -len(self._rows[place]["input_ids"]))
+    def places(self, first: int = 0, end: int = ROWS) -> list[int]:
+        """Return which rows of the split are looked at, the same ones for all models; long ones come first."""
+        return sorted(self._order[first:end], key=lambda place: -len(self._rows[place]["input_ids"]))
 
-    def batches(self, count: int = ROWS) -> list[Batch]:
-        """Give batches of these rows, with labels."""
-        places = self.places(count)
+    def batches(self, places: list[int]) -> list[Batch]:
+        """Return batches of rows of the split, with labels."""
         found = []
         for start in range(0, len(places), BATCH):
             batch = dict(self._collate([self._rows[place] for place in places[start : start + BATCH]]))
@@ -88,8 +88,18 @@ class Subject:
 
     @cached_property
     def batches_of_all(self) -> list[Batch]:
-        """Batches of as many rows as heads are looked at on."""
-        return self.batches()
+        """Batches of all rows that heads are looked at on."""
+        return self.batches(self.places())
+
+    @cached_property
+    def scoring(self) -> list[int]:
+        """Rows that score a model without some of its heads: up to half of those that are looked at."""
+        return self.places(0, min(SCORED, len(self._order[:ROWS]) // 2))
+
+    @cached_property
+    def choosing(self) -> list[int]:
+        """Rows that choose the heads; none of them is in `scoring`."""
+        return self.places(len(self.scoring))
 
     @cached_property
     def covariances(self) -> dict[str, JointCovariance]:
@@ -108,20 +118,18 @@ class Subject:
                 found.setdefault(site.kind, []).extend(own)
         return found
 
-    @cached_property
-    def _to_score(self) -> tuple[list[Batch], list[str]]:
-        """Batches that a model is scored on, and how their translations read."""
-        texts = self.workload.texts[self.split]
-        references = [texts[place]["target"] for place in self.places(SCORED)] if self._translates else []
-        return self.batches(SCORED), references
-
     @property
     def _translates(self) -> bool:
         return self.workload.task.kind == "translation"
 
-    def score(self, model: PreTrainedModel) -> float:
-        """Score a model by the task's metric on some of the rows; translations are searched for greedily."""
-        batches, references = self._to_score
+    def scorer(self, places: list[int]) -> Callable[[PreTrainedModel], float]:
+        """Return a function that scores a model by the task's metric on some rows; translation is greedy."""
+        batches = self.batches(places)
+        texts = self.workload.texts[self.split]
+        references = [texts[place]["target"] for place in places] if self._translates else []
+        return lambda model: self._score(model, batches, references)
+
+    def _score(self, model: PreTrainedModel, batches: list[Batch], references: list[str]) -> float:
         metric = self.workload.metric
         with evaluation_mode(model):
             if self._translates:
@@ -175,7 +183,8 @@ def measure_confidence(subject: Subject) -> Any:
 def measure_discrepancy(subject: Subject) -> Any:
     """Total discrepancy of the heads of each layer: "Multi-Head Rotation", Figures 6 and 7."""
     found = discrepancy(subject.model, subject.batches_of_all)
-    norms = {name: {"cosine": each.norm("cosine"), "l2": each.norm("l2")} for name, each in found.items()}
+    measures: tuple[DiscrepancyMeasure, ...] = ("cosine", "difference", "l2")
+    norms = {name: {measure: each.norm(measure) for measure in measures} for name, each in found.items()}
     return subject.by_kind(norms)
 
 
@@ -188,14 +197,18 @@ def measure_overlap(subject: Subject) -> Any:
 def measure_dominance(subject: Subject) -> Any:
     """The task's score without the dominant head of a layer, mean over layers: "Scheduled DropHead", Table 4."""
     better = subject.workload.metric.greater_is_better
-    found = dominant_heads(subject.model, subject.score, greater_is_better=better)
-    return {"score": found.baseline} | {kind: found.baseline + change for kind, change in found.by_kind.items()}
+    chosen, found = (
+        dominant_heads(subject.model, subject.scorer(places), greater_is_better=better)
+        for places in (subject.choosing, subject.scoring)
+    )
+    changes = found.mean_change(chosen.dominant)
+    return {"score": found.baseline} | {kind: found.baseline + change for kind, change in changes.items()}
 
 
 def measure_pruning(subject: Subject) -> Any:
     """The task's score without the least important heads, more and more: "Scheduled DropHead", Figure 3."""
-    importance = head_importance(subject.model, subject.batches_of_all)
-    found = pruning_curve(subject.model, importance, subject.score, shares=SHARES)
+    importance = head_importance(subject.model, subject.batches(subject.choosing))
+    found = pruning_curve(subject.model, importance, subject.scorer(subject.scoring), shares=SHARES)
     return {"shares": list(SHARES), "scores": [point.score for point in found]}
 
 
@@ -262,7 +275,7 @@ def add_measures(workload: Workload, directory: str | Path, tokenizer: PreTraine
         return
     model: Any = workload.load_model(directory).to(process_state().device)
     subject = Subject(workload, model, tokenizer)
-    how = {"split": subject.split, "rows": len(subject.places()), "scored": len(subject.places(SCORED))}
+    how = {"split": subject.split, "rows": len(subject.places()), "scored": len(subject.scoring)}
     for name in names:
         found = MEASURES[name](subject)
         record = read_record(path)

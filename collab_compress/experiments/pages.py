@@ -13,6 +13,7 @@ from collab_compress.experiments.claims import (
     HOLDS,
     OPEN,
     SEEDS,
+    WITHDRAWN,
     Readings,
     Verdict,
     differences,
@@ -215,13 +216,14 @@ def _index(
         printed, ours = sum(len(table.rows) for table in tables), sum(1 for _ in _repeated(tables, results))
         lacking = sum(name.startswith("Figure") for name in pages[key].omitted)
         drawn = len(FIGURES[key]) - lacking
-        rows.append((key, found[HOLDS], found[FAILS], found[OPEN], printed, ours, drawn, lacking))
+        rows.append((key, found[HOLDS], found[FAILS], found[OPEN], found[WITHDRAWN], printed, ours, drawn, lacking))
         highlights.append(
-            f"{tables[0].title}: {found[HOLDS]} claims hold, {found[FAILS]} do not, {found[OPEN]} cannot be told; "
+            f"{tables[0].title}: {found[HOLDS]} claims hold, {found[FAILS]} do not, {found[OPEN]} cannot be told, "
+            f"{found[WITHDRAWN]} are withdrawn; "
             f"{drawn} of {len(FIGURES[key])} figures are drawn."
         )
     columns = (
-        "paper", "holds", "does not hold", "cannot be told", "rows in its tables",
+        "paper", "holds", "does not hold", "cannot be told", "withdrawn", "rows in its tables",
         f"rows of ours, {SEEDS} seeds or more", "figures drawn", "figures that need more",
     )  # fmt: skip
     section = Section(

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
@@ -16,8 +16,9 @@ class DropHead:
 
     With ξ_h ∈ {0, 1} kept heads, head outputs become Z_h · ξ_h · H/Σξ. Where all heads of a sample would drop, one
     chosen at random stays, so the expectation of every head's output is what it was. Evaluation is not touched.
-    Draws from torch's global generator of the model's device. The heads are those that attention computes: with
-    alphas mixing, what is dropped is what would be mixed.
+    Draws come from torch's global generator of the model's device. Trainers seed all processes alike, so each process
+    draws for all of them and takes its own share. The heads are those that attention computes: with alphas mixing,
+    what is dropped is what would be mixed.
 
     Args:
         model: stock or edited.
@@ -43,6 +44,7 @@ class DropHead:
         self._tensors = {device: torch.zeros((), device=device) for device in devices}
         self._tensors.setdefault(torch.device("cpu"), torch.zeros(()))
         self.p, self.rescale = p, rescale
+        self.rank, self.processes = _process()
         for module in self._modules:
             add_head_hook_(module, self)
 
@@ -63,7 +65,7 @@ class DropHead:
         """Drop heads of outputs (B, T, H, dv)."""
         if not call.module.training:
             return outputs
-        drawn = torch.rand(outputs.shape[0], outputs.shape[2], device=outputs.device)
+        drawn = torch.rand(self.processes, outputs.shape[0], outputs.shape[2], device=outputs.device)[self.rank]
         p = self._tensors.get(outputs.device)
         if p is None:  # the model has moved since
             p = self._tensors[torch.device("cpu")].to(outputs.device)
@@ -75,6 +77,13 @@ class DropHead:
         for module in self._modules:
             remove_head_hook_(module, self)
         self._modules = []
+
+
+def _process() -> tuple[int, int]:
+    """Return the rank of this process and the number of processes."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
 
 
 def head_scales(drawn: Tensor, p: Tensor) -> Tensor:

@@ -28,6 +28,8 @@ def check_heads(
         HeadError: a module or a head is not known.
     """
     known = {site.name: site for site in sites}
+    if not isinstance(heads, Mapping) or not all(isinstance(chosen, Collection) for chosen in heads.values()):
+        raise HeadError(f"heads are {heads!r}; expected module path → heads, as in {{{next(iter(known))!r}: [0]}}")
     for name, chosen in heads.items():
         if name not in known:
             raise HeadError(f"no attention module {name!r}; there are {', '.join(known)}")

@@ -11,7 +11,7 @@ from time import perf_counter
 import torch
 import transformers
 
-from collab_compress.errors import HeadError
+from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.report.section import Cell, Omitted, Section
 from collab_compress.report.sections import SECTIONS
 from collab_compress.report.study import Study
@@ -91,7 +91,7 @@ def look_at(study: Study, sections: Collection[str] = tuple(SECTIONS)) -> Findin
         if name in sections:
             try:
                 section = measure(study)
-            except HeadError as error:
+            except (HeadError, UnsupportedModelError) as error:
                 section = Omitted(str(error))
             if isinstance(section, Omitted):
                 omitted[name] = section.reason

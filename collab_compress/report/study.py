@@ -152,13 +152,15 @@ class TaskScore:
 
     Args:
         name: what the score is, as `accuracy on 408 rows of mrpc`.
-        score: gives the score of a model.
-        batches: with labels, for the gradient of the loss.
+        score: scores a model.
+        choose: scores a model on other rows, which choose heads.
+        batches: of the rows that choose heads, with labels, for the gradient of the loss.
         greater_is_better: whether a greater score is a better one.
     """
 
     name: str
     score: Callable[[PreTrainedModel], float]
+    choose: Callable[[PreTrainedModel], float]
     batches: Sequence[Batch]
     greater_is_better: bool = True
 

@@ -51,11 +51,10 @@ class AlphasTraining:
             self._previous, self.norms = norms if self.norms is None else self.norms.to(norms), norms
 
     def growth(self) -> Tensor | None:
-        """Give the nuclear growth loss, summed over all matrices, not weighted; None while alphas are frozen."""
+        """Return the nuclear growth loss, summed over all matrices and not weighted; None while alphas are frozen."""
         if self._frozen or self.options.growth_weight == 0:
             return None
-        options = self.options
-        return nuclear_growth(self._together(), self._previous, options.growth, options.growth_form).sum()
+        return nuclear_growth(self._together(), self.options.growth, self._previous).sum()
 
     def remove(self) -> None:
         """Leave the modules as they were."""

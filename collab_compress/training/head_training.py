@@ -77,14 +77,17 @@ class AlphasOptions:
     frozen_ratio: float = 0.31
     """Share of training during which they stay the identity."""
 
-    growth_weight: float = 40.0
-    """What the nuclear growth loss is multiplied by, summed over all matrices, once they train; 0 for none."""
+    growth_weight: float = 0.01
+    """Weight of the nuclear growth loss, summed over all matrices, beside the mean loss of a token; 0 for none. The
+    authors add 40 times the growth loss to a loss summed over the tokens of a step, about 4,096: 40 / 4,096 here."""
 
     growth: float = 1e-4
-    """Δr: by how much a matrix's nuclear norm should grow in a step."""
+    """Δr: by how much a matrix's nuclear norm should grow in a step; without effect in the `printed` form, where it
+    has no gradient."""
 
-    growth_form: Literal["hinge", "printed"] = "hinge"
-    """Against the norm a step ago and clipped at 0, or as the paper prints it."""
+    growth_form: Literal["printed", "hinge"] = "printed"
+    """As the paper prints it and the authors train, which always raises the norm; or `hinge`, which compares with the
+    norm one step before and stops once it has grown by Δr."""
 
     kinds: tuple[Kind, ...] = KINDS
     """Which attention has its heads mixed: encoder, decoder, cross."""
@@ -114,8 +117,10 @@ class HeadTraining:
     rotation: RotationOptions | None = None
     """Head rotation."""
 
-    loss_normalization: Literal["stock", "mean"] = "stock"
-    """How a Trainer's loss adds up over the passes and processes of a step: as without us, or as a mean of means."""
+    loss_normalization: Literal["auto", "stock", "mean"] = "auto"
+    """How a Trainer's loss adds up over the passes and processes of a step. `stock`: as in a plain Trainer. `mean`:
+    as the mean over passes and processes. `auto`: `mean` for models that ignore `num_items_in_batch`, whose gradients
+    a plain Trainer adds up, so that penalties weigh the same however a step is divided; else `stock`."""
 
     def __post_init__(self) -> None:
         for name in ("drophead", "penalties"):
@@ -130,7 +135,7 @@ class HeadTraining:
         for (name, kind), count in losses.items():
             if count > 1:
                 raise HeadError(f"penalty {name} acts {count} times on {kind} attention; give each kind once")
-        _known("loss normalization", self.loss_normalization, ("stock", "mean"))
+        _known("loss normalization", self.loss_normalization, ("auto", "stock", "mean"))
 
 
 def of_kinds(name: str, kinds: tuple[Kind, ...], usual: tuple[Kind, ...]) -> str:

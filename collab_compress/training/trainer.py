@@ -19,6 +19,7 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
+from collab_compress.calibration import evaluation_mode
 from collab_compress.errors import HeadError
 from collab_compress.heads import alphas_of, mix_heads_
 from collab_compress.heads.rotation import PAIRINGS
@@ -33,17 +34,19 @@ class HeadTrainerMixin:
 
         class HeadSFTTrainer(HeadTrainerMixin, SFTTrainer): ...
 
-    Penalties are added to the loss that the trainer computes, so labels, label smoothing and a loss function of one's
-    own keep their meaning. They are means over a batch, and over the passes and processes of a step. The loss itself
-    adds up as `HeadTraining.loss_normalization` says:
+    Penalties are added to the loss that the trainer computes, so labels, label smoothing and a custom loss function
+    keep their meaning. They are means over a batch, and over the passes and processes of a step. The loss itself adds
+    up as `HeadTraining.loss_normalization` says:
 
-    - `stock`: as the trainer does it by itself. One that finds that its model takes `num_items_in_batch` adds losses
-      up over passes and processes, for it expects them to be shares of one mean. Many models take it and ignore it
-      (regression, BERT's classifiers, Marian): their gradient grows with the number of passes and processes, and a
-      penalty weighs less beside it.
-    - `mean`: the mean over passes and processes of each batch's own mean, whatever the model takes. One batch of four
-      rows and four passes of one row give the same gradient where rows count alike; where tokens count, those in a
-      short batch weigh more. A loss function of one's own gets None for `num_items_in_batch`.
+    - `stock`: as in the plain trainer. Where the model takes `num_items_in_batch`, losses are added up over passes
+      and processes, for they should be shares of one mean. Many models take it and ignore it (regression, BERT's
+      classifiers, Marian): their gradient grows with the number of passes and processes, and a penalty weighs less
+      beside it.
+    - `mean`: the mean over passes and processes of each batch's own mean. Where tokens count, those of a short batch
+      weigh more. A custom loss function gets None for `num_items_in_batch`.
+    - `auto` (default): `mean` for a model that ignores `num_items_in_batch`, else `stock`. Which it is shows in the
+      first step that has several passes or processes: the loss of its first batch is computed for two numbers of
+      items. Without anything that acts on heads, `stock`.
 
     Logs hold each penalty, and `loss` is the sum. Checkpoints hold what a resumed run needs. Alphas are put into the
     model when it is handed over, for the optimizer to find them.
@@ -59,6 +62,9 @@ class HeadTrainerMixin:
 
     def __init__(self, *args: Any, head_training: HeadTraining | None = None, **given: Any) -> None:
         self.head_training = HeadTraining() if head_training is None else head_training
+        self._takes_mean: bool | None = {"stock": False, "mean": True}.get(self.head_training.loss_normalization)
+        if self.head_training == HeadTraining():
+            self._takes_mean = False
         super().__init__(*args, **given)
         self._callback = _HeadCallback(self)
         trainer: Any = self
@@ -87,11 +93,30 @@ class HeadTrainerMixin:
         self._callback.close()
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None, **given: Any) -> Tensor:
-        """Take a pass as the trainer does, with losses that are means over their batches if it should be so."""
+        """Take a pass as the trainer does, with losses normalized as `loss_normalization` says."""
         trainer: Any = super()
-        items = None if self.head_training.loss_normalization == "mean" else num_items_in_batch
+        if self._takes_mean is None:
+            self._takes_mean = self._ignores_items(model, inputs, num_items_in_batch)
+        items = None if self._takes_mean else num_items_in_batch
         loss: Tensor = trainer.training_step(model, inputs, items, **given)
         return loss
+
+    def _ignores_items(self, model: Any, inputs: Any, items: Any) -> bool | None:
+        """Return whether the loss is the same for any `num_items_in_batch`; None while that makes no difference."""
+        trainer: Any = self
+        parts = trainer.current_gradient_accumulation_steps * trainer.args.world_size
+        if parts == 1 or items is None:
+            return None
+        if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
+            return True  # the trainer takes the mean by itself
+        plain: Any = super()
+        count = torch.as_tensor(items)
+        with evaluation_mode(model), torch.random.fork_rng():
+            one, other = (
+                plain.compute_loss(model, dict(trainer._prepare_inputs(inputs)), num_items_in_batch=number)
+                for number in (count, 2 * count)
+            )
+        return bool(torch.equal(one, other)) if bool(one.isfinite() & (one != 0)) else None
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **given: Any
@@ -106,7 +131,7 @@ class HeadTrainerMixin:
             return result
         loss = result[0] if return_outputs else result
         passes = _passes(self, num_items_in_batch)
-        if self.head_training.loss_normalization == "mean" and getattr(self, "loss_is_scaled_for_ga", None) is None:
+        if self._takes_mean and getattr(self, "loss_is_scaled_for_ga", None) is None:
             loss = loss / passes
         if session.penalises:
             loss = loss + session.penalty(loss.detach() * passes).to(loss.device) / passes

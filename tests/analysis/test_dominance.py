@@ -7,7 +7,7 @@ import torch
 from transformers import BertForSequenceClassification
 
 from collab_compress import HeadMask, head_importance, prune_heads_
-from collab_compress.analysis import dominant_heads, pruning_curve
+from collab_compress.analysis import Dominance, dominant_heads, pruning_curve, split_rows
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.attention.view import head_hooks
 from collab_compress.errors import HeadError
@@ -67,15 +67,34 @@ def test_a_score_is_taken_without_each_head(either, greater_is_better):
         pick = min if greater_is_better else max
         worst.setdefault(site.kind, []).append(pick(changes))
         assert found.dominant[site.name] == changes.index(pick(changes))
-    assert found.by_kind.keys() == worst.keys()
+    means = found.mean_change(found.dominant)
+    assert means.keys() == worst.keys()
     for kind, changes in worst.items():
-        assert found.by_kind[kind] == pytest.approx(sum(changes) / len(changes), rel=1e-3, abs=1e-3)
+        assert means[kind] == pytest.approx(sum(changes) / len(changes), rel=1e-3, abs=1e-3)
     assert not any(head_hooks(site.module) for site in find_attention(model, FAMILIES))
+
+
+def test_other_heads_have_their_own_mean_change():
+    changes = {"a": torch.tensor([-3.0, 1.0]), "b": torch.tensor([0.0, -5.0]), "c": torch.tensor([2.0, 4.0])}
+    found = Dominance(50.0, changes, {"a": "encoder", "b": "encoder", "c": "cross"}, greater_is_better=True)
+    assert found.dominant == {"a": 0, "b": 1, "c": 0}
+    assert found.mean_change(found.dominant) == {"encoder": -4.0, "cross": 2.0}
+    assert found.mean_change({"a": 1, "b": 1, "c": 1}) == {"encoder": -2.0, "cross": 4.0}
+
+
+@pytest.mark.parametrize("sizes", [(4, 3), (1, 1, 1), (2,)])
+def test_rows_choose_or_score(sizes):
+    rows = iter(range(sum(sizes)))
+    batches = [{"input_ids": torch.tensor([[next(rows)] for _ in range(size)]), "flag": True} for size in sizes]
+    sides = [[int(row) for batch in side for row in batch["input_ids"]] for side in split_rows(batches)]
+    assert sorted(sides[0] + sides[1]) == list(range(sum(sizes)))
+    assert abs(len(sides[0]) - len(sides[1])) <= len(sizes)
+    assert all(sides)
 
 
 def test_kinds_can_be_chosen(make_tiny, make_batch):
     found = dominant_heads(make_tiny("marian"), batches=[make_batch("marian")], kinds=("cross",))
-    assert set(found.by_kind) == {"cross"}
+    assert set(found.mean_change(found.dominant)) == {"cross"}
     assert all("encoder_attn" in name for name in found.changes)
 
 

@@ -14,10 +14,12 @@ from collab_compress.experiments.claims import (
     HOLDS,
     OPEN,
     QUANTITIES,
+    WITHDRAWN,
     Claim,
     judge,
     read_claims,
     readings,
+    tried,
 )
 from collab_compress.experiments.results import read_papers, read_results
 from collab_compress.tasks import TASKS
@@ -98,6 +100,14 @@ def test_fewer_than_three_seeds_tell_nothing(write):
     assert (
         "No seed has records of both sides" in verdict(write("hsic", [1.0]), replace(CLAIM, than="hsic/dk8")).sentence
     )
+
+
+def test_a_withdrawn_claim_has_a_reason_in_place_of_a_verdict(write):
+    write("plain", [80.0, 82.0, 81.0])
+    found = verdict(write("drophead", [81.0, 83.2, 82.1]), replace(CLAIM, withdrawn="The weight was wrong."))
+    assert found.found == WITHDRAWN
+    assert found.sentence == "Withdrawn: Heads are better. The weight was wrong."
+    assert tried([found]) == [found]
 
 
 def test_what_is_no_number_tells_nothing(write):

@@ -100,7 +100,7 @@ def test_a_finished_run_is_measured_and_nothing_else(translated, sentences, tmp_
     assert found["confidence"] == {kind: [near(heads) for heads in layers] for kind, layers in right.items()}
     for kind, layers in of(discrepancy(model, batches)).items():
         for layer, norms in zip(layers, found["discrepancy"][kind], strict=True):
-            assert norms == {name: near(getattr(layer, name).sum()) for name in ("cosine", "l2")}
+            assert norms == {name: near(getattr(layer, name).sum()) for name in ("cosine", "difference", "l2")}
     right = of({name: mean_over_pairs(each) for name, each in bhattacharyya(model, batches).items()})
     assert found["overlap"] == {kind: near(layers) for kind, layers in right.items()}
     for name, right in (("mixing", mixing_matrices(model)), ("alphas", alphas_of(model))):

@@ -31,7 +31,7 @@ def measured(seed, of=1.0):
         "svcca": {"layers": {"encoder": [0.5 * of]}, "curve": {"encoder": [0.9, 0.4 + seed / 10]}},
         "cka": {"layers": {"encoder": [0.3 * of]}},
         "confidence": {"encoder": [[0.5, 0.6], [0.7, 0.8]], "cross": [[0.1], [0.2, 0.3]]},
-        "discrepancy": {"encoder": [{"cosine": 2.0 * of, "l2": 4.0}, {"cosine": 1.0, "l2": 2.0 * of}]},
+        "discrepancy": {"encoder": [{"difference": 2.0 * of, "l2": 4.0}, {"difference": 1.0, "l2": 2.0 * of}]},
         "overlap": {"encoder": [0.5]},
         "dominance": {"encoder": 17.0, "score": 20.0},
         "pruning": {"shares": [0.0, 0.5, 1.0], "scores": [20.0, 15.0 + seed, 1.0]},
@@ -182,11 +182,31 @@ def test_curves_are_means_over_seeds(results):
     assert losses == {"cross-entropy", "overlap", "total"}
 
 
-def test_bleu_against_other_references_is_left_out(tmp_path):
+@pytest.mark.parametrize(("angle", "above"), [(0.0, False), (math.pi / 2, True)])
+def test_growth_is_above_zero_where_heads_move_apart(tmp_path, angle, above):
+    """Two heads at 45 degrees in the plain model, alike or orthogonal in the other; by a loop over pairs."""
+
+    def discrepancy(theta):
+        heads = [(1.0, 0.0), (math.cos(theta), math.sin(theta))]
+        pairs = [(one, other) for one in heads for other in heads]
+        difference = sum(1 - one[0] * other[0] - one[1] * other[1] for one, other in pairs)
+        return {"encoder": [{"difference": difference, "l2": sum(math.dist(one, other) for one, other in pairs)}]}
+
+    plain, mixed = trained("plain", 20.0, 0), trained("alphas", 20.0, 0, heads={"alphas": {"growth_weight": 0.01}})
+    plain["measures"]["discrepancy"] = discrepancy(math.pi / 4)
+    mixed["measures"]["discrepancy"] = discrepancy(angle)
+    pictures = {picture.source: picture for picture in drawn(paper_pages(read(tmp_path, [plain, mixed]))["rotation"])}
+    for source in ("Rotation, Fig. 6", "Rotation, Fig. 7"):
+        [growth] = pictures[source].panels[0].curves[0].y
+        assert (growth > 0) == above
+
+
+def test_every_logged_bleu_is_drawn(tmp_path):
     record = trained("plain", 20.0, 0)
-    assert "Figure 5" not in needing(paper_pages(read(tmp_path, [record]))["bhattacharyya"])
     record["history"][-1]["eval_bleu"] = 1.2
-    assert "Figure 5" in needing(paper_pages(read(tmp_path, [record]))["bhattacharyya"])
+    pages = paper_pages(read(tmp_path, [record]))
+    [picture] = [each for each in drawn(pages["bhattacharyya"]) if each.source == "Bhattacharyya, Fig. 5"]
+    assert picture.panels[0].curves[0].y[-1] == 1.2
 
 
 def test_scores_against_width(results):
@@ -210,6 +230,7 @@ def test_the_index_counts(results):
     for paper, line in counted.items():
         assert line["rows in its tables"] == sum(len(table.rows) for table in read_papers() if table.paper == paper)
         assert line["figures drawn"] + line["figures that need more"] == len(FIGURES[paper])
+    assert counted["rotation"]["withdrawn"] == 3
     assert counted["rotation"]["rows of ours, 3 seeds or more"] == 4  # plain in three tables, alphas in one
 
 

@@ -113,7 +113,7 @@ def test_it_computes_in_float32_at_least(name, draw, dtype, autocast):
 @pytest.mark.parametrize("name", [*sorted(LOSSES), "nuclear growth"])
 def test_it_compiles_as_one_graph(name, draw):
     if name == "nuclear growth":
-        leaf, argument, function = torch.eye(4, requires_grad=True), 4.0, partial(nuclear_growth, growth=0.1)
+        leaf, argument, function = torch.eye(4, requires_grad=True), 0.1, partial(nuclear_growth, previous=4.0)
     else:
         leaf, argument = draw(name)
         function = LOSSES[name]

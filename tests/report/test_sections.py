@@ -190,7 +190,7 @@ def test_dominance_by_score(study):
 
     model = Lossy(study.model.config).eval()
     model.load_state_dict(study.model.state_dict())
-    task = TaskScore("size", score, labelled)
+    task = TaskScore("size", score, score, labelled)
     found = look_at(Study(model, study.batches, score=task, look=study.look), ["dominance"]).sections[0]
     expected = dominant_heads(model, score)
     lost = -torch.stack([*expected.changes.values()])

@@ -199,10 +199,22 @@ def test_nuclear_growth_pushes_the_norms_up(form):
         assert torch.linalg.svdvals(other).sum() > 3
 
 
+def test_growth_is_in_the_unit_of_the_authors(make_undropped, batch):
+    """Their step: 40 times the growth loss, added to a loss summed over 4,096 tokens, all divided by these."""
+    model, tokens = make_undropped("bert"), 4096
+    mix_heads_(model)
+    matrices = list(alphas_of(model).values())
+    with HeadSession(model, HeadTraining(alphas=AlphasOptions(frozen_ratio=0)), torch.optim.SGD(matrices)) as session:
+        session.penalty().backward()
+    for matrix in matrices:
+        left, _, right = torch.linalg.svd(matrix.detach())
+        torch.testing.assert_close(matrix.grad, -40 / tokens * left @ right, rtol=0.05, atol=0)
+
+
 def test_the_hinge_compares_with_the_step_before(make_undropped, batch):
     model = make_undropped("bert")
     mix_heads_(model)
-    options = AlphasOptions(frozen_ratio=0.5, growth_weight=2.0, growth=0.1)
+    options = AlphasOptions(frozen_ratio=0.5, growth_weight=2.0, growth=0.1, growth_form="hinge")
     session = HeadSession(model, HeadTraining(alphas=options), torch.optim.SGD(model.parameters()))
     assert session.penalty().item() == 0  # frozen
     session.step(0.5)

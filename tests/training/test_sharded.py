@@ -96,6 +96,7 @@ class Training:
             for step in range(epoch * STEPS, (epoch + 1) * STEPS):
                 self.session.step(step / (EPOCHS * STEPS - 1))
                 for rank in self.ranks:
+                    draw_as(self.session, rank)
                     torch.manual_seed(1000 + 2 * step + rank)
                     loss = self.model(**self.batches[2 * step + rank]).loss
                     self.backward((loss + self.session.penalty(loss)) / len(self.ranks))
@@ -105,6 +106,12 @@ class Training:
 
     def state(self):
         return json.loads(json.dumps(self.session.state_dict()))
+
+
+def draw_as(session, rank):
+    """Let DropHead draw what one of two processes draws."""
+    for drophead in session._dropheads:
+        drophead.rank, drophead.processes = rank, 2
 
 
 def adamw(model):
@@ -182,7 +189,10 @@ class Seeded(HeadTrainer):
 
     def compute_loss(self, *given, **options):
         alone = self.args.world_size == 1
-        torch.manual_seed(2 * self.state.global_step + (self.passes % 2 if alone else self.args.process_index))
+        rank = self.passes % 2 if alone else self.args.process_index
+        if self._callback.session is not None:
+            draw_as(self._callback.session, rank)
+        torch.manual_seed(2 * self.state.global_step + rank)
         self.passes += 1
         return super().compute_loss(*given, **options)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from collab_compress.analysis import AttentionMap, Discrepancy, mean_over_pairs
 from collab_compress.analysis import attention_maps as maps_of
+from collab_compress.analysis.diversity import Measure, percent_growth
 from collab_compress.report.section import (
     Cell,
     Column,
@@ -172,9 +173,12 @@ def _overlaps(study: Study, models: list[_Measured]) -> Picture:
 
 
 def _growth(study: Study, ours: _Measured, theirs: _Measured) -> tuple[Table, Picture]:
-    measures = {"difference": "1 − cosine (Fig. 6)", "l2": "L2 (Fig. 7)", "cosine": "cosine + 1"}
+    measures: dict[Measure, str] = {"difference": "1 − cosine (Fig. 6)", "l2": "L2 (Fig. 7)", "cosine": "cosine + 1"}
     pairs = list(zip(ours.discrepancy.items(), theirs.discrepancy.values(), strict=True))
-    values = {measure: [_percent(own, other, measure) for (_, own), other in pairs] for measure in measures}
+    values = {
+        measure: [percent_growth(own.norm(measure), other.norm(measure)) for (_, own), other in pairs]
+        for measure in measures
+    }
     rows = tuple(
         (study.label(name), *(values[measure][place] for measure in measures))
         for place, ((name, _), _) in enumerate(pairs)
@@ -191,11 +195,6 @@ def _growth(study: Study, ours: _Measured, theirs: _Measured) -> tuple[Table, Pi
         (Panel("", tuple(Curve(title, x, tuple(values[measure])) for measure, title in measures.items())),),
         "attention module, in order", "growth, %", 0.0, 0.0,
     )  # fmt: skip
-
-
-def _percent(ours: Discrepancy, theirs: Discrepancy, measure: str) -> float | None:
-    before = theirs.norm(measure)  # type: ignore[arg-type]
-    return 100 * (ours.norm(measure) / before - 1) if before else None  # type: ignore[arg-type]
 
 
 def _average(distances: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from collab_compress.analysis import (
     module_latency,
     paper_table_1,
     pruning_curve,
+    split_rows,
     with_progress,
 )
 from collab_compress.architectures import FAMILIES, find_attention
@@ -89,7 +90,7 @@ def _widths(study: Study) -> dict[str, int]:
 
 def dominance(study: Study) -> Section | Omitted:
     """Show what the model loses without each head, and without more and more of them."""
-    found, points, words = _by_drift(study) if study.score is None else _by_score(study)
+    found, chosen, points, words = _by_drift(study) if study.score is None else _by_score(study)
     cost = _costs(found)
     labels = study.labels(found.changes)
     worst = max(float(values.max()) for values in cost.values())
@@ -111,14 +112,14 @@ def dominance(study: Study) -> Section | Omitted:
             min(0.0, *(p.score for p in points)),
         ),
     )  # fmt: skip
-    kinds = ", ".join(f"{short(change)} ({kind})" for kind, change in found.by_kind.items())
+    kinds = ", ".join(f"{short(change)} ({kind})" for kind, change in found.mean_change(chosen).items())
     half = next(point for point in points if point.share >= 0.5)
     return Section(
         "dominance",
         "What heads are worth",
         _reading(study, words),
         "DropHead, Table 4 and Fig. 3",
-        (_dominant(found, labels), _kinds(found), _pruning(points, words)),
+        (_dominant(found, chosen, labels), _kinds(found, chosen), _pruning(points, words)),
         pictures,
         (
             f"Silencing the dominant head of a layer changes the {words} by {kinds}, mean over layers.",
@@ -342,37 +343,45 @@ def _range(widths: Iterable[int | None]) -> str:
     return str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 
-def _by_drift(study: Study) -> tuple[Dominance, list[PruningPoint], str]:
-    batches = study.some(study.look.head_sequences)
-    found = dominant_heads(study.model, batches=batches, progress=study.progress("heads one by one"))
-    points = pruning_curve(study.model, found.changes, batches=batches, progress=study.progress("pruning curve"))
-    return found, points, "drift"
+def _by_drift(study: Study) -> tuple[Dominance, dict[str, int], list[PruningPoint], str]:
+    choosing, scoring = split_rows(study.some(study.look.head_sequences))
+    chosen, found = (
+        dominant_heads(study.model, batches=batches, progress=study.progress("heads one by one"))
+        for batches in (choosing, scoring)
+    )
+    points = pruning_curve(study.model, chosen.changes, batches=scoring, progress=study.progress("pruning curve"))
+    return found, chosen.dominant, points, "drift"
 
 
-def _by_score(study: Study) -> tuple[Dominance, list[PruningPoint], str]:
+def _by_score(study: Study) -> tuple[Dominance, dict[str, int], list[PruningPoint], str]:
     task = study.score
     assert task is not None
-    found = dominant_heads(
-        study.model, task.score, greater_is_better=task.greater_is_better, progress=study.progress("heads one by one")
+    chosen, found = (
+        dominant_heads(
+            study.model, score, greater_is_better=task.greater_is_better, progress=study.progress("heads one by one")
+        )
+        for score in (task.choose, task.score)
     )
     labelled = with_progress(task.batches, study.progress("importance"), "importance")
     importance = head_importance(study.model, labelled)
     points = pruning_curve(study.model, importance, task.score, progress=study.progress("pruning curve"))
-    return found, points, task.name
+    return found, chosen.dominant, points, task.name
 
 
 def _reading(study: Study, words: str) -> str:
     if study.score is not None:
         return (
-            f"Heads are silenced one at a time, and the model is scored without each ({words}). For the curve they "
-            "are silenced together, the least important first: importance is the mean size of the loss's gradient "
-            "in a mask on the head, normalised in each layer (Michel et al., 2019)."
+            f"Heads are silenced one at a time, and the model is scored without each ({words}). The dominant head "
+            "of a layer is chosen on other rows than those that score it. For the curve heads are silenced together, "
+            "the least important first: importance is the mean size of the loss's gradient in a mask on the head, "
+            "normalised in each layer (Michel et al., 2019)."
         )
     count = min(study.look.head_sequences, study.sequences)
     return (
         f"Heads are silenced one at a time on {count} sequences. Without labels the score is the drift of the "
-        "model's outputs, ‖without − with‖ / ‖with‖ over real tokens: 0 with all heads, less is better. For the "
-        "curve they are silenced together, those whose own loss moved the outputs least first."
+        "model's outputs, ‖without − with‖ / ‖with‖ over real tokens: 0 with all heads, less is better. Half of the "
+        "sequences choose heads, the other half measure the drift. For the curve heads are silenced together, those "
+        "whose own loss moved the outputs least first."
     )
 
 
@@ -386,10 +395,10 @@ def _heads(found: Dominance) -> int:
     return sum(map(len, found.changes.values()))
 
 
-def _dominant(found: Dominance, labels: list[str]) -> Table:
+def _dominant(found: Dominance, chosen: Mapping[str, int], labels: list[str]) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for label, (name, changes) in zip(labels, found.changes.items(), strict=True):
-        head = found.dominant[name]
+        head = chosen[name]
         others = torch.cat([changes[:head], changes[head + 1 :]])
         rows.append((
             label, found.kinds[name], head, float(changes[head]), float(others.mean()) if len(others) else None,
@@ -398,8 +407,8 @@ def _dominant(found: Dominance, labels: list[str]) -> Table:
     return Table("dominant", "Dominant head of each layer", tuple(map(Column, columns)), tuple(rows))
 
 
-def _kinds(found: Dominance) -> Table:
-    rows = tuple((kind, change) for kind, change in found.by_kind.items())
+def _kinds(found: Dominance, chosen: Mapping[str, int]) -> Table:
+    rows = tuple(found.mean_change(chosen).items())
     return Table(
         "kinds", "Loss of the dominant head, mean over layers", (Column("attention"), Column("change")), rows
     )
