@@ -110,7 +110,7 @@ def recipes(start, data_dir, output, bert, gpt2):
     ]  # fmt: skip
     return [
         [
-            *common, f"model={start}", f"output={output}/dense", tuning(bert, average=2),
+            *common, f"model={start}", f"output={output}/dense", tuning(bert),
             "compression.dk=24", "recovery.steps=2",
         ],
         [

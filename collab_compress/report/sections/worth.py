@@ -28,7 +28,7 @@ from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.conversion.compress import compress
 from collab_compress.conversion.compression import Compression
 from collab_compress.conversion.expand import expand
-from collab_compress.errors import CollabCompressError
+from collab_compress.errors import CollabCompressError, HeadError
 from collab_compress.heads import Tap, head_importance
 from collab_compress.report.section import (
     Cell,
@@ -345,6 +345,8 @@ def _range(widths: Iterable[int | None]) -> str:
 
 def _by_drift(study: Study) -> tuple[Dominance, dict[str, int], list[PruningPoint], str]:
     choosing, scoring = split_rows(study.some(study.look.head_sequences))
+    if not scoring:
+        raise HeadError("heads are chosen on some sequences and scored on others; pass two sequences at least")
     chosen, found = (
         dominant_heads(study.model, batches=batches, progress=study.progress("heads one by one"))
         for batches in (choosing, scoring)
