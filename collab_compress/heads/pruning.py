@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -208,6 +209,7 @@ def _input_cuts(linear: Any, channels: Sequence[int]) -> list[Cut]:
     return [Cut(linear, "weight", remaining(linear.weight, 1, channels)), Cut(linear, "in_features", len(channels))]
 
 
+@torch.inference_mode(False)
 def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -> None:
     """Remove attention heads from `model`, in place and all or nothing.
 
