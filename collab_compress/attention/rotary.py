@@ -233,6 +233,11 @@ class RotaryScores(ScoreForm):
         return Pairing(self.head_width, self.rotated, self.pairs)
 
     @property
+    def unrotated(self) -> tuple[bool, ...]:
+        """Which of the R/2 channel pairs are not rotated; there the mixing matrix holds a real factor of each."""
+        return tuple(frequency >= self.rotated // 2 for frequency in self.frequencies)
+
+    @property
     def grouped(self) -> bool:
         """Whether groups of heads share a key, so that queries are each head's own."""
         return self.key_heads < self.heads
@@ -380,9 +385,12 @@ class RotaryScores(ScoreForm):
                 each.transpose(1, 2).flatten(2).unsqueeze(1) for each in (real, imaginary)
             )  # (B, 1, T, R/2)
         by_real, by_imaginary = mixing.unsqueeze(1).chunk(2, -1)  # (H, 1, R/2)
-        return self.to_heads(
-            real * by_real - imaginary * by_imaginary, real * by_imaginary + imaginary * by_real
-        )  # fmt: skip
+        mixed = real * by_real - imaginary * by_imaginary, real * by_imaginary + imaginary * by_real
+        if not self.grouped and self.rotated < self.head_width:
+            still = torch.tensor(self.unrotated, device=query.device)
+            parts = real * by_real, imaginary * by_imaginary
+            mixed = torch.where(still, parts[0], mixed[0]), torch.where(still, parts[1], mixed[1])
+        return self.to_heads(*mixed)
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float,
