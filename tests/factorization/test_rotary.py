@@ -217,3 +217,11 @@ def test_rotated_and_other_channels_share_the_width_by_what_they_are_worth():
     assert 10 <= len(numbers) <= 14
     assert set(numbers) == {2, 3, 4, 5}
     assert result.weight_error < 0.05
+
+
+def test_all_unrotated_channels_are_exact_beside_fewer_rotated_ones():
+    query, key = real_heads(3, 20, 4, 12)
+    both = [torch.cat([heads(3, 20, 1, seed=seed) * 1e-3, paired(side)], -1) for seed, side in ((0, query), (1, key))]
+    result = factorize_rotary(*both, 7, turned=1)
+    assert result.factors.frequencies.count(0) == 1
+    assert result.weight_error < 1e-5
