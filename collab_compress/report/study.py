@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +21,7 @@ from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch
 from collab_compress.calibration.gather import real_tokens
 from collab_compress.errors import HeadError
+from collab_compress.report.section import Heatmap, heatmap, numbered
 
 
 @dataclass(frozen=True)
@@ -276,9 +277,16 @@ class Study:
         layer = use or str(place)
         return layer if len(self.kinds) == 1 else f"{kind} {layer}"
 
-    def labels(self, modules: Mapping[str, Any]) -> list[str]:
-        """Name modules in short."""
+    def labels(self, modules: Iterable[str]) -> list[str]:
+        """Return the short names of modules."""
         return [self.label(module) for module in modules]
+
+    def head_maps(self, matrices: Mapping[str, Tensor]) -> tuple[Heatmap, ...]:
+        """Return a heatmap of each module's matrix, with a head in each row and numbered columns."""
+        return tuple(
+            heatmap(f"layer {self.label(name)}", matrix, numbered(len(matrix)), numbered(matrix.shape[1]))
+            for name, matrix in matrices.items()
+        )
 
     def _seen(self, model: PreTrainedModel, name: str, similar: bool) -> Pass:
         samples = Samples(self.look.kernel_tokens, self.look.seed)  # of the same tokens in both models
