@@ -355,8 +355,7 @@ class RotaryScores(ScoreForm):
 
     def trained(self, module: Any) -> list[nn.Parameter]:
         """List projections, their biases and the mixing matrix."""
-        projections = [module.get_submodule(path).proj for path in (self.query, self.key)]
-        return [*(each for part in projections for each in part.parameters()), module.mixing]
+        return [*super().trained(module), module.mixing]
 
     # Attention.
 
@@ -405,7 +404,7 @@ class RotaryScores(ScoreForm):
 
     def head_rows(self) -> list[HeadRows]:
         """A head owns its row of the mixing matrix; none where a group's keys and rows are those of several heads."""
-        return [HeadRows("mixing", [[range(head, head + 1)] for head in range(self.heads)])]
+        return [HeadRows.of("mixing", [1] * self.heads)]
 
     def without(self, kept: Sequence[int]) -> Self:
         """Leave the shared channels as many as they are."""

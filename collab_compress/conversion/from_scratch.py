@@ -82,7 +82,8 @@ def from_config(
         with torch.no_grad():
             for projection, dense in ((parts.query.proj, site.query), (parts.key.proj, site.key)):
                 projection.weight.normal_(std=float(dense.weight.std()))
-            parts.key.proj.weight[form.rank :] = 0.0
+            if parts.key.content_bias is not None:
+                parts.key.content_bias.zero_()
             parts.mixing.copy_(MIXING_STARTS[attention.mixing](site.heads, attention.dk))
         install_(site.module, form, parts)
         modules[path_in_base(model, site.module)] = form

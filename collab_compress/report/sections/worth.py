@@ -390,7 +390,7 @@ def _range(widths: Collection[int]) -> str:
 def _by_drift(study: Study) -> tuple[dict[str, int], Dominance, list[PruningPoint], str]:
     choosing, scoring = split_rows(study.some(study.look.head_sequences))
     if not scoring:
-        raise HeadError("one half of the sequences chooses heads, the other scores the model; got 1, expected 2")
+        raise HeadError("heads are chosen on some sequences and scored on others; pass two sequences at least")
     chosen = dominant_heads(study.model, batches=choosing, progress=study.progress("heads one by one"))
     scored = dominant_heads(study.model, batches=scoring, progress=study.progress("heads one by one"))
     points = pruning_curve(study.model, chosen.changes, batches=scoring, progress=study.progress("pruning curve"))
