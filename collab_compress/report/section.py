@@ -123,8 +123,8 @@ class Heatmaps:
     low: float = 0.0
     high: float = 1.0
     scale: Scale = "sequential"
-    row_label: str = ""
-    column_label: str = ""
+    row_label: str = "head"
+    column_label: str = "head"
     unit: str = ""
 
 

@@ -152,7 +152,6 @@ def _heads(study: Study, models: list[_Measured]) -> list[Picture]:
             "Rotation, Fig. 5",
             tuple(confidence),
             row_label="layer",
-            column_label="head",
         ),
         Heatmaps(
             "AVG_L2 of each head",
@@ -161,7 +160,6 @@ def _heads(study: Study, models: list[_Measured]) -> list[Picture]:
             tuple(distances),
             high=float(torch.cat([x for model in models for x in model.distances]).nan_to_num().max()),
             row_label="layer",
-            column_label="head",
         ),
     ]
 
@@ -174,8 +172,6 @@ def _matrices(study: Study, model: _Measured) -> Picture:
         "Rotation, section 5.3",
         study.head_maps(matrices),
         high=max(1.0, *(float(matrix.max()) for matrix in matrices.values())),
-        row_label="head",
-        column_label="head",
     )
 
 
@@ -237,7 +233,6 @@ def _one_word(study: Study, measured: dict[str, AttentionMap], word: int) -> Hea
         "Each row is a head; rows that look alike attend alike.",
         "Diversity, Fig. 1",
         tuple(maps),
-        row_label="head",
         column_label="token attended to",
     )
 

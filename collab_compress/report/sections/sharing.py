@@ -295,7 +295,6 @@ def _mixing_maps(study: Study, matrices: Mapping[str, Tensor]) -> Heatmaps:
         low=-reach,
         high=reach,
         scale="diverging",
-        row_label="head",
         column_label="component, strongest first",
     )
 
@@ -367,5 +366,4 @@ def _content_map(
         (ragged("", list(shares.values()), study.labels(shares)),),
         high=max(least_high, *(float(module.max()) for module in shares.values())),
         row_label="layer",
-        column_label="head",
     )

@@ -174,8 +174,6 @@ def _matrices(study: Study, title: str, matrices: Mapping[str, Tensor]) -> Heatm
         "Strong cells off the diagonal are pairs of similar heads.",
         SOURCE,
         study.head_maps(matrices),
-        row_label="head",
-        column_label="head",
     )
 
 

@@ -99,7 +99,6 @@ def dominance(study: Study) -> Section | Omitted:
         high=max(float(loss.max()) for loss in losses),
         scale="diverging" if least < 0 else "sequential",
         row_label="layer",
-        column_label="head",
     )
     scores = tuple(point.score for point in points)
     pruning = Curves(
