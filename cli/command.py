@@ -39,7 +39,7 @@ CODES = (
     "Exit codes: 0, 2 for an error (one line on standard error), 70 for an unexpected one, which may be a fault of "
     "this package, 130 when interrupted. COLLAB_COMPRESS_TRACEBACK=1 shows the traceback, --version the version."
 )
-LONGEST_NUMBER = 18  # digits: what fits 64 bits
+LONGEST_NUMBER = 30  # digits: more than any option takes, few enough for any library
 UNBOUNDED = 100_000  # columns: wider than any table
 BROKEN_PIPE = 128 + 13  # what a shell gives for a process that SIGPIPE ends
 ERROR, UNEXPECTED, INTERRUPTED = 2, 70, 130  # exit codes
