@@ -22,6 +22,7 @@ from .command import parse, silence_libraries, stopping_in_one_line, table
 from .model import AUTO, Device, Made, Model, Saving, Source, bar, begin, finish, load_model, output_of
 from .recover import STEPS, recover, recovery_lines, recovery_note
 
+NOISY = 0.25  # spread of a ratio, beside itself, from which it says nothing
 TIMED_TOGETHER = 8  # sequences in the batch that is timed
 
 
@@ -278,10 +279,12 @@ def _whole_model(report: Report, calibrated_on: str, latency: Latency | None) ->
         f"({report.parameters_after / report.parameters_before - 1:+.1%})."
     ]
     if latency is not None:
-        lines.append(
-            f"Time at {latency.length} tokens, batch of {TIMED_TOGETHER}: {latency.ratio:.2f} of dense, half of the "
-            f"rounds between {latency.low:.2f} and {latency.high:.2f} (measured here, {latency.rounds} rounds)."
-        )
+        start = f"Time at {latency.length} tokens, batch of {TIMED_TOGETHER}"
+        rounds = f"half of {latency.rounds} rounds between {latency.low:.2f} and {latency.high:.2f} of dense"
+        if latency.high - latency.low > NOISY * latency.ratio:
+            lines.append(f"{start}: cannot be told while this machine does other work ({rounds}).")
+        else:
+            lines.append(f"{start}: {latency.ratio:.2f} of dense (measured here, {rounds}).")
     if report.drift is not None:
         lines.append(
             f"Drift of {report.drift.output}: {report.drift.relative_error:.2%} of its norm, on "
