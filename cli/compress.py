@@ -10,7 +10,16 @@ from typing import Annotated, Any
 
 import tyro
 
-from collab_compress import CollabCompressError, Compression, ModuleReport, Report, alphas_of, compress, mix_heads_
+from collab_compress import (
+    CalibrationOptions,
+    CollabCompressError,
+    Compression,
+    ModuleReport,
+    Report,
+    alphas_of,
+    compress,
+    mix_heads_,
+)
 from collab_compress.analysis import Latency, model_latency
 from collab_compress.calibration.batches import BESIDE, text_file
 from collab_compress.conversion.recovery import attention_digest
@@ -29,10 +38,6 @@ TIMED_TOGETHER = 8  # sequences in the batch that is timed
 class Conversion(Compression):
     """How to convert, if at all."""
 
-    device: Device = AUTO
-    """Where to convert, as torch names it (cpu, cuda:0; cuda is each process's own GPU); auto: the accelerator, if
-    there is one. Modules are decomposed on the CPU if the device has no float64."""
-
     def __post_init__(self) -> None:
         if self.asked:
             super().__post_init__()
@@ -40,14 +45,7 @@ class Conversion(Compression):
     @property
     def asked(self) -> bool:
         """Whether anything is to be converted."""
-        return any(each is not None for each in (self.dk, self.dv, self.keep))
-
-    @property
-    def changed(self) -> list[str]:
-        """Names of the options that are not at their defaults, but for the device, where heads begin to mix too."""
-        return [
-            each.name for each in fields(self) if getattr(self, each.name) != each.default and each.name != "device"
-        ]
+        return any(width is not None for width in (self.dk, self.dv, self.keep))
 
 
 @dataclass(frozen=True)
@@ -70,6 +68,10 @@ class Arguments:
 
     compression: tyro.conf.OmitArgPrefixes[Conversion]
 
+    device: Device = AUTO
+    """Where to convert, as torch names it (cpu, cuda:0; cuda is each process's own GPU); auto: the accelerator, if
+    there is one. Modules are decomposed on the CPU if the device has no float64."""
+
     recover: Annotated[int | None, tyro.conf.arg(metavar="[STEPS]")] = None
     """Then bring the converted attention nearer to the dense model's by a short distillation without labels, on the
     same kind of data; 150 steps if no number is given."""
@@ -85,6 +87,8 @@ class Arguments:
     """Data that says which input directions matter: random tokens (noise for images and sounds), none, a file with
     one text a line (or two, with a tab between, as a classifier of pairs reads them), random tokens beside such a
     file, or a folder of images or of 16-bit .wav files, which takes the processor beside the model."""
+
+    calibration_options: tyro.conf.OmitArgPrefixes[CalibrationOptions] = field(default_factory=CalibrationOptions)
 
     stock: bool = False
     """Write a plain model with narrower heads, which needs no package, where the family's config has room for it (T5,
@@ -105,7 +109,9 @@ class Arguments:
         if not self.mix:
             raise CollabCompressError("nothing to do: pass --dk N, --dv N or --keep X to convert, --mix to mix heads")
         unused = [
-            *self.compression.changed,
+            *_changed(self.compression.solver),
+            *_changed(self.compression),
+            *_changed(self.calibration_options),
             *(["calibration"] if self.calibration != "synthetic" else []),
             *([] if self.recover is None else ["recover"]),
         ]
@@ -133,6 +139,12 @@ class Arguments:
         return converted + form + recovered + ("-mixed" if self.mix else "")
 
 
+def _changed(options: Any) -> list[str]:
+    """Return the flags of the options that are not at their defaults, without dashes in front."""
+    names = [option.name for option in fields(options) if getattr(options, option.name) != option.default]
+    return ["solver" if name == "method" else name.replace("_", "-") for name in names]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; errors are one line on standard error and exit code 2."""
     with stopping_in_one_line("collab-compress"):
@@ -155,7 +167,7 @@ def run(arguments: Arguments) -> Report | None:
     output = output_of(arguments.output, arguments.model, arguments.suffix)
     data = text_file(arguments.calibration)
     inputs = [] if data is None else [data]
-    source = begin(arguments.model, output, saving, arguments.compression.device, inputs=inputs)
+    source = begin(arguments.model, output, saving, arguments.device, inputs=inputs)
     if arguments.stock:
         refuse_stock(source.model)
     digest = attention_digest(source.model)
@@ -176,7 +188,7 @@ def run(arguments: Arguments) -> Report | None:
 
 def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | None]:
     """Convert the model, and time it beside the dense one where it reads tokens and works alone."""
-    compression = Compression(**{**asdict(arguments.compression), "device": None})  # where the model is now
+    compression = Compression(**vars(arguments.compression))
     together = process_state().num_processes > 1
     tensors = [*source.model.parameters(), *source.model.buffers()]
     dense = (
@@ -185,10 +197,14 @@ def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | No
     with bar("calibrating", "module", arguments.saving.quiet) as show:
         show(0, 0, "running the model to see the inputs of attention")
         report = compress(
-            source.model, compression, arguments.calibration, tokenizer=source.tokenizer,
+            source.model,
+            compression,
+            arguments.calibration,
+            tokenizer=source.tokenizer,
             progress=lambda name, done, total: show(done, total, f"decomposing {name}" if name else "done"),
+            calibration_options=arguments.calibration_options,
             distributed=together,
-        )  # fmt: skip
+        )
     if dense is None or arguments.saving.quiet:
         return report, None
     try:
@@ -201,9 +217,15 @@ def _recover(source: Source, arguments: Arguments) -> dict[str, Any]:
     dense = load_model(source.directory)
     steps = STEPS if arguments.recover is None else arguments.recover
     return recover(
-        source, dense, arguments.calibration, steps, arguments.compression.length, arguments.compression.seed,
-        arguments.compression.device, arguments.saving.quiet,
-    )  # fmt: skip
+        source,
+        dense,
+        arguments.calibration,
+        steps=steps,
+        length=arguments.calibration_options.length,
+        seed=arguments.compression.solver.seed,
+        device=arguments.device,
+        quiet=arguments.saving.quiet,
+    )
 
 
 def _mixed(source: Source) -> dict[str, int]:
@@ -218,6 +240,7 @@ def _made(source: Source, arguments: Arguments, report: Report | None, recovery:
         "class": type(source.model).__name__,
         "compression": None if report is None else asdict(_compression(arguments, report)),
         "calibration": None if report is None else arguments.calibration,
+        "calibration_options": None if report is None else asdict(arguments.calibration_options),
         "report": None if report is None else report.to_dict(),
         "mixed_heads": _mixed(source),
         **({} if recovery is None else {"recovery": recovery}),
@@ -236,7 +259,7 @@ def _made(source: Source, arguments: Arguments, report: Report | None, recovery:
 
 def _compression(arguments: Arguments, report: Report) -> Compression:
     """How the model was converted, with what was chosen where a share to keep was asked for."""
-    return replace(report.compression or arguments.compression, device=arguments.compression.device)
+    return (report.compression or arguments.compression).with_solver(device=arguments.device)
 
 
 def _report_lines(report: Report, calibrated_on: str, latency: Latency | None = None) -> list[str]:

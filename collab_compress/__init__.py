@@ -12,7 +12,6 @@ from collab_compress.checkpoint import (
     register_checkpoint,
 )
 from collab_compress.conversion.compress import compress
-from collab_compress.conversion.compression import Compression
 from collab_compress.conversion.expand import Expansion, expand, read_factors
 from collab_compress.conversion.from_scratch import FromScratch, from_config
 from collab_compress.conversion.report import Drift, ModuleReport, Report
@@ -28,6 +27,7 @@ from collab_compress.heads.alphas import AlphasEdit, alphas_of, merge_alphas_, m
 from collab_compress.heads.importance import head_importance
 from collab_compress.heads.mask import HeadMask
 from collab_compress.heads.pruning import PrunedEdit, prune_heads_
+from collab_compress.options import CalibrationOptions, Compression, Solver
 
 # What makes stock `from_pretrained` rebuild converted models.
 EDITS.update({edit.kind: edit for edit in (AlphasEdit, PrunedEdit)} | dict.fromkeys(FORM_KINDS, FormEdit))
@@ -39,6 +39,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CalibrationError",
+    "CalibrationOptions",
     "CheckpointError",
     "CollabCompressError",
     "Compression",
@@ -50,6 +51,7 @@ __all__ = [
     "HeadMask",
     "ModuleReport",
     "Report",
+    "Solver",
     "UnsupportedModelError",
     "alphas_of",
     "compress",

@@ -15,7 +15,7 @@ from pathlib import Path
 import tyro
 from collab_compress_cli.source import load_source
 
-from collab_compress import CollabCompressError, Compression, compress
+from collab_compress import CollabCompressError, Compression, Solver, compress
 from collab_compress.checkpoint.directory import atomic_directory, refuse_existing
 from collab_compress.conversion import recover_
 
@@ -50,7 +50,7 @@ def main(arguments: Arguments) -> None:
     refuse_existing(arguments.output)
     source = load_source(arguments.model)
     dense, model = source.model, copy.deepcopy(source.model)
-    options = Compression(dk=arguments.dk, seed=arguments.seed)
+    options = Compression(dk=arguments.dk, solver=Solver(seed=arguments.seed))
     report = compress(model, options, arguments.calibration, source.tokenizer)
     errors = [module.data_error or 0.0 for module in report.modules]
     print(f"converted: score error {sum(errors) / len(errors):.4f} on average", flush=True)
