@@ -119,5 +119,5 @@ def test_recipes_are_told_field_by_field():
     assert not re.search(r"^  \S+ +(\(|$)", text.partition("fields of a recipe:")[2], re.MULTILINE), (
         "a field without words"
     )
-    for field in ("task", "tuning.learning_rate", "compression.damping", "recovery.steps", "heads.drophead.p"):
+    for field in ("task", "tuning.learning_rate", "compression.solver.damping", "recovery.steps", "heads.drophead.p"):
         assert f"\n  {field}  " in text
