@@ -3,15 +3,11 @@
 import sys
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, replace
 from math import isinf
-from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from collab_compress import (
-    CalibrationOptions,
     CollabCompressError,
     Compression,
     ModuleReport,
@@ -27,122 +23,13 @@ from collab_compress.conversion.report import ValueReport
 from collab_compress.conversion.stock import refuse_stock, to_stock
 from collab_compress.distributed import process_state
 
+from .arguments import STEPS
+from .arguments import CompressArguments as Arguments
 from .command import parse, silence_libraries, stopping_in_one_line, table
-from .model import AUTO, Device, Made, Model, Saving, Source, bar, begin, finish, load_model, output_of
-from .recover import STEPS, recover, recovery_lines, recovery_note
+from .model import Made, Source, bar, begin, finish, load_model, output_of
+from .recover import recover, recovery_lines, recovery_note
 
 TIMED_TOGETHER = 8  # sequences in the batch that is timed
-
-
-@dataclass(frozen=True)
-class Conversion(Compression):
-    """How to convert, if at all."""
-
-    def __post_init__(self) -> None:
-        if self.asked:
-            super().__post_init__()
-
-    @property
-    def asked(self) -> bool:
-        """Whether anything is to be converted."""
-        return any(width is not None for width in (self.dk, self.dv, self.keep))
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Convert a pretrained model's attention into collaborative form, without retraining, or let its heads mix.
-
-    Examples:
-      collab-compress minilm --dk 128
-      collab-compress minilm --dk 192 --dv 252
-      collab-compress minilm --keep 0.6
-      collab-compress bert-base --dk 384 --output bert-base-384
-      collab-compress ./my-classifier --dk 256 --calibration sentences.txt --json report.json
-      collab-compress minilm --dk 192 --form per-head
-      collab-compress minilm --dk 128 --recover
-      collab-compress ./my-classifier --mix
-    """
-
-    model: Model
-    """minilm (embedded), a model directory, or a name on the hub (bert-base, distilbert, albert-base, org/name)."""
-
-    compression: tyro.conf.OmitArgPrefixes[Conversion]
-
-    device: Device = AUTO
-    """Where to convert, as torch names it (cpu, cuda:0; cuda is each process's own GPU); auto: the accelerator, if
-    there is one. Modules are decomposed on the CPU if the device has no float64."""
-
-    recover: Annotated[int | None, tyro.conf.arg(metavar="[STEPS]")] = None
-    """Then bring the converted attention nearer to the dense model's by a short distillation without labels, on the
-    same kind of data; 150 steps if no number is given."""
-
-    mix: bool = False
-    """Add head mixing (alphas), to be trained; alone, or after conversion."""
-
-    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where to save; MODEL-dkN-dvN, with -per-head, -recovered, -stock and -mixed where that was asked for, in the
-    current directory if not given."""
-
-    calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|none|FILE|synthetic+FILE|DIR")] = "synthetic"
-    """Data that says which input directions matter: random tokens (noise for images and sounds), none, a file with
-    one text a line (or two, with a tab between, as a classifier of pairs reads them), random tokens beside such a
-    file, or a folder of images or of 16-bit .wav files, which takes the processor beside the model."""
-
-    calibration_options: tyro.conf.OmitArgPrefixes[CalibrationOptions] = field(default_factory=CalibrationOptions)
-
-    stock: bool = False
-    """Write a plain model with narrower heads, which needs no package, where the family's config has room for it (T5,
-    ViT, DeiT); takes dk and dv, and makes them --form per-head with --equal-heads."""
-
-    standalone: bool = False
-    """Ship the modelling code too: people without this package load it with trust_remote_code=True."""
-
-    saving: tyro.conf.OmitArgPrefixes[Saving] = field(default_factory=Saving)
-
-    def __post_init__(self) -> None:
-        if self.stock:
-            self._check_stock()
-        if self.compression.asked:
-            if self.recover is not None and self.calibration == "none":
-                raise CollabCompressError("--recover trains on calibration data; leave --calibration none out")
-            return
-        if not self.mix:
-            raise CollabCompressError("nothing to do: pass --dk N, --dv N or --keep X to convert, --mix to mix heads")
-        unused = [
-            *_changed(self.compression.solver),
-            *_changed(self.compression),
-            *_changed(self.calibration_options),
-            *(["calibration"] if self.calibration != "synthetic" else []),
-            *([] if self.recover is None else ["recover"]),
-        ]
-        if unused:
-            raise CollabCompressError(
-                f"--{unused[0]} belongs to a conversion; pass --dk or --dv too, or leave it out"
-            )
-
-    def _check_stock(self) -> None:
-        asked = self.compression
-        if asked.dk is None or asked.dv is None or self.mix or self.standalone:
-            raise CollabCompressError("--stock takes --dk N and --dv N, and neither --mix nor --standalone")
-        compression = replace(asked, form="per-head", equal_heads=True)
-        object.__setattr__(self, "compression", compression)
-
-    @property
-    def suffix(self) -> str:
-        """What is appended to the model's name to name the output."""
-        widths = {name: getattr(self.compression, name) for name in ("keep", "dk", "dv")}
-        converted = "".join(f"-{name}{width}" for name, width in widths.items() if width is not None)
-        if self.stock:
-            return f"{converted}{'' if self.recover is None else '-recovered'}-stock"
-        form = "" if self.compression.form == "shared" else f"-{self.compression.form}"
-        recovered = "" if self.recover is None else "-recovered"
-        return converted + form + recovered + ("-mixed" if self.mix else "")
-
-
-def _changed(options: Any) -> list[str]:
-    """Return the flags of the options that are not at their defaults, without dashes in front."""
-    names = [option.name for option in fields(options) if getattr(options, option.name) != option.default]
-    return ["solver" if name == "method" else name.replace("_", "-") for name in names]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

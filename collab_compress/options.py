@@ -1,4 +1,4 @@
-"""Options of a conversion: the same dataclasses in the Python API, on the command line and in recipes.
+"""Options of conversions and reports: the same dataclasses in the Python API, on the command line and in recipes.
 
 Nothing large is imported here, so that a command can print its help at once.
 """
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import tyro
 
-from collab_compress.errors import CalibrationError, CompressionError
+from collab_compress.errors import CalibrationError, CompressionError, HeadError
 
 Kind: TypeAlias = Literal["encoder", "decoder", "cross"]
 """Self-attention of an encoder or of a decoder, or cross-attention."""
@@ -18,6 +18,9 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 Form: TypeAlias = Literal["shared", "per-head"]
 Method: TypeAlias = Literal["als", "parafac"]
 Effort: TypeAlias = Literal["best", "fast"]
+SECTION_NAMES = ("energy", "mixing", "cost", "similarity", "diversity", "attention_maps", "dominance", "content")
+"""Sections of a report, in the order of the page."""
+
 LARGEST_DAMPING = 1e6
 
 
@@ -185,3 +188,46 @@ class CalibrationOptions:
 
     def __post_init__(self) -> None:
         _check_count(CalibrationError, sequences=self.sequences, length=self.length)
+
+
+@dataclass(frozen=True)
+class Look:
+    """How much is looked at."""
+
+    dk: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Shared width R at which the cost of dense attention is counted and timed. If neither this nor dv is given, a
+    third of H·d."""
+
+    dv: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Width of values, all heads together, at which the cost of dense attention is counted and timed."""
+
+    head_sequences: Annotated[int, tyro.conf.arg(metavar="N")] = 16
+    """Sequences on which heads are silenced one by one; the drift of the outputs is measured on these."""
+
+    input_sequences: Annotated[int, tyro.conf.arg(metavar="N")] = 256
+    """Sequences on which inputs of queries and keys, and what heads hand on, are measured, for energy and content."""
+
+    kernel_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 1000
+    """Tokens that CKA with the RBF kernel is measured on; time and memory grow with their square."""
+
+    lengths: tuple[int, ...] = (32, 128, 512)
+    """Numbers of tokens at which attention modules are timed; those beyond the model's positions are left out."""
+
+    rounds: int = 10
+    """How often each module is timed at each length."""
+
+    seed: int = 0
+    """Seed of what is drawn: tokens, sentences, samples, order."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", tuple(self.lengths))  # lists come from JSON and YAML
+        for name, least in (("head_sequences", 1), ("input_sequences", 1), ("kernel_tokens", 4), ("rounds", 2)):
+            if getattr(self, name) < least:
+                raise HeadError(f"{name} is {getattr(self, name)}; expected at least {least}")
+        for name, width in (("dk", self.dk), ("dv", self.dv)):
+            if width is not None and width < 1:
+                raise HeadError(f"{name} is {width}; expected at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise HeadError(f"seed is {self.seed}; expected a whole number from 0 to 2³² − 1")
+        if min(self.lengths, default=1) < 1:
+            raise HeadError(f"lengths are {', '.join(map(str, self.lengths))}; expected at least 1 token")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from collab_compress_cli.source import load_source
+from collab_compress_cli.model import load_source
 
 from collab_compress import CollabCompressError, Compression, Solver, compress
 from collab_compress.checkpoint.directory import atomic_directory, refuse_existing

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model, infer_auto_device_map
-from collab_compress_cli.compress import Arguments, Conversion, run
+from collab_compress_cli.arguments import Conversion
+from collab_compress_cli.compress import Arguments, run
 from sentence_transformers import SentenceTransformer
 from torch import nn
 from transformers import (
