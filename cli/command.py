@@ -39,6 +39,7 @@ CODES = (
     "Exit codes: 0, 2 for an error (one line on standard error), 70 for an unexpected one, which may be a fault of "
     "this package, 130 when interrupted. COLLAB_COMPRESS_TRACEBACK=1 shows the traceback, --version the version."
 )
+LONGEST_NUMBER = 18  # digits: what fits 64 bits
 UNBOUNDED = 100_000  # columns: wider than any table
 BROKEN_PIPE = 128 + 13  # what a shell gives for a process that SIGPIPE ends
 ERROR, UNEXPECTED, INTERRUPTED = 2, 70, 130  # exit codes
@@ -145,6 +146,8 @@ def parse(kind: type[Arguments], name: str, argv: Sequence[str] | None) -> Argum
     """
     import tyro
 
+    for word in sys.argv[1:] if argv is None else argv:
+        _check_word(name, word)
     described, told = f"{inspect.cleandoc(kind.__doc__ or '')}\n\n{CODES}", io.StringIO()
     try:
         with redirect_stderr(told):
@@ -155,6 +158,20 @@ def parse(kind: type[Arguments], name: str, argv: Sequence[str] | None) -> Argum
         raise
     sys.stderr.write(told.getvalue())
     return found
+
+
+def _check_word(name: str, word: str) -> None:
+    """Refuse a word of the command line that no file name, text or number of ours can be."""
+    wrong = None
+    if "\0" in word:
+        wrong = "holds a NUL character"
+    elif any("\ud800" <= character <= "\udfff" for character in word):
+        wrong = "is not UTF-8"
+    elif word.isdecimal() and len(word) > LONGEST_NUMBER:
+        wrong = "is too large a number"
+    if wrong is not None:
+        _say(name, f"{word[:60]} {wrong}; expected something else")
+        sys.exit(ERROR)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from collab_compress.checkpoint import pretrained
@@ -15,7 +16,7 @@ from collab_compress.external_evaluation import Score, lm_eval_scores, mteb_scor
 
 from .arguments import EvaluateArguments as Arguments
 from .command import parse, silence_libraries, stopping_in_one_line, table
-from .model import Source, check_json, device_of, load_source, put_on
+from .model import check_json, device_of, load_source, put_on
 from .outputs import check_outputs
 
 
@@ -33,8 +34,6 @@ def run(arguments: Arguments) -> list[Score]:
     directory = pretrained.find_directory(arguments.model, common.revision)
     check_json(common.json)
     check_outputs({"--json": common.json}, directory, arguments.include)
-    source = load_source(arguments.model, edited=True, revision=common.revision)
-    put_on(source.model, arguments.device)
     record: dict[str, Any] = {"model": arguments.model, package: None}
     with suppress(PackageNotFoundError):
         record[package] = version(package)
@@ -42,7 +41,7 @@ def run(arguments: Arguments) -> list[Score]:
     for name in ("lm_eval", "mteb"):
         logging.getLogger(name).setLevel(logging.ERROR)
     with redirect_stderr(io.StringIO()) if common.quiet else nullcontext():  # their bars
-        scores = score(arguments, source, record)
+        scores = score(arguments, directory, record)
     record["scores"] = [asdict(score) for score in scores]
     if common.json is not None:
         with atomic_file(common.json) as file:
@@ -55,20 +54,22 @@ def run(arguments: Arguments) -> list[Score]:
     return scores
 
 
-def _mteb(arguments: Arguments, source: Source, record: dict[str, Any]) -> list[Score]:
+def _mteb(arguments: Arguments, directory: Path, record: dict[str, Any]) -> list[Score]:
     from sentence_transformers import SentenceTransformer
 
-    if not (source.directory / MODULES).is_file():
+    if not (directory / MODULES).is_file():
         raise CheckpointError(
-            f"{source.directory} has no {MODULES}, so how it pools is not known; save it by sentence-transformers"
+            f"{directory} has no {MODULES}, so how it pools is not known; save it by sentence-transformers"
         )
     model = SentenceTransformer(
-        str(source.directory), device=device_of(arguments.device), trust_remote_code=False, local_files_only=True
+        str(directory), device=device_of(arguments.device), trust_remote_code=False, local_files_only=True
     )
     return mteb_scores(model, arguments.mteb, batch_size=arguments.batch_size, progress=not arguments.common.quiet)
 
 
-def _lm_eval(arguments: Arguments, source: Source, record: dict[str, Any]) -> list[Score]:
+def _lm_eval(arguments: Arguments, directory: Path, record: dict[str, Any]) -> list[Score]:
+    source = load_source(arguments.model, edited=True, revision=arguments.common.revision)
+    put_on(source.model, arguments.device)
     record |= {"shots": arguments.shots, "limit": arguments.limit}
     return lm_eval_scores(
         source.model, source.tokenizer, arguments.lm_eval, batch_size=arguments.batch_size, shots=arguments.shots,

@@ -63,7 +63,6 @@ Examples:
   collab-sweep glue.yaml output=outputs/glue 'only.tasks=[mrpc]' 'only.seeds=[0]'
   collab-sweep rotation.yaml scale=paper
   collab-sweep glue.yaml output=outputs/glue base.data_dir=glue --shard 2/4
-  collab-sweep glue.yaml output=outputs/glue --launcher submitit --jobs 8 submit.slurm_partition=gpu
 
 arguments:
   SWEEP.yaml           a file with the fields of a sweep, or one that comes with the package (glue.yaml and those of
@@ -71,8 +70,6 @@ arguments:
   FIELD=VALUE          sets a field, with dots between nested ones; values are YAML (quote brackets and braces in a
                        shell); --FIELD VALUE is the same
   --shard I/N          be the I-th of N workers: do a part, then what others that were killed have left
-  --launcher submitit  start --jobs N workers on a cluster and wait for them; --cluster slurm or local, and what
-                       submitit takes as submit.NAME=VALUE
   --revision REV       branch, tag or commit of a model on the hub, as base.revision=REV; its main branch if not given
   --json FILE          write what failed as JSON as well
   --quiet              no progress bars and no lines, but errors

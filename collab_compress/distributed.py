@@ -1,6 +1,7 @@
 """Processes that `torchrun` or `accelerate launch` started together."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,14 +13,28 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed import distributed_c10d
 
-from collab_compress.errors import CollabCompressError, RecipeError
+from collab_compress.errors import CollabCompressError, RecipeError, one_line
 
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PATIENCE = timedelta(days=2)  # while one process converts, scores or writes, the others wait
 
 
 def process_state() -> PartialState:
-    """Give the processes that run this together; without a GPU they meet on the CPU."""
-    return PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)
+    """Return the processes that run this together; without a GPU they meet on the CPU.
+
+    Raises:
+        CollabCompressError: the environment names processes that were not started.
+    """
+    names = [name for name in LAUNCHED if name in os.environ]  # Accelerate sets others itself
+    try:
+        return PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)
+    except (KeyError, ValueError, torch.distributed.DistError) as error:
+        if not names:
+            raise
+        raise CollabCompressError(
+            f"{', '.join(names)} in the environment say that several processes were started, but they cannot meet "
+            f"({one_line(error)}); unset them, or start with torchrun"
+        ) from error
 
 
 def end_processes() -> None:

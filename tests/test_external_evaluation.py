@@ -133,7 +133,9 @@ def test_how_it_pools_is_not_guessed(mteb, run, decoder):
 
 def test_lm_eval(lm_eval, run, decoder, tmp_path):
     asked, _ = lm_eval
-    options = ("--shots", 2, "--limit", 9, "--include", tmp_path, "--batch-size", 4, "--json", tmp_path / "out.json")
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    options = ("--shots", 2, "--limit", 9, "--include", tasks, "--batch-size", 4, "--json", tmp_path / "out.json")
     code, printed, error = run(decoder, "--lm-eval", "after", *options)
     assert (code, error) == (0, "")
     assert [line.split() for line in printed.splitlines()[1:]] == [
@@ -142,7 +144,7 @@ def test_lm_eval(lm_eval, run, decoder, tmp_path):
     assert asked["model"]["pretrained"].transformer.h[0].attn.score_form
     assert asked["model"]["batch_size"] == 4
     assert asked["model"]["add_bos_token"] is False  # its tokenizer ends every text
-    assert asked["include"] == str(tmp_path)
+    assert asked["include"] == str(tasks)
     given = asked["evaluate"]
     assert (given["model"], given["tasks"], given["num_fewshot"], given["limit"]) == ("harnessed", ["after"], 2, 9)
     record = json.loads((tmp_path / "out.json").read_text())

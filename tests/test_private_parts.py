@@ -127,11 +127,6 @@ def quantizer_runs(hook: str, caller: str) -> Callable[[], bool]:
     return lambda: f"self.{hook}(model" in inspect.getsource(vars(HfQuantizer)[caller])
 
 
-def configs_are_read_by_from_dict() -> bool:
-    return all("from_dict(config_dict" in inspect.getsource(reader.from_pretrained)
-               for reader in (transformers.AutoConfig, transformers.PretrainedConfig))  # fmt: skip
-
-
 def auto_classes_list_models() -> bool:
     lists = modeling_auto.AutoModelForSequenceClassification._model_mapping._model_mapping
     return lists["bert"] == "BertForSequenceClassification"
@@ -185,7 +180,6 @@ PARTS = [
          takes(HfQuantizer.update_weight_conversions, "weight_conversions", "model")),
     Part("_weight_conversions of a model that is saved", "checkpoint/quantizer.py", "_weight_conversions",
          mentions(revert_weight_conversion, '"_weight_conversions"', "get_model_conversion_mapping", "PrefixChange")),
-    Part("PretrainedConfig.from_dict", "checkpoint/guard.py", "from_dict", configs_are_read_by_from_dict),
     Part("hf_quantizer of a model that is saved", "checkpoint/quantizer.py", "hf_quantizer",
          mentions(PreTrainedModel.save_pretrained, "hf_quantizer", "is_serializable")),
     Part("PreTrainedModel.is_quantized", "checkpoint/quantizer.py", "is_quantized",

@@ -1,7 +1,7 @@
 """Measures of what attention heads have in common, what each is worth, and what they cost."""
 
 from collab_compress.analysis.attention_maps import AttentionMap, attention_maps
-from collab_compress.analysis.cka import cka, minibatch_cka, sample_cka
+from collab_compress.analysis.cka import cka, sample_cka
 from collab_compress.analysis.content_share import ContentShare, content_share
 from collab_compress.analysis.cost import (
     FormCost,
@@ -63,7 +63,6 @@ __all__ = [
     "layer_cost",
     "layer_covariance",
     "mean_over_pairs",
-    "minibatch_cka",
     "mixing_matrices",
     "model_covariances",
     "model_latency",

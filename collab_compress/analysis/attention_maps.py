@@ -31,10 +31,10 @@ class AttentionMap:
     weights: Tensor
 
     def of(self, token: str) -> Tensor:
-        """Give the weights that each head gives to the keys when a token asks, (H, S), as in Figure 1.
+        """Return the weights of the keys for one query token in each head, (H, S), as in Figure 1.
 
         Args:
-            token: as it stands in `queries`; where it stands there more than once, the first counts.
+            token: one of `queries`; the first of equal ones counts.
 
         Raises:
             HeadError: there is no such token.
@@ -53,13 +53,13 @@ def attention_maps(
     kinds: Collection[Kind] = KINDS,
     modules: str = "*",
 ) -> dict[str, AttentionMap]:
-    """Show what each head attends to in a text ("Inter-Head Diversity", Figure 1).
+    """Return the attention probabilities of each head in a text ("Inter-Head Diversity", Figure 1).
 
     Args:
         model: stock or edited token model, with any attention implementation that taps work with.
         tokenizer: of the model.
-        text: what the model reads, or a pair of texts.
-        target: what the decoder of an encoder–decoder reads, from its start token on; needed there.
+        text: input of the model, or a pair of texts.
+        target: input of an encoder–decoder's decoder, after its start token; required there.
         kinds: which kinds of attention.
         modules: glob on module paths.
 

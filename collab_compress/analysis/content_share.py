@@ -36,7 +36,7 @@ class ContentShare:
 def content_share(
     model: PreTrainedModel, batches: Batches, *, kinds: Collection[Kind] = KINDS, progress: Progress = False
 ) -> dict[str, ContentShare]:
-    r"""Split the variance of each head's scores into content and context.
+    r"""Return the shares of content and context in the variance of each head's scores.
 
     $$s(x, y) = \underbrace{x\, W_Q W_K^\top y^\top}_{\text{context}} +
       \underbrace{b_Q^\top W_K^\top y^\top}_{\text{content}} + \text{constant over keys}$$
@@ -61,8 +61,7 @@ def content_share(
         CalibrationError: the model does not take such batches.
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
-    found = score_parts(model, kinds)
-    watchers = [_Watcher(parts) for parts in found]
+    watchers = [_Watcher(parts) for parts in score_parts(model, kinds)]
     handles = [handle for watcher in watchers for handle in watcher.hook()]
     try:
         with evaluation_mode(model):
@@ -85,7 +84,7 @@ def content_share(
 
 
 class _Watcher:
-    """Sums up the variances of one module's scores from what its query and key projections read."""
+    """Sums of the variances of one module's scores, from the inputs of its query and key projections."""
 
     def __init__(self, parts: ScoreParts) -> None:
         self.parts = parts
@@ -126,13 +125,12 @@ class _Watcher:
                 self.sums[use] = self.sums[use] + sums if use in self.sums else sums
 
     def _variances(self, query: Tensor, key: Tensor, seen: Tensor) -> Tensor:
-        """Sums over queries of variances over the keys they see (T, S), twice the covariance, and squares, (4, H)."""
+        """Return sums over queries of variances over visible keys, twice the covariance, and squares, (4, H)."""
         tensor, content = self.parts.tensor, self.parts.content
         projected = key @ tensor.key  # (H, S, d)
-        scores = torch.stack(torch.broadcast_tensors(
-            torch.zeros(1, 1, 1) if content is None else (key @ content.T).T[:, None],
-            (query @ tensor.query) @ projected.mT,
-        )).double()  # fmt: skip
+        by_key = torch.zeros(1, 1, 1) if content is None else (key @ content.T).T[:, None]
+        by_both = (query @ tensor.query) @ projected.mT
+        scores = torch.stack(torch.broadcast_tensors(by_key, by_both)).double()
         weights = seen.double() / seen.sum(1, keepdim=True).clamp(min=1)  # (T, S)
         own, context = (scores - (scores * weights).sum(-1, keepdim=True)) * weights.sqrt()  # (H, T, S)
         products = [own.square(), context.square(), 2 * own * context, (scores.square() * weights).sum(0)]
@@ -140,7 +138,7 @@ class _Watcher:
 
 
 def _real(mask: Tensor | None, inputs: Tensor) -> Tensor:
-    """Which of the inputs (B, T, D) are real, (B, T)."""
+    """Return the mask of inputs (B, T, D) that are no padding, (B, T)."""
     fits = mask is not None and mask.shape == inputs.shape[:2]
     return mask.cpu() if mask is not None and fits else torch.ones(inputs.shape[:2], dtype=torch.bool)
 

@@ -28,14 +28,14 @@ Inputs = Callable[[int], Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class FormCost:
-    """What one map of an attention module costs in one form: its scores, or its values and outputs.
+    """The cost of one map of an attention module, its scores or its values and outputs, in one form.
 
     Args:
         parameters: of scores, those of query and key projections, mixing matrix and content biases included; of
             values, those of value and output projections, without the bias of the latter.
         macs: multiply-accumulates for one sequence.
-        cache_bytes: what a cache keeps of a token, in the model's dtype: its keys, or its values, filled up to whole
-            heads; 0 in an encoder, which keeps none.
+        cache_bytes: size of a token's keys or values in a cache, in the model's dtype, padded to whole heads; 0 in
+            an encoder, which has no cache.
     """
 
     parameters: int
@@ -45,18 +45,18 @@ class FormCost:
 
 @dataclass(frozen=True)
 class ModuleCost:
-    """What the two maps of one attention module cost in both forms: scores, and values with outputs.
+    """The cost of one attention module's scores, and of its values with outputs, dense and converted.
 
     Args:
         name: path of the module.
         kind: kind of attention.
         length: tokens T for which multiply-accumulates are counted.
-        dk: channels R of all heads together, or None for a dense module for which none was given.
+        dk: channels R of all heads together, or None for dense scores.
         form: whether heads share these channels, or each has its own.
         dense: cost of scores in dense form.
         converted: cost of scores at that dk, or None without.
         break_even_length: T*, the number of tokens beyond which converted scores cost more, or None without dk.
-        dv: channels of all heads' values together, or None for dense values for which none was given.
+        dv: channels of all heads' values together, or None for dense values.
         dense_values: cost of values and outputs in dense form.
         converted_values: cost of values and outputs at that dv, less at any length; None without.
     """
@@ -76,7 +76,7 @@ class ModuleCost:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a whole attention layer costs, values and output projection included, biases not.
+    """The cost of a whole attention layer, values and output projection included, biases not.
 
     Args:
         parameters: of its four projections, and of the mixing matrix.
@@ -118,14 +118,14 @@ def module_costs(
     form: Form = "shared",
     kinds: Collection[Kind] = KINDS,
 ) -> list[ModuleCost]:
-    """Count what scores, values and outputs of every attention module cost, as they are and in the other form.
+    """Return the cost of scores, values and outputs of every attention module, dense and converted.
 
     Args:
         model: stock or converted.
         length: tokens T.
-        dk: channels R to give dense scores, content biases besides; converted ones have their own.
-        dv: channels to give dense values; narrow ones have their own.
-        form: whether dense scores are to share their channels; converted ones have their own form.
+        dk: channels R for dense scores, without content biases; converted scores have their own.
+        dv: channels for dense values; narrow values have their own.
+        form: form for dense scores; converted scores have their own.
         kinds: which kinds of attention.
 
     Returns:
@@ -135,9 +135,9 @@ def module_costs(
         HeadError: the length, dk or dv is not positive, or the form is unknown.
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
-    asked = {"length": length, "dk": dk, "dv": dv}
-    if any(number is not None and number < 1 for number in asked.values()):
-        got = ", ".join(f"{name} {number}" for name, number in asked.items() if number is not None)
+    numbers = {"length": length, "dk": dk, "dv": dv}
+    if any(number is not None and number < 1 for number in numbers.values()):
+        got = ", ".join(f"{name} {number}" for name, number in numbers.items() if number is not None)
         raise HeadError(f"got {got}; expected at least 1")
     if form not in FORMS:
         raise HeadError(f"unknown form {form!r}; expected one of {', '.join(FORMS)}")
@@ -147,7 +147,7 @@ def module_costs(
 def layer_cost(
     width: int, heads: int, dk: int | None = None, length: int = 128, *, dv: int | None = None
 ) -> LayerCost:
-    """Count what a whole attention layer costs, without biases (section 3.4 of the paper).
+    """Return the cost of a whole attention layer, without biases (section 3.4 of the paper).
 
     Values and output take 2·D·dv parameters and 2·T·D·dv + T²·dv multiply-accumulates, with dv = D where they are
     dense, as in the paper.
@@ -188,17 +188,17 @@ def paper_table_1() -> list[PaperRow]:
 
 @dataclass(frozen=True)
 class Latency:
-    """How long one attention module takes for inputs of one length.
+    """The time that one attention module takes for inputs of one length.
 
     Args:
         name: path of the module in both models.
         length: tokens T.
         dense_ms: median time of the dense module and its output projection, in milliseconds.
         converted_ms: median time of the converted one.
-        ratio: median of converted over dense, round by round; below 1 the converted one is faster.
-        low: lower quartile of that.
+        ratio: median over rounds of converted over dense time; below 1 the converted module is faster.
+        low: lower quartile of this ratio.
         high: upper quartile.
-        rounds: how many rounds.
+        rounds: number of rounds.
     """
 
     name: str
@@ -222,21 +222,20 @@ def module_latency(
     seed: int = 0,
     progress: Progress = False,
 ) -> list[Latency]:
-    """Time every attention module of a dense model against the converted one's, over the length of the input.
+    """Return the latency of every attention module, dense and converted, at several input lengths.
 
-    Both modules are called with what the dense model calls its own with, one after the other and in random order, so
-    that what else the machine does falls on both alike. Output projections count, also in families whose modules
-    leave them to what is around. The times are of this machine, device and number of threads.
+    Both modules get the inputs of the dense module and run in turns, in random order, so that other load on the
+    machine falls on both alike. Output projections count, also where they are outside the module.
 
     Args:
-        dense: the dense model; left in the mode it was in.
-        converted: the same, converted; on the same device.
+        dense: the dense model; its mode does not change.
+        converted: its conversion, on the same device.
         lengths: numbers of tokens T.
-        inputs: gives the models' arguments for a length; random tokens if not given.
+        inputs: function from a length to the models' arguments; random tokens by default.
         batch_size: sequences in a batch of random tokens.
-        rounds: how often each is timed, after one that is not; at least 2.
+        rounds: number of timed runs, after one for warming up; at least 2.
         seed: of the order and the tokens.
-        progress: True for a bar, or a function of how many lengths are done and how many there are.
+        progress: as for `with_progress`, over lengths.
 
     Returns:
         One entry for each length and each module that both models have. Of a module that serves several layers the
@@ -253,14 +252,15 @@ def module_latency(
     sites = [site for site in find_attention(dense, FAMILIES) if site.name in ours]
     if not sites:
         raise HeadError("the two models have no attention module of the same path; pass a model and its conversion")
-    draw, found = random.Random(seed), []
+    draw, latencies = random.Random(seed), []
     with evaluation_mode(dense), evaluation_mode(converted):
         for length in with_progress(lengths, progress, "lengths"):
             batch = _random_tokens(dense, batch_size, length, seed) if inputs is None else dict(inputs(length))
             for call in _calls(dense, sites, batch):
-                name, theirs = call.site.name, replace(call, site=ours[call.site.name])
-                found.append(_timed(call, theirs, call.site.module, name, length, rounds, draw))
-    return found
+                counterpart = replace(call, site=ours[call.site.name])
+                latency = _timed(call, counterpart, call.site.module, rounds, draw)
+                latencies.append(replace(latency, name=call.site.name, length=length))
+    return latencies
 
 
 def model_latency(
@@ -272,14 +272,14 @@ def model_latency(
     seconds: float = 0.5,
     seed: int = 0,
 ) -> Latency:
-    """Time a whole model against its conversion on random tokens, in turns.
+    """Return the latency of a whole model and of its conversion on random tokens, measured in turns.
 
     Args:
         dense: the dense model.
-        converted: the same, converted; on the same device.
+        converted: its conversion, on the same device.
         length: tokens T of each sequence.
         batch_size: sequences in the batch.
-        seconds: how long to measure; each model runs 4 to 40 times.
+        seconds: time to measure for; each model runs 4 to 40 times.
         seed: of the order and the tokens.
 
     Returns:
@@ -296,7 +296,7 @@ def model_latency(
         calls = partial(run_batch, dense, batch), partial(run_batch, converted, batch)
         once = sum(_seconds(call, dense) for call in calls)
         rounds = min(40, max(4, int(seconds / once)))
-        return _timed(*calls, dense, "", length, rounds, random.Random(seed))
+        return replace(_timed(*calls, dense, rounds, random.Random(seed)), length=length)
 
 
 def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | None, option: Form) -> ModuleCost:
@@ -310,7 +310,7 @@ def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | Non
         bias = value_bias  # as values have it, queries had it
     values = None if dv is None else NarrowValues.of(site, dv, value_bias)
     values = getattr(module, "value_form", values)
-    keys, kept = (0 if each is None else each for each in _cached(site, scores, values))
+    cached_keys, cached_values = _cached(site, scores, values)
     caches = site.kind != "encoder" and not (family.causal and not hasattr(module, "layer_idx"))
     number = query.weight.element_size() if caches else 0
 
@@ -324,22 +324,24 @@ def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | Non
     )
     whole = NarrowValues.of(site, site.key_value_width, value_bias)
     return ModuleCost(
-        site.name, site.kind, length,
+        name=site.name,
+        kind=site.kind,
+        length=length,
         dk=None if scores is None else scores.rank,
         form=option if scores is None else scores.option,
         dense=dense,
-        converted=None if scores is None else cost_of(scores, keys),
+        converted=None if scores is None else cost_of(scores, cached_keys or 0),
         break_even_length=None if scores is None else scores.break_even(width),
         dv=None if values is None else values.dv,
         dense_values=cost_of(whole, whole.value_width),
-        converted_values=None if values is None else cost_of(values, kept),
-    )  # fmt: skip
+        converted_values=None if values is None else cost_of(values, cached_values or 0),
+    )
 
 
 def _cached(
     site: AttentionSite, scores: ScoreForm | None, values: NarrowValues | None
 ) -> tuple[int | None, int | None]:
-    """How many numbers a token keys and values take in a cache, where they are converted."""
+    """Return the numbers that converted keys and values of a token take in a cache."""
     if site.family.pieces and scores is not None and values is not None:  # laid out alike
         widest = max(scores.rank + scores.content_channels, values.dv)
         return (widest + -widest % site.head_width,) * 2
@@ -354,27 +356,27 @@ def _cached(
 
 
 def _bare(part: Any) -> Any:
-    """Give the projection itself, without what pads its channels to whole heads."""
+    """Return a projection without the padding of its channels to whole heads."""
     return getattr(part, "proj", part)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """An attention module and what it was called with."""
+    """An attention module and its arguments in one call."""
 
     site: AttentionSite
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def __call__(self) -> None:
-        """Run the module, and its output projection where that is not in it."""
+        """Run the module, and its output projection where it is outside the module."""
         outputs = self.site.module(*self.args, **self.kwargs)
         if self.site.family.output.startswith(".."):
             self.site.part(self.site.family.output)(outputs[0])
 
 
 def _calls(model: PreTrainedModel, sites: Sequence[AttentionSite], batch: dict[str, Any]) -> list[_Call]:
-    """Note what each module is called with while the model runs."""
+    """Return the arguments of each module's first call while the model runs."""
     calls: dict[str, _Call] = {}
 
     def watch(site: AttentionSite) -> Any:
@@ -398,11 +400,10 @@ def _timed(
     dense: Callable[[], Any],
     converted: Callable[[], Any],
     module: nn.Module,
-    name: str,
-    length: int,
     rounds: int,
     draw: random.Random,
 ) -> Latency:
+    """Return the latency of two calls in turns, without a name and a length."""
     times: dict[str, list[float]] = {"dense": [], "converted": []}
     calls = {"dense": dense, "converted": converted}
     for count in range(rounds + 1):
@@ -412,12 +413,20 @@ def _timed(
                 times[which].append(seconds)
     ratios = [ours / theirs for ours, theirs in zip(times["converted"], times["dense"], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
-    medians = {which: 1e3 * statistics.median(found) for which, found in times.items()}
-    return Latency(name, length, medians["dense"], medians["converted"], middle, low, high, rounds)
+    return Latency(
+        name="",
+        length=0,
+        dense_ms=1e3 * statistics.median(times["dense"]),
+        converted_ms=1e3 * statistics.median(times["converted"]),
+        ratio=middle,
+        low=low,
+        high=high,
+        rounds=rounds,
+    )
 
 
 def _seconds(call: Callable[[], Any], module: nn.Module) -> float:
-    """Time one call, all of what it puts on the module's GPU included."""
+    """Return the time of one call, its work on the module's GPU included."""
     on_gpu = torch.cuda.is_available() and next(module.parameters()).is_cuda
     if on_gpu:
         torch.cuda.synchronize()

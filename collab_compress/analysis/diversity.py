@@ -22,7 +22,7 @@ __all__ = ["Discrepancy", "average_distance", "bhattacharyya", "confidence", "di
 
 @dataclass(frozen=True)
 class Discrepancy:
-    """Distances of the heads of one layer from each other, (H, H), means over real query positions.
+    """Distances between the heads of one layer, (H, H), means over query positions that are no padding.
 
     Args:
         cosine: cosine + 1, as "Multi-Head Rotation" section 5.3 words it: 2 for heads that point the same way, 0 for
@@ -39,7 +39,7 @@ class Discrepancy:
         return 2 - self.cosine
 
     def norm(self, measure: Measure) -> float:
-        """Sum all entries' sizes, the L₁,₁ norm: the layer's total discrepancy, diagonal included.
+        """Return the L₁,₁ norm: the layer's total discrepancy, diagonal included.
 
         Args:
             measure: `cosine`, `difference` or `l2`.
@@ -62,7 +62,7 @@ def discrepancy(
     modules: str = "*",
     progress: Progress = False,
 ) -> dict[str, Discrepancy]:
-    """Measure how far the heads of each layer are from each other ("Multi-Head Rotation", section 5.3).
+    """Return the distances between the heads of each layer ("Multi-Head Rotation", section 5.3).
 
     Args:
         model: stock or edited; left in the mode it was in.
@@ -94,8 +94,8 @@ def discrepancy_growth(
     Figures 6 and 7 of "Multi-Head Rotation".
 
     Args:
-        found: of the model, as `discrepancy` gives, on the same batches.
-        baseline: of the model to compare with.
+        found: `discrepancy` of the model.
+        baseline: `discrepancy` of the model to compare with, on the same batches.
         measure: `l2` (Fig. 7), `difference` (Fig. 6), or `cosine` for cosine + 1.
 
     Returns:
@@ -129,28 +129,17 @@ def bhattacharyya(
     modules: str = "*",
     progress: Progress = False,
 ) -> dict[str, Tensor]:
-    r"""Measure how much the attention of any two heads overlaps: the Bhattacharyya coefficient of their rows.
+    r"""Return how much the attention of any two heads overlaps: the Bhattacharyya coefficient of their rows.
 
     $$BC(a, b) = \sum_j \sqrt{p_j^a \, p_j^b}$$
 
-    equation 3 of "Diversified Attention on Transformers", mean over real queries. `mean_over_pairs` of it is the
-    diversity score of Fig. 1, lower for more diverse heads; the paper sums it over layers.
-
-    Args:
-        model: as for `discrepancy`.
-        batches: as for `discrepancy`.
-        kinds: as for `discrepancy`.
-        modules: as for `discrepancy`.
-        progress: as for `discrepancy`.
+    equation 3 of "Diversified Attention on Transformers", mean over queries that are no padding. `mean_over_pairs` of
+    it is the diversity score of Fig. 1, lower for more diverse heads; the paper sums it over layers. Arguments and
+    errors are those of `discrepancy`.
 
     Returns:
         Module path → (H, H) in float64, from 0 for heads that attend to different tokens to 1; keys as for
         `discrepancy`.
-
-    Raises:
-        HeadError: as for `discrepancy`.
-        CalibrationError: as for `discrepancy`.
-        UnsupportedModelError: as for `discrepancy`.
     """
     observer = Coefficients()
     observe(model, batches, observer, kinds, modules, progress)
@@ -158,7 +147,7 @@ def bhattacharyya(
 
 
 def _distances(vectors: Tensor) -> tuple[Tensor, ...]:
-    """Sums over positions of cosines and distances, (H, H) each, from vectors (N, H, w)."""
+    """Return sums over positions of cosines and distances, (H, H) each, from vectors (N, H, w)."""
     lengths = vectors.norm(dim=2, keepdim=True)
     units = torch.where(lengths > 0, vectors / torch.where(lengths > 0, lengths, 1.0), 0.0)
     # by differences: through products, heads that nearly agree would lie apart by rounding alone
@@ -167,20 +156,13 @@ def _distances(vectors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _coefficients(rows: Tensor) -> tuple[Tensor, ...]:
-    """Sum over queries of Bhattacharyya coefficients, (H, H), from rows (N, H, S)."""
+    """Return sums over queries of Bhattacharyya coefficients, (H, H), from attention rows (N, H, S)."""
     roots = rows.sqrt()
     return (torch.einsum("nhs,ngs->hg", roots, roots),)
 
 
 class Discrepancies(Means):
-    """Gathers what `discrepancy` gives.
-
-    Args:
-        of: as for `discrepancy`.
-
-    Raises:
-        HeadError: `of` is neither.
-    """
+    """The `Observer` behind `discrepancy`."""
 
     def __init__(self, of: Literal["outputs", "rows"] = "outputs") -> None:
         if of not in ("outputs", "rows"):
@@ -188,16 +170,16 @@ class Discrepancies(Means):
         super().__init__(of, _distances)
 
     def result(self) -> dict[str, Discrepancy]:
-        """Give the matrices of each module."""
+        """Return the matrices of each module."""
         return {name: Discrepancy(cosine + 1, l2) for name, (cosine, l2) in self.means().items()}
 
 
 class Coefficients(Means):
-    """Gathers what `bhattacharyya` gives."""
+    """The `Observer` behind `bhattacharyya`."""
 
     def __init__(self) -> None:
         super().__init__("rows", _coefficients)
 
     def result(self) -> dict[str, Tensor]:
-        """Give the matrix of each module."""
+        """Return the matrix of each module."""
         return {name: coefficients for name, (coefficients,) in self.means().items()}

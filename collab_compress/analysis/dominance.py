@@ -1,4 +1,4 @@
-"""What a model loses without some of its heads: the dominant head of each layer, and the pruning curve."""
+"""Loss of score without some heads: the dominant head of each layer, and the pruning curve."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Dominance:
         """Return the mean change over layers without one head of each, for each kind of attention (Table 4).
 
         Args:
-            heads: module path → head. Take `dominant` of a `Dominance` that was measured on other rows: on the rows
-                that chose them, the change without the dominant heads looks larger than it is.
+            heads: module path → head. Take `dominant` of a `Dominance` measured on other rows: on the rows that
+                chose them, the change without the dominant heads looks larger than it is.
         """
         changes: dict[Kind, list[float]] = {}
         for name, head in heads.items():
@@ -64,9 +64,9 @@ class PruningPoint:
     """One point of a pruning curve.
 
     Args:
-        share: share of all heads that are silenced, as asked for.
-        heads: module path → heads that are.
-        removed: how many these are.
+        share: requested share of silenced heads.
+        heads: module path → silenced heads.
+        removed: number of silenced heads.
         score: the score without them.
     """
 
@@ -85,14 +85,15 @@ def dominant_heads(
     kinds: Collection[Kind] = KINDS,
     progress: Progress = False,
 ) -> Dominance:
-    """Silence one head at a time and see what the score loses ("Scheduled DropHead", Table 4).
+    """Return how the score changes when one head at a time is silenced ("Scheduled DropHead", Table 4).
 
     Args:
-        model: stock or edited, also one whose heads are masked already by another mask.
-        score: gives the score of a model, as BLEU or accuracy; called once for all heads, and once without each.
-        batches: where there is no score: keyword arguments for the model, read once. The score is then the drift of
-            its outputs, ‖without − with‖ / ‖with‖ over real tokens, 0 with all heads; less is better.
-        greater_is_better: whether a greater `score` is a better one; as for perplexity, False.
+        model: stock or edited; its heads may be masked already.
+        score: function from a model to its score, as BLEU or accuracy; called once for all heads, and once without
+            each.
+        batches: in place of a score: keyword arguments for the model, read once. The score is then the drift of the
+            outputs, ‖without − with‖ / ‖with‖ over tokens that are no padding; less is better.
+        greater_is_better: whether a greater `score` is better; False for perplexity.
         kinds: which kinds of attention.
         progress: True for a bar, or a function of how many scores (of batches, for drift) are done and how many
             there are.
@@ -105,9 +106,9 @@ def dominant_heads(
     sites = find_attention(model, FAMILIES, kinds=kinds)
     single = [(site.name, head) for site in sites for head in range(site.heads)]
     masks: list[Masks] = [{}, *(masks_without(model, {name: [head]}) for name, head in single)]
-    baseline, *found = _scores(model, masks, score, batches, progress)
+    baseline, *scores = _scores(model, masks, score, batches, progress)
     changes = {site.name: torch.zeros(site.heads, dtype=torch.float64) for site in sites}
-    for (name, head), value in zip(single, found, strict=True):
+    for (name, head), value in zip(single, scores, strict=True):
         changes[name][head] = value - baseline
     kind_of = {site.name: site.kind for site in sites}
     return Dominance(baseline, changes, kind_of, greater_is_better and score is not None)
@@ -122,35 +123,30 @@ def pruning_curve(
     shares: Sequence[float] = SHARES,
     progress: Progress = False,
 ) -> list[PruningPoint]:
-    """Silence more and more heads, the least important first, and score the model at each point.
+    """Return the score without more and more heads, the least important first.
 
-    Figure 3 of "Scheduled DropHead", with the importance of Michel et al., 2019. Masks silence the heads; the model
-    computes what it computes once `prune_heads_` has removed them, and stays as it is.
+    Figure 3 of "Scheduled DropHead", with the importance of Michel et al., 2019. Masks silence the heads, which gives
+    the same outputs as `prune_heads_`; the model stays as it is. Other arguments and errors are those of
+    `dominant_heads`.
 
     Args:
-        model: as for `dominant_heads`.
-        importance: module path → (H,), as `head_importance` gives, measured on other rows than the score; modules
-            that are not named keep their heads.
-        score: as for `dominant_heads`.
-        batches: as for `dominant_heads`.
-        shares: of the heads, 0 to 1, each rounded to whole heads.
-        progress: as for `dominant_heads`.
+        importance: module path → (H,) from `head_importance`, measured on other rows than the score; modules that
+            are not named keep their heads.
+        shares: shares of the heads, 0 to 1, each rounded to whole heads.
 
     Raises:
-        HeadError: as for `dominant_heads`, or a share, a module or an importance is wrong.
-        CalibrationError: as for `dominant_heads`.
-        UnsupportedModelError: as for `dominant_heads`.
+        HeadError: a share, a module or an importance is wrong.
     """
     chosen = [least_important(importance, share) for share in shares]
-    found = _scores(model, [masks_without(model, heads) for heads in chosen], score, batches, progress)
+    scores = _scores(model, [masks_without(model, heads) for heads in chosen], score, batches, progress)
     return [
         PruningPoint(share, heads, sum(map(len, heads.values())), value)
-        for share, heads, value in zip(shares, chosen, found, strict=True)
+        for share, heads, value in zip(shares, chosen, scores, strict=True)
     ]
 
 
 def split_rows(batches: Batches) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Split batches into two sets of rows: some to choose heads on, others to score the model without them.
+    """Return two halves of the rows of batches: one to choose heads on, one to score the model without them.
 
     Batches of several rows are split in two; those of a single row go to one side and the other in turn.
     """
@@ -178,34 +174,34 @@ def _scores(
     batches: Batches | None,
     progress: Progress,
 ) -> list[float]:
-    """Score the model under each of several masks."""
+    """Return the score of the model under each of several masks."""
     if (score is None) == (batches is None):
         raise HeadError("pass either score=, a function of the model, or batches=, on which its outputs drift")
     with HeadMask(model) as mask:
         if score is None:
             return _drifts(model, mask, masks, batches or (), progress)
-        found = []
-        for each in with_progress(masks, progress, "scores"):
-            mask.set(each)
+        scores = []
+        for silenced in with_progress(masks, progress, "scores"):
+            mask.set(silenced)
             value = float(score(model))
             if not isfinite(value):
                 raise HeadError(f"the score is {value}; expected a finite number")
-            found.append(value)
-        return found
+            scores.append(value)
+        return scores
 
 
 def _drifts(
     model: PreTrainedModel, mask: HeadMask, masks: Sequence[Masks], batches: Batches, progress: Progress
 ) -> list[float]:
-    """Drift of the outputs under each mask; every batch is read once and kept no longer than it takes."""
+    """Return the drift of the outputs under each mask; every batch is read once."""
     differences, norm = [0.0] * len(masks), 0.0
     for batch in with_progress(batches, progress, "batches"):
         mask.set({})
         whole = _real_output(model, batch)
         norm += float(whole.square().sum())
-        for place, each in enumerate(masks):
-            if each:
-                mask.set(each)
+        for place, silenced in enumerate(masks):
+            if silenced:
+                mask.set(silenced)
                 differences[place] += float((_real_output(model, batch) - whole).square().sum())
     if not norm:
         raise HeadError("no drift can be measured: there are no batches, or the outputs are all zero")
@@ -213,7 +209,7 @@ def _drifts(
 
 
 def _real_output(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """The model's main output at real tokens, or all of it where it has no token axis, in float64."""
+    """Return the model's main output in float64, without padding where it has a token axis."""
     output = main_output(model, dict(batch))[1].cpu()
     kind: Kind = "decoder" if model.config.is_encoder_decoder else "encoder"
     mask = real_tokens(model, (), (), batch)[kind].query

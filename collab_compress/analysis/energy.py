@@ -24,7 +24,7 @@ from collab_compress.factorization.narrowing import captured, damp
 
 @dataclass(frozen=True)
 class ScoreParts:
-    """The parts of the scores of one attention module, in float64 on the CPU, without the scale.
+    """The factors of the scores of one attention module, in float64 on the CPU, without the scale.
 
     Args:
         site: the module; `site.query` and `site.key` can be hooked.
@@ -40,7 +40,7 @@ class ScoreParts:
 
 
 def score_parts(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> list[ScoreParts]:
-    """List what the scores of every attention module are made of.
+    """Return the factors of the scores of every attention module.
 
     Args:
         model: stock or edited.
@@ -49,7 +49,7 @@ def score_parts(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> list
     Raises:
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
-    factors, found = read_factors(model), []
+    factors, parts = read_factors(model), []
     for site in find_attention(model, FAMILIES, kinds=kinds):
         if site.family.rotary:
             raise UnsupportedModelError(
@@ -58,8 +58,8 @@ def score_parts(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> list
             )
         query, key = site.part(site.family.query), site.part(site.family.key)
         dense = DenseSite(**vars(site), query=query, key=key)
-        found.append(_collaborative(dense, factors[site.name]) if site.name in factors else _dense(dense))
-    return found
+        parts.append(_collaborative(dense, factors[site.name]) if site.name in factors else _dense(dense))
+    return parts
 
 
 def _dense(site: DenseSite) -> ScoreParts:
@@ -111,11 +111,10 @@ class Energy:
     unshared: Tensor
 
     def rank(self, share: float = 0.99, of: Joined = "unshared") -> int:
-        """Suggest a dk: the least number of components of all heads together that capture this share.
+        """Return a suggested dk: the least number of components of all heads together that capture this share.
 
-        `unshared` is always enough, and less than `shared` never is. The paper reads its rule of thumb from
-        `product`, the sum of all heads, which says little about each: it suggests too little, most of all with
-        batches.
+        `unshared` always suffices, and a dk below `shared` never does. The paper's rule of thumb is from `product`,
+        the sum of all heads, which suggests too little, most of all with batches.
 
         Args:
             share: of the energy, above 0, up to 1.
@@ -125,13 +124,16 @@ class Energy:
             HeadError: the share is not in range, or the curve is unknown.
         """
         curves = {
-            "unshared": self.unshared, "shared": self.shared, "product": self.joined_product,
-            "query": self.joined_query, "key": self.joined_key,
-        }  # fmt: skip
+            "unshared": self.unshared,
+            "shared": self.shared,
+            "product": self.joined_product,
+            "query": self.joined_query,
+            "key": self.joined_key,
+        }
         return _least(curves, of, share)
 
     def ranks(self, of: Joined = "unshared") -> dict[float, int]:
-        """Suggest a dk for 90, 95 and 99 % of the energy; share → dk."""
+        """Return share → suggested dk, for 90, 95 and 99 % of the energy."""
         return {share: self.rank(share, of) for share in SHARES}
 
 
@@ -144,41 +146,40 @@ def head_energy(
     kinds: Collection[Kind] = KINDS,
     progress: Progress = False,
 ) -> dict[str, Energy]:
-    r"""Measure how much energy principal components of query and key weights capture, by head and over all heads.
+    r"""Return the energy that principal components of query and key weights capture, by head and over all heads.
 
     Figure 1 of "Multi-Head Attention: Collaborate Instead of Concatenate". The energy of a component is its squared
-    singular value. With batches it is that of what the weights make of their real inputs, weighted as a conversion
-    does it: $S_Q W_Q$, $S_K W_K$ and $S_Q W_Q W_K^\top S_K^\top$, where $S^\top S$ is the inputs' covariance plus
+    singular value. With batches it is the energy of the weights' outputs on real inputs, weighted as in a conversion:
+    $S_Q W_Q$, $S_K W_K$ and $S_Q W_Q W_K^\top S_K^\top$, where $S^\top S$ is the inputs' covariance plus
     damping. Most directions of the weights never meet an input, so these curves rise faster.
 
     Args:
         model: stock or converted; in a converted one heads are $\tilde W_Q \operatorname{diag}(m_i)$ and
             $\tilde W_K$, and per-head curves have up to R+1 entries.
-        batches: keyword arguments for the model, to weigh by; none for the bare weights. Padding does not count.
+        batches: keyword arguments for the model, to weigh by; None for bare weights. Padding does not count.
         centre: weigh by covariances, else by second moments.
         damping: share of the mean variance that is added to every direction.
         kinds: which kinds of attention.
         progress: True for a bar, or a function of how many batches are done and how many there are.
 
     Returns:
-        Module path → curves, in float64. Weights that are zero count as captured by no component at all.
+        Module path → curves, in float64; 1 throughout for weights that are zero.
 
     Raises:
         HeadError: weights or inputs allow no such weighting.
         CalibrationError: the model does not take such batches, or a module saw no token.
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
-    found = score_parts(model, kinds)
-    moments: dict[str, tuple[Moments, ...]] = {}
+    modules = score_parts(model, kinds)
+    moments: list[tuple[Moments, ...]] = [()] * len(modules)
     if batches is not None:
         watched = (dict(batch) for batch in with_progress(batches, progress, "batches"))
-        gathered = gather_moments(model, [parts.site for parts in found], watched)
-        moments = {parts.site.name: each for parts, each in zip(found, gathered, strict=True)}
+        moments = gather_moments(model, [parts.site for parts in modules], watched)
     energies = {}
-    for parts in found:
+    for parts, inputs in zip(modules, moments, strict=True):
         tensor = parts.tensor
-        if batches is not None:
-            query, key = (each.to("cpu", torch.float64) for each in moments[parts.site.name])
+        if inputs:
+            query, key = (side.to("cpu", torch.float64) for side in inputs)
             try:
                 tensor = Weighting.of(query, key, damping=damping, centre=centre).apply(tensor)
             except ValueError as error:
@@ -190,11 +191,7 @@ def head_energy(
 
 
 def tensor_energy(tensor: HeadTensor) -> Energy:
-    """Measure the energy of heads that are at hand.
-
-    Args:
-        tensor: query and key projections of the heads.
-    """
+    """Return the energy of query and key projections of heads."""
     single = _product_squares(tensor.query, tensor.key)  # (H, d)
     joined = _product_squares(tensor.flat_query, tensor.flat_key)
     sides = [_unfolded(tensor.query, tensor.key), _unfolded(tensor.key, tensor.query)]
@@ -228,7 +225,7 @@ class ValueEnergy:
     joined: Tensor
 
     def rank(self, share: float = 0.99, of: Literal["narrow", "joined"] = "narrow") -> int:
-        """Suggest a dv: the least number of channels of all heads together that capture this share.
+        """Return a suggested dv: the least number of channels of all heads together that capture this share.
 
         Args:
             share: of the energy, above 0, up to 1.
@@ -241,7 +238,7 @@ class ValueEnergy:
         return _least(curves, of, share)
 
     def ranks(self, of: Literal["narrow", "joined"] = "narrow") -> dict[float, int]:
-        """Suggest a dv for 90, 95 and 99 % of the energy; share → dv."""
+        """Return share → suggested dv, for 90, 95 and 99 % of the energy."""
         return {share: self.rank(share, of) for share in SHARES}
 
 
@@ -254,15 +251,15 @@ def value_energy(
     kinds: Collection[Kind] = KINDS,
     progress: Progress = False,
 ) -> dict[str, ValueEnergy]:
-    r"""Measure how much of what heads add to the residual stream few channels of their values capture.
+    r"""Return how much of what heads add to the residual stream few channels of their values capture.
 
     Head i adds $o_i W_O^{(i)}$, where $o_i$ are its values, summed by its attention rows. Energy is
-    $E\|\sum_i o_i W_O^{(i)}\|^2$, weighed as a conversion does it (`narrow_values`): with batches by the covariance
-    of $o$, else as though inputs were white and heads attended independently of each other.
+    $E\|\sum_i o_i W_O^{(i)}\|^2$, weighted as in a conversion (`narrow_values`): with batches by the covariance
+    of $o$, else as if inputs were white and heads attended independently of each other.
 
     Args:
         model: stock or edited; where heads are mixed, the mixture counts as part of $W_O$.
-        batches: keyword arguments for the model, to weigh by; none for the bare weights. Padding does not count.
+        batches: keyword arguments for the model, to weigh by; None for bare weights. Padding does not count.
         centre: weigh by covariances where the output projection has a bias to take the mean; else by second moments.
         damping: share of the mean variance that is added to every direction.
         kinds: which kinds of attention.
@@ -309,17 +306,17 @@ def _value_energy(site: ValueSite, moments: Moments | None, centre: bool, dampin
         joint = seen.covariance() if centre and output.bias is not None else seen.second
     try:
         return _outputs_energy(
-            damp(joint, damping), rows.split([each for each in sizes for _ in range(group)]), group
+            damp(joint, damping), rows.split([size for size in sizes for _ in range(group)]), group
         )
     except ValueError as error:
         raise HeadError(f"{site.name}: {error}") from error
 
 
 def _outputs_energy(moments: Tensor, outputs: Sequence[Tensor], group: int) -> ValueEnergy:
-    """Measure the energy of heads that are at hand; arguments as for `captured`."""
+    """Return the energy of values and outputs of heads; arguments as for `captured`."""
     alone, together = captured(moments, outputs, group)
     longest = max(map(len, alone))
-    heads = torch.stack([torch.nn.functional.pad(each, (0, longest - len(each))) for each in alone])
+    heads = torch.stack([torch.nn.functional.pad(head, (0, longest - len(head))) for head in alone])
     whole = torch.cat(list(outputs))
     values, vectors = torch.linalg.eigh(moments)
     root = values.clamp(min=0).sqrt()[:, None] * vectors.mT
@@ -327,7 +324,7 @@ def _outputs_energy(moments: Tensor, outputs: Sequence[Tensor], group: int) -> V
 
 
 def _least(curves: dict[str, Tensor], of: str, share: float) -> int:
-    """Find how many components it takes to capture a share of the energy, by one of some curves."""
+    """Return the least number of components that capture a share of the energy, by one of some curves."""
     if of not in curves:
         raise HeadError(f"unknown curve {of!r}; expected one of {', '.join(curves)}")
     if not 0 < share <= 1:
@@ -336,7 +333,7 @@ def _least(curves: dict[str, Tensor], of: str, share: float) -> int:
 
 
 def _squares(matrix: Tensor) -> Tensor:
-    """Squared singular values of (…, m, n), descending."""
+    """Return the squared singular values of (…, m, n), descending."""
     wide = matrix.shape[-1] > matrix.shape[-2]
     gram = matrix @ matrix.mT if wide else matrix.mT @ matrix
     values: Tensor = torch.linalg.eigvalsh(gram)
@@ -344,7 +341,7 @@ def _squares(matrix: Tensor) -> Tensor:
 
 
 def _product_squares(left: Tensor, right: Tensor) -> Tensor:
-    """Squared singular values of L·Rᵀ, descending, from (…, m, k) and (…, n, k)."""
+    """Return the squared singular values of L·Rᵀ, descending, from (…, m, k) and (…, n, k)."""
     if left.shape[-1] >= min(left.shape[-2], right.shape[-2]):
         cores = left @ right.mT
     else:
@@ -354,13 +351,13 @@ def _product_squares(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _unfolded(left: Tensor, right: Tensor) -> Tensor:
-    """Squared singular values of [L_1 R_1ᵀ … L_H R_Hᵀ], descending, from (H, m, d) and (H, n, d)."""
+    """Return the squared singular values of [L_1 R_1ᵀ … L_H R_Hᵀ], descending, from (H, m, d) and (H, n, d)."""
     values: Tensor = torch.linalg.eigvalsh((left @ (right.mT @ right) @ left.mT).sum(0))
     return values.flip(-1).clamp(min=0)
 
 
 def _cumulative(squares: Tensor) -> Tensor:
-    """Turn (…, n) into shares that the first 0, 1, …, n hold, (…, n+1); 1 throughout where there is nothing."""
+    """Return the shares of (…, n) that the first 0, 1, …, n entries hold, (…, n+1); 1 throughout if all are 0."""
     sums = torch.nn.functional.pad(squares.cumsum(-1), (1, 0))
     total = sums[..., -1:]
     return torch.where(total > 0, sums / torch.where(total > 0, total, 1.0), 1.0)

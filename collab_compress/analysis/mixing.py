@@ -1,4 +1,4 @@
-"""Mixing matrices and alphas as matrices for heatmaps, and what can be read off them in one number."""
+"""Mixing matrices and alphas as matrices for heatmaps, and their skew-symmetry and effective rank."""
 
 from collections.abc import Collection
 
@@ -15,9 +15,9 @@ from collab_compress.heads import alphas_of
 def mixing_matrices(
     model: PreTrainedModel, *, strength: bool = True, order: bool = False, kinds: Collection[Kind] = KINDS
 ) -> dict[str, Tensor]:
-    """Give the mixing matrix M of every attention module: which head uses which query/key component, and how much.
+    """Return the mixing matrix M of every attention module: how much each head uses each query/key component.
 
-    Figure 2 of "Multi-Head Attention: Collaborate Instead of Concatenate". A dense module has its blocks: each head
+    Figure 2 of "Multi-Head Attention: Collaborate Instead of Concatenate". In a dense module each head
     uses its own d components and no other (a).
 
     Args:
@@ -44,12 +44,12 @@ def mixing_matrices(
 
 
 def alpha_matrices(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Give the alphas of every attention module whose heads are mixed; row i says what leaves as head i.
+    """Return the alphas of every attention module whose heads are mixed; row i makes the output of head i.
 
     Figures 3 and 4 of "Multi-Head Rotation": diagonal where heads are picked, filled where they are mixed.
 
     Args:
-        model: one whose heads are mixed by `mix_heads_`.
+        model: with heads mixed by `mix_heads_`.
 
     Returns:
         Module path → (H, H), in float64 on the CPU.
@@ -65,7 +65,7 @@ def alpha_matrices(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def skew_symmetry(matrix: Tensor) -> float:
-    r"""Say how close a matrix is to skew-symmetric, its diagonal aside.
+    r"""Return how close a matrix is to skew-symmetric, its diagonal aside.
 
     $$\frac{\|A - A^\top\|_F^2}{\|A - A^\top\|_F^2 + \|A + A^\top\|_F^2}$$
 
@@ -90,7 +90,7 @@ def skew_symmetry(matrix: Tensor) -> float:
 
 
 def effective_rank(matrix: Tensor) -> float:
-    r"""Give the effective rank: the exponential of the entropy of the singular values' shares.
+    r"""Return the effective rank: the exponential of the entropy of the singular values' shares.
 
     $$\exp\Big(-\sum_k p_k \log p_k\Big), \quad p_k = \sigma_k / \sum_l \sigma_l$$
 
@@ -119,7 +119,7 @@ def _plain(parts: ScoreParts) -> Tensor:
 
 
 def _strengths(parts: ScoreParts) -> Tensor:
-    """Mixing entries times the lengths of their components' query and key vectors, (H, R)."""
+    """Return mixing entries times the lengths of their components' query and key vectors, (H, R)."""
     # a query of T_i is that of the component times its entry in M
     lengths = parts.tensor.query.norm(dim=1) * parts.tensor.key.norm(dim=1)  # (H, R or d)
     if parts.mixing is None:

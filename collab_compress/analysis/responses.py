@@ -1,7 +1,4 @@
-"""What heads, layers or two models answer to the same tokens: covariances, or a sample of tokens.
-
-Both are gathered in one pass; covariances are for CKA and SVCCA.
-"""
+"""Outputs of heads, layers or two models at the same tokens: covariances for CKA and SVCCA, or a sample of tokens."""
 
 from collections.abc import Collection, Mapping
 from typing import Literal, get_args
@@ -28,9 +25,9 @@ def head_covariances(
     modules: str = "*",
     progress: Progress = False,
 ) -> dict[str, JointCovariance]:
-    """Gather the covariance of all heads of each layer, for `svcca` and `cka` between the heads of one layer.
+    """Return the covariance of all heads of each layer, for `svcca` and `cka` between the heads of one layer.
 
-    Memory is (H·d)² numbers and a few thousand tokens a layer, however many there are; padding does not count.
+    Memory is (H·d)² numbers a layer for any number of tokens; padding does not count.
 
     Args:
         model: stock or edited; left in the mode it was in.
@@ -65,25 +62,19 @@ def head_samples(
     modules: str = "*",
     progress: Progress = False,
 ) -> dict[str, Tensor]:
-    """Draw tokens at random, without replacement and all as likely, and keep what heads answer at them.
+    """Return the outputs of heads at tokens drawn at random, without replacement.
+
+    Other arguments and errors are those of `head_covariances`.
 
     Args:
-        model: as for `head_covariances`.
-        batches: as for `head_covariances`.
-        tokens: how many to draw; all where there are fewer.
+        tokens: number of tokens to draw; all if there are fewer.
         seed: of the draw. Layers that see the same tokens draw the same ones.
-        part: as for `head_covariances`.
-        kinds: as for `head_covariances`.
-        modules: as for `head_covariances`.
-        progress: as for `head_covariances`.
 
     Returns:
         Module path → (N, H, d), in the model's dtype, on the CPU; keys as for `head_covariances`.
 
     Raises:
-        HeadError: as for `head_covariances`, or no tokens are asked for.
-        CalibrationError: as for `head_covariances`.
-        UnsupportedModelError: as for `head_covariances`.
+        HeadError: `tokens` is below 1.
     """
     samples = Samples(tokens, seed, part)
     observe(model, batches, samples, kinds, modules, progress)
@@ -91,12 +82,7 @@ def head_samples(
 
 
 class Covariances:
-    """Gathers what `head_covariances` gives; an `Observer`.
-
-    Args:
-        part: as for `head_covariances`.
-        kinds: which kinds of attention to take of what is shown.
-    """
+    """The `Observer` behind `head_covariances`."""
 
     def __init__(self, part: Part = "outputs", kinds: Collection[Kind] = KINDS) -> None:
         self.part, self.kinds = part, kinds
@@ -112,26 +98,13 @@ class Covariances:
                 self._running[use].add(vectors.flatten(1))
 
     def result(self) -> dict[str, JointCovariance]:
-        """Give the covariance of each module's heads.
-
-        Raises:
-            HeadError: a module saw fewer than two real tokens, or numbers that are not finite.
-        """
+        """Return the covariance of each module's heads."""
         labels = {use: tuple(map(str, range(len(found.widths)))) for use, found in self._running.items()}
         return by_name({use: found.result(labels[use], use.name) for use, found in self._running.items()})
 
 
 class Samples:
-    """What heads answer at tokens that are drawn as they come; an `Observer`.
-
-    Args:
-        tokens: as for `head_samples`.
-        seed: as for `head_samples`.
-        part: as for `head_samples`.
-
-    Raises:
-        HeadError: no tokens are asked for.
-    """
+    """The `Observer` behind `head_samples`, with the same arguments."""
 
     def __init__(self, tokens: int, seed: int = 0, part: Part = "outputs") -> None:
         if tokens < 1:
@@ -150,7 +123,7 @@ class Samples:
             self._draws[use] = generator, lots[best], torch.cat([kept, found])[best]
 
     def result(self) -> dict[str, Tensor]:
-        """Give what was drawn, as `head_samples` does."""
+        """Return what `head_samples` returns."""
         return by_name({use: kept for use, (_, _, kept) in self._draws.items()})
 
 
@@ -164,28 +137,21 @@ def layer_covariance(
     modules: str = "*",
     progress: Progress = False,
 ) -> JointCovariance:
-    """Gather the covariance of several layers together, for `svcca` and `cka` between layers.
+    """Return the covariance of several layers together, for `svcca` and `cka` between layers.
 
-    Memory is (L·H·d)² numbers and time grows alike: choose layers by `modules` where there are many. Layers must see
-    the same tokens, so an encoder's and a decoder's cannot be compared; a decoder's `decoder` and `cross` can.
+    Memory and time grow with (L·H·d)²: choose layers by `modules` if there are many. Layers must see the same tokens,
+    so an encoder's and a decoder's cannot be compared; a decoder's `decoder` and `cross` can. Other arguments and
+    errors are those of `head_covariances`.
 
     Args:
-        model: as for `head_covariances`.
-        batches: as for `head_covariances`.
         unit: a block is a `layer` with all its heads, or each `head` of each layer.
-        part: as for `head_covariances`.
-        kinds: as for `head_covariances`.
-        modules: as for `head_covariances`.
-        progress: as for `head_covariances`.
 
     Returns:
         The covariance, labelled with module paths (`path[0]`, `path[1]`, … where one serves several layers), or with
         `path:head`.
 
     Raises:
-        HeadError: as for `head_covariances`, or layers see different tokens.
-        CalibrationError: as for `head_covariances`.
-        UnsupportedModelError: as for `head_covariances`.
+        HeadError: layers see different tokens.
     """
     layers = LayerCovariance(unit, part)
     observe(model, batches, layers, kinds, modules, progress)
@@ -203,28 +169,23 @@ def model_covariances(
     kinds: Collection[Kind] = KINDS,
     progress: Progress = False,
 ) -> dict[str, JointCovariance]:
-    """Gather the covariance of each layer of one model with one of another, for `svcca` and `cka` between models.
+    """Return the covariance of each layer of one model with one of another, for `svcca` and `cka` between models.
 
-    Both models read the same batches, so they must share a tokenizer. They may differ in heads and widths.
+    Both models read the same batches, so they must share a tokenizer. They may differ in heads and widths. Other
+    arguments and errors are those of `head_covariances`.
 
     Args:
-        model: stock or edited; its layers are the rows of what is measured.
-        other: the one to compare with; its layers are the columns.
-        batches: as for `head_covariances`.
+        model: stock or edited; its layers are the rows of the results.
+        other: the model to compare with; its layers are the columns.
         unit: a block is each `head`, or a `layer` with all its heads.
-        pairs: path of a module in `model` → path in `other`; modules of the same kind and place if not given.
-        part: as for `head_covariances`.
-        kinds: as for `head_covariances`.
-        progress: as for `head_covariances`.
+        pairs: path of a module in `model` → path in `other`; by default modules of the same kind and place.
 
     Returns:
         Module path in `model` → covariance, whose first `leading` blocks are `model`'s. For a module that serves
         several layers, one for each use, paired in order.
 
     Raises:
-        HeadError: as for `head_covariances`; or modules cannot be paired, or the models see different tokens.
-        CalibrationError: as for `head_covariances`.
-        UnsupportedModelError: as for `head_covariances`.
+        HeadError: modules cannot be paired, or the models see different tokens.
     """
     paired = _paired(model, other, kinds) if pairs is None else dict(pairs)
     gathered: dict[Use, _Together] = {}
@@ -247,32 +208,18 @@ def model_covariances(
 
 
 class LayerCovariance:
-    """Gathers what `layer_covariance` gives; an `Observer`.
-
-    Args:
-        unit: as for `layer_covariance`.
-        part: as for `layer_covariance`.
-        kinds: which kinds of attention to take of what is shown.
-    """
+    """The `Observer` behind `layer_covariance`."""
 
     def __init__(self, unit: Unit = "layer", part: Part = "outputs", kinds: Collection[Kind] = KINDS) -> None:
         self.part, self.kinds, self._together = part, kinds, _Together(unit)
 
     def take(self, shown: Shown) -> None:
-        """Add one more batch.
-
-        Raises:
-            HeadError: layers see different tokens.
-        """
-        chosen = {use: reading for use, reading in shown if reading.site.kind in self.kinds}
-        self._together.add(by_name({use: real_vectors(reading, self.part) for use, reading in chosen.items()}))
+        """Add one more batch."""
+        readings = {use: reading for use, reading in shown if reading.site.kind in self.kinds}
+        self._together.add(by_name({use: real_vectors(reading, self.part) for use, reading in readings.items()}))
 
     def result(self) -> JointCovariance:
-        """Give the covariance of all layers.
-
-        Raises:
-            HeadError: fewer than two real tokens, or numbers that are not finite.
-        """
+        """Return the covariance of all layers."""
         return self._together.result("the layers")
 
 
@@ -288,7 +235,7 @@ class _Together:
         self.leading = 0
 
     def add(self, vectors: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None) -> None:
-        """Take in vectors (N, H, d) of each module, and of those they are to be compared with."""
+        """Add vectors (N, H, d) of each module, and of those to compare them with."""
         first, second = list(vectors.items()), list((others or {}).items())
         lengths = {name: len(found) for name, found in first + second}
         if len(set(lengths.values())) > 1:

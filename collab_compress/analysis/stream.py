@@ -1,4 +1,4 @@
-"""Run a model over batches and hand on what its heads show, one batch at a time."""
+"""Run a model over batches and pass on the readings of its heads, one batch at a time."""
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
@@ -38,13 +38,13 @@ Shown: TypeAlias = list[tuple[Use, Reading]]
 
 
 def with_progress(items: Iterable[_Item], progress: Progress, label: str) -> Iterator[_Item]:
-    """Yield `items`, and report each one that is done.
+    """Yield `items`, and report each finished one.
 
     Args:
-        items: what takes time, as batches.
-        progress: True for a bar, False for nothing, or a function of how many are done and how many there are (None
-            where that is not known).
-        label: what the bar says.
+        items: batches, or other work.
+        progress: True for a bar, False for nothing, or a function of the number of finished items and the total
+            (None if unknown).
+        label: text of the bar.
     """
     total = len(items) if isinstance(items, Sized) else None
     if progress is True:
@@ -66,13 +66,13 @@ def read_heads(
     modules: str = "*",
     progress: Progress = False,
 ) -> None:
-    """Run every model on each batch, without gradients or dropout, and pass on what their heads showed.
+    """Run every model on each batch, without gradients or dropout, and pass on the readings of their heads.
 
     Args:
-        models: stock or edited; left in the mode they were in.
+        models: stock or edited; their mode does not change.
         batches: keyword arguments for the models; read once, one at a time.
         parts: what to read, as for `Tap`.
-        consume: called once a batch with what each model showed, in the order in which modules were used.
+        consume: called once a batch with the readings of each model, in the order in which modules ran.
         kinds: which kinds of attention.
         modules: glob on module paths; only matching modules are passed on.
         progress: as for `with_progress`.
@@ -82,7 +82,7 @@ def read_heads(
         CalibrationError: a model does not take such batches.
         UnsupportedModelError: a model's family is not known, or it has no attention of these kinds.
     """
-    given = False
+    ran = False
     with ExitStack() as stack:
         taps = [stack.enter_context(Tap(model, parts, kinds)) for model in models]
         for model, tap in zip(models, taps, strict=True):
@@ -90,23 +90,23 @@ def read_heads(
                 raise HeadError(f"no attention module matches {modules!r}; there are {_names(tap)}")
             stack.enter_context(evaluation_mode(model))
         for batch in with_progress(batches, progress, "batches"):
-            given = True
+            ran = True
             shown = []
             for model, tap in zip(models, taps, strict=True):
                 run_batch(model, dict(batch))
                 shown.append(_uses(tap.take(), modules))
             consume(shown)
-    if not given:
+    if not ran:
         raise HeadError("no batches to run the model on; pass some, and a list where they are read more than once")
 
 
 class Observer(Protocol):
-    """Takes in what heads show while another measure runs the model."""
+    """Collects readings of heads while another measure runs the model."""
 
     part: Part
 
     def take(self, shown: Shown) -> None:
-        """Take in what one batch showed, in the order in which modules were used."""
+        """Add the readings of one batch, in the order in which modules ran."""
 
 
 def observe(
@@ -117,24 +117,25 @@ def observe(
     modules: str,
     progress: Progress,
 ) -> None:
-    """Run a model on all batches for one observer alone; the rest, and what goes wrong, is as for `read_heads`."""
-    read_heads(
-        [model], batches, observer.part, lambda shown: observer.take(shown[0]), kinds=kinds, modules=modules,
-        progress=progress,
-    )  # fmt: skip
+    """Run a model on all batches for one observer; other arguments and errors are those of `read_heads`."""
+
+    def consume(shown: list[Shown]) -> None:
+        observer.take(shown[0])
+
+    read_heads([model], batches, observer.part, consume, kinds=kinds, modules=modules, progress=progress)
 
 
 def observed(
     model: PreTrainedModel, batches: Batches, observers: Sequence[Observer], kinds: Collection[Kind] = KINDS
 ) -> Generator[Mapping[str, Tensor], None, None]:
-    """Yield batches for another measure, and let observers see what heads did with each, so that one pass serves all.
+    """Yield batches for another measure and pass the readings of each to observers, so that one pass serves all.
 
-    It watches the model until it is used up or closed: wrap it in `contextlib.closing`, as that measure may fail.
+    The model has hooks until the generator ends: wrap it in `contextlib.closing`, as the other measure may fail.
 
     Args:
-        model: that the other measure runs on each batch before it asks for the next.
+        model: runs on each batch, in the other measure, before the next is requested.
         batches: keyword arguments for the model.
-        observers: what is to see them too.
+        observers: get the readings.
         kinds: which kinds of attention.
     """
     with Tap(model, {observer.part for observer in observers}, kinds) as tap:
@@ -146,16 +147,16 @@ def observed(
 
 
 def by_name(values: Mapping[Use, _Value]) -> dict[str, _Value]:
-    """Key by name: the module's path, with `[0]`, `[1]`, … for the uses of a module that has several."""
+    """Return values by name: the module's path, with `[0]`, `[1]`, … for a module with several uses."""
     shared = {use.name for use in values if use.number}
     return {f"{use.name}[{use.number}]" if use.name in shared else use.name: value for use, value in values.items()}
 
 
 def real_vectors(reading: Reading, part: Part) -> Tensor:
-    """Pick the vectors of one part that are no padding, (N, H, w).
+    """Return the vectors of one part without padding, (N, H, w).
 
     Args:
-        reading: what a module showed.
+        reading: of a module.
         part: `outputs`, `queries`, `values`, `keys`, or `rows` (whose vectors are as long as there are keys).
     """
     vectors: Tensor = getattr(reading, part)
@@ -181,10 +182,10 @@ def _names(tap: Tap) -> str:
 
 
 class Means:
-    """Averages a measure of the heads of each module over real positions; an `Observer`.
+    """An `Observer` that averages a measure of each module's heads over positions that are no padding.
 
     Args:
-        part: what is measured.
+        part: what to measure.
         measure: from vectors (N, H, w) in float64, sums over positions of one or more matrices (H, H).
     """
 
@@ -197,20 +198,20 @@ class Means:
         """Add one more batch."""
         for use, reading in shown:
             vectors = real_vectors(reading, self.part)  # (N, H, w)
-            new = [each.cpu() for each in self._measure(vectors.double())]
-            old = self._sums.get(use, [torch.zeros_like(each) for each in new])
-            self._sums[use] = [before + each for before, each in zip(old, new, strict=True)]
+            sums = [matrix.cpu() for matrix in self._measure(vectors.double())]
+            previous = self._sums.get(use, [torch.zeros_like(matrix) for matrix in sums])
+            self._sums[use] = [old + new for old, new in zip(previous, sums, strict=True)]
             self._counts[use] = self._counts.get(use, 0) + len(vectors)
 
     def means(self) -> dict[str, tuple[Tensor, ...]]:
-        """Divide by the number of positions.
+        """Return the means.
 
         Raises:
             HeadError: a module saw no real token, or the sums are not finite.
         """
         for use, totals in self._sums.items():
             if not self._counts[use]:
-                raise HeadError(f"{use.name} saw no token that is no padding; pass batches with real tokens")
+                raise HeadError(f"{use.name} saw no token that is no padding; pass batches with tokens")
             if not all(bool(total.isfinite().all()) for total in totals):
                 raise HeadError(
                     f"{use.name}: what its heads compute is not finite; look for NaN or infinity in weights"

@@ -67,7 +67,7 @@ class SVCCA:
 
 
 def svcca(responses: JointCovariance, variance: float = 0.99, threshold: float = 0.0) -> SVCCA:
-    r"""Compare representations by SVCCA, all pairs at once, from their covariance alone.
+    r"""Return SVCCA of all pairs of representations, computed from their covariance.
 
     The singular value decomposition of the centred $X_i$ (N×d) keeps the directions with the most variance that
     together hold the share `variance` of it; the canonical correlations of what is left are
@@ -81,12 +81,11 @@ def svcca(responses: JointCovariance, variance: float = 0.99, threshold: float =
     tokens than directions they are 1.
 
     Args:
-        responses: as `head_covariances` gives, or `JointCovariance.of`.
+        responses: covariance from `head_covariances` or `JointCovariance.of`.
         variance: share of each representation's variance to keep, above 0, up to 1. Directions whose variance is no
             more than rounding are never kept.
-        threshold: least coefficient that counts: directions below it are left out of means and curves ("top SVCCA
-            coefficients with a threshold such that covers all meaningful subspaces", section 3.2, which does not say
-            where it lies). All count at 0.
+        threshold: least coefficient that counts in means and curves ("top SVCCA coefficients with a threshold such
+            that covers all meaningful subspaces", section 3.2, which does not give it). All count at 0.
 
     Returns:
         All coefficients; `similarity`, `mean` and `curve` sum them up. A representation that never varies has no
@@ -109,23 +108,20 @@ def svcca(responses: JointCovariance, variance: float = 0.99, threshold: float =
         coefficients[place, len(columns) - len(others) :] = torch.linalg.svdvals(cross)
     if not responses.leading:
         coefficients = torch.maximum(coefficients, coefficients.transpose(0, 1))  # the lower half is still 0
-    there = torch.arange(whitening.shape[1]) < directions[..., None]
-    there &= coefficients >= threshold
+    counted = torch.arange(whitening.shape[1]) < directions[..., None]
+    counted &= coefficients >= threshold
     return SVCCA(
         tuple(responses.labels[row] for row in rows),
         tuple(responses.labels[column] for column in columns),
-        coefficients.clamp(0, 1) * there,
-        there.sum(-1),
+        coefficients.clamp(0, 1) * counted,
+        counted.sum(-1),
         responses.count,
         not responses.leading,
     )
 
 
 def _whitening(responses: JointCovariance, variance: float) -> tuple[Tensor, Tensor]:
-    """Give for each block what turns it into uncorrelated directions of variance 1, (n, w, w), and how many, (n,).
-
-    Columns of directions that are not kept are 0.
-    """
+    """Return whitening matrices (n, w, w), 0 in columns that are not kept, and numbers of kept directions (n,)."""
     values, vectors = torch.linalg.eigh(responses.own())  # ascending
     values, vectors = values.flip(1).clamp(min=0), vectors.flip(2)
     total = values.sum(1, keepdim=True)

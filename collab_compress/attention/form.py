@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from operator import attrgetter
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -31,7 +31,7 @@ class ScoreParts:
 
     Args:
         query: query projection, D → R.
-        key: key projection, content biases included, D → R or R + H.
+        key: key projection, D → R, or R + H with its content biases.
         mixing: mixing matrix (H, R); a buffer where it is fixed.
     """
 
@@ -40,8 +40,9 @@ class ScoreParts:
     mixing: Tensor
 
     def tensors(self) -> list[Tensor]:
-        """List the memory that holds what was fitted."""
-        return [self.query.proj.weight.data, self.key.proj.weight.data, self.mixing.data]
+        """List the tensors that hold what was fitted."""
+        fitted = [*self.query.parameters(), *self.key.parameters(), self.mixing]
+        return [tensor.data for tensor in fitted]
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,20 @@ class Cut:
 
 
 class HeadRows(NamedTuple):
-    """What of one parameter belongs to single heads; other rows belong to all.
+    """The rows of one parameter, all of which belong to single heads.
 
     Args:
         path: of the parameter in the attention module.
-        heads: for each head its stretches of rows.
+        rows: rows of each head.
     """
 
     path: str
-    heads: Sequence[Sequence[range]]
+    rows: Sequence[range]
+
+    @classmethod
+    def of(cls, path: str, sizes: Sequence[int]) -> Self:
+        """Describe a parameter whose rows belong to the heads in turn, `sizes` to each."""
+        return cls(path, [range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))])
 
 
 @dataclass(frozen=True)
@@ -195,15 +201,13 @@ class MapForm(ABC):
     def row_cuts(self, module: Any, kept: Sequence[int]) -> list[Cut]:
         """Compute what remains of the parameters that have rows of single heads, with these heads only."""
         cuts = []
-        for path, heads in self.head_rows():
-            lost = {row for head, own in enumerate(heads) if head not in kept for rows in own for row in rows}
-            parameter = attrgetter(path)(module)
-            left = [row for row in range(parameter.shape[0]) if row not in lost]
-            place, _, name = path.rpartition(".")
-            owner = module.get_submodule(place)
-            cuts.append(Cut(owner, name, remaining(parameter, 0, left)))
+        for path, rows in self.head_rows():
+            kept_rows = [row for head in kept for row in rows[head]]
+            parent, _, name = path.rpartition(".")
+            owner = module.get_submodule(parent)
+            cuts.append(Cut(owner, name, remaining(getattr(owner, name), 0, kept_rows)))
             if hasattr(owner, "out_features"):
-                cuts.append(Cut(owner, "out_features", len(left)))
+                cuts.append(Cut(owner, "out_features", len(kept_rows)))
         return cuts
 
 
@@ -336,12 +340,11 @@ class ScoreForm(MapForm):
         weights, inputs = zip(*(dense_projection(module, path) for path in (self.query, self.key)), strict=True)
         like: dict[str, Any] = {"device": weights[0].device, "dtype": weights[0].dtype}
         trained = [weight.requires_grad for weight in weights]
-        widths = (self.rank, self.rank + self.content_channels)
-        own_query, own_key = (
-            PaddedProjection(width_in, width, self.multiple, **like).requires_grad_(train)
-            for width_in, width, train in zip(inputs, widths, trained, strict=True)
-        )
-        return ScoreParts(own_query, own_key, self.build_mixing(any(trained), **like))
+        query = PaddedProjection(inputs[0], self.rank, self.multiple, **like)
+        key = PaddedProjection(inputs[1], self.rank, self.multiple, content_biases=self.content_channels, **like)
+        query.requires_grad_(trained[0])
+        key.requires_grad_(trained[1])
+        return ScoreParts(query, key, self.build_mixing(any(trained), **like))
 
     @abstractmethod
     def build_mixing(self, trained: bool, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -352,7 +355,9 @@ class ScoreForm(MapForm):
         with torch.no_grad():
             parts.query.proj.weight.copy_(query.T)
             parts.mixing.copy_(mixing)
-            parts.key.proj.weight.copy_(key.T if content is None else torch.cat([key.T, content]))
+            parts.key.proj.weight.copy_(key.T)
+            if parts.key.content_bias is not None and content is not None:
+                parts.key.content_bias.copy_(content)
 
     def put_in_(self, module: Any, parts: ScoreParts) -> None:
         """Replace the query and key projections of `module` by `parts`, in place."""
@@ -384,12 +389,12 @@ class ScoreForm(MapForm):
         query, key = (
             plain_weight(f"{name}.{path}.proj", module.get_submodule(path).proj) for path in (self.query, self.key)
         )
-        content = key[self.rank :] if self.content_bias else None
-        return query.T, module.mixing.detach(), key[: self.rank].T, content
+        content = module.get_submodule(self.key).content_bias
+        return query.T, module.mixing.detach(), key.T, None if content is None else content.detach()
 
     def trained(self, module: Any) -> list[nn.Parameter]:
         """List the parameters that make the scores of `module`, for training to bring them nearer to dense ones."""
-        return [module.get_submodule(path).proj.weight for path in (self.query, self.key)]
+        return [*module.get_submodule(self.query).parameters(), *module.get_submodule(self.key).parameters()]
 
     # Attention.
 
@@ -450,6 +455,10 @@ class ScoreForm(MapForm):
         return cached_scores(own, key, readers)
 
     # Heads.
+
+    def content_rows(self) -> list[HeadRows]:
+        """List the rows of the content biases, one a head, if there are any."""
+        return [HeadRows.of(f"{self.key}.content_bias", [1] * self.heads)] if self.content_bias else []
 
     def keep_heads(self, module: Any, kept: Sequence[int]) -> list[Cut]:
         """Compute what remains of `module` with these heads only, in ascending order, without changing it.

@@ -58,8 +58,8 @@ def lay_out_(module: Any, pieces: str) -> None:
     if None not in forms:
         if STOCK_HEADS not in module.__dict__:
             setattr(module, STOCK_HEADS, getattr(module, pieces))
-        setattr(module, pieces, max(1, *(-(-part.proj.out_features // width) for part in parts)))
+        setattr(module, pieces, max(1, *(-(-part.channels // width) for part in parts)))
     elif STOCK_HEADS in module.__dict__:
         setattr(module, pieces, module.__dict__.pop(STOCK_HEADS))
     for part in parts:
-        part.padding = getattr(module, pieces) * width - part.proj.out_features
+        part.padding = getattr(module, pieces) * width - part.channels

@@ -9,7 +9,6 @@ by side, content (B, S, H) or None, value (B, H, S, dv), mask and `causal` as in
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from math import inf
 from typing import Any, ClassVar, Self
 
@@ -242,14 +241,9 @@ class PerHeadScores(ScoreForm):
         return separate_probabilities(own_query, own_key, content, self.sizes, mask, scaling=scaling, causal=causal)
 
     def head_rows(self) -> list[HeadRows]:
-        """A head owns its channels of queries and keys, and its content bias behind all of them."""
-        own = [range(start, stop) for start, stop in pairwise(accumulate(self.sizes, initial=0))]
-        behind = range(self.rank, self.rank + self.heads)
-        biases = [[range(row, row + 1)] if self.content_bias else [] for row in behind]
-        return [
-            HeadRows(f"{self.query}.proj.weight", [[rows] for rows in own]),
-            HeadRows(f"{self.key}.proj.weight", [[rows, *bias] for rows, bias in zip(own, biases, strict=True)]),
-        ]
+        """A head owns its channels of queries and keys, and its content bias."""
+        channels = [HeadRows.of(f"{path}.proj.weight", self.sizes) for path in (self.query, self.key)]
+        return [*channels, *self.content_rows()]
 
     def without(self, kept: Sequence[int]) -> Self:
         """Leave the channels of these heads."""

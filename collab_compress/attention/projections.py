@@ -9,19 +9,21 @@ from transformers.pytorch_utils import Conv1D
 
 
 class PaddedProjection(nn.Module):
-    """A projection x ↦ x·W + b whose channels are no whole heads, in place of H concatenated ones.
+    """A projection x ↦ [x·W + b, x·vᵀ, 0] whose channels are no whole heads, in place of H concatenated ones.
 
-    Queries that all heads share have width R. Keys have width R, and where the model has content biases v_i·y, H
-    further channels hold them, so that one product computes both and a key cache keeps both. Values have width dv.
+    Queries and keys that heads share are R channels wide, values dv. Keys of a model with content biases v (H, D)
+    have H further channels v_i·y, so that a key cache keeps both. v is a parameter of its own, `content_bias`:
+    optimizers exempt it from weight decay by its name, like the query bias it comes from.
 
-    Transformers' attention splits what a projection returns into pieces of the head width d, so the output is
-    padded with zeros; the collaborative attention functions take it apart again.
+    Transformers' attention splits the output of a projection into heads of width d, so the output is padded with
+    zeros; the collaborative attention functions take it apart again.
 
     Args:
         in_features: input width D.
-        width: R, R + H, or dv.
-        multiple: what the width is padded to a multiple of: the head width d, or H·d.
-        bias: whether it has one, as values may.
+        width: R or dv.
+        multiple: what the number of output channels is padded to a multiple of: the head width d, or H·d.
+        bias: whether the projection has a bias b, as values may.
+        content_biases: number of content biases, H or 0.
     """
 
     def __init__(
@@ -32,10 +34,14 @@ class PaddedProjection(nn.Module):
         bias: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
+        content_biases: int = 0,
     ) -> None:
         super().__init__()
         self.proj = nn.Linear(in_features, width, bias=bias, device=device, dtype=dtype)
-        self.padding = -width % multiple
+        self.content_bias: nn.Parameter | None = None
+        if content_biases:
+            self.content_bias = nn.Parameter(torch.empty(content_biases, in_features, device=device, dtype=dtype))
+        self.padding = -self.channels % multiple
 
     @property
     def weight(self) -> Tensor:
@@ -48,14 +54,22 @@ class PaddedProjection(nn.Module):
         return self.proj.weight.new_empty(0) if self.proj.bias is None else self.proj.bias
 
     @property
+    def channels(self) -> int:
+        """Number of output channels, padding excluded: R, R + H, or dv."""
+        return self.proj.out_features + (0 if self.content_bias is None else len(self.content_bias))
+
+    @property
     def width(self) -> int:
-        """How many channels leave, zeros included."""
-        return self.proj.out_features + self.padding
+        """Number of output channels, padding included."""
+        return self.channels + self.padding
 
     def forward(self, x: Tensor) -> Tensor:
-        """Project x (B, T, D) to (B, T, width + padding)."""
+        """Project x (B, T, D) to (B, T, channels + padding)."""
         projected: Tensor = self.proj(x)
-        return nn.functional.pad(projected, (0, self.padding)) if self.padding else projected
+        if self.content_bias is None:
+            return nn.functional.pad(projected, (0, self.padding)) if self.padding else projected
+        content = nn.functional.linear(x, self.content_bias)
+        return torch.cat([projected, nn.functional.pad(content, (0, self.padding))], -1)
 
 
 class Layout(NamedTuple):

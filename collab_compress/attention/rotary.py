@@ -233,6 +233,11 @@ class RotaryScores(ScoreForm):
         return Pairing(self.head_width, self.rotated, self.pairs)
 
     @property
+    def unrotated(self) -> tuple[bool, ...]:
+        """Which of the R/2 channel pairs are not rotated; there the mixing matrix holds a real factor of each."""
+        return tuple(frequency >= self.rotated // 2 for frequency in self.frequencies)
+
+    @property
     def grouped(self) -> bool:
         """Whether groups of heads share a key, so that queries are each head's own."""
         return self.key_heads < self.heads
@@ -355,8 +360,7 @@ class RotaryScores(ScoreForm):
 
     def trained(self, module: Any) -> list[nn.Parameter]:
         """List projections, their biases and the mixing matrix."""
-        projections = [module.get_submodule(path).proj for path in (self.query, self.key)]
-        return [*(each for part in projections for each in part.parameters()), module.mixing]
+        return [*super().trained(module), module.mixing]
 
     # Attention.
 
@@ -381,9 +385,12 @@ class RotaryScores(ScoreForm):
                 each.transpose(1, 2).flatten(2).unsqueeze(1) for each in (real, imaginary)
             )  # (B, 1, T, R/2)
         by_real, by_imaginary = mixing.unsqueeze(1).chunk(2, -1)  # (H, 1, R/2)
-        return self.to_heads(
-            real * by_real - imaginary * by_imaginary, real * by_imaginary + imaginary * by_real
-        )  # fmt: skip
+        mixed = real * by_real - imaginary * by_imaginary, real * by_imaginary + imaginary * by_real
+        if not self.grouped and self.rotated < self.head_width:
+            still = torch.tensor(self.unrotated, device=query.device)
+            parts = real * by_real, imaginary * by_imaginary
+            mixed = torch.where(still, parts[0], mixed[0]), torch.where(still, parts[1], mixed[1])
+        return self.to_heads(*mixed)
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float,
@@ -405,7 +412,7 @@ class RotaryScores(ScoreForm):
 
     def head_rows(self) -> list[HeadRows]:
         """A head owns its row of the mixing matrix; none where a group's keys and rows are those of several heads."""
-        return [HeadRows("mixing", [[range(head, head + 1)] for head in range(self.heads)])]
+        return [HeadRows.of("mixing", [1] * self.heads)]
 
     def without(self, kept: Sequence[int]) -> Self:
         """Leave the shared channels as many as they are."""

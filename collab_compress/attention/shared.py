@@ -78,12 +78,8 @@ class SharedScores(ScoreForm):
         )
 
     def head_rows(self) -> list[HeadRows]:
-        """A head owns its row of the mixing matrix and its content bias, which lies behind the R shared channels."""
-        rows = [HeadRows("mixing", [[range(head, head + 1)] for head in range(self.heads)])]
-        if self.content_bias:
-            biases = range(self.rank, self.rank + self.heads)
-            rows.append(HeadRows(f"{self.key}.proj.weight", [[range(row, row + 1)] for row in biases]))
-        return rows
+        """A head owns its row of the mixing matrix and its content bias."""
+        return [HeadRows.of("mixing", [1] * self.heads), *self.content_rows()]
 
     def without(self, kept: Sequence[int]) -> Self:
         """Leave the shared channels as many as they are."""

@@ -275,9 +275,8 @@ class NarrowValues(MapForm):
         """A head owns its channels of the values, unless it shares them; outputs are no rows."""
         if self.group > 1:
             return []
-        own = [[range(start, stop)] for start, stop in pairwise(accumulate(self.sizes, initial=0))]
         names = ("weight", "bias") if self.value_bias else ("weight",)
-        return [HeadRows(f"{self.value}.proj.{name}", own) for name in names]
+        return [HeadRows.of(f"{self.value}.proj.{name}", self.sizes) for name in names]
 
     def without(self, kept: Sequence[int]) -> Self:
         """Leave the channels of these heads, none of which shares its own."""

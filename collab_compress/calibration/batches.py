@@ -23,7 +23,7 @@ from collab_compress.calibration.random_tokens import (
     sampled,
     synthetic_batches,
 )
-from collab_compress.errors import CalibrationError
+from collab_compress.errors import CalibrationError, one_line
 
 __all__ = ["BATCH_SIZE", "Batch", "Calibration", "calibration_batches", "noted_batches", "read_texts"]
 
@@ -201,8 +201,8 @@ def text_batches(
                 batch = _padded_without_token(tokenizer(part, **options))
             if length is not None and batch["input_ids"].shape[1] == length:
                 cut += sum(len(tokens) > length for tokens in tokenizer(part, verbose=False)["input_ids"])
-        except (ValueError, TypeError) as error:
-            raise CalibrationError(f"the tokenizer cannot batch the texts: {error}") from error
+        except Exception as error:  # tokenizers raises plain exceptions
+            raise CalibrationError(f"the tokenizer cannot read the texts: {one_line(error)}") from error
         batches.append(batch)
     return sampled(batches, len(batches), seed), cut
 
@@ -237,6 +237,8 @@ def read_texts(path: Path) -> list[Text]:
     Raises:
         CalibrationError: the file is missing, not UTF-8, has no text, or has a line of more than two.
     """
+    if path.exists() and not path.is_file():
+        raise CalibrationError(f"cannot read calibration texts from {path}: expected a file")
     try:
         content = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

@@ -136,13 +136,20 @@ def masks_of(site: AttentionSite, real: Mapping[Masked, RealTokens]) -> RealToke
 
 
 def fitted(mask: Tensor | None, positions: int) -> Tensor | None:
-    """Resize the mask of pixels (B, height, width) of a model that makes one of several pixels; others stay.
+    """Resize a mask to the positions that attention reads, where a model makes one position of several inputs.
+
+    Args:
+        mask: of tokens or frames (B, T), or of pixels (B, height, width).
+        positions: how many positions attention reads.
 
     Returns:
         The mask (B, positions), or None where there is none, or where positions are no grid of pixels.
     """
-    if mask is None or mask.dim() == 2:
-        return mask
+    if mask is None:
+        return None
+    if mask.dim() == 2:
+        pooled = mask.shape[1] // positions  # SEW averages several frames
+        return mask if pooled < 2 else torch.arange(positions, device=mask.device) < (mask.sum(1, True) // pooled)
     height, width = mask.shape[1:]
     for stride in range(1, max(height, width) + 1):
         grid = (-(-height // stride), -(-width // stride))

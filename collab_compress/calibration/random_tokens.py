@@ -34,7 +34,9 @@ def fitting(length: int | None, model: PreTrainedModel, tokenizer: PreTrainedTok
         raise CalibrationError(f"model_max_length of the tokenizer is {limit!r}; expected a number of tokens")
     shortest = min(inf if length is None else length, limit, _positions(model))
     if shortest <= tokenizer.num_special_tokens_to_add():
-        raise CalibrationError(f"no room for tokens in sequences of {shortest}; pass a larger length")
+        raise CalibrationError(
+            f"length {shortest} leaves no room for texts beside the special tokens of each; pass a larger one"
+        )
     return int(shortest) if shortest < UNLIMITED else None
 
 

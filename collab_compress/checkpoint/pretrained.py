@@ -217,10 +217,15 @@ def _embedded_directory() -> Path:
     return Path(get_model_path())
 
 
+PANIC = "PanicException"  # of tokenizers, which is no `Exception`
+
+
 def _load_texts(auto_class: Any, source: str | Path) -> Any:
     try:
         return auto_class.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+            raise
         damaged = _damaged(Path(source))
         if damaged is not None:
             raise CheckpointError(f"cannot load the tokenizer in {source}: {damaged}") from error
@@ -240,7 +245,9 @@ def _damaged(directory: Path) -> str | None:
     if (directory / "tokenizer.json").is_file():
         try:
             PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+                raise
             return f"cannot read {directory / 'tokenizer.json'}: {one_line(error)}"
     return None
 

@@ -231,8 +231,22 @@ def _dense_rotary(name: str, module: Any) -> tuple[nn.Linear, nn.Linear, float]:
     else:
         left, right = query.new_zeros(len(query), form.heads * places), key.new_zeros(len(key), form.heads * places)
         lost = total = 0.0
+        rotated = form.rotated // 2
+        still = [place for place, frequency in enumerate(form.frequencies) if frequency >= rotated]
         for head, row in enumerate(mixing):
-            for frequency in range(places):
+            if still:  # real channels, any of which may be shared with any
+                u, s, v = _truncated(
+                    torch.cat([query.real[:, still] * row.real[still], query.imag[:, still] * row.imag[still]], 1),
+                    torch.cat([key.real[:, still], key.imag[:, still]], 1),
+                )
+                count = places - rotated
+                kept, columns = min(2 * count, len(s)), slice(head * places + rotated, (head + 1) * places)
+                for side, vectors in ((left, u), (right, v)):
+                    filled = vectors.new_zeros(len(side), 2 * count)
+                    filled[:, :kept] = vectors[:, :kept] * s[:kept].sqrt()
+                    side[:, columns] = torch.complex(filled[:, :count], filled[:, count:])
+                lost, total = lost + float(s[kept:].square().sum()), total + float(s.square().sum())
+            for frequency in range(rotated):
                 own = [place for place, each in enumerate(form.frequencies) if each == frequency]
                 if not own:
                     continue

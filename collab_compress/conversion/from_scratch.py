@@ -82,7 +82,8 @@ def from_config(
         with torch.no_grad():
             for projection, dense in ((parts.query.proj, site.query), (parts.key.proj, site.key)):
                 projection.weight.normal_(std=float(dense.weight.std()))
-            parts.key.proj.weight[form.rank :] = 0.0
+            if parts.key.content_bias is not None:
+                parts.key.content_bias.zero_()
             parts.mixing.copy_(MIXING_STARTS[attention.mixing](site.heads, attention.dk))
         install_(site.module, form, parts)
         modules[path_in_base(model, site.module)] = form
@@ -107,7 +108,8 @@ def _rotary_(site: DenseSite, attention: FromScratch) -> RotaryScores:
                 projection.bias.zero_()
         start = MIXING_STARTS[attention.mixing](site.key_value_heads, form.rank // site.head_width)  # (G, P)
         real = start.repeat_interleave(site.head_width // 2, 1)
-        parts.mixing.copy_(torch.cat([real, torch.zeros_like(real)], 1))
+        elementwise = torch.tensor([not form.grouped and still for still in form.unrotated])
+        parts.mixing.copy_(torch.cat([real, torch.where(elementwise, real, 0.0)], 1))
     install_(site.module, form, parts)
     return form
 

@@ -1,9 +1,8 @@
 """Get the replacement of each attention module ready, in one process or several, without touching the model."""
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event
@@ -33,15 +32,12 @@ from collab_compress.factorization import (
 )
 from collab_compress.factorization.als import FAST_SWEEPS
 from collab_compress.factorization.rotary import FAST_SWEEPS as FAST_ROTARY_SWEEPS
-from collab_compress.factorization.sweep import Sweeper
-from collab_compress.factorization.together import Together
 from collab_compress.options import Compression, Solver
 
 Progress = Callable[[str, int, int], None]
 FEW = 4  # vectors for each dimension of the inputs: with fewer, a covariance is mostly chance
 STARVED = 0.5  # share of a head's score energy below which its task is at risk
 AT_ONCE = 8  # modules at most that are decomposed at a time: each has a work space
-APART = {"cpu"}  # where modules that are decomposed at a time have a thread each; elsewhere they are solved together
 STATISTICS_SHARE = 1 / 16  # of the model's own bytes: what moments may take at a time, …
 STATISTICS_BYTES = 64 * 2**20  # … or this much, where that is more
 
@@ -121,25 +117,24 @@ def plan(
 
 
 Check: TypeAlias = Callable[[], None]
-Task: TypeAlias = Callable[[Check, Sweeper | None], Planned]
+Task: TypeAlias = Callable[[Check], Planned]
 
 
 @contextmanager
 def _workers(sites: Sequence[Site], compression: Compression) -> Iterator[Callable[[Task], Callable[[], Planned]]]:
-    """Give what begins a task and returns how to wait for it; several run at once.
+    """Yield `submit(task) -> wait`.
 
-    On a CPU each has a thread to itself: matrices are too small for threads to share one well. Elsewhere their sweeps
-    are made together, and all else one after another. What is found does not depend on how many run at once, but for
-    rounding. An error or an interrupt ends all of them at their next sweep.
+    On a CPU several tasks run at once, each in a thread to itself: matrices are too small for threads to share one
+    well. Results depend on how many run at once by rounding only. An error or an interrupt ends all of them at their
+    next sweep.
     """
     places = {
         compression.solver.device or projection.weight.device.type for site in sites for projection, _ in site.inputs
     }
     threads = torch.get_num_threads()
-    apart = places <= APART
-    count = min(len(sites), AT_ONCE, threads) if apart else min(len(sites), AT_ONCE)
+    count = min(len(sites), AT_ONCE, threads) if places == {"cpu"} else 1
     if count == 1 or compression.solver.method == "parafac":
-        yield lambda task: partial(task, lambda: None, None)
+        yield lambda task: partial(task, lambda: None)
         return
     stopping = Event()
 
@@ -147,18 +142,10 @@ def _workers(sites: Sequence[Site], compression: Compression) -> Iterator[Callab
         if stopping.is_set():
             raise CancelledError
 
-    together = None if apart else Together(len(sites), count, check)
-    numbers = itertools.count()
-
-    def run(number: int, task: Task) -> Planned:
-        with nullcontext() if together is None else together.run(number) as sweeper:
-            return task(check, sweeper)
-
     pool = ThreadPoolExecutor(count)
-    if apart:
-        torch.set_num_threads(threads // count)
+    torch.set_num_threads(threads // count)
     try:
-        yield lambda task: pool.submit(run, next(numbers), task).result
+        yield lambda task: pool.submit(task, check).result
     except BaseException:
         stopping.set()
         raise
@@ -209,11 +196,10 @@ def _plan_one(
     moments: tuple[Moments, ...] | None,
     length: int,
     check: Check,
-    sweeper: Sweeper | None,
 ) -> Planned:
     if isinstance(site, ValueSite):
         return _plan_values(site, compression, moments, length)
-    return _plan_scores(site, compression, moments, length, check, sweeper)
+    return _plan_scores(site, compression, moments, length, check)
 
 
 def _plan_scores(
@@ -222,7 +208,6 @@ def _plan_scores(
     moments: tuple[Moments, ...] | None,
     length: int,
     check: Check,
-    sweeper: Sweeper | None,
 ) -> Planned:
     """Decompose the scores of one module and build what will replace its query and key projections."""
     assert compression.dk is not None
@@ -249,7 +234,6 @@ def _plan_scores(
             device=options.device,
             progress=lambda *_: check(),
             equal=compression.equal_heads,
-            sweeper=sweeper,
         )
     except (ValueError, ImportError) as error:
         raise CompressionError(f"{site.name}: {error}") from error

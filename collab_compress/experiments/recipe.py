@@ -252,9 +252,10 @@ class Recipe:
             raise RecipeError("revision is that of a model on the hub; give model, or leave revision out")
         if self.fresh is not None and self.tuning is None:
             raise RecipeError("a fresh model is trained first; give tuning")
-        if self.tuning is not None and self.tuning.average > 1 and self.heads.rotation is not None:
+        averaged = [tuning for tuning in (self.tuning, self.again) if tuning is not None and tuning.average > 1]
+        if averaged and self.heads.rotation is not None:
             raise RecipeError(
-                "rotation moves heads between checkpoints, so their mean mixes different heads; average 1"
+                "rotation moves heads between checkpoints, so their mean mixes different heads; leave average out"
             )
         if self.again is not None and self.compression is None:
             raise RecipeError("again fine-tunes the converted model; give compression too, or leave again out")

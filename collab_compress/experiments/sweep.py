@@ -4,7 +4,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, groupby, product
 from math import prod
@@ -15,7 +15,6 @@ from typing import Any
 from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.distributed import can_meet, on_main_process
 from collab_compress.errors import BusyError, CollabCompressError, RecipeError
-from collab_compress.experiments.launch import launch
 from collab_compress.experiments.measures import check_measures
 from collab_compress.experiments.protocol import run, summary
 from collab_compress.experiments.recipe import Recipe, expanded, parse, read_settings, set_field
@@ -65,29 +64,9 @@ class Sweep:
     """Which part this worker does first, as 2/4 for the second of four that share the output; when it is done with
     that it does what is left of the others', those that were killed included."""
 
-    launcher: str | None = None
-    """Where workers run: here, one, if not given; submitit starts `jobs` of them on a cluster and waits."""
-
-    jobs: int = 1
-    """How many workers the launcher starts, each a shard."""
-
-    cluster: str | None = None
-    """Where submitit starts them: slurm or local; slurm where there is one if not given."""
-
-    submit: dict[str, Any] = field(default_factory=dict)
-    """More of what submitit takes, such as slurm_partition, timeout_min and gpus_per_node."""
-
     def __post_init__(self) -> None:
         if self.shard is not None:
             self._place()
-        if self.launcher not in (None, "submitit"):
-            raise RecipeError(
-                f"launcher is {self.launcher!r}; expected submitit, and cluster=slurm or local for where"
-            )
-        if self.jobs < 1 or (self.launcher is not None and self.shard is not None):
-            raise RecipeError("a launcher starts jobs, at least 1, and gives each its shard; leave shard out")
-        if self.launcher is None and (self.jobs > 1 or self.cluster is not None or self.submit):
-            raise RecipeError("jobs, cluster and submit belong to a launcher; pass launcher=submitit too")
         object.__setattr__(self, "output", expanded(Path(self.output)))
         for axis, names in self.only.items():
             if axis not in AXES:
@@ -198,18 +177,13 @@ def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = find_direc
         What went wrong, with the folder it went wrong in.
 
     Raises:
-        RecipeError: a recipe asks for measures or trackers that are not there, one of several processes failed where
-            the others cannot be told, or a launcher cannot be used.
+        RecipeError: a recipe asks for measures or trackers that are not there, or one of several processes
+            failed where the others cannot be told.
     """
     left = sweep.folders()
     for recipe in chain.from_iterable(left):
         check_trackers(recipe.trackers)
         check_measures(recipe)
-    if sweep.launcher is not None:
-        alone = replace(sweep, launcher=None, jobs=1, cluster=None, submit={})
-        shares = [replace(alone, shard=f"{place + 1}/{sweep.jobs}") for place in range(sweep.jobs)]
-        work = partial(run_sweep, find_model=find_model)
-        return launch(work, shares, sweep.output / "jobs", sweep.cluster, sweep.submit)
     failed: list[str] = []
     while left:
         busy = []

@@ -1,11 +1,11 @@
 """Models that start from nothing: a tokenizer trained on the task's own texts, and untrained weights."""
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from datasets import Dataset
 from huggingface_hub.errors import StrictDataclassError
@@ -141,7 +141,7 @@ def _check_size(model_class: type[PreTrainedModel], config: PretrainedConfig) ->
             size = 4 * model_class(config).num_parameters()
     except Exception as error:  # fields of other families than ours, in any combination
         raise RecipeError(f"no {model_class.__name__} can be built from the config: {one_line(error)}") from error
-    memory = psutil.virtual_memory().total
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if size > memory:
         raise RecipeError(
             f"the fresh model has {size / 4:.3g} parameters, {size / 2**30:.3g} GiB; this machine has "

@@ -6,8 +6,10 @@ the squared error on its line (`line_search`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, isfinite
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,9 +17,8 @@ from torch import Tensor
 from collab_compress.factorization.factors import Factors, Solution, SolverOptions
 from collab_compress.factorization.head_tensor import HeadTensor
 from collab_compress.factorization.iterate import SHIFT, Channels, Direction, Iterate
-from collab_compress.factorization.line_search import positive_minimiser
+from collab_compress.factorization.line_search import Line, positive_minimiser
 from collab_compress.factorization.spare import narrowed, widened
-from collab_compress.factorization.sweep import Alone, Last, Sweeper
 from collab_compress.factorization.truncation import singular_channels, strongest, truncation
 
 SWEEPS = 90
@@ -34,6 +35,10 @@ WINDOW = 3
 FIXED = 1e-10
 # Coefficients from which products in float32 pay.
 LARGE = 1 << 14
+# Most weight of the last direction in the next one, against directions that amplify rounding.
+LARGEST_TURN = 2.0
+# Blocks of the point's size that a sweep fills: swept point, step, direction, next point.
+BLOCKS = 4
 # What is added to the diagonal of a sweep's systems, by turns, until all of them can be solved; the last is about
 # 1e-6 R, next to a diagonal of 1.
 SHIFTS = (SHIFT, 1e3 * SHIFT, 1e6 * SHIFT, 1e9 * SHIFT)
@@ -86,7 +91,7 @@ class Continuation:
         return min(ceil(self.spare * rank), channels) if spare else rank
 
 
-def als(tensor: HeadTensor, rank: int, options: SolverOptions, sweeper: Sweeper | None = None) -> Solution:
+def als(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
     r"""Fit factors by alternating least squares from the best per-head truncation.
 
     A sweep's step, $p = \mathrm{ALS}(x) - x$, serves as the preconditioned gradient of a nonlinear conjugate
@@ -101,7 +106,6 @@ def als(tensor: HeadTensor, rank: int, options: SolverOptions, sweeper: Sweeper 
         options: sweeps, and the tolerance, by default 2e-4: the share of the error that another sweep must be
             expected to gain, by the average of the last three, once the ridge has faded. Without a number of sweeps
             the ridge fades over most of 90, and 200 is the limit.
-        sweeper: makes the sweeps; `Alone` if not given.
 
     Returns:
         The best factors met, and the lowest error of R components so far after every sweep.
@@ -115,7 +119,7 @@ def als(tensor: HeadTensor, rank: int, options: SolverOptions, sweeper: Sweeper 
     if norm == 0.0:
         return Solution(truncation(tensor, rank), (), converged=True)
     own, values = singular_channels(HeadTensor(tensor.query / norm**0.25, tensor.key / norm**0.25))
-    run = _Run(Channels.of(own), values, rank, options, sweeper or Alone())
+    run = _Run(Channels.of(own), values, rank, options)
     run.descend()
     best, errors = run.best, tuple(run.errors)
     if best.values.dtype != torch.float64:  # then errors are rounded
@@ -137,13 +141,85 @@ def _start(channels: Channels, values: Tensor, rank: int) -> Iterate:
     return Iterate.at(Direction.of(channels, chosen, mixing, chosen))
 
 
+Last: TypeAlias = tuple[Direction, Direction]
+"""Step of the last sweep, and the direction taken."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The point that least squares lead to, and the line on which to go there.
+
+    Args:
+        swept: the point after least squares.
+        step: from the point to the swept one.
+        line: through the point, in the direction of the step and the last direction.
+        numbers: what decides how far to go: squared lengths of the step and of the swept point, the squared error's
+            seven coefficients along the line, and those with the ridge's part, (16,), in float64.
+    """
+
+    swept: Direction
+    step: Direction
+    line: Line
+    numbers: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        channels: Channels,
+        point: Iterate,
+        last: Last | None,
+        ridge: float,
+        shift: float,
+        blocks: Sequence[Tensor | None] = (None,) * BLOCKS,
+    ) -> Sweep:
+        """Sweep from a point.
+
+        Args:
+            channels: of the heads.
+            point: in the channels' dtype.
+            last: of the last sweep; None goes straight along the step.
+            ridge: as in `Iterate.swept`.
+            shift: as in `Iterate.swept`; numbers that are not finite ask for a larger one.
+            blocks: memory of the point's size for the results; new memory where None.
+        """
+        swept = point.swept(channels, ridge, shift, blocks[0])
+        step = swept.plus(point, -1.0, blocks[1])
+        direction = step if last is None else step.plus(last[1], _turn(step, last[0]), blocks[2])
+        line = Line.of(channels, point, direction, ridge, blocks[3])
+        sizes = torch.stack([step.dot(step), swept.dot(swept)]).double()
+        return cls(swept, step, line, torch.cat([sizes, line.squared, line.squared + line.penalty]))
+
+
+class Sweeper:
+    """Makes sweeps in two sets of blocks in turn, for a sweep needs only what the last one made."""
+
+    def __init__(self) -> None:
+        self.sets: tuple[Tensor, ...] = ()
+
+    def __call__(
+        self, channels: Channels, point: Iterate, last: Last | None, ridge: float, shift: float
+    ) -> tuple[Sweep, list[float]]:
+        """Sweep over the memory of the sweep before the last, and read the numbers; arguments as for `Sweep.of`."""
+        values = point.values
+        if not self.sets or (self.sets[0][0].shape, self.sets[0].dtype) != (values.shape, values.dtype):
+            self.sets = tuple(values.new_empty(BLOCKS, *values.shape) for _ in range(2))
+        in_use = values.untyped_storage().data_ptr()
+        free = next(blocks for blocks in self.sets if blocks.untyped_storage().data_ptr() != in_use)
+        sweep = Sweep.of(channels, point, last, ridge, shift, free.unbind())
+        return sweep, sweep.numbers.tolist()
+
+
+def _turn(step: Direction, last: Direction) -> Tensor:
+    """Return the weight of the last direction in the next one (Polak-Ribière); 0 restarts."""
+    weight = (step.dot(step) - step.dot(last)) / last.dot(last)
+    return weight.clamp(0.0, LARGEST_TURN)
+
+
 class _Run:
     """One descent on a tensor of norm 1, given by its singular channels and their singular values (H, r)."""
 
-    def __init__(
-        self, channels: Channels, values: Tensor, rank: int, options: SolverOptions, sweeper: Sweeper
-    ) -> None:
-        self.channels, self.rank, self.sweeper = channels, rank, sweeper
+    def __init__(self, channels: Channels, values: Tensor, rank: int, options: SolverOptions) -> None:
+        self.channels, self.rank, self.sweeper = channels, rank, Sweeper()
         self.sweeps = MOST_SWEEPS if options.sweeps is None else options.sweeps
         self.planned = SWEEPS if options.sweeps is None else options.sweeps
         self.tolerance = TOLERANCE if options.tolerance is None else options.tolerance

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from math import inf
 
 import torch
@@ -15,7 +14,6 @@ from collab_compress.factorization.factors import Factorization, Factors, Progre
 from collab_compress.factorization.head_tensor import HeadTensor, by_head
 from collab_compress.factorization.moments import Moments, Weighting, float64_device
 from collab_compress.factorization.parafac import parafac
-from collab_compress.factorization.sweep import Sweeper
 from collab_compress.factorization.truncation import concatenation, per_head, per_head_error
 
 Solver = Callable[[HeadTensor, int, SolverOptions], Solution]
@@ -44,7 +42,6 @@ def factorize(
     device: torch.device | str | None = None,
     progress: Progress | None = None,
     equal: bool = False,
-    sweeper: Sweeper | None = None,
 ) -> Factorization:
     r"""Factor the heads' query-key products into shared projections and a mixing matrix.
 
@@ -75,8 +72,7 @@ def factorize(
             CPU where that has none.
         progress: called with the sweep's number and the relative error so far.
         equal: whether heads that share no channels are to be equally wide, in place of as wide as pays.
-        sweeper: makes the sweeps of "als", for layers that are solved together (`Together`); None makes each by
-            itself.
+
 
     Returns:
         The factors, in float64, with their errors.
@@ -88,8 +84,6 @@ def factorize(
     if solver not in SOLVERS:
         raise ValueError(f"unknown solver: got {solver!r}, expected one of {', '.join(sorted(SOLVERS))}")
     solve = SOLVERS[solver]
-    if sweeper is not None and solver == "als":
-        solve = partial(als, sweeper=sweeper)
     device = float64_device(query.device) if device is None else torch.device(device)
     tensor = HeadTensor(_checked("query", query, device), _checked("key", key, device))
     bias = None if query_bias is None else _checked("query_bias", query_bias, device)

@@ -3,13 +3,9 @@ r"""Points of the solver: factors as coefficients of the heads' channels, and th
 Least squares for a projection always give a combination of the heads' own channels, $\tilde W_Q = F_Q Z_Q$ with
 $F_Q = [Q_1 \dots Q_H]$. So coefficients $Z$ are held, and their products with the channels' Gram matrix,
 $P_Q = F_Q^\top \tilde W_Q = (F_Q^\top F_Q) Z_Q$: one product with the tensor for each projection and sweep.
-
-What makes a sweep is written for one layer and holds for several of one shape, with the layer as first dimension.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,26 +24,19 @@ class Channels:
         query: $F_Q$, (Dq, n) with n = H·r.
         key: $F_K$, (Dk, n).
         heads: H.
-        grams: $F_Q^\top F_Q$ and $F_K^\top F_K$, (n, n) each, where they are known.
     """
 
-    def __init__(self, query: Tensor, key: Tensor, heads: int, grams: tuple[Tensor, ...] | None = None) -> None:
-        self.query, self.key, self.heads, self.dtype, self.grams = query, key, heads, query.dtype, grams
+    def __init__(self, query: Tensor, key: Tensor, heads: int) -> None:
+        self.query, self.key, self.heads, self.dtype = query, key, heads, query.dtype
+        self.grams: tuple[Tensor, Tensor] | None = None
         # Where heads are many and inputs narrow, the Gram matrices would be the larger ones.
-        if grams is None and query.shape[-1] <= 2 * min(query.shape[-2], key.shape[-2]):
+        if query.shape[1] <= 2 * min(len(query), len(key)):
             self.grams = query.mT @ query, key.mT @ key
 
     @classmethod
     def of(cls, tensor: HeadTensor) -> Channels:
-        """Give the channels of heads, as they are."""
+        """Return the channels of heads, as they are."""
         return cls(tensor.flat_query, tensor.flat_key, tensor.heads)
-
-    @classmethod
-    def stacked(cls, layers: Sequence[Channels]) -> Channels:
-        """Give the channels of layers of one shape, with the layer as first dimension."""
-        query, key = torch.stack([layer.query for layer in layers]), torch.stack([layer.key for layer in layers])
-        known = [layer.grams for layer in layers if layer.grams is not None]
-        return cls(query, key, layers[0].heads, tuple(map(torch.stack, zip(*known, strict=True))) or None)
 
     def to(self, dtype: torch.dtype) -> Channels:
         """Return them in another dtype."""
@@ -66,9 +55,8 @@ class Channels:
         return torch.matmul(self.grams[1], coefficients, out=out)
 
     def by_head(self, projected: Tensor) -> Tensor:
-        """Give rows (n, R) as (H, r, R)."""
-        *several, rows, rank = projected.shape
-        return projected.view(*several, self.heads, rows // self.heads, rank)
+        """View channels (n, R) as (H, r, R)."""
+        return projected.view(self.heads, len(projected) // self.heads, projected.shape[1])
 
     def mttkrp(self, mixing: Tensor, projected: Tensor) -> Tensor:
         r"""Matricised tensor times Khatri-Rao product for one side, as coefficients: $P$ with $m_i$ on head i's rows.
@@ -82,11 +70,11 @@ class Channels:
         Returns:
             (n, R).
         """
-        return (self.by_head(projected) * mixing.unsqueeze(-2)).flatten(-3, -2)
+        return (self.by_head(projected) * mixing[:, None]).flatten(0, 1)
 
     def mixing_mttkrp(self, projected_query: Tensor, projected_key: Tensor) -> Tensor:
         r"""The same product for the head mode, $n_{ir} = \tilde w_{Q,r}^\top T_i \tilde w_{K,r}$, (H, R)."""
-        return self.by_head(projected_query * projected_key).sum(-2)
+        return self.by_head(projected_query * projected_key).sum(1)
 
 
 class Direction:
@@ -102,16 +90,16 @@ class Direction:
 
     def __init__(self, values: Tensor, heads: int) -> None:
         self.values, self.heads = values, heads
-        channels = values.shape[-2] // 4 - heads // 2
+        channels = len(values) // 4 - heads // 2
         sizes = (channels, channels, heads, channels, channels, heads)
-        self.parts = values.split(sizes, -2)
+        self.parts = values.split(sizes)
         self.query, self.key, self.mixing, self.projected_query, self.projected_key, _ = self.parts
 
     @classmethod
     def of(cls, channels: Channels, query: Tensor, mixing: Tensor, key: Tensor) -> Direction:
         """Compute the projections of coefficients (n, R), (H, R), (n, R)."""
         projected = channels.project_query(query), channels.project_key(key)
-        return cls(torch.cat([query, key, mixing, *projected, mixing], -2), channels.heads)
+        return cls(torch.cat([query, key, mixing, *projected, mixing]), channels.heads)
 
     def seen_by(self, channels: Channels) -> Direction:
         """Return the same factors with projections by these channels, in their dtype."""
@@ -121,16 +109,15 @@ class Direction:
     def plus(self, other: Direction, scale: float | Tensor, out: Tensor | None = None) -> Direction:
         """Return this plus a multiple of another direction."""
         if isinstance(scale, Tensor):
-            values = torch.addcmul(self.values, other.values, scale[..., None, None], out=out)
+            values = torch.addcmul(self.values, other.values, scale, out=out)
         else:
             values = torch.add(self.values, other.values, alpha=scale, out=out)
         return Direction(values, self.heads)
 
     def dot(self, other: Direction) -> Tensor:
         """Return the sum of the three factors' inner products, a scalar."""
-        here, there = self.values.chunk(2, -2)[0], other.values.chunk(2, -2)[1]
-        found: Tensor = torch.linalg.vecdot(here.flatten(-2), there.flatten(-2))
-        return found
+        factors, projections = self.values.chunk(2)[0], other.values.chunk(2)[1]
+        return torch.dot(factors.flatten(), projections.flatten())
 
 
 class Iterate(Direction):
@@ -150,7 +137,7 @@ class Iterate(Direction):
     def at(cls, point: Direction) -> Iterate:
         """Compute the Gram matrices of a point."""
         pairs = ((point.query, point.projected_query), (point.mixing,) * 2, (point.key, point.projected_key))
-        return cls(point.values, point.heads, torch.stack([left.mT @ right for left, right in pairs], -3))
+        return cls(point.values, point.heads, torch.stack([left.mT @ right for left, right in pairs]))
 
     def relative_error(self, channels: Channels) -> float:
         """Return the error of heads whose squared norm is 1."""
@@ -158,9 +145,7 @@ class Iterate(Direction):
         squared = self.grams.prod(0).sum()
         return float((1 - 2 * inner + squared).clamp_min(0).sqrt())
 
-    def swept(
-        self, channels: Channels, ridge: float | Tensor, shift: float | Tensor = SHIFT, out: Tensor | None = None
-    ) -> Direction:
+    def swept(self, channels: Channels, ridge: float, shift: float = SHIFT, out: Tensor | None = None) -> Direction:
         """Return the point after least squares for mixing, query, mixing again, and key.
 
         The mixing matrix costs next to nothing, and solving it before either projection saves about a
@@ -168,13 +153,13 @@ class Iterate(Direction):
 
         Args:
             channels: of the heads.
-            ridge: weight of the factors' squared norms beside the squared error; (B, 1) for B layers.
+            ridge: weight of the factors' squared norms beside the squared error.
             shift: as in `least_squares`; NaNs in the point say that a system was singular even so.
             out: where the values go; into new memory if None.
         """
-        found = Direction(torch.empty_like(self.values) if out is None else out, self.heads)
-        query, key, mixing, projected_query, projected_key, again = found.parts
-        query_gram, _, key_gram = self.grams.unbind(-3)
+        swept = Direction(torch.empty_like(self.values) if out is None else out, self.heads)
+        query, key, mixing, projected_query, projected_key, mixing_copy = swept.parts
+        query_gram, _, key_gram = self.grams
         right = channels.mixing_mttkrp(self.projected_query, self.projected_key)
         least_squares(query_gram * key_gram, right, ridge, shift, out=mixing)
         right = channels.mttkrp(mixing, self.projected_key)
@@ -187,49 +172,44 @@ class Iterate(Direction):
         least_squares(query_gram * (mixing.mT @ mixing), right, ridge, shift, out=key)
         channels.project_key(key, out=projected_key)
         # A component's three columns get one length, the gauge in which the ridge is smallest.
-        squares = _diagonal(query_gram), (key * projected_key).sum(-2).clamp_min(0), mixing.square().sum(-2)
+        squares = query_gram.diagonal(), (key * projected_key).sum(0).clamp_min(0), mixing.square().sum(0)
         lengths = torch.stack(squares).sqrt()
-        scales = (lengths.prod(0).pow(1 / 3) / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)).unsqueeze(-2)
+        scales = lengths.prod(0).pow(1 / 3) / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
         for part, scale in zip(
             (query, key, mixing, projected_query, projected_key), (*scales, *scales[:2]), strict=True
         ):
             part.mul_(scale)
-        again.copy_(mixing)
-        return found
+        mixing_copy.copy_(mixing)
+        return swept
 
 
 def least_squares(
-    gram: Tensor, right: Tensor, ridge: float | Tensor, shift: float | Tensor = SHIFT, out: Tensor | None = None
+    gram: Tensor, right: Tensor, ridge: float, shift: float = SHIFT, out: Tensor | None = None
 ) -> Tensor:
     """Return X minimising the quadratic whose normal equations are X (gram + ridge·I) = right; solved in float64.
 
     Args:
         gram: positive semidefinite, possibly singular, (R, R).
         right: (n, R).
-        ridge: added to the diagonal; (B, 1) for B systems.
-        shift: added to the diagonal once it is scaled to 1, in units of R times the rounding of one number; (B, 1)
-            for B systems.
+        ridge: added to the diagonal.
+        shift: added to the diagonal once it is scaled to 1, in units of R times the rounding of one number.
         out: where X goes; into new memory if None.
 
     Returns:
         (n, R); all NaN where the system has no Cholesky factorization even so, which needs no wait for a device.
     """
     system = gram.to(torch.float64, copy=True)
-    diagonal = _diagonal(system)
+    diagonal = system.diagonal()
     diagonal.add_(ridge)
     # With a unit diagonal, rounding of every size of component is covered by one small shift.
-    scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt().unsqueeze(-2)
-    system *= scale.mT * scale
-    diagonal.add_(shift * ROUNDING[gram.dtype] * gram.shape[-1])
+    scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt()
+    system *= scale[:, None] * scale
+    diagonal.add_(shift * ROUNDING[gram.dtype] * len(gram))
     root, info = torch.linalg.cholesky_ex(system)
-    scale = torch.where(info[..., None, None] == 0, scale, torch.nan)
-    if right.shape[-2] < gram.shape[-1]:
-        found = (torch.cholesky_solve((right * scale).mT, root).mT * scale).to(right.dtype)
-        return found if out is None else out.copy_(found)
+    scale = torch.where(info == 0, scale, torch.nan)
+    if len(right) < len(gram):
+        solution = (torch.cholesky_solve((right * scale).mT, root).mT * scale).to(right.dtype)
+        return solution if out is None else out.copy_(solution)
     # Of many right sides a product costs less than two triangular solves.
-    inverse = torch.cholesky_inverse(root).mul_(scale.mT * scale)
+    inverse = torch.cholesky_inverse(root).mul_(scale[:, None] * scale)
     return torch.matmul(right, inverse.to(right.dtype), out=out)
-
-
-def _diagonal(matrix: Tensor) -> Tensor:
-    return matrix.diagonal(dim1=-2, dim2=-1)

@@ -43,39 +43,40 @@ class Line:
         channels: Channels,
         point: Iterate,
         direction: Direction,
-        ridge: float | Tensor,
+        ridge: float,
         out: Tensor | None = None,
     ) -> Line:
         """Expand the polynomial; two R×R products per projection and none with the tensor."""
-        *several, rank, _ = point.grams.shape
-        grams = point.grams.new_empty(*several, 3, rank, rank)
-        grams[..., 0, :, :] = point.grams
+        rank = point.grams.shape[-1]
+        grams = point.grams.new_empty(3, 3, rank, rank)
+        grams[:, 0] = point.grams
         sides = (
             (point.query, direction.query, direction.projected_query),
             (point.mixing, direction.mixing, direction.mixing),
             (point.key, direction.key, direction.projected_key),
         )
-        factors = grams.unbind(-4)
-        for gram, (here, there, projected) in zip(factors, sides, strict=True):
-            cross = here.mT @ projected
-            torch.add(cross, cross.mT, out=gram[..., 1, :, :])
-            torch.matmul(there.mT, projected, out=gram[..., 2, :, :])
-        query, mixing, key = factors
-        products = grams.new_zeros(*several[:-1], 5, rank, rank)
+        for gram, (factor, step, projected_step) in zip(grams, sides, strict=True):
+            cross = factor.mT @ projected_step
+            torch.add(cross, cross.mT, out=gram[1])
+            torch.matmul(step.mT, projected_step, out=gram[2])
+        query, mixing, key = grams
+        products = grams.new_zeros(5, rank, rank)
         for power in range(3):
-            products[..., power : power + 3, :, :].addcmul_(query[..., power : power + 1, :, :], mixing)
-        squared = _diagonal_sums(products.flatten(-2) @ key.flatten(-2).mT)
+            products[power : power + 3].addcmul_(query[power : power + 1], mixing)
+        squared = _diagonal_sums(products.flatten(1) @ key.flatten(1).mT)
         cross = channels.mixing_mttkrp(point.projected_query, direction.projected_key)
-        inner = torch.stack([
-            channels.mixing_mttkrp(point.projected_query, point.projected_key),
-            cross + channels.mixing_mttkrp(direction.projected_query, point.projected_key),
-            channels.mixing_mttkrp(direction.projected_query, direction.projected_key),
-        ], -3)  # fmt: skip
-        heads = torch.stack([point.mixing, direction.mixing], -3)
-        squared[..., :4] -= 2 * _diagonal_sums(inner.flatten(-2) @ heads.flatten(-2).mT)
-        squared[..., 0] += 1.0
+        inner = torch.stack(
+            [
+                channels.mixing_mttkrp(point.projected_query, point.projected_key),
+                cross + channels.mixing_mttkrp(direction.projected_query, point.projected_key),
+                channels.mixing_mttkrp(direction.projected_query, direction.projected_key),
+            ]
+        )
+        heads = torch.stack([point.mixing, direction.mixing])
+        squared[:4] -= 2 * _diagonal_sums(inner.flatten(1) @ heads.flatten(1).mT)
+        squared[0] += 1.0
         penalty = torch.zeros_like(squared)
-        penalty[..., :3] = ridge * grams.diagonal(dim1=-2, dim2=-1).sum((-3, -1))
+        penalty[:3] = ridge * grams.diagonal(dim1=2, dim2=3).sum((0, 2))
         return cls(point, direction, grams, squared, penalty, out)
 
     def at(self, step: float) -> Iterate:
@@ -87,10 +88,10 @@ class Line:
 
 def _diagonal_sums(table: Tensor) -> Tensor:
     """Sum a table of coefficients over i + j = n: the product of two polynomials, in float64."""
-    *several, rows, columns = table.shape
-    sums = table.new_zeros(*several, rows + columns - 1, dtype=torch.float64)
+    rows, columns = table.shape
+    sums = table.new_zeros(rows + columns - 1, dtype=torch.float64)
     for j in range(columns):
-        sums[..., j : j + rows] += table[..., j]
+        sums[j : j + rows] += table[:, j]
     return sums
 
 

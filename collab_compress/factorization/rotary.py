@@ -9,23 +9,32 @@ $$a_{ij} b_{ij}^* \approx \sum_p m_{ijp}\, \chi_{jp} \kappa_{jp}^*$$
 
 Averaged over distances frequencies do not interfere, so that the error is the sum of theirs. "RoFormer: Enhanced
 Transformer with Rotary Position Embedding" (Su et al., 2021); the sharing is ours.
+
+Channels that are not rotated can all be shared with one another, as in models without a rotary embedding. Where each
+head has a key of its own, they are decomposed together by the solver of those models, as real channels: a complex one
+holds two of them, and its mixing holds the real factor of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from collab_compress.factorization.head_tensor import relative
+from collab_compress.factorization.als import als
+from collab_compress.factorization.factors import Factors, SolverOptions
+from collab_compress.factorization.head_tensor import HeadTensor, relative
 from collab_compress.factorization.moments import Moments, float64_device
 
 Check = Callable[[], None]
 SWEEPS = 100
 FAST_SWEEPS = 25
 ROUGH_SWEEPS = 20  # to see how many channels a frequency is worth
+ROUGH_WIDTHS = 8  # at which the error of unrotated channels is computed for that, and interpolated between
 RIDGE = 1e-2  # fades out over the first 80 % of the sweeps, relative to the mean of the system's diagonal
 SHIFT = 1e-12
 
@@ -36,15 +45,19 @@ class RotaryFactors:
 
     Args:
         query: $\chi$, complex (Dq, S), or None where each head keeps its queries.
-        mixing: m, complex (G, S): one row a head, or a group of heads that share a key. Queries are multiplied by it.
+        mixing: m, complex (G, S): one row a head, or a group of heads that share a key. Queries are multiplied by it;
+            where heads share unrotated queries, the real parts by its real part and the imaginary ones by its
+            imaginary part.
         key: $\kappa$, complex (Dk, S).
         frequencies: of each of the S channels, from 0.
+        rotated: how many frequencies rotate, the first.
     """
 
     query: Tensor | None
     mixing: Tensor
     key: Tensor
     frequencies: tuple[int, ...]
+    rotated: int
 
 
 @dataclass(frozen=True)
@@ -131,19 +144,27 @@ def factorize_rotary(
         [_weighed(root, part) for root, part in zip(key_roots, key.tensor_split([turned], -1), strict=True)], -1
     )
     shared = heads == groups
-    solve = _Shared(weighed_query, weighed_key, sweeps, check) if shared else _Keys(weighed_query, weighed_key)
     exact = channels == groups * frequencies
-    counts = _equal(channels, frequencies) if equal or exact else allocated(solve.errors(), channels)
     if exact:
-        found = solved = _joined([_own(query, key, j) for j in range(frequencies)], counts)
+        counts = [groups] * frequencies
+        found = solved = _joined([_own(query, key, j, turned) for j in range(frequencies)], counts, turned)
     else:
-        solved = _joined(solve.channels(counts), counts)
+        if not shared:
+            parts: list[_Part] = [_Keys(weighed_query, weighed_key)]
+        elif turned == frequencies:
+            parts = [_Shared(weighed_query, weighed_key, sweeps, check)]
+        else:
+            parts = [_Unrotated(weighed_query[..., turned:], weighed_key[..., turned:], sweeps, check)]
+            if turned:
+                parts.insert(0, _Shared(weighed_query[..., :turned], weighed_key[..., :turned], sweeps, check))
+        solved, used_sweeps = _solved(parts, channels, frequencies, turned, equal)
         still = torch.tensor([frequency >= turned for frequency in solved.frequencies], device=place)
         keys = [_unweighed(root, solved.key) for root in key_roots]
-        found = RotaryFactors(
-            None if solved.query is None else _unweighed(query_root, solved.query), solved.mixing,
-            torch.where(still, keys[1], keys[0]), solved.frequencies,
-        )  # fmt: skip
+        found = replace(
+            solved,
+            query=None if solved.query is None else _unweighed(query_root, solved.query),
+            key=torch.where(still, keys[1], keys[0]),
+        )
     weighted = query_moments is not None or key_moments is not None
     sizes = _strengths(weighed_query, weighed_key).view(groups, -1, frequencies).sum(1)  # (G, J)
     kept = sizes.flatten().sort(descending=True).values
@@ -151,7 +172,7 @@ def factorize_rotary(
         factors=_balanced(found),
         weight_error=0.0 if exact else rotary_error(query, key, found),
         data_error=None if not weighted else 0.0 if exact else rotary_error(weighed_query, weighed_key, solved),
-        sweeps=0 if exact else solve.sweeps,
+        sweeps=0 if exact else used_sweeps,
         converged=True,
         per_head_error=relative(kept[channels:].sum().item(), kept.sum().item()),
         exact=exact,
@@ -162,7 +183,14 @@ def rotary_error(query: Tensor, key: Tensor, factors: RotaryFactors) -> float:
     """Relative error of all heads' slices, ‖a b* − Σ m χ κ*‖/‖a b*‖, over heads and frequencies; shapes as above."""
     group = len(query) // len(key)
     lost = total = 0.0
-    for j in range(query.shape[-1]):
+    apart = query.shape[-1]  # frequencies whose errors add up; the others are one
+    if factors.query is not None and factors.rotated < apart:
+        apart = factors.rotated
+        heads = _real_heads(query[..., apart:], key[..., apart:])
+        total = 2 * heads.squared_norm().item()  # of |z|² rotation leaves a half in the real part, on average
+        real = _real_factors(factors)
+        lost = total if real.query.shape[1] == 0 else heads.relative_error(real) ** 2 * total
+    for j in range(apart):
         own = [place for place, frequency in enumerate(factors.frequencies) if frequency == j]
         mixing = factors.mixing[:, own].repeat_interleave(group, 0)  # (H, n)
         kappa = factors.key[:, own]
@@ -180,20 +208,20 @@ def rotary_error(query: Tensor, key: Tensor, factors: RotaryFactors) -> float:
     return relative(lost, total)
 
 
-def allocated(errors: Tensor, channels: int) -> list[int]:
+def allocated(errors: Sequence[Tensor] | Tensor, channels: int) -> list[int]:
     """Share out channels among frequencies so that the sum of their errors is the least possible.
 
     Args:
-        errors: of each frequency with 0, 1, … channels, (J, n+1).
-        channels: how many there are, at most J·n.
+        errors: of each frequency with 0, 1, … channels, (n+1,) each.
+        channels: how many there are, at most as many as all frequencies take.
 
     Returns:
         How many each frequency gets.
     """
-    best = errors.new_full((channels + 1,), torch.inf)  # of the frequencies so far, with so many channels
+    best = errors[0].cpu().new_full((channels + 1,), torch.inf)  # of the frequencies so far, with so many channels
     best[0] = 0.0
     taken = []
-    for row in errors.cpu().to(best):
+    for row in (each.cpu() for each in errors):
         tried = best.new_full((len(row), channels + 1), torch.inf)
         for count in range(min(len(row), channels + 1)):
             tried[count, count:] = best[: channels + 1 - count] + row[count]
@@ -259,19 +287,72 @@ Channels = tuple[Tensor | None, Tensor, Tensor]
 """χ (Dq, n) or None, m (G, n) and κ (Dk, n) of one frequency."""
 
 
-def _own(query: Tensor, key: Tensor, j: int) -> Channels:
-    """The heads' own channels of one frequency: exact."""
+def _own(query: Tensor, key: Tensor, j: int, rotated: int) -> Channels:
+    """Return the heads' own channels of one frequency, which are exact."""
+    shared = len(query) == len(key)
     mixing = torch.eye(len(key), dtype=key.dtype, device=key.device)
-    return (query[:, :, j].mT if len(query) == len(key) else None), mixing, key[:, :, j].mT
+    if shared and j >= rotated:
+        mixing = torch.complex(mixing.real, mixing.real)
+    return (query[:, :, j].mT if shared else None), mixing, key[:, :, j].mT
 
 
-def _joined(parts: Sequence[Channels], counts: Sequence[int]) -> RotaryFactors:
+def _real_heads(query: Tensor, key: Tensor) -> HeadTensor:
+    """Return unrotated heads, complex (H, D, U), as heads of 2U real channels."""
+    return HeadTensor(*(torch.cat([side.real, side.imag], -1) for side in (query, key)))
+
+
+def _real_factors(factors: RotaryFactors) -> Factors:
+    """Return the unrotated channels of shared heads as real factors."""
+    assert factors.query is not None
+    still = [place for place, frequency in enumerate(factors.frequencies) if frequency >= factors.rotated]
+    chosen = (side[:, still] for side in (factors.query, factors.mixing, factors.key))
+    return Factors(*(torch.cat([side.real, side.imag], 1) for side in chosen))
+
+
+class _Part(Protocol):
+    """Solves some of the frequencies."""
+
+    sweeps: int
+
+    def errors(self) -> Tensor | list[Tensor]:
+        """Return the errors of each frequency with 0, 1, … channels."""
+        ...
+
+    def channels(self, counts: Sequence[int]) -> list[Channels]:
+        """Return as many channels of each frequency."""
+        ...
+
+
+def _solved(
+    parts: Sequence[_Part], channels: int, frequencies: int, rotated: int, equal: bool
+) -> tuple[RotaryFactors, int]:
+    """Share out channels among frequencies, solve all of them, and return the sweeps that it took."""
+    errors = [list(part.errors()) for part in parts]
+    joined = sum(map(len, errors)) < frequencies  # unrotated ones count as one
+    if equal:
+        counts = _equal(channels, frequencies)
+        if joined:
+            counts = [*counts[:rotated], sum(counts[rotated:])]
+    else:
+        counts = allocated([row for rows in errors for row in rows], channels)
+    solved: list[Channels] = []
+    for part, rows in zip(parts, errors, strict=True):
+        solved += part.channels(counts[len(solved) : len(solved) + len(rows)])
+    factors = _joined(solved, counts, rotated)
+    if joined:  # which of their places they take does not matter
+        still = frequencies - rotated
+        order = [*factors.frequencies[: channels - counts[-1]], *(rotated + i % still for i in range(counts[-1]))]
+        factors = replace(factors, frequencies=tuple(order))
+    return factors, max(part.sweeps for part in parts)
+
+
+def _joined(parts: Sequence[Channels], counts: Sequence[int], rotated: int) -> RotaryFactors:
     """Join the channels of all frequencies."""
     queries = [query for query, _, _ in parts if query is not None]
     return RotaryFactors(
         torch.cat(queries, 1) if queries else None, torch.cat([mixing for _, mixing, _ in parts], 1),
         torch.cat([key for _, _, key in parts], 1),
-        tuple(j for j, count in enumerate(counts) for _ in range(count)),
+        tuple(j for j, count in enumerate(counts) for _ in range(count)), rotated,
     )  # fmt: skip
 
 
@@ -281,12 +362,11 @@ def _balanced(factors: RotaryFactors) -> RotaryFactors:
     query, mixing, key = factors.query, factors.mixing, factors.key
     if query is None:
         lengths = key.norm(dim=0).clamp_min(tiny)
-        return RotaryFactors(None, mixing * lengths, key / lengths, factors.frequencies)
+        return replace(factors, mixing=mixing * lengths, key=key / lengths)
     sides = [each.norm(dim=0).clamp_min(tiny) for each in (query, mixing, key)]
     common = (sides[0] * sides[1] * sides[2]).sqrt()
-    return RotaryFactors(
-        query * (common / sides[0]), mixing / sides[1], key * (common / sides[2]), factors.frequencies
-    )  # fmt: skip
+    query, mixing, key = query * (common / sides[0]), mixing / sides[1], key * (common / sides[2])
+    return replace(factors, query=query, mixing=mixing, key=key)
 
 
 class _Keys:
@@ -355,6 +435,60 @@ class _Shared:
             for place, j in enumerate(places):
                 found[j] = self.query_basis[j] @ chi[place], mixing[place], self.key_basis[j] @ kappa[place]
         return [found[j] for j in range(len(counts))]
+
+
+class _Unrotated:
+    """Queries and keys that heads share where nothing is rotated: one CP of all real channels."""
+
+    def __init__(self, query: Tensor, key: Tensor, sweeps: int | None, check: Check | None) -> None:
+        self.heads, self.check, self.sweeps = _real_heads(query, key), check, 0
+        self.asked = sweeps
+        self.full = len(query) * query.shape[-1]  # complex channels
+
+    def errors(self) -> list[Tensor]:
+        """Return the errors with 0 to all channels, interpolated between some widths and never rising."""
+        norm = 2 * self.heads.squared_norm().item()  # as in `rotary_error`
+        counts = sorted({round(self.full * step / ROUGH_WIDTHS) for step in range(1, ROUGH_WIDTHS)} - {0, self.full})
+        known = {0: norm, self.full: 0.0}
+        for count in counts:
+            known[count] = self.heads.relative_error(self._fitted(count, ROUGH_SWEEPS)) ** 2 * norm
+        places = sorted(known)
+        errors = np.interp(range(self.full + 1), places, [known[place] for place in places])
+        return [torch.from_numpy(errors).cummin(0).values]
+
+    def _fitted(self, count: int, sweeps: int | None) -> Factors:
+        solution = als(self.heads, 2 * count, SolverOptions(sweeps=sweeps, progress=self._progress))
+        self.sweeps = len(solution.errors)
+        return solution.factors
+
+    def _own(self) -> Channels:
+        """Return the heads' own channels, which are exact."""
+        half, heads = self.heads.query.shape[2] // 2, self.heads.heads
+        chi, kappa = (
+            torch.complex(side[..., :half], side[..., half:]).transpose(0, 1).flatten(1)
+            for side in (self.heads.query, self.heads.key)
+        )
+        owner = torch.eye(heads, dtype=torch.float64, device=chi.device).repeat_interleave(half, 1)
+        return chi, torch.complex(owner, owner), kappa
+
+    def _progress(self, _: int, __: float) -> None:
+        if self.check is not None:
+            self.check()
+
+    def channels(self, counts: Sequence[int]) -> list[Channels]:
+        """Return as many complex channels, each two real ones."""
+        (count,) = counts
+        if count == self.full:
+            return [self._own()]
+        if count == 0:
+            empty = [part.new_zeros(len(part), 0) for part in (self.heads.flat_query, self.heads.flat_key)]
+            mixing = empty[0].new_zeros(self.heads.heads, 0)
+            sides = [empty[0], mixing, empty[1]]
+        else:
+            factors = self._fitted(count, self.asked)
+            sides = [factors.query, factors.mixing, factors.key]
+        chi, mixing, kappa = (torch.complex(side[:, :count], side[:, count:]) for side in sides)
+        return [(chi, mixing, kappa)]
 
 
 def decomposed(

@@ -108,6 +108,7 @@ def install_alphas_(model: nn.Module, name: str, heads: int) -> None:
         model.set_submodule(name, mixed.train(projection.training))
 
 
+@torch.inference_mode(False)
 def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
     """Let the heads of every attention module mix their outputs, in place and all or nothing.
 
@@ -166,6 +167,7 @@ def mixed_projections(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -
     return {site.name: projection for site, projection in _mixed(model) if site.kind in kinds}
 
 
+@torch.inference_mode(False)
 def merge_alphas_(model: PreTrainedModel) -> None:
     """Fold the mixing of heads into the output projections, in place and all or nothing.
 

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -208,6 +209,7 @@ def _input_cuts(linear: Any, channels: Sequence[int]) -> list[Cut]:
     return [Cut(linear, "weight", remaining(linear.weight, 1, channels)), Cut(linear, "in_features", len(channels))]
 
 
+@torch.inference_mode(False)
 def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -> None:
     """Remove attention heads from `model`, in place and all or nothing.
 
@@ -287,11 +289,11 @@ def _kept(model: PreTrainedModel, site: AttentionSite, removed: Sequence[int], s
 
 
 def _check_query_and_key(site: AttentionSite, kept: Sequence[int], shared: Collection[int]) -> None:
-    """Check the projections of which channels are cut: queries and keys, or where they are shared, content biases."""
+    """Check that channels can be cut from the query and key projections, or heads' rows from what replaces them."""
     if hasattr(site.module, "score_form"):
         form = site.part("score_form")
-        owners = {rows.path.rpartition(".")[0] for rows in form.head_rows()} | {f"{form.key}.proj"}
-        for path in sorted(owners - {""}):
+        projections = {path.removesuffix(".weight") for path, _ in form.head_rows() if path.endswith(".proj.weight")}
+        for path in sorted(projections | {f"{form.key}.proj"}):
             _linear(site, path, site.part(path), shared)
         _check_room(site, kept)
         return

@@ -90,11 +90,7 @@ def _dense(site: AttentionSite, head: int) -> list[HeadBlock]:
 
 
 def _converted(site: AttentionSite, form: MapForm, head: int) -> list[HeadBlock]:
-    return [
-        HeadBlock(site.part(path), 0, rows.start, rows.stop)
-        for path, heads in form.head_rows()
-        for rows in heads[head]
-    ]
+    return [HeadBlock(site.part(path), 0, rows[head].start, rows[head].stop) for path, rows in form.head_rows()]
 
 
 def _linear(site: AttentionSite, path: str) -> nn.Linear | FusedSlice:

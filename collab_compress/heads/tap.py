@@ -156,7 +156,7 @@ class Tap:
         """Masks of one call; with a cache there are more keys than queries, and the mask is of all of them."""
         query, key = masks_of(site, self._real or {})
         queries, keys = call.query.shape[2], call.key.shape[2]
-        if not site.reads_tokens:
+        if not site.reads_tokens or site.kind == "encoder":
             query, key = fitted(query, queries), fitted(key, keys)
         query = query if query is None or site.kind == "cross" else query[:, -queries:]
         for mask, tokens in ((query, queries), (key, keys)):

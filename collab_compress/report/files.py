@@ -1,4 +1,4 @@
-"""Write what was found: numbers as JSON, tables as CSV, and the page."""
+"""Write findings: numbers as JSON, tables as CSV, and the page."""
 
 import csv
 import io
@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from collab_compress.checkpoint.directory import atomic_directory
-from collab_compress.report.findings import Findings
-from collab_compress.report.page import render_page
+from collab_compress.report.findings import Findings, render_page
 from collab_compress.report.section import Section, Table
 
 DIGITS = 6
@@ -17,16 +16,16 @@ PAGE, NUMBERS = "index.html", "numbers.json"
 
 
 def write_findings(findings: Findings, directory: Path) -> None:
-    """Write `index.html`, `numbers.json`, and `SECTION-TABLE.csv` for each table; all of it or nothing.
+    """Write `index.html`, `numbers.json`, and `SECTION-TABLE.csv` for each table; all files or none.
 
-    Numbers have six significant digits. What is not defined is null in JSON and empty in CSV.
+    Numbers have six significant digits. Undefined numbers are null in JSON and empty in CSV.
 
     Args:
-        findings: what was found.
-        directory: where to; must not exist.
+        findings: results to write.
+        directory: new folder; must not exist.
 
     Raises:
-        CheckpointError: it exists, or nothing can be written there.
+        CheckpointError: the folder exists or cannot be written.
     """
     page, numbers = render_page(findings), json.dumps(to_json(findings), allow_nan=False, indent=1)
     with atomic_directory(directory) as partial:
@@ -38,7 +37,7 @@ def write_findings(findings: Findings, directory: Path) -> None:
 
 
 def to_json(findings: Findings) -> dict[str, Any]:
-    """Give what was found in JSON types."""
+    """Return the findings in JSON types."""
     return {
         "title": findings.title,
         "facts": findings.facts,
@@ -50,7 +49,7 @@ def to_json(findings: Findings) -> dict[str, Any]:
 
 
 def to_csv(table: Table) -> str:
-    """Give a table with a header line; units stand in brackets."""
+    """Return a table as CSV with a header line and units in brackets."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow([f"{column.name} [{column.unit}]" if column.unit else column.name for column in table.columns])
@@ -77,11 +76,11 @@ def _section(section: Section) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Round floats anywhere in a value."""
+    """Return a value with all floats in it rounded."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
+        return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(each) for each in value]
+        return [_rounded(item) for item in value]
     return value

@@ -1,32 +1,36 @@
-"""Look at a model: run the sections one after another, and keep what they found."""
+"""Run the sections on a study one after another, and render their results as a page."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from html import escape
 from importlib.metadata import version
 from time import perf_counter
 
 import torch
 import transformers
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from collab_compress.errors import HeadError, UnsupportedModelError
-from collab_compress.report.section import Cell, Omitted, Section
+from collab_compress.report import drawing
+from collab_compress.report.section import Cell, Heatmaps, Omitted, Section, Table, written
 from collab_compress.report.sections import SECTIONS
 from collab_compress.report.study import Study
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found.
+    """The results of all sections.
 
     Args:
-        title: names of what was looked at.
+        title: names of the models.
         facts: what a reader needs to know of model, data and machine, in words.
-        sections: what was measured, in order.
-        omitted: name of a section that is not there → why.
-        about: what stands before the title on the page.
+        sections: results, in order.
+        omitted: name of a missing section → reason.
+        about: words before the title on the page.
         links: other pages: address → name.
     """
 
@@ -39,16 +43,16 @@ class Findings:
 
     @property
     def highlights(self) -> list[str]:
-        """The most telling numbers, a sentence each."""
+        """The most important numbers, a sentence each."""
         return [line for section in self.sections for line in section.highlights]
 
     @property
     def actions(self) -> list[str]:
-        """What a reader can do about the findings, a sentence each."""
+        """What to do about the findings, a sentence each."""
         return [line for section in self.sections for line in section.actions]
 
     def table(self, section: str, name: str) -> list[dict[str, Cell]]:
-        """Return a table, a dictionary for each row by names of columns.
+        """Return the rows of a table as dictionaries: name of a column → cell.
 
         Args:
             section: name of the section, as "dominance".
@@ -57,27 +61,88 @@ class Findings:
         Raises:
             HeadError: there is no such table.
         """
-        tables = {(part.name, each.name): each for part in self.sections for each in part.tables}
+        tables = {(part.name, table.name): table for part in self.sections for table in part.tables}
         if (section, name) not in tables:
-            names = ", ".join(" ".join(key) for key in tables)
-            raise HeadError(f"there is no table {section} {name}; expected one of {names}")
-        found = tables[section, name]
-        return [dict(zip((column.name for column in found.columns), row, strict=True)) for row in found.rows]
+            expected = ", ".join(" ".join(key) for key in tables)
+            raise HeadError(f"there is no table {section} {name}; expected one of {expected}")
+        names = [column.name for column in tables[section, name].columns]
+        return [dict(zip(names, row, strict=True)) for row in tables[section, name].rows]
 
     def _repr_html_(self) -> str:
-        """Show the page in a notebook, apart from the notebook's own styles."""
-        from collab_compress.report.page import render_page
-
+        """Return the page in a frame, which keeps the notebook's styles out."""
         page = escape(render_page(self), quote=True)
         return f'<iframe srcdoc="{page}" style="width:100%;height:48rem;border:0"></iframe>'
 
 
+def render_page(findings: Findings) -> str:
+    """Return the findings as one HTML page, which fetches nothing."""
+    texts = [*findings.actions, *findings.highlights, *(section.reading for section in findings.sections)]
+    used = {term for text in texts for term in TERM.findall(text)}
+    glossary = {term: meaning for term, meaning in GLOSSARY.items() if term in used}
+    return _templates().get_template("page.html").render(findings=findings, glossary=glossary)
+
+
+GLOSSARY = {
+    "energy": "The share of a matrix's squared singular values that its first components hold: how much of what "
+    "attention computes a given width can keep.",
+    "drift": "How far the outputs move: the norm of the difference, divided by the norm of the original outputs.",
+    "T*": "The number of tokens beyond which converted attention takes more operations than dense attention.",
+    "SVCCA": "How far the outputs of two heads are linear functions of each other: 0 not at all, 1 entirely.",
+    "CKA": "How far two heads arrange the same tokens alike: 0 not at all, 1 entirely.",
+    "dk": "The width of queries and keys, all heads together.",
+    "dv": "The width of values, all heads together.",
+}
+TERM = re.compile(r"(?<!\w)(?<!-)(" + "|".join(re.escape(term) for term in GLOSSARY) + r")(?!\w)")
+
+
+def explained(text: str) -> str:
+    """Return a text as HTML in which the first use of each term of the glossary shows what it means."""
+    seen: set[str] = set()
+
+    def link(match: re.Match[str]) -> str:
+        term = match[0]
+        if term in seen:
+            return term
+        seen.add(term)
+        return f'<a class="term" href="#glossary" title="{escape(GLOSSARY[term], quote=True)}">{term}</a>'
+
+    return TERM.sub(link, escape(text, quote=False))
+
+
+@cache
+def _templates() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("collab_compress.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "written": written,
+        "explained": explained,
+        "numeric": _numeric,
+        "narrow": drawing.narrow,
+        "many": drawing.many,
+        "maps": drawing.maps,
+        "panels": drawing.panels,
+        "colours": drawing.colours,
+    }
+    environment.tests["heatmaps"] = lambda picture: isinstance(picture, Heatmaps)
+    return environment
+
+
+def _numeric(table: Table) -> list[bool]:
+    """Return for each column whether it holds numbers, which are aligned to the right."""
+    return [all(not isinstance(row[place], str) for row in table.rows) for place in range(len(table.columns))]
+
+
 def look_at(study: Study, sections: Collection[str] = tuple(SECTIONS)) -> Findings:
-    """Measure what the sections show.
+    """Return the results of the sections on a study.
 
     Args:
-        study: what is looked at.
-        sections: names of sections, of `SECTIONS`; they come in its order.
+        study: models and data.
+        sections: names of sections, of `SECTIONS`, which sets the order.
 
     Raises:
         HeadError: a section is unknown, or none of them can be measured on this model and data.
@@ -86,7 +151,7 @@ def look_at(study: Study, sections: Collection[str] = tuple(SECTIONS)) -> Findin
     unknown = sorted(set(sections) - set(SECTIONS))
     if unknown or not sections:
         raise HeadError(f"unknown section {', '.join(unknown) or 'none'}; expected some of {', '.join(SECTIONS)}")
-    started, found, omitted = perf_counter(), [], {}
+    started, results, omitted = perf_counter(), [], {}
     for name, measure in SECTIONS.items():
         if name in sections:
             try:
@@ -96,12 +161,12 @@ def look_at(study: Study, sections: Collection[str] = tuple(SECTIONS)) -> Findin
             if isinstance(section, Omitted):
                 omitted[name] = section.reason
             else:
-                found.append(section)
-    if not found:
+                results.append(section)
+    if not results:
         raise HeadError("nothing to show: " + "; ".join(f"{name}: {reason}" for name, reason in omitted.items()))
     against = "" if study.baseline is None else f" against {study.baseline_name}"
     facts = {**_facts(study), "measured in": f"{perf_counter() - started:.0f} s"}
-    return Findings(f"{study.name}{against}", facts, tuple(found), omitted)
+    return Findings(f"{study.name}{against}", facts, tuple(results), omitted)
 
 
 def _facts(study: Study) -> dict[str, str]:

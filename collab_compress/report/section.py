@@ -1,11 +1,11 @@
-"""What a report is made of: sections of tables and pictures, as plain data that page and files are written from."""
+"""The data of a report: sections with tables and pictures, from which the page and the files are written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor, isfinite, log10
-from typing import Literal, TypeAlias  # TypeAlias
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ NONE = "–"
 
 
 def written(cell: Cell) -> str:
-    """Write a cell of a table."""
+    """Return a cell of a table as text."""
     if cell is None:
         return NONE
     if isinstance(cell, str):
@@ -28,7 +28,7 @@ def written(cell: Cell) -> str:
 
 
 def short(value: float | None) -> str:
-    """Write a number with three significant digits, or more where it is 1000 or above."""
+    """Return a number as text with three significant digits, or more if it is 1000 or above."""
     if value is None or not isfinite(value):
         return NONE
     if value == 0:
@@ -39,21 +39,13 @@ def short(value: float | None) -> str:
     return f"{value:,.{max(0, 2 - digits)}f}".replace("-", "−")
 
 
-def percent(share: float | None) -> str:
-    """Write a share as per cent, with three significant digits at most."""
-    if share is None or not isfinite(share):
-        return NONE
-    value = 100 * share
-    return f"{value:.0f} %" if abs(value) >= 10 else f"{value:.1f} %"
-
-
 @dataclass(frozen=True)
 class Column:
     """A column of a table.
 
     Args:
-        name: what stands in it.
-        unit: what it is counted in, as `ms` or `%`; empty where there is none.
+        name: heading.
+        unit: unit of its numbers, as `ms` or `%`; empty for none.
     """
 
     name: str
@@ -67,7 +59,7 @@ class Table:
     Args:
         name: short name, for files.
         title: one line.
-        columns: what stands in each.
+        columns: headings.
         rows: a cell for each column; numbers that are not finite become None, which is shown as –.
     """
 
@@ -82,6 +74,13 @@ class Table:
             raise ValueError(f"table {self.name}: expected {len(self.columns)} cells in every row")
         object.__setattr__(self, "rows", rows)
 
+    @classmethod
+    def of(cls, name: str, title: str, records: Sequence[Mapping[str, Cell]]) -> Table:
+        """Return a table of records with the same keys, which are headings, as "layer" or "dense [ms]"."""
+        headings = (key.removesuffix("]").partition(" [") for key in records[0])
+        columns = tuple(Column(heading, unit) for heading, _, unit in headings)
+        return cls(name, title, columns, tuple(tuple(record.values()) for record in records))
+
 
 @dataclass(frozen=True)
 class Heatmap:
@@ -89,7 +88,7 @@ class Heatmap:
 
     Args:
         title: one or two words.
-        values: (rows, columns); what is not finite becomes None and is left blank.
+        values: (rows, columns); None is left blank.
         rows: names of the rows; empty for none.
         columns: names of the columns; empty for none.
     """
@@ -106,10 +105,10 @@ class Heatmaps:
 
     Args:
         title: what it shows.
-        reading: one line that says how to read it.
-        source: the paper's short name and figure that it is after, or where else it comes from.
+        reading: how to read it, in one line.
+        source: the paper's short name and figure, or another origin.
         maps: the matrices.
-        low: value of the palest cell; with a diverging scale, of the cell farthest below 0.
+        low: value of the palest cell, or of the lowest on a diverging scale.
         high: value of the strongest cell.
         scale: one hue, or two that meet at 0.
         row_label: what rows are.
@@ -121,11 +120,11 @@ class Heatmaps:
     reading: str
     source: str
     maps: tuple[Heatmap, ...]
-    low: float
-    high: float
+    low: float = 0.0
+    high: float = 1.0
     scale: Scale = "sequential"
-    row_label: str = ""
-    column_label: str = ""
+    row_label: str = "head"
+    column_label: str = "head"
     unit: str = ""
 
 
@@ -134,10 +133,10 @@ class Curve:
     """One curve.
 
     Args:
-        name: for the legend; curves of the same name share an entry and a colour, no name has none.
+        name: for the legend; curves of the same name share a colour. A curve without a name has no entry.
         x: ascending.
-        y: as many; what is not finite becomes None and interrupts the curve.
-        weight: how it is drawn.
+        y: of the same length; numbers that are not finite become None and interrupt the curve.
+        weight: style of the line.
     """
 
     name: str
@@ -171,7 +170,7 @@ class Curves:
 
     Args:
         title: what it shows.
-        reading: one line that says how to read it.
+        reading: how to read it, in one line.
         source: as for `Heatmaps`.
         panels: coordinate systems side by side.
         x_label: what x is, with its unit.
@@ -197,17 +196,17 @@ Picture: TypeAlias = Heatmaps | Curves
 
 @dataclass(frozen=True)
 class Section:
-    """What one group of measures found.
+    """The results of one group of measures.
 
     Args:
         name: short name, for options and files.
         title: heading.
-        reading: a few sentences: what is measured, on how much, and what it does not say.
+        reading: what is measured, on how much data, and what it does not tell.
         source: the papers' short names and sections.
         tables: tables.
         pictures: pictures.
-        highlights: the most telling numbers, a sentence each.
-        actions: what a reader can do about it, a sentence each.
+        highlights: the most important numbers, a sentence each.
+        actions: what to do about the results, a sentence each.
     """
 
     name: str
@@ -222,38 +221,40 @@ class Section:
 
 @dataclass(frozen=True)
 class Omitted:
-    """Why a section is not there.
-
-    Args:
-        reason: one line.
-    """
+    """The reason for which a section is missing, in one line."""
 
     reason: str
 
 
 def defined(cell: Cell) -> Cell:
-    """Give a cell, or None for a number that is not finite."""
+    """Return a cell, or None for a number that is not finite."""
     return None if isinstance(cell, float) and not isfinite(cell) else cell
 
 
 def numbers(values: Numbers) -> tuple[float | None, ...]:
-    """Turn a vector (n,) or a list into numbers, None for those that are not finite."""
+    """Return a vector (n,) or a list as numbers, None for those that are not finite."""
     listed: Iterable[float | int | None] = values.tolist() if isinstance(values, Tensor) else values
     return tuple(None if value is None or not isfinite(value) else float(value) for value in listed)
 
 
 def heatmap(title: str, matrix: Tensor, rows: Sequence[str] = (), columns: Sequence[str] = ()) -> Heatmap:
-    """Make a heatmap of a matrix (rows, columns)."""
+    """Return a heatmap of a matrix (rows, columns)."""
     return Heatmap(title, tuple(numbers(row) for row in matrix), tuple(rows), tuple(columns))
 
 
 def ragged(title: str, vectors: Sequence[Tensor], rows: Sequence[str]) -> Heatmap:
-    """Make a heatmap of vectors of any length, a row each, blank where one is shorter than the longest."""
+    """Return a heatmap of vectors of any length, a row each, blank beyond the end of a vector."""
     longest = max(map(len, vectors))
     values = tuple(numbers(vector) + (None,) * (longest - len(vector)) for vector in vectors)
     return Heatmap(title, values, tuple(rows), numbered(longest))
 
 
 def numbered(count: int) -> tuple[str, ...]:
-    """Name rows or columns by their numbers, from 0."""
+    """Return the names of numbered rows or columns, from 0."""
     return tuple(map(str, range(count)))
+
+
+def curve(name: str, y: Numbers, start: int = 0, weight: Weight = "line") -> Curve:
+    """Return a curve over start, start + 1, …."""
+    values = numbers(y)
+    return Curve(name, tuple(range(start, start + len(values))), values, weight)

@@ -1,8 +1,8 @@
-"""What a report looks at: how much (options), the passes over a model, and the study that sections read from."""
+"""The input of a report: options, passes over a model, and the study that sections read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +21,7 @@ from collab_compress.calibration import Batch
 from collab_compress.calibration.gather import real_tokens
 from collab_compress.errors import HeadError
 from collab_compress.options import Look
+from collab_compress.report.section import Heatmap, heatmap, numbered
 
 WIDEST = 10_000  # L·H·d up to which layers are compared: memory and time grow with its square
 TOGETHER: tuple[tuple[Kind, ...], ...] = (("encoder",), ("decoder", "cross"))  # read the same tokens
@@ -28,15 +29,15 @@ TOGETHER: tuple[tuple[Kind, ...], ...] = (("encoder",), ("decoder", "cross"))  #
 
 @dataclass(frozen=True)
 class Pass:
-    """What the heads of one model showed.
+    """The measures of one model in one pass: results of `confidence`, and observers of the other measures.
 
     Args:
-        confidence: as `confidence` gives.
-        distances: has what `discrepancy` gives.
-        overlaps: has what `bhattacharyya` gives.
-        samples: has what `head_samples` gives.
-        layers: have what `layer_covariance` gives, by head, of modules that read the same tokens.
-        heads: have what `head_covariances` gives, of modules that are too wide for that.
+        confidence: module path → (H,).
+        distances: of heads.
+        overlaps: of attention rows.
+        samples: of tokens.
+        layers: covariances by head of modules that read the same tokens.
+        heads: covariances of modules that are too wide together.
     """
 
     confidence: dict[str, Tensor]
@@ -55,43 +56,39 @@ def pass_over(
     similar: bool,
     progress: Progress,
 ) -> Pass:
-    """Run a model over all batches once.
+    """Return the measures of one pass over all batches.
 
     Args:
         model: of a known family.
         batches: keyword arguments for it.
-        tokenizer: of the model, or None; it says which tokens end a sequence.
-        samples: draws tokens for kernels.
+        tokenizer: of the model, or None; its special tokens end a sequence.
+        samples: observer that draws tokens for kernels.
         similar: whether to gather covariances too.
         progress: as for the measures.
-
-    Raises:
-        HeadError: no token is real.
-        CalibrationError: the model does not take such batches.
     """
     sites = find_attention(model, FAMILIES)
     layers, heads = [], []
     for kinds in TOGETHER if similar else ():
-        chosen = [site for site in sites if site.kind in kinds]
-        if chosen and _width(model, chosen) <= WIDEST:
+        modules = [site for site in sites if site.kind in kinds]
+        if modules and _width(model, modules) <= WIDEST:
             layers.append(LayerCovariance("head", kinds=kinds))
-        elif chosen:
+        elif modules:
             heads.append(Covariances(kinds=kinds))
     distances, overlaps = Discrepancies(), Coefficients()
     observers: list[Observer] = [samples, distances, overlaps, *layers, *heads]
     with closing(observed(model, batches, observers)) as watched:
-        sure = confidence(model, with_progress(watched, progress, "heads"), exclude=_ends(tokenizer, model))
-    return Pass(sure, distances, overlaps, samples, tuple(layers), tuple(heads))
+        confidences = confidence(model, with_progress(watched, progress, "heads"), exclude=_ends(tokenizer, model))
+    return Pass(confidences, distances, overlaps, samples, tuple(layers), tuple(heads))
 
 
 def _width(model: Any, sites: Collection[AttentionSite]) -> int:
-    """Width of all layers side by side; a single module may serve several (ALBERT)."""
+    """Return the width of all layers together; a single module may serve several (ALBERT)."""
     uses = getattr(model.config, "num_hidden_layers", 1) if len(sites) == 1 else 1
     return uses * sum(site.width for site in sites)
 
 
 def _ends(tokenizer: Any, model: Any) -> set[int] | None:
-    """Tokens that end a sequence: the config's, and the tokenizer's where there is one; BERT's config names none."""
+    """Return the tokens that end a sequence, of config and tokenizer, or None without a tokenizer."""
     if tokenizer is None:
         return None
     named = getattr(model.config, "eos_token_id", None)
@@ -104,14 +101,14 @@ OnProgress = Callable[[str, int, int | None], None]
 
 @dataclass(frozen=True)
 class TaskScore:
-    """How well the model does on a task.
+    """A score of a model on a task.
 
     Args:
-        name: what the score is, as `accuracy on 408 rows of mrpc`.
-        score: scores a model.
-        choose: scores a model on other rows, which choose heads.
-        batches: of the rows that choose heads, with labels, for the gradient of the loss.
-        greater_is_better: whether a greater score is a better one.
+        name: of the score, as `accuracy on 408 rows of mrpc`.
+        score: function from a model to its score.
+        choose: the same on other rows, which choose heads.
+        batches: labelled rows that choose heads, for the gradient of the loss.
+        greater_is_better: whether a greater score is better.
     """
 
     name: str
@@ -123,20 +120,20 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class Study:
-    """What is looked at, and how much of it.
+    """The models and data of a report, and how much of them it measures.
 
     Args:
         model: stock or edited, of a known family; left as it is.
         batches: keyword arguments for the model, in random order; read several times.
         name: of the model.
-        data: what the batches are, in words.
+        data: description of the batches.
         baseline: a model to compare with, which reads the same batches, or None.
-        baseline_name: of that.
-        tokenizer: of the model; needed for attention maps.
-        sentence: text whose attention is shown, or (text, target) for an encoder–decoder; none is shown without.
-        score: a task to score heads on; without it they are scored by the drift of the outputs.
-        look: how much is looked at.
-        on_progress: called with what is measured, how much of it is done and how much there is (or None).
+        baseline_name: of the baseline.
+        tokenizer: of the model; required for attention maps.
+        sentence: text for attention maps, or (text, target) for an encoder–decoder.
+        score: a task to score heads on, in place of the drift of the outputs.
+        look: how much to measure.
+        on_progress: called with the measure, the number of finished items and their total (or None).
 
     Raises:
         HeadError: there are no batches, or the models read different vocabularies.
@@ -175,18 +172,18 @@ class Study:
 
     @cached_property
     def places(self) -> dict[str, tuple[Kind, int]]:
-        """Path of an attention module, in either model → its kind, and its place among those of that kind."""
+        """Path of an attention module in either model → its kind, and its place among those of this kind."""
         others = [] if self.baseline is None else find_attention(self.baseline, FAMILIES)
         return {site.name: (site.kind, site.layer) for site in [*others, *self.sites]}
 
     @cached_property
     def seen(self) -> Pass:
-        """What the heads of the model show in one pass over all batches."""
+        """The measures of the model in one pass over all batches."""
         return self._seen(self.model, self.name, similar=True)
 
     @cached_property
     def baseline_seen(self) -> Pass | None:
-        """What the heads of the other model show, if there is one, but no covariances."""
+        """The measures of the baseline, without covariances; None without a baseline."""
         return None if self.baseline is None else self._seen(self.baseline, self.baseline_name, similar=False)
 
     @property
@@ -197,49 +194,56 @@ class Study:
 
     @property
     def converted(self) -> bool:
-        """Whether a map of an attention module of the model, scores or values, is in another form than the dense."""
+        """Whether scores or values of any attention module are converted."""
         return any(is_converted(site.module) for site in self.sites)
 
     @property
     def sequences(self) -> int:
-        """How many sequences the batches hold."""
+        """Number of sequences in the batches."""
         return sum(_rows(batch) for batch in self.batches)
 
     @property
     def tokens(self) -> int:
-        """How many tokens that are no padding the batches hold: of the first kind of attention, as queries."""
+        """Number of query tokens in the batches without padding, for the first kind of attention."""
         return sum(self._tokens(batch) for batch in self.batches)
 
     def some(self, sequences: int) -> list[Batch]:
-        """Give the first batches, of so many sequences at most."""
-        chosen, left = [], sequences
+        """Return the first batches, with at most this many sequences in all."""
+        batches, missing = [], sequences
         for batch in self.batches:
-            if left < 1:
+            if missing < 1:
                 break
-            chosen.append({name: value[:left] for name, value in batch.items()})
-            left -= _rows(batch)
-        return chosen
+            batches.append({name: value[:missing] for name, value in batch.items()})
+            missing -= _rows(batch)
+        return batches
 
     def progress(self, label: str) -> Progress:
-        """Give what a measure reports its progress to; where it cannot tell, there are as many as batches."""
-        told = self.on_progress
-        return False if told is None else lambda done, total: told(label, done, total or len(self.batches))
+        """Return the `progress` argument of a measure; an unknown total is the number of batches."""
+        report = self.on_progress
+        return False if report is None else lambda done, total: report(label, done, total or len(self.batches))
 
     def label(self, module: str) -> str:
-        """Name a module, or a use of one (`path[2]`), in short: its layer, with its kind where there are several."""
+        """Return the short name of a module or use (`path[2]`): its layer, and its kind if there are several."""
         path, _, use = module.removesuffix("]").partition("[")
         kind, place = self.places[path]
         layer = use or str(place)
         return layer if len(self.kinds) == 1 else f"{kind} {layer}"
 
-    def labels(self, modules: Mapping[str, Any]) -> list[str]:
-        """Name modules in short."""
+    def labels(self, modules: Iterable[str]) -> list[str]:
+        """Return the short names of modules."""
         return [self.label(module) for module in modules]
+
+    def head_maps(self, matrices: Mapping[str, Tensor]) -> tuple[Heatmap, ...]:
+        """Return a heatmap of each module's matrix, with a head in each row and numbered columns."""
+        return tuple(
+            heatmap(f"layer {self.label(name)}", matrix, numbered(len(matrix)), numbered(matrix.shape[1]))
+            for name, matrix in matrices.items()
+        )
 
     def _seen(self, model: PreTrainedModel, name: str, similar: bool) -> Pass:
         samples = Samples(self.look.kernel_tokens, self.look.seed)  # of the same tokens in both models
-        told = self.progress(f"heads of {name}")
-        return pass_over(model, self.batches, self.tokenizer, samples, similar, told)
+        progress = self.progress(f"heads of {name}")
+        return pass_over(model, self.batches, self.tokenizer, samples, similar, progress)
 
     def _tokens(self, batch: Batch) -> int:
         mask = real_tokens(self.model, (), (), batch)[self.kinds[0]].query

@@ -7,15 +7,7 @@ import pytest
 import torch
 from sklearn.metrics.pairwise import rbf_kernel
 
-from collab_compress.analysis import (
-    JointCovariance,
-    cka,
-    head_covariances,
-    head_samples,
-    mean_over_pairs,
-    minibatch_cka,
-    sample_cka,
-)
+from collab_compress.analysis import JointCovariance, cka, mean_over_pairs, sample_cka
 from collab_compress.errors import HeadError
 
 CKA = sys.modules["collab_compress.analysis.cka"]  # the package has a function of that name
@@ -143,78 +135,16 @@ def test_a_head_that_never_varies_is_like_nothing(draw, kernel, unbiased_):
     assert not cka(JointCovariance.of(list(x.unbind(1))))[1].any()
 
 
-@pytest.mark.parametrize("kernel", ["linear", "rbf"])
-def test_minibatches_are_averaged_before_the_ratio(either, real_responses, kernel):
-    model, batches = either
-    sigma = None if kernel == "linear" else 4.0
-    found = minibatch_cka(model, batches, kernel, tokens=8, bandwidth=sigma, seed=None)
-    for name, uses in real_responses(model, batches).items():
-        for number, tokens in enumerate(uses):
-            parts = [part.double() for part in tokens.split(8) if len(part) == 8]
-            kernels = [
-                [linear(head) if kernel == "linear" else radial(head, 4.0) for head in heads_of(part)]
-                for part in parts
-            ]
-            heads = range(tokens.shape[1])
-            sums = np.array([[sum(unbiased(k[i], k[j]) for k in kernels) for j in heads] for i in heads])
-            right = sums / np.sqrt(np.outer(np.diag(sums), np.diag(sums)))
-            key = name if len(uses) == 1 else f"{name}[{number}]"
-            np.testing.assert_allclose(found[key], right, atol=1e-6)
-
-
-def test_minibatches_are_drawn_from_many_sequences(bert):
-    """All tokens of a sequence are alike here, so that minibatches in order hold four vectors only."""
-    generator = torch.Generator().manual_seed(0)
-    bert.embeddings.position_embeddings.weight.data.zero_()
-    for layer in bert.encoder.layer:
-        layer.attention.self.query.weight.data.zero_()
-        layer.attention.self.query.bias.data.zero_()
-    batches = [{"input_ids": torch.randint(5, 61, (16, 16), generator=generator)} for _ in range(16)]
-    name = "encoder.layer.0.attention.self"
-    right = mean_over_pairs(cka(head_covariances(bert, batches)[name]))
-    assert mean_over_pairs(minibatch_cka(bert, batches, tokens=64)[name]) == pytest.approx(right, abs=0.05)
-    assert mean_over_pairs(minibatch_cka(bert, batches, tokens=64, seed=None)[name]) > right + 0.1
-
-
-def test_pools_are_used_up(bert, calibration, monkeypatch):
-    taken = []
-    measure = CKA.hsic_of_pairs
-    monkeypatch.setattr(CKA, "hsic_of_pairs", lambda x, *rest, **more: taken.append(x) or measure(x, *rest, **more))
-    monkeypatch.setattr(CKA, "POOL", 3)
-    name = "encoder.layer.0.attention.self"
-    minibatch_cka(bert, calibration, tokens=16, modules=name)
-    count = sum(int(batch["attention_mask"].sum()) for batch in calibration)
-    assert [x.shape[1] for x in taken] == [16] * (count // 16)
-    assert len({float(value) for x in taken for value in x[0, :, 0]}) > 0.9 * 16 * len(taken)  # each token once
-
-
-def test_one_minibatch_is_a_sample(bert, calibration):
-    name = "encoder.layer.0.attention.self"
-    sample = head_samples(bert, calibration[:1])[name]
-    assert len(sample) < 256
-    for kernel in ("linear", "rbf"):
-        right = sample_cka(sample, kernel, unbiased=True)
-        torch.testing.assert_close(minibatch_cka(bert, calibration[:1], kernel)[name], right)
-
-
-@pytest.mark.parametrize("call", [sample_cka, lambda x, *a, **k: minibatch_cka(None, [], *a, **k)])
-def test_what_cannot_be_measured_is_refused(draw, call):
+def test_what_cannot_be_measured_is_refused(draw):
     with pytest.raises(HeadError, match="unknown kernel 'cubic'"):
-        call(draw(), "cubic")
+        sample_cka(draw(), "cubic")
     with pytest.raises(HeadError, match="bandwidth is 0"):
-        call(draw(), "rbf", bandwidth=0)
-
-
-def test_too_few_tokens_are_refused(draw, bert):
+        sample_cka(draw(), "rbf", bandwidth=0)
     with pytest.raises(HeadError, match="N at least 4"):
         sample_cka(draw(tokens=3))
     with pytest.raises(HeadError, match="not finite"):
         sample_cka(draw() / 0)
     with pytest.raises(HeadError, match="do not fit together"):
         sample_cka([torch.ones(9, 2), torch.ones(8, 2)])
-    with pytest.raises(HeadError, match="minibatches of 3 tokens"):
-        minibatch_cka(bert, [], tokens=3)
-    with pytest.raises(HeadError, match="saw 3 tokens"):
-        minibatch_cka(bert, [{"input_ids": torch.tensor([[5, 6, 7]])}])
     with pytest.raises(HeadError, match="expected a matrix"):
         mean_over_pairs(torch.ones(2, 3))

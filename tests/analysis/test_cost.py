@@ -24,7 +24,7 @@ def test_parameters_and_cache_are_those_of_the_live_model(family, form, make_tin
     for site, cost in zip(find_attention(model, FAMILIES), planned, strict=True):
         assert cost.name == site.name
         assert cost.dense.parameters == live_parameters(site)
-    report = compress(model, Compression(dk=9, form=form), calibration=calibration[:2])
+    report = compress(model, Compression(dk=9, form=form, length=128), calibration=calibration[:2])
     assert module_costs(model, dk=99) == planned
     for cost, module in zip(planned, report.modules, strict=True):
         counted = (module.parameters_before, module.parameters_after, module.macs_before, module.macs_after)

@@ -5,6 +5,7 @@ from typing import get_args
 
 import pytest
 import torch
+from transformers import Trainer, TrainingArguments
 
 from collab_compress import Compression, Factors, compress
 from collab_compress.attention import FORMS, FormEdit, install_, is_converted, uninstall_
@@ -80,6 +81,24 @@ def test_queries_of_heads_are_mixed(module):
     torch.testing.assert_close(module.score_form.head_queries(module, query), expected)
 
 
+def test_trainer_exempts_content_biases_from_weight_decay(option, make_tiny, tmp_path):
+    model = make_tiny("bert")
+    compress(model, Compression(dk=DK, form=option), calibration=None)
+    arguments = TrainingArguments(str(tmp_path), weight_decay=0.5, learning_rate=0.1, use_cpu=True, report_to=[])
+    trainer = Trainer(model, arguments)
+    decayed = set(trainer.get_decay_parameter_names(model))
+    key = model.get_submodule(f"{NAME}.key")
+    assert key.content_bias.shape == (HEADS, WIDTH)
+    assert f"{NAME}.key.content_bias" not in decayed
+    assert f"{NAME}.key.proj.weight" in decayed
+    content, weight = (parameter.detach().clone() for parameter in (key.content_bias, key.proj.weight))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    trainer.create_optimizer().step()
+    assert torch.equal(key.content_bias, content)
+    torch.testing.assert_close(key.proj.weight, weight * 0.95)
+
+
 def test_is_stored_in_json_and_rebuilt(module):
     form = module.score_form
     stored = json.loads(json.dumps(form.to_dict()))
@@ -110,12 +129,10 @@ def test_a_head_owns_its_rows_and_nothing_else(module):
     described = form.head_rows()
     for head in range(HEADS):
         before = products(module)
-        for path, heads in described:
-            taken = [row for own in heads for rows in own for row in rows]
-            assert len(set(taken)) == len(taken)
+        for path, rows in described:
+            assert [row for head_rows in rows for row in head_rows] == list(range(len(module.get_parameter(path))))
             with torch.no_grad():
-                for rows in heads[head]:
-                    module.get_parameter(path)[rows.start : rows.stop] *= 2.0
+                module.get_parameter(path)[rows[head].start : rows[head].stop] *= 2.0
         moved = (products(module) != before).flatten(1).any(1)
         assert moved.tolist() == [each == head for each in range(HEADS)]
 

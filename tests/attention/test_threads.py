@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from collab_compress import Compression, Solver, compress
+from collab_compress import Compression, HeadMask, Solver, compress, mix_heads_
+from collab_compress.architectures import FAMILIES, find_attention
 
 IDS = {"vocab_size": 61, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -41,14 +42,34 @@ def run(model, number):
     return torch.cat(found, 1)
 
 
+def converted(case, implementation):
+    build, compression = CASES[case]
+    torch.manual_seed(0)
+    model = build().eval()
+    model.set_attn_implementation(implementation)
+    compress(model, compression, calibration=None)
+    return model
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_threads_get_what_one_thread_gets(case, implementation):
-    build, compression = CASES[case]
-    torch.manual_seed(0)
-    model = build().eval().requires_grad_(False)
-    model.set_attn_implementation(implementation)
-    compress(model, compression, calibration=None)
+    compare_threads(converted(case, implementation).requires_grad_(False))
+
+
+def test_threads_get_what_one_thread_gets_with_mixed_and_masked_heads():
+    model = converted("per-head", "sdpa")
+    mix_heads_(model)
+    model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if name.endswith("alphas"):
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.2)
+    masks = {site.name: torch.tensor([1.0, 0.5, 0.0]) for site in find_attention(model, FAMILIES)}
+    with HeadMask(model, masks):
+        compare_threads(model)
+
+
+def compare_threads(model):
     expected = [run(model, number) for number in range(4)]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)

@@ -298,7 +298,7 @@ def test_a_limit_that_is_no_number_is_refused(words, minilm, limit, monkeypatch)
 
 @pytest.mark.parametrize("calibration", ["synthetic", ["a text"]])
 def test_special_tokens_alone_are_no_data(minilm_tokenizer, minilm, calibration):
-    with pytest.raises(CalibrationError, match="no room for tokens in sequences of 2"):
+    with pytest.raises(CalibrationError, match="length 2 leaves no room for texts beside the special tokens"):
         calibration_batches(calibration, minilm, minilm_tokenizer, length=2)
 
 
@@ -417,7 +417,7 @@ def test_texts_without_a_pad_token_are_masked(minilm, minilm_tokenizer):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"calibration": ["a dog"], "length": 2}, "length 2 leaves no room for texts beside the 2 special tokens"),
+        ({"calibration": ["a dog"], "length": 2}, "length 2 leaves no room for texts beside the special tokens"),
         ({"calibration": [("a", "dog")], "length": 3}, "beside the 3 special tokens"),
         ({"calibration": "synthetic", "sequences": 10**12}, "1000000000000 random sequences .* pass fewer sequences"),
     ],

@@ -108,10 +108,12 @@ def test_edits_of_another_model_are_refused(change, entries, make_tiny, tmp_path
     else:
         edit["modules"] = {f"nowhere.{name}": form for name, form in edit["modules"].items()}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    words = (
-        "3 heads, each 5 wide, so .* would have 15 channels; the model has 24"
-        if entries
-        else "does not fit BertModel"
-    )
-    with pytest.raises(CheckpointError, match=words):
+    kind = edit["kind"]
+    if entries:
+        error, words = CheckpointError, "3 heads, each 5 wide, so .* would have 15 channels; the model has 24"
+    elif kind == "pruned":  # the tensors are of another shape than the model's, as Transformers says
+        error, words = RuntimeError, "ignore_mismatched_sizes"
+    else:
+        error, words = CheckpointError, "BertModel: the checkpoint describes converted attention, but holds no"
+    with pytest.raises(error, match=words):
         AutoModel.from_pretrained(tmp_path)

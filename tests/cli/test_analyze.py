@@ -108,11 +108,11 @@ def test_a_task_scores_heads(run):
     )
     assert code == 0, error
     pruning = numbers["sections"]["dominance"]["tables"]["pruning"]
-    assert pruning["columns"][2]["name"] == "accuracy and f1 on 8 rows of mrpc"
+    assert pruning["columns"][2]["name"] == "accuracy and f1 on 4 rows of mrpc"
     assert len(pruning["rows"]) == 11
     assert all(0 <= row[2] <= 100 for row in pruning["rows"])
     assert numbers["facts"]["data"].startswith("rows of mrpc, validation: 8 sequences")
-    assert "the accuracy and f1 on 8 rows of mrpc is" in printed
+    assert "the accuracy and f1 on 4 rows of mrpc is" in printed
 
 
 def test_a_translator_reads_pairs(run):

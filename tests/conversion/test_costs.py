@@ -38,7 +38,7 @@ def test_whole_layer_equals_table_1(width, heads, dk, parameters, macs):
 
 
 def test_parameters_are_those_of_the_modules():
-    modules = [PaddedProjection(24, 13, 8), PaddedProjection(24, 13 + 3, 8)]
+    modules = [PaddedProjection(24, 13, 8), PaddedProjection(24, 13, 8, content_biases=3)]
     count = sum(parameter.numel() for module in modules for parameter in module.parameters()) + 3 * 13
     assert shared(3, 8, 13, True).parameters(24) == count
     dense = 2 * sum(parameter.numel() for parameter in nn.Linear(24, 24).parameters())

@@ -1,7 +1,4 @@
-"""Modules that are decomposed several at a time, in threads: interrupts, gradients and the default device.
-
-Both ways: a thread for each, as on CPUs, and their sweeps made together, as on accelerators.
-"""
+"""Modules that are decomposed several at a time, in threads: interrupts, gradients and the default device."""
 
 import signal
 import threading
@@ -22,13 +19,6 @@ def make(make_tiny, name):
     return make_rotary(name) if name == "phi" else make_tiny(name)
 
 
-@pytest.fixture(params=[False, True], ids=["apart", "together"])
-def together(request, monkeypatch):
-    if request.param:
-        monkeypatch.setattr(plan, "APART", set())
-    return request.param
-
-
 @pytest.fixture
 def interrupt():
     """Interrupt this process a little later, as Ctrl-C does; gives when it was."""
@@ -46,7 +36,7 @@ def interrupt():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("two_threads", "decomposed_anew", "together")
+@pytest.mark.usefixtures("two_threads", "decomposed_anew")
 def test_an_interrupt_ends_all_at_once(make_tiny, batch, interrupt):
     model = make_tiny("bert")
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -58,7 +48,7 @@ def test_an_interrupt_ends_all_at_once(make_tiny, batch, interrupt):
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
 
 
-@pytest.mark.usefixtures("two_threads", "decomposed_anew", "together")
+@pytest.mark.usefixtures("two_threads", "decomposed_anew")
 def test_an_error_in_one_ends_the_others(make_tiny, batch, monkeypatch):
     factorize, calls = plan.factorize, []
 
@@ -75,7 +65,7 @@ def test_an_error_in_one_ends_the_others(make_tiny, batch, monkeypatch):
     assert time.monotonic() - started < 10
 
 
-@pytest.mark.usefixtures("two_threads", "decomposed_anew", "together")
+@pytest.mark.usefixtures("two_threads", "decomposed_anew")
 @pytest.mark.parametrize("name", NAMES)
 def test_threads_build_no_graphs_and_keep_to_the_models_device(name, make_tiny, batch, monkeypatch):
     """Gradients and the default device are each thread's own, and a new thread has neither set."""
@@ -107,23 +97,3 @@ def watched(function, threads):
         return result
 
     return watch
-
-
-@pytest.mark.usefixtures("decomposed_anew")
-@pytest.mark.parametrize("options", [{}, {"dv": 12}], ids=str)
-def test_modules_solved_together_are_those_solved_one_after_another(
-    options, family, make_tiny, calibration, monkeypatch
-):
-    """Marian's are of one shape and three kinds."""
-    compression = Compression(dk=8, **options, solver=Solver(sweeps=20))
-    alone, ours = make_tiny(family), make_tiny(family)
-    monkeypatch.setattr(plan, "AT_ONCE", 1)
-    expected = compress(alone, compression, calibration)
-    monkeypatch.setattr(plan, "AT_ONCE", 4)
-    monkeypatch.setattr(plan, "APART", set())
-    found = compress(ours, compression, calibration)
-    for one, other in zip(found.modules, expected.modules, strict=True):
-        assert (one.name, one.sweeps, one.breakdowns) == (other.name, other.sweeps, other.breakdowns)
-        assert one.data_error == pytest.approx(other.data_error, rel=1e-5)
-    for (key, tensor), other in zip(ours.state_dict().items(), alone.state_dict().values(), strict=True):
-        torch.testing.assert_close(tensor, other, rtol=1e-4, atol=1e-5, msg=key)

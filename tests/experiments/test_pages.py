@@ -130,7 +130,7 @@ def test_every_figure_is_drawn_or_marked(results, tmp_path, paper):
 
 
 def test_what_is_no_number_is_left_empty(tmp_path):
-    record = trained("alphas", math.nan, 0, heads={"alphas": {}})
+    record = trained("alphas", math.nan, 0, heads={"alphas": {"growth_weight": 0.0}})
     for name in ("alphas", "mixing", "confidence"):
         record["measures"][name] = {"encoder": [[[math.nan, 1.0]] if name != "confidence" else [math.nan, 1.0]]}
     record["history"][-1] |= {"task_loss": math.nan, "bhattacharyya": math.nan, "loss": math.inf}

@@ -119,7 +119,7 @@ def test_recovery_is_a_part_of_the_conversion(start, data_dir, tmp_path):
         found[name] = load(tmp_path / "out" / name / "model")
     raw, near = (found[name].state_dict() for name in ("raw", "near"))
     moved = {name for name, value in near.items() if not torch.equal(value, raw[name])}
-    assert moved == {name for name in raw if name.endswith((".proj.weight", ".mixing"))}
+    assert moved == {name for name in raw if name.endswith((".proj.weight", ".content_bias", ".mixing"))}
     dense = load(tmp_path / "out" / "tuned" / "model")
     assert apart(found["near"], dense) < 0.9 * apart(found["raw"], dense)
     reports = [json.loads((tmp_path / "out" / name / "report.json").read_text()) for name in ("raw", "near")]

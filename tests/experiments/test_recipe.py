@@ -179,3 +179,11 @@ def test_a_file_that_is_no_recipe(tmp_path):
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(RecipeError, match="holds a list; expected fields"):
         read_recipe(tmp_path / "list.yaml")
+
+
+@pytest.mark.parametrize("stage", ["tuning", "again"])
+def test_checkpoints_are_not_averaged_across_head_swaps(stage, tmp_path):
+    settings = ["task=mrpc", f"output={tmp_path}", "model=minilm", "heads.rotation={strategy: soft, epochs: [1]}"]
+    settings += ["compression.dk=8", "tuning={epochs: 3}", "again={epochs: 3}", f"{stage}.average=2"]
+    with pytest.raises(RecipeError, match="rotation moves heads between checkpoints"):
+        read_recipe(overrides=settings)

@@ -15,7 +15,6 @@ import yaml
 from collab_compress.errors import BusyError, RecipeError
 from collab_compress.experiments import read_sweep, run, run_sweep
 from collab_compress.experiments import sweep as sweep_module
-from collab_compress.experiments.launch import launch
 
 SCRIPT = Path(__file__).parents[2] / "glue_runs" / "sweep.py"
 TUNING = {"epochs": 1, "learning_rate": 1e-3, "batch_size": 8, "arguments": {"disable_tqdm": True}}
@@ -300,47 +299,6 @@ def test_two_workers_of_which_one_is_killed_find_what_one_finds(python, path, tm
     )
     assert len(found) == 4
     assert found == alone
-
-
-def test_jobs_of_submitit(path, tmp_path):
-    arguments = ["only.seeds=[0]", "conversions={dk12: {compression: {dk: 12}}, bad: {compression: {dk: 1000}}}"]
-    local = ["launcher=submitit", "jobs=2", "cluster=local", "submit={timeout_min: 10}"]
-    failed = run_sweep(read_sweep(path, [*arguments, *local]))
-    assert sorted(line.rpartition("/out/")[2].partition(":")[0] for line in failed) == [
-        "mrpc/drophead/seed0", "mrpc/plain/seed0"
-    ]  # fmt: skip
-    assert len(list((tmp_path / "out").rglob("result.json"))) == 4
-    assert len(list((tmp_path / "out" / "jobs").glob("*_log.out"))) == 2
-
-
-def test_a_job_that_dies_is_told_with_its_log(tmp_path):
-    failed = launch(os._exit, [3], tmp_path / "jobs", "local", {})
-    assert len(failed) == 1
-    assert Path(failed[0].rpartition("its log is ")[2]).is_file()
-
-
-def test_a_file_of_the_users_where_jobs_would_write(path, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "jobs").write_text("mine")
-    with pytest.raises(RecipeError, match=r"submitit cannot start jobs from .*/out/jobs: .*File exists") as caught:
-        run_sweep(read_sweep(path, ["launcher=submitit", "cluster=local"]))
-    assert "\n" not in str(caught.value)
-    assert (tmp_path / "out" / "jobs").read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["launcher=submitit", "cluster=nowhere"], "submitit cannot start jobs from .*jobs: "),
-        (["launcher=submitit", "cluster=local", "submit={colour: 3}"], "submitit cannot start jobs from .*colour"),
-        (["launcher=submitit", "shard=1/2"], "leave shard out"),
-        (["jobs=3"], "belong to a launcher"),
-        (["launcher=slurm"], "launcher is 'slurm'; expected submitit"),
-    ],
-)
-def test_a_launcher_that_cannot_be_used(path, arguments, message):
-    with pytest.raises(RecipeError, match=message):
-        run_sweep(read_sweep(path, arguments))
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collab_compress.factorization import HeadTensor, SolverOptions
-from collab_compress.factorization.als import Continuation, als
+from collab_compress.factorization.als import Continuation, Sweep, Sweeper, als
 from collab_compress.factorization.iterate import Channels
-from collab_compress.factorization.sweep import Alone, Sweep
 from collab_compress.factorization.truncation import truncation
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
@@ -182,15 +181,21 @@ def test_ridge_fades_and_ends():
         assert max(Continuation().ridge(sweep, sweeps) for sweep in range(sweeps)) <= Continuation().first
 
 
+@pytest.fixture
+def sweep_by(monkeypatch):
+    """Replace what makes the solver's sweeps."""
+    return lambda sweeper: monkeypatch.setattr("collab_compress.factorization.als.Sweeper", lambda: sweeper)
+
+
 def remembering(channels, point, last, ridge, shift):
-    """Make a sweep in new memory, as `Alone` does in that of the one before the last."""
+    """Make a sweep in new memory, as `Sweeper` does in that of the sweep before the last."""
     sweep = Sweep.of(channels, point, last, ridge, shift)
     return sweep, sweep.numbers.tolist()
 
 
 @pytest.mark.parametrize("large", [1, 1 << 14])
 @pytest.mark.parametrize("failing", [(), (4, 7, 8), (30,)])
-def test_memory_that_is_used_again_holds_nothing_that_is_needed(make_heads, monkeypatch, large, failing):
+def test_memory_that_is_used_again_holds_nothing_that_is_needed(make_heads, monkeypatch, sweep_by, large, failing):
     """With products in float32 and without, with spare components, and where sweeps are made again."""
 
     def retrying(sweeper):
@@ -204,34 +209,40 @@ def test_memory_that_is_used_again_holds_nothing_that_is_needed(make_heads, monk
 
     monkeypatch.setattr("collab_compress.factorization.als.LARGE", large)
     tensor = make_heads(8, 40, 40, 6)
-    ours, theirs = (als(tensor, 16, SolverOptions(sweeps=60), retrying(each)) for each in (Alone(), remembering))
+    solutions = []
+    for sweeper in (Sweeper(), remembering):
+        sweep_by(retrying(sweeper))
+        solutions.append(als(tensor, 16, SolverOptions(sweeps=60)))
+    ours, theirs = solutions
     assert ours.errors == theirs.errors
     assert ours.breakdowns == theirs.breakdowns == len([call for call in failing if call != 8])
     for name in ("query", "mixing", "key"):
         torch.testing.assert_close(getattr(ours.factors, name), getattr(theirs.factors, name), rtol=0, atol=0)
 
 
-def test_sweeps_alone_take_turns_in_two_sets_of_blocks(make_heads):
-    alone, kept = Alone(), []
+def test_sweeps_take_turns_in_two_sets_of_blocks(make_heads, sweep_by):
+    alone, kept = Sweeper(), []
 
     def watching(*asked):
         sweep, numbers = alone(*asked)
         kept.append(tuple(blocks.data_ptr() for blocks in alone.sets))
         return sweep, numbers
 
-    als(make_heads(8, 40, 40, 6), 16, SolverOptions(sweeps=60), watching)
+    sweep_by(watching)
+    als(make_heads(8, 40, 40, 6), 16, SolverOptions(sweeps=60))
     assert len(kept) == 60
     assert len(list(itertools.groupby(kept))) <= 4  # one more where components become more or fewer, and in float64
 
 
-def test_the_best_point_is_not_written_over(make_heads):
-    alone, calls, tensor = Alone(), itertools.count(), make_heads(3, 12, 11, 4)
+def test_the_best_point_is_not_written_over(make_heads, sweep_by):
+    alone, calls, tensor = Sweeper(), itertools.count(), make_heads(3, 12, 11, 4)
 
     def worse(*asked):
         sweep, numbers = alone(*asked)
         numbers[2] += next(calls) >= 10  # the squared error, of every step length
         return sweep, numbers
 
-    solution = als(tensor, 5, SolverOptions(sweeps=20), worse)
+    sweep_by(worse)
+    solution = als(tensor, 5, SolverOptions(sweeps=20))
     assert len(set(solution.errors[9:])) == 1
     assert tensor.relative_error(solution.factors) == pytest.approx(solution.errors[9], rel=1e-9)

@@ -1,11 +1,12 @@
 """Shared rotary channels: the error by explicit rotations, exactness, the best keys of groups, the allocation."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
-from collab_compress.factorization import Moments, factorize_rotary
+from collab_compress.factorization import Moments, factorize, factorize_rotary
 from collab_compress.factorization.rotary import allocated, decomposed, rotary_error
 
 
@@ -43,19 +44,27 @@ def slow_error(query, key, factors, angles, distances):
                 exact = exact + pair(query[head, :, j]) @ turn @ pair(key[head // group, :, j]).T
             for place, j in enumerate(factors.frequencies):
                 own = query[head, :, j] if factors.query is None else factors.query[:, place]
-                mixed = own * factors.mixing[head // group, place]
+                by = factors.mixing[head // group, place]
+                if factors.query is not None and j >= factors.rotated:
+                    mixed = torch.complex(own.real * by.real, own.imag * by.imag)
+                else:
+                    mixed = own * by
                 found = found + pair(mixed) @ turned(angles[j] * distance) @ pair(factors.key[:, place]).T
             lost, total = lost + float((exact - found).square().sum()), total + float(exact.square().sum())
     return (lost / total) ** 0.5
 
 
+@pytest.mark.parametrize("turned", [3, 1, 0])
 @pytest.mark.parametrize("groups", [4, 2])
-def test_the_error_is_that_of_explicit_rotations_averaged_over_distances(groups):
+def test_the_error_is_that_of_explicit_rotations_averaged_over_distances(groups, turned):
     """Angles are such that frequencies do not interfere: whole turns over all distances."""
+    if groups == 2 and turned < 3:
+        pytest.skip("groups that share keys share those of each frequency apart, for which angles must differ")
     query, key = heads(4, 7, 3), heads(groups, 6, 3, seed=1)
     distances = torch.arange(8, dtype=torch.float64)
     angles = 2 * torch.pi * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) / 8
-    result = factorize_rotary(query, key, 4)
+    angles[turned:] = 0.0
+    result = factorize_rotary(query, key, 4, turned=turned)
     expected = slow_error(query, key, result.factors, angles, distances)
     assert result.weight_error == pytest.approx(expected, rel=1e-6)
     assert rotary_error(query, key, result.factors) == pytest.approx(expected, rel=1e-6)
@@ -130,7 +139,7 @@ def test_moments_weigh_what_inputs_show(groups):
     errors = []
     for factors in (weighted.factors, plain.factors):
         channels = None if factors.query is None else root @ factors.query
-        there = type(factors)(channels, factors.mixing, root @ factors.key, factors.frequencies)
+        there = replace(factors, query=channels, key=root @ factors.key)
         errors.append(rotary_error(root @ query, root @ key, there))
     assert weighted.data_error == pytest.approx(errors[0], rel=0.05)
     assert errors[0] < errors[1] + 1e-12
@@ -161,3 +170,58 @@ def test_bad_input_is_told(change, told):
     given = {"query": heads(4, 5, 3), "key": heads(2, 5, 3), "channels": 2, **change}
     with pytest.raises(ValueError, match=told):
         factorize_rotary(**given)
+
+
+def real_heads(count, width, head_width, channels):
+    """Heads that use some of a few common real channels each, (H, D, d) twice."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    common, sides = (draw(width, channels), draw(width, channels)), ([], [])
+    for _ in range(count):
+        own, turn = (
+            torch.randperm(channels, generator=generator)[:head_width],
+            torch.linalg.qr(draw(head_width, head_width))[0],
+        )
+        for side, channel in zip(sides, common, strict=True):
+            side.append(channel[:, own] @ turn)
+    return torch.stack(sides[0]), torch.stack(sides[1])
+
+
+def paired(side):
+    return torch.complex(side[..., ::2].contiguous(), side[..., 1::2].contiguous())
+
+
+def test_channels_that_do_not_rotate_are_shared_with_one_another():
+    query, key = real_heads(6, 48, 8, 24)
+    result = factorize_rotary(paired(query), paired(key), 12, turned=0)
+    assert result.weight_error < 1e-4
+    assert result.weight_error == pytest.approx(factorize(query, key, 24).weight_error, abs=1e-4)
+    factors = result.factors
+    for head in range(6):
+        sides = torch.view_as_real(factors.query), torch.view_as_real(factors.key)
+        mixed = sides[0] * torch.view_as_real(factors.mixing[head])
+        torch.testing.assert_close(
+            mixed.flatten(1) @ sides[1].flatten(1).T, query[head] @ key[head].T, atol=1e-2, rtol=0
+        )
+
+
+def test_rotated_and_other_channels_share_the_width_by_what_they_are_worth():
+    query, key = real_heads(6, 48, 8, 24)
+    rotated = heads(6, 48, 2, common=6)
+    both = [torch.cat([rotated * 3, paired(side)], -1) for side in (query, key)]
+    result = factorize_rotary(*both, 24, turned=2)
+    numbers = [frequency for frequency in result.factors.frequencies if frequency >= 2]
+    assert 10 <= len(numbers) <= 14
+    assert set(numbers) == {2, 3, 4, 5}
+    assert result.weight_error < 0.05
+
+
+def test_all_unrotated_channels_are_exact_beside_fewer_rotated_ones():
+    query, key = real_heads(3, 20, 4, 12)
+    both = [torch.cat([heads(3, 20, 1, seed=seed) * 1e-3, paired(side)], -1) for seed, side in ((0, query), (1, key))]
+    result = factorize_rotary(*both, 7, turned=1)
+    assert result.factors.frequencies.count(0) == 1
+    assert result.weight_error < 1e-5

@@ -130,7 +130,11 @@ class Slow:
                     one, two = (head * d + channel for channel in pairs[frequency])
                 q = torch.complex(queries[..., one], queries[..., two])
                 row = module.mixing[head // group]
-                q = q * torch.complex(row[place], row[place + len(form.frequencies)])
+                by_real, by_imaginary = row[place], row[place + len(form.frequencies)]
+                if not form.grouped and frequency >= form.rotated // 2:  # not rotated: each part by its own number
+                    q = torch.complex(q.real * by_real, q.imag * by_imaginary)
+                else:
+                    q = q * torch.complex(by_real, by_imaginary)
                 angle = (distance * self.frequency(module, frequency)).to(x)
                 turned = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1)
                 turned = turned.unflatten(-1, (2, 2))

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from forms import FORMS, convert_, heads_of
+from two_processes import run_both
 
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.errors import HeadError
@@ -210,3 +211,18 @@ def test_a_model_that_moved_is_dropped_from_there(make_tiny):
     ids = torch.ones(2, 5, dtype=torch.long, device="meta")
     assert model(ids)[0].device.type == "meta"
     drophead.remove()
+
+
+def _dropped(rank, model, batch):
+    torch.manual_seed(0)  # trainers seed all processes alike
+    dropping = DropHead(model, 0.5)
+    with torch.no_grad():
+        outputs = model.train()(**batch).last_hidden_state
+    dropping.remove()
+    return outputs
+
+
+def test_processes_draw_for_themselves(model, batch, set_dropout_):
+    set_dropout_(model, 0.0)
+    one, other = run_both(_dropped, model, batch)
+    assert (one - other).abs().max() > 1e-3

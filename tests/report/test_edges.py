@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from transformers import BertModel, GPT2Config, GPT2Model, ViTConfig, ViTModel
+from transformers import BertModel, GPT2Config, GPT2Model, LlamaConfig, LlamaModel, ViTConfig, ViTModel
 
 from collab_compress import Compression, Solver, compress, prune_heads_
 from collab_compress.analysis import module_costs
@@ -83,7 +83,8 @@ def test_one_token():
     ).eval()
     found = whole(Study(model, [{"input_ids": torch.tensor([[3]])}], look=QUICK))
     assert "two at least" in found.omitted["similarity"]
-    assert {"energy", "diversity", "dominance", "content", "cost"} == {each.name for each in found.sections}
+    assert "two sequences at least" in found.omitted["dominance"]
+    assert {"energy", "diversity", "content", "cost"} == {each.name for each in found.sections}
 
 
 def test_one_head(bert, study):
@@ -162,3 +163,15 @@ def test_a_baseline_of_other_shapes_is_no_other_form(bert, tokenizer, sentences)
     (section,) = look_at(study, ("cost",)).sections
     assert "Latency was not measured" not in section.reading
     assert "latency" in {table.name for table in section.tables}
+
+
+def test_a_rotary_model():
+    """Sections that need products of query and key weights are left out, and the page says why."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaModel(LlamaConfig(vocab_size=20, **sizes)).eval()
+    batches = [{"input_ids": torch.randint(0, 20, (2, 6), generator=torch.Generator().manual_seed(0))}]
+    found = whole(Study(model, batches, look=QUICK))
+    assert {"energy", "content"} <= found.omitted.keys()
+    assert "rotary" in found.omitted["energy"]
+    assert {"diversity", "dominance"} <= {each.name for each in found.sections}

@@ -19,7 +19,8 @@ from collab_compress.report import (
     Table,
     render_page,
 )
-from collab_compress.report.page import draw_heatmap, draw_panel, explained, shade
+from collab_compress.report.drawing import draw_heatmap, draw_panel, shade
+from collab_compress.report.findings import explained
 from collab_compress.report.section import short, written
 
 VOID = ("meta", "link")

@@ -26,6 +26,7 @@ from collab_compress.analysis import (
     pruning_curve,
     sample_cka,
     skew_symmetry,
+    split_rows,
     svcca,
     value_energy,
 )
@@ -166,11 +167,12 @@ def test_attention_maps(study, section):
 
 
 def test_dominance_by_drift(study, section):
-    found, batches = section("dominance"), study.some(6)
-    expected = dominant_heads(study.model, batches=batches)
+    found = section("dominance")
+    choosing, scoring = split_rows(study.some(6))
+    chosen, expected = (dominant_heads(study.model, batches=batches) for batches in (choosing, scoring))
     matrices(picture(found, "What is lost without each head"), [torch.stack([*expected.changes.values()])])
-    assert [row[2] for row in table(found, "dominant").rows] == [*expected.dominant.values()]
-    points = pruning_curve(study.model, expected.changes, batches=batches)
+    assert [row[2] for row in table(found, "dominant").rows] == [*chosen.dominant.values()]
+    points = pruning_curve(study.model, chosen.changes, batches=scoring)
     close([row[2] for row in table(found, "pruning").rows], [point.score for point in points])
     assert "6 sequences" in found.reading
 

@@ -47,7 +47,7 @@ def test_attention_comes_nearer_and_nothing_else_moves(family, form, make_tiny, 
     dense.eval()
     assert apart(model.eval(), dense, batch) < 0.9 * distance
     moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-    projections = {name for name in before if name.endswith((".proj.weight", ".mixing"))}
+    projections = {name for name in before if name.endswith((".proj.weight", ".content_bias", ".mixing"))}
     fixed = {name for name in projections if form == "per-head" and name.endswith(".mixing")}
     assert moved == projections - fixed
     assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == trainable
@@ -82,7 +82,7 @@ def test_values_and_outputs_come_nearer(family, dk, make_tiny, batch, calibratio
     moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     sites = find_attention(model, FAMILIES)
     outputs = {f"{site.path(site.family.output)}.{name}" for site in sites for name in ("weight", "bias")}
-    put_in = {name for name in before if name.endswith((".proj.weight", ".proj.bias", ".mixing"))}
+    put_in = {name for name in before if name.endswith((".proj.weight", ".proj.bias", ".content_bias", ".mixing"))}
     assert moved == (put_in | outputs) & set(before)
 
 

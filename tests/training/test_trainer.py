@@ -14,6 +14,8 @@ from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForSequenceClassification,
     BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
     MarianMTModel,
     Trainer,
     TrainerCallback,
@@ -197,21 +199,52 @@ def translation(make_tiny, set_dropout_):
     return model, data
 
 
+@pytest.mark.parametrize("normalization", ["mean", "auto"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("task", [regression, translation])
-def test_the_gradient_does_not_depend_on_accumulation(task, smoothing, make_tiny, set_dropout_, tmp_path):
+def test_the_gradient_does_not_depend_on_accumulation(
+    task, smoothing, normalization, make_tiny, set_dropout_, tmp_path
+):
     if task is regression and smoothing:
         pytest.skip("labels of a regression cannot be smoothed")
-    weights = []
+    weights, acting = [], dataclasses.replace(PENALTIES, loss_normalization=normalization)
     for size, passes in ((8, 1), (2, 4)):
         model, data = task(make_tiny, set_dropout_)
         trainer = trainer_of(
-            model, tmp_path, PENALTIES, data, **ONE_STEP, per_device_train_batch_size=size,
+            model, tmp_path, acting, data, **ONE_STEP, per_device_train_batch_size=size,
             gradient_accumulation_steps=passes, label_smoothing_factor=smoothing,
         )  # fmt: skip
         weights.append(final_weights(trainer))
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, atol=1e-6, rtol=1e-4)
+
+
+def test_a_penalty_has_the_same_share_at_any_accumulation(make_tiny, set_dropout_, tmp_path):
+    """By default, for a classifier that takes `num_items_in_batch` and ignores it."""
+    shares = []
+    for passes in (1, 4, 8):
+        torch.manual_seed(0)
+        model = set_dropout_(BertForSequenceClassification(make_tiny("bert").config), 0.0)
+        trainer = trainer_of(
+            model, tmp_path, HeadTraining(penalties=(PenaltyOptions("agreement", 0.5),)), dataset(8), **ONE_STEP,
+            per_device_train_batch_size=8 // passes, gradient_accumulation_steps=passes, logging_steps=1,
+        )  # fmt: skip
+        trainer.train()
+        logs = trainer.state.log_history[0]
+        shares.append(0.5 * logs["agreement"] / (logs["loss"] - 0.5 * logs["agreement"]))
+    assert shares == pytest.approx([shares[0]] * 3, rel=1e-3)
+
+
+def test_a_language_model_that_counts_its_items_keeps_the_stock_loss(tmp_path):
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=24, n_head=3, n_layer=1, vocab_size=61, bos_token_id=1, eos_token_id=2)
+    model = GPT2LMHeadModel(config)
+    data = [{**row, "labels": row["input_ids"]} for row in dataset(8)]
+    acting = HeadTraining(penalties=(PenaltyOptions("agreement", 0.5),))
+    more = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    trainer = trainer_of(model, tmp_path, acting, data, **ONE_STEP, **more)
+    trainer.train()
+    assert trainer._takes_mean is False
 
 
 @pytest.mark.parametrize("own", ["labels", "smoothed", "function"])

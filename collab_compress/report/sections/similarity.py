@@ -1,4 +1,4 @@
-"""What heads, layers and models have in common: SVCCA and CKA."""
+"""Similarity of heads, of layers and of two models: SVCCA and CKA."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from collab_compress.analysis.cka import Kernel
 from collab_compress.errors import HeadError
 from collab_compress.report.section import (
     Cell,
-    Column,
-    Curve,
     Curves,
     Heatmaps,
     Omitted,
@@ -30,8 +28,8 @@ from collab_compress.report.section import (
     Picture,
     Section,
     Table,
+    curve,
     heatmap,
-    numbered,
     short,
 )
 from collab_compress.report.study import Study
@@ -40,38 +38,45 @@ SOURCE = "Diversity, section 3"
 
 
 def similarity(study: Study) -> Section | Omitted:
-    """Show how similar heads and layers are, and two models."""
-    heads = {name: joint for each in study.seen.heads for name, joint in each.result().items()}
-    together = [each.result() for each in study.seen.layers]
-    for joint in together:
+    """Return how similar heads and layers are, and two models."""
+    layers = [observer.result() for observer in study.seen.layers]
+    heads = {name: joint for observer in study.seen.heads for name, joint in observer.result().items()}
+    for joint in layers:
         heads |= _by_module(joint)
-    layers = [whole for joint in together if len((whole := _whole(joint)).widths) > 1]
+    joined = [_join_heads(joint) for joint in layers if len(_modules(joint)) > 1]
     samples = study.seen.samples.result()
-    if max(len(joint.widths) for joint in heads.values()) < 2 and not layers and study.baseline is None:
+    if max(len(joint.widths) for joint in heads.values()) < 2 and not joined and study.baseline is None:
         return Omitted("a single head in a single layer has no other to be compared with")
-    found_svcca = {name: svcca(joint) for name, joint in heads.items()}
-    found_cka = {name: cka(joint) for name, joint in heads.items()}
-    pairs = {name: each for name, each in found_svcca.items() if len(each.rows) > 1}
+    coefficients = {name: svcca(joint) for name, joint in heads.items()}
+    linear = {name: cka(joint) for name, joint in heads.items()}
+    pairs = {name: result for name, result in coefficients.items() if len(result.rows) > 1}
     tables: list[Table] = []
     pictures: list[Picture] = []
+    highlights: list[str] = []
     if pairs:
-        tables.append(_table(study, found_svcca, found_cka, samples))
+        tables.append(_heads_table(study, coefficients, linear, samples))
         pictures += [
-            _matrices(study, "SVCCA of heads", {name: each.similarity for name, each in pairs.items()}),
-            _matrices(study, "CKA of heads, linear kernel", {name: found_cka[name] for name in pairs}),
-            _curves(study, pairs),
+            _matrices(study, "SVCCA of heads", {name: result.similarity for name, result in pairs.items()}),
+            _matrices(study, "CKA of heads, linear kernel", {name: linear[name] for name in pairs}),
+            _curves(study, "SVCCA coefficients", "mean over pairs of heads", pairs),
         ]
-    pictures += [picture for joint in layers for picture in _layers(study, joint, samples)]
-    highlights, uncompared = _highlights(pairs, found_cka), ""
+        correlation = _average([result.mean for result in pairs.values()])
+        alignment = _average([mean_over_pairs(linear[name]) for name in pairs])
+        highlights.append(
+            f"Two heads of a layer are similar by {short(correlation)} (SVCCA) and {short(alignment)} (linear CKA) "
+            "on average."
+        )
+    pictures += [_layers(study, joint, samples) for joint in joined]
+    note = ""
     if study.baseline is not None:
         try:
-            table, more, words = between_models(study, study.baseline)
+            table, model_pictures, highlight = between_models(study, study.baseline)
         except HeadError as error:  # as for models of different depths
-            uncompared = f" The two models were not compared: {error}."
+            note = f" The two models were not compared: {error}."
         else:
             tables.append(table)
-            pictures += more
-            highlights += words
+            pictures += model_pictures
+            highlights.append(highlight)
     tokens = max(joint.count for joint in heads.values())
     return Section(
         "similarity",
@@ -79,183 +84,155 @@ def similarity(study: Study) -> Section | Omitted:
         f"SVCCA (99 % of the variance kept) and CKA of head outputs at {tokens:,} tokens that are no padding. SVCCA "
         "asks whether one head is a linear function of another, CKA whether both arrange tokens alike. Sequences "
         "count, not tokens: with few, all values come out too high, so compare models on the same text. Linear CKA "
-        "of independent heads is not 0 but about √(dᵢdⱼ)/N. The unbiased estimates (HSIC₁ on one mini-batch of "
+        "of independent heads is not 0 but about √(dᵢdⱼ)/N. The unbiased estimates (HSIC₁ on "
         f"{min(study.look.kernel_tokens, tokens):,} tokens drawn from all sequences) have no such bias and may be "
-        "below 0; the RBF kernel is as wide as the median distance of two tokens." + uncompared,
+        "below 0; the RBF kernel is as wide as the median distance of two tokens." + note,
         "Diversity, Tables 2, 3, 5 and Figs. 2–4",
-        tuple(tables), tuple(pictures), tuple(highlights),
-    )  # fmt: skip
+        tables=tuple(tables),
+        pictures=tuple(pictures),
+        highlights=tuple(highlights),
+    )
 
 
-def _by_module(joint: JointCovariance) -> dict[str, JointCovariance]:
-    """Take apart the covariance of all heads, labelled `path:head`."""
-    return {name: joint.only(range(start, start + size)) for name, (start, size) in _modules(joint).items()}
-
-
-def _whole(joint: JointCovariance) -> JointCovariance:
-    """Join the heads of each module."""
-    modules = _modules(joint)
-    return joint.merged([size for _, size in modules.values()], list(modules))
+def between_models(study: Study, baseline: PreTrainedModel) -> tuple[Table, list[Picture], str]:
+    """Compare each layer with its counterpart in another model, as a whole and by head."""
+    joints = model_covariances(
+        study.model, baseline, study.batches, unit="head", progress=study.progress("similarity of models")
+    )
+    joined = {
+        name: joint.merged([len(joint.rows), len(joint.columns)], ["model", "baseline"], leading=1)
+        for name, joint in joints.items()
+    }
+    coefficients = {name: svcca(joint) for name, joint in joined.items()}
+    linear = {name: float(cka(joint)) for name, joint in joined.items()}
+    radial = _radial_cka(study, list(joints))
+    records: list[dict[str, Cell]] = [
+        {
+            "layer": study.label(name),
+            "SVCCA": coefficients[name].mean,
+            "CKA, linear": linear[name],
+            "CKA, RBF, unbiased": radial[name],
+            "SVCCA of nearest heads": float(svcca(joint).similarity.max(1).values.mean()),
+        }
+        for name, joint in joints.items()
+    ]
+    maps = Heatmaps(
+        f"CKA of heads, {study.name} against {study.baseline_name}",
+        "A strong diagonal means that each head still does what its counterpart does.",
+        SOURCE,
+        study.head_maps({name: cka(joint) for name, joint in joints.items()}),
+        row_label=f"head of {study.name}",
+        column_label=f"head of {study.baseline_name}",
+    )
+    title = f"Similarity of {study.name} and {study.baseline_name}, layer by layer"
+    curves = _curves(study, "SVCCA coefficients between the models", "layer with layer", coefficients)
+    mean = short(_average(list(linear.values())))
+    highlight = f"Layers of the two models are similar by {mean} (linear CKA) on average."
+    return Table.of("models", title, records), [maps, curves], highlight
 
 
 def _modules(joint: JointCovariance) -> dict[str, tuple[int, int]]:
-    """Module path → place of its first head, and how many there are."""
+    """Return module path → place of its first head, and number of heads, from labels `path:head`."""
     names = [label.rpartition(":")[0] for label in joint.labels]
     return {name: (names.index(name), names.count(name)) for name in names}
 
 
-def _table(
-    study: Study, found: Mapping[str, SVCCA], linear: Mapping[str, Tensor], samples: Mapping[str, Tensor]
+def _by_module(joint: JointCovariance) -> dict[str, JointCovariance]:
+    """Return the covariance of each module's heads."""
+    return {name: joint.only(range(start, start + size)) for name, (start, size) in _modules(joint).items()}
+
+
+def _join_heads(joint: JointCovariance) -> JointCovariance:
+    """Return the covariance of modules, with all heads of each as one block."""
+    modules = _modules(joint)
+    return joint.merged([size for _, size in modules.values()], list(modules))
+
+
+def _heads_table(
+    study: Study, coefficients: Mapping[str, SVCCA], linear: Mapping[str, Tensor], samples: Mapping[str, Tensor]
 ) -> Table:
-    rows: list[tuple[Cell, ...]] = []
-    for name, each in found.items():
-        kept = each.directions.diagonal().double()
-        rows.append((
-            study.label(name), _mean(each.similarity), _mean(linear[name]),
-            *(_mean(_unbiased(samples[name], kernel)) for kernel in ("linear", "rbf")),
-            _most_similar(each.similarity), float(kept.mean()),
-        ))  # fmt: skip
-    columns = (
-        "layer", "SVCCA", "CKA, linear", "CKA, linear, unbiased", "CKA, RBF, unbiased", "most similar heads",
-        "directions kept, mean",
-    )  # fmt: skip
-    return Table("heads", "Similarity of heads, mean over pairs", tuple(map(Column, columns)), tuple(rows))
+    records: list[dict[str, Cell]] = []
+    for name, result in coefficients.items():
+        several = len(result.rows) > 1
+        records.append(
+            {
+                "layer": study.label(name),
+                "SVCCA": result.mean if several else None,
+                "CKA, linear": mean_over_pairs(linear[name]) if several else None,
+                "CKA, linear, unbiased": _unbiased(samples[name], "linear"),
+                "CKA, RBF, unbiased": _unbiased(samples[name], "rbf"),
+                "most similar heads": _most_similar(result.similarity) if several else None,
+                "directions kept, mean": float(result.directions.diagonal().double().mean()),
+            }
+        )
+    return Table.of("heads", "Similarity of heads, mean over pairs", records)
 
 
 def _matrices(study: Study, title: str, matrices: Mapping[str, Tensor]) -> Heatmaps:
     return Heatmaps(
         title,
-        "Strong cells off the diagonal are pairs of heads that answer alike.",
+        "Strong cells off the diagonal are pairs of similar heads.",
         SOURCE,
-        tuple(
-            heatmap(f"layer {study.label(name)}", matrix, *[numbered(len(matrix))] * 2)
-            for name, matrix in matrices.items()
-        ),
-        0.0, 1.0, row_label="head", column_label="head",
-    )  # fmt: skip
-
-
-def _curves(study: Study, found: Mapping[str, SVCCA]) -> Curves:
-    curves = tuple(
-        Curve(f"layer {study.label(name)}", tuple(range(1, len(each.curve) + 1)), each.curve.tolist())  # type: ignore[arg-type]
-        for name, each in found.items()
+        study.head_maps(matrices),
     )
+
+
+def _curves(study: Study, title: str, panel: str, coefficients: Mapping[str, SVCCA]) -> Curves:
+    curves = [curve(f"layer {study.label(name)}", result.curve, start=1) for name, result in coefficients.items()]
     return Curves(
-        "SVCCA coefficients",
-        "The further right a curve stays high, the more directions two heads of that layer share, on average.",
+        title,
+        "The further right a curve stays high, the more directions are the same in both.",
         "Diversity, Figs. 2–4",
-        (Panel("mean over pairs of heads", curves),), "coefficient, in order", "canonical correlation", 0.0, 1.0,
-    )  # fmt: skip
+        (Panel(panel, tuple(curves)),),
+        x_label="coefficient, in order",
+        y_label="canonical correlation",
+        bottom=0.0,
+        top=1.0,
+    )
 
 
-def _layers(study: Study, joint: JointCovariance, samples: Mapping[str, Tensor]) -> list[Heatmaps]:
-    names = [study.label(name) for name in joint.labels]
-    found = {"SVCCA": svcca(joint).similarity, "CKA, linear kernel": cka(joint)}
-    drawn = [samples[name].flatten(1) for name in joint.labels]
-    if len(drawn[0]) > 3:
-        found["CKA, RBF, unbiased"] = sample_cka(drawn, unbiased=True)
-    return [
-        Heatmaps(
-            "Similarity of layers",
-            "Strong cells far from the diagonal are layers that answer alike although others lie between them.",
-            SOURCE,
-            tuple(heatmap(title, matrix, names, names) for title, matrix in found.items()),
-            0.0, 1.0, row_label="layer, all heads", column_label="layer, all heads",
-        )
-    ]  # fmt: skip
+def _layers(study: Study, joint: JointCovariance, samples: Mapping[str, Tensor]) -> Heatmaps:
+    labels = study.labels(joint.labels)
+    matrices = {"SVCCA": svcca(joint).similarity, "CKA, linear kernel": cka(joint)}
+    tokens = [samples[name].flatten(1) for name in joint.labels]
+    if len(tokens[0]) > 3:
+        matrices["CKA, RBF, unbiased"] = sample_cka(tokens, unbiased=True)
+    return Heatmaps(
+        "Similarity of layers",
+        "Strong cells far from the diagonal are distant layers with similar outputs.",
+        SOURCE,
+        tuple(heatmap(title, matrix, labels, labels) for title, matrix in matrices.items()),
+        row_label="layer, all heads",
+        column_label="layer, all heads",
+    )
 
 
-def _unbiased(sample: Tensor, kernel: Kernel) -> Tensor | None:
-    """Compare heads by HSIC₁ on a sample; it needs four tokens."""
-    return sample_cka(sample, kernel, unbiased=True) if len(sample) > 3 else None
-
-
-def _mean(matrix: Tensor | None) -> float | None:
-    return None if matrix is None or len(matrix) < 2 else mean_over_pairs(matrix)
-
-
-def _most_similar(matrix: Tensor) -> str | None:
-    if len(matrix) < 2:
+def _unbiased(sample: Tensor, kernel: Kernel) -> float | None:
+    """Return unbiased CKA, mean over pairs of heads; None for a single head or fewer than four tokens."""
+    if len(sample) < 4 or sample.shape[1] < 2:
         return None
+    return mean_over_pairs(sample_cka(sample, kernel, unbiased=True))
+
+
+def _most_similar(matrix: Tensor) -> str:
     rows, columns = torch.triu_indices(len(matrix), len(matrix), 1)
     place = int(matrix[rows, columns].argmax())
     row, column = int(rows[place]), int(columns[place])
     return f"{row} and {column} ({short(float(matrix[row, column]))})"
 
 
-def _highlights(found: Mapping[str, SVCCA], linear: Mapping[str, Tensor]) -> list[str]:
-    if not found:
-        return []
-    values = [each.mean for each in found.values()]
-    aligned = [mean_over_pairs(linear[name]) for name in found]
-    return [
-        f"Two heads of a layer are similar by {short(sum(values) / len(values))} (SVCCA) and "
-        f"{short(sum(aligned) / len(aligned))} (linear CKA) on average."
-    ]
+def _radial_cka(study: Study, names: list[str]) -> dict[str, float | None]:
+    """Return CKA of each layer with its counterpart by the RBF kernel; None for fewer than four tokens."""
+    values: dict[str, float | None] = dict.fromkeys(names)
+    if study.baseline_seen is not None:
+        samples = study.seen.samples.result().items()
+        counterparts = study.baseline_seen.samples.result().values()
+        for (name, sample), counterpart in zip(samples, counterparts, strict=True):
+            if name in values and len(sample) > 3:
+                both = [sample.flatten(1), counterpart.flatten(1)]
+                values[name] = float(sample_cka(both, unbiased=True)[0, 1])
+    return values
 
 
-def between_models(study: Study, baseline: PreTrainedModel) -> tuple[Table, list[Picture], list[str]]:
-    """Compare each layer with the one at the same place in another model, as a whole and by head."""
-    found = model_covariances(
-        study.model, baseline, study.batches, unit="head", progress=study.progress("similarity of models")
-    )
-    labels = [study.label(name) for name in found]
-    whole = [_whole_of_both(joint) for joint in found.values()]
-    coefficients, aligned = [svcca(joint) for joint in whole], [float(cka(joint)) for joint in whole]
-    kernels = _kernels(study, list(found))
-    rows: list[tuple[Cell, ...]] = [
-        (label, each.mean, alignment, kernel, float(svcca(joint).similarity.max(1).values.mean()))
-        for label, each, alignment, kernel, joint in zip(
-            labels, coefficients, aligned, kernels, found.values(), strict=True
-        )
-    ]
-    table = Table(
-        "models", f"Similarity of {study.name} and {study.baseline_name}, layer by layer",
-        tuple(map(Column, ("layer", "SVCCA", "CKA, linear", "CKA, RBF, unbiased", "SVCCA of nearest heads"))),
-        tuple(rows),
-    )  # fmt: skip
-    pictures: list[Picture] = [
-        Heatmaps(
-            f"CKA of heads, {study.name} against {study.baseline_name}",
-            "A strong diagonal means that each head still does what its counterpart does.",
-            "Diversity, section 3",
-            tuple(
-                heatmap(f"layer {label}", cka(joint), numbered(len(joint.rows)), numbered(len(joint.columns)))
-                for label, joint in zip(labels, found.values(), strict=True)
-            ),
-            0.0, 1.0, row_label=f"head of {study.name}", column_label=f"head of {study.baseline_name}",
-        ),
-        Curves(
-            "SVCCA coefficients between the models",
-            "The further right a curve stays at 1, the more of the layer is the same in both models.",
-            "Diversity, Figs. 2–4",
-            (
-                Panel(
-                    "layer with layer",
-                    tuple(
-                        Curve(f"layer {label}", tuple(range(1, len(each.curve) + 1)), each.curve.tolist())  # type: ignore[arg-type]
-                        for label, each in zip(labels, coefficients, strict=True)
-                    ),
-                ),
-            ),
-            "coefficient, in order", "canonical correlation", 0.0, 1.0,
-        ),
-    ]  # fmt: skip
-    mean = sum(aligned) / len(aligned)
-    return table, pictures, [f"Layers of the two models are similar by {short(mean)} (linear CKA) on average."]
-
-
-def _kernels(study: Study, names: list[str]) -> list[float | None]:
-    """CKA of each layer with its counterpart, by the RBF kernel on the same tokens; it needs four."""
-    if study.baseline_seen is None:
-        return [None] * len(names)
-    ours, theirs = study.seen.samples.result(), list(study.baseline_seen.samples.result().values())
-    places = {name: place for place, name in enumerate(ours)}
-    both = [(ours[name].flatten(1), theirs[places[name]].flatten(1)) for name in names]
-    return [float(sample_cka(pair, unbiased=True)[0, 1]) if len(pair[0]) > 3 else None for pair in both]
-
-
-def _whole_of_both(joint: JointCovariance) -> JointCovariance:
-    """Join the heads of both models into a block each."""
-    rows, columns = len(joint.rows), len(joint.columns)
-    return joint.merged([rows, columns], ["model", "baseline"], leading=1)
+def _average(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -1,12 +1,11 @@
-"""What attention costs (Table 1 of Collaborate, T*, measured latency), and what its heads are worth."""
+"""Cost of attention (Table 1 of Collaborate, T*, measured latency), and worth of heads."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from math import isinf
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.analysis import (
@@ -27,18 +26,16 @@ from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.conversion.compress import compress
 from collab_compress.conversion.expand import expand
-from collab_compress.errors import CollabCompressError
+from collab_compress.errors import CollabCompressError, HeadError
 from collab_compress.heads import Tap, head_importance
 from collab_compress.options import Compression, Solver
 from collab_compress.report.section import (
     Cell,
-    Column,
     Curve,
     Curves,
     Heatmaps,
     Omitted,
     Panel,
-    Picture,
     Section,
     Table,
     ragged,
@@ -47,39 +44,96 @@ from collab_compress.report.section import (
 from collab_compress.report.study import Study
 
 LENGTH = 128
-TOLERATED = 0.1  # change of the outputs, or of a score, that removing heads may make
+TOLERATED = 0.1  # change of the outputs, or of a score, that silencing heads may make
 COUNTED = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def cost(study: Study) -> Section | Omitted:
-    """Show what attention costs in both forms."""
+    """Return what attention costs in both forms."""
     widths = _widths(study)
     costs = module_costs(study.model, LENGTH, dk=widths.get("dk"), dv=widths.get("dv"))
+    latencies, note = [], ""
     try:
-        timed, untimed = _latencies(study, widths), ""
+        latencies = _latencies(study, widths)
     except CollabCompressError as error:
-        timed, untimed = [], f" Latency was not measured: {error}."
-    scores, values = any(each.converted for each in costs), any(each.converted_values for each in costs)
-    tables = [
-        *([_modules(study, costs)] if scores else []), *([_values(study, costs)] if values else []),
-        *([_latency_table(study, timed)] if timed else []), _paper(),
-    ]  # fmt: skip
-    pictures: list[Picture] = [_macs(study, widths), *([_latency_picture(timed)] if timed else [])]
-    asked = " and ".join(f"{name} = {width}" for name, width in widths.items())
-    what = f"dense modules, and what {asked} would make of them" if asked else "converted modules as they are"
+        note = f" Latency was not measured: {error}."
+    tables, pictures = [], [_macs(study, widths)]
+    if any(module.converted for module in costs):
+        tables.append(_scores_table(study, costs))
+    if any(module.converted_values for module in costs):
+        tables.append(_values_table(study, costs))
+    if latencies:
+        tables.append(_latency_table(study, latencies))
+        pictures.append(_latency_curves(latencies))
+    tables.append(_paper_table())
+    requested = " and ".join(f"{name} = {width}" for name, width in widths.items())
+    subject = f"dense modules, and modules with {requested}" if requested else "converted modules as they are"
     return Section(
         "cost",
         "What attention costs",
-        f"Of {what}; maps that are not converted cost the same in both forms. Beyond T* tokens converted scores take "
-        "more operations than dense ones; narrow values take fewer at any length. Latencies are of whole attention "
-        f"modules on this machine, dense and converted in turns, medians of {study.look.rounds} rounds." + untimed,
+        f"Of {subject}; maps that are not converted cost the same in both forms. Beyond T* tokens converted scores "
+        "take more operations than dense ones; narrow values take fewer at any length. Latencies are of whole "
+        f"attention modules on this machine, dense and converted in turns, medians of {study.look.rounds} rounds."
+        + note,
         "Collaborate, section 3.4 and Table 1",
-        tuple(tables), tuple(pictures), _highlights(costs, timed), _faster(timed),
-    )  # fmt: skip
+        tables=tuple(tables),
+        pictures=tuple(pictures),
+        highlights=_cost_highlights(costs, latencies),
+        actions=_latency_actions(latencies),
+    )
+
+
+def dominance(study: Study) -> Section | Omitted:
+    """Return what the model loses without each head, and without more and more of them."""
+    dominant, scored, points, metric = _by_drift(study) if study.score is None else _by_score(study)
+    sign = -1 if scored.greater_is_better else 1
+    losses = [sign * changes for changes in scored.changes.values()]  # positive where the model gets worse
+    least = min(0.0, *(float(loss.min()) for loss in losses))
+    heads = sum(map(len, losses))
+    map_of_losses = Heatmaps(
+        "What is lost without each head",
+        "The strongest cell of a row is its layer's dominant head; heads with faint ones can go.",
+        "DropHead, Table 4",
+        (ragged("", losses, study.labels(scored.changes)),),
+        low=least,
+        high=max(float(loss.max()) for loss in losses),
+        scale="diverging" if least < 0 else "sequential",
+        row_label="layer",
+    )
+    scores = tuple(point.score for point in points)
+    pruning = Curves(
+        "Pruning curve",
+        "The longer the curve stays flat, the more heads the model can do without.",
+        "DropHead, Fig. 3",
+        (Panel("", (Curve(metric, tuple(100 * point.share for point in points), scores),)),),
+        x_label="% of heads silenced, least important first",
+        y_label=metric,
+        bottom=min(0.0, *scores),
+    )
+    change = ", ".join(f"{short(mean)} ({kind})" for kind, mean in scored.mean_change(dominant).items())
+    half = next(point for point in points if point.share >= 0.5)
+    return Section(
+        "dominance",
+        "What heads are worth",
+        _dominance_reading(study, metric),
+        "DropHead, Table 4 and Fig. 3",
+        tables=(
+            _dominant_table(study, scored, dominant),
+            _kinds_table(scored, dominant),
+            _pruning_table(points, metric),
+        ),
+        pictures=(map_of_losses, pruning),
+        highlights=(
+            f"Silencing the dominant head of a layer changes the {metric} by {change}, mean over layers.",
+            f"Without the {half.removed} least important heads of {heads} the {metric} is {short(half.score)}, with "
+            f"all of them {short(scored.baseline)}.",
+        ),
+        actions=(_pruning_action(points, scored.baseline, heads, metric),),
+    )
 
 
 def _widths(study: Study) -> dict[str, int]:
-    """Say what is to be made of a dense model; nothing of a converted one, which is looked at as it is."""
+    """Return the dk and dv to convert a dense model to; none for a converted one."""
     if study.converted:
         return {}
     dk, dv = study.look.dk, study.look.dv
@@ -88,64 +142,28 @@ def _widths(study: Study) -> dict[str, int]:
     return {name: width for name, width in (("dk", dk), ("dv", dv)) if width is not None}
 
 
-def dominance(study: Study) -> Section | Omitted:
-    """Show what the model loses without each head, and without more and more of them."""
-    found, chosen, points, words = _by_drift(study) if study.score is None else _by_score(study)
-    cost = _costs(found)
-    labels = study.labels(found.changes)
-    worst = max(float(values.max()) for values in cost.values())
-    best = min(0.0, *(float(values.min()) for values in cost.values()))
-    pictures = (
-        Heatmaps(
-            "What is lost without each head",
-            "The strongest cell of a row is its layer's dominant one; heads with faint ones can go.",
-            "DropHead, Table 4",
-            (ragged("", list(cost.values()), labels),), best, worst,
-            "diverging" if best < 0 else "sequential", "layer", "head",
-        ),
-        Curves(
-            "Pruning curve",
-            "The longer the curve stays flat, the more heads the model can do without.",
-            "DropHead, Fig. 3",
-            (Panel("", (Curve(words, tuple(100 * p.share for p in points), tuple(p.score for p in points)),)),),
-            "% of heads silenced, least important first", words,
-            min(0.0, *(p.score for p in points)),
-        ),
-    )  # fmt: skip
-    kinds = ", ".join(f"{short(change)} ({kind})" for kind, change in found.mean_change(chosen).items())
-    half = next(point for point in points if point.share >= 0.5)
-    return Section(
-        "dominance",
-        "What heads are worth",
-        _reading(study, words),
-        "DropHead, Table 4 and Fig. 3",
-        (_dominant(found, chosen, labels), _kinds(found, chosen), _pruning(points, words)),
-        pictures,
-        (
-            f"Silencing the dominant head of a layer changes the {words} by {kinds}, mean over layers.",
-            f"Without the {half.removed} least important heads of {_heads(found)} the {words} is "
-            f"{short(half.score)}, with all of them {short(found.baseline)}.",
-        ),
-        (_removable(points, found, words),),
-    )
-
-
 def _latencies(study: Study, widths: Mapping[str, int]) -> list[Latency]:
     dense, converted = _pair(study, widths)
-    told, inputs = study.progress("latency"), None
+    lengths, inputs = list(study.look.lengths), None
     if study.model.main_input_name == "input_ids":
-        most = getattr(study.model.config, "max_position_embeddings", None) or max(study.look.lengths, default=0)
-        lengths = [length for length in study.look.lengths if length <= most]
+        longest = getattr(study.model.config, "max_position_embeddings", None) or max(lengths, default=0)
+        lengths = [length for length in lengths if length <= longest]
     else:
         (image,) = study.some(1)
-        lengths, inputs = [_length(study.model, image)], lambda _: image
+        lengths, inputs = [_token_count(study.model, image)], lambda _: image
     return module_latency(
-        dense, converted, lengths, inputs=inputs, rounds=study.look.rounds, seed=study.look.seed, progress=told
+        dense,
+        converted,
+        lengths,
+        inputs=inputs,
+        rounds=study.look.rounds,
+        seed=study.look.seed,
+        progress=study.progress("latency"),
     )
 
 
-def _length(model: PreTrainedModel, batch: Batch) -> int:
-    """Count the tokens that an input becomes."""
+def _token_count(model: PreTrainedModel, batch: Batch) -> int:
+    """Return the number of tokens that attention sees of an input."""
     with Tap(model) as tap, evaluation_mode(model):
         run_batch(model, batch)
         outputs = tap.take()[0].outputs
@@ -154,7 +172,7 @@ def _length(model: PreTrainedModel, batch: Batch) -> int:
 
 
 def _pair(study: Study, widths: Mapping[str, int]) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Give the model in dense and in converted form; what is not at hand is made, in a form that is timed alike."""
+    """Return the model in dense and in converted form: the baseline where it fits, else a conversion made here."""
     other = study.baseline
     if other is not None and _converted(other) != study.converted and _shapes(other) == _shapes(study.model):
         return (other, study.model) if study.converted else (study.model, other)
@@ -175,203 +193,228 @@ def _converted(model: PreTrainedModel) -> bool:
 
 
 def _shapes(model: PreTrainedModel) -> list[tuple[object, ...]]:
-    """Describe the attention modules of a model in what its two forms have in common."""
+    """Return what the dense and the converted form of each attention module have in common."""
     values = [(site, site.part(site.family.value)) for site in find_attention(model, FAMILIES)]
     return [(site.name, site.heads, site.head_width, value.weight.shape[1]) for site, value in values]
 
 
-def _modules(study: Study, costs: list[ModuleCost]) -> Table:
-    rows: list[tuple[Cell, ...]] = []
-    for each in costs:
-        ours, theirs = each.dense, each.converted or each.dense
+def _scores_table(study: Study, costs: list[ModuleCost]) -> Table:
+    records: list[dict[str, Cell]] = []
+    for module in costs:
+        converted = module.converted or module.dense
         limit: Cell = None
-        if each.break_even_length is not None:
-            limit = "any" if isinf(each.break_even_length) else int(each.break_even_length)
-        rows.append((
-            study.label(each.name), each.name, each.form if each.converted else "dense", each.dk, ours.parameters,
-            theirs.parameters, ours.macs / 1e6, theirs.macs / 1e6, limit, ours.cache_bytes, theirs.cache_bytes,
-        ))  # fmt: skip
-    columns = (
-        Column("layer"), Column("module"), Column("form"), Column("dk"), Column("parameters, dense"),
-        Column("parameters, converted"), Column(f"dense at T = {LENGTH}", "MMAC"),
-        Column(f"converted at T = {LENGTH}", "MMAC"), Column("T*", "tokens"), Column("key cache, dense", "B/token"),
-        Column("key cache, converted", "B/token"),
-    )  # fmt: skip
-    return Table("modules", "Queries and keys of each attention module", columns, tuple(rows))
+        if module.break_even_length is not None:
+            limit = "any" if isinf(module.break_even_length) else int(module.break_even_length)
+        records.append(
+            {
+                "layer": study.label(module.name),
+                "module": module.name,
+                "form": module.form if module.converted else "dense",
+                "dk": module.dk,
+                "parameters, dense": module.dense.parameters,
+                "parameters, converted": converted.parameters,
+                f"dense at T = {LENGTH} [MMAC]": module.dense.macs / 1e6,
+                f"converted at T = {LENGTH} [MMAC]": converted.macs / 1e6,
+                "T* [tokens]": limit,
+                "key cache, dense [B/token]": module.dense.cache_bytes,
+                "key cache, converted [B/token]": converted.cache_bytes,
+            }
+        )
+    return Table.of("modules", "Queries and keys of each attention module", records)
 
 
-def _values(study: Study, costs: list[ModuleCost]) -> Table:
-    rows: list[tuple[Cell, ...]] = []
-    for each in costs:
-        ours, theirs = each.dense_values, each.converted_values or each.dense_values
-        rows.append((
-            study.label(each.name), each.name, each.dv, ours.parameters, theirs.parameters, ours.macs / 1e6,
-            theirs.macs / 1e6, ours.cache_bytes, theirs.cache_bytes,
-        ))  # fmt: skip
-    columns = (
-        Column("layer"), Column("module"), Column("dv"), Column("parameters, dense"),
-        Column("parameters, converted"), Column(f"dense at T = {LENGTH}", "MMAC"),
-        Column(f"converted at T = {LENGTH}", "MMAC"), Column("value cache, dense", "B/token"),
-        Column("value cache, converted", "B/token"),
-    )  # fmt: skip
-    return Table("values", "Values and outputs of each attention module", columns, tuple(rows))
+def _values_table(study: Study, costs: list[ModuleCost]) -> Table:
+    records: list[dict[str, Cell]] = []
+    for module in costs:
+        converted = module.converted_values or module.dense_values
+        records.append(
+            {
+                "layer": study.label(module.name),
+                "module": module.name,
+                "dv": module.dv,
+                "parameters, dense": module.dense_values.parameters,
+                "parameters, converted": converted.parameters,
+                f"dense at T = {LENGTH} [MMAC]": module.dense_values.macs / 1e6,
+                f"converted at T = {LENGTH} [MMAC]": converted.macs / 1e6,
+                "value cache, dense [B/token]": module.dense_values.cache_bytes,
+                "value cache, converted [B/token]": converted.cache_bytes,
+            }
+        )
+    return Table.of("values", "Values and outputs of each attention module", records)
 
 
-def _latency_table(study: Study, timed: list[Latency]) -> Table:
-    rows: list[tuple[Cell, ...]] = [
-        (study.label(each.name), each.length, each.dense_ms, each.converted_ms, each.ratio, each.low, each.high)
-        for each in timed
+def _latency_table(study: Study, latencies: list[Latency]) -> Table:
+    records: list[dict[str, Cell]] = [
+        {
+            "layer": study.label(latency.name),
+            "T [tokens]": latency.length,
+            "dense [ms]": latency.dense_ms,
+            "converted [ms]": latency.converted_ms,
+            "converted / dense": latency.ratio,
+            "lower quartile": latency.low,
+            "upper quartile": latency.high,
+        }
+        for latency in latencies
     ]
-    columns = (
-        Column("layer"), Column("T", "tokens"), Column("dense", "ms"), Column("converted", "ms"),
-        Column("converted / dense"), Column("lower quartile"), Column("upper quartile"),
-    )  # fmt: skip
-    return Table("latency", "Latency of attention modules, batch of one", columns, tuple(rows))
+    return Table.of("latency", "Latency of attention modules, batch of one", records)
 
 
-def _paper() -> Table:
-    rows: list[tuple[Cell, ...]] = []
+def _paper_table() -> Table:
+    records: list[dict[str, Cell]] = []
     for row in paper_table_1():
-        computed = (
-            row.dense.parameters / 1e6, row.collaborative.parameters / 1e6, row.dense.macs / 1e8,
-            row.collaborative.macs / 1e8,
-        )  # fmt: skip
-        rows += [(row.width, row.dk, "computed", *computed), (row.width, row.dk, "printed", *row.printed)]
-    columns = (
-        Column("D"), Column("dk"), Column("from"), Column("parameters, dense", "10⁶"),
-        Column("parameters, converted", "10⁶"), Column("dense", "10⁸ MAC"), Column("converted", "10⁸ MAC"),
-    )  # fmt: skip
-    return Table("table-1", "Table 1 of Collaborate: a whole layer at T = 128, without biases", columns, tuple(rows))
+        parameters = row.dense.parameters / 1e6, row.collaborative.parameters / 1e6
+        macs = row.dense.macs / 1e8, row.collaborative.macs / 1e8
+        for origin, numbers in (("computed", (*parameters, *macs)), ("printed", row.printed)):
+            records.append(
+                {
+                    "D": row.width,
+                    "dk": row.dk,
+                    "from": origin,
+                    "parameters, dense [10⁶]": numbers[0],
+                    "parameters, converted [10⁶]": numbers[1],
+                    "dense [10⁸ MAC]": numbers[2],
+                    "converted [10⁸ MAC]": numbers[3],
+                }
+            )
+    return Table.of("table-1", "Table 1 of Collaborate: a whole layer at T = 128, without biases", records)
 
 
 def _macs(study: Study, widths: Mapping[str, int]) -> Curves:
-    at = [module_costs(study.model, length, dk=widths.get("dk"), dv=widths.get("dv")) for length in COUNTED]
-    dense = [sum(each.dense.macs for each in costs) / 1e6 for costs in at]
-    converted = [sum((each.converted or each.dense).macs for each in costs) / 1e6 for costs in at]
-    panels = [_both("queries and keys", COUNTED, dense, converted)]
-    if any(each.converted_values for each in at[0]):
-        dense = [sum(each.dense_values.macs for each in costs) / 1e6 for costs in at]
-        converted = [sum((each.converted_values or each.dense_values).macs for each in costs) / 1e6 for costs in at]
-        panels.append(_both("values and outputs", COUNTED, dense, converted))
+    costs = [module_costs(study.model, length, dk=widths.get("dk"), dv=widths.get("dv")) for length in COUNTED]
+    dense = [sum(module.dense.macs for module in modules) / 1e6 for modules in costs]
+    converted = [sum((module.converted or module.dense).macs for module in modules) / 1e6 for modules in costs]
+    panels = [_two_curves("queries and keys", COUNTED, dense, converted)]
+    if any(module.converted_values for module in costs[0]):
+        dense = [sum(module.dense_values.macs for module in modules) / 1e6 for modules in costs]
+        converted = [
+            sum((module.converted_values or module.dense_values).macs for module in modules) / 1e6
+            for modules in costs
+        ]
+        panels.append(_two_curves("values and outputs", COUNTED, dense, converted))
     return Curves(
         "Operations over length",
         "Where the curves cross is T*; right of it the converted form does more arithmetic.",
         "Collaborate, section 3.4; T* is this toolkit's",
         tuple(panels),
-        "T, tokens", "million multiply-accumulates a sequence", log=True,
-    )  # fmt: skip
+        x_label="T, tokens",
+        y_label="million multiply-accumulates a sequence",
+        log=True,
+    )
 
 
-def _latency_picture(timed: list[Latency]) -> Curves:
-    lengths = sorted({each.length for each in timed})
-    dense = [sum(each.dense_ms for each in timed if each.length == length) for length in lengths]
-    converted = [sum(each.converted_ms for each in timed if each.length == length) for length in lengths]
+def _latency_curves(latencies: list[Latency]) -> Curves:
+    dense: dict[int, float] = {}
+    converted: dict[int, float] = {}
+    for latency in sorted(latencies, key=lambda latency: latency.length):
+        dense[latency.length] = dense.get(latency.length, 0.0) + latency.dense_ms
+        converted[latency.length] = converted.get(latency.length, 0.0) + latency.converted_ms
     return Curves(
         "Latency over length",
         "Time of all attention modules together; fused dense attention can be faster where it does more arithmetic.",
         "measured here, Collaborate, Table 1",
-        (_both("all modules", lengths, dense, converted),),
-        "T, tokens", "ms a sequence", log=True,
-    )  # fmt: skip
+        (_two_curves("all modules", list(dense), list(dense.values()), list(converted.values())),),
+        x_label="T, tokens",
+        y_label="ms a sequence",
+        log=True,
+    )
 
 
-def _both(title: str, lengths: Sequence[int], dense: Sequence[float], converted: Sequence[float]) -> Panel:
+def _two_curves(title: str, lengths: Sequence[int], dense: Sequence[float], converted: Sequence[float]) -> Panel:
     x = tuple(map(float, lengths))
     return Panel(title, (Curve("dense", x, tuple(dense)), Curve("converted", x, tuple(converted))))
 
 
-def _highlights(costs: list[ModuleCost], timed: list[Latency]) -> tuple[str, ...]:
+def _cost_highlights(costs: list[ModuleCost], latencies: list[Latency]) -> tuple[str, ...]:
     lines = []
-    if any(each.converted for each in costs):
-        shortest = min(each.break_even_length for each in costs if each.break_even_length is not None)
+    if any(module.converted for module in costs):
+        shortest = min(module.break_even_length for module in costs if module.break_even_length is not None)
         until = "at any length" if isinf(shortest) else f"up to T* = {shortest:.0f} tokens"
-        dense = sum(each.dense.parameters for each in costs)
-        converted = sum((each.converted or each.dense).parameters for each in costs)
-        dk = _range(each.dk for each in costs)
+        dense = sum(module.dense.parameters for module in costs)
+        converted = sum((module.converted or module.dense).parameters for module in costs)
+        dk = _range({module.dk for module in costs if module.dk is not None})
         lines.append(
             f"Queries and keys: {dense:,} parameters dense, {converted:,} at dk = {dk}; fewer operations {until}."
         )
-    if any(each.converted_values for each in costs):
-        dense = sum(each.dense_values.parameters for each in costs)
-        converted = sum((each.converted_values or each.dense_values).parameters for each in costs)
-        dv = _range(each.dv for each in costs)
+    if any(module.converted_values for module in costs):
+        dense = sum(module.dense_values.parameters for module in costs)
+        converted = sum((module.converted_values or module.dense_values).parameters for module in costs)
+        dv = _range({module.dv for module in costs if module.dv is not None})
         lines.append(
             f"Values and outputs: {dense:,} parameters dense, {converted:,} at dv = {dv}; fewer operations at any "
             "length."
         )
-    if not timed:
-        return tuple(lines)
-    longest = max(each.length for each in timed)
-    ratios = sorted(each.ratio for each in timed if each.length == longest)
-    return (
-        *lines,
-        f"Converted attention takes {ratios[len(ratios) // 2]:.2f} of dense time at T = {longest}, measured here.",
-    )
+    ratios = _ratios(latencies)
+    if ratios:
+        longest = max(ratios)
+        lines.append(
+            f"Converted attention takes {ratios[longest]:.2f} of dense time at T = {longest}, measured here."
+        )
+    return tuple(lines)
 
 
-def _faster(timed: list[Latency]) -> tuple[str, ...]:
-    """Say at which of the timed lengths conversion is faster, and what to do at the others."""
-    ratios = {
-        length: statistics.median(each.ratio for each in timed if each.length == length)
-        for length in sorted({each.length for each in timed})
-    }
+def _ratios(latencies: list[Latency]) -> dict[int, float]:
+    """Return length → converted over dense time, median over modules."""
+    ratios: dict[int, list[float]] = {}
+    for latency in latencies:
+        ratios.setdefault(latency.length, []).append(latency.ratio)
+    return {length: statistics.median(ratios[length]) for length in sorted(ratios)}
+
+
+def _latency_actions(latencies: list[Latency]) -> tuple[str, ...]:
+    """Return the lengths at which conversion is faster, and what to do at the others."""
+    ratios = _ratios(latencies)
     if not ratios:
         return ()
     slower = [str(length) for length, ratio in ratios.items() if ratio > 1]
-    said = ", ".join(f"{ratio:.2f} at {length} tokens" for length, ratio in ratios.items())
+    times = ", ".join(f"{ratio:.2f} at {length} tokens" for length, ratio in ratios.items())
     advice = f"at {', '.join(slower)} use --form per-head, or stay dense" if slower else "it pays at all of these"
-    return (f"Time of converted attention beside dense attention, the rest of the model apart: {said}; {advice}.",)
+    return (f"Time of converted attention over dense attention, without the rest of the model: {times}; {advice}.",)
 
 
-def _removable(points: Sequence[PruningPoint], found: Dominance, words: str) -> str:
-    """Say how many heads could be removed before the outputs change by a tenth."""
-    room = TOLERATED * max(1.0, abs(found.baseline)) if words == "drift" else TOLERATED * abs(found.baseline)
-    kept = [point.removed for point in points if abs(point.score - found.baseline) <= room]
-    count = max(kept, default=0)
-    change = "the outputs move" if words == "drift" else f"the {words} changes"
+def _pruning_action(points: Sequence[PruningPoint], baseline: float, heads: int, metric: str) -> str:
+    """Return how many heads can be removed before the outputs change by a tenth."""
+    room = TOLERATED * max(1.0, abs(baseline)) if metric == "drift" else TOLERATED * abs(baseline)
+    count = max((point.removed for point in points if abs(point.score - baseline) <= room), default=0)
+    change = "the outputs move" if metric == "drift" else f"the {metric} changes"
     if not count:
-        return f"Remove no heads: without the least important ones {change} by more than a tenth ({words})."
+        return f"Remove no heads: without the least important ones {change} by more than a tenth ({metric})."
     return (
-        f"{count} of {_heads(found)} heads can be silenced before {change} by more than a tenth ({words}): try "
+        f"{count} of {heads} heads can be silenced before {change} by more than a tenth ({metric}): try "
         "collab-prune, and score your task after it."
     )
 
 
-def _range(widths: Iterable[int | None]) -> str:
-    """Say which widths there are."""
-    found = sorted({width for width in widths if width is not None})
-    return str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
+def _range(widths: Collection[int]) -> str:
+    least, most = min(widths), max(widths)
+    return str(least) if least == most else f"{least} to {most}"
 
 
-def _by_drift(study: Study) -> tuple[Dominance, dict[str, int], list[PruningPoint], str]:
+def _by_drift(study: Study) -> tuple[dict[str, int], Dominance, list[PruningPoint], str]:
     choosing, scoring = split_rows(study.some(study.look.head_sequences))
-    chosen, found = (
-        dominant_heads(study.model, batches=batches, progress=study.progress("heads one by one"))
-        for batches in (choosing, scoring)
-    )
+    if not scoring:
+        raise HeadError("heads are chosen on some sequences and scored on others; pass two sequences at least")
+    chosen = dominant_heads(study.model, batches=choosing, progress=study.progress("heads one by one"))
+    scored = dominant_heads(study.model, batches=scoring, progress=study.progress("heads one by one"))
     points = pruning_curve(study.model, chosen.changes, batches=scoring, progress=study.progress("pruning curve"))
-    return found, chosen.dominant, points, "drift"
+    return chosen.dominant, scored, points, "drift"
 
 
-def _by_score(study: Study) -> tuple[Dominance, dict[str, int], list[PruningPoint], str]:
+def _by_score(study: Study) -> tuple[dict[str, int], Dominance, list[PruningPoint], str]:
     task = study.score
     assert task is not None
-    chosen, found = (
-        dominant_heads(
-            study.model, score, greater_is_better=task.greater_is_better, progress=study.progress("heads one by one")
-        )
-        for score in (task.choose, task.score)
-    )
+    better, progress = task.greater_is_better, study.progress("heads one by one")
+    chosen = dominant_heads(study.model, task.choose, greater_is_better=better, progress=progress)
+    scored = dominant_heads(study.model, task.score, greater_is_better=better, progress=progress)
     labelled = with_progress(task.batches, study.progress("importance"), "importance")
     importance = head_importance(study.model, labelled)
     points = pruning_curve(study.model, importance, task.score, progress=study.progress("pruning curve"))
-    return found, chosen.dominant, points, task.name
+    return chosen.dominant, scored, points, task.name
 
 
-def _reading(study: Study, words: str) -> str:
+def _dominance_reading(study: Study, metric: str) -> str:
     if study.score is not None:
         return (
-            f"Heads are silenced one at a time, and the model is scored without each ({words}). The dominant head "
+            f"Heads are silenced one at a time, and the model is scored without each ({metric}). The dominant head "
             "of a layer is chosen on other rows than those that score it. For the curve heads are silenced together, "
             "the least important first: importance is the mean size of the loss's gradient in a mask on the head, "
             "normalised in each layer (Michel et al., 2019)."
@@ -379,43 +422,38 @@ def _reading(study: Study, words: str) -> str:
     count = min(study.look.head_sequences, study.sequences)
     return (
         f"Heads are silenced one at a time on {count} sequences. Without labels the score is the drift of the "
-        "model's outputs, ‖without − with‖ / ‖with‖ over real tokens: 0 with all heads, less is better. Half of the "
-        "sequences choose heads, the other half measure the drift. For the curve heads are silenced together, those "
-        "whose own loss moved the outputs least first."
+        "model's outputs, ‖without − with‖ / ‖with‖ over tokens that are no padding: 0 with all heads, less is "
+        "better. Half of the sequences choose heads, the other half measure the drift. For the curve heads are "
+        "silenced together, those whose own loss moved the outputs least first."
     )
 
 
-def _costs(found: Dominance) -> dict[str, Tensor]:
-    """What each head's loss costs: positive where the model gets worse."""
-    sign = -1 if found.greater_is_better else 1
-    return {name: sign * changes for name, changes in found.changes.items()}
-
-
-def _heads(found: Dominance) -> int:
-    return sum(map(len, found.changes.values()))
-
-
-def _dominant(found: Dominance, chosen: Mapping[str, int], labels: list[str]) -> Table:
-    rows: list[tuple[Cell, ...]] = []
-    for label, (name, changes) in zip(labels, found.changes.items(), strict=True):
-        head = chosen[name]
+def _dominant_table(study: Study, scored: Dominance, dominant: Mapping[str, int]) -> Table:
+    records: list[dict[str, Cell]] = []
+    for name, changes in scored.changes.items():
+        head = dominant[name]
         others = torch.cat([changes[:head], changes[head + 1 :]])
-        rows.append((
-            label, found.kinds[name], head, float(changes[head]), float(others.mean()) if len(others) else None,
-        ))  # fmt: skip
-    columns = ("layer", "attention", "dominant head", "change without it", "mean change without another head")
-    return Table("dominant", "Dominant head of each layer", tuple(map(Column, columns)), tuple(rows))
+        records.append(
+            {
+                "layer": study.label(name),
+                "attention": scored.kinds[name],
+                "dominant head": head,
+                "change without it": float(changes[head]),
+                "mean change without another head": float(others.mean()) if len(others) else None,
+            }
+        )
+    return Table.of("dominant", "Dominant head of each layer", records)
 
 
-def _kinds(found: Dominance, chosen: Mapping[str, int]) -> Table:
-    rows = tuple(found.mean_change(chosen).items())
-    return Table(
-        "kinds", "Loss of the dominant head, mean over layers", (Column("attention"), Column("change")), rows
-    )
+def _kinds_table(scored: Dominance, dominant: Mapping[str, int]) -> Table:
+    changes = scored.mean_change(dominant).items()
+    records: list[dict[str, Cell]] = [{"attention": kind, "change": change} for kind, change in changes]
+    return Table.of("kinds", "Loss of the dominant head, mean over layers", records)
 
 
-def _pruning(points: list[PruningPoint], words: str) -> Table:
-    rows = tuple((round(100 * point.share), point.removed, point.score) for point in points)
-    return Table(
-        "pruning", "Pruning curve", (Column("heads silenced", "%"), Column("heads silenced"), Column(words)), rows
-    )
+def _pruning_table(points: list[PruningPoint], metric: str) -> Table:
+    records: list[dict[str, Cell]] = [
+        {"heads silenced [%]": round(100 * point.share), "heads silenced": point.removed, metric: point.score}
+        for point in points
+    ]
+    return Table.of("pruning", "Pruning curve", records)

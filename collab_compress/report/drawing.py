@@ -1,67 +1,27 @@
-"""The page: templates filled with what was found, its heatmaps and curves drawn as inline SVG."""
+"""Pictures as inline SVG: heatmaps and curves."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from functools import cache
 from html import escape
 from math import ceil, floor, log10
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
-from collab_compress.report.findings import Findings
-from collab_compress.report.section import Curve, Curves, Heatmap, Heatmaps, Panel, Picture, Table, short, written
+from collab_compress.report.section import Curve, Curves, Heatmap, Heatmaps, Panel, Picture, short
 
 LEVELS = 24  # shades of a hue
-LEGIBLE = 26  # rows or columns that are named at most
-TELLING = 400  # cells of a map that say their value when pointed at
+LEGIBLE = 26  # rows or columns with names, at most
+TELLING = 400  # cells of a map that show their value under the pointer, at most
 WIDTH, HEIGHT = 330, 220  # of a panel
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 38  # its margins
 
 
-def render_page(findings: Findings) -> str:
-    """Render what was found as one HTML page; it fetches nothing."""
-    texts = [*findings.actions, *findings.highlights, *(section.reading for section in findings.sections)]
-    used = {term for text in texts for term in TERM.findall(text)}
-    glossary = {term: meaning for term, meaning in GLOSSARY.items() if term in used}
-    return _templates().get_template("page.html").render(findings=findings, glossary=glossary)
-
-
-GLOSSARY = {
-    "energy": "The share of a matrix's squared singular values that its first components hold: how much of what "
-    "attention computes a given width can keep.",
-    "drift": "How far the outputs move: the norm of the difference, divided by the norm of the original outputs.",
-    "T*": "The number of tokens beyond which converted attention takes more operations than dense attention.",
-    "SVCCA": "How far the outputs of two heads are linear functions of each other: 0 not at all, 1 entirely.",
-    "CKA": "How far two heads arrange the same tokens alike: 0 not at all, 1 entirely.",
-    "dk": "The width of queries and keys, all heads together.",
-    "dv": "The width of values, all heads together.",
-}
-TERM = re.compile(r"(?<!\w)(?<!-)(" + "|".join(re.escape(term) for term in GLOSSARY) + r")(?!\w)")
-
-
-def explained(text: str) -> str:
-    """Return a text as HTML in which the first use of each term of the glossary shows what it means."""
-    seen: set[str] = set()
-
-    def link(match: re.Match[str]) -> str:
-        term = match[0]
-        if term in seen:
-            return term
-        seen.add(term)
-        return f'<a class="term" href="#glossary" title="{escape(GLOSSARY[term], quote=True)}">{term}</a>'
-
-    return TERM.sub(link, escape(text, quote=False))
-
-
 def draw_heatmap(heat: Heatmap, picture: Heatmaps, cell: float) -> str:
-    """Draw one matrix.
+    """Return one matrix as SVG.
 
     Args:
         heat: the matrix.
-        picture: that it is part of, which has the scale.
-        cell: side of a cell, in pixels; the height of one where a map is very wide.
+        picture: the picture with this matrix and the scale.
+        cell: side of a cell in pixels; its height in very wide maps.
     """
     rows, columns = len(heat.values), max(map(len, heat.values), default=0)
     named = [bool(names) and len(names) <= LEGIBLE for names in (heat.rows, heat.columns)]
@@ -91,17 +51,17 @@ def draw_heatmap(heat: Heatmap, picture: Heatmaps, cell: float) -> str:
 
 
 def draw_panel(panel: Panel, picture: Curves, colours: dict[str, str]) -> str:
-    """Draw the curves of one panel.
+    """Return the curves of one panel as SVG.
 
     Args:
         panel: the curves.
-        picture: that it is part of, which has the axes.
+        picture: the picture with this panel and the axes.
         colours: name of a curve → colour.
     """
     across = _Axis.over([x for curve in panel.curves for x in curve.x], picture.log, LEFT, WIDTH - RIGHT)
-    everything = [y for each in picture.panels for curve in each.curves for y in curve.y]
+    heights = [y for curve in _curves(picture) for y in curve.y]
     limits = [limit for limit in (picture.bottom, picture.top) if limit is not None]
-    up = _Axis.over([*everything, *limits], picture.log, HEIGHT - BOTTOM, TOP)
+    up = _Axis.over([*heights, *limits], picture.log, HEIGHT - BOTTOM, TOP)
     parts = [
         f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{up(y):.1f}" y2="{up(y):.1f}"/>'
         f'<text x="{LEFT - 5}" y="{up(y) + 3.5:.1f}" text-anchor="end">{short_tick(y)}</text>'
@@ -122,7 +82,7 @@ def draw_panel(panel: Panel, picture: Curves, colours: dict[str, str]) -> str:
 
 
 def shade(value: float, low: float, high: float, diverging: bool) -> tuple[str, int]:
-    """Give the hue of a value, and its strength from 0 to `LEVELS`."""
+    """Return the hue of a value, and its strength from 0 to `LEVELS`."""
     if diverging:
         reach = max(abs(low), abs(high))
         share = abs(value) / reach if reach else 0.0
@@ -133,79 +93,51 @@ def shade(value: float, low: float, high: float, diverging: bool) -> tuple[str, 
 
 
 def short_tick(value: float) -> str:
-    """Write a number at an axis."""
+    """Return a number of an axis as text."""
     return f"{value:g}" if abs(value) < 10_000 else short(value)
 
 
-@cache
-def _templates() -> Environment:
-    found = Environment(
-        loader=PackageLoader("collab_compress.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    found.filters |= {
-        "written": written,
-        "explained": explained,
-        "numeric": _numeric,
-        "narrow": _narrow,
-        "many": _many,
-        "maps": _maps,
-        "panels": _panels,
-        "colours": _colours,
-    }
-    found.tests["heatmaps"] = lambda picture: isinstance(picture, Heatmaps)
-    return found
-
-
-def _numeric(table: Table) -> list[bool]:
-    """Say for each column whether it holds numbers, which stand to the right."""
-    return [all(not isinstance(row[place], str) for row in table.rows) for place in range(len(table.columns))]
-
-
-def _narrow(picture: Picture) -> bool:
-    """Whether it leaves room for another beside it."""
+def narrow(picture: Picture) -> bool:
+    """Return whether there is room for another picture beside this one."""
     if isinstance(picture, Curves):
         return len(picture.panels) == 1
     return len(picture.maps) <= 2 and all(len(row) <= 16 for heat in picture.maps for row in heat.values)
 
 
-def _many(picture: Heatmaps) -> bool:
-    """Whether its maps are small."""
+def many(picture: Heatmaps) -> bool:
+    """Return whether the maps are drawn small."""
     return len(picture.maps) > 16
 
 
-def _maps(picture: Heatmaps) -> list[tuple[str, str]]:
-    """Draw each map; gives its title and its SVG."""
+def maps(picture: Heatmaps) -> list[tuple[str, str]]:
+    """Return the title and the SVG of each map."""
     largest = max(max(len(heat.values), max(map(len, heat.values), default=0)) for heat in picture.maps)
     named = any(heat.rows for heat in picture.maps)
-    free = min(26.0, (78 if _many(picture) else 190) / max(largest, 1))
-    cell = free if not named else 20.0 if _narrow(picture) else 12.5
+    free = min(26.0, (78 if many(picture) else 190) / max(largest, 1))
+    cell = free if not named else 20.0 if narrow(picture) else 12.5
     return [(heat.title, draw_heatmap(heat, picture, cell)) for heat in picture.maps]
 
 
-def _panels(picture: Curves) -> list[tuple[str, str]]:
-    """Draw each panel; gives its title and its SVG."""
-    colours = _colours(picture)
-    return [(panel.title, draw_panel(panel, picture, colours)) for panel in picture.panels]
+def panels(picture: Curves) -> list[tuple[str, str]]:
+    """Return the title and the SVG of each panel."""
+    of_names = colours(picture)
+    return [(panel.title, draw_panel(panel, picture, of_names)) for panel in picture.panels]
 
 
-def _colours(picture: Curves) -> dict[str, str]:
-    """Give each curve that has a name a colour, in the order they come in."""
-    names = list(dict.fromkeys(c.name for panel in picture.panels for c in panel.curves if c.name))
-    bold = {c.name for panel in picture.panels for c in panel.curves if c.weight == "bold"}
+def colours(picture: Curves) -> dict[str, str]:
+    """Return curve name → colour."""
+    names = dict.fromkeys(curve.name for curve in _curves(picture) if curve.name)
+    bold = {curve.name for curve in _curves(picture) if curve.weight == "bold"}
     lines = [name for name in names if name not in bold]
-    found = dict.fromkeys(names, "var(--ink)")
-    return found | {
-        name: f"var(--c{place})" if len(lines) <= 4 else _ramp(place, len(lines)) for place, name in enumerate(lines)
-    }
+    result = dict.fromkeys(names, "var(--ink)")
+    for place, name in enumerate(lines):
+        hue = (250 + 170 * place / max(len(lines) - 1, 1)) % 360  # from blue over red to yellow
+        result[name] = f"var(--c{place})" if len(lines) <= 4 else f"hsl({hue:.0f} 62% var(--light))"
+    return result
 
 
-def _ramp(place: int, count: int) -> str:
-    """Give the colour of one of many curves in order, from blue over red to yellow."""
-    return f"hsl({(250 + 170 * place / max(count - 1, 1)) % 360:.0f} 62% var(--light))"
+def _curves(picture: Curves) -> list[Curve]:
+    return [curve for panel in picture.panels for curve in panel.curves]
 
 
 def _cells(heat: Heatmap, picture: Heatmaps, left: float, width: float, height: float) -> str:
@@ -217,14 +149,11 @@ def _cells(heat: Heatmap, picture: Heatmaps, left: float, width: float, height: 
         while start < len(values):
             value, stop = values[start], start + 1
             if value is not None:
-                found = shade(value, picture.low, picture.high, picture.scale == "diverging")
-                while not telling and stop < len(values) and _same(values[stop], found, picture):
+                level = shade(value, picture.low, picture.high, picture.scale == "diverging")
+                while not telling and stop < len(values) and _shade(values[stop], picture) == level:
                     stop += 1
-                runs.setdefault(found, []).append(
-                    _told(heat, picture, row, start)
-                    if telling
-                    else f"M{start} {row}h{stop - start}v1h{start - stop}z"
-                )
+                cell = f"M{start} {row}h{stop - start}v1h{start - stop}z"
+                runs.setdefault(level, []).append(_cell_with_value(heat, picture, row, start) if telling else cell)
             start = stop
     shades = "".join(
         f'<g class="{hue}" fill-opacity="{level / LEVELS:.3g}">{"".join(cells)}</g>'
@@ -238,12 +167,12 @@ def _cells(heat: Heatmap, picture: Heatmaps, left: float, width: float, height: 
     )
 
 
-def _same(value: float | None, found: tuple[str, int], picture: Heatmaps) -> bool:
-    return value is not None and shade(value, picture.low, picture.high, picture.scale == "diverging") == found
+def _shade(value: float | None, picture: Heatmaps) -> tuple[str, int] | None:
+    return None if value is None else shade(value, picture.low, picture.high, picture.scale == "diverging")
 
 
-def _told(heat: Heatmap, picture: Heatmaps, row: int, column: int) -> str:
-    """Draw a cell that says its value when pointed at."""
+def _cell_with_value(heat: Heatmap, picture: Heatmaps, row: int, column: int) -> str:
+    """Return a cell that shows its value under the pointer."""
     place = " × ".join(
         names[index] if index < len(names) else str(index)
         for names, index in ((heat.rows, row), (heat.columns, column))
@@ -259,7 +188,7 @@ def _column_name(name: str, x: float, y: float, long: bool) -> str:
 
 
 def _curve(curve: Curve, across: _Axis, up: _Axis, colours: dict[str, str]) -> str:
-    """Draw a curve that says its name when pointed at, and its dots, where it has few, that say their place."""
+    """Return a curve that shows its name under the pointer; with few points, these show their coordinates."""
     pieces: list[list[str]] = [[]]
     dots = []
     for x, y in zip(curve.x, curve.y, strict=True):
@@ -267,8 +196,8 @@ def _curve(curve: Curve, across: _Axis, up: _Axis, colours: dict[str, str]) -> s
             pieces.append([])
         else:
             pieces[-1].append(f"{across(x):.1f} {up(y):.1f}")
-            told = escape(f"{curve.name} at {short_tick(x)}: {short(y)}".removeprefix(" "))
-            dots.append(f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="2.2"><title>{told}</title></circle>')
+            title = escape(f"{curve.name} at {short_tick(x)}: {short(y)}".removeprefix(" "))
+            dots.append(f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="2.2"><title>{title}</title></circle>')
     drawn = "".join("M" + "L".join(piece) for piece in pieces if piece)
     shown = "".join(dots) if len(dots) <= 24 and curve.weight != "faint" else ""
     name = f"<title>{escape(curve.name)}</title>" if curve.name else ""
@@ -277,7 +206,7 @@ def _curve(curve: Curve, across: _Axis, up: _Axis, colours: dict[str, str]) -> s
 
 
 class _Axis:
-    """Where numbers lie along one axis."""
+    """The places of numbers along one axis."""
 
     def __init__(self, low: float, high: float, log: bool, start: float, stop: float, ticks: Sequence[float]) -> None:
         self.low, self.high, self.log, self.start, self.stop = low, high, log, start, stop
@@ -285,24 +214,24 @@ class _Axis:
 
     @classmethod
     def over(cls, values: Sequence[float | None], log: bool, start: float, stop: float) -> _Axis:
-        """Make an axis over values."""
+        """Return an axis over values."""
         present = [value for value in values if value is not None and (value > 0 or not log)] or [1.0]
         low, high = min(present), max(present)
         if log:
             first, last = floor(log10(low)), ceil(log10(high))
             steps = (1, 2, 5) if log10(high / low) < 2.5 else (1,)
-            return cls(low, max(high, low * 1.01), True, start, stop, [
-                step * 10.0**power for power in range(first, last + 1) for step in steps
-            ])  # fmt: skip
+            powers = [step * 10.0**power for power in range(first, last + 1) for step in steps]
+            return cls(low, max(high, low * 1.01), log=True, start=start, stop=stop, ticks=powers)
         if high == low:
             low, high = min(low, 0.0), max(high, 0.0) or 1.0
         raw = (high - low) / 4
-        step = next(s * 10.0 ** floor(log10(raw)) for s in (1, 2, 2.5, 5, 10) if s * 10.0 ** floor(log10(raw)) >= raw)
+        power = 10.0 ** floor(log10(raw))
+        step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw)
         first, last = ceil(low / step - 1e-9), floor(high / step + 1e-9)
         ticks = [round(place * step, 12) for place in range(first, last + 1)]
-        return cls(min(low, *ticks), max(high, *ticks), False, start, stop, ticks)
+        return cls(min(low, *ticks), max(high, *ticks), log=False, start=start, stop=stop, ticks=ticks)
 
     def __call__(self, value: float) -> float:
-        """Give the place of a number, in pixels."""
+        """Return the place of a number, in pixels."""
         low, high, at = (log10(x) for x in (self.low, self.high, value)) if self.log else (self.low, self.high, value)
         return self.start + (at - low) / (high - low) * (self.stop - self.start)
