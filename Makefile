@@ -4,7 +4,6 @@
 # make test-lowest   try the lowest versions that pyproject.toml allows, in an environment of their own
 # make check         ruff, mypy, the import contracts and the documentation
 # make docs          the documentation, in build/docs; stops at a broken link or a missing docstring
-# make help-texts    what the commands print for --help, in cli/help_texts; after changing an option
 # make bench         factorization, latency, training cost, similarity and quality against their references
 # make bench-gpu     on a GPU: kernels of attention, and conversions; fails where there is none
 
@@ -28,7 +27,7 @@ export COLLAB_COMPRESS_DATA
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-extras test-lowest check docs help-texts bench bench-gpu clean
+.PHONY: demo test test-extras test-lowest check docs bench bench-gpu clean
 
 demo: $(CORE)
 	rm -rf demo-output
@@ -45,7 +44,7 @@ test-extras: $(EXTRAS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal tests/extras
 
 # What meets other packages; their warnings count for nothing here. Torch is the exception: its version is that of
-# constraints.txt, because each other one is gigabytes. Stored help is that of one version of tyro.
+# constraints.txt, because each other one is gigabytes.
 LOWEST_TESTS := $(addprefix tests/,attention checkpoint cli experiments/test_kinds.py experiments/test_results.py \
 	factorization/test_parafac.py families metrics tasks training/test_trainer.py test_compatibility.py test_private_parts.py)
 test-lowest:
@@ -53,8 +52,7 @@ test-lowest:
 	$(LOWEST)/bin/python tests/support/lowest.py > $(LOWEST)/constraints.txt
 	$(LOWEST)/bin/python -m pip $(PIP_OPTIONS) install "setuptools>=77"
 	$(LOWEST)/bin/python -m pip $(PIP_OPTIONS) install --editable ".[test]" --constraint $(LOWEST)/constraints.txt
-	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q -n auto --dist worksteal -W default $(LOWEST_TESTS) \
-		--deselect tests/cli/test_help.py::test_stored_help_is_what_the_parser_prints
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q -n auto --dist worksteal -W default $(LOWEST_TESTS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -67,9 +65,6 @@ check: $(STAMP)
 
 docs: $(DOCS)
 	$(BIN)/python -m sphinx -q -W --keep-going --fresh-env --write-all --builder html docs build/docs
-
-help-texts: $(STAMP)
-	$(BIN)/python -m collab_compress_cli.help
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/factorization.py

@@ -28,7 +28,7 @@ from timing import append_record, reset_peak, resident_bytes
 from transformers import AutoModel, BertConfig, BertModel
 from transformers.utils.logging import disable_progress_bar
 
-from collab_compress import Compression, compress
+from collab_compress import Compression, Solver, compress
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {"base": (12, 768, 12), "large": (24, 1024, 16)}  # layers, width, heads
@@ -66,7 +66,7 @@ def print_conversion(folder: Path, dk: int, options: dict[str, Any], device: str
     torch.linalg.svd(torch.linalg.qr(warm @ torch.linalg.cholesky(warm)).R)
     before, start, processor_start = reset_peak(), perf_counter(), process_time()
     model = AutoModel.from_pretrained(folder).to(device).eval()
-    report = compress(model, Compression(dk=dk, **options), batches)
+    report = compress(model, Compression(dk=dk, solver=Solver(**options)), batches)
     with tempfile.TemporaryDirectory() as output:
         model.save_pretrained(output)
     seconds, processor = perf_counter() - start, process_time() - processor_start

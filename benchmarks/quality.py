@@ -35,7 +35,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from collab_compress import Compression, compress
+from collab_compress import Compression, Solver, compress
 from collab_compress.calibration import Batch, calibration_batches
 from collab_compress.checkpoint.pretrained import load_model, load_tokenizer
 from collab_compress.conversion import recover_
@@ -235,7 +235,7 @@ def smaller_model(row: Row, dense: Any, tokenizer: Any, batches: list[Batch] | N
     if row.kind in ("shared", "per-head"):
         dk = row.dk if row.kind == "shared" else row.per_head_dk
         form = {"form": row.kind} if dk else {}
-        compress(model, Compression(dk=dk, dv=row.dv, seed=seed, **form), batches, tokenizer)
+        compress(model, Compression(dk=dk, dv=row.dv, **form, solver=Solver(seed=seed)), batches, tokenizer)
         if row.recovered:
             recover_(model, dense, tokenizer, seed=seed, disable_tqdm=True)
     elif row.kind == "svd":

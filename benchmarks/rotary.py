@@ -44,7 +44,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from collab_compress import Compression, compress
+from collab_compress import Compression, Solver, compress
 from collab_compress.conversion import plan, recover_
 from collab_compress.factorization import factorize_rotary
 from collab_compress.metrics import token_losses
@@ -79,7 +79,8 @@ def shared(
 ) -> PreTrainedModel:
     """Convert a copy; `given` is a tokenizer and a seed for random tokens."""
     model, width = copy.deepcopy(dense), int(share * dense.config.hidden_size)
-    compression = Compression(dk=width, dv=width if values else None, seed=given.pop("seed", 0))
+    solver = Solver(seed=given.pop("seed", 0))
+    compression = Compression(dk=width, dv=width if values else None, solver=Solver(method=solver))
     compress(model, compression, calibration=batches, **given)
     return model
 

@@ -47,7 +47,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from collab_compress import Compression, compress
+from collab_compress import Compression, Solver, compress
 from collab_compress.analysis import cka, svcca
 from collab_compress.analysis.covariance import RunningCovariance
 from collab_compress.attention.kernels import blocked, folded, sdpa
@@ -69,7 +69,7 @@ def converted(dense: Any, row: str) -> Any:
     widths = {name: int(width) for name, _, width in (option.partition("=") for option in options) if width}
     settings: dict[str, Any] = {"form": form} if "dk" in widths else {}
     if form == "shared" and "dk" in widths:
-        settings["sweeps"] = 1
+        settings["solver"] = Solver(sweeps=1)
     if "equal" in options:
         settings["equal_heads"] = True
     model = copy.deepcopy(dense)

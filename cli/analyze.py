@@ -3,55 +3,20 @@
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from tqdm import tqdm
 
 from collab_compress.checkpoint.directory import atomic_file
 from collab_compress.checkpoint.pretrained import find_directory
-from collab_compress.report import SECTIONS, Findings, Look, Study, look_at, write_findings
+from collab_compress.report import Findings, Study, look_at, write_findings
 from collab_compress.report.files import to_json
 
+from .arguments import AnalyzeArguments as Arguments
 from .command import parse, silence_libraries, stopping_in_one_line
-from .data import Data, load_data
-from .model import AUTO, Common, Device, Model, Source, check_json, load_source, put_on
+from .data import load_data
+from .model import Source, check_json, load_source, put_on
 from .outputs import check_outputs
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Look at the heads of a model: what they share, what each is worth, what they cost.
-
-    Examples:
-      collab-analyze minilm --data sentences.txt --output minilm-heads
-      collab-analyze minilm-dk128 --against minilm --output before-and-after
-      collab-analyze ./my-classifier --task mrpc --data-dir glue/MRPC --output heads
-      collab-analyze bert-base --sections energy cost --output bert-cost
-    """
-
-    model: Model
-    """minilm (embedded), a model directory, stock or converted, or a name on the hub (bert-base, org/name)."""
-
-    output: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """Where to write: index.html, numbers.json, and a CSV file for each table. Must not exist."""
-
-    data: tyro.conf.OmitArgPrefixes[Data]
-
-    look: tyro.conf.OmitArgPrefixes[Look]
-
-    against: Annotated[str | None, tyro.conf.arg(metavar="OTHER")] = None
-    """A model to compare with, as MODEL before conversion; it must read the same tokens."""
-
-    sections: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{{{','.join(SECTIONS)}}} ...")] = tuple(SECTIONS)
-    """What to look at."""
-
-    device: Device = AUTO
-    """Where to run the models, as torch names it (cpu, cuda:0); auto: the accelerator, if there is one."""
-
-    common: tyro.conf.OmitArgPrefixes[Common] = field(default_factory=Common)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -3,14 +3,19 @@
 import sys
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, replace
 from math import isinf
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-
-from collab_compress import CollabCompressError, Compression, ModuleReport, Report, alphas_of, compress, mix_heads_
+from collab_compress import (
+    CollabCompressError,
+    Compression,
+    ModuleReport,
+    Report,
+    alphas_of,
+    compress,
+    mix_heads_,
+)
 from collab_compress.analysis import Latency, model_latency
 from collab_compress.calibration.batches import BESIDE, text_file
 from collab_compress.conversion.recovery import attention_digest
@@ -18,120 +23,14 @@ from collab_compress.conversion.report import ValueReport
 from collab_compress.conversion.stock import refuse_stock, to_stock
 from collab_compress.distributed import process_state
 
+from .arguments import STEPS
+from .arguments import CompressArguments as Arguments
 from .command import parse, silence_libraries, stopping_in_one_line, table
-from .model import AUTO, Device, Made, Model, Saving, Source, bar, begin, finish, load_model, output_of
-from .recover import STEPS, recover, recovery_lines, recovery_note
+from .model import Made, Source, bar, begin, finish, load_model, output_of
+from .recover import recover, recovery_lines, recovery_note
 
 NOISY = 0.25  # spread of a ratio, beside itself, from which it says nothing
 TIMED_TOGETHER = 8  # sequences in the batch that is timed
-
-
-@dataclass(frozen=True)
-class Conversion(Compression):
-    """How to convert, if at all."""
-
-    device: Device = AUTO
-    """Where to convert, as torch names it (cpu, cuda:0; cuda is each process's own GPU); auto: the accelerator, if
-    there is one. Modules are decomposed on the CPU if the device has no float64."""
-
-    def __post_init__(self) -> None:
-        if self.asked:
-            super().__post_init__()
-
-    @property
-    def asked(self) -> bool:
-        """Whether anything is to be converted."""
-        return any(each is not None for each in (self.dk, self.dv, self.keep))
-
-    @property
-    def changed(self) -> list[str]:
-        """Names of the options that are not at their defaults, but for the device, where heads begin to mix too."""
-        return [
-            each.name for each in fields(self) if getattr(self, each.name) != each.default and each.name != "device"
-        ]
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Convert a pretrained model's attention into collaborative form, without retraining, or let its heads mix.
-
-    Examples:
-      collab-compress minilm --dk 128
-      collab-compress minilm --dk 192 --dv 252
-      collab-compress minilm --keep 0.6
-      collab-compress bert-base --dk 384 --output bert-base-384
-      collab-compress ./my-classifier --dk 256 --calibration sentences.txt --json report.json
-      collab-compress minilm --dk 192 --form per-head
-      collab-compress minilm --dk 128 --recover
-      collab-compress ./my-classifier --mix
-    """
-
-    model: Model
-    """minilm (embedded), a model directory, or a name on the hub (bert-base, distilbert, albert-base, org/name)."""
-
-    compression: tyro.conf.OmitArgPrefixes[Conversion]
-
-    recover: Annotated[int | None, tyro.conf.arg(metavar="[STEPS]")] = None
-    """Then bring the converted attention nearer to the dense model's by a short distillation without labels, on the
-    same kind of data; 150 steps if no number is given."""
-
-    mix: bool = False
-    """Add head mixing (alphas), to be trained; alone, or after conversion."""
-
-    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where to save; MODEL-dkN-dvN, with -per-head, -recovered, -stock and -mixed where that was asked for, in the
-    current directory if not given."""
-
-    calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|none|FILE|synthetic+FILE|DIR")] = "synthetic"
-    """Data that says which input directions matter: random tokens (noise for images and sounds), none, a file with
-    one text a line (or two, with a tab between, as a classifier of pairs reads them), random tokens beside such a
-    file, or a folder of images or of 16-bit .wav files, which takes the processor beside the model."""
-
-    stock: bool = False
-    """Write a plain model with narrower heads, which needs no package, where the family's config has room for it (T5,
-    ViT, DeiT); takes dk and dv, and makes them --form per-head with --equal-heads."""
-
-    standalone: bool = False
-    """Ship the modelling code too: people without this package load it with trust_remote_code=True."""
-
-    saving: tyro.conf.OmitArgPrefixes[Saving] = field(default_factory=Saving)
-
-    def __post_init__(self) -> None:
-        if self.stock:
-            self._check_stock()
-        if self.compression.asked:
-            if self.recover is not None and self.calibration == "none":
-                raise CollabCompressError("--recover trains on calibration data; leave --calibration none out")
-            return
-        if not self.mix:
-            raise CollabCompressError("nothing to do: pass --dk N, --dv N or --keep X to convert, --mix to mix heads")
-        unused = [
-            *self.compression.changed,
-            *(["calibration"] if self.calibration != "synthetic" else []),
-            *([] if self.recover is None else ["recover"]),
-        ]
-        if unused:
-            raise CollabCompressError(
-                f"--{unused[0]} belongs to a conversion; pass --dk or --dv too, or leave it out"
-            )
-
-    def _check_stock(self) -> None:
-        asked = self.compression
-        if asked.dk is None or asked.dv is None or self.mix or self.standalone:
-            raise CollabCompressError("--stock takes --dk N and --dv N, and neither --mix nor --standalone")
-        compression = replace(asked, form="per-head", equal_heads=True)
-        object.__setattr__(self, "compression", compression)
-
-    @property
-    def suffix(self) -> str:
-        """What is appended to the model's name to name the output."""
-        widths = {name: getattr(self.compression, name) for name in ("keep", "dk", "dv")}
-        converted = "".join(f"-{name}{width}" for name, width in widths.items() if width is not None)
-        if self.stock:
-            return f"{converted}{'' if self.recover is None else '-recovered'}-stock"
-        form = "" if self.compression.form == "shared" else f"-{self.compression.form}"
-        recovered = "" if self.recover is None else "-recovered"
-        return converted + form + recovered + ("-mixed" if self.mix else "")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -156,7 +55,7 @@ def run(arguments: Arguments) -> Report | None:
     output = output_of(arguments.output, arguments.model, arguments.suffix)
     data = text_file(arguments.calibration)
     inputs = [] if data is None else [data]
-    source = begin(arguments.model, output, saving, arguments.compression.device, inputs=inputs)
+    source = begin(arguments.model, output, saving, arguments.device, inputs=inputs)
     if arguments.stock:
         refuse_stock(source.model)
     digest = attention_digest(source.model)
@@ -177,7 +76,7 @@ def run(arguments: Arguments) -> Report | None:
 
 def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | None]:
     """Convert the model, and time it beside the dense one where it reads tokens and works alone."""
-    compression = Compression(**{**asdict(arguments.compression), "device": None})  # where the model is now
+    compression = Compression(**vars(arguments.compression))
     together = process_state().num_processes > 1
     tensors = [*source.model.parameters(), *source.model.buffers()]
     dense = (
@@ -186,10 +85,14 @@ def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | No
     with bar("calibrating", "module", arguments.saving.quiet) as show:
         show(0, 0, "running the model to see the inputs of attention")
         report = compress(
-            source.model, compression, arguments.calibration, tokenizer=source.tokenizer,
+            source.model,
+            compression,
+            arguments.calibration,
+            tokenizer=source.tokenizer,
             progress=lambda name, done, total: show(done, total, f"decomposing {name}" if name else "done"),
+            calibration_options=arguments.calibration_options,
             distributed=together,
-        )  # fmt: skip
+        )
     if dense is None or arguments.saving.quiet:
         return report, None
     try:
@@ -202,9 +105,15 @@ def _recover(source: Source, arguments: Arguments) -> dict[str, Any]:
     dense = load_model(source.directory)
     steps = STEPS if arguments.recover is None else arguments.recover
     return recover(
-        source, dense, arguments.calibration, steps, arguments.compression.length, arguments.compression.seed,
-        arguments.compression.device, arguments.saving.quiet,
-    )  # fmt: skip
+        source,
+        dense,
+        arguments.calibration,
+        steps=steps,
+        length=arguments.calibration_options.length,
+        seed=arguments.compression.solver.seed,
+        device=arguments.device,
+        quiet=arguments.saving.quiet,
+    )
 
 
 def _mixed(source: Source) -> dict[str, int]:
@@ -219,6 +128,7 @@ def _made(source: Source, arguments: Arguments, report: Report | None, recovery:
         "class": type(source.model).__name__,
         "compression": None if report is None else asdict(_compression(arguments, report)),
         "calibration": None if report is None else arguments.calibration,
+        "calibration_options": None if report is None else asdict(arguments.calibration_options),
         "report": None if report is None else report.to_dict(),
         "mixed_heads": _mixed(source),
         **({} if recovery is None else {"recovery": recovery}),
@@ -237,7 +147,7 @@ def _made(source: Source, arguments: Arguments, report: Report | None, recovery:
 
 def _compression(arguments: Arguments, report: Report) -> Compression:
     """How the model was converted, with what was chosen where a share to keep was asked for."""
-    return replace(report.compression or arguments.compression, device=arguments.compression.device)
+    return (report.compression or arguments.compression).with_solver(device=arguments.device)
 
 
 def _report_lines(report: Report, calibrated_on: str, latency: Latency | None = None) -> list[str]:

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import tyro
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -17,55 +16,13 @@ from collab_compress.calibration.random_tokens import fitting
 from collab_compress.errors import CalibrationError, DataError
 from collab_compress.report import TaskScore
 
+from .arguments import Data
+
 SYNTHETIC, SYNTHETIC_LENGTH = 256, 64  # random sequences at most, and their tokens
 SHORT = (5, 14)  # words of a sentence whose attention maps can be read
 SENTENCE = "The animal did not cross the street because it was too tired."
 SPLITS = ("validation", "validation_matched", "test", "train")  # of a task: the first that is there is read
 LABELLED = 256  # rows that the gradient of the loss is taken on
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What the model is run on."""
-
-    data: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """A text file with one sentence a line, or a source and a target with a tab between them for an encoder–decoder;
-    random tokens (noise, for images) if not given."""
-
-    task: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """A task of classification (cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli, imdb, yelp, yelp_full, ag_news,
-    dbpedia, yahoo, trec, snli): its validation data are read, and heads are scored by its metric, at a pass over them
-    for each head."""
-
-    data_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Folder with the task's files; the hub if not given."""
-
-    sentences: Annotated[int, tyro.conf.arg(metavar="N")] = 2000
-    """Sentences at most, drawn at random; as many sequences of random tokens, up to 256."""
-
-    length: Annotated[int, tyro.conf.arg(metavar="T")] = 128
-    """Tokens of a sequence at most."""
-
-    @property
-    def files(self) -> list[Path]:
-        """File or folder that is read, if any."""
-        return [path for path in (self.data, self.data_dir) if path is not None]
-
-    def __post_init__(self) -> None:
-        if self.data is not None and self.task is not None:
-            raise DataError("--data and --task both say what to read; give one of them")
-        if self.data_dir is not None and self.task is None:
-            raise DataError("--data-dir belongs to a task; give --task NAME too")
-        if self.sentences < 1 or self.length < 1:
-            raise DataError(f"got {self.sentences} sentences of {self.length} tokens; expected at least 1")
-
-
-@dataclass(frozen=True)
-class Data(Inputs):
-    """What the model is run on, and shown on."""
-
-    sentence: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
-    """Whose attention maps are drawn; one of the data if not given."""
 
 
 @dataclass(frozen=True)

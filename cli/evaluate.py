@@ -4,76 +4,20 @@ import io
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from collab_compress.checkpoint import pretrained
 from collab_compress.checkpoint.directory import MODULES, atomic_file, to_json
-from collab_compress.errors import CheckpointError, DataError
+from collab_compress.errors import CheckpointError
 from collab_compress.external_evaluation import Score, lm_eval_scores, mteb_scores
 
+from .arguments import EvaluateArguments as Arguments
 from .command import parse, silence_libraries, stopping_in_one_line, table
-from .model import AUTO, Common, Device, Model, check_json, device_of, load_source, put_on
+from .model import check_json, device_of, load_source, put_on
 from .outputs import check_outputs
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Score a model, converted or not, on tasks of MTEB or of the LM evaluation harness.
-
-    Both come with pip install 'collab-compress[eval]'. Data of tasks are fetched from the hub, or from its cache.
-
-    Examples:
-      collab-evaluate minilm-dk128 --mteb STSBenchmark SICK-R
-      collab-evaluate gpt2-dk384 --lm-eval lambada_openai piqa --batch-size 4 --json gpt2-dk384.json
-    """
-
-    model: Model
-    """minilm (embedded), a model directory, stock or converted, or a name on the hub (bert-base, org/name)."""
-
-    mteb: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TASK ...")] = ()
-    """Tasks of MTEB, for a model in the form of Sentence Transformers: STSBenchmark, SciFact, …"""
-
-    lm_eval: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TASK ...")] = ()
-    """Tasks, or groups of them, of the LM evaluation harness, for a decoder: piqa, hellaswag, wikitext, …"""
-
-    shots: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Examples in a prompt (--lm-eval); the task's own number if not given."""
-
-    limit: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Questions of each task at most (--lm-eval), for trying out."""
-
-    include: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """A folder of further tasks, as the harness's YAML files (--lm-eval)."""
-
-    batch_size: Annotated[int, tyro.conf.arg(metavar="N")] = 16
-    """Texts in a batch."""
-
-    device: Device = AUTO
-    """Where to run the model, as torch names it (cpu, cuda:0); auto: the accelerator, if there is one."""
-
-    common: tyro.conf.OmitArgPrefixes[Common] = field(default_factory=Common)
-
-    def __post_init__(self) -> None:
-        if bool(self.mteb) == bool(self.lm_eval):
-            raise DataError("give one of --mteb TASK and --lm-eval TASK")
-        for name in ("shots", "limit", "include"):
-            if getattr(self, name) is not None and not self.lm_eval:
-                raise DataError(f"--{name} is for --lm-eval; leave it out")
-        for name, least in (("shots", 0), ("limit", 1), ("batch_size", 1)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise DataError(f"--{name.replace('_', '-')} {value}: expected at least {least}")
-        if self.include is not None and not self.include.is_dir():
-            raise DataError(f"--include {self.include}: expected a folder of the harness's YAML files")
-
-    @property
-    def package(self) -> str:
-        """The package that scores."""
-        return "mteb" if self.mteb else "lm_eval"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,39 +1,12 @@
 """`collab-expand`: turn a converted model back into a dense, stock one."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from collab_compress import Expansion, expand
 
+from .arguments import ExpandArguments as Arguments
 from .command import parse, silence_libraries, stopping_in_one_line, table
-from .model import AUTO, Device, Made, Model, Saving, begin, finish, output_of
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Turn collaborative attention back into dense per-head attention, which loads without this package.
-
-    Where a head's scores have a rank above its width the dense form is the nearest one, and the error is said.
-
-    Examples:
-      collab-expand minilm-dk384
-      collab-expand my-tuned-dk256 --output my-tuned-dense --json expansion.json
-    """
-
-    model: Model
-    """A converted model: its directory, or its name on the hub."""
-
-    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where to save; MODEL-dense in the current directory if not given."""
-
-    device: Device = AUTO
-    """Where to compute, as torch names it (cpu, cuda:0); auto: the accelerator, if there is one."""
-
-    saving: tyro.conf.OmitArgPrefixes[Saving] = field(default_factory=Saving)
+from .model import Made, begin, finish, output_of
 
 
 def main(argv: Sequence[str] | None = None) -> None:

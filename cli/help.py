@@ -1,117 +1,148 @@
-"""Render the help of every command into `help_texts`, so that `--help` needs no large library: `make help-texts`."""
+"""Help of every command: what its parser prints, or its usage and the fields of its file, read from the source."""
 
 import ast
-import inspect
 import io
-import os
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import MISSING, Field, fields, is_dataclass
-from functools import partial
-from importlib import import_module
+from functools import cache, partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from shutil import get_terminal_size
 
+from . import arguments
+from .command import parse
 from .start import COMMANDS
 
-WIDTH = 100
+WIDTH = min(100, get_terminal_size().columns)
 fill = partial(textwrap.fill, width=WIDTH, break_on_hyphens=False, break_long_words=False)
-TEXTS = Path(__file__).parent / "help_texts"
+SOURCES = (
+    "options",
+    "conversion.from_scratch",
+    "heads.rotation",
+    "training.head_training",
+    "training.penalties",
+    "experiments.untrained",
+    "experiments.recipe",
+    "experiments.sweep",
+)
+"""Modules of the library that define recipes, sweeps and the dataclasses in them."""
+
+RUN = """usage: collab-run [RECIPE.yaml] [FIELD=VALUE ...] [--revision REV] [--json FILE] [--quiet]
+
+Fine-tune a model on a task, convert it, and fine-tune it again; evaluate after each. What is finished in the output
+is not done again, and what was interrupted goes on. Several processes: torchrun or accelerate launch, with
+-m collab_compress_cli.run.
+
+Examples:
+  collab-run mrpc.yaml output=outputs/mrpc data_dir=glue/MRPC
+  collab-run mrpc.yaml --output outputs/mrpc-64 --compression.dk 64 --seed 1
+  collab-run task=rte model=minilm output=outputs/rte 'tuning={epochs: 5}' 'compression={dk: 128}'
+
+arguments:
+  RECIPE.yaml          a file with fields and their values, or one that comes with the package (mrpc.yaml, ptb.yaml,
+                       trec.yaml, multi30k.yaml, llama-ptb.yaml, modernbert-ptb.yaml); without it, all fields are
+                       given here
+  FIELD=VALUE          sets a field of the recipe, with dots between nested ones; values are YAML (quote brackets and
+                       braces in a shell); --FIELD VALUE is the same
+  --revision REV       branch, tag or commit of a model on the hub; its main branch if not given
+  --json FILE          write the record of each stage as JSON as well
+  --quiet              no progress bars and no lines, but errors
+  -h, --help           show this
+  --version            show the version
+"""
+SWEEP = """usage: collab-sweep SWEEP.yaml [FIELD=VALUE ...] [--revision REV] [--json FILE] [--quiet]
+
+Run every task with every conversion, method and seed that a file describes, skipping what is finished. It can be
+stopped at any point and started again; collab-results OUTPUT shows what there is so far. Where some of the runs fail
+the others go on, and the exit code is 1. Several workers share a sweep, on any machines that see its output.
+
+Examples:
+  collab-sweep glue.yaml output=outputs/glue base.data_dir=glue
+  collab-sweep glue.yaml output=outputs/glue 'only.tasks=[mrpc]' 'only.seeds=[0]'
+  collab-sweep rotation.yaml scale=paper
+  collab-sweep glue.yaml output=outputs/glue base.data_dir=glue --shard 2/4
+
+arguments:
+  SWEEP.yaml           a file with the fields of a sweep, or one that comes with the package (glue.yaml and those of
+                       the papers)
+  FIELD=VALUE          sets a field, with dots between nested ones; values are YAML (quote brackets and braces in a
+                       shell); --FIELD VALUE is the same
+  --shard I/N          be the I-th of N workers: do a part, then what others that were killed have left
+  --revision REV       branch, tag or commit of a model on the hub, as base.revision=REV; its main branch if not given
+  --json FILE          write what failed as JSON as well
+  --quiet              no progress bars and no lines, but errors
+  -h, --help           show this
+  --version            show the version
+"""
 
 
-def main() -> None:
-    """Write the help of every command."""
-    TEXTS.mkdir(exist_ok=True)
-    for name in COMMANDS:
-        (TEXTS / f"{name}.txt").write_text(rendered(name), encoding="utf-8")
-
-
-def rendered(name: str) -> str:
-    """Give what a command's parser prints for `--help`, and all fields where it reads a recipe or a sweep."""
-    module = import_module(f".{COMMANDS[name]}", __package__)
-    told = io.StringIO()
-    with _terminal(), redirect_stdout(told), suppress(SystemExit):
-        module.main(["--help"])
-    lines = [line.rstrip() for line in told.getvalue().strip().splitlines()]
-    return "\n".join([*_filled(lines), *_further(name)]) + "\n"
+def help_text(name: str) -> str:
+    """Return the help of a command, as wide as the terminal."""
+    if name == "collab-run":
+        return "\n".join([RUN, "fields of a recipe:", *_fields("Recipe")])
+    if name == "collab-sweep":
+        more = "fields of base, tasks, methods and conversions are those of a recipe: collab-run --help"
+        return "\n".join([SWEEP, "fields of a sweep:", *_fields("Sweep"), "", more])
+    kind = getattr(arguments, f"{COMMANDS[name].capitalize()}Arguments")
+    printed = io.StringIO()
+    with redirect_stdout(printed), suppress(SystemExit):
+        parse(kind, name, ["--help"])
+    return "\n".join(_filled([line.rstrip() for line in printed.getvalue().strip().splitlines()]))
 
 
 def _filled(lines: Sequence[str]) -> Iterator[str]:
-    """Fill again what is said of each option: the parser breaks lines where its docstring does, too."""
-    column = max(len(line) - len(line.lstrip()) for line in lines)  # where options are told
-    before, said = " " * column, list[str]()
+    """Yield the lines with the description of each option filled, as the parser keeps line breaks of docstrings."""
+    column = max(len(line) - len(line.lstrip()) for line in lines)  # where descriptions begin
+    indent = " " * column
+    start, words = indent, list[str]()
     for line in [*lines, ""]:
-        if said and not line.startswith(" " * column):
-            yield fill(" ".join(said), initial_indent=before, subsequent_indent=" " * column)
-            before, said = " " * column, []
-        if line[column - 2 : column] == "  " and line[column:].strip():
-            before, said = (line[:column], [line[column:]]) if not said else (before, [*said, line[column:]])
-        else:
+        if words and not line.startswith(indent):
+            yield fill(" ".join(words), initial_indent=start, subsequent_indent=indent)
+            start, words = indent, []
+        if line[column - 2 : column] != "  " or not line[column:]:
             yield line
+            continue
+        if not words:
+            start = line[:column]
+        words.append(line[column:])
 
 
-def _further(name: str) -> Iterator[str]:
-    from collab_compress.experiments import Recipe, Sweep
-
-    described = {"collab-run": Recipe, "collab-sweep": Sweep}.get(name)
-    if described is not None:
-        yield "fields of a recipe:" if described is Recipe else "fields of a sweep:"
-        yield from _fields(described)
-        if described is Sweep:
-            yield ""
-            yield "fields of base, tasks, methods and conversions are those of a recipe: collab-run --help"
-
-
-def _fields(described: Any, before: str = "") -> Iterator[str]:
-    """Describe the fields of a dataclass, and of those in it, from the strings that stand below them."""
-    words, types = _docstrings(described), get_type_hints(described)
-    for field in fields(described):
-        name = f"{before}{field.name}"
-        nested = next(
-            (kind for kind in (types[field.name], *get_args(types[field.name])) if is_dataclass(kind)), None
-        )
-        told = f"  {name}  {words.get(field.name, '')}{_default(field)}"
-        yield fill(told, subsequent_indent=" " * 6)
-        if nested is not None:
-            yield from _fields(nested, f"{name}.")
+def _fields(name: str, prefix: str = "") -> Iterator[str]:
+    """Yield a paragraph for each field of a dataclass, and of dataclasses in it, from the docstrings below them."""
+    classes = _classes()
+    for field, docstring in pairwise(classes[name].body):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(docstring, ast.Expr):
+            continue
+        path = f"{prefix}{ast.unparse(field.target)}"
+        words = " ".join(str(ast.literal_eval(docstring.value)).split())
+        yield fill(f"  {path}  {words}{_default(field)}", subsequent_indent=" " * 6)
+        inner = [node.id for node in ast.walk(field.annotation) if isinstance(node, ast.Name) and node.id in classes]
+        for nested in inner[:1]:
+            yield from _fields(nested, f"{path}.")
 
 
-def _default(field: "Field[Any]") -> str:
-    if field.default is MISSING:
-        return " (required)" if field.default_factory is MISSING else ""
-    if field.default is None:
+def _default(field: ast.AnnAssign) -> str:
+    if field.value is None:
+        return " (required)"
+    try:
+        value = ast.literal_eval(field.value)
+    except ValueError:  # a constant's name, or a call
         return ""
-    return f" (default: {field.default})"
+    return "" if value is None else f" (default: {value})"
 
 
-def _docstrings(described: Any) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for owner in reversed(described.__mro__[:-1]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0].body  # type: ignore[attr-defined]
-        for one, other in pairwise(body):
-            if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and isinstance(other, ast.Expr):
-                with suppress(ValueError):
-                    found[one.target.id] = " ".join(str(ast.literal_eval(other.value)).split())
-    return found
-
-
-class _terminal:
-    """A terminal of a fixed width and without colours, whatever this one is."""
-
-    def __enter__(self) -> None:
-        wanted = {"COLUMNS": str(WIDTH), "LINES": "50", "NO_COLOR": "1", "TERM": "dumb"}
-        self.before = {name: os.environ.get(name) for name in wanted}
-        os.environ.update(wanted)
-
-    def __exit__(self, *_: object) -> None:
-        for name, value in self.before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-if __name__ == "__main__":
-    main()
+@cache
+def _classes() -> dict[str, ast.ClassDef]:
+    """Return the classes of `SOURCES`, which are parsed, not imported."""
+    spec = find_spec("collab_compress")
+    assert spec is not None
+    assert spec.origin is not None
+    classes = {}
+    for source in SOURCES:
+        file = Path(spec.origin).parent.joinpath(*source.split(".")).with_suffix(".py")
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] = node
+    return classes

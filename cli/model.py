@@ -7,11 +7,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import transformers
-import tyro
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -32,41 +31,12 @@ from collab_compress.conversion.card import CARD, Origin, edited_words, loading_
 from collab_compress.distributed import process_state
 from collab_compress.errors import CompressionError, one_line
 
+from .arguments import AUTO, Saving
 from .outputs import check_outputs
 
 _logger = logging.getLogger(__name__)
 RECORD = "collab_compress.json"
 RUNS_AS = (None, "eager", "sdpa")  # attention that can be read from a config
-Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-Device = Annotated[str, tyro.conf.arg(metavar="DEVICE")]
-AUTO = "auto"
-
-
-@dataclass(frozen=True)
-class Common:
-    """Where the model is from, and what is told of the result."""
-
-    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the report as JSON as well."""
-
-    revision: Annotated[str | None, tyro.conf.arg(metavar="REV")] = None
-    """Branch, tag or commit of MODEL on the hub."""
-
-    quiet: bool = False
-    """Say nothing but warnings and errors."""
-
-    def say(self, *lines: str) -> None:
-        """Print lines, unless that is not wanted."""
-        for line in () if self.quiet else lines:
-            print(line)
-
-
-@dataclass(frozen=True)
-class Saving(Common):
-    """Where the model is from, and what becomes of the result."""
-
-    push_to_hub: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Put the result on the hub too, with its model card; org/name, or a name among your own."""
 
 
 @dataclass(frozen=True)

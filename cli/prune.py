@@ -1,70 +1,19 @@
 """`collab-prune`: remove attention heads for good, named ones or the least important."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import Any
 
 import torch
-import tyro
 
 from collab_compress import CollabCompressError, head_importance, prune_heads_
 from collab_compress.heads import confidence, least_important
 
+from .arguments import Data
+from .arguments import PruneArguments as Arguments
 from .command import parse, silence_libraries, stopping_in_one_line
-from .data import Data, Inputs, load_data
-from .model import AUTO, Device, Made, Model, Saving, Source, begin, finish, output_of
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Remove attention heads for good: named ones, or the least important share of all.
-
-    What a share goes by must be measured, and the data say how. With --task, on labelled validation data: how much
-    the loss changes as a head is weighed less (the gradient of the loss in the heads). With --data, on texts without
-    labels: how much of its attention a head gives to a single token (confidence), which knows nothing of a task.
-    Each attention module keeps a head at least. Fine-tune afterwards.
-
-    Examples:
-      collab-prune ./my-classifier --share 0.3 --task mrpc --data-dir glue/MRPC
-      collab-prune minilm --share 0.2 --data sentences.txt --output minilm-pruned
-      collab-prune minilm --heads encoder.layer.0.attention.self=0,3 encoder.layer.5.attention.self=7
-    """
-
-    model: Model
-    """minilm (embedded), a model directory, stock or converted, or a name on the hub (bert-base, org/name)."""
-
-    inputs: tyro.conf.OmitArgPrefixes[Inputs]
-
-    share: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
-    """How many of all heads to remove, above 0 and below 1; the least important ones."""
-
-    heads: Annotated[tuple[str, ...], tyro.conf.arg(metavar="MODULE=H,H ...")] = ()
-    """Which heads to remove, counted from 0; collab-analyze names modules and shows their heads."""
-
-    seed: int = 0
-    """Seed of the rows that are drawn, where there are more than --sentences."""
-
-    device: Device = AUTO
-    """Where to measure, as torch names it (cpu, cuda:0); auto: the accelerator, if there is one."""
-
-    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where to save; MODEL-pruned in the current directory if not given."""
-
-    saving: tyro.conf.OmitArgPrefixes[Saving] = field(default_factory=Saving)
-
-    def __post_init__(self) -> None:
-        if (self.share is None) == (not self.heads):
-            raise CollabCompressError("say which heads go: --share SHARE of all, or --heads MODULE=H,H")
-        measured = self.inputs.data is not None or self.inputs.task is not None
-        if self.share is not None and not 0 < self.share < 1:
-            raise CollabCompressError(f"--share is {self.share}; expected a number above 0 and below 1")
-        if self.share is not None and not measured:
-            raise CollabCompressError(
-                "--share ranks heads by data: give --task NAME (labels) or --data FILE (texts), or name --heads"
-            )
-        if self.heads and measured:
-            raise CollabCompressError("--heads says which heads go, so nothing is measured; leave the data out")
+from .data import load_data
+from .model import Made, Source, begin, finish, output_of
 
 
 def main(argv: Sequence[str] | None = None) -> None:

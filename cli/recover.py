@@ -4,12 +4,10 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -21,55 +19,12 @@ from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.recovery import attention_digest, recover_
 from collab_compress.distributed import process_state
 
+from .arguments import RecoverArguments as Arguments
 from .command import parse, silence_libraries, stopping_in_one_line
-from .model import AUTO, RECORD, Device, Made, Model, Saving, Source, bar, begin, finish, load_model, output_of
+from .model import RECORD, Made, Source, bar, begin, finish, load_model, output_of
 
-STEPS = 150  # of 16 sequences, as were tried
 TIMED = 3  # steps after which the time of all is told; the first is slower than the others
 MEASURED = 64  # sequences that the drift is measured on
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Bring a converted model's attention nearer to the dense model's: a short distillation, without labels.
-
-    `collab-compress MODEL --dk N --recover` converts and does the same in one go.
-
-    Examples:
-      collab-recover minilm-dk128
-      collab-recover my-classifier-dk256 --dense ./my-classifier --steps 300 --calibration sentences.txt
-    """
-
-    model: Model
-    """A converted model: its directory, or its name on the hub."""
-
-    dense: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
-    """The model it was converted from; what collab_compress.json beside it says if not given."""
-
-    steps: Annotated[int, tyro.conf.arg(metavar="N")] = STEPS
-    """Steps of 16 sequences at most; of texts there may be fewer."""
-
-    calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|FILE|synthetic+FILE")] = "synthetic"
-    """What both models read: random tokens, a file with one text a line, or both."""
-
-    learning_rate: Annotated[float | None, tyro.conf.arg(metavar="RATE")] = None
-    """At its highest, 1e-3 if not given, or 2e-4 where values are converted; it rises over the first eighth of the
-    steps and falls along a cosine."""
-
-    length: Annotated[int | None, tyro.conf.arg(metavar="T")] = None
-    """Tokens of a random sequence (64 if not given), or where texts are cut (the model's limit if not given)."""
-
-    seed: int = 0
-    """Seed of random tokens and of the order of texts."""
-
-    device: Device = AUTO
-    """Where to train, as torch names it: cpu, or cuda for each process's own GPU; auto: the accelerator, if there is
-    one."""
-
-    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where to save; MODEL-recovered in the current directory if not given."""
-
-    saving: tyro.conf.OmitArgPrefixes[Saving] = field(default_factory=Saving)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

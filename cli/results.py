@@ -10,11 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from decimal import Decimal
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import tyro
-
+from .arguments import ResultsArguments as Arguments
 from .command import parse, stopping_in_one_line
 
 if TYPE_CHECKING:  # what takes long to import is imported where it is used
@@ -63,66 +61,6 @@ class Grid:
         for row in self.rows:
             drawn.add_row(*row)
         Console(markup=False, emoji=False, highlight=False).print(drawn)
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Put the results of experiments into a table: means over seeds, and differences paired by seed with t-intervals.
-
-    Examples:
-      collab-results outputs/glue
-      collab-results outputs/glue --papers --output RESULTS.md
-      collab-results outputs/glue --against drophead/tuned --format csv
-      collab-results outputs/glue --records glue.jsonl --json numbers.json --quiet
-      collab-results glue.jsonl
-      collab-results outputs/multi30k --significance
-      collab-results outputs/glue --paper collaborate --table 2
-      collab-results --paper diversity
-      collab-results glue.jsonl outputs/trec --pages papers --quiet
-      collab-results records/*.jsonl --markdown RESULTS.md --quiet
-    """
-
-    records_in: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="PATH")] = ()
-    """Folders with the outputs of experiments, at any depth, and files of records; without them the papers' tables
-    are printed as they are."""
-
-    against: Annotated[str | None, tyro.conf.arg(metavar="METHOD/STAGE")] = None
-    """What the others are compared with; plain/tuned, or plain/given where nothing was tuned, if not given."""
-
-    papers: bool = False
-    """Show the papers' numbers on the same tasks."""
-
-    paper: Annotated[str | None, tyro.conf.arg(metavar="KEY")] = None
-    """Of this paper only: collaborate, rotation, diversity, bhattacharyya or drophead."""
-
-    table: Annotated[str | None, tyro.conf.arg(metavar="N")] = None
-    """Of this table only: 2, or "Figure 3"."""
-
-    format: Literal["markdown", "csv"] = "markdown"
-    """Tables to read, or a line for each number."""
-
-    output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write there instead of printing; must not exist."""
-
-    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write each number as JSON as well, with the fields of the CSV; must not exist."""
-
-    records: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Also write the records there, one a line, to be read in the folders' place; must not exist."""
-
-    pages: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Write a page for each paper there, of all records: verdicts on its claims, its tables with ours beside them,
-    and its figures, drawn or with what they still need; must not exist."""
-
-    markdown: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the parts of this Markdown file anew that are made of records, each between <!-- records: … --> or
-    <!-- claims: … --> and <!-- end -->."""
-
-    significance: bool = False
-    """Also compare translations sentence by sentence, by sacreBLEU's paired bootstrap; in tables to read only."""
-
-    quiet: bool = False
-    """Print no tables, only errors."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -19,55 +19,8 @@ from collab_compress.experiments.protocol import summary
 from collab_compress.tasks import TASKS
 
 from .command import silence_libraries, stopping_in_one_line
+from .help import RUN, SWEEP
 from .outputs import refuse_nested
-
-RUN = """usage: collab-run [RECIPE.yaml] [FIELD=VALUE ...] [--revision REV] [--json FILE] [--quiet]
-
-Fine-tune a model on a task, convert it, and fine-tune it again; evaluate after each. What is finished in the output
-is not done again, and what was interrupted goes on. Several processes: torchrun or accelerate launch, with
--m collab_compress_cli.run.
-
-Examples:
-  collab-run mrpc.yaml output=outputs/mrpc data_dir=glue/MRPC
-  collab-run mrpc.yaml --output outputs/mrpc-64 --compression.dk 64 --seed 1
-  collab-run task=rte model=minilm output=outputs/rte 'tuning={epochs: 5}' 'compression={dk: 128}'
-
-arguments:
-  RECIPE.yaml          a file with fields and their values, or one that comes with the package (mrpc.yaml, ptb.yaml,
-                       trec.yaml, multi30k.yaml, llama-ptb.yaml, modernbert-ptb.yaml); without it, all fields are
-                       given here
-  FIELD=VALUE          sets a field of the recipe, with dots between nested ones; values are YAML (quote brackets and
-                       braces in a shell); --FIELD VALUE is the same
-  --revision REV       branch, tag or commit of a model on the hub; its main branch if not given
-  --json FILE          write the record of each stage as JSON as well
-  --quiet              no progress bars and no lines, but errors
-  -h, --help           show this
-  --version            show the version
-"""
-SWEEP = """usage: collab-sweep SWEEP.yaml [FIELD=VALUE ...] [--revision REV] [--json FILE] [--quiet]
-
-Run every task with every conversion, method and seed that a file describes, skipping what is finished. It can be
-stopped at any point and started again; collab-results OUTPUT shows what there is so far. Where some of the runs fail
-the others go on, and the exit code is 1. Several workers share a sweep, on any machines that see its output.
-
-Examples:
-  collab-sweep glue.yaml output=outputs/glue base.data_dir=glue
-  collab-sweep glue.yaml output=outputs/glue 'only.tasks=[mrpc]' 'only.seeds=[0]'
-  collab-sweep rotation.yaml scale=paper
-  collab-sweep glue.yaml output=outputs/glue base.data_dir=glue --shard 2/4
-
-arguments:
-  SWEEP.yaml           a file with the fields of a sweep, or one that comes with the package (glue.yaml and those of
-                       the papers)
-  FIELD=VALUE          sets a field, with dots between nested ones; values are YAML (quote brackets and braces in a
-                       shell); --FIELD VALUE is the same
-  --shard I/N          be the I-th of N workers: do a part, then what others that were killed have left
-  --revision REV       branch, tag or commit of a model on the hub, as base.revision=REV; its main branch if not given
-  --json FILE          write what failed as JSON as well
-  --quiet              no progress bars and no lines, but errors
-  -h, --help           show this
-  --version            show the version
-"""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def _start(module: str) -> None:
             print(f"{name} {version('collab-compress')}")
             return
         if {"-h", "--help"} & set(sys.argv[1:]):
-            print(help_text(name))
+            print_help(name)
             return
         _quiet_libraries()
         main = import_module(f".{module}", __package__).main
@@ -112,8 +112,9 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def help_text(name: str) -> str:
-    """Return the help of a command, which `python -m collab_compress_cli.help` has written beforehand."""
-    from pathlib import Path
+def print_help(name: str) -> None:
+    """Print the help of a command, without torch and Transformers."""
+    os.environ["COLLAB_COMPRESS_OPTIONS_ONLY"] = "1"  # this process ends when the help is printed
+    from .help import help_text
 
-    return (Path(__file__).parent / "help_texts" / f"{name}.txt").read_text(encoding="utf-8").rstrip("\n")
+    print(help_text(name))

@@ -1,44 +1,49 @@
 """Collaborative attention for pretrained Transformers models.
 
-Importing the package lets stock `from_pretrained` rebuild converted checkpoints.
+Importing the package lets stock `from_pretrained` rebuild converted checkpoints. Where the environment has
+COLLAB_COMPRESS_OPTIONS_ONLY, as while a command prints its help, neither torch nor Transformers is imported.
 """
 
-from collab_compress.attention import FORM_KINDS, FormEdit, register_attention
-from collab_compress.checkpoint import (
-    AFTER_LOADING,
-    EDITS,
-    keep_standalone_,
-    make_standalone_,
-    register_checkpoint,
-)
-from collab_compress.conversion.compress import compress
-from collab_compress.conversion.compression import Compression
-from collab_compress.conversion.expand import Expansion, expand, read_factors
-from collab_compress.conversion.from_scratch import FromScratch, from_config
-from collab_compress.conversion.report import Drift, ModuleReport, Report
-from collab_compress.errors import (
-    CalibrationError,
-    CheckpointError,
-    CollabCompressError,
-    CompressionError,
-    UnsupportedModelError,
-)
-from collab_compress.factorization import Factors
-from collab_compress.heads.alphas import AlphasEdit, alphas_of, merge_alphas_, mix_heads_
-from collab_compress.heads.importance import head_importance
-from collab_compress.heads.mask import HeadMask
-from collab_compress.heads.pruning import PrunedEdit, prune_heads_
+import os
 
-# What makes stock `from_pretrained` rebuild converted models.
-EDITS.update({edit.kind: edit for edit in (AlphasEdit, PrunedEdit)} | dict.fromkeys(FORM_KINDS, FormEdit))
-AFTER_LOADING.append(keep_standalone_)
-register_attention()
-register_checkpoint()
+if "COLLAB_COMPRESS_OPTIONS_ONLY" not in os.environ:
+    from collab_compress.attention import FORM_KINDS, FormEdit, register_attention
+    from collab_compress.checkpoint import (
+        AFTER_LOADING,
+        EDITS,
+        keep_standalone_,
+        make_standalone_,
+        register_checkpoint,
+    )
+    from collab_compress.conversion.compress import compress
+    from collab_compress.conversion.expand import Expansion, expand, read_factors
+    from collab_compress.conversion.from_scratch import FromScratch, from_config
+    from collab_compress.conversion.report import Drift, ModuleReport, Report
+    from collab_compress.errors import (
+        CalibrationError,
+        CheckpointError,
+        CollabCompressError,
+        CompressionError,
+        UnsupportedModelError,
+    )
+    from collab_compress.factorization import Factors
+    from collab_compress.heads.alphas import AlphasEdit, alphas_of, merge_alphas_, mix_heads_
+    from collab_compress.heads.importance import head_importance
+    from collab_compress.heads.mask import HeadMask
+    from collab_compress.heads.pruning import PrunedEdit, prune_heads_
+    from collab_compress.options import CalibrationOptions, Compression, Solver
+
+    # What makes stock `from_pretrained` rebuild converted models.
+    EDITS.update({edit.kind: edit for edit in (AlphasEdit, PrunedEdit)} | dict.fromkeys(FORM_KINDS, FormEdit))
+    AFTER_LOADING.append(keep_standalone_)
+    register_attention()
+    register_checkpoint()
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CalibrationError",
+    "CalibrationOptions",
     "CheckpointError",
     "CollabCompressError",
     "Compression",
@@ -50,6 +55,7 @@ __all__ = [
     "HeadMask",
     "ModuleReport",
     "Report",
+    "Solver",
     "UnsupportedModelError",
     "alphas_of",
     "compress",

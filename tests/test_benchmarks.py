@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
-from collab_compress import Compression, compress
+from collab_compress import Compression, Solver, compress
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 try:
@@ -147,7 +147,7 @@ ROWS = [Row.parse(text) for text in DEFAULT_ROWS]
 @pytest.mark.parametrize("row", [row for row in ROWS if row.kind == "shared" and not row.recovered], ids=str)
 def test_a_rows_parameters_are_those_of_the_converted_model(row, minilm):
     before = minilm.num_parameters()
-    compress(minilm, Compression(dk=row.dk, dv=row.dv, sweeps=1 if row.dk else None), calibration=None)
+    compress(minilm, Compression(dk=row.dk, dv=row.dv, solver=Solver(sweeps=1 if row.dk else None)), calibration=None)
     assert before - minilm.num_parameters() == LAYERS * (DENSE_PARAMETERS - row.parameters)
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model, infer_auto_device_map
-from collab_compress_cli.compress import Arguments, Conversion, run
+from collab_compress_cli.arguments import Conversion
+from collab_compress_cli.compress import Arguments, run
 from sentence_transformers import SentenceTransformer
 from torch import nn
 from transformers import (
@@ -27,6 +28,7 @@ from transformers import (
 
 from collab_compress import (
     Compression,
+    Solver,
     UnsupportedModelError,
     compress,
     expand,
@@ -44,7 +46,7 @@ TEXTS = ["A man is playing a guitar.", "Someone makes music.", "The market fell.
 def converted(tmp_path_factory):
     """MiniLM at dk = 192, as the command saves it."""
     output = tmp_path_factory.mktemp("converted") / "minilm"
-    run(Arguments("minilm", Conversion(dk=192, sweeps=20), output=output))
+    run(Arguments("minilm", Conversion(dk=192, solver=Solver(sweeps=20)), output=output))
     return output
 
 
@@ -71,7 +73,7 @@ def test_feature_extraction_pipeline(converted):
 def test_fill_mask_and_classification_pipelines(minilm_path, minilm_tokenizer, tmp_path):
     torch.manual_seed(0)
     model = BertForSequenceClassification.from_pretrained(minilm_path, num_labels=3).eval()
-    compress(model, Compression(dk=64, sweeps=2), calibration=None)
+    compress(model, Compression(dk=64, solver=Solver(sweeps=2)), calibration=None)
     model.save_pretrained(tmp_path)
     minilm_tokenizer.save_pretrained(tmp_path)
     (scores,) = pipeline("text-classification", model=str(tmp_path), device="cpu", top_k=None)([TEXTS[0]])

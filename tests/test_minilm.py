@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from collab_compress import Compression, compress, expand
+from collab_compress import Compression, Solver, compress, expand
 
 TEXTS = ["A man is playing a guitar.", "The quick brown fox jumps over the lazy dog, twice, and then it rests."]
 
@@ -31,7 +31,7 @@ def test_full_rank_is_exact_with_padding(minilm, minilm_tokenizer, implementatio
 def test_the_authors_scale_would_be_far_off(minilm, minilm_tokenizer):
     """√(R/H) instead of √d: what this package must never compute."""
     dense = copy.deepcopy(minilm)
-    compress(minilm, Compression(dk=96, sweeps=20), tokenizer=minilm_tokenizer)
+    compress(minilm, Compression(dk=96, solver=Solver(sweeps=20)), tokenizer=minilm_tokenizer)
     right = (hidden(minilm, minilm_tokenizer) - hidden(dense, minilm_tokenizer)).norm()
     for layer in minilm.encoder.layer:
         assert layer.attention.self.scaling == pytest.approx(32**-0.5)
@@ -44,7 +44,9 @@ def test_data_aware_error_is_small_and_falls_with_rank(minilm, minilm_tokenizer)
     errors = []
     for rank in (64, 128, 192):
         model = copy.deepcopy(minilm)
-        report = compress(model, Compression(dk=rank, modules="*layer.2*", sweeps=50), tokenizer=minilm_tokenizer)
+        report = compress(
+            model, Compression(dk=rank, modules="*layer.2*", solver=Solver(sweeps=50)), tokenizer=minilm_tokenizer
+        )
         errors.append(report.modules[0].data_error)
     assert errors == sorted(errors, reverse=True)
     assert errors[1] < 0.17

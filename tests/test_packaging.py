@@ -15,7 +15,7 @@ import pytest
 import torch
 from lowest import lowest_versions
 
-from collab_compress import Compression, compress
+from collab_compress import Compression, Solver, compress
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -125,7 +125,7 @@ def test_recipes_come_with_the_wheel(installed):
 
 def test_wheel_has_every_module_and_loads_a_checkpoint(installed, make_tiny, batch, tmp_path):
     model = make_tiny("bert")
-    compress(model, Compression(dk=5, sweeps=2), calibration=None)
+    compress(model, Compression(dk=5, solver=Solver(sweeps=2)), calibration=None)
     model.save_pretrained(tmp_path / "model")
     with torch.no_grad():
         torch.save({"batch": batch, "output": model(**batch)[0]}, tmp_path / "stored.pt")

@@ -16,11 +16,12 @@ from transformers import PreTrainedModel
 
 from collab_compress.analysis.stream import Progress, with_progress
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
-from collab_compress.attention import FORMS, Form, NarrowValues, ScoreForm, SharedScores, form_for
+from collab_compress.attention import FORMS, NarrowValues, ScoreForm, SharedScores, form_for
 from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.conversion.report import dense_macs, dense_parameters
 from collab_compress.errors import HeadError
+from collab_compress.options import Form
 
 Inputs = Callable[[int], Mapping[str, Tensor]]
 

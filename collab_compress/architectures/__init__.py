@@ -3,11 +3,9 @@
 from collab_compress.architectures.families import FAMILIES, AttentionFamily
 from collab_compress.architectures.refusal import refuse_hooks
 from collab_compress.architectures.sites import (
-    KINDS,
     AttentionSite,
     DenseSite,
     FusedSlice,
-    Kind,
     ValueSite,
     find_attention,
     find_dense_attention,
@@ -15,6 +13,7 @@ from collab_compress.architectures.sites import (
     split_heads,
     transformers_model,
 )
+from collab_compress.options import KINDS, Kind
 
 __all__ = [
     "FAMILIES",

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from operator import attrgetter
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from collab_compress.architectures.families import AttentionFamily
 from collab_compress.architectures.refusal import refuse_interposed, refuse_unknown
 from collab_compress.errors import UnsupportedModelError
+from collab_compress.options import KINDS, Kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +101,6 @@ def fused_slice(module: Any, family: AttentionFamily, path: str) -> FusedSlice |
 
 
 PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # what can be computed with
-Kind = Literal["encoder", "decoder", "cross"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Converted attention inside a live model: its forms, projections, attention functions, kernels."""
 
 from collab_compress.attention.form import HeadRows, MapForm, ScoreForm, ScoreParts
-from collab_compress.attention.forms import FORM_KINDS, FORMS, Form, FormEdit, form_for
+from collab_compress.attention.forms import FORM_KINDS, FORMS, FormEdit, form_for
 from collab_compress.attention.functions import register_attention
 from collab_compress.attention.install import install_, is_converted, uninstall_
 from collab_compress.attention.per_head import PerHeadScores
@@ -13,7 +13,6 @@ __all__ = [
     "FORMS",
     "FORM_KINDS",
     "DenseValues",
-    "Form",
     "FormEdit",
     "HeadRows",
     "MapForm",

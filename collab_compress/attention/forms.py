@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from transformers import PreTrainedModel
 
@@ -16,7 +16,6 @@ from collab_compress.attention.values import NarrowValues
 from collab_compress.attention.view import IMPLEMENTATIONS
 from collab_compress.errors import CompressionError
 
-Form = Literal["shared", "per-head"]
 FORMS: dict[str, type[ScoreForm]] = {form.option: form for form in (SharedScores, PerHeadScores)}
 """What people choose for queries and keys → form."""
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from collab_compress.attention import FORM_KINDS, FORMS, RotaryScores
 from collab_compress.checkpoint import edits_of
-from collab_compress.conversion.compression import Compression
 from collab_compress.conversion.report import ModuleReport, Report, ValueReport
+from collab_compress.options import Compression
 
 CARD = "README.md"
 TAGS = ("collab_compress", "collaborative-attention")
@@ -127,7 +127,7 @@ def _converted(
         f" of {len(modules)} attention modules" if modules else ""
         for modules in (report and report.modules, report and report.values)
     )
-    how = f"damping {compression.damping:g}, seed {compression.seed}"
+    how = f"damping {compression.solver.damping:g}, seed {compression.solver.seed}"
     how += "" if calibration is None else f", calibrated on {calibration}"
     option = "per-head" if report and any(module.sizes for module in report.modules) else compression.form
     form = RotaryScores if turned else FORMS[option]
@@ -140,7 +140,7 @@ def _converted(
     else:
         yield (
             f"Queries and keys{of_scores} were decomposed into {form.space} of R = {_widths(dk)} (`{option}`, "
-            f"solver `{compression.solver}`, {how}), without retraining."
+            f"solver `{compression.solver.method}`, {how}), without retraining."
         )
     if dv in ([], [None]):
         yield "Values and outputs are the source's own."

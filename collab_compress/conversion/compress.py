@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -29,7 +28,6 @@ from collab_compress.attention import FormEdit, MapForm, NarrowValues, ScoreForm
 from collab_compress.calibration import Batch, Calibration
 from collab_compress.calibration.batches import is_none, is_synthetic, noted_batches, rows_of
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
-from collab_compress.conversion.compression import Compression
 from collab_compress.conversion.drift import measure, split_held_back
 from collab_compress.conversion.keep import choose, typical_length
 from collab_compress.conversion.plan import (
@@ -50,6 +48,7 @@ from collab_compress.distributed import process_state
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import has_float64
 from collab_compress.heads.sharding import refuse_sharded
+from collab_compress.options import CalibrationOptions, Compression
 
 _logger = logging.getLogger(__name__)
 
@@ -136,7 +135,7 @@ def _check_solver(site: AttentionSite, form: type[ScoreForm], compression: Compr
     """Refuse what a rotary module has not: centred queries, and other solvers."""
     if not site.family.rotary:
         return
-    if compression.centre is not None or compression.solver not in form.solvers:
+    if compression.solver.centre is not None or compression.solver.method not in form.solvers:
         raise CompressionError(
             f"{site.name}: a rotary embedding turns queries and keys, so neither is centred, and solver "
             f"{' or '.join(form.solvers)} decomposes them; leave out centre and other solvers"
@@ -205,6 +204,7 @@ def compress(
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
     *,
+    calibration_options: CalibrationOptions | None = None,
     distributed: bool = False,
 ) -> Report:
     """Convert the attention modules of `model` into collaborative form, in place and all or nothing.
@@ -221,12 +221,12 @@ def compress(
     Args:
         model: a Transformers model, or a SentenceTransformer, of which its Transformers model is converted; dtype and
             device are kept.
-        compression: dk and dv, or the share to keep, solver and the rest.
+        compression: dk and dv, or the share to keep, the form, and how it is computed.
         calibration: data that says which input directions matter: "synthetic" (random tokens), None, a file of
-            texts, texts or text pairs, or batches. An eighth of it is held back to measure drift. How much of it is
-            used is said by `sequences` and `length` of the compression.
+            texts, texts or text pairs, or batches. An eighth of it is held back to measure drift.
         tokenizer: of the model; needed unless `calibration` is None or batches, or the model a SentenceTransformer.
         progress: called with a module's name, how many are done, and how many there are.
+        calibration_options: how many sequences of the calibration data are used, and how long.
         distributed: whether the processes that `accelerate launch` started share the modules between them. All
             of them must call this with the same arguments; each gets the whole conversion.
 
@@ -243,7 +243,15 @@ def compress(
     tokenizer = getattr(given, "tokenizer", None) if tokenizer is None and given is not model else tokenizer
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # new layers are initialised before they are filled
-        return _compress(model, compression, calibration, tokenizer, progress, distributed)
+        return _compress(
+            model,
+            compression,
+            calibration,
+            tokenizer,
+            progress,
+            options=calibration_options or CalibrationOptions(),
+            distributed=distributed,
+        )
 
 
 def _compress(
@@ -252,25 +260,27 @@ def _compress(
     calibration: Calibration,
     tokenizer: PreTrainedTokenizerBase | None,
     progress: Progress | None,
+    *,
+    options: CalibrationOptions,
     distributed: bool,
 ) -> Report:
     started = perf_counter()
     found, choice, asked = None, None, compression
     if compression.keep is not None:
-        found = _data(model, compression, calibration, tokenizer)
-        length = typical_length(compression, () if is_synthetic(calibration) else found[0])
+        found = _data(model, compression, calibration, tokenizer, options)
+        length = typical_length(options, () if is_synthetic(calibration) else found[0])
         choice = choose(model, compression, length)
         compression = next(iter(choice.modules.values()))
     modules = choice.modules if choice is not None else {}
     sites = modules_to_convert(model, compression, not is_none(calibration), modules)
-    device = working_device(compression.device, sites, distributed)
-    compression = replace(compression, device=device)
-    modules = {name: replace(own, device=device) for name, own in modules.items()}
+    device = working_device(compression.solver.device, sites, distributed)
+    compression = compression.with_solver(device=device)
+    modules = {name: own.with_solver(device=device) for name, own in modules.items()}
     if all(own == compression for own in modules.values()):
         asked = compression
     paths = {site.name: path_in_base(model, site.module) for site in sites}
-    batches, notes = found or _data(model, compression, calibration, tokenizer)
-    length = typical_length(compression, () if is_synthetic(calibration) else batches)
+    batches, notes = found or _data(model, compression, calibration, tokenizer, options)
+    length = typical_length(options, () if is_synthetic(calibration) else batches)
     used, held_back = split_held_back(batches)
 
     calibrating: list[float] = []
@@ -310,6 +320,7 @@ def install_unset_(
     compression: Compression,
     calibration: Calibration = "synthetic",
     tokenizer: PreTrainedTokenizerBase | None = None,
+    options: CalibrationOptions | None = None,
 ) -> None:
     """Check what `compress` checks before it decomposes, and install the same modules with weights that are not set.
 
@@ -320,20 +331,22 @@ def install_unset_(
         compression: as for `compress`.
         calibration: as for `compress`; read, but not run.
         tokenizer: as for `compress`.
+        options: as `calibration_options` of `compress`.
 
     Raises:
         UnsupportedModelError: as `compress`.
         CompressionError: as `compress`.
         CalibrationError: as `compress`.
     """
-    batches, _ = _data(model, compression, calibration, tokenizer)
+    options = options or CalibrationOptions()
+    batches, _ = _data(model, compression, calibration, tokenizer, options)
     modules: Mapping[str, Compression] = {}
     if compression.keep is not None:
-        length = typical_length(compression, () if is_synthetic(calibration) else batches)
+        length = typical_length(options, () if is_synthetic(calibration) else batches)
         modules = choose(model, compression, length).modules
         compression = next(iter(modules.values()))
     sites = modules_to_convert(model, compression, bool(batches), modules)
-    working_device(compression.device, sites)
+    working_device(compression.solver.device, sites)
     for site in sites:
         form = _form_of(site, modules.get(site.name, compression), bool(batches))
         _install([empty_plan(site, form)])
@@ -348,13 +361,21 @@ def _form_of(site: Site, compression: Compression, calibrated: bool) -> MapForm:
 
 
 def _data(
-    model: PreTrainedModel, compression: Compression, calibration: Calibration, tokenizer: Any
+    model: PreTrainedModel,
+    compression: Compression,
+    calibration: Calibration,
+    tokenizer: Any,
+    options: CalibrationOptions,
 ) -> tuple[list[Batch], list[str]]:
-    """Make the batches to calibrate on, and say what was left out."""
+    """Return the batches to calibrate on, and notes on what was left out."""
     return noted_batches(
-        calibration, model, tokenizer, sequences=compression.sequences, length=compression.length,
-        seed=compression.seed,
-    )  # fmt: skip
+        calibration,
+        model,
+        tokenizer,
+        sequences=options.sequences,
+        length=options.length,
+        seed=compression.solver.seed,
+    )
 
 
 def _install(planned: Sequence[Planned]) -> None:

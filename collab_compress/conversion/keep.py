@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, DenseSite, ValueSite, find_dense_attention, find_dense_values
-from collab_compress.attention import FORMS, Form, NarrowValues, ScoreForm
+from collab_compress.attention import FORMS, NarrowValues, ScoreForm
 from collab_compress.calibration import Batch
-from collab_compress.conversion.compression import Compression
 from collab_compress.conversion.report import dense_macs, dense_parameters
 from collab_compress.errors import CompressionError
+from collab_compress.options import CalibrationOptions, Compression, Form
 
 TYPICAL = 128  # tokens, where nothing says how long inputs are
 COMMON = 0.9  # share of the calibration sequences that are no longer than the length that counts
@@ -85,11 +85,10 @@ def choose(model: PreTrainedModel, compression: Compression, length: int) -> Cho
     kept = sum(each.parameters for each in chosen) / before
     dense = sum(_dense_cost(site, values, length).macs for site, values in sites)
     macs = sum(each.macs for each in chosen) / dense
-    solver: dict[str, Any] = {}
     if len(FORMS[form].solvers) == 1:  # closed form
-        solver = {"solver": "als", "sweeps": None, "tolerance": None, "effort": "best"}
+        compression = compression.with_solver(method="als", effort="best", sweeps=None, tolerance=None)
     modules = {
-        site.name: replace(compression, keep=None, dk=each.dk, dv=each.dv, form=form, **solver)
+        site.name: replace(compression, keep=None, dk=each.dk, dv=each.dv, form=form)
         for (site, _), each in zip(sites, chosen, strict=True)
     }
     return Choice(
@@ -100,20 +99,20 @@ def choose(model: PreTrainedModel, compression: Compression, length: int) -> Cho
     )
 
 
-def typical_length(compression: Compression, batches: Sequence[Batch] = ()) -> int:
+def typical_length(options: CalibrationOptions, batches: Sequence[Batch] = ()) -> int:
     """Return the number of tokens for which costs count.
 
     That is `length` where it is given, else the length that nine in ten of the calibration sequences do not exceed,
     else 128.
 
     Args:
-        compression: with `length` or without.
+        options: with `length` or without.
         batches: calibration data that are not random tokens.
     """
     masks = [batch["attention_mask"] for batch in batches if isinstance(batch.get("attention_mask"), Tensor)]
     lengths = [mask.sum(1).float().cpu() for mask in masks if mask.dim() == 2]
-    if compression.length is not None or not lengths:
-        return compression.length or TYPICAL
+    if options.length is not None or not lengths:
+        return options.length or TYPICAL
     return max(1, int(torch.cat(lengths).quantile(COMMON, interpolation="lower")))
 
 

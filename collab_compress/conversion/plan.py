@@ -18,7 +18,6 @@ from collab_compress.attention import DenseValues, MapForm, NarrowValues, Rotary
 from collab_compress.attention.projections import width_in
 from collab_compress.attention.rotary import arranged
 from collab_compress.calibration import Batch, gather_moments
-from collab_compress.conversion.compression import Compression
 from collab_compress.conversion.report import ModuleReport, ValueReport, module_report, value_report
 from collab_compress.distributed import process_state
 from collab_compress.errors import CompressionError
@@ -33,6 +32,7 @@ from collab_compress.factorization import (
 )
 from collab_compress.factorization.als import FAST_SWEEPS
 from collab_compress.factorization.rotary import FAST_SWEEPS as FAST_ROTARY_SWEEPS
+from collab_compress.options import Compression, Solver
 
 Progress = Callable[[str, int, int], None]
 FEW = 4  # vectors for each dimension of the inputs: with fewer, a covariance is mostly chance
@@ -81,7 +81,7 @@ def plan(
     Args:
         model: the dense model; it runs on all batches once for each group.
         sites: what to decompose.
-        compression: dk, solver and the rest.
+        compression: the widths, the form and the solver.
         batches: calibration data; without, all directions of the inputs weigh alike.
         progress: called with a module's name, how many are done, and how many there are.
         calibrated: called after each run on all batches, with the seconds it took.
@@ -128,10 +128,12 @@ def _workers(sites: Sequence[Site], compression: Compression) -> Iterator[Callab
     well. Results depend on how many run at once by rounding only. An error or an interrupt ends all of them at their
     next sweep.
     """
-    places = {compression.device or projection.weight.device.type for site in sites for projection, _ in site.inputs}
+    places = {
+        compression.solver.device or projection.weight.device.type for site in sites for projection, _ in site.inputs
+    }
     threads = torch.get_num_threads()
     count = min(len(sites), AT_ONCE, threads) if places == {"cpu"} else 1
-    if count == 1 or compression.solver == "parafac":
+    if count == 1 or compression.solver.method == "parafac":
         yield lambda task: partial(task, lambda: None)
         return
     stopping = Event()
@@ -163,7 +165,7 @@ def gets_content_bias(site: DenseSite, compression: Compression, calibrated: boo
     if site.family.rotary:  # biases stay in the projections
         return False
     biased = site.query.bias is not None
-    folded = calibrated and _narrower(site, compression) and centres_queries(biased, compression.centre)
+    folded = calibrated and _narrower(site, compression) and centres_queries(biased, compression.solver.centre)
     return biased or folded
 
 
@@ -184,8 +186,8 @@ def _groups(model: PreTrainedModel, sites: Sequence[Site]) -> Iterator[list[Site
     yield group
 
 
-def _sweeps(compression: Compression, fast: int) -> int | None:
-    return fast if compression.effort == "fast" else compression.sweeps
+def _sweeps(solver: Solver, fast: int) -> int | None:
+    return fast if solver.effort == "fast" else solver.sweeps
 
 
 def _plan_one(
@@ -214,15 +216,25 @@ def _plan_scores(
     form = form_for(compression.form, site)
     if issubclass(form, RotaryScores):
         return _plan_rotary(site, compression, form, moments, length, check)
-    solver = compression.solver if compression.solver in form.solvers else form.solvers[0]
+    options = compression.solver
     try:
         result = factorize(
-            site.query_heads(), site.key_heads(), compression.dk, query_bias=site.query_bias(),
-            query_moments=query_moments, key_moments=key_moments, solver=solver,
-            seed=compression.seed, sweeps=_sweeps(compression, FAST_SWEEPS), tolerance=compression.tolerance,
-            damping=compression.damping, centre=compression.centre, device=compression.device,
-            progress=lambda *_: check(), equal=compression.equal_heads,
-        )  # fmt: skip
+            site.query_heads(),
+            site.key_heads(),
+            compression.dk,
+            query_bias=site.query_bias(),
+            query_moments=query_moments,
+            key_moments=key_moments,
+            solver=options.method if options.method in form.solvers else form.solvers[0],
+            seed=options.seed,
+            sweeps=_sweeps(options, FAST_SWEEPS),
+            tolerance=options.tolerance,
+            damping=options.damping,
+            centre=options.centre,
+            device=options.device,
+            progress=lambda *_: check(),
+            equal=compression.equal_heads,
+        )
     except (ValueError, ImportError) as error:
         raise CompressionError(f"{site.name}: {error}") from error
     made = form.of(site, compression.dk, result.factors.content_bias is not None, result.sizes)
@@ -293,10 +305,17 @@ def _plan_rotary(
     ]
     try:
         result = factorize_rotary(
-            heads[0], heads[1], asked.rank // 2, query_moments=query_moments, key_moments=key_moments,
-            damping=compression.damping, sweeps=_sweeps(compression, FAST_ROTARY_SWEEPS), turned=site.rotated // 2,
-            device=compression.device, check=check,
-        )  # fmt: skip
+            heads[0],
+            heads[1],
+            asked.rank // 2,
+            query_moments=query_moments,
+            key_moments=key_moments,
+            damping=compression.solver.damping,
+            sweeps=_sweeps(compression.solver, FAST_ROTARY_SWEEPS),
+            turned=site.rotated // 2,
+            device=compression.solver.device,
+            check=check,
+        )
     except (ValueError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
         raise CompressionError(f"{site.name}: {error}") from error
     found = result.factors
@@ -318,11 +337,11 @@ def _plan_values(
     started = perf_counter()
     seen = None if moments is None else moments[0]
     made = NarrowValues.of(site, compression.dv, site.value.bias is not None)
-    fold = site.output.bias is not None and compression.centre is not False
+    fold = site.output.bias is not None and compression.solver.centre is not False
     try:
         found = narrow_values(
-            site.value_heads(), site.output_heads(), made.sizes, seen, fold=fold, damping=compression.damping,
-            device=compression.device,
+            site.value_heads(), site.output_heads(), made.sizes, seen, fold=fold, damping=compression.solver.damping,
+            device=compression.solver.device,
         )  # fmt: skip
     except ValueError as error:
         raise CompressionError(f"{site.name}: {error}") from error

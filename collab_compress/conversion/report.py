@@ -10,8 +10,8 @@ from typing import Any
 
 from collab_compress.architectures import DenseSite, ValueSite
 from collab_compress.attention import NarrowValues, PerHeadScores, ScoreForm
-from collab_compress.conversion.compression import Compression
 from collab_compress.factorization import Factorization, Narrowing, RotaryFactorization
+from collab_compress.options import Compression
 
 
 def dense_parameters(width: int, queries: int, keys: int, bias: bool) -> int:

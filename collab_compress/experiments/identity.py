@@ -142,7 +142,7 @@ def _read(files: tuple[tuple[Path, int, int], ...]) -> str:
 BASE = (
     "task", "model", "revision", "fresh", "data_dir", "files", "seed", "max_length", "tuning", "heads", "translation",
 )  # fmt: skip
-CONVERTED = (*BASE, "compression", "calibration", "recovery")
+CONVERTED = (*BASE, "compression", "calibration", "calibration_options", "recovery")
 NOTES = ("weights", "contents")  # beside the fields of the recipe
 
 

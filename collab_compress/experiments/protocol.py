@@ -172,8 +172,8 @@ def _rehearse(workload: Workload, source: str | Path, data: DatasetDict, tokeniz
     if recipe.tuning is not None:
         rehearse(workload, model, data, tokenizer, recipe.tuning)
     if recipe.compression is not None:
-        chosen = replace(recipe.compression, seed=recipe.seed)
-        install_unset_(model, chosen, recipe.calibration, deepcopy(tokenizer))
+        chosen = recipe.compression.with_solver(seed=recipe.seed)
+        install_unset_(model, chosen, recipe.calibration, deepcopy(tokenizer), recipe.calibration_options)
     if recipe.again is not None:
         rehearse(workload, model, data, tokenizer, recipe.again)
 
@@ -219,14 +219,24 @@ def _convert(workload: Workload, source: str | Path, tokenizer: Any, folder: Pat
     if recipe.compression is None or on_main_process(lambda: (folder / "model").is_dir()):
         return
     model = on_every_process(lambda: workload.load_model(source)).to(together.device)
-    compression, distributed = replace(recipe.compression, seed=recipe.seed), together.num_processes > 1
+    compression, distributed = recipe.compression.with_solver(seed=recipe.seed), together.num_processes > 1
     working = deepcopy(tokenizer)  # what pads is not what is saved
-    report = compress(model, compression, recipe.calibration, tokenizer=working, distributed=distributed)
+    report = compress(
+        model,
+        compression,
+        recipe.calibration,
+        tokenizer=working,
+        calibration_options=recipe.calibration_options,
+        distributed=distributed,
+    )
     described = report.to_dict()
     if recovery is not None:
         settings = {
-            **asdict(recovery), "seed": recipe.seed, "length": compression.length, "disable_tqdm": not recipe.progress
-        }  # fmt: skip
+            **asdict(recovery),
+            "seed": recipe.seed,
+            "length": recipe.calibration_options.length,
+            "disable_tqdm": not recipe.progress,
+        }
         dense = on_every_process(lambda: workload.load_model(source))
         with sharding(allowed=False):  # each process has both models whole
             done = recover_(model, dense, working, recipe.calibration, **settings)

@@ -15,10 +15,9 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import yaml
 from dacite import Config, DaciteError, from_dict
 
-from collab_compress.architectures import Kind
-from collab_compress.conversion.compression import Compression
 from collab_compress.errors import CollabCompressError, RecipeError
 from collab_compress.experiments.untrained import Fresh
+from collab_compress.options import CalibrationOptions, Compression, Kind
 from collab_compress.tasks import TASKS
 from collab_compress.training import HeadTraining
 
@@ -204,6 +203,9 @@ class Recipe:
 
     calibration: str = "synthetic"
     """What the conversion measures inputs on: synthetic, none, or a file with one text a line."""
+
+    calibration_options: CalibrationOptions = field(default_factory=CalibrationOptions)
+    """How much of the calibration data is used."""
 
     recovery: Recovery | None = None
     """What brings the converted attention nearer to the dense model's, without labels, on the calibration data."""

@@ -49,7 +49,7 @@ WATCHING = {
 """Training arguments that only watch."""
 
 TUNINGS = {"tuning", "again"}
-CONVERSION = {"compression", "conversion", "calibration", "recovery"}
+CONVERSION = {"compression", "conversion", "calibration", "calibration_options", "recovery"}
 AGAIN = {"again"}
 UNSHAPED = {"dropout", "attention_dropout", "attention"}
 """Settings of a fresh model that methods differ in; those with others are other models."""

@@ -6,9 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -21,51 +20,8 @@ from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch
 from collab_compress.calibration.gather import real_tokens
 from collab_compress.errors import HeadError
+from collab_compress.options import Look
 from collab_compress.report.section import Heatmap, heatmap, numbered
-
-
-@dataclass(frozen=True)
-class Look:
-    """How much is looked at."""
-
-    dk: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Shared width R at which the cost of dense attention is counted and timed. If neither this nor dv is given, a
-    third of H·d."""
-
-    dv: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Width of values, all heads together, at which the cost of dense attention is counted and timed."""
-
-    head_sequences: Annotated[int, tyro.conf.arg(metavar="N")] = 16
-    """Sequences on which heads are silenced one by one; the drift of the outputs is measured on these."""
-
-    input_sequences: Annotated[int, tyro.conf.arg(metavar="N")] = 256
-    """Sequences on which inputs of queries and keys, and what heads hand on, are measured, for energy and content."""
-
-    kernel_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 1000
-    """Tokens that CKA with the RBF kernel is measured on; time and memory grow with their square."""
-
-    lengths: tuple[int, ...] = (32, 128, 512)
-    """Numbers of tokens at which attention modules are timed; those beyond the model's positions are left out."""
-
-    rounds: int = 10
-    """How often each module is timed at each length."""
-
-    seed: int = 0
-    """Seed of what is drawn: tokens, sentences, samples, order."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", tuple(self.lengths))  # lists come from JSON and YAML
-        for name, least in (("head_sequences", 1), ("input_sequences", 1), ("kernel_tokens", 4), ("rounds", 2)):
-            if getattr(self, name) < least:
-                raise HeadError(f"{name} is {getattr(self, name)}; expected at least {least}")
-        for name, width in (("dk", self.dk), ("dv", self.dv)):
-            if width is not None and width < 1:
-                raise HeadError(f"{name} is {width}; expected at least 1")
-        if not 0 <= self.seed < 2**32:
-            raise HeadError(f"seed is {self.seed}; expected a whole number from 0 to 2³² − 1")
-        if min(self.lengths, default=1) < 1:
-            raise HeadError(f"lengths are {', '.join(map(str, self.lengths))}; expected at least 1 token")
-
 
 WIDEST = 10_000  # L·H·d up to which layers are compared: memory and time grow with its square
 TOGETHER: tuple[tuple[Kind, ...], ...] = (("encoder",), ("decoder", "cross"))  # read the same tokens

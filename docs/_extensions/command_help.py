@@ -1,28 +1,29 @@
 """Every command's own `--help`, so that the reference cannot say anything else."""
 
-from pathlib import Path
+import os
+import subprocess
+import sys
 
+from collab_compress_cli.start import COMMANDS
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from sphinx.application import Sphinx
 
-TEXTS = Path(__file__).parents[2] / "cli" / "help_texts"  # a test keeps them what the parsers print
+TERMINAL = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
+PROGRAM = "import sys; from collab_compress_cli.start import print_help; print_help(sys.argv[1])"
 
 
 class CommandHelp(Directive):
-    """A section for each command of the project: its name, and what it says of itself."""
+    """A section for each command of the project: its name, and what it prints for `--help`."""
 
     def run(self) -> list[nodes.Node]:
-        """Read all texts."""
-        texts = sorted(TEXTS.glob("*.txt"))
-        if not texts:
-            raise self.error(f"no help in {TEXTS}; render it: make help-texts")
-        environment = self.state.document.settings.env
-        for path in texts:
-            environment.note_dependency(str(path))
-        return [self._section(path.stem, path.read_text(encoding="utf-8").strip()) for path in texts]
+        """Return the sections."""
+        return [self._section(name) for name in COMMANDS]
 
-    def _section(self, name: str, text: str) -> nodes.section:
+    def _section(self, name: str) -> nodes.section:
+        command = [sys.executable, "-c", PROGRAM, name]
+        done = subprocess.run(command, env={**os.environ, **TERMINAL}, capture_output=True, text=True, check=True)
+        text = done.stdout.strip()
         section = nodes.section(ids=[name], names=[name])
         section += [nodes.title(name, name), nodes.literal_block(text, text, language="text")]
         self.state.document.note_implicit_target(section, section)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress import Compression, compress
+from collab_compress import Compression, Solver, compress
 from collab_compress.architectures import FAMILIES, find_attention
 
 
@@ -18,7 +18,7 @@ def either(
     """A stock or a converted model of each family, and two batches with padding."""
     model = make_tiny(family)
     if request.param == "converted":
-        compress(model, Compression(dk=9, sweeps=3), calibration=calibration[2:])
+        compress(model, Compression(dk=9, solver=Solver(sweeps=3)), calibration=calibration[2:])
     return model, calibration[:2]
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from collab_compress import Compression, compress, merge_alphas_, mix_heads_, read_factors
+from collab_compress import Compression, Solver, compress, merge_alphas_, mix_heads_, read_factors
 from collab_compress.analysis import head_energy, tensor_energy, value_energy
 from collab_compress.architectures import FAMILIES, find_dense_attention, find_dense_values
 from collab_compress.conversion.drift import split_held_back
@@ -194,7 +194,9 @@ def test_a_conversion_of_values_captures_what_the_curve_says(family, weighed, dv
     model = make_tiny(family)
     used, _ = split_held_back(calibration)
     found = value_energy(model, used if weighed else None, damping=1e-6)
-    report = compress(model, Compression(dv=dv, damping=1e-6), calibration=calibration if weighed else None)
+    report = compress(
+        model, Compression(dv=dv, solver=Solver(damping=1e-6)), calibration=calibration if weighed else None
+    )
     for module in report.values:
         error = module.data_error if weighed else module.weight_error
         each = found[module.name]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from collab_compress import Compression, compress
+from collab_compress import Compression, Solver, compress
 from collab_compress.analysis import model_latency, module_latency
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.errors import CalibrationError, HeadError
@@ -13,7 +13,7 @@ from collab_compress.errors import CalibrationError, HeadError
 @pytest.fixture
 def two(family, make_tiny, calibration):
     dense, converted = make_tiny(family), make_tiny(family)
-    compress(converted, Compression(dk=24, sweeps=1), calibration=None)
+    compress(converted, Compression(dk=24, solver=Solver(sweeps=1)), calibration=None)
     return dense, converted
 
 
@@ -59,7 +59,7 @@ def test_output_projections_are_timed_too(family, dv, make_tiny):
 
 def test_own_inputs_progress_and_modes(make_tiny, batch):
     dense, converted = make_tiny("bert").train(), make_tiny("bert")
-    compress(converted, Compression(dk=9, sweeps=1), calibration=None)
+    compress(converted, Compression(dk=9, solver=Solver(sweeps=1)), calibration=None)
     told, lengths = [], []
 
     def inputs(length):

@@ -16,7 +16,7 @@ from transformers import (
     StaticCache,
 )
 
-from collab_compress import Compression, HeadMask, compress
+from collab_compress import Compression, HeadMask, Solver, compress
 from collab_compress.attention import decoding, functions
 from collab_compress.attention.decoding import cached_scores, places_of, readers_of, weighted_values
 
@@ -42,16 +42,16 @@ def llama(groups=4):
 
 
 CASES = {
-    "shared": (gpt2, Compression(dk=13, sweeps=1)),
-    "shared, whole pieces": (gpt2, Compression(dk=16, sweeps=1)),
+    "shared": (gpt2, Compression(dk=13, solver=Solver(sweeps=1))),
+    "shared, whole pieces": (gpt2, Compression(dk=16, solver=Solver(sweeps=1))),
     "per-head": (gpt2, Compression(dk=10, form="per-head")),
     "values": (gpt2, Compression(dv=12)),
     "unequal values": (gpt2, Compression(dv=10)),
-    "both": (gpt2, Compression(dk=9, dv=12, sweeps=1)),
-    "fixed heads": (opt, Compression(dk=9, dv=12, sweeps=1)),
+    "both": (gpt2, Compression(dk=9, dv=12, solver=Solver(sweeps=1))),
+    "fixed heads": (opt, Compression(dk=9, dv=12, solver=Solver(sweeps=1))),
     "fixed heads, scaled queries": (opt, Compression(dk=12, form="per-head")),
-    "rotary": (llama, Compression(dk=16, dv=16, sweeps=1)),
-    "grouped": (lambda: llama(2), Compression(dk=8, dv=8, sweeps=1)),
+    "rotary": (llama, Compression(dk=16, dv=16, solver=Solver(sweeps=1))),
+    "grouped": (lambda: llama(2), Compression(dk=8, dv=8, solver=Solver(sweeps=1))),
     "grouped, unequal values": (lambda: llama(2), Compression(dv=7)),
 }
 

@@ -8,10 +8,11 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from collab_compress import Compression, Factors, compress
-from collab_compress.attention import FORMS, Form, FormEdit, install_, is_converted, uninstall_
+from collab_compress.attention import FORMS, FormEdit, install_, is_converted, uninstall_
 from collab_compress.checkpoint import EDITS
 from collab_compress.conversion.report import dense_macs
 from collab_compress.factorization import SOLVERS
+from collab_compress.options import Form
 
 DK, HEADS, HEAD_WIDTH, WIDTH = 10, 3, 8, 24
 NAME = "encoder.layer.0.attention.self"

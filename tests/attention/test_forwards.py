@@ -23,7 +23,7 @@ from transformers import (
     XGLMModel,
 )
 
-from collab_compress import Compression, HeadMask, compress, expand
+from collab_compress import Compression, HeadMask, Solver, compress, expand
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.attention.forwards import FORWARDS, edited_class
 from collab_compress.heads import Tap, masks_without
@@ -87,7 +87,7 @@ def test_the_stock_class_comes_back_when_nothing_of_ours_is_left(model, ids):
 
 
 def test_copies_and_pickles_are_edited_too(model, ids):
-    compress(model, Compression(dk=7, sweeps=5), calibration=None)
+    compress(model, Compression(dk=7, solver=Solver(sweeps=5)), calibration=None)
     expected = run(model, ids)
     for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(attention(made)[0]) is type(attention(model)[0])
@@ -131,7 +131,7 @@ def test_hooks_of_accelerate_stay(model, ids):
     before = run(model, ids)
     for module in attention(model):
         add_hook_to_module(module, ModelHook())
-    compress(model, Compression(dk=7, sweeps=5), calibration=None)
+    compress(model, Compression(dk=7, solver=Solver(sweeps=5)), calibration=None)
     hooked = run(model, ids)
     for module in attention(model):
         remove_hook_from_module(module)

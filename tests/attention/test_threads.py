@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from collab_compress import Compression, HeadMask, compress, mix_heads_
+from collab_compress import Compression, HeadMask, Solver, compress, mix_heads_
 from collab_compress.architectures import FAMILIES, find_attention
 
 IDS = {"vocab_size": 61, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
@@ -23,9 +23,9 @@ def llama():
 
 
 CASES = {
-    "shared": (gpt2, Compression(dk=8, dv=13, sweeps=3)),
+    "shared": (gpt2, Compression(dk=8, dv=13, solver=Solver(sweeps=3))),
     "per-head": (gpt2, Compression(dk=11, form="per-head")),
-    "rotary": (llama, Compression(dk=16, dv=16, sweeps=3)),
+    "rotary": (llama, Compression(dk=16, dv=16, solver=Solver(sweeps=3))),
 }
 
 

@@ -18,7 +18,7 @@ from transformers import (
     RobertaModel,
 )
 
-from collab_compress import Compression, compress
+from collab_compress import CalibrationOptions, Compression, Solver, compress
 from collab_compress.calibration import calibration_batches
 from collab_compress.calibration.batches import noted_batches, read_texts
 from collab_compress.errors import CalibrationError
@@ -389,7 +389,13 @@ def test_of_batches_so_many_sequences_are_read(make_tiny, make_batch):
     found = calibration_batches(loader(), model, sequences=7)
     assert [len(batch["input_ids"]) for batch in found] == [3, 3, 1]
     assert len(drawn) == 3
-    assert compress(model, Compression(dk=8, sweeps=1, sequences=9), loader()).drift.sequences == 1
+    report = compress(
+        model,
+        Compression(dk=8, solver=Solver(sweeps=1)),
+        loader(),
+        calibration_options=CalibrationOptions(sequences=9),
+    )
+    assert report.drift.sequences == 1
 
 
 def test_batches_are_not_cut_and_that_is_said(make_tiny, calibration):

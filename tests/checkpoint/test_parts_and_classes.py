@@ -37,6 +37,7 @@ from collab_compress import (
     CheckpointError,
     Compression,
     FromScratch,
+    Solver,
     alphas_of,
     compress,
     from_config,
@@ -121,8 +122,8 @@ def pruned(model):
 
 
 EDITS = {
-    "shared": lambda model: compress(model, Compression(dk=16, sweeps=3), calibration=None),
-    "narrow": lambda model: compress(model, Compression(dk=16, dv=12, sweeps=3), calibration=None),
+    "shared": lambda model: compress(model, Compression(dk=16, solver=Solver(sweeps=3)), calibration=None),
+    "narrow": lambda model: compress(model, Compression(dk=16, dv=12, solver=Solver(sweeps=3)), calibration=None),
     "alphas": mixed,
     "pruned": pruned,
 }
@@ -227,7 +228,7 @@ def test_fewer_layers(make_tiny, batch, tmp_path):
 def test_models_of_images_and_text(build, modules, tmp_path, load_cleanly):
     torch.manual_seed(0)
     model = build()
-    compress(model, Compression(dk=16, sweeps=3, modules=modules), calibration=None)
+    compress(model, Compression(dk=16, modules=modules, solver=Solver(sweeps=3)), calibration=None)
     model.config.get_text_config().update({"num_key_value_heads": 3})
     model.save_pretrained(tmp_path)
     loaded = load_cleanly(type(model), tmp_path)

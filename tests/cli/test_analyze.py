@@ -10,7 +10,7 @@ from collab_compress_cli import analyze as command
 from tiny_words import bert_config, sentences, word_tokenizer, write_mrpc
 from transformers import BertForSequenceClassification, MarianConfig, MarianModel
 
-from collab_compress import Compression, compress
+from collab_compress import Compression, Solver, compress
 
 QUICK = ("--rounds", 2, "--lengths", 4, "--head-sequences", 2, "--input-sequences", 2, "--kernel-tokens", 8)
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
     for name, saved in (("dense", model), ("translator", translator)):
         saved.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    compress(model, Compression(dk=9, sweeps=2), calibration=None)
+    compress(model, Compression(dk=9, solver=Solver(sweeps=2)), calibration=None)
     model.save_pretrained(folder / "converted")
     tokenizer.save_pretrained(folder / "converted")
     lines = sentences(12)

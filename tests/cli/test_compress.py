@@ -123,7 +123,7 @@ def test_how_much_is_calibrated_on_is_an_option_and_said(run, model_dir, tmp_pat
     assert "calibration uses 24 of 30 texts, drawn at random" in caplog.messages
     assert "24 of 24 texts are longer than 6 tokens and are cut there" in caplog.messages
     stored = json.loads((tmp_path / "out" / "collab_compress.json").read_text(encoding="utf-8"))
-    assert (stored["compression"]["sequences"], stored["compression"]["length"]) == (24, 6)
+    assert stored["calibration_options"] == {"sequences": 24, "length": 6}
     assert len(stored["report"]["warnings"]) == 2
     assert [module["query_vectors"] for module in stored["report"]["modules"]] == [126, 126]
 
@@ -209,7 +209,7 @@ def test_default_output_is_beside_the_person(run, monkeypatch, model_dir, tmp_pa
         (["--dk=-4"], "dk is -4; expected at least 1"),
         (["--dk", "25"], "pass dk between 1 and 24"),
         (["--dk", "8", "--form", "per-head", "--sweeps", "5"], "leave out solver, sweeps, tolerance"),
-        (["--dk", "8", "--solver", "magic"], "unknown solver 'magic'"),
+        (["--dk", "8", "--solver", "magic"], "invalid choice 'magic'"),
         (["--dk", "8", "--calibration", "nowhere.txt"], "cannot read calibration texts from nowhere.txt"),
         (["--dk", "8", "--modules", "nothing"], "matches 'nothing'"),
         (["--dk", "8", "--device", "abacus"], "device 'abacus' cannot be used"),

@@ -7,7 +7,7 @@ import pytest
 from collab_compress_cli import expand
 from huggingface_hub import constants
 
-from collab_compress import Compression, compress
+from collab_compress import Compression, Solver, compress
 from collab_compress.checkpoint import upload
 from collab_compress.errors import CheckpointError
 
@@ -40,7 +40,7 @@ def hub(monkeypatch):
 def small(make_tiny, tmp_path):
     """A converted model in a folder."""
     model = make_tiny("bert")
-    compress(model, Compression(8, sweeps=2), calibration=None)
+    compress(model, Compression(8, solver=Solver(sweeps=2)), calibration=None)
     model.save_pretrained(tmp_path / "small")
     return tmp_path / "small"
 

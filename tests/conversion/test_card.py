@@ -4,7 +4,7 @@ import pytest
 from huggingface_hub import ModelCard
 from transformers import BertForSequenceClassification
 
-from collab_compress import Compression, compress, mix_heads_
+from collab_compress import Compression, Solver, compress, mix_heads_
 from collab_compress.conversion.card import Origin, loading_lines, model_card
 
 SOURCE = """---
@@ -26,7 +26,7 @@ model-index: [{name: x, results: []}]
 @pytest.fixture
 def converted(make_tiny, calibration):
     model = make_tiny("bert", BertForSequenceClassification)
-    return model, compress(model, Compression(dk=8, seed=3), calibration)
+    return model, compress(model, Compression(dk=8, solver=Solver(seed=3)), calibration)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def source(tmp_path):
 def test_it_says_what_the_model_is_and_was(converted, source):
     model, report = converted
     origin = Origin("small", source, "org/small")
-    card = model_card(model, "small-dk8", origin, Compression(dk=8, seed=3), "texts", report)
+    card = model_card(model, "small-dk8", origin, Compression(dk=8, solver=Solver(seed=3)), "texts", report)
     data = ModelCard(str(card)).data.to_dict()
     assert data == {
         "base_model": "org/small", "license": "other", "license_name": "friendly", "license_link": "LICENSE",
@@ -58,7 +58,7 @@ def test_it_says_what_the_model_is_and_was(converted, source):
 @pytest.mark.parametrize("dk", [None, 8])
 def test_it_says_what_became_of_values(dk, make_tiny, calibration, tmp_path):
     model = make_tiny("bert")
-    compression = Compression(dk=dk, dv=10, damping=0.01)
+    compression = Compression(dk=dk, dv=10, solver=Solver(damping=0.01))
     report = compress(model, compression, calibration)
     card = model_card(model, "narrow", Origin("small"), compression, "texts", report).content
     words = "shared attention and narrow values" if dk else "narrow values"

@@ -28,10 +28,12 @@ from transformers import (
 
 from collab_compress import (
     CalibrationError,
+    CalibrationOptions,
     CollabCompressError,
     Compression,
     CompressionError,
     HeadMask,
+    Solver,
     UnsupportedModelError,
     alphas_of,
     compress,
@@ -206,34 +208,61 @@ def test_nothing_changes_when_interrupted_in_the_swap(family, make_tiny, batch, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dk": 0}, "dk is 0; expected at least 1"),
-        ({"dk": 10.5}, r"dk is 10\.5; expected a whole number"),
-        ({"dk": 8, "device": "abacus"}, "device 'abacus' cannot be used"),
-        ({"dk": 8, "device": "meta"}, "device 'meta' cannot be used"),
-        ({"dk": -3}, "dk is -3; expected at least 1"),
-        ({"dk": 25}, r"dk is 25, but 3 heads × 8 = 24 is exact already; pass dk between 1 and 24"),
-        ({"dk": 8, "solver": "magic"}, "unknown solver 'magic'; expected one of als"),
-        ({"dk": 8, "sweeps": 0}, "sweeps is 0; expected at least 1"),
-        ({"dk": 8, "effort": "most"}, "unknown effort 'most'; expected one of best, fast"),
-        ({"dk": 8, "effort": "fast", "sweeps": 5}, "effort 'fast' says how many sweeps als makes; leave out sweeps"),
-        ({"dk": 8, "effort": "fast", "solver": "parafac"}, "leave out sweeps and other solvers"),
-        ({"dk": 8, "effort": "fast", "form": "per-head"}, "leave out solver, sweeps, tolerance, effort"),
-        ({"dv": 8, "effort": "fast"}, "tolerance and effort are for queries and keys"),
-        ({"dk": 8, "sequences": 0}, "sequences is 0; expected at least 1"),
-        ({"dk": 8, "length": 2.5}, r"length is 2\.5; expected a whole number"),
-        ({"dk": 8, "damping": -1.0}, r"damping is -1\.0; expected 0 or more"),
-        ({"dk": 8, "damping": float("inf")}, r"damping is inf; expected 0 or more, up to 1e\+06"),
-        ({"dk": 8, "damping": 1e308}, r"damping is 1e\+308; expected 0 or more, up to 1e\+06"),
-        ({"dk": 8, "damping": float("nan")}, "damping is nan; expected 0 or more"),
-        ({"dk": 8, "tolerance": float("nan")}, "tolerance is nan; expected a finite number, 0 or more"),
-        ({"dk": 8, "tolerance": -1.0}, r"tolerance is -1\.0; expected a finite number, 0 or more"),
-        ({"dk": 8, "seed": 2**64}, "seed is 18446744073709551616; expected a whole number from 0 to"),
-        ({"dk": 8, "seed": -1}, "seed is -1; expected a whole number from 0 to"),
+        (lambda: Compression(dk=0), "dk is 0; expected at least 1"),
+        (lambda: Compression(dk=10.5), r"dk is 10\.5; expected a whole number"),
+        (lambda: Compression(dk=8, solver=Solver(device="abacus")), "device 'abacus' cannot be used"),
+        (lambda: Compression(dk=8, solver=Solver(device="meta")), "device 'meta' cannot be used"),
+        (lambda: Compression(dk=-3), "dk is -3; expected at least 1"),
+        (lambda: Compression(dk=25), r"dk is 25, but 3 heads × 8 = 24 is exact already; pass dk between 1 and 24"),
+        (lambda: Compression(dk=8, solver=Solver(method="magic")), "unknown solver 'magic'; expected one of als"),
+        (lambda: Compression(dk=8, solver=Solver(sweeps=0)), "sweeps is 0; expected at least 1"),
+        (
+            lambda: Compression(dk=8, solver=Solver(effort="most")),
+            "unknown effort 'most'; expected one of best, fast",
+        ),
+        (
+            lambda: Compression(dk=8, solver=Solver(effort="fast", sweeps=5)),
+            "effort 'fast' says how many sweeps als makes; leave out sweeps",
+        ),
+        (
+            lambda: Compression(dk=8, solver=Solver(effort="fast", method="parafac")),
+            "leave out sweeps and other solvers",
+        ),
+        (
+            lambda: Compression(dk=8, form="per-head", solver=Solver(effort="fast")),
+            "leave out solver, sweeps, tolerance, effort",
+        ),
+        (lambda: Compression(dv=8, solver=Solver(effort="fast")), "tolerance and effort are for queries and keys"),
+        (lambda: CalibrationOptions(sequences=0), "sequences is 0; expected at least 1"),
+        (lambda: CalibrationOptions(length=2.5), r"length is 2\.5; expected a whole number"),
+        (lambda: Compression(dk=8, solver=Solver(damping=-1.0)), r"damping is -1\.0; expected 0 or more"),
+        (
+            lambda: Compression(dk=8, solver=Solver(damping=float("inf"))),
+            r"damping is inf; expected 0 or more, up to 1e\+06",
+        ),
+        (
+            lambda: Compression(dk=8, solver=Solver(damping=1e308)),
+            r"damping is 1e\+308; expected 0 or more, up to 1e\+06",
+        ),
+        (lambda: Compression(dk=8, solver=Solver(damping=float("nan"))), "damping is nan; expected 0 or more"),
+        (
+            lambda: Compression(dk=8, solver=Solver(tolerance=float("nan"))),
+            "tolerance is nan; expected a finite number, 0 or more",
+        ),
+        (
+            lambda: Compression(dk=8, solver=Solver(tolerance=-1.0)),
+            r"tolerance is -1\.0; expected a finite number, 0 or more",
+        ),
+        (
+            lambda: Compression(dk=8, solver=Solver(seed=2**64)),
+            "seed is 18446744073709551616; expected a whole number from 0 to",
+        ),
+        (lambda: Compression(dk=8, solver=Solver(seed=-1)), "seed is -1; expected a whole number from 0 to"),
     ],
 )
 def test_bad_options_say_what_to_do(make_tiny, options, message):
-    with pytest.raises(CompressionError, match=message):
-        compress(make_tiny("bert"), Compression(**options), calibration=None)
+    with pytest.raises((CalibrationError, CompressionError), match=message):
+        compress(make_tiny("bert"), options(), calibration=None)
 
 
 def test_converting_a_module_twice_is_refused(make_tiny):
@@ -293,7 +322,11 @@ def test_a_sentence_transformer_is_converted_by_its_transformers_model(minilm_pa
     model = library.SentenceTransformer(str(minilm_path), device="cpu")
     texts = ["a dog runs", "two men play a long game of chess in the park"]
     dense = model.encode(texts)
-    report = compress(model, Compression(dk=96, sweeps=2, sequences=16, length=16))
+    report = compress(
+        model,
+        Compression(dk=96, solver=Solver(sweeps=2)),
+        calibration_options=CalibrationOptions(sequences=16, length=16),
+    )
     assert report.drift.sequences == 2
     converted = model.encode(texts)
     assert len(read_factors(model)) == 6
@@ -390,12 +423,20 @@ def test_sequences_and_length_decide_what_is_read(minilm, minilm_tokenizer, tmp_
     report = compress(copy.deepcopy(minilm), read, texts, minilm_tokenizer)
     assert (report.sequences, report.drift.sequences) == (35, 5)
     assert report.warnings == ()
-    report = compress(copy.deepcopy(minilm), replace(read, sequences=8, length=9), texts, minilm_tokenizer)
+    report = compress(
+        copy.deepcopy(minilm),
+        read,
+        texts,
+        minilm_tokenizer,
+        calibration_options=CalibrationOptions(sequences=8, length=9),
+    )
     assert (report.sequences, report.drift.sequences) == (7, 1)
     assert report.warnings[0] == "calibration uses 8 of 40 texts, drawn at random"
     assert report.warnings[1].endswith("of 8 texts are longer than 9 tokens and are cut there")
     assert set(report.warnings) <= set(caplog.messages)
-    report = compress(minilm, replace(read, sequences=24, length=5), "synthetic", minilm_tokenizer)
+    report = compress(
+        minilm, read, "synthetic", minilm_tokenizer, calibration_options=CalibrationOptions(sequences=24, length=5)
+    )
     assert (report.sequences, report.drift.sequences) == (21, 3)
 
 
@@ -598,11 +639,13 @@ def test_frozen_stays_frozen(make_tiny):
 def test_parafac_without_tensorly_says_what_to_install(make_tiny, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tensorly", None)
     with pytest.raises(CompressionError, match="pip install tensorly"):
-        compress(make_tiny("bert"), Compression(dk=8, solver="parafac"), calibration=None)
+        compress(make_tiny("bert"), Compression(dk=8, solver=Solver(method="parafac")), calibration=None)
 
 
 def test_the_papers_recipe_converts_too(make_tiny):
-    report = compress(make_tiny("bert"), Compression(dk=12, solver="parafac", sweeps=20), calibration=None)
+    report = compress(
+        make_tiny("bert"), Compression(dk=12, solver=Solver(method="parafac", sweeps=20)), calibration=None
+    )
     ours = compress(make_tiny("bert"), Compression(dk=12), calibration=None)
     for one, other in zip(report.modules, ours.modules, strict=True):
         assert 0 < other.weight_error <= one.weight_error
@@ -610,7 +653,7 @@ def test_the_papers_recipe_converts_too(make_tiny):
 
 def test_fast_is_a_third_of_the_sweeps(make_tiny, calibration):
     reports = [
-        compress(make_tiny("bert"), Compression(dk=7, effort=effort, **rest), calibration).modules[0]
+        compress(make_tiny("bert"), Compression(dk=7, solver=Solver(effort=effort, **rest)), calibration).modules[0]
         for effort, rest in (("fast", {"tolerance": 0.0}), ("best", {"tolerance": 0.0, "sweeps": 36}))
     ]
     assert [module.sweeps for module in reports] == [36, 36]
@@ -622,16 +665,18 @@ def test_fast_is_a_quarter_of_the_sweeps_of_rotary_models_too():
         vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32
     )
     found = {
-        effort: compress(LlamaForCausalLM(config), Compression(dk=16, effort=effort), None).modules[0].sweeps
+        effort: compress(LlamaForCausalLM(config), Compression(dk=16, solver=Solver(effort=effort)), None)
+        .modules[0]
+        .sweeps
         for effort in ("best", "fast")
     }
     assert found["best"] == 4 * found["fast"] > 0
 
 
 def test_the_report_says_how_long_the_model_ran(make_tiny, calibration):
-    report = compress(make_tiny("bert"), Compression(dk=7, sweeps=1), calibration)
+    report = compress(make_tiny("bert"), Compression(dk=7, solver=Solver(sweeps=1)), calibration)
     assert 0 < report.calibrating < report.seconds
-    assert compress(make_tiny("bert"), Compression(dk=7, sweeps=1), None).calibrating == 0.0
+    assert compress(make_tiny("bert"), Compression(dk=7, solver=Solver(sweeps=1)), None).calibrating == 0.0
 
 
 def test_a_config_that_cannot_be_copied_is_refused(make_tiny):

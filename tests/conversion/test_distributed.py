@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import BertModel
 
-from collab_compress import Compression, compress
+from collab_compress import Compression, Solver, compress
 from collab_compress.architectures import FAMILIES, find_dense_attention
 from collab_compress.calibration import gather_moments
 from collab_compress.conversion import plan
@@ -17,7 +17,7 @@ PROGRAM = """
 import sys
 import torch
 from transformers import BertModel
-from collab_compress import Compression, CompressionError, compress
+from collab_compress import Compression, CompressionError, Solver, compress
 from collab_compress.conversion import plan
 from collab_compress.distributed import end_processes, process_state
 
@@ -48,7 +48,8 @@ plan.factorize = real
 for device in ("cuda:0", "cuda:1"):
     words = f"device '{device}' would hold 2 processes; pass 'cuda', and each takes its own"
     try:
-        compress(BertModel.from_pretrained(folder), Compression(dk=7, device=device), batches, distributed=True)
+        compression = Compression(dk=7, solver=Solver(device=device))
+        compress(BertModel.from_pretrained(folder), compression, batches, distributed=True)
     except CompressionError as error:
         assert words in str(error), error
     else:
@@ -72,7 +73,7 @@ def test_two_processes_convert_as_one(python, dense, calibration, tmp_path):
     done = python.both(PROGRAM, tmp_path)
     assert done.returncode == 0, done.stderr
     forms = {
-        "shared": Compression(7), "per-head": Compression(7, "per-head"), "narrow": Compression(dv=10),
+        "shared": Compression(7), "per-head": Compression(7, form="per-head"), "narrow": Compression(dv=10),
         "both": Compression(7, dv=12),
     }  # fmt: skip
     for form, compression in forms.items():
@@ -116,7 +117,7 @@ def test_modules_decomposed_at_once_are_as_those_in_turn(dense, calibration, mon
     in_turn, told, seen = copy.deepcopy(dense), [], set()
     with monkeypatch.context() as patch:
         patch.setattr(plan, "AT_ONCE", 1)
-        compress(in_turn, Compression(dk=7, dv=12, sweeps=2), calibration)
+        compress(in_turn, Compression(dk=7, dv=12, solver=Solver(sweeps=2)), calibration)
     real = plan._plan_one
 
     def watched(*args):
@@ -125,7 +126,10 @@ def test_modules_decomposed_at_once_are_as_those_in_turn(dense, calibration, mon
 
     monkeypatch.setattr(plan, "_plan_one", watched)
     report = compress(
-        dense, Compression(dk=7, dv=12, sweeps=2), calibration, progress=lambda *report: told.append(report)
+        dense,
+        Compression(dk=7, dv=12, solver=Solver(sweeps=2)),
+        calibration,
+        progress=lambda *report: told.append(report),
     )
     assert seen == {(False, 1)}
     assert torch.get_num_threads() == 2

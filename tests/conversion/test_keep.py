@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import CLIPConfig, CLIPModel
 
-from collab_compress import Compression, compress
+from collab_compress import CalibrationOptions, Compression, Solver, compress
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.conversion.keep import typical_length
 from collab_compress.errors import CompressionError
@@ -29,7 +29,8 @@ def parameters(model):
 def test_keeps_at_most_the_share_and_one_channel_a_head_more_would_be_too_much(family, keep, make_tiny):
     dense = make_tiny(family)
     model = copy.deepcopy(dense)
-    report = compress(model, Compression(keep=keep, sweeps=2, length=8), calibration=None)
+    compression = Compression(keep=keep, solver=Solver(sweeps=2))
+    report = compress(model, compression, None, calibration_options=CalibrationOptions(length=8))
     chosen = report.compression
     assert parameters(model) <= keep * parameters(dense)
     wider = copy.deepcopy(dense)
@@ -43,7 +44,8 @@ def test_keeps_at_most_the_share_and_one_channel_a_head_more_would_be_too_much(f
 @pytest.mark.parametrize("keep", [0.95, 0.7, 0.4])
 def test_costs_no_more_than_dense_attention_at_the_length(keep, length, make_tiny):
     model = make_tiny("bert")
-    report = compress(model, Compression(keep=keep, length=length, effort="fast"), calibration=None)
+    compression = Compression(keep=keep, solver=Solver(effort="fast"))
+    report = compress(model, compression, None, calibration_options=CalibrationOptions(length=length))
     assert report.length == length
     assert all(module.macs_after <= module.macs_before for module in (*report.modules, *report.values))
 
@@ -76,9 +78,9 @@ def test_the_length_is_one_that_nine_in_ten_texts_do_not_exceed():
     for row, tokens in enumerate((3, 4, 5, 5, 6, 7, 7, 8, 9, 30)):
         mask[row, :tokens] = 1
     batches = [{"attention_mask": mask[:6]}, {"attention_mask": mask[6:]}]
-    assert typical_length(Compression(keep=0.5), batches) == 9
-    assert typical_length(Compression(keep=0.5, length=12), batches) == 12
-    assert typical_length(Compression(keep=0.5)) == 128
+    assert typical_length(CalibrationOptions(), batches) == 9
+    assert typical_length(CalibrationOptions(length=12), batches) == 12
+    assert typical_length(CalibrationOptions()) == 128
 
 
 @pytest.mark.parametrize(

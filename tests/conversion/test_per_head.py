@@ -13,6 +13,7 @@ from collab_compress import (
     Compression,
     CompressionError,
     HeadMask,
+    Solver,
     compress,
     expand,
     make_standalone_,
@@ -230,10 +231,10 @@ def test_heads_of_one_size_swap(make_tiny, batch):
     torch.testing.assert_close(hidden(model, batch), expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"solver": "parafac"}, {"sweeps": 5}, {"tolerance": 1e-3}])
+@pytest.mark.parametrize("options", [{"method": "parafac"}, {"sweeps": 5}, {"tolerance": 1e-3}])
 def test_what_a_closed_form_does_not_need_is_refused(options):
     with pytest.raises(CompressionError, match="solved in closed form; leave out solver, sweeps, tolerance"):
-        Compression(dk=8, form="per-head", **options)
+        Compression(dk=8, form="per-head", solver=Solver(**options))
 
 
 def test_an_unknown_form_is_refused():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rotary_models import make_rotary
 
-from collab_compress import Compression, CompressionError, compress
+from collab_compress import Compression, CompressionError, Solver, compress
 from collab_compress.conversion import plan
 
 NAMES = ["bert", "phi"]
@@ -41,7 +41,7 @@ def test_an_interrupt_ends_all_at_once(make_tiny, batch, interrupt):
     model = make_tiny("bert")
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     with pytest.raises(KeyboardInterrupt):
-        compress(model, Compression(dk=8, sweeps=ENDLESS, tolerance=0.0), [batch, batch])
+        compress(model, Compression(dk=8, solver=Solver(sweeps=ENDLESS, tolerance=0.0)), [batch, batch])
     assert time.monotonic() - interrupt[0] < 5
     assert not [thread for thread in threading.enumerate() if "ThreadPool" in thread.name]
     assert torch.get_num_threads() == 2
@@ -61,7 +61,7 @@ def test_an_error_in_one_ends_the_others(make_tiny, batch, monkeypatch):
     monkeypatch.setattr(plan, "factorize", failing)
     started = time.monotonic()
     with pytest.raises(CompressionError, match="no"):
-        compress(make_tiny("bert"), Compression(dk=8, sweeps=ENDLESS, tolerance=0.0), [batch, batch])
+        compress(make_tiny("bert"), Compression(dk=8, solver=Solver(sweeps=ENDLESS, tolerance=0.0)), [batch, batch])
     assert time.monotonic() - started < 10
 
 
@@ -69,7 +69,7 @@ def test_an_error_in_one_ends_the_others(make_tiny, batch, monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_threads_build_no_graphs_and_keep_to_the_models_device(name, make_tiny, batch, monkeypatch):
     """Gradients and the default device are each thread's own, and a new thread has neither set."""
-    compression = Compression(dk=8, dv=12, sweeps=3)
+    compression = Compression(dk=8, dv=12, solver=Solver(sweeps=3))
     expected = make(make_tiny, name)
     compress(expected, compression, [batch, batch])
     threads = set()

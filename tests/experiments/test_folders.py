@@ -115,7 +115,7 @@ DK = "compression={dk: 12}"
         (["compression.keep=0.0001"], "keep"),
         (["compression={dk: 12, modules: nothing*}"], "nothing"),
         (["compression={dk: 12, kinds: cross}"], "cross"),
-        (["compression={dk: 12, device: 'cuda:9'}"], "cuda:9"),
+        (["compression={dk: 12, solver: {device: 'cuda:9'}}"], "cuda:9"),
         ([DK, "calibration=nowhere.txt"], "nowhere.txt"),
         (["tuning.arguments={adam_beta1: 2}"], "beta"),
         (["tuning.arguments={dataloader_num_workers: -1}"], "num_workers"),

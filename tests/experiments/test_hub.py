@@ -8,10 +8,10 @@ import pytest
 from collab_compress_cli.run import main, sweep_main
 from datasets import Dataset, DatasetDict
 
-from collab_compress.conversion.compression import Compression
 from collab_compress.errors import RecipeError
 from collab_compress.experiments import Recipe, Tuning, run
 from collab_compress.experiments.record import hub_commits
+from collab_compress.options import Compression
 
 COMMITS = {"v1": "1" * 40, "v2": "2" * 40}
 DATA = {"sentence1": ["red cat", "blue dog"] * 4, "sentence2": ["red cat", "red bird"] * 4, "label": [1, 0] * 4}

@@ -161,7 +161,8 @@ def test_perplexity_without_the_dominant_head(text, tmp_path, perplexity_by_toke
 def test_stages_of_a_conversion_and_what_an_interrupt_leaves(start, data_dir, tmp_path, monkeypatch):
     settings = [
         "task=mrpc", f"model={start}", f"data_dir={data_dir}", f"output={tmp_path / 'out'}", "max_length=24",
-        f"tuning={TUNING}", "compression={dk: 12, sequences: 8}", f"again={TUNING}", "trackers=[]",
+        f"tuning={TUNING}", "compression={dk: 12}", "calibration_options={sequences: 8}", f"again={TUNING}",
+        "trackers=[]",
     ]  # fmt: skip
     taken, table = [], dict(measures.MEASURES)
 

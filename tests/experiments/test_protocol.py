@@ -149,7 +149,7 @@ def test_experiments_are_not_mixed(start, data_dir, tmp_path):
     for change, field in (
         ("seed=1", "seed"),
         ("tuning.epochs=1", "tuning"),
-        ("compression.damping=1", "compression"),
+        ("compression.solver.damping=1", "compression"),
     ):
         recipe = read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "again=null", change))
         with pytest.raises(RecipeError, match=f"made with another {field}"):

@@ -47,9 +47,11 @@ def test_one_kind_of_attention_needs_no_list(path):
 
 
 def test_calibration_is_a_choice(path):
-    recipe = read_recipe(path, ["compression.sequences=500", "compression.length=32", "calibration=texts.txt"])
-    assert (recipe.compression.sequences, recipe.compression.length) == (500, 32)
-    assert read_recipe(path).compression.sequences is None
+    recipe = read_recipe(
+        path, ["calibration_options.sequences=500", "calibration_options.length=32", "calibration=texts.txt"]
+    )
+    assert (recipe.calibration_options.sequences, recipe.calibration_options.length) == (500, 32)
+    assert read_recipe(path).calibration_options.sequences is None
 
 
 def test_every_recipe_in_the_repository_reads():
@@ -70,7 +72,7 @@ def test_every_recipe_in_the_repository_reads():
         ("task=foo", "unknown task 'foo'; expected one of ag_news"),
         ("heads.penalties=[{name: q}]", "unknown loss 'q'"),
         ("compression.dk=0", "dk is 0; expected at least 1"),
-        ("compression.sequences=0", "sequences is 0; expected at least 1"),
+        ("calibration_options.sequences=0", "sequences is 0; expected at least 1"),
         ("recovery={steps: 0}", "recovery takes 0 steps; expected 1 to"),
         ("recovery={}", "recovery trains a converted model on calibration data"),
         ("model=null", "either a model to start from, or"),

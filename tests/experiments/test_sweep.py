@@ -30,7 +30,10 @@ def path(start, data_dir, tmp_path):
         },
         "tasks": {"mrpc": {"tuning": {"epochs": 2}}},
         "methods": {"plain": None, "drophead": {"heads": {"drophead": [{"p": 0.2}]}}},
-        "conversions": {"dk12": {"compression": {"dk": 12}}, "rough": {"compression": {"dk": 6, "sweeps": 1}}},
+        "conversions": {
+            "dk12": {"compression": {"dk": 12}},
+            "rough": {"compression": {"dk": 6, "solver": {"sweeps": 1}}},
+        },
         "seeds": [0, 1],
     }  # fmt: skip
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep, sort_keys=False))
@@ -50,7 +53,7 @@ def test_every_combination_once(path):
     assert recipes[0].output.parts[-3:] == ("mrpc", "plain", "seed0")
     assert (recipes[0].tuning.epochs, recipes[0].tuning.learning_rate) == (2, 1e-3)  # the task's own, and everyone's
     assert recipes[2].heads.drophead[0].p == 0.2
-    assert recipes[1].compression.sweeps == 1
+    assert recipes[1].compression.solver.sweeps == 1
 
 
 def test_only_some(path):

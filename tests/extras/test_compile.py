@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import BertForSequenceClassification
 
-from collab_compress import Compression, compress
+from collab_compress import Compression, Solver, compress
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = [
@@ -19,7 +19,7 @@ pytestmark = [
 
 
 def test_minilm_as_one_graph_for_all_shapes(minilm, minilm_tokenizer):
-    compress(minilm, Compression(dk=128, sweeps=2), calibration=None)
+    compress(minilm, Compression(dk=128, solver=Solver(sweeps=2)), calibration=None)
     compiled = torch.compile(minilm, fullgraph=True, dynamic=True)
     for number, (rows, words) in enumerate(((3, 9), (2, 17), (5, 40))):
         texts = [" ".join(["word"] * (words - row)) for row in range(rows)]

@@ -2,7 +2,7 @@
 
 import torch
 
-from collab_compress import Compression, compress
+from collab_compress import Compression, Solver, compress
 
 TEXTS = ["A man is playing a guitar.", "The quick brown fox jumps over the lazy dog, twice, and then it rests."]
 
@@ -35,6 +35,6 @@ def test_eager_attention_and_no_mask(make_tiny, make_batch, dynamic):
 
 
 def test_minilm(minilm, minilm_tokenizer, dynamic):
-    compress(minilm, Compression(dk=128, sweeps=2), calibration=None)
+    compress(minilm, Compression(dk=128, solver=Solver(sweeps=2)), calibration=None)
     batches = [dict(minilm_tokenizer(texts, padding=True, return_tensors="pt")) for texts in (TEXTS, TEXTS[:1])]
     check_same(exported(minilm, batches[0], dynamic).module(), minilm, batches)

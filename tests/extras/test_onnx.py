@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from collab_compress import Compression, compress
+from collab_compress import Compression, Solver, compress
 
 pytest.importorskip("onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -44,7 +44,7 @@ def test_every_kind_for_any_shape(converted, batches, dynamic, tmp_path):
 
 
 def test_minilm(minilm, minilm_tokenizer, dynamic, tmp_path):
-    compress(minilm, Compression(dk=128, sweeps=2), calibration=None)
+    compress(minilm, Compression(dk=128, solver=Solver(sweeps=2)), calibration=None)
     batches = [dict(minilm_tokenizer(texts, padding=True, return_tensors="pt")) for texts in (TEXTS, TEXTS[:1])]
     found = session(minilm, batches[0], dynamic, tmp_path / "model.onnx")
     for batch in batches:

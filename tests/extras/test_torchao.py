@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, TorchAoConfig
 
-from collab_compress import Compression, UnsupportedModelError, compress, expand, prune_heads_
+from collab_compress import Compression, Solver, UnsupportedModelError, compress, expand, prune_heads_
 from collab_compress.errors import HeadError
 
 pytest.importorskip("torchao")
@@ -28,7 +28,7 @@ INT4_VALUES = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup
 
 @pytest.fixture
 def converted(minilm):
-    compress(minilm, Compression(dk=128, sweeps=5), calibration=None)
+    compress(minilm, Compression(dk=128, solver=Solver(sweeps=5)), calibration=None)
     return minilm
 
 
@@ -74,7 +74,7 @@ def test_int8(config, least, dtype, converted, embed):
 def test_int4_values_cost_what_they_cost_the_dense_model(minilm, embed):
     """Four bits kept in eight: what there is on a CPU."""
     dense = copy.deepcopy(minilm)
-    compress(minilm, Compression(dk=128, sweeps=5), calibration=None)
+    compress(minilm, Compression(dk=128, solver=Solver(sweeps=5)), calibration=None)
     one, other = (least_cosine(embed(quantized(model, INT4_VALUES)), embed(model)) for model in (dense, minilm))
     assert other > one - 0.05
     assert other > 0.85
@@ -124,6 +124,6 @@ def test_what_reads_weights_refuses(minilm, embed):
     with pytest.raises(HeadError, match=r"query: got Int8Tensor, .*undo quantization"):
         prune_heads_(dense, {FIRST: [0]})
     assert torch.equal(embed(dense), expected)
-    compress(minilm, Compression(dk=128, sweeps=2), calibration=None)
+    compress(minilm, Compression(dk=128, solver=Solver(sweeps=2)), calibration=None)
     with pytest.raises(UnsupportedModelError, match=r"query\.proj: got torchao.*undo quantization"):
         expand(quantized(minilm, Int8WeightOnlyConfig()))

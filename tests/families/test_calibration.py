@@ -15,7 +15,7 @@ from transformers import (
     Wav2Vec2FeatureExtractor,
 )
 
-from collab_compress import CalibrationError, Compression, compress
+from collab_compress import CalibrationError, Compression, Solver, compress
 from collab_compress.calibration import calibration_batches
 from collab_compress.calibration.batches import noted_batches
 from collab_compress.calibration.gather import real_tokens
@@ -35,7 +35,7 @@ def test_synthetic_data_suffices(kin, build, inputs, tokenizer):
         ):
             compress(model, Compression(dk=7), "synthetic", tokenizer)
         return
-    report = compress(model, Compression(dk=7, sweeps=5), "synthetic", tokenizer)
+    report = compress(model, Compression(dk=7, solver=Solver(sweeps=5)), "synthetic", tokenizer)
     assert report.drift.sequences == (48 if set(inputs(kin)) <= TOKENS else 16)
     assert 0 < report.drift.relative_error < 2
     assert all(0 < module.data_error < 1 for module in report.modules)
@@ -166,7 +166,7 @@ def test_a_folder_of_images(pictures, build, tokenizer, tmp_path):
     batches, notes = noted_batches(pictures, model, None, sequences=3, length=None, seed=0)
     assert [batch["pixel_values"].shape for batch in batches] == [(3, 3, 8, 8)]
     assert notes == ["calibration uses 3 of 5 files, drawn at random"]
-    assert compress(model, Compression(dk=7, sweeps=1), str(pictures)).drift.relative_error > 0
+    assert compress(model, Compression(dk=7, solver=Solver(sweeps=1)), str(pictures)).drift.relative_error > 0
     clip = saved_with(CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size=8), build("clip"), tmp_path / "clip")
     both = CLIPProcessor(CLIPImageProcessorPil(), tokenizer)
     (batch,) = calibration_batches(pictures, clip, both, length=9)

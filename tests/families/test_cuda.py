@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from collab_compress import Compression, HeadMask, compress, expand, head_importance, read_factors
+from collab_compress import Compression, HeadMask, Solver, compress, expand, head_importance, read_factors
 from collab_compress.attention.kernels import folded, sdpa
 from collab_compress.attention.per_head import attend_separately
 from collab_compress.attention.shared import attend
@@ -55,7 +55,7 @@ def test_a_conversion_on_the_gpu_is_that_of_the_cpu(name, form, build, some):
 def test_where_to_decompose_is_a_choice(name, device, build, some):
     model = build(name).cuda() if device == "cpu" else build(name)
     place = next(model.parameters()).device
-    report = compress(model, Compression(dk=9, device=device), some(name))
+    report = compress(model, Compression(dk=9, solver=Solver(device=device)), some(name))
     assert {parameter.device for parameter in model.parameters()} == {place}
     assert report.drift.relative_error < 2
 
@@ -226,9 +226,11 @@ def test_a_checkpoint_goes_through_the_gpu_and_back(make_tiny, batch, tmp_path, 
 def test_the_real_model(minilm, minilm_tokenizer):
     """Calibration, decomposition and drift of MiniLM on the GPU, in float32 and bfloat16."""
     batches = calibration_batches("synthetic", minilm, minilm_tokenizer)
-    expected = compress(copy.deepcopy(minilm), Compression(dk=128, sweeps=20), batches)
-    found = compress(copy.deepcopy(minilm).cuda(), Compression(dk=128, sweeps=20), batches)
-    half = compress(copy.deepcopy(minilm).to("cuda", torch.bfloat16), Compression(dk=128, sweeps=20), batches)
+    expected = compress(copy.deepcopy(minilm), Compression(dk=128, solver=Solver(sweeps=20)), batches)
+    found = compress(copy.deepcopy(minilm).cuda(), Compression(dk=128, solver=Solver(sweeps=20)), batches)
+    half = compress(
+        copy.deepcopy(minilm).to("cuda", torch.bfloat16), Compression(dk=128, solver=Solver(sweeps=20)), batches
+    )
     for report in (found, half):
         assert report.drift.relative_error == pytest.approx(expected.drift.relative_error, rel=0.1)
         for one, other in zip(report.modules, expected.modules, strict=True):

@@ -11,6 +11,7 @@ from collab_compress import (
     Compression,
     CompressionError,
     HeadMask,
+    Solver,
     UnsupportedModelError,
     compress,
     expand,
@@ -84,14 +85,20 @@ def test_key_cache_bytes_before_and_after(name, dk, keys, calibrated, build, inp
     assert layers > 0
     assert cached(model, batch) == [(4 * 24, 4 * 24)] * layers
     assert counted(model) == [4 * 24] * layers
-    compress(model, Compression(dk=dk, sweeps=3), [inputs(name, seed) for seed in range(3)] if calibrated else None)
+    compress(
+        model,
+        Compression(dk=dk, solver=Solver(sweeps=3)),
+        [inputs(name, seed) for seed in range(3)] if calibrated else None,
+    )
     assert cached(model, batch) == [(4 * keys, 4 * 24)] * layers
     assert counted(model) == [4 * keys] * layers
 
 
 def test_content_biases_where_queries_have_none_are_a_choice(build, inputs):
     model, batch = build("t5"), inputs("t5")
-    compress(model, Compression(dk=8, centre=True, sweeps=3), [inputs("t5", seed) for seed in range(3)])
+    compress(
+        model, Compression(dk=8, solver=Solver(centre=True, sweeps=3)), [inputs("t5", seed) for seed in range(3)]
+    )
     assert {keys for keys, _ in cached(model, batch)} == {4 * 16}
     assert all(factors.content_bias is not None for factors in read_factors(model).values())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -121,7 +128,9 @@ def test_the_room_of_opt_is_known_before_any_work(form, centre, biased, calibrat
     refused = [dk for dk in (22, 23, 24) if biases and (dk < 24 or biased)]
     for dk in (21, 22, 23, 24):
         model = OPTModel(config)
-        options = Compression(dk=dk, form=form, centre=centre, sweeps=None if form == "per-head" else 1)
+        options = Compression(
+            dk=dk, form=form, solver=Solver(centre=centre, sweeps=None if form == "per-head" else 1)
+        )
         if dk in refused:
             with monkeypatch.context() as patched:
                 patched.setattr("collab_compress.conversion.compress.noted_batches", None)  # not reached
@@ -188,7 +197,7 @@ def test_a_static_cache_allocated_before_is_refused_where_it_does_not_fit(build,
 def test_where_exactly_h_heads_are_viewed_both_maps_make_caches_smaller(name, dk, dv, pieces, build, inputs, tinies):
     """Keys and values are laid out alike, in as many pieces of 8 as the wider of the two fills: R + H, or dv."""
     model, batch = build(name), inputs(name)
-    compress(model, Compression(dk=dk, dv=dv, sweeps=1 if dk else None), [batch, batch])
+    compress(model, Compression(dk=dk, dv=dv, solver=Solver(sweeps=1 if dk else None)), [batch, batch])
     assert {site.heads for site in find_dense_attention(build(name), FAMILIES)} == {3}
     assert {site.heads for site in find_attention(model, FAMILIES)} == {3}
     with torch.no_grad():
@@ -205,7 +214,7 @@ def test_where_exactly_h_heads_are_viewed_both_maps_make_caches_smaller(name, dk
 def test_heads_of_such_models_are_removed_and_all_is_undone(name, build, inputs, run, tmp_path):
     dense, batch = build(name), inputs(name)
     model = copy.deepcopy(dense)
-    compress(model, Compression(dk=9, dv=8, sweeps=1), [batch, batch])
+    compress(model, Compression(dk=9, dv=8, solver=Solver(sweeps=1)), [batch, batch])
     heads = {site.name: [1] for site in find_attention(model, FAMILIES)}
     with HeadMask(model, masks_without(model, heads)):
         expected = run(model, batch)

@@ -6,6 +6,7 @@ import torch
 from collab_compress import (
     Compression,
     HeadMask,
+    Solver,
     alphas_of,
     compress,
     merge_alphas_,
@@ -46,7 +47,7 @@ def forget_biases_(kin, model):
 def model(request, kin, build):
     made = build(kin)
     if request.param == "converted":
-        compress(made, Compression(dk=7, sweeps=20), calibration=None)
+        compress(made, Compression(dk=7, solver=Solver(sweeps=20)), calibration=None)
     return made
 
 
@@ -100,7 +101,7 @@ def test_mixing_merges(kin, model, inputs, run):
 
 def test_opt_keeps_room_for_its_shared_keys(build):
     model = build("opt")
-    compress(model, Compression(dk=15, sweeps=20), calibration=None)
+    compress(model, Compression(dk=15, solver=Solver(sweeps=20)), calibration=None)
     with pytest.raises(
         HeadError, match=r"self_attn cannot do with 2 heads: got dk 15 .* pass dk up to 14; or remove"
     ):

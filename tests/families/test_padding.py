@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import MusicgenMelodyModel
 
-from collab_compress import Compression, compress
+from collab_compress import Compression, Solver, compress
 from collab_compress.architectures import FAMILIES, find_attention, find_dense_attention, find_dense_values
 from collab_compress.calibration import gather_moments
 from collab_compress.conversion.drift import drift_of
@@ -60,7 +60,7 @@ def test_padding_counts_nowhere(kin, build, inputs, tinies, attend_by_):
             torch.testing.assert_close(found.second, expected.second, atol=1e-4, rtol=1e-4)
 
     model = copy.deepcopy(dense)
-    compress(model, Compression(dk=tinies[kin].full // 2, dv=11, sweeps=1), calibration=None)
+    compress(model, Compression(dk=tinies[kin].full // 2, dv=11, solver=Solver(sweeps=1)), calibration=None)
     if kin not in ("siglip", "siglip2"):  # they pool the last token, padding or not
         far, near = (drift_of(model, dense, [batch]).relative_error for batch in (padded, bare))
         assert far == pytest.approx(near, rel=1e-3)

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import BertConfig, CLIPConfig, CLIPModel, ViTConfig, Wav2Vec2Config
 
-from collab_compress import Compression, compress, expand, read_factors
+from collab_compress import Compression, Solver, compress, expand, read_factors
 from collab_compress.architectures import FAMILIES, find_attention, find_dense_attention
 from collab_compress.calibration import calibration_batches
 from collab_compress.errors import UnsupportedModelError
@@ -47,7 +47,7 @@ def test_both_parts_are_converted(joined, run, tmp_path, load_cleanly):
     assert torch.equal(model.generate(**source, **options), dense.generate(**source, **options))
     expand(model)
     assert model.state_dict().keys() == dense.state_dict().keys()
-    compress(model, Compression(dk=9, dv=12, sweeps=3), calibration=[batch, batch])
+    compress(model, Compression(dk=9, dv=12, solver=Solver(sweeps=3)), calibration=[batch, batch])
     model.save_pretrained(tmp_path)
     loaded = load_cleanly(type(model), tmp_path)
     assert len(read_factors(loaded)) == len(KINDS)

@@ -20,7 +20,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from collab_compress import Compression, FromScratch, compress, expand, from_config
+from collab_compress import Compression, FromScratch, Solver, compress, expand, from_config
 from collab_compress.analysis import module_costs
 from collab_compress.analysis.energy import score_parts
 from collab_compress.architectures import FAMILIES, find_dense_attention
@@ -156,7 +156,7 @@ def test_fewer_heads_follow_the_formula(name, dk, model):
     groups = getattr(converted.config, "num_key_value_heads", 4)
     if dk > 8 * groups:
         return
-    compress(converted, Compression(dk=dk, sweeps=20), calibration=[batch(seed) for seed in range(3)])
+    compress(converted, Compression(dk=dk, solver=Solver(sweeps=20)), calibration=[batch(seed) for seed in range(3)])
     slow = Slow(converted.double(), 3e-5)
     with torch.no_grad():
         converted(**batch())
@@ -246,16 +246,19 @@ def test_widths_are_whole_heads(model):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("compression", "told"),
     [
-        ({"form": "per-head"}, "there is no per-head form of queries and keys that a rotary embedding turns"),
-        ({"centre": True}, "neither is centred"),
-        ({"solver": "parafac"}, "solver als decomposes them"),
+        (
+            Compression(dk=8, form="per-head"),
+            "there is no per-head form of queries and keys that a rotary embedding turns",
+        ),
+        (Compression(dk=8, solver=Solver(centre=True)), "neither is centred"),
+        (Compression(dk=8, solver=Solver(method="parafac")), "solver als decomposes them"),
     ],
 )
-def test_what_rotary_models_lack_is_said_at_once(options, told, model):
+def test_what_rotary_models_lack_is_said_at_once(compression, told, model):
     with pytest.raises(CompressionError, match=told):
-        compress(model("llama"), Compression(dk=8, **options), calibration=None)
+        compress(model("llama"), compression, calibration=None)
     with pytest.raises(CompressionError, match="come in whole heads of 8, so pass dk and dv"):
         compress(model("llama"), Compression(keep=0.5), calibration=None)
     with pytest.raises(UnsupportedModelError, match="so Wq·Wkᵀ is not what the scores use"):
@@ -296,7 +299,7 @@ def test_every_rotary_family_keeps_the_contracts(name, tmp_path, load_cleanly):
         assert torch.equal(generated(full, do_sample=False), generated(dense, do_sample=False))
     expand(full)
     torch.testing.assert_close(run(full, batch()), expected, atol=1e-4, rtol=1e-3)
-    compress(low, Compression(dk=8, dv=10, sweeps=5), calibration=[batch(seed) for seed in range(3)])
+    compress(low, Compression(dk=8, dv=10, solver=Solver(sweeps=5)), calibration=[batch(seed) for seed in range(3)])
     assert all(parameter.is_contiguous() for parameter in low.parameters())
     expected = run(low, batch())
     low.save_pretrained(tmp_path)

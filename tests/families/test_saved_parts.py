@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from collab_compress import Compression, compress
+from collab_compress import Compression, Solver, compress
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.attention import is_converted
 from collab_compress.checkpoint import edits_of
@@ -23,7 +23,7 @@ def dense(kin, build, tinies):
 @pytest.fixture
 def model(dense):
     converted = copy.deepcopy(dense)
-    compress(converted, Compression(dk=7, sweeps=3), calibration=None)
+    compress(converted, Compression(dk=7, solver=Solver(sweeps=3)), calibration=None)
     return converted
 
 

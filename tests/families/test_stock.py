@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from collab_compress import Compression, compress, mix_heads_
+from collab_compress import Compression, Solver, compress, mix_heads_
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.conversion.stock import to_stock
 from collab_compress.errors import CompressionError
@@ -63,7 +63,7 @@ def test_what_has_no_stock_form_says_what_could_be_done_instead(build, inputs):
     with pytest.raises(CompressionError, match="needs queries, keys and values of all modules narrower"):
         to_stock(model)
     shared = copy.deepcopy(model)
-    compress(shared, Compression(dk=12, dv=12, sweeps=2), calibration=[batch])
+    compress(shared, Compression(dk=12, dv=12, solver=Solver(sweeps=2)), calibration=[batch])
     with pytest.raises(CompressionError, match="no channels shared"):
         to_stock(shared)
     wide = copy.deepcopy(model)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress import Compression, HeadMask, compress, expand, prune_heads_
+from collab_compress import Compression, HeadMask, Solver, compress, expand, prune_heads_
 from collab_compress.architectures import FAMILIES, find_attention, find_dense_values
 from collab_compress.errors import CompressionError
 
@@ -58,7 +58,7 @@ def test_narrow_values_equal_their_dense_twin(kin, dk, dv, attend_by_, build, in
     dense, batch = build(kin), inputs(kin)
     converted = copy.deepcopy(dense)
     if dk:
-        compress(dense, Compression(dk=dk, sweeps=2), calibration=[batch])
+        compress(dense, Compression(dk=dk, solver=Solver(sweeps=2)), calibration=[batch])
         converted = copy.deepcopy(dense)
     report = compress(converted, Compression(dv=dv), calibration=[batch, batch])
     twin = dense_twin(dense, converted)
@@ -72,7 +72,7 @@ def test_narrow_values_equal_their_dense_twin(kin, dk, dv, attend_by_, build, in
 @pytest.mark.every_family
 def test_they_reload_and_train(kin, build, inputs, run, tmp_path):
     model, batch = build(kin), inputs(kin)
-    compress(model, Compression(dk=9, dv=UNEQUAL, sweeps=2), calibration=[batch, batch])
+    compress(model, Compression(dk=9, dv=UNEQUAL, solver=Solver(sweeps=2)), calibration=[batch, batch])
     model.save_pretrained(tmp_path / "saved")
     loaded = type(model).from_pretrained(tmp_path / "saved")
     assert torch.equal(run(loaded, batch), run(model, batch))
@@ -105,7 +105,7 @@ def test_generation_with_and_without_a_cache(generator, build, inputs, tinies):
     if not model.config.is_encoder_decoder:
         asked["attention_mask"] = torch.ones_like(asked["attention_mask"])
     cached = "encoder_hidden_states" not in asked  # stock BERT cannot use a cache when it gets them by hand
-    compress(model, Compression(dk=9, dv=8, sweeps=2), calibration=[batch, batch])
+    compress(model, Compression(dk=9, dv=8, solver=Solver(sweeps=2)), calibration=[batch, batch])
     first = model.generate(**asked, max_new_tokens=6, do_sample=False, use_cache=cached)
     again = model.generate(**asked, max_new_tokens=6, do_sample=False, use_cache=False)
     assert torch.equal(first, again)

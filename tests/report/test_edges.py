@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import BertModel, GPT2Config, GPT2Model, LlamaConfig, LlamaModel, ViTConfig, ViTModel
 
-from collab_compress import Compression, compress, prune_heads_
+from collab_compress import Compression, Solver, compress, prune_heads_
 from collab_compress.analysis import module_costs
 from collab_compress.calibration import calibration_batches
 from collab_compress.errors import CalibrationError, HeadError
@@ -32,7 +32,7 @@ def whole(study):
 def test_other_families_and_their_conversions(family, make_tiny, make_batch):
     model, converted = make_tiny(family), make_tiny(family)
     batches = [make_batch(family, seed=seed) for seed in range(2)]
-    compress(converted, Compression(dk=9, sweeps=2), calibration=None)
+    compress(converted, Compression(dk=9, solver=Solver(sweeps=2)), calibration=None)
     found = whole(Study(converted, batches, baseline=model, look=QUICK))
     assert {each.name for each in found.sections} == set(SECTIONS) - {"attention_maps"}
     growth = next(t for section in found.sections for t in section.tables if t.name == "growth")

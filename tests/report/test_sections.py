@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from collab_compress import Compression, alphas_of, compress, mix_heads_
+from collab_compress import Compression, Solver, alphas_of, compress, mix_heads_
 from collab_compress.analysis import (
     attention_maps,
     average_distance,
@@ -226,7 +226,7 @@ def test_cost(study, section):
 def test_mixing(study, bert):
     assert "mixing" in look_at(study, ["mixing", "cost"]).omitted
     model = bert()
-    compress(model, Compression(dk=6, sweeps=2), calibration=None)
+    compress(model, Compression(dk=6, solver=Solver(sweeps=2)), calibration=None)
     mix_heads_(model)
     for layer, alphas in enumerate(alphas_of(model).values()):
         with torch.no_grad():

@@ -25,10 +25,10 @@ from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.conversion.compress import compress
-from collab_compress.conversion.compression import Compression
 from collab_compress.conversion.expand import expand
 from collab_compress.errors import CollabCompressError, HeadError
 from collab_compress.heads import Tap, head_importance
+from collab_compress.options import Compression, Solver
 from collab_compress.report.section import (
     Cell,
     Curve,
@@ -180,8 +180,11 @@ def _pair(study: Study, widths: Mapping[str, int]) -> tuple[PreTrainedModel, Pre
     if study.converted:
         expand(made)
         return made, study.model
-    compression = Compression(widths.get("dk"), dv=widths.get("dv"), sweeps=1 if "dk" in widths else None)
-    compress(made, compression, calibration=None)
+    compress(
+        made,
+        Compression(widths.get("dk"), dv=widths.get("dv"), solver=Solver(sweeps=1 if "dk" in widths else None)),
+        calibration=None,
+    )
     return study.model, made
 
 

@@ -1,0 +1,233 @@
+"""Options of conversions and reports: the same dataclasses in the Python API, on the command line and in recipes.
+
+Nothing large is imported here, so that a command can print its help at once.
+"""
+
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Annotated, Any, Literal, TypeAlias, get_args
+
+import tyro
+
+from collab_compress.errors import CalibrationError, CompressionError, HeadError
+
+Kind: TypeAlias = Literal["encoder", "decoder", "cross"]
+"""Self-attention of an encoder or of a decoder, or cross-attention."""
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Form: TypeAlias = Literal["shared", "per-head"]
+Method: TypeAlias = Literal["als", "parafac"]
+Effort: TypeAlias = Literal["best", "fast"]
+SECTION_NAMES = ("energy", "mixing", "cost", "similarity", "diversity", "attention_maps", "dominance", "content")
+"""Sections of a report, in the order of the page."""
+
+LARGEST_DAMPING = 1e6
+
+
+def _check_count(error: type[Exception], **counts: Any) -> None:
+    """Refuse what is not a whole number of at least 1; None is allowed.
+
+    Raises:
+        error: naming the first option that is neither.
+    """
+    for name, value in counts.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise error(f"{name} is {value!r}; expected a whole number")
+        if value is not None and value < 1:
+            raise error(f"{name} is {value}; expected at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solver:
+    """How the factors of queries and keys, and the channels of values, are computed."""
+
+    method: Annotated[Method, tyro.conf.arg(name="solver")] = "als"
+    """Solver of queries and keys: als (ours) or parafac (the papers' recipe, through tensorly)."""
+
+    effort: Effort = "best"
+    """How long to look for the factors of queries and keys: best is the solver's own default, fast two fifths of
+    its sweeps, for errors about 2 % higher."""
+
+    sweeps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Most passes over the factors; the solver's own default if not given."""
+
+    tolerance: Annotated[float | None, tyro.conf.arg(metavar="X")] = None
+    """Stop once a sweep lowers the error by less than this share of it (parafac: of the heads' norm); the
+    solver's own default if not given."""
+
+    damping: float = 1e-3
+    """Share of the mean input variance added to every direction, so that unseen ones keep some weight."""
+
+    centre: bool | None = None
+    """Weigh by covariances, and fold what the mean query loses into the content bias; None centres keys alone where
+    queries have no bias (T5), so that no content bias appears there, which would take room in key-value caches."""
+
+    seed: int = 0
+    """Seed of random tokens and random starts."""
+
+    device: tyro.conf.Suppress[str | None] = None
+    """Where to decompose, as torch names it (cpu, cuda:0; cuda is each process's own GPU); where the model is if not
+    given, or the CPU if that device has no float64."""
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (
+            ("solver", self.method, get_args(Method)),
+            ("effort", self.effort, get_args(Effort)),
+        ):
+            if value not in choices:
+                raise CompressionError(f"unknown {name} {value!r}; expected one of {', '.join(choices)}")
+        if self.effort == "fast" and (self.sweeps is not None or self.method != "als"):
+            raise CompressionError("effort 'fast' says how many sweeps als makes; leave out sweeps and other solvers")
+        _check_count(CompressionError, sweeps=self.sweeps)
+        if not 0 <= self.damping <= LARGEST_DAMPING:
+            raise CompressionError(
+                f"damping is {self.damping}; expected 0 or more, up to {LARGEST_DAMPING:g} (calibration 'none' "
+                "weighs all directions alike)"
+            )
+        if self.tolerance is not None and not 0 <= self.tolerance < inf:
+            raise CompressionError(f"tolerance is {self.tolerance}; expected a finite number, 0 or more")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+            raise CompressionError(f"seed is {self.seed}; expected a whole number from 0 to 2³² − 1")
+
+    @property
+    def iteration_is_default(self) -> bool:
+        """Whether method, effort, sweeps and tolerance, which only iterative solvers have, are at their defaults."""
+        return (self.method, self.effort, self.sweeps, self.tolerance) == ("als", "best", None, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression:
+    """How to turn dense attention into its collaborative form: which modules, how wide, in which form.
+
+    Example:
+        >>> Compression(dk=128, dv=192, solver=Solver(effort="fast")).form
+        'shared'
+    """
+
+    dk: Annotated[int | None, tyro.conf.arg(metavar="N")] = field(default=None, kw_only=False)
+    """Width of queries and keys, all heads together: from 1 to heads × head width, where the conversion is exact; a
+    third of that is where to begin, and collab-analyze MODEL --sections energy suggests one. They stay dense if not
+    given."""
+
+    dv: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Width of values and of what the output projection reads, all heads together: from 1 to heads × head width,
+    where the conversion is exact; two thirds of that is where to begin. They stay dense if not given."""
+
+    keep: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
+    """Share of the attention's parameters to keep, in place of dk, dv and form: each module gets its own widths, in
+    the form with the fewest operations on inputs of the calibration's `length`, or of the length that nine in ten
+    texts do not exceed, or else of 128 tokens."""
+
+    form: Form = "shared"
+    """Whether heads share their channels, or each has its own, as many as pay (per-head: cheaper on long inputs)."""
+
+    equal_heads: bool = False
+    """In the per-head form: all heads equally wide, as a stock model has them, in place of as wide as pays."""
+
+    modules: Annotated[str, tyro.conf.arg(metavar="GLOB")] = "*"
+    """Convert only attention modules whose path matches."""
+
+    kinds: tuple[Kind, ...] = KINDS
+    """Convert only attention of these kinds: encoder and decoder (self-attention), cross."""
+
+    solver: Solver = Solver()
+    """How the conversion is computed."""
+
+    def __post_init__(self) -> None:
+        if self.form not in get_args(Form):
+            raise CompressionError(f"unknown form {self.form!r}; expected one of {', '.join(get_args(Form))}")
+        if self.keep is None and self.dk is None and self.dv is None:
+            raise CompressionError(
+                "none of dk, dv and keep is given; pass the width of queries and keys, of values, or a share to keep"
+            )
+        _check_count(CompressionError, dk=self.dk, dv=self.dv)
+        if self.keep is not None:
+            self._check_keep()
+        if self.equal_heads and self.form != "per-head":
+            raise CompressionError("equal_heads is for the per-head form; pass form='per-head' too, or leave it out")
+        object.__setattr__(self, "kinds", tuple(self.kinds))  # lists come from JSON and YAML
+        unknown = sorted(set(self.kinds) - set(KINDS))
+        if unknown or not self.kinds:
+            raise CompressionError(f"kinds are {', '.join(unknown) or 'none'}; expected some of {', '.join(KINDS)}")
+        self._check_solver()
+
+    def _check_keep(self) -> None:
+        if (self.dk, self.dv, self.form) != (None, None, "shared"):
+            raise CompressionError("keep chooses dk, dv and form; leave those out, or leave out keep")
+        if not isinstance(self.keep, int | float) or not 0 < self.keep < 1:
+            raise CompressionError(f"keep is {self.keep!r}; expected a number between 0 and 1")
+
+    def _check_solver(self) -> None:
+        """Refuse settings of an iterative solver where none runs."""
+        if not isinstance(self.solver, Solver):
+            raise CompressionError(f"solver is {self.solver!r}; expected Solver(method='als', …)")
+        if self.form == "per-head" and not self.solver.iteration_is_default:
+            raise CompressionError(
+                "the per-head form is solved in closed form; leave out solver, sweeps, tolerance, effort"
+            )
+        values_alone = self.dk is None and self.keep is None
+        if values_alone and (self.form != "shared" or not self.solver.iteration_is_default):
+            raise CompressionError("form, solver, sweeps, tolerance and effort are for queries and keys; pass dk too")
+
+    def with_solver(self, **changes: Any) -> "Compression":
+        """Return a copy with other settings of the solver."""
+        return replace(self, solver=replace(self.solver, **changes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationOptions:
+    """How much of the calibration data is used."""
+
+    sequences: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Calibration sequences: so many random ones (384 if not given, 128 with `length`), or a random sample of the
+    texts (all of them if not given)."""
+
+    length: Annotated[int | None, tyro.conf.arg(metavar="T")] = None
+    """Tokens of a random sequence (8 to 128 if not given), or where texts are cut (at the model's limit if not
+    given)."""
+
+    def __post_init__(self) -> None:
+        _check_count(CalibrationError, sequences=self.sequences, length=self.length)
+
+
+@dataclass(frozen=True)
+class Look:
+    """How much is looked at."""
+
+    dk: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Shared width R at which the cost of dense attention is counted and timed. If neither this nor dv is given, a
+    third of H·d."""
+
+    dv: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Width of values, all heads together, at which the cost of dense attention is counted and timed."""
+
+    head_sequences: Annotated[int, tyro.conf.arg(metavar="N")] = 16
+    """Sequences on which heads are silenced one by one; the drift of the outputs is measured on these."""
+
+    input_sequences: Annotated[int, tyro.conf.arg(metavar="N")] = 256
+    """Sequences on which inputs of queries and keys, and what heads hand on, are measured, for energy and content."""
+
+    kernel_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 1000
+    """Tokens that CKA with the RBF kernel is measured on; time and memory grow with their square."""
+
+    lengths: tuple[int, ...] = (32, 128, 512)
+    """Numbers of tokens at which attention modules are timed; those beyond the model's positions are left out."""
+
+    rounds: int = 10
+    """How often each module is timed at each length."""
+
+    seed: int = 0
+    """Seed of what is drawn: tokens, sentences, samples, order."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", tuple(self.lengths))  # lists come from JSON and YAML
+        for name, least in (("head_sequences", 1), ("input_sequences", 1), ("kernel_tokens", 4), ("rounds", 2)):
+            if getattr(self, name) < least:
+                raise HeadError(f"{name} is {getattr(self, name)}; expected at least {least}")
+        for name, width in (("dk", self.dk), ("dv", self.dv)):
+            if width is not None and width < 1:
+                raise HeadError(f"{name} is {width}; expected at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise HeadError(f"seed is {self.seed}; expected a whole number from 0 to 2³² − 1")
+        if min(self.lengths, default=1) < 1:
+            raise HeadError(f"lengths are {', '.join(map(str, self.lengths))}; expected at least 1 token")
