@@ -71,10 +71,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, minilm_path: Path, minilm_t
 
 
 def tiny_classifier(vocabulary: int, heads: int) -> BertForSequenceClassification:
-    sizes = {"hidden_size": 12 * 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 12 * 12, "intermediate_size": 32, "num_hidden_layers": 1}
     return BertForSequenceClassification(BertConfig(vocab_size=vocabulary, num_attention_heads=heads, **sizes))
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
 @pytest.mark.parametrize(("page", "snippet"), SNIPPETS)
 def test_snippets_run(
     page: str, snippet: str, folder: Path, minilm_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -82,7 +83,7 @@ def test_snippets_run(
     for source in folder.iterdir():
         (tmp_path / source.name).symlink_to(source.resolve())
     monkeypatch.chdir(tmp_path)
-    if "save_pretrained(\"my-classifier-128\")" in snippet:
+    if 'save_pretrained("my-classifier-128")' in snippet:
         (tmp_path / "my-classifier-128").unlink()  # the snippet writes it
     torch.manual_seed(0)
     classifier = tiny_classifier(len(minilm_tokenizer), heads=12 if page == "README" else 4)
