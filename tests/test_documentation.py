@@ -5,8 +5,22 @@ import importlib
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import (
+    BartConfig,
+    BartModel,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainingArguments,
+)
+
+from collab_compress import Compression, compress
+from collab_compress.training import DropHeadOptions, HeadTraining
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -27,8 +41,73 @@ def test_what_is_imported_is_there(page: Path) -> None:
                 assert not missing, f"{statement.module} has no {', '.join(missing)}"
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) < 900
+SNIPPET_PAGES = [ROOT / "README.md"] + [
+    ROOT / "docs" / "guides" / f"{name}.md"
+    for name in ("acting_on_heads", "classifier", "decoders", "embedding_model", "looking_at_heads")
+]
+SNIPPETS = [
+    pytest.param(page.stem, block, id=f"{page.stem}-{number}")
+    for page in SNIPPET_PAGES
+    for number, block in enumerate(blocks(page, "python"))
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, minilm_path: Path, minilm_tokenizer: Any) -> Path:
+    """Return a folder with the checkpoints that snippets load."""
+    folder = tmp_path_factory.mktemp("snippets")
+    torch.manual_seed(0)
+    vocabulary = len(minilm_tokenizer)
+    gpt2 = GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=vocabulary, bos_token_id=101, eos_token_id=102)
+    models = {"gpt2-384": GPT2LMHeadModel(gpt2), "my-classifier": tiny_classifier(vocabulary, heads=4)}
+    converted = tiny_classifier(vocabulary, heads=4)
+    compress(converted, Compression(dk=128), tokenizer=minilm_tokenizer)
+    models["my-classifier-128"] = converted
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        minilm_tokenizer.save_pretrained(folder / name)
+    (folder / "minilm-128").symlink_to(minilm_path)
+    return folder
+
+
+def tiny_classifier(vocabulary: int, heads: int) -> BertForSequenceClassification:
+    sizes = {"hidden_size": 12 * 12, "intermediate_size": 32, "num_hidden_layers": 1}
+    return BertForSequenceClassification(BertConfig(vocab_size=vocabulary, num_attention_heads=heads, **sizes))
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
+@pytest.mark.parametrize(("page", "snippet"), SNIPPETS)
+def test_snippets_run(
+    page: str, snippet: str, folder: Path, minilm_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for source in folder.iterdir():
+        (tmp_path / source.name).symlink_to(source.resolve())
+    monkeypatch.chdir(tmp_path)
+    if 'save_pretrained("my-classifier-128")' in snippet:
+        (tmp_path / "my-classifier-128").unlink()  # the snippet writes it
+    torch.manual_seed(0)
+    classifier = tiny_classifier(len(minilm_tokenizer), heads=12 if page == "README" else 4)
+    sizes = {"d_model": 128, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": len(minilm_tokenizer)}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    model = BartModel(BartConfig(**sizes, **heads)) if page == "embedding_model" else classifier
+    if page != "embedding_model":
+        model = model.bert if "encoder.layer.0.attention.self" in snippet else model
+    batch = dict(minilm_tokenizer(["a cat", "two dogs run"], padding=True, return_tensors="pt"))
+    labelled = {**batch, "labels": torch.tensor([0, 1])}
+    names = {
+        "model": model,
+        "tokenizer": minilm_tokenizer,
+        "torch": torch,
+        "batch": batch,
+        "batches": [labelled, labelled],
+        "data": [{**minilm_tokenizer("a cat"), "label": 0}] * 2,
+        "arguments": TrainingArguments("trained", num_train_epochs=1, report_to="none", use_cpu=True),
+        "head_training": HeadTraining(drophead=(DropHeadOptions(0.2),)),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "epochs": 1,
+        "evaluate": lambda model: float(model(**batch)[0].detach().sum()),
+    }
+    exec(compile(snippet, page, "exec"), names)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -10,8 +10,10 @@ from collab_compress.errors import UnsupportedModelError
 
 # (mark in a class name, mark in a child's name, reason)
 _ROTARY = (
-    "rotaryembedding", "rotary_emb", "a rotary position embedding turns queries and keys after their projection"
-)  # fmt: skip
+    "rotaryembedding",
+    "rotary_emb",
+    "a rotary position embedding turns queries and keys after their projection",
+)
 _INTERPOSED = (
     _ROTARY,
     ("", "q_norm", "queries and keys are normalised after their projection (QK-norm)"),

@@ -152,9 +152,13 @@ def noted_batches(
 
 
 def _unlike_texts(
-    calibration: Any, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, sequences: int | None,
-    length: int, seed: int,
-) -> tuple[list[Batch], list[str]]:  # fmt: skip
+    calibration: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    sequences: int | None,
+    length: int,
+    seed: int,
+) -> tuple[list[Batch], list[str]]:
     """Make batches of noise or of a folder for a model that reads more than texts; or say what to pass instead."""
     notes: list[str] = []
     inputs: dict[str, Tensor] = {}

@@ -14,18 +14,40 @@ from typing import Any
 from collab_compress.errors import CheckpointError, one_line
 
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model",
-    "source.spm", "tekken.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.txt",
+    "vocab.json",
+    "spiece.model",
+    "tokenizer.model",
+    "source.spm",
+    "tekken.json",
+)
 RUST_OS_ERROR = re.compile(r"\(os error \d+\)")  # in errors of safetensors and tokenizers, as of a full disk
 MODULES = "modules.json"  # of sentence-transformers
 COMPANIONS = (  # tokenizers, processors, settings, licences; no weights, code or data
-    "*.json", "*.jinja", "*.model", "*.spm", "*.codes", "*.tiktoken", "vocab*.txt", "merges*.txt", "dict.txt",
-    "emoji.txt", "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*",
-)  # fmt: skip
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.spm",
+    "*.codes",
+    "*.tiktoken",
+    "vocab*.txt",
+    "merges*.txt",
+    "dict.txt",
+    "emoji.txt",
+    "LICENSE*",
+    "LICENCE*",
+    "COPYING*",
+    "NOTICE*",
+)
 LEFT_BEHIND = (  # written anew, or of other weights or a training run
-    "config.json", "*.index.json", "adapter_*.json", "trainer_state.json", "*_results.json",
-)  # fmt: skip
+    "config.json",
+    "*.index.json",
+    "adapter_*.json",
+    "trainer_state.json",
+    "*_results.json",
+)
 PICKLED = (".bin", ".pt", ".pth")
 
 

@@ -53,9 +53,13 @@ LEGACY = re.compile(
 ADAPTED = re.compile(r"lora_|(^|[._])scales?(_inv)?$|qweight$|qzeros$|g_idx$|SCB$|absmax$|quant_map")
 MOST = {"layer": 10_000, "group": 10_000, "expert": 10_000, "labels": 10_000_000}  # words in names of entries
 DESCRIPTIONS = (
-    "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json",
-    "processor_config.json", "preprocessor_config.json",
-)  # fmt: skip
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+)
 
 
 def find_directory(name: str, revision: str | None = None) -> Path:
@@ -151,9 +155,13 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> tuple[An
     _check_weights(source)
     try:
         model, found = model_class.from_pretrained(
-            source, trust_remote_code=False, use_safetensors=True, output_loading_info=True,
-            ignore_mismatched_sizes=True, **options,
-        )  # fmt: skip
+            source,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
     except Exception as error:
         raise CheckpointError(f"cannot load weights from {source}: {_reason(error)}") from error
     for name, stored, expected in sorted(found["mismatched_keys"]):
@@ -382,9 +390,12 @@ def _file(source: str | Path, name: str) -> Path | None:
         return Path(source) / name if (Path(source) / name).exists() else None
     try:
         found = cached_file(
-            str(source), name, _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False,
-        )  # fmt: skip
+            str(source),
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            _raise_exceptions_for_gated_repo=False,
+        )
     except Exception:  # no such model; loading says so in its own words
         return None
     return None if found is None else Path(found)

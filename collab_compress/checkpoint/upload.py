@@ -52,9 +52,10 @@ def push_to_hub(directory: str | Path, name: str, *, private: bool | None = None
     try:
         repository = api.create_repo(name, private=private, exist_ok=True).repo_id
         api.upload_folder(
-            folder_path=directory, repo_id=repository,
+            folder_path=directory,
+            repo_id=repository,
             commit_message=message or "Upload a model made with collab-compress",
-        )  # fmt: skip
+        )
     except Exception as error:  # the hub's own errors, those of its transport, and of the files
         raise CheckpointError(f"the hub does not take {name}: {one_line(error)}") from error
     return f"{api.endpoint}/{repository}"

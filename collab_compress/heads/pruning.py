@@ -282,10 +282,16 @@ def _kept(model: PreTrainedModel, site: AttentionSite, removed: Sequence[int], s
         )
     value_width = value.out_features // site.heads if form is None else site.head_width
     return KeptHeads(
-        kept=kept, before=site.heads, head_width=site.head_width, value_width=value_width,
-        heads=family.heads, query=family.query, key=family.key, value=family.value,
+        kept=kept,
+        before=site.heads,
+        head_width=site.head_width,
+        value_width=value_width,
+        heads=family.heads,
+        query=family.query,
+        key=family.key,
+        value=family.value,
         output=family.output,
-    )  # fmt: skip
+    )
 
 
 def _check_query_and_key(site: AttentionSite, kept: Sequence[int], shared: Collection[int]) -> None:

@@ -173,9 +173,10 @@ def soft(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scor
     if rotation.t_max > last // 2:
         raise HeadError(
             f"t_max is {rotation.t_max} for {len(sites)} layers of {sites[0].kind} attention; expected at most "
-            f"{last // 2}" + (", for printed pairs layer i with L−i" if rotation.printed else "")
+            f"{last // 2}"
+            + (", for printed pairs layer i with L−i" if rotation.printed else "")
             + ("; the strategy needs more modules than a single shared one" if last < 2 else "")
-        )  # fmt: skip
+        )
     pairs: list[Pair] = []
     for lower, upper in zip(sites[: rotation.t_max], sites[last - 1 :: -1], strict=False):
         _check_k(rotation, min(lower.heads, upper.heads), sites)

@@ -181,8 +181,10 @@ def _check_head(head: Head, seen: Collection[Head], sites: dict[str, AttentionSi
         have = ", ".join(list(sites)[:3]) + (", …" if len(sites) > 3 else "")
         raise HeadError(f"{head[0]!r} is no attention module of this model; those are {have}")
     if head in seen:
-        raise HeadError(f"head {head[1]} of {head[0]} is named twice; name each head in one pair only, so that "
-                        "swapping again undoes the swap")  # fmt: skip
+        raise HeadError(
+            f"head {head[1]} of {head[0]} is named twice; name each head in one pair only, so that "
+            "swapping again undoes the swap"
+        )
 
 
 def _matched(one: AttentionSite, i: int, other: AttentionSite, j: int) -> list[tuple[HeadBlock, HeadBlock]]:
@@ -195,8 +197,9 @@ def _matched(one: AttentionSite, i: int, other: AttentionSite, j: int) -> list[t
             "pair heads of the same module, or expand the model to its dense form first"
         )
     blocks, others = head_blocks(one, i), head_blocks(other, j)
-    shapes, other_shapes = ([(block.of(block.parameter).shape, block.parameter.dtype) for block in side]
-                            for side in (blocks, others))  # fmt: skip
+    shapes, other_shapes = (
+        [(block.of(block.parameter).shape, block.parameter.dtype) for block in side] for side in (blocks, others)
+    )
     if shapes != other_shapes:
         raise HeadError(
             f"{place}: their parameters differ, {_described(shapes)} against {_described(other_shapes)}; "
