@@ -174,8 +174,8 @@ def _check_word(name: str, word: str) -> None:
         sys.exit(ERROR)
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lay out a table, a line each: names in the first column, numbers in the others.
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> list[str]:
+    """Return the lines of a table whose first `words` columns hold text, and whose other columns hold numbers.
 
     On a terminal it is drawn as wide as that is. Elsewhere it is plain text that programs can read: no colours, a
     row a line, nothing cut.
@@ -187,7 +187,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     terminal = sys.stdout.isatty()
     drawn = Table(box=SIMPLE_HEAD if terminal else None, pad_edge=False, show_edge=False)
     for place, name in enumerate(header):
-        drawn.add_column(name, justify="right" if place else "left", overflow="fold", no_wrap=not terminal)
+        drawn.add_column(name, justify="left" if place < words else "right", overflow="fold", no_wrap=not terminal)
     for row in rows:
         drawn.add_row(*row)
     console = Console(

@@ -15,6 +15,8 @@ from collab_compress.experiments.pages import verdicts_of
 from collab_compress.experiments.recipe import parse
 from collab_compress.experiments.results import Result
 
+from .tables import comparison_blocks, to_markdown
+
 PART = re.compile(r"<!-- (records|claims): (.*?) -->(\r?\n).*?<!-- end -->", re.DOTALL)
 START = re.compile(r"<!-- (?:records|claims):")
 NONE = "No records yet."
@@ -37,7 +39,7 @@ class Chosen:
     """Models, named as in tables; all if not given."""
 
     def holds(self, result: Result) -> bool:
-        """Say whether a record is among them."""
+        """Return whether a record is one of the chosen."""
         return (
             result.column.name in self.tasks
             and result.variant.method in (self.methods or (result.variant.method,))
@@ -47,7 +49,7 @@ class Chosen:
 
 
 def regenerated(path: Path, results: Sequence[Result]) -> str:
-    """Give the text of a Markdown file with its generated parts made anew.
+    """Return the text of a Markdown file with its generated parts made from results.
 
     Args:
         path: of the file; each part stands between `<!-- records: … -->` or `<!-- claims: PAPER -->` and
@@ -78,8 +80,6 @@ def regenerated(path: Path, results: Sequence[Result]) -> str:
 
 
 def _scores(about: str, results: Sequence[Result], path: Path) -> str:
-    from .results import comparison_blocks
-
     try:
         settings = json.loads(about)
     except ValueError as error:
@@ -90,8 +90,7 @@ def _scores(about: str, results: Sequence[Result], path: Path) -> str:
     found = [result for result in results if chosen.holds(result)]
     if not found:
         return NONE
-    blocks = comparison_blocks(compare(found), [])
-    return "\n\n".join(block if isinstance(block, str) else block.markdown() for block in blocks)
+    return to_markdown(comparison_blocks(compare(found), []))
 
 
 def _claims(about: str, verdicts: dict[str, list[Verdict]], path: Path) -> str:
