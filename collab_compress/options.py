@@ -22,6 +22,7 @@ SECTION_NAMES = ("energy", "mixing", "cost", "similarity", "diversity", "attenti
 """Sections of a report, in the order of the page."""
 
 LARGEST_DAMPING = 1e6
+MOST_SWEEPS = 1_000_000
 
 
 def _check_count(error: type[Exception], **counts: Any) -> None:
@@ -79,6 +80,8 @@ class Solver:
         if self.effort == "fast" and (self.sweeps is not None or self.method != "als"):
             raise CompressionError("effort 'fast' says how many sweeps als makes; leave out sweeps and other solvers")
         _check_count(CompressionError, sweeps=self.sweeps)
+        if self.sweeps is not None and self.sweeps > MOST_SWEEPS:
+            raise CompressionError(f"sweeps is {self.sweeps:.3g}; expected at most {MOST_SWEEPS:,}")
         if not 0 <= self.damping <= LARGEST_DAMPING:
             raise CompressionError(
                 f"damping is {self.damping}; expected 0 or more, up to {LARGEST_DAMPING:g} (calibration 'none' "
