@@ -216,7 +216,7 @@ def test_nothing_changes_when_interrupted_in_the_swap(family, make_tiny, batch, 
         (lambda: Compression(dk=25), r"dk is 25, but 3 heads × 8 = 24 is exact already; pass dk between 1 and 24"),
         (lambda: Compression(dk=8, solver=Solver(method="magic")), "unknown solver 'magic'; expected one of als"),
         (lambda: Compression(dk=8, solver=Solver(sweeps=0)), "sweeps is 0; expected at least 1"),
-        (lambda: Compression(dk=8, solver=Solver(sweeps=10**30)), "sweeps is 1e+30; expected at most 1,000,000"),
+        (lambda: Compression(dk=8, solver=Solver(sweeps=10**30)), r"sweeps is 1e\+30; expected at most 1,000,000"),
         (
             lambda: Compression(dk=8, solver=Solver(effort="most")),
             "unknown effort 'most'; expected one of best, fast",
