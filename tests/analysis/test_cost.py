@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from collab_compress import Compression, compress
+from collab_compress import CalibrationOptions, Compression, compress
 from collab_compress.analysis import layer_cost, module_costs, paper_table_1
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.errors import HeadError
@@ -24,7 +24,8 @@ def test_parameters_and_cache_are_those_of_the_live_model(family, form, make_tin
     for site, cost in zip(find_attention(model, FAMILIES), planned, strict=True):
         assert cost.name == site.name
         assert cost.dense.parameters == live_parameters(site)
-    report = compress(model, Compression(dk=9, form=form, length=128), calibration=calibration[:2])
+    options = CalibrationOptions(length=128)  # at which costs are counted
+    report = compress(model, Compression(dk=9, form=form), calibration[:2], calibration_options=options)
     assert module_costs(model, dk=99) == planned
     for cost, module in zip(planned, report.modules, strict=True):
         counted = (module.parameters_before, module.parameters_after, module.macs_before, module.macs_after)
