@@ -57,7 +57,7 @@ def translated(sentences, tmp_path):
     """A recipe of a collaborative model whose heads are mixed, trained and scored, and its record."""
     settings = (
         "task=parallel", f"data_dir={sentences}", "fresh.attention={dk: 12}", "heads.alphas={frozen_ratio: 0.5}",
-        "translation={source: aa, target: bb, beams: 3, max_length: 12}", "tuning.epochs=20",
+        "translation={source: aa, target: bb, beams: 3, max_length: 12}", "tuning.epochs=30",
     )  # fmt: skip
     [record] = run(recipe(tmp_path / "out", *settings))
     return settings, record
