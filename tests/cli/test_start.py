@@ -204,14 +204,29 @@ def test_warnings_are_shown_once_at_the_end(capsys):
     assert capsys.readouterr().err == "x: 3 texts are cut\n"
 
 
-def test_an_error_after_a_signal_is_an_interrupt(capsys):
+@pytest.fixture
+def hang_up():
+    """Set how SIGHUP is met, whatever the tests themselves were started under."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield lambda handler: signal.signal(signal.SIGHUP, handler)
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_an_error_after_a_signal_is_an_interrupt(capsys, hang_up):
     def work():
         try:
             signal.raise_signal(signal.SIGHUP)
         except KeyboardInterrupt:
             raise ValueError("a library's own words for it") from None
 
+    hang_up(signal.SIG_DFL)
     interrupted(work, capsys)
+
+
+def test_under_nohup_a_hang_up_is_ignored(hang_up):
+    hang_up(signal.SIG_IGN)
+    with stopping_in_one_line("x"):
+        signal.raise_signal(signal.SIGHUP)
 
 
 @pytest.mark.parametrize(
