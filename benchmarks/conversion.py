@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--against", type=Path, help="another checkout of this repository")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--options", type=json.loads, default={}, help="further fields of Compression")
+    parser.add_argument("--options", type=json.loads, default={}, help='of Solver, as JSON: {"effort": "fast"}')
     parser.add_argument("--records", type=Path, help="append a JSON line for each conversion to this file")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -80,7 +80,7 @@ def shared(
     """Convert a copy; `given` is a tokenizer and a seed for random tokens."""
     model, width = copy.deepcopy(dense), int(share * dense.config.hidden_size)
     solver = Solver(seed=given.pop("seed", 0))
-    compression = Compression(dk=width, dv=width if values else None, solver=Solver(method=solver))
+    compression = Compression(dk=width, dv=width if values else None, solver=solver)
     compress(model, compression, calibration=batches, **given)
     return model
 

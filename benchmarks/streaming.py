@@ -24,6 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
 
+from timing import resident_bytes
+
 WORDS, SHORTEST, LONGEST, HELD_OUT = 5000, 3, 9, 100
 
 
@@ -41,8 +43,7 @@ def write_corpus(folder: Path, rows: int) -> None:
 
 def own_memory() -> float:
     """Memory of this process that is no mapped file, in MiB."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) / 1024
+    return resident_bytes("RssAnon") / 2**20
 
 
 class Meter:

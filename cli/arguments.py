@@ -223,10 +223,10 @@ class CompressArguments:
         """What is appended to the model's name to name the output."""
         widths = {name: getattr(self.compression, name) for name in ("keep", "dk", "dv")}
         converted = "".join(f"-{name}{width}" for name, width in widths.items() if width is not None)
-        if self.stock:
-            return f"{converted}{'' if self.recover is None else '-recovered'}-stock"
-        form = "" if self.compression.form == "shared" else f"-{self.compression.form}"
         recovered = "" if self.recover is None else "-recovered"
+        if self.stock:
+            return f"{converted}{recovered}-stock"
+        form = "" if self.compression.form == "shared" else f"-{self.compression.form}"
         return converted + form + recovered + ("-mixed" if self.mix else "")
 
 

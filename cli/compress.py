@@ -78,10 +78,10 @@ def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | No
     """Convert the model, and time it beside the dense one where it reads tokens and works alone."""
     compression = Compression(**vars(arguments.compression))
     together = process_state().num_processes > 1
-    tensors = [*source.model.parameters(), *source.model.buffers()]
-    dense = (
-        None if together else deepcopy(source.model, {id(tensor): tensor for tensor in tensors})
-    )  # no weight twice
+    dense = None
+    if not together and not arguments.saving.quiet:
+        tensors = [*source.model.parameters(), *source.model.buffers()]
+        dense = deepcopy(source.model, {id(tensor): tensor for tensor in tensors})  # no weight twice
     with bar("calibrating", "module", arguments.saving.quiet) as show:
         show(0, 0, "running the model to see the inputs of attention")
         report = compress(
@@ -93,7 +93,7 @@ def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | No
             calibration_options=arguments.calibration_options,
             distributed=together,
         )
-    if dense is None or arguments.saving.quiet:
+    if dense is None:
         return report, None
     try:
         return report, model_latency(dense, source.model, report.length, batch_size=TIMED_TOGETHER)

@@ -87,17 +87,9 @@ def run(arguments: Arguments) -> None:
 
 
 def _print(blocks: Iterable[str | Grid]) -> None:
-    try:
-        for block in blocks:
-            lines = [block.rstrip("\n")] if isinstance(block, str) else table(block.header, block.rows, block.words)
-            print(*lines, sep="\n")
-        sys.stdout.flush()
-    except BrokenPipeError:  # told by the exit code alone
-        raise
-    except OSError as error:
-        from collab_compress.errors import RecipeError
-
-        raise RecipeError(f"cannot write the output: {error.strerror}") from error
+    for block in blocks:
+        lines = [block.rstrip("\n")] if isinstance(block, str) else table(block.header, block.rows, block.words)
+        print(*lines, sep="\n")
 
 
 if __name__ == "__main__":

@@ -199,8 +199,8 @@ def _conditions(table: PaperTable) -> str:
 def comparison_lines(comparison: Comparison, papers: Sequence[PaperTable]) -> list[Line]:
     """Return each score with its difference to the reference, then the papers' scores on the same tasks.
 
-    `low` and `high` are the ends of the difference's 95 % t-interval. One seed has no deviation and no interval, and
-    a score without a pair has no difference; these fields are left out.
+    `low` and `high` are the ends of the difference's 95 % t-interval. With one seed `sd` is None, and there is no
+    interval; a score without a pair has no difference. Fields that a score does not have are left out.
     """
     lines: list[Line] = []
     for row in comparison.rows:

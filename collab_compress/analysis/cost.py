@@ -123,7 +123,7 @@ def module_costs(
     Args:
         model: stock or converted.
         length: tokens T.
-        dk: channels R for dense scores, without content biases; converted scores have their own.
+        dk: channels R for dense scores, which content biases add to; converted scores have their own.
         dv: channels for dense values; narrow values have their own.
         form: form for dense scores; converted scores have their own.
         kinds: which kinds of attention.
@@ -188,10 +188,10 @@ def paper_table_1() -> list[PaperRow]:
 
 @dataclass(frozen=True)
 class Latency:
-    """The time that one attention module takes for inputs of one length.
+    """The time that one attention module, or a whole model, takes for inputs of one length.
 
     Args:
-        name: path of the module in both models.
+        name: path of the module in both models; empty for a whole model.
         length: tokens T.
         dense_ms: median time of the dense module and its output projection, in milliseconds.
         converted_ms: median time of the converted one.

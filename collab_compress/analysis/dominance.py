@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite, nan
 from typing import Any, TypeAlias
 
 import torch
@@ -30,7 +30,8 @@ class Dominance:
 
     Args:
         baseline: the score with all heads.
-        changes: module path → score without head h, less the baseline, (H,) in float64.
+        changes: module path → score without head h, less the baseline, (H,) in float64; nan for heads that were not
+            silenced.
         kinds: module path → kind of attention.
         greater_is_better: whether a greater score is a better one.
     """
@@ -42,9 +43,9 @@ class Dominance:
 
     @property
     def dominant(self) -> dict[str, int]:
-        """The head of each module whose loss costs most."""
+        """The head of each module whose loss costs most, of those that were silenced."""
         sign = 1 if self.greater_is_better else -1
-        return {name: int((sign * changes).argmin()) for name, changes in self.changes.items()}
+        return {name: int((sign * changes).nan_to_num(nan=inf).argmin()) for name, changes in self.changes.items()}
 
     def mean_change(self, heads: Mapping[str, int]) -> dict[Kind, float]:
         """Return the mean change over layers without one head of each, for each kind of attention (Table 4).
@@ -83,6 +84,7 @@ def dominant_heads(
     batches: Batches | None = None,
     greater_is_better: bool = True,
     kinds: Collection[Kind] = KINDS,
+    heads: Mapping[str, int] | None = None,
     progress: Progress = False,
 ) -> Dominance:
     """Return how the score changes when one head at a time is silenced ("Scheduled DropHead", Table 4).
@@ -95,6 +97,8 @@ def dominant_heads(
             outputs, ‖without − with‖ / ‖with‖ over tokens that are no padding; less is better.
         greater_is_better: whether a greater `score` is better; False for perplexity.
         kinds: which kinds of attention.
+        heads: module path → the one head to silence there, such as those that are dominant on other rows; every head
+            of every module, one at a time, if not given.
         progress: True for a bar, or a function of how many scores (of batches, for drift) are done and how many
             there are.
 
@@ -104,10 +108,11 @@ def dominant_heads(
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
     sites = find_attention(model, FAMILIES, kinds=kinds)
-    single = [(site.name, head) for site in sites for head in range(site.heads)]
+    every = [(site.name, head) for site in sites for head in range(site.heads)]
+    single = every if heads is None else list(heads.items())
     masks: list[Masks] = [{}, *(masks_without(model, {name: [head]}) for name, head in single)]
     baseline, *scores = _scores(model, masks, score, batches, progress)
-    changes = {site.name: torch.zeros(site.heads, dtype=torch.float64) for site in sites}
+    changes = {site.name: torch.full((site.heads,), nan, dtype=torch.float64) for site in sites}
     for (name, head), value in zip(single, scores, strict=True):
         changes[name][head] = value - baseline
     kind_of = {site.name: site.kind for site in sites}

@@ -197,11 +197,9 @@ def measure_overlap(subject: Subject) -> Any:
 def measure_dominance(subject: Subject) -> Any:
     """The task's score without the dominant head of a layer, mean over layers: "Scheduled DropHead", Table 4."""
     better = subject.workload.metric.greater_is_better
-    chosen, found = (
-        dominant_heads(subject.model, subject.scorer(places), greater_is_better=better)
-        for places in (subject.choosing, subject.scoring)
-    )
-    changes = found.mean_change(chosen.dominant)
+    chosen = dominant_heads(subject.model, subject.scorer(subject.choosing), greater_is_better=better).dominant
+    found = dominant_heads(subject.model, subject.scorer(subject.scoring), greater_is_better=better, heads=chosen)
+    changes = found.mean_change(chosen)
     return {"score": found.baseline} | {kind: found.baseline + change for kind, change in changes.items()}
 
 
@@ -242,15 +240,11 @@ MEASURES: dict[str, Measure] = {
 """Name of a measure → what it finds, as numbers, tensors, lists and mappings; nothing where a model has none."""
 
 
-SCORING = ("dominance", "pruning")
-"""Measures that score the model again and again, row by row."""
-
-
 def check_measures(recipe: Recipe) -> None:
-    """Refuse measures that are not there, or cannot be taken on the task.
+    """Refuse measures that are not there.
 
     Raises:
-        RecipeError: naming those that are there; or a task is scored by more than rows.
+        RecipeError: naming those that are there.
     """
     for name in recipe.measures:
         if name not in MEASURES:

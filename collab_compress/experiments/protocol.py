@@ -1,7 +1,7 @@
 """The papers' protocol: fine-tune, convert, evaluate, fine-tune again, evaluate."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import asdict, replace
@@ -82,15 +82,16 @@ def run(recipe: Recipe, find_model: Callable[..., str | Path] = find_directory) 
     """
     check_trackers(recipe.trackers)
     check_measures(recipe)
-    first, name = "given" if recipe.tuning is None else "tuned", recipe.conversion_name
-    stages = [first] + ([name] if name else []) + ([f"{name}-again"] if recipe.again is not None else [])
+    stages = ["given" if recipe.tuning is None else "tuned", *filter(None, [recipe.conversion_name])]
+    if recipe.again is not None:
+        stages.append(f"{recipe.conversion_name}-again")
     with failing_together(), ExitStack() as held:
         if not on_main_process(lambda: held.enter_context(reserve_output(recipe, stages))):
-            _run(recipe, find_model, first)
+            _run(recipe, find_model, stages)
         return on_main_process(lambda: [read_result(recipe, stage) for stage in stages])
 
 
-def _run(recipe: Recipe, find_model: Callable[..., str | Path], first: str) -> None:
+def _run(recipe: Recipe, find_model: Callable[..., str | Path], stages: Sequence[str]) -> None:
     """Run the stages that are not finished."""
     workload = on_every_process(lambda: _checked(recipe))
     source = (
@@ -108,7 +109,7 @@ def _run(recipe: Recipe, find_model: Callable[..., str | Path], first: str) -> N
             on_main_process(lambda: bool(workload.encode(workload.texts, deepcopy(tokenizer))))
         return on_every_process(lambda: workload.encode(workload.texts, deepcopy(tokenizer)))
 
-    if on_main_process(lambda: _is_unmade(recipe, first)):
+    if on_main_process(lambda: _is_unmade(recipe, stages)):
         data = encoded()
         on_every_process(lambda: _rehearse(workload, source, data, tokenizer))
 
@@ -136,7 +137,7 @@ def _run(recipe: Recipe, find_model: Callable[..., str | Path], first: str) -> N
         on_main_process(lambda: add_measures(workload, start, deepcopy(tokenizer), folder))
         return start
 
-    found = stage(first, source, recipe.tuning)
+    found = stage(stages[0], source, recipe.tuning)
     name = recipe.conversion_name
     if name is not None:
         folder = recipe.output / name
@@ -152,14 +153,10 @@ def summary(record: Mapping[str, Any]) -> str:
     return f"{score:.2f} {TASKS[record['task']].metric}"
 
 
-def _is_unmade(recipe: Recipe, first: str) -> bool:
+def _is_unmade(recipe: Recipe, stages: Sequence[str]) -> bool:
     """Return whether a model of the experiment is still to be trained or converted."""
-    names = [first] if recipe.tuning is not None else []
-    if recipe.compression is not None:
-        names.append(str(recipe.conversion_name))
-    if recipe.again is not None:
-        names.append(f"{recipe.conversion_name}-again")
-    return any(not (recipe.output / name / "model").is_dir() for name in names)
+    made = stages if recipe.tuning is not None else stages[1:]
+    return any(not (recipe.output / name / "model").is_dir() for name in made)
 
 
 def _rehearse(workload: Workload, source: str | Path, data: DatasetDict, tokenizer: Any) -> None:

@@ -49,8 +49,6 @@ EVALUATION = {
     "use_cpu", "disable_tqdm",
 }  # fmt: skip
 """Training arguments that also hold while a model is evaluated; how it searches, `translation` of a recipe says."""
-UNSMOOTHED = {"regression": "scores"}
-"""Kind of task that no label smoothing acts on → what its labels are."""
 POSITIVE = {"per_device_eval_batch_size", "gradient_accumulation_steps", "generation_num_beams"}
 PLAIN: dict[Any, Callable[[Any], bool]] = {
     NoneType: lambda value: value is None,
@@ -303,8 +301,8 @@ def training_arguments(workload: Workload, tuning: Tuning, folder: Path) -> Trai
         "dataloader_pin_memory": torch.accelerator.is_available(),
         "use_cpu": not torch.accelerator.is_available(),  # said so, several processes meet on the CPU
     }  # fmt: skip
-    if (told := UNSMOOTHED.get(workload.task.kind)) and tuning.arguments.get("label_smoothing_factor"):
-        raise RecipeError(f"{workload.task.name} has {told}, not classes; leave label_smoothing_factor out")
+    if workload.task.kind == "regression" and tuning.arguments.get("label_smoothing_factor"):
+        raise RecipeError(f"{workload.task.name} has scores, not classes; leave label_smoothing_factor out")
     refuse_deepspeed(tuning.arguments)
     hints = get_type_hints(workload.arguments_class)
     for name, value in tuning.arguments.items():

@@ -74,6 +74,25 @@ def test_a_score_is_taken_without_each_head(either, greater_is_better):
     assert not any(head_hooks(site.module) for site in find_attention(model, FAMILIES))
 
 
+def test_only_the_given_heads_are_silenced(either):
+    model, batches = either
+    calls = []
+
+    def score(model):
+        calls.append(1)
+        return sums_of(model, batches)
+
+    every = dominant_heads(model, score)
+    heads = {name: len(changes) - 1 for name, changes in every.changes.items()}
+    calls.clear()
+    found = dominant_heads(model, score, heads=heads)
+    assert len(calls) == 1 + len(heads)
+    assert found.dominant == heads
+    assert found.mean_change(heads) == pytest.approx(every.mean_change(heads))
+    with pytest.raises(HeadError, match="nowhere"):
+        dominant_heads(model, score, heads={"nowhere": 0})
+
+
 def test_other_heads_have_their_own_mean_change():
     changes = {"a": torch.tensor([-3.0, 1.0]), "b": torch.tensor([0.0, -5.0]), "c": torch.tensor([2.0, 4.0])}
     found = Dominance(50.0, changes, {"a": "encoder", "b": "encoder", "c": "cross"}, greater_is_better=True)

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
+from itertools import takewhile
 from math import isinf
 
 import torch
@@ -373,13 +374,14 @@ def _latency_actions(latencies: list[Latency]) -> tuple[str, ...]:
 
 def _pruning_action(points: Sequence[PruningPoint], baseline: float, heads: int, metric: str) -> str:
     """Return how many heads can be removed before the outputs change by a tenth."""
-    room = TOLERATED * max(1.0, abs(baseline)) if metric == "drift" else TOLERATED * abs(baseline)
-    count = max((point.removed for point in points if abs(point.score - baseline) <= room), default=0)
-    change = "the outputs move" if metric == "drift" else f"the {metric} changes"
+    room = TOLERATED * (1.0 if metric == "drift" else abs(baseline))
+    within = takewhile(lambda point: abs(point.score - baseline) <= room, points)
+    count = max((point.removed for point in within), default=0)
+    change = "the outputs move (drift)" if metric == "drift" else f"the {metric} changes"
     if not count:
-        return f"Remove no heads: without the least important ones {change} by more than a tenth ({metric})."
+        return f"Remove no heads: without the least important ones {change} by more than a tenth."
     return (
-        f"{count} of {heads} heads can be silenced before {change} by more than a tenth ({metric}): try "
+        f"{count} of {heads} heads can be silenced before {change} by more than a tenth: try "
         "collab-prune, and score your task after it."
     )
 
