@@ -177,12 +177,9 @@ def test_dominance_by_drift(study, section):
     assert "6 sequences" in found.reading
 
 
-def test_dominance_by_score(study):
-    labelled = [{**batch, "labels": torch.zeros(len(batch["input_ids"]))} for batch in study.some(4)]
-
-    def score(model):
-        with torch.no_grad():
-            return float(model(**study.batches[0]).last_hidden_state.square()[:, 0].sum())
+@pytest.fixture
+def lossy(study):
+    """The study's model with a loss, and labelled batches for it."""
 
     class Lossy(type(study.model)):
         def forward(self, labels=None, **batch):
@@ -192,6 +189,15 @@ def test_dominance_by_score(study):
 
     model = Lossy(study.model.config).eval()
     model.load_state_dict(study.model.state_dict())
+    return model, [{**batch, "labels": torch.zeros(len(batch["input_ids"]))} for batch in study.some(4)]
+
+
+def test_dominance_by_score(study, lossy):
+    def score(model):
+        with torch.no_grad():
+            return float(model(**study.batches[0]).last_hidden_state.square()[:, 0].sum())
+
+    model, labelled = lossy
     task = TaskScore("size", score, score, labelled)
     found = look_at(Study(model, study.batches, score=task, look=study.look), ["dominance"]).sections[0]
     expected = dominant_heads(model, score)
@@ -200,6 +206,16 @@ def test_dominance_by_score(study):
     points = pruning_curve(model, head_importance(model, labelled), score)
     close([row[2] for row in table(found, "pruning").rows], [point.score for point in points])
     assert picture(found, "Pruning curve").y_label == "size"
+
+
+def test_a_score_that_comes_back_does_not_recommend_pruning_beyond(study, lossy):
+    model, labelled = lossy
+    curve = [80, 79, 78, 60, 50, 79, 80, 79, 60, 60, 79]  # at 0, 10, … 100 % of 6 heads; it leaves the tenth at 30 %
+    scores = iter([80, *[80] * 6, *curve])
+    task = TaskScore("accuracy", lambda model: next(scores), lambda model: 80, labelled)
+    found = look_at(Study(model, study.batches, score=task, look=study.look), ["dominance"])
+    [advice] = [action for section in found.sections for action in section.actions if "silenced" in action]
+    assert advice.startswith("1 of 6 heads can be silenced before the accuracy changes by more than a tenth")
 
 
 def test_content(study, section):
