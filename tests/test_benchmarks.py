@@ -15,6 +15,7 @@ try:
     from quality import DEFAULT_ROWS, DENSE_PARAMETERS, LAYERS, WIDTH, Row
     from quality import HEADS as MINILM_HEADS
     from rivals import layers_of, low_rank_, per_head_, without_heads_
+    from rotary import equal, shared
     from rotary_rivals import dropped, pooled, taught_
     from timing import ratio
 finally:
@@ -186,6 +187,14 @@ def test_rotary_rivals_are_exact_at_full_width(llama, batch):
     wanted = logits(llama, batch)
     torch.testing.assert_close(logits(pooled(llama, 1.0, True), batch), wanted)
     torch.testing.assert_close(logits(dropped(llama, 1.0, True, [batch]), batch), wanted, atol=2e-4, rtol=1e-3)
+
+
+def test_ours_beside_the_rotary_rivals(llama, batch):
+    wanted = logits(llama, batch)
+    for found in (shared(llama, 1.0, True, [batch]), equal(llama, 1.0, True, [batch])):
+        torch.testing.assert_close(logits(found, batch), wanted, atol=2e-4, rtol=1e-3)
+    attention = shared(llama, 0.5, True, [batch], seed=1).model.layers[0].self_attn
+    assert (attention.k_proj.width, attention.v_proj.width) == (16, 16)
 
 
 def test_dropped_pairs_are_the_weakest_and_stay_dropped(llama, batch):
