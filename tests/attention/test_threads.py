@@ -1,7 +1,7 @@
 """Threads may share a converted model: a forward pass keeps nothing on its modules between two calls."""
 
-import math
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -25,6 +25,7 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.4, **IDS))
 
 
+RANDOM = threading.local()
 CASES = {
     "shared": (gpt2, Compression(dk=8, dv=13, solver=Solver(sweeps=3))),
     "per-head": (gpt2, Compression(dk=11, form="per-head")),
@@ -34,6 +35,7 @@ CASES = {
 
 def run(model, number):
     """Hidden states of a prompt at its own positions, and of two more tokens, read from a cache."""
+    RANDOM.generator = torch.Generator().manual_seed(number)
     ids = torch.randint(5, 61, (1, 20), generator=torch.Generator().manual_seed(number))
     places = torch.arange(20)[None] + 15 * number
     outputs = model(ids[:, :18], position_ids=places[:, :18], use_cache=True)
@@ -74,10 +76,10 @@ def test_threads_get_what_one_thread_gets_with_mixed_and_masked_heads():
 
 def test_threads_get_what_one_thread_gets_with_dropped_heads(monkeypatch):
     def draws(*shape, device):
-        return torch.linspace(0, 1, math.prod(shape), device=device).view(shape)
+        return torch.empty(shape, device=device).uniform_(generator=RANDOM.generator)
 
     model = converted("per-head", "sdpa").train().requires_grad_(False)
-    monkeypatch.setattr(torch, "rand", draws)  # the global generator does not tell threads apart
+    monkeypatch.setattr(torch, "rand", draws)  # threads share the global generator
     drophead = DropHead(model, 0.4)
     compare_threads(model)
     drophead.remove()
