@@ -34,6 +34,7 @@ CLEARER = (  # the parser's words → ours
     (r"no type matching (?:\{None\}\|)?(.+) could be instantiated from \[([^\[]*)\]\.?$", r"expected \1, got \2"),
     (r"^Missing from [\w-]+: (.+)\(required\)$", r"missing \1"),
 )
+SURROGATE = re.compile("[\ud800-\udfff]")  # stands for a byte that is not UTF-8
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 CODES = (
     "Exit codes: 0, 2 for an error (one line on standard error), 70 for an unexpected one, which may be a fault of "
@@ -161,16 +162,13 @@ def parse(kind: type[Arguments], name: str, argv: Sequence[str] | None) -> Argum
 
 
 def _check_word(name: str, word: str) -> None:
-    """Refuse a word of the command line that no file name, text or number of ours can be."""
-    wrong = None
-    if "\0" in word:
-        wrong = "holds a NUL character"
-    elif any("\ud800" <= character <= "\udfff" for character in word):
-        wrong = "is not UTF-8"
-    elif word.isdecimal() and len(word) > LONGEST_NUMBER:
-        wrong = "is too large a number"
-    if wrong is not None:
-        _say(name, f"{word[:60]} {wrong}; expected something else")
+    """Exit with one line where an argument is not UTF-8, holds NUL, or is a number of too many digits."""
+    digits = word.rpartition("=")[2].lstrip("+-")
+    if "\0" in word or SURROGATE.search(word):
+        _say(name, f"argument {word[:60]}: expected UTF-8 text without NUL characters")
+        sys.exit(ERROR)
+    if digits.isdecimal() and len(digits) > LONGEST_NUMBER:
+        _say(name, f"argument {word[:30]}…: got a number of {len(digits)} digits; expected at most {LONGEST_NUMBER}")
         sys.exit(ERROR)
 
 

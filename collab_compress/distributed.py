@@ -32,8 +32,8 @@ def process_state() -> PartialState:
         if not names:
             raise
         raise CollabCompressError(
-            f"{', '.join(names)} in the environment say that several processes were started, but they cannot meet "
-            f"({one_line(error)}); unset them, or start with torchrun"
+            f"the environment says that several processes were started ({', '.join(names)}), but they cannot meet: "
+            f"{one_line(error)}; unset these variables, or start with torchrun"
         ) from error
 
 

@@ -270,6 +270,10 @@ def _site(
     path = "scaling" if hasattr(module, "scaling") else family.scaling
     scaling = float(read(name, module, family, path, (int, float))) if path else head_width**-0.5
     groups = read(name, module, family, family.key_value_heads, int) if family.key_value_heads else heads
+    if groups < 1 or heads % groups:
+        raise UnsupportedModelError(
+            f"{name}: got {groups} heads of keys and values for {heads} of queries; expected a divisor of {heads}"
+        )
     return AttentionSite(name, module, family, kind, layer, heads, head_width, scaling, parent, groups, reads_tokens)
 
 

@@ -113,6 +113,11 @@ class MapForm(ABC):
 
     @property
     @abstractmethod
+    def layout(self) -> Layout:
+        """How a fused layer of the stock module is laid out."""
+
+    @property
+    @abstractmethod
     def padded(self) -> tuple[str, ...]:
         """Paths of the projections that are filled up with zeros, for the module to view them as whole heads."""
 
@@ -136,7 +141,7 @@ class MapForm(ABC):
         yield "head_width", self.head_width > 0, "at least 1"
 
     def check_fits(self, module: Any, name: str) -> None:
-        """Check that the dense projections of `module` are as wide as this form has them.
+        """Check that the dense projections of `module` are laid out and as wide as this form has them.
 
         Raises:
             CheckpointError: they are not.
@@ -146,6 +151,10 @@ class MapForm(ABC):
             layer = fused_layer(module, path)
             if layer is not None and not isinstance(layer, QKVProjection):  # queries, keys and values together
                 width = self.heads * self.head_width + 2 * self.dense_key_width
+            if isinstance(layer, Conv1D) and self.layout.even:
+                raise CheckpointError(
+                    f"the stored edit of {name} has even True; expected False, as {path} lies in a Conv1D"
+                )
             rows = weight.shape[1 if isinstance(layer, Conv1D) else 0]
             if rows != width:
                 raise CheckpointError(

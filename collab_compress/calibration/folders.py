@@ -38,6 +38,9 @@ def folder_inputs(
     sees = model.main_input_name in ("pixel_values", "input_ids")
     suffixes = IMAGES if sees else SOUNDS
     files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in suffixes)
+    for file in files:
+        if not file.is_file():  # reading a pipe would wait for ever
+            raise CalibrationError(f"cannot read calibration data from {file}: expected a file")
     if not files:
         raise CalibrationError(
             f"{folder} holds no {'images' if sees else 'sounds'} for {type(model).__name__}; expected files that end "

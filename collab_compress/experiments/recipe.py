@@ -447,6 +447,15 @@ class _Loader(yaml.SafeLoader):
             )
         return node
 
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        """Read a value as PyYAML does; no path, name or text holds NUL characters or surrogates."""
+        node: yaml.ScalarNode = super().compose_scalar_node(anchor)
+        if re.search("[\0\ud800-\udfff]", node.value):
+            raise yaml.composer.ComposerError(
+                None, None, f"{node.value[:60]!r} holds NUL characters or surrogates", node.start_mark
+            )
+        return node
+
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Read a mapping as PyYAML does, where the last of several values would count."""
         node: yaml.MappingNode = super().compose_mapping_node(anchor)

@@ -47,7 +47,8 @@ class Tap:
 
     Each forward pass of `model` starts anew; `take` hands over what the last one showed and forgets it, so that
     nothing outlives a training step. Passes through a part of the model only are not read, nor are the repeated ones
-    of gradient checkpointing. Works under `torch.compile`, under `DistributedDataParallel` and in a `Trainer`.
+    of gradient checkpointing. A tap holds the readings of one pass at a time: run the model in one thread while it is
+    tapped. Works under `torch.compile`, under `DistributedDataParallel` and in a `Trainer`.
 
     Args:
         model: stock or edited; modules are read through its attention function (`eager` or `sdpa`).

@@ -1,7 +1,16 @@
 import pytest
 import torch
 from torch import nn
-from transformers import GPTNeoConfig, GPTNeoModel, PersimmonConfig, PersimmonModel, Qwen3Config, Qwen3Model
+from transformers import (
+    GemmaConfig,
+    GemmaModel,
+    GPTNeoConfig,
+    GPTNeoModel,
+    PersimmonConfig,
+    PersimmonModel,
+    Qwen3Config,
+    Qwen3Model,
+)
 
 from collab_compress.architectures import FAMILIES, find_dense_attention, split_heads
 from collab_compress.errors import UnsupportedModelError
@@ -71,9 +80,14 @@ def test_refuses_unknown_family_and_names_those_it_knows():
                                            intermediate_size=8, num_key_value_heads=2, head_dim=4)),
             r"layers\.0\.self_attn\.q_norm .*QK-norm",
         ),
+        (
+            lambda: GemmaModel(GemmaConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=11,
+                                           intermediate_size=8, num_key_value_heads=4, head_dim=4)),
+            r"layers\.0\.self_attn: got 4 heads of keys and values for 2 of queries; expected a divisor of 2",
+        ),
     ],
 )  # fmt: skip
-def test_refuses_what_stands_between_projection_and_product(model, message):
+def test_refuses_what_cannot_be_converted(model, message):
     with pytest.raises(UnsupportedModelError, match=message):
         find_dense_attention(model(), FAMILIES)
 

@@ -1,6 +1,7 @@
 """Threads may share a converted model: a forward pass keeps nothing on its modules between two calls."""
 
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,19 +10,22 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from collab_compress import Compression, HeadMask, Solver, compress, mix_heads_
 from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.heads import DropHead
 
 IDS = {"vocab_size": 61, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def gpt2():
-    return GPT2LMHeadModel(GPT2Config(n_embd=24, n_head=3, n_layer=2, n_positions=80, initializer_range=0.4, **IDS))
+    sizes = {"n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": 80, "initializer_range": 0.4}
+    return GPT2LMHeadModel(GPT2Config(**sizes, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0, **IDS))
 
 
 def llama():
     return LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.4, **IDS))
 
 
+RANDOM = threading.local()
 CASES = {
     "shared": (gpt2, Compression(dk=8, dv=13, solver=Solver(sweeps=3))),
     "per-head": (gpt2, Compression(dk=11, form="per-head")),
@@ -31,6 +35,7 @@ CASES = {
 
 def run(model, number):
     """Hidden states of a prompt at its own positions, and of two more tokens, read from a cache."""
+    RANDOM.generator = torch.Generator().manual_seed(number)
     ids = torch.randint(5, 61, (1, 20), generator=torch.Generator().manual_seed(number))
     places = torch.arange(20)[None] + 15 * number
     outputs = model(ids[:, :18], position_ids=places[:, :18], use_cache=True)
@@ -67,6 +72,17 @@ def test_threads_get_what_one_thread_gets_with_mixed_and_masked_heads():
     masks = {site.name: torch.tensor([1.0, 0.5, 0.0]) for site in find_attention(model, FAMILIES)}
     with HeadMask(model, masks):
         compare_threads(model)
+
+
+def test_threads_get_what_one_thread_gets_with_dropped_heads(monkeypatch):
+    def draws(*shape, device):
+        return torch.empty(shape, device=device).uniform_(generator=RANDOM.generator)
+
+    model = converted("per-head", "sdpa").train().requires_grad_(False)
+    monkeypatch.setattr(torch, "rand", draws)  # threads share the global generator
+    drophead = DropHead(model, 0.4)
+    compare_threads(model)
+    drophead.remove()
 
 
 def compare_threads(model):

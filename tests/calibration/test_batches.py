@@ -1,4 +1,5 @@
 import json
+import os
 
 import numpy as np
 import pandas as pd
@@ -16,6 +17,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaModel,
+    ViTConfig,
+    ViTModel,
 )
 
 from collab_compress import CalibrationOptions, Compression, Solver, compress
@@ -432,3 +435,22 @@ def test_texts_in_utf_16_are_refused(tmp_path):
     file.write_bytes("a dog runs\n".encode("utf-16-le"))
     with pytest.raises(CalibrationError, match="holds NUL characters, as UTF-16 does; expected texts in UTF-8"):
         read_texts(file)
+
+
+def test_pipes_are_refused_without_reading(tmp_path):
+    os.mkfifo(tmp_path / "texts.txt")
+    with pytest.raises(CalibrationError, match=r"texts\.txt: expected a file"):
+        read_texts(tmp_path / "texts.txt")
+    os.mkfifo(tmp_path / "a.png")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vit = ViTModel(ViTConfig(image_size=4, patch_size=2, **sizes))
+    with pytest.raises(CalibrationError, match=r"a\.png: expected a file"):
+        calibration_batches(str(tmp_path), vit)
+
+
+def test_a_tokenizer_that_cannot_read_the_texts(minilm):
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordPiece({"a": 0, "dog": 1}, unk_token="[UNK]"))
+    )
+    with pytest.raises(CalibrationError, match=r"cannot read the texts: WordPiece error: Missing \[UNK\] token"):
+        calibration_batches(["a cat"], minilm, tokenizer)

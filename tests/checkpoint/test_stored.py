@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from transformers import AutoModel
+from transformers import AutoModel, GPT2Config, GPT2Model
 
 from collab_compress import CheckpointError, Compression, compress, mix_heads_, prune_heads_
 from collab_compress.attention.rotary import RotaryScores
@@ -116,4 +116,15 @@ def test_edits_of_another_model_are_refused(change, entries, make_tiny, tmp_path
     else:
         error, words = CheckpointError, "BertModel: the checkpoint describes converted attention, but holds no"
     with pytest.raises(error, match=words):
+        AutoModel.from_pretrained(tmp_path)
+
+
+def test_a_layout_that_the_model_has_not_is_refused(tmp_path):
+    model = GPT2Model(GPT2Config(n_embd=24, n_head=3, n_layer=1, n_positions=8, vocab_size=11))
+    compress(model, Compression(dk=8), calibration=None)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"]["edits"][0]["modules"]["h.0.attn"]["even"] = True
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"h\.0\.attn has even True; .* c_attn\.query lies in a Conv1D"):
         AutoModel.from_pretrained(tmp_path)

@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+from collab_compress_cli import compress
 from collab_compress_cli.command import stopping_in_one_line
 from collab_compress_cli.start import COMMANDS
-from transformers import BertForSequenceClassification
+from tokenizers import Tokenizer, models
+from transformers import BertForSequenceClassification, PreTrainedTokenizerFast
 
 from collab_compress.errors import CheckpointError
 
@@ -240,3 +242,44 @@ def test_streams_that_are_closed_or_ascii(run, tmp_path, make_tiny, before, prin
     done = run("collab-compress", "tiny", *options, before=ascii_only, folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert printed in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("o\0", "argument o\\x00: expected UTF-8 text without NUL characters\n"),
+        ("o\udcff", "argument o\\udcff: expected UTF-8 text without NUL characters\n"),
+        ("9" * 400, f"argument {'9' * 30}…: got a number of 400 digits; expected at most 30\n"),
+        ("--length=-" + "9" * 400, "got a number of 400 digits; expected at most 30\n"),
+    ],
+)
+def test_arguments_that_no_option_takes(capsys, argument, words):
+    with pytest.raises(SystemExit) as stop:
+        compress.main(["minilm", "--dk", "8", "--output", argument])
+    shown = capsys.readouterr().err
+    assert (stop.value.code, shown.count("\n")) == (2, 1)
+    assert words in shown
+
+
+@pytest.mark.parametrize("names", [("WORLD_SIZE",), ("LOCAL_RANK",), ("WORLD_SIZE", "RANK", "LOCAL_RANK")])
+def test_variables_of_a_launcher_that_is_gone(run, tmp_path, make_tiny, names):
+    make_tiny("bert").save_pretrained(tmp_path / "tiny")
+    left = f"import os; os.environ.update(dict.fromkeys({names!r}, '2'))\n"
+    done = run("collab-compress", "tiny", "--dk", 8, "--calibration", "none", before=left, folder=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "the environment says that several processes were started" in done.stderr
+    assert "unset these variables" in done.stderr
+    assert os.listdir(tmp_path) == ["tiny"]
+
+
+@pytest.mark.parametrize("charsmap", ["AAAA", "/////w=="])
+def test_a_tokenizer_that_breaks_rust_is_one_line(run, tmp_path, make_tiny, charsmap):
+    make_tiny("bert").save_pretrained(tmp_path / "tiny")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())).save_pretrained(tmp_path / "tiny")
+    file = tmp_path / "tiny" / "tokenizer.json"
+    broken = json.loads(file.read_text(encoding="utf-8"))
+    broken["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+    file.write_text(json.dumps(broken), encoding="utf-8")
+    done = run("collab-compress", "tiny", "--dk", 8, "--calibration", "none", folder=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "cannot load the tokenizer in tiny: cannot read tiny/tokenizer.json" in done.stderr

@@ -19,6 +19,7 @@ from collab_compress import (
     make_standalone_,
     merge_alphas_,
     mix_heads_,
+    prune_heads_,
     read_factors,
 )
 from collab_compress.architectures import FAMILIES, find_attention
@@ -313,3 +314,16 @@ def test_shipped_code_goes_with_the_last_edit(make_tiny, tmp_path):
     config = (tmp_path / "config.json").read_text(encoding="utf-8")
     assert "auto_map" not in config
     assert "collab" not in config
+
+
+@pytest.mark.parametrize(
+    "change_",
+    [mix_heads_, lambda model: prune_heads_(model, {"encoder.layer.0.attention.self": [0]})],
+    ids=["mixed", "pruned"],
+)
+def test_inference_mode_leaves_parameters_that_train(change_, make_tiny, batch):
+    model = make_tiny("bert")
+    with torch.inference_mode():
+        change_(model)
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+    model(**batch)[0].sum().backward()
