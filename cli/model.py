@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -221,24 +220,8 @@ def load_tokenizer(directory: Path) -> Any:
     """Load the tokenizer, or what holds one; None where the model has none."""
     if not has_tokenizer(directory):
         return None
-    with _silent_panics():
-        processor = pretrained.load_processor(directory)
+    processor = pretrained.load_processor(directory)
     return getattr(processor, "tokenizer", processor)
-
-
-@contextmanager
-def _silent_panics() -> Iterator[None]:
-    """Keep off standard error what Rust prints by itself where a tokenizer's file breaks it."""
-    sys.stderr.flush()
-    stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(null, 2)
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(null)
 
 
 def device_of(asked: str) -> str:
