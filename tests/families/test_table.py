@@ -21,52 +21,40 @@ VERDICTS = Path(__file__).with_name("verdicts.yaml")
 BEGIN, END = "<!-- families: written by tests/families/test_table.py -->\n", "<!-- end of families -->\n"
 
 
-def rows(tinies, build):
-    """One line for each family: its name, model types, kinds of attention, tests, and what resists."""
-    tried = {}
-    for name, tiny in tinies.items():
-        model = build(name)
+def rows(models):
+    """One line for each family: its name, model types, kinds of attention, and limits."""
+    kinds, eager = {}, {}
+    for model in models:
         for site in find_attention(model, FAMILIES):
-            kinds, how, eager = tried.setdefault(site.family.name, (set(), [], not model._supports_sdpa))
-            kinds.add(site.kind)
-            how.append((tiny.copy_of, bool(tiny.generates)))
-    for name in ROTARY:
-        model = make_rotary(name)
-        for site in find_attention(model, FAMILIES):
-            kinds, how, _ = tried.setdefault(site.family.name, (set(), [], not model._supports_sdpa))
-            kinds.add(site.kind)
-            how.append(("rotary", model.can_generate()))
+            kinds.setdefault(site.family.name, set()).add(site.kind)
+            eager.setdefault(site.family.name, not model._supports_sdpa)
     families = {family.name: family for family in FAMILIES.values()}
     for name in sorted(families, key=str.lower):
         family = families[name]
-        kinds, how, eager = tried.get(name, (set(), [], False))
-        copies = {copy for copy, _ in how}
-        others = sorted(copies - {"rotary"})
-        ran = "all" if "" in copies else f"contracts, as {tinies[others[0]].name}" if others else "rotary contracts"
-        generates = ", generation" if any(generates for _, generates in how) else ""
-        order = [kind for kind in ("encoder", "decoder", "cross") if kind in kinds]
+        order = [kind for kind in ("encoder", "decoder", "cross") if kind in kinds.get(name, ())]
         types = ", ".join(f"`{model_type}`" for model_type in family.model_types)
-        yield f"| {name} | {types} | {', '.join(order)} | {ran}{generates} | {'; '.join(resists(family, eager))} |"
+        yield f"| {name} | {types} | {', '.join(order)} | {'; '.join(limits(family, eager.get(name, False)))} |"
 
 
-def resists(family, eager):
-    """Say what cannot be done with a family."""
+def limits(family, eager):
+    """What cannot be done with a family."""
     if family.fixed_heads:
         yield "dk up to *H·d − H*" if family.query != "q" else "no smaller key cache"
     if family.rotary:
-        yield "shared rotary heads only"
+        yield "rotary"
     if family.keeps_heads:
-        yield "heads are not removed"
+        yield "heads stay"
     for kind in family.undescribed:
         yield f"no {kind} attention"
     if eager:
-        yield "eager attention only"
+        yield "eager only"
 
 
 def table(tinies, build):
-    """The whole table."""
-    head = ["| family | model type | attention | tests | what resists |", "|---|---|---|---|---|"]
-    return BEGIN + "\n".join([*head, *rows(tinies, build)]) + "\n" + END
+    """The whole table, from the tiny models of the tests."""
+    head = ["| family | model type | attention | limits |", "|---|---|---|---|"]
+    models = [*map(build, tinies), *map(make_rotary, ROTARY)]
+    return BEGIN + "\n".join([*head, *rows(models)]) + "\n" + END
 
 
 def written(text, made):
