@@ -1,6 +1,6 @@
 # make demo          install what it needs, convert a real model, reload it in a new process
 # make test          install what is missing, run the tests
-# make test-extras   install what converted models are tried together with, and try it (docs/compatibility.md)
+# make test-extras   the slow tests, and converted models with what they are used with (docs/compatibility.md)
 # make test-lowest   try the lowest versions that pyproject.toml allows, in an environment of their own
 # make check         ruff, mypy, the import contracts and the documentation
 # make docs          the documentation, in build/docs; stops at a broken link or a missing docstring
@@ -38,10 +38,11 @@ demo: $(CORE)
 # A worker for each core, with one thread each: tiny models gain nothing from more. Each takes whole files as long as
 # it can, for what one test has converted another need not.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not slow"
 
 test-extras: $(EXTRAS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal tests/extras
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m slow
 
 # What meets other packages; their warnings count for nothing here. Torch is the exception: its version is that of
 # constraints.txt, because each other one is gigabytes.

@@ -53,8 +53,9 @@ def run(python):
     return in_a_process
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("name", ["torch", "transformers.modeling_utils", "collab_compress_cli.model"])
+@pytest.mark.parametrize(
+    ("name", "signum"), [("torch", signal.SIGINT), ("transformers.modeling_utils", signal.SIGTERM)]
+)
 def test_an_interrupt_while_libraries_are_loaded(tmp_path, name, signum):
     code = HEARING + SLOW.format(name=name) + START.format("compress")
     process = subprocess.Popen(

@@ -178,6 +178,7 @@ run_sweep_script("usage")
 """
 
 
+@pytest.mark.slow
 def test_a_lone_process_that_fails_in_training_ends_the_waiting_of_the_others(path, tmp_path):
     """The main one waits for gradients, in what no error of Python's can wake it from."""
     (tmp_path / "lone.py").write_text(LONE)

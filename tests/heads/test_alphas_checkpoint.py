@@ -114,7 +114,16 @@ def test_without_the_package_loading_fails_and_never_ignores_alphas(family, make
     assert "pip-install-collab-compress-0.1.0-and-import-collab_compress" in done.stderr
 
 
-@pytest.mark.parametrize("form", ["dense", "collaborative", "narrow"])
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("bert", "dense"),
+        ("bert", "narrow"),
+        ("albert", "dense"),
+        ("distilbert", "collaborative"),
+        ("marian", "collaborative"),
+    ],
+)
 def test_shipped_code_loads_and_saves_without_the_package(family, form, make_tiny, batch, tmp_path, stock_reload):
     model = convert_(make_tiny(family), form)
     mix_randomly_(model)

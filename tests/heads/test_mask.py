@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from forms import FORMS, convert_, value_sizes
+from forms import COMPILED, FORMS, convert_, value_sizes
 
 from collab_compress import HeadMask, UnsupportedModelError
 from collab_compress.architectures import FAMILIES, find_attention
@@ -162,7 +162,7 @@ def test_dtype_of_the_model_is_kept(family, make_tiny, batch):
         assert torch.equal(hidden(model, batch), as_bool)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("family", "form"), COMPILED)
 def test_compiles_without_graph_breaks_and_follows_new_masks(family, form, make_tiny, batch):
     model = built(make_tiny, family, form)
     torch.compiler.reset()

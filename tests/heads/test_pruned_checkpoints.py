@@ -142,7 +142,9 @@ def test_without_the_package_loading_fails_and_never_gives_random_weights(
     assert "pip-install-collab-compress-0.1.0-and-import-collab_compress" in done.stderr
 
 
-@pytest.mark.parametrize("history", ["pruned", "all"])
+@pytest.mark.parametrize(
+    ("family", "history"), [("bert", "pruned"), ("albert", "all"), ("distilbert", "all"), ("marian", "all")]
+)
 def test_loads_and_saves_without_the_package_where_the_code_is_shipped(
     family, history, make_tiny, batch, tmp_path, stock_reload
 ):

@@ -2,7 +2,7 @@ import copy
 
 import pytest
 import torch
-from forms import FORMS, convert_, heads_of
+from forms import COMPILED, FORMS, convert_, heads_of
 
 from collab_compress import Compression, compress
 from collab_compress.architectures import FAMILIES, find_attention
@@ -273,7 +273,9 @@ def test_reentrant_checkpointing_is_refused(make_tiny, batch):
         model(**batch)
 
 
-def test_compiles_without_graph_breaks(model, batch, set_dropout_):
+@pytest.mark.parametrize(("family", "form"), COMPILED)
+def test_compiles_without_graph_breaks(family, form, make_tiny, batch, set_dropout_):
+    model = convert_(make_tiny(family), form)
     set_dropout_(model.train(), 0.0)
     expected = penalised_gradients(model, batch)
     with Tap(model, ("outputs", "rows")) as tap:

@@ -10,6 +10,7 @@ FORMS = {
     "narrow": Compression(dv=12),
     "unequal": Compression(dk=13, dv=10),  # 4, 3 and 3 channels of values
 }
+COMPILED = [*(("bert", form) for form in FORMS), ("marian", "collaborative")]  # compiling takes seconds
 
 
 def convert_(model, form):

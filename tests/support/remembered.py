@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 LARGEST = 4096  # numbers in a tensor that is remembered: tiny models, no real one
@@ -35,8 +36,8 @@ def _key(value: Any) -> Any:
     if isinstance(value, Tensor):
         if value.numel() > LARGEST:
             raise OverflowError
-        inner = value.detach().cpu().contiguous().view(-1)
-        return (tuple(value.shape), value.dtype, value.device, bytes(inner.view(inner.dtype).untyped_storage()))
+        inner = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        return (tuple(value.shape), value.dtype, value.device, inner.numpy().tobytes())
     if is_dataclass(value):
         return (type(value), *(_key(getattr(value, field.name)) for field in fields(value)))
     if isinstance(value, tuple | list):

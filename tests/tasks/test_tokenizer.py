@@ -120,7 +120,6 @@ def test_what_cannot_be_trained(options, match):
         train_tokenizer(**{"texts": TEXTS, "vocab_size": 100, **options})
 
 
-@pytest.mark.slow
 def test_real_sentences_come_back(real_data):
     data = load_task("multi30k", real_data, splits=["validation", "test"])
     texts = [text for side in ("source", "target") for text in data["validation"][side]]
