@@ -29,6 +29,9 @@ MOST_VALUES = 100_000
 
 MOST_STEPS = 10**9
 
+MOST_DIGITS = 30
+"""Most digits of a number in a recipe."""
+
 OWN_ARGUMENTS = {
     "output_dir": "output",
     "seed": "seed",
@@ -124,6 +127,8 @@ class Recovery:
     """At its highest; it rises over the first eighth of the steps and falls along a cosine."""
 
     def __post_init__(self) -> None:
+        if not 0 < self.learning_rate <= 1:
+            raise RecipeError(f"learning_rate is {self.learning_rate}; expected a number above 0, up to 1")
         if not 1 <= self.steps <= MOST_STEPS:
             raise RecipeError(
                 f"recovery takes {self.steps} steps; expected 1 to {MOST_STEPS:.0e}, or leave recovery out"
@@ -448,12 +453,15 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
-        """Read a value as PyYAML does; no path, name or text holds NUL characters or surrogates."""
+        """Read a value as PyYAML does; nothing takes NUL characters, surrogates or numbers of many digits."""
         node: yaml.ScalarNode = super().compose_scalar_node(anchor)
+        problem = None
         if re.search("[\0\ud800-\udfff]", node.value):
-            raise yaml.composer.ComposerError(
-                None, None, f"{node.value[:60]!r} holds NUL characters or surrogates", node.start_mark
-            )
+            problem = "holds NUL characters or surrogates"
+        elif re.fullmatch(rf"[-+]?\d{{{MOST_DIGITS + 1},}}", node.value):
+            problem = f"has more than {MOST_DIGITS} digits"
+        if problem is not None:
+            raise yaml.composer.ComposerError(None, None, f"{node.value[:60]!r} {problem}", node.start_mark)
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:

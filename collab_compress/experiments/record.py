@@ -271,6 +271,7 @@ def _text(path: Path) -> str:
 def _parsed(text: str, place: str) -> dict[str, Any]:
     try:
         record: dict[str, Any] = json.loads(text)
+        json.dumps(record, ensure_ascii=False).encode()  # lone surrogates cannot be written again
     except (ValueError, RecursionError) as error:
         raise RecipeError(f"cannot read the record {place}: {error}") from error
     return record

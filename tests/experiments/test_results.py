@@ -374,6 +374,7 @@ def test_a_file_of_records_is_read_as_the_folder_it_is_of(write, tmp_path):
         ("\n{}\n", "line 2 is no record of an experiment: it has no task"),
         ("{\n", "cannot read the record .*line 1: Expecting"),
         ("\udcff", "cannot read the record"),
+        ('{"task": "\\ud800"}\n', "cannot read the record .*surrogates not allowed"),
     ],
 )
 def test_malformed_files_of_records_are_named(tmp_path, text, message):
