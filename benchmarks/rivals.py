@@ -69,7 +69,7 @@ def even(total: int, heads: int) -> list[int]:
 
 @torch.no_grad()
 def per_head_(layer: Layer, dk: int | None, dv: int | None, damping: float = 1e-3) -> None:
-    """Leave dk channels of queries and keys, and dv of values, each head by itself; None leaves a map as it is.
+    """Narrow queries and keys to dk and values to dv, each head by itself; None keeps a map dense.
 
     A head of fewer than all its query/key channels needs one more for its content bias, which the dense layout must
     have room for.

@@ -52,7 +52,7 @@ def dropped(
 
 
 def narrow_head_(site: Any, rows: slice, size: int, second: Tensor) -> None:
-    """Leave a head as many channels of values, by the singular value decomposition of what it adds, in place."""
+    """Narrow each head's values by the singular value decomposition of its output, in place."""
     root, value, output = root_of(second[rows, rows]), site.value.weight[rows].double(), site.output.weight[:, rows]
     left, found, right = torch.linalg.svd(root @ output.double().mT, full_matrices=False)
     kept = torch.linalg.solve_triangular(root, left[:, :size], upper=True)  # (d, s)

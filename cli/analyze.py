@@ -87,7 +87,7 @@ class Bars:
             self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the progress bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -97,7 +97,7 @@ class Bars:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take the bar away."""
+        """Remove the progress bar."""
         self.close()
 
 

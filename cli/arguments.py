@@ -26,7 +26,7 @@ class Common:
     """Branch, tag or commit of MODEL on the hub."""
 
     quiet: bool = False
-    """Say nothing but warnings and errors."""
+    """Print only warnings and errors."""
 
     def say(self, *lines: str) -> None:
         """Print lines, unless that is not wanted."""
@@ -39,7 +39,7 @@ class Saving(Common):
     """Where the model is from, and what becomes of the result."""
 
     push_to_hub: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Put the result on the hub too, with its model card; org/name, or a name among your own."""
+    """Upload the result to the hub too, with its model card; org/name, or a name of your own."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Data(Inputs):
 
 @dataclass(frozen=True)
 class AnalyzeArguments:
-    """Look at the heads of a model: what they share, what each is worth, what they cost.
+    """Measure the heads of a model: what they share, what each is worth, what they cost.
 
     Examples:
       collab-analyze minilm --data sentences.txt --output minilm-heads
@@ -384,7 +384,7 @@ class PruneArguments:
 
 @dataclass(frozen=True)
 class RecoverArguments:
-    """Bring a converted model's attention nearer to the dense model's: a short distillation, without labels.
+    """Train a converted model's attention towards the dense model's: a short distillation without labels.
 
     `collab-compress MODEL --dk N --recover` converts and does the same in one go.
 
@@ -427,7 +427,7 @@ class RecoverArguments:
 
 @dataclass(frozen=True)
 class ResultsArguments:
-    """Put the results of experiments into a table: means over seeds, and differences paired by seed with t-intervals.
+    """Tabulate the results of experiments: means over seeds, and paired differences with t-intervals.
 
     Examples:
       collab-results outputs/glue

@@ -132,7 +132,7 @@ class _Held(logging.Handler):
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a message."""
+        """Store a message."""
         if (message := record.getMessage()) not in self.messages:
             self.messages.append(message)
 
@@ -198,7 +198,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) 
 
 
 def silence_libraries() -> None:
-    """Keep Transformers' bars and messages, and the hub's, off the terminal."""
+    """Silence the progress bars and messages of Transformers and of the hub."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -271,7 +271,7 @@ def _close_output() -> None:
 
 
 def _unboxed(box: str) -> str:
-    """Give the first paragraph of a message that stands under a title, in a box or not, in one line."""
+    """Return the first paragraph of a message under a title, boxed or not, in one line."""
     _, *rows = [row.strip(" │") for row in COLOURS.sub("", box).strip("\n").splitlines()] or [""]
     words: list[str] = []
     for row in rows:

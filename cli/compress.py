@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def with_steps(argv: Sequence[str]) -> list[str]:
-    """Put the usual number of steps behind a bare `--recover`."""
+    """Insert the default number of steps after a bare `--recover`."""
     given = list(argv)
     for place in reversed([place for place, word in enumerate(given) if word == "--recover"]):
         if not "".join(given[place + 1 : place + 2]).lstrip("-").isdecimal():
@@ -242,7 +242,7 @@ def _calibration(report: Report) -> list[str]:
 
 
 def _mixing_lines(heads: dict[str, int]) -> list[str]:
-    """Say what head mixing was added: module → number of heads; nothing for none."""
+    """Return a line about added head mixing: module → number of heads; empty without mixing."""
     if not heads:
         return []
     shapes = " and ".join(f"{h}×{h}" for h in sorted(set(heads.values())))

@@ -81,7 +81,7 @@ def _synthetic(data: Data, model: PreTrainedModel, tokenizer: Any, seed: int) ->
 
 
 def _pairs(path: Path, texts: Sequence[Text]) -> list[tuple[str, str]]:
-    """Take pairs of what the encoder and what the decoder reads.
+    """Return batches of pairs: the text of the encoder and that of the decoder.
 
     Raises:
         CalibrationError: a line is no such pair.

@@ -80,14 +80,14 @@ class Made:
 
 
 def output_of(given: Path | None, model: str, suffix: str) -> Path:
-    """Give the output that was asked for, or one in the current directory named after MODEL."""
+    """Return the requested output, or one in the current directory named after MODEL."""
     return given or Path(title_of(model) + suffix)
 
 
 def begin(
     model: str, output: Path, saving: Saving, device: str = "cpu", edited: bool = False, inputs: Sequence[Path] = ()
 ) -> Source:
-    """Find out what would go wrong in the end, and load MODEL.
+    """Check the outputs, then load MODEL.
 
     Args:
         model: what was typed.
@@ -191,7 +191,7 @@ def _refuse_quantized(directory: Path, config: Any, edited: bool) -> None:
 
 
 def _model_class(directory: Path, config: Any) -> type[PreTrainedModel]:
-    """Find the class that a config names, which must be one for such configs.
+    """Return the model class that a config names, which must fit the config.
 
     Raises:
         CheckpointError: it names none of Transformers, or one for another kind of model.
@@ -225,7 +225,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def device_of(asked: str) -> str:
-    """Say where this process works: of several on one machine, each has a device of its own.
+    """Return the device of this process; each of several processes on one machine has its own.
 
     Args:
         asked: as torch names it; auto for the accelerator, or the CPU where there is none.

@@ -103,7 +103,7 @@ def recover(
 
 
 def recovery_lines(recovery: dict[str, Any], calibration: str) -> list[str]:
-    """Say what a recovery gained."""
+    """Return the lines that report the gain of a recovery."""
     lines = [f"Recovered in {recovery['seconds']:.0f} s, {recovery['steps']} steps on {calibration}."]
     if "drift" in recovery:
         lines.append(
@@ -114,7 +114,7 @@ def recovery_lines(recovery: dict[str, Any], calibration: str) -> list[str]:
 
 
 def recovery_note(recovery: dict[str, Any]) -> str:
-    """Say the same in a card."""
+    """Return the gain of a recovery for a model card."""
     return (
         f"Its attention was then brought nearer to the source's in {recovery['steps']} steps of distillation without "
         "labels; nothing but the shared projections and mixing matrices was trained."
@@ -122,7 +122,7 @@ def recovery_note(recovery: dict[str, Any]) -> str:
 
 
 def _timed(show: Callable[[int, int, str], None], quiet: bool) -> Callable[[int, int], None]:
-    """Let a bar also say, once that can be known, how long all steps take."""
+    """Show the expected total time on a progress bar, once it is known."""
     started: list[float] = []
     told = quiet or not process_state().is_main_process
 

@@ -129,7 +129,7 @@ def _arguments(usage: str, arguments: list[str] | None, kind: str) -> tuple[Path
 
 
 def _file(name: str, kind: str) -> Path:
-    """Find one of the recipes or of the sweeps: a file, or else one of those that come with the package."""
+    """Return the path of a recipe or a sweep: a file, or else one that comes with the package."""
     path = Path(name)
     if path.exists() or path.name != name:
         return path
@@ -141,7 +141,7 @@ def _file(name: str, kind: str) -> Path:
 
 
 def _settings(given: list[str]) -> Iterator[str]:
-    """Give settings as `field=value`, whether they are written so, as `--field=value` or as `--field value`."""
+    """Return settings as `field=value`, from `field=value`, `--field=value` or `--field value`."""
     words = iter(given)
     for word in words:
         if not word.startswith("--"):

@@ -50,7 +50,7 @@ GRACE = timedelta(seconds=10)
 
 
 def on_main_process(work: Callable[[], Done]) -> Done:
-    """Let the main process do something while the others wait, and tell them what came out.
+    """Run a function in the main process while the others wait, and return its result in all of them.
 
     Raises:
         RecipeError: what went wrong in the main process, which raises the error itself.
@@ -73,7 +73,7 @@ def on_main_process(work: Callable[[], Done]) -> Done:
 
 
 def on_every_process(work: Callable[[], Done]) -> Done:
-    """Let each process do something in which they do not meet; if it fails in one, it fails in all.
+    """Run a function without communication in each process; if it fails in one, it fails in all.
 
     Raises:
         RecipeError: what went wrong in another process; one's own error is raised itself.
@@ -95,7 +95,7 @@ def on_every_process(work: Callable[[], Done]) -> Done:
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """Bring an error of one process to all of them at once, wherever they wait for it, so that they can go on.
+    """Raise an error of one process in all of them, also in those that wait for it, so that they can continue.
 
     What the processes share is closed, which ends the waiting of the others, and opened anew when all have said what
     went wrong. Where the others cannot be woken, as in the middle of a training step or in NCCL, they are not met
@@ -115,7 +115,7 @@ def failing_together() -> Iterator[None]:
 
 
 def can_meet() -> bool:
-    """Say whether the processes can go on together, after an error too."""
+    """Return whether the processes can continue together, also after an error."""
     return process_state().num_processes == 1 or torch.distributed.is_initialized()
 
 

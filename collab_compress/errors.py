@@ -40,6 +40,6 @@ class DataError(CollabCompressError):
 
 
 def one_line(error: BaseException) -> str:
-    """Give what an error says in one line, shortened where it is very long."""
+    """Return the message of an error in one line, shortened if it is very long."""
     words = " ".join(str(error).split())
     return words if len(words) <= LONGEST else words[: LONGEST - 1] + "…"

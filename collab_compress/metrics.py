@@ -90,7 +90,7 @@ class Metric(evaluate.Metric):  # type: ignore[misc]
         return ""
 
     def compute(self, *, predictions: Any = None, references: Any = None, **options: Any) -> dict[str, float]:
-        """Give the results on all that was added, and on what is given here."""
+        """Return the results on all added batches and on the given one."""
         if self.writer is None and predictions is None and references is None:  # nothing was added in this process
             return self._compute([], [])
         result: dict[str, float] = super().compute(predictions=predictions, references=references, **options)
@@ -108,7 +108,7 @@ class Metric(evaluate.Metric):  # type: ignore[misc]
 
     @abstractmethod
     def _score(self, predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
-        """Give the results on a whole set, which is not empty."""
+        """Return the results on a whole set, which must not be empty."""
 
 
 class Accuracy(Metric):

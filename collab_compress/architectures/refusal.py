@@ -1,4 +1,4 @@
-"""Say why a model cannot be converted: at which module, for which reason, and what can."""
+"""Explain why a model cannot be converted: the module, the reason, and what can be converted."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn

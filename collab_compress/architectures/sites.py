@@ -1,4 +1,4 @@
-"""Find the attention modules of a live model, and read their projections, apart or side by side in one layer."""
+"""Find the attention modules of a live model, and read their projections, separate or fused."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -79,12 +79,12 @@ class FusedSlice:
             yield "bias", self.bias
 
     def register_forward_pre_hook(self, hook: Any) -> RemovableHandle:
-        """Let `hook` see what the layer reads."""
+        """Register `hook` on the input of the layer."""
         return self.whole.register_forward_pre_hook(hook)
 
 
 def fused_slice(module: Any, family: AttentionFamily, path: str) -> FusedSlice | None:
-    """Find the part of a stock module's fused layer for which a path of the family stands, or None."""
+    """Return the part of a stock module's fused layer that a path of the family names, or None."""
     parts = (family.query, family.key, family.value)
     whole: Any = getattr(module, family.fused, None) if family.fused and path in parts else None
     if type(whole) not in (nn.Linear, Conv1D):
@@ -215,7 +215,7 @@ def find_attention(
 
 
 def _owners(model: nn.Module) -> dict[str, nn.Module]:
-    """Say for each module of `model` by its path which model inside it is the nearest that it belongs to."""
+    """Return the innermost model that holds each module of `model`, by the path of the module."""
     owners: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         own = not name or isinstance(module, PreTrainedModel)
@@ -228,7 +228,7 @@ def _model_type(model: Any) -> str:
 
 
 def _described(model: nn.Module, families: dict[str, AttentionFamily]) -> dict[str, AttentionFamily]:
-    """Give the family of each module by its path; models inside `model` that have no description are left out."""
+    """Return the family of each module by its path; modules of unknown families are left out."""
     kinds = {name: families.get(_model_type(owner)) for name, owner in _owners(model).items()}
     return {name: family for name, family in kinds.items() if family is not None}
 

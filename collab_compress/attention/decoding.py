@@ -25,7 +25,7 @@ Readers = tuple[slice, ...]
 
 @cache
 def readers_of(sizes: Sequence[int], width: int, biases: bool = False) -> Readers:
-    """Say which heads have channels in which piece, where heads' channels lie side by side.
+    """Return which heads have channels in which key group, for channels of heads side by side.
 
     Args:
         sizes: channels of each head.
@@ -39,7 +39,7 @@ def readers_of(sizes: Sequence[int], width: int, biases: bool = False) -> Reader
 
 @cache
 def places_of(sizes: Sequence[int], width: int, group: int) -> Tensor:
-    """Say where in the outputs of `weighted_values`, side by side, each head's own channels are, (group·dv,)."""
+    """Return the indices of each head's channels in the concatenated output of `weighted_values`, (group·dv,)."""
     pieces, offsets, count = readers_of(sizes, width), [], 0
     for heads in pieces:
         offsets.append(count)

@@ -193,7 +193,7 @@ class MapForm(ABC):
 
     @abstractmethod
     def head_rows(self) -> list[HeadRows]:
-        """Say what belongs to single heads, in an order that is the same for every head."""
+        """Return the parts of parameters that belong to single heads, in the same order for every head."""
 
     @abstractmethod
     def without(self, kept: Sequence[int]) -> Self:
@@ -377,7 +377,7 @@ class ScoreForm(MapForm):
             setattr(module, _scaling_at(module), self.scale)
 
     def take_out_(self, module: Any, dense: tuple[Any, Any]) -> None:
-        """Put dense query and key projections back, in place; as `MapForm.take_out_`.
+        """Restore dense query and key projections in place; as `MapForm.take_out_`.
 
         Args:
             module: the attention module.
@@ -446,7 +446,7 @@ class ScoreForm(MapForm):
         return joined_query[..., :rank], joined_key[..., :rank], content
 
     def head_queries(self, module: Any, query: Tensor) -> Tensor:
-        """Give the queries of each head, (B, T, H, R), of queries as `attend` takes them."""
+        """Return the queries of each head, (B, T, H, R), from queries in the layout of `attend`."""
         joined = query.transpose(1, 2).flatten(2)[..., : self.rank]  # (B, T, R)
         mixing: Tensor = module.mixing
         return joined[..., None, :] * mixing
@@ -485,7 +485,7 @@ class ScoreForm(MapForm):
 
     @abstractmethod
     def break_even(self, width: int) -> float:
-        """Give T*: up to this many tokens the scores take fewer multiply-accumulates than dense ones, beyond it more.
+        """Return T*: up to this many tokens the scores take fewer multiply-accumulates than dense ones.
 
         Args:
             width: input width D.
@@ -511,7 +511,7 @@ def remaining(parameter: nn.Parameter, dim: int, indices: Sequence[int]) -> nn.P
 
 
 def padding_of(width: int, multiple: int) -> int:
-    """Say how many zeros `width` channels need; none are left with some, for there must be something to lay out."""
+    """Return the number of zeros that pad `width` channels; a width of 0 is padded to one full multiple."""
     return -width % multiple if width else multiple
 
 

@@ -29,7 +29,7 @@ FORM_KINDS: dict[str, type[MapForm]] = {
 
 
 def form_for(option: str, site: Any) -> type[ScoreForm]:
-    """Give the form for queries and keys that people chose by its name, as it is for a module.
+    """Return the form of queries and keys that a name stands for, for one kind of module.
 
     Raises:
         CompressionError: there is none for modules whose queries and keys a rotary embedding turns.
@@ -72,7 +72,7 @@ class FormEdit:
         return cls(data["kind"], {name: kind.from_dict(form, name) for name, form in stored_modules(data).items()})
 
     def apply_(self, model: PreTrainedModel) -> None:
-        """Put empty attention of the form into `model` in place, for weights to be loaded into.
+        """Install empty attention of the form in `model` in place, for weights to be loaded into.
 
         Raises:
             CheckpointError: the model has not the modules, or not the widths, that the forms are made for.

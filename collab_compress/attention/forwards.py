@@ -320,7 +320,7 @@ def has_own_forward(module: Any) -> bool:
 
 
 def take_over_(module: Any) -> None:
-    """Give a module that computes scores itself our forward pass, in place, unless it has it already."""
+    """Replace the forward pass of a module that computes scores itself, in place, unless it is replaced already."""
     stock: Any = type(module)
     if not hasattr(stock, "stock_class"):
         own = FORWARDS[place_of(stock)]
@@ -339,7 +339,7 @@ def hand_back_(module: Any) -> None:
 
 
 def _change_class_(module: Any, new: Any) -> None:
-    """Let a module be of another class, in place, also under what Accelerate wraps around its forward pass."""
+    """Change the class of a module in place, also under Accelerate's wrapper of its forward pass."""
     module.__class__ = new
     if "_old_forward" in vars(module):
         module._old_forward = MethodType(new.forward, module)
@@ -353,7 +353,7 @@ def edited_class(stock: Any) -> Any:
 
 
 def _reduced(module: Any, protocol: Any) -> tuple[Any, ...]:
-    """Let pickles and copies name the stock class, for no file defines the other."""
+    """Pickle and copy as the stock class, because no file defines the subclass."""
     _, _, *rest = tuple(object.__reduce_ex__(module, protocol))
     return _blank, (module.stock_class,), *rest
 

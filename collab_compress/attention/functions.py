@@ -133,7 +133,7 @@ def _decoded(
 
 
 def _of_heads(module: Any, value: Tensor) -> Tensor:
-    """Give every head of values its own where they are narrow, (B, ⌈dv/d⌉, S, d) to (B, Hkv, S, s)."""
+    """Split narrow values into heads, (B, ⌈dv/d⌉, S, d) to (B, Hkv, S, s)."""
     form = getattr(module, "value_form", None)
     return value if form is None else form.unpack(value)
 
@@ -166,7 +166,7 @@ def _refuse_unsupported(module: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _acted(outputs: Tensor, call: HeadCall) -> Tensor:
-    """Let everything that acts on the module's heads see and change their outputs, (B, T, H, s).
+    """Run the hooks on the module's head outputs, (B, T, H, s), and return the changed outputs.
 
     Returns:
         Outputs as the module lays them side by side, (B, T, H, s), or (B, T, 1, dv) where heads differ in width.
@@ -182,13 +182,13 @@ def _scaling(module: Any, scaling: float | None) -> float:
 
 
 def _causal(module: Any, is_causal: bool | None, mask: Tensor | None, queries: int) -> bool:
-    """Say whether the kernel must mask the future itself; a mask that is given already does."""
+    """Return whether the kernel must apply the causal mask itself; an attention mask already contains it."""
     wanted = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     return wanted and mask is None and queries > 1
 
 
 def _biased(mask: Tensor | None, bias: Tensor | None, causal: bool) -> tuple[Tensor | None, bool]:
-    """Put a position bias into the mask; then the mask hides the future too, and the kernel need not."""
+    """Add a position bias to the attention mask, which then includes the causal mask."""
     if bias is None:
         return mask, causal
     if causal:

@@ -1,4 +1,4 @@
-"""Put the form of a map into an attention module, and take it out again."""
+"""Install the form of a map in an attention module, and remove it."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def install_(module: Any, form: MapForm, parts: Any) -> None:
 
 
 def uninstall_(module: Any, at: str, dense: Any) -> None:
-    """Put dense projections back into a module that `install_` changed, also half-way, in place.
+    """Restore the dense projections of a module that `install_` changed, also partly, in place.
 
     Args:
         module: the attention module.
@@ -42,7 +42,7 @@ def uninstall_(module: Any, at: str, dense: Any) -> None:
 
 
 def lay_out_(module: Any, pieces: str) -> None:
-    """Let a module that views exactly H heads view as many pieces as its queries, keys and values fill, in place.
+    """Set the head count that a module reshapes by to the key groups that its projections fill, in place.
 
     That takes all of them to be converted, for it lays them out alike; otherwise they stay filled up to H·d.
 

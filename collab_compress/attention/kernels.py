@@ -28,7 +28,7 @@ CACHE_BYTES = 1 << 20  # scores of one block for each thread: one core's L2; hal
 
 
 def in_float32_on_cpu(kernel: Kernel) -> Kernel:
-    """Let a kernel compute in float32 what comes in half precision, on CPUs; results have the queries' dtype."""
+    """Wrap a kernel so that it computes half precision in float32 on CPUs; results have the queries' dtype."""
 
     @functools.wraps(kernel)
     def run(query: Tensor, *others: Any, **options: Any) -> Tensor:

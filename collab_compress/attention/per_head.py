@@ -135,7 +135,7 @@ def separate_probabilities(
 def separated(
     query: Tensor, key: Tensor, content: Tensor | None, sizes: Sequence[int], least: int
 ) -> tuple[Tensor, Tensor]:
-    """Give every head its own queries and keys, of one width that is at least `least`.
+    """Split queries and keys into heads of one common width, at least `least`.
 
     The content bias becomes one more channel, which the query reads with a one.
 
@@ -246,7 +246,7 @@ class PerHeadScores(ScoreForm):
         return [*channels, *self.content_rows()]
 
     def without(self, kept: Sequence[int]) -> Self:
-        """Leave the channels of these heads."""
+        """Keep the channels of the given heads."""
         sizes = tuple(self.sizes[head] for head in kept)
         return replace(self, heads=len(kept), rank=sum(sizes), sizes=sizes)
 

@@ -90,7 +90,7 @@ class Layout(NamedTuple):
     even: bool = False
 
     def split(self, channels: Tensor, dim: int) -> list[Tensor]:
-        """Take queries, keys and values apart along a dimension, with each one's heads side by side."""
+        """Split fused queries, keys and values along a dimension, each with its heads side by side."""
         dim %= channels.dim()
         if self.interleaved:
             parts = channels.unflatten(dim, (self.heads, 3, self.head_width)).unbind(dim + 1)
@@ -155,13 +155,13 @@ class QKVProjection(nn.Module):
 
 
 def fused_layer(module: Any, path: str) -> Conv1D | nn.Linear | QKVProjection | None:
-    """Find the layer that holds the projection at `path` together with others, or None where it stands alone."""
+    """Return the fused layer that holds the projection at `path`, or None if the projection is a layer of its own."""
     parent = module.get_submodule(path.rpartition(".")[0])
     return parent if isinstance(parent, Conv1D | nn.Linear | QKVProjection) else None
 
 
 def dense_projection(module: Any, path: str) -> tuple[Tensor, int]:
-    """Find the weight that computes the projection at `path`, alone or with others, and how wide its inputs are."""
+    """Return the weight that holds the projection at `path`, fused or not, and the width of its inputs."""
     layer = fused_layer(module, path)
     if layer is None or isinstance(layer, QKVProjection):
         layer = module.get_submodule(path)
@@ -174,7 +174,7 @@ def width_in(layer: Any) -> int:
 
 
 def replace_(module: Any, projections: Mapping[str, nn.Module], layout: Layout) -> None:
-    """Put projections into an attention module, path → projection, in place.
+    """Install projections in an attention module, path → projection, in place.
 
     Where the module keeps queries, keys and values in one layer, all three stand side by side afterwards, or are one
     layer again if all are dense.
@@ -196,7 +196,7 @@ def replace_(module: Any, projections: Mapping[str, nn.Module], layout: Layout) 
 
 
 def put_back_(module: Any, projections: Mapping[str, Any], layout: Layout) -> None:
-    """Put stock projections back in place of what `replace_` put there, in place.
+    """Restore the stock projections that `replace_` replaced, in place.
 
     Args:
         module: the attention module.
@@ -211,7 +211,7 @@ def put_back_(module: Any, projections: Mapping[str, Any], layout: Layout) -> No
 
 
 def _set_fused_(module: Any, path: str, layer: Any) -> None:
-    """Put a layer in place of the one that holds the projection at `path` together with others."""
+    """Replace the fused layer that holds the projection at `path`."""
     module.set_submodule(path.rpartition(".")[0], layer.train(module.training))
     if isinstance(layer, Conv1D):
         module.split_size = layer.nf // 3  # GPT-2 splits by this
@@ -237,7 +237,7 @@ def _apart(layer: Any, layout: Layout) -> tuple[nn.Linear, nn.Linear, nn.Linear]
 
 
 def _joined(projections: QKVProjection) -> Any:
-    """Put three projections into one layer, as the stock model has it; a bias that not all have is zero elsewhere."""
+    """Fuse three projections into one layer, as in the stock model; missing biases become zeros."""
     parts: list[Any] = [projections.query, projections.key, projections.value]
     value, join = parts[2], projections.layout.join
     weight = join([part.weight for part in parts])

@@ -45,7 +45,7 @@ class Pairing:
     pairs: str
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Give real and imaginary parts, (…, d) to twice (…, d/2): turned pairs first, then those that are not."""
+        """Return real and imaginary parts, (…, d) to twice (…, d/2): rotated pairs first, then unrotated ones."""
         if self.pairs != "halves":
             return x[..., ::2], x[..., 1::2]
         turned, rest = x[..., : self.rotated], x[..., self.rotated :]
@@ -323,7 +323,7 @@ class RotaryScores(ScoreForm):
             module.register_forward_pre_hook(_attach_tables, with_kwargs=True)
 
     def take_out_(self, module: Any, dense: tuple[Any, Any]) -> None:
-        """Put dense query and key projections back, in place."""
+        """Restore dense query and key projections in place."""
         for number in [number for number, hook in module._forward_pre_hooks.items() if hook is _attach_tables]:
             del module._forward_pre_hooks[number]
             module._forward_pre_hooks_with_kwargs.pop(number, None)
@@ -365,11 +365,11 @@ class RotaryScores(ScoreForm):
     # Attention.
 
     def head_queries(self, module: Any, query: Tensor) -> Tensor:
-        """Give the queries of each head, turned, (B, T, H, R), of queries as `attend` takes them."""
+        """Return the rotated queries of each head, (B, T, H, R), from queries in the layout of `attend`."""
         return self._mixed(module, query).transpose(1, 2)
 
     def _joined(self, key: Tensor) -> Tensor:
-        """Put the channels of the pseudo-heads side by side, (B, P, S, d) to (B, S, R), and leave out zero heads."""
+        """Concatenate the channels of the pseudo-heads without padding, (B, P, S, d) to (B, S, R)."""
         return key[:, : self.rank // self.head_width].transpose(1, 2).flatten(2)
 
     def _mixed(self, module: Any, query: Tensor) -> Tensor:
@@ -415,7 +415,7 @@ class RotaryScores(ScoreForm):
         return [HeadRows.of("mixing", [1] * self.heads)]
 
     def without(self, kept: Sequence[int]) -> Self:
-        """Leave the shared channels as many as they are."""
+        """Keep all shared channels."""
         return replace(self, heads=len(kept), key_heads=len(kept))
 
     def keep_heads(self, module: Any, kept: Sequence[int]) -> list[Cut]:

@@ -82,7 +82,7 @@ class SharedScores(ScoreForm):
         return [HeadRows.of("mixing", [1] * self.heads), *self.content_rows()]
 
     def without(self, kept: Sequence[int]) -> Self:
-        """Leave the shared channels as many as they are."""
+        """Keep all shared channels."""
         return replace(self, heads=len(kept))
 
     def parameters(self, width: int) -> int:

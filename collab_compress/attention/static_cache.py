@@ -16,7 +16,7 @@ PREPARED = "allocates_as_they_come"  # a cache of which all layers do
 
 
 def watch_cache_(module: Any) -> None:
-    """Let `module` prepare, from now on, the static caches that it is given, in place."""
+    """Make `module` prepare the static caches that it is called with, in place."""
     if _prepare not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_prepare, with_kwargs=True)
 
@@ -29,7 +29,7 @@ def unwatch_cache_(module: Any) -> None:
 
 
 def _prepare(module: Any, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let a static cache allocate values by their own pieces; refuse one that has already allocated them otherwise.
+    """Make a static cache allocate values in their own shape; refuse one that has allocated them already.
 
     Raises:
         UnsupportedModelError: the cache was allocated, and its room for values does not fit.
@@ -57,7 +57,7 @@ def _prepare(module: Any, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _layers(cache: Any) -> Iterator[Any]:
-    """Give the layers of a cache, or of both caches of an encoder–decoder."""
+    """Return the layers of a cache, or of both caches of an encoder–decoder."""
     for each in (cache, getattr(cache, "self_attention_cache", None), getattr(cache, "cross_attention_cache", None)):
         yield from getattr(each, "layers", ())
 

@@ -179,7 +179,7 @@ class NarrowValues(MapForm):
         return ValueParts(value, output, weight, own)
 
     def output_of(self, module: Any, parent: Any) -> nn.Linear | Conv1D:
-        """Find the output projection, also where heads are mixed before it.
+        """Return the output projection, also if heads are mixed before it.
 
         Raises:
             CompressionError: it is no plain `nn.Linear` or `Conv1D`.
@@ -212,7 +212,7 @@ class NarrowValues(MapForm):
         join_(module, self.dv)
 
     def take_out_(self, module: Any, dense: DenseValues) -> None:
-        """Put dense values back, and what the output projection held, in place; as `MapForm.take_out_`."""
+        """Restore dense values and the output projection in place; as `MapForm.take_out_`."""
         put_back_(module, {self.value: dense.value}, self.layout)
         _fill_(dense.output, dense.weight, dense.bias)
         join_(module, self.heads * self.head_width)
@@ -247,7 +247,7 @@ class NarrowValues(MapForm):
     # Attention.
 
     def unpack(self, value: Tensor) -> Tensor:
-        """Give every head of values its own, heads with fewer filled up with zeros.
+        """Split values into heads; heads with fewer channels are padded with zeros.
 
         Args:
             value: as the module lays out what its projection returns, (B, ⌈dv/d⌉, S, d).
@@ -263,7 +263,7 @@ class NarrowValues(MapForm):
         return torch.stack(parts, 1)
 
     def pack(self, outputs: Tensor) -> Tensor:
-        """Take the zeros of `unpack` out again, (B, T, H, s) to (B, T, 1, dv·group), where there are any."""
+        """Remove the padding of `unpack`, (B, T, H, s) to (B, T, 1, dv·group)."""
         if min(self.sizes) == max(self.sizes):
             return outputs
         parts = [outputs[..., head, :size] for head, size in enumerate(self.output_sizes)]
@@ -279,7 +279,7 @@ class NarrowValues(MapForm):
         return [HeadRows.of(f"{self.value}.proj.{name}", self.sizes) for name in names]
 
     def without(self, kept: Sequence[int]) -> Self:
-        """Leave the channels of these heads, none of which shares its own."""
+        """Keep the channels of the given heads; heads share no channels."""
         return replace(self, heads=len(kept), sizes=tuple(self.sizes[head] for head in kept))
 
     def keep_heads(self, module: Any, output: Any, kept: Sequence[int]) -> list[Cut]:
@@ -308,18 +308,18 @@ class NarrowValues(MapForm):
 
 
 def join_(module: Any, width: int) -> None:
-    """Tell a module how wide the heads' outputs are side by side, where it lays them out by that, in place."""
+    """Set the total width of the heads' outputs on a module that reshapes by it, in place."""
     if hasattr(module, JOINT_WIDTH):
         setattr(module, JOINT_WIDTH, width)
 
 
 def output_dim(output: nn.Linear | Conv1D) -> int:
-    """Say along which dimension of an output projection's weight its inputs lie: 0 in a transposed layer."""
+    """Return the input dimension of an output projection's weight: 0 in a transposed layer (Conv1D), else 1."""
     return 0 if isinstance(output, Conv1D) else 1
 
 
 def _fill_(output: Any, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
-    """Give an output projection these parameters, in place."""
+    """Replace an output projection's parameters in place."""
     output.weight = weight
     if bias is not None:
         output.bias = bias

@@ -36,7 +36,7 @@ class HeadCall(NamedTuple):
 
 
 def for_each_head(part: Tensor, heads: int) -> Tensor:
-    """Give every head the keys or values of its group, (B, Hkv, S, d) to (B, H, S, d)."""
+    """Repeat the keys or values of each group for its heads, (B, Hkv, S, d) to (B, H, S, d)."""
     group = heads // part.shape[1]
     return part if group == 1 else part.repeat_interleave(group, 1)
 
@@ -85,7 +85,7 @@ class AttentionConfig:
 
 
 def redirect_(module: Any) -> None:
-    """Let `module` call this package's attention functions, in place."""
+    """Make `module` call this package's attention functions, in place."""
     if has_own_forward(module):
         take_over_(module)
     elif not isinstance(module.config, AttentionConfig):
@@ -93,7 +93,7 @@ def redirect_(module: Any) -> None:
 
 
 def restore_(module: Any) -> None:
-    """Let `module` call the stock functions again, in place, unless something else of ours is still in it."""
+    """Make `module` call the stock attention functions again, in place, unless another edit still needs ours."""
     if head_hooks(module) or any(hasattr(module, name) for name in FORMS_AT):
         return
     if has_own_forward(module):
@@ -109,7 +109,7 @@ def head_hooks(module: Any) -> tuple[HeadHook, ...]:
 
 
 def add_head_hook_(module: Any, hook: HeadHook, *, first: bool = False) -> None:
-    """Let `hook` see the head outputs of `module` from now on, after what hooks there already, or before, in place.
+    """Register `hook` on the head outputs of `module`, after or before the present hooks, in place.
 
     Raises:
         UnsupportedModelError: the model's attention implementation is not one that hooks work with.

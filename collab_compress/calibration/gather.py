@@ -258,7 +258,7 @@ class _Sums:
         self.count += len(left)
 
     def moments(self) -> Moments:
-        """Give the moments, in float64."""
+        """Return the moments in float64."""
         near, left = self.near.to(self.place).double(), self.first / self.count
         cross = torch.outer(near, left)
         second = self.second.div_(self.count).add_(cross).add_(cross.mT).addr_(near, near)
@@ -282,7 +282,7 @@ class _Gathered:
             self._handles.append(projection.register_forward_pre_hook(partial(self._see, place)))
 
     def stop(self) -> None:
-        """Leave the module as it was."""
+        """Remove the hooks from the module."""
         for handle in self._handles:
             handle.remove()
 
@@ -311,7 +311,7 @@ class _Gathered:
         return x[mask.to(x.device)]
 
     def moments(self) -> tuple[Moments, ...]:
-        """Give the moments; projections that always read the first one's tensor have none of their own."""
+        """Return the moments; projections that always read the first one's input share its moments."""
         first = self._sums[0]
         if first is None:
             raise CalibrationError(

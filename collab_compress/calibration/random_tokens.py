@@ -161,7 +161,7 @@ def _lengths(count: int, shortest: int, longest: int, generator: torch.Generator
 def _row(
     drawn: Tensor, first: Sequence[int], between: Sequence[int] | None, last: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Put special tokens in their places, over tokens drawn; and say to which of two texts each token belongs."""
+    """Overwrite drawn tokens with special tokens where they belong, and return the token type ids."""
     ids, types = drawn.clone(), torch.zeros_like(drawn)
     ids[: len(first)] = torch.tensor(first, dtype=ids.dtype)
     ids[len(ids) - len(last) :] = torch.tensor(last, dtype=ids.dtype)

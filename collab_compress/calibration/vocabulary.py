@@ -17,7 +17,7 @@ PLACEHOLDER = re.compile(r"[\[<].+[\]>]")  # [unused7], <extra_id_3>, <0x0A>
 def special_tokens(
     tokenizer: PreTrainedTokenizerBase, ordinary: Sequence[int], target: bool = False
 ) -> tuple[list[int], list[int]]:
-    """Find out which tokens the tokenizer puts before and behind a text, by letting it encode one.
+    """Return the special tokens that the tokenizer puts before and after a text.
 
     Args:
         tokenizer: what encodes.
@@ -52,7 +52,7 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, text: str, target: bool = False
 def separator(
     tokenizer: PreTrainedTokenizerBase, ordinary: Sequence[int], first: Sequence[int], last: Sequence[int]
 ) -> list[int] | None:
-    """Find out which tokens the tokenizer puts between two texts, or None where it puts none.
+    """Return the special tokens that the tokenizer puts between two texts, or None.
 
     Args:
         tokenizer: what encodes.

@@ -102,7 +102,7 @@ class EditConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return {"quant_method": self.quant_method, "version": VERSION, "edits": edits}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Look up a field of `to_dict`, as Transformers does where a live config is passed to `from_pretrained`."""
+        """Return a field of `to_dict`, as Transformers looks it up when `from_pretrained` gets a live config."""
         return self.to_dict().get(name, default)
 
 
@@ -128,7 +128,7 @@ def with_modules(edit: ModelEdit, modules: Mapping[str, Any]) -> ModelEdit:
 
 
 def keep_edit_(model: PreTrainedModel, edit: ModelEdit) -> None:
-    """Keep an edit of `model` on the innermost models that hold its modules, in place."""
+    """Store an edit of `model` on the innermost models that hold its modules, in place."""
     owners = {id(module): inner for inner in models_in(model) for module in inner.base_model.modules()}
     owned: dict[int, dict[str, Any]] = {}
     for name, spec in edit.modules.items():

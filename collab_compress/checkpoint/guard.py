@@ -25,7 +25,7 @@ GUARD = f"pip-install-collab-compress-0.1.0-and-import-{METHOD}-before-loading.s
 
 
 def describe_edits_when_saving() -> None:
-    """Let each model store the edits that it has, and each config that describes edits the guard, from now on.
+    """Register hooks that store edits in saved configs, together with the guard.
 
     A model may have got an edited body after its config was made, or share its config with a model inside; only
     `save_pretrained` knows which of them is saved. Transformers takes the name of a weights file out of each config
@@ -48,7 +48,7 @@ def describe_edits_when_saving() -> None:
 
 @contextmanager
 def _described(model: PreTrainedModel) -> Iterator[None]:
-    """Let the config of `model`, and those in it, describe the edits of their models and no others, for a while."""
+    """Make the configs of `model` and of its parts describe their edits within this context."""
     description = vars(model.config).get("quantization_config")
     edited = any(MARK in vars(inner) for inner in models_in(model))
     if description is None:
@@ -94,7 +94,7 @@ def _settings(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def save_apart_(model: PreTrainedModel) -> None:
-    """Let a model keep queries, keys and values apart in its checkpoint, in place.
+    """Make a model save queries, keys and values as separate tensors, in place.
 
     Transformers saves those of some families in one tensor, and would take it apart again in equal thirds.
     """
@@ -116,7 +116,7 @@ def kept_conversions(conversions: Sequence[Any]) -> list[Any]:
 
 
 def describe_(config: PretrainedConfig, model: PreTrainedModel) -> None:
-    """Let a config describe the edits of `model`, in place; without any it is a stock model's."""
+    """Store the edits of `model` in a config, in place; without edits the config is a stock one."""
     edits = edits_of(model)
     if edits:
         config.quantization_config = EditConfig(edits)
@@ -151,7 +151,7 @@ def configs_of(model: PreTrainedModel) -> list[tuple[PretrainedConfig, PreTraine
 
 
 def own_configs_(model: PreTrainedModel) -> None:
-    """Give `model`, the models inside it and those around it a copy of their config, in place.
+    """Copy the configs of `model`, of the models inside it and of those around it, in place.
 
     Models built from one config share the object, and edits of one must not be stored with another. A model around
     `model` (a classifier whose body is edited) holds the same object and must follow; nothing leads from a module to

@@ -1,4 +1,4 @@
-"""Find and load what others made: which model a name means, its config, weights and tokenizer.
+"""Resolve the name of a model, and load its config, weights and tokenizer.
 
 No code of theirs is run, and nothing is unpickled. Transformers asks on standard input whether a model's code may run
 where nobody says so beforehand, and reads whatever file a weight index names. Everything in this project is loaded by
@@ -63,7 +63,7 @@ DESCRIPTIONS = (
 
 
 def find_directory(name: str, revision: str | None = None) -> Path:
-    """Give the local directory of MODEL, fetching it from the hub where it is a hub name.
+    """Return the local directory of MODEL; a hub name is downloaded.
 
     Args:
         name: `minilm` (embedded), a model directory, a short name (`bert-base`), or a name on the hub.
@@ -104,12 +104,12 @@ def find_directory(name: str, revision: str | None = None) -> Path:
 
 
 def title_of(name: str) -> str:
-    """Give the short name of MODEL, for titles and output directories."""
+    """Return the short name of MODEL, for titles and output directories."""
     return _expanded(name).resolve().name if _is_directory(name) else name.rpartition("/")[2]
 
 
 def repository_of(name: str) -> str | None:
-    """Give the name on the hub of MODEL; None for a directory."""
+    """Return the hub name of MODEL; None for a directory."""
     known = {**SHORT_NAMES, EMBEDDED: EMBEDDED_REPOSITORY}
     local = _is_directory(name) or os.path.lexists(_expanded(name)) or name.startswith((".", "/", "~"))
     return None if local else known.get(name, name)
@@ -385,7 +385,7 @@ def _check_shard(path: Path, shard: Any, endings: tuple[str, ...]) -> None:
 
 
 def _file(source: str | Path, name: str) -> Path | None:
-    """Give a file of a model, from the hub where it is a hub name; None where it has none."""
+    """Return a file of a model, downloaded for a hub name; None if the model has no such file."""
     if Path(source).is_dir():
         return Path(source) / name if (Path(source) / name).exists() else None
     try:
@@ -412,7 +412,7 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def _reason(error: BaseException) -> str:
-    """Say why loading failed; Transformers advises to trust the model's code, which is not done here."""
+    """Return why loading failed, without Transformers' advice to trust the model's code, which is never done here."""
     words = one_line(error)
     if "trust_remote_code" in words:
         return "it wants code that it brings along, which is not run"

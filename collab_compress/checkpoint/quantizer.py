@@ -43,7 +43,7 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
     """Replays the edits of a checkpoint on the empty model; nothing is quantized."""
 
     def update_attn_implementation(self, config: PretrainedConfig) -> PretrainedConfig:
-        """Take out the guard against loading without this package, and refuse attention that could not run."""
+        """Remove the guard against loading without this package; refuse implementations that cannot run."""
         take_out_guard_(config)
         asked = config._attn_implementation
         for edit in self.quantization_config.edits:
@@ -86,17 +86,17 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def is_serializable(self) -> bool:
-        """Say that `save_pretrained` works."""
+        """Return True: `save_pretrained` works."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """Say that training works."""
+        """Return True: training works."""
         return True
 
     @property
     def is_compileable(self) -> bool:
-        """Say that `torch.compile` works."""
+        """Return True: `torch.compile` works."""
         return True
 
 
@@ -126,7 +126,7 @@ def forget_edits_(model: PreTrainedModel, kind: str) -> None:
 
 
 def _describe_(model: PreTrainedModel) -> None:
-    """Let the configs of `model` and of the models inside describe their edits, in place."""
+    """Store the edits in the configs of `model` and of the models inside it, in place."""
     for config, owner in configs_of(model):
         describe_(config, owner)
     for part in model.modules():
@@ -145,7 +145,7 @@ def _mark_as_ordinary_(model: PreTrainedModel) -> None:
 
 
 def _keep_whole_(model: PreTrainedModel, edit: ModelEdit) -> None:
-    """Let `device_map="auto"` cut no edited module in two, in place: what it holds itself would be left behind."""
+    """Forbid `device_map="auto"` to split an edited module, in place, because it holds parameters of its own."""
     edited = {type(model.base_model.get_submodule(name)).__name__ for name in edit.modules}
     model._no_split_modules = {*(model._no_split_modules or ()), *edited}
 
@@ -161,7 +161,7 @@ def _stored_names(files: Sequence[str]) -> list[str]:
 
 
 def _located(edit: ModelEdit, model: PreTrainedModel) -> tuple[ModelEdit, list[str]]:
-    """Find the modules of a stored edit in `model`, which may be of another class than the one that was saved.
+    """Return the modules of a stored edit in `model`, whose class may differ from that of the saved model.
 
     Returns:
         The edit of those modules that `model` has, and the paths of those that it lacks, as a decoder lacks those of
@@ -179,7 +179,7 @@ def _located(edit: ModelEdit, model: PreTrainedModel) -> tuple[ModelEdit, list[s
 
 
 def _place(name: str, known: Sequence[str], prefix: str) -> str | None:
-    """Find a stored path among those of a base model, where it may have lost its beginning or got another."""
+    """Return the module path of a stored path, whose prefix may differ between a base model and one with a head."""
     for place in (name, name.removeprefix(f"{prefix}.")):
         if place in known:
             return place

@@ -8,6 +8,7 @@ import ast
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ if METHOD not in AUTO_QUANTIZER_MAPPING:  # else the package is there, and does 
 
 
 def __getattr__(name):
-    """Give the stock model class of that name as a class of this file, so that saving copies the file too."""
+    """Return the stock model class of that name as a class of this file, so that saving copies the file too."""
     import transformers
 
     stock = getattr(transformers, name, None) if not name.startswith("_") else None
@@ -80,7 +81,7 @@ def forget_standalone_(model: PreTrainedModel) -> None:
 
 
 def keep_standalone_(model: PreTrainedModel) -> None:
-    """Let a model that was loaded from a checkpoint with modelling code save it again, in place."""
+    """Make a model that was loaded from a checkpoint with modelling code save that code again, in place."""
     if names_our_code(model.config) and not type(model).is_remote_code():
         make_standalone_(model)
 
@@ -93,7 +94,7 @@ def names_our_code(config: Any) -> bool:
 
 
 def standalone_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Give a subclass of a stock model class, of the same name, that saves its modelling code."""
+    """Return a subclass of a stock model class, of the same name, that saves its modelling code."""
     if issubclass(stock, _SavesModellingCode):
         return stock
     module = sys.modules[__name__]
@@ -104,7 +105,7 @@ def standalone_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def __getattr__(name: str) -> Any:
-    """Find the standalone class of a stock model class by name, as unpickling does."""
+    """Return the standalone class of a stock model class by name, as unpickling looks it up."""
     import transformers
 
     stock = getattr(transformers, name, None) if not name.startswith("_") else None
@@ -113,8 +114,9 @@ def __getattr__(name: str) -> Any:
     return standalone_class(stock)
 
 
+@cache
 def modelling_code() -> str:
-    """Give the source of a module that knows every kind of edit, and nothing else of this package."""
+    """Return the source of a module that knows every kind of edit, and nothing else of this package."""
     code = bundle([*((edit.__module__, edit.__name__) for edit in EDITS.values()), *ROOTS])
     return _HEAD + code + _TAIL.format(edits=", ".join(f'"{kind}": {edit.__name__}' for kind, edit in EDITS.items()))
 
@@ -142,7 +144,7 @@ class _Module:
 
 
 def bundle(roots: Iterable[tuple[str, str]]) -> str:
-    """Give the source of a module that defines some names of this package, and all that they need of it.
+    """Return the source of a module that defines some names of this package and all that they need of it.
 
     Definitions stand in the order of their modules' imports, then of their lines. Statements at the top level that
     define nothing, as calls that register something, are left out.

@@ -1,4 +1,4 @@
-"""Put a saved model on the hub."""
+"""Upload a saved model to the hub."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def check_upload(name: str) -> None:
 
 
 def push_to_hub(directory: str | Path, name: str, *, private: bool | None = None, message: str | None = None) -> str:
-    """Put a saved model on the hub, with its card and all else that lies in its folder, in one commit.
+    """Upload the folder of a saved model to the hub, with its card, in one commit.
 
     Args:
         directory: of the model, as `collab-compress` or `save_pretrained` wrote it.

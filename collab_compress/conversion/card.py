@@ -92,7 +92,7 @@ def model_card(
 
 
 def loading_lines(model: PreTrainedModel, path: str | Path) -> list[str]:
-    """Say how to load an edited model, in three lines, or one that is stock again, in two."""
+    """Return the lines that load an edited model, or a stock one."""
     name, words = type(model).__name__, edited_words(model)
     return [
         *([f"import collab_compress  # lets Transformers rebuild the {words}"] if words else []),
@@ -102,7 +102,7 @@ def loading_lines(model: PreTrainedModel, path: str | Path) -> list[str]:
 
 
 def edited_words(model: PreTrainedModel) -> str:
-    """Say what is different about an edited model."""
+    """Describe how an edited model differs from its stock model."""
     kinds = {edit.kind for edit in edits_of(model)}
     return " and ".join(words for kind, words in EDITED.items() if kind in kinds)
 
@@ -122,7 +122,7 @@ def _made(
 def _converted(
     compression: Compression, calibration: str | None, report: Report | None, turned: bool
 ) -> Iterator[str]:
-    """Say what became of the two maps of attention."""
+    """Describe the forms of queries and keys and of values."""
     of_scores, of_values = (
         f" of {len(modules)} attention modules" if modules else ""
         for modules in (report and report.modules, report and report.values)
@@ -208,7 +208,7 @@ def _source_card(directory: Path | None) -> dict[str, Any]:
 
 
 def _is_text(value: Any) -> bool:
-    """Say whether a field of a card is a text, or a list of texts."""
+    """Return whether a field of a model card is a text or a list of texts."""
     return isinstance(value, str) or (
         isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
     )

@@ -59,7 +59,7 @@ def modules_to_convert(
     calibrated: bool,
     modules: Mapping[str, Compression] | None = None,
 ) -> list[Site]:
-    """Find the modules to convert and check that every one can be.
+    """Return the modules to convert, after checking that all of them can be converted.
 
     Args:
         model: stock or edited.
@@ -156,7 +156,7 @@ def _check_weights(site: AttentionSite, projections: Iterable[tuple[str, Any]]) 
 
 
 def working_device(device: str | None, sites: Sequence[Site], distributed: bool = False) -> str | None:
-    """Say where to decompose: on a device that exists and computes in float64; None is where the weights are.
+    """Return the device to decompose on; None leaves each module on the device of its weights.
 
     Of the processes that a launcher started on one machine each has a GPU of its own, which "cuda" is.
 
@@ -379,7 +379,7 @@ def _data(
 
 
 def _install(planned: Sequence[Planned]) -> None:
-    """Put the replacements into the model; into none of its modules where one fails."""
+    """Install the replacements in all modules, or in none if one fails."""
     try:
         for item in planned:
             install_(item.site.module, item.form, item.parts)

@@ -93,7 +93,7 @@ def expand(model: PreTrainedModel) -> Expansion:
 
 
 def expand_to_(model: PreTrainedModel, head_width: int | None) -> Expansion:
-    """Give a converted model dense heads of any width, in place; `expand` with the width d of the stock model.
+    """Expand a converted model to dense heads of any width, in place; `expand` uses the width d of the stock model.
 
     Args:
         model: a converted model.
@@ -182,7 +182,7 @@ def _refuse_bias_without_place(model: PreTrainedModel, name: str, module: Any) -
 
 
 def _family(model: PreTrainedModel, module: Any) -> AttentionFamily | None:
-    """Find the description of a module: by its own config, which may be that of a part of the model."""
+    """Return the family of a module by its own config, which may be that of a part of the model."""
     return FAMILIES.get(getattr(module, "config", model.config).model_type)
 
 

@@ -93,7 +93,7 @@ def from_config(
 
 
 def _rotary_(site: DenseSite, attention: FromScratch) -> RotaryScores:
-    """Put untrained shared rotary heads into a module, in place; mixing starts alike for each frequency."""
+    """Install untrained shared rotary heads in a module in place; mixing starts equal for each frequency."""
     if attention.scale != "model" or attention.dk > site.key_value_width:
         raise CompressionError(
             f"{site.name}: rotary heads keep the model's scale, and dk is at most {site.key_value_width} there; got "

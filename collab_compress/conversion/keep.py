@@ -117,7 +117,7 @@ def typical_length(options: CalibrationOptions, batches: Sequence[Batch] = ()) -
 
 
 def _widest(site: DenseSite, values: ValueSite, form: Form, keep: float, length: int) -> _Widths | None:
-    """Find the largest widths of one module that keep no more than a share and cost no more than dense attention.
+    """Return the largest widths of one module within the share that cost no more than dense attention.
 
     Shared channels that cost too much are not narrowed further: they would keep much less than was asked for.
     """

@@ -161,7 +161,7 @@ def _narrower(site: Site, compression: Compression) -> bool:
 
 
 def gets_content_bias(site: DenseSite, compression: Compression, calibrated: bool) -> bool:
-    """Say whether a module will have content biases: where queries have a bias, or where centring is to make them."""
+    """Return whether a module will have content biases: if its queries have a bias, or if centring creates them."""
     if site.family.rotary:  # biases stay in the projections
         return False
     biased = site.query.bias is not None
@@ -332,7 +332,7 @@ def _plan_rotary(
 def _plan_values(
     site: ValueSite, compression: Compression, moments: tuple[Moments, ...] | None, length: int
 ) -> Planned:
-    """Find narrower values of one module and build what will replace its value and output projections."""
+    """Narrow the values of one module and build the replacements of its value and output projections."""
     assert compression.dv is not None
     started = perf_counter()
     seen = None if moments is None else moments[0]
@@ -352,7 +352,7 @@ def _plan_values(
 
 
 def _narrowed(site: ValueSite, found: Narrowing) -> tuple[Any, ...]:
-    """Give Wv·P (D, dv), its bias, O (dv, D) and its bias, as they are to be loaded."""
+    """Return the parameters to load: Wv·P (D, dv), its bias, O (dv, D) and its bias."""
     like = found.output
     heads, own = site.value_heads(), site.value_bias()
     value = torch.cat([head.to(like) @ kept for head, kept in zip(heads, found.heads, strict=True)], 1)
@@ -368,7 +368,7 @@ def _narrowed(site: ValueSite, found: Narrowing) -> tuple[Any, ...]:
 
 
 def few_vectors(planned: Sequence[Planned]) -> list[str]:
-    """Say so where modules saw too few vectors for what is made of them."""
+    """Warn of modules that saw too few calibration vectors for their width."""
     few = [
         (vectors, width_in(projection), item.site.name)
         for item in planned
@@ -386,7 +386,7 @@ def few_vectors(planned: Sequence[Planned]) -> list[str]:
 
 
 def rounded(planned: Sequence[Planned], compression: Compression) -> list[str]:
-    """Say so where dk is another than was asked for."""
+    """Warn of modules whose dk differs from the requested one."""
     forms = [item.form for item in planned if isinstance(item.form, RotaryScores)]
     others = [form for form in forms if form.rank != compression.dk]
     if not others:
@@ -398,7 +398,7 @@ def rounded(planned: Sequence[Planned], compression: Compression) -> list[str]:
 
 
 def breakdowns(planned: Sequence[Planned]) -> list[str]:
-    """Say so where a solver met systems that it could not solve."""
+    """Warn of solvers that met singular systems."""
     return [
         f"{item.site.name}: {item.report.breakdowns} sweeps of the solver met a singular system; "
         + ("it went on with a shifted one" if item.report.sweeps else "it kept its start")
@@ -409,7 +409,7 @@ def breakdowns(planned: Sequence[Planned]) -> list[str]:
 
 
 def plan_distributed(sites: Sequence[Site], plan: Callable[[Sequence[Site]], list[Planned]]) -> list[Planned]:
-    """Let each process plan some of the modules, and give all of them the plans of all modules, in order.
+    """Plan a part of the modules in each process, and return the plans of all modules, in order.
 
     Args:
         sites: modules of the model, which every process has.
@@ -456,7 +456,7 @@ def empty_plan(site: Site, form: MapForm, report: Any = None) -> Planned:
 
 
 def _dense(site: Site) -> Any:
-    """Give what a replacement takes the place of, as its form takes it back."""
+    """Return the dense parameters that a replacement stands for, as its form restores them."""
     if isinstance(site, ValueSite):
         output: Any = site.output
         return DenseValues(site.value, output, output.weight, output.bias)

@@ -1,4 +1,4 @@
-"""Bring converted attention nearer to the dense model's, on tokens without labels."""
+"""Recovery: train converted attention towards the dense model's, without labels."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +54,7 @@ def recover_(
     parameters: Callable[[AttentionSite], list[nn.Parameter]] | None = None,
     **arguments: Any,
 ) -> TrainOutput:
-    """Bring the attention of a converted model nearer to the dense model's, without labels, in place.
+    """Train the attention of a converted model towards the dense model's, without labels, in place.
 
     `distil_` with the settings that were tried: Adam, a cosine after a rise over the first eighth of the steps, 16
     sequences a step. Random tokens are repeated within a sequence (`with_copies`).
@@ -246,7 +246,7 @@ def distil_(
 
 
 def with_copies(batches: Sequence[Batch], separator: int | None, types: bool, seed: int = 0) -> list[Batch]:
-    """Let the second half of each sequence repeat tokens of its first half, in another order.
+    """Make the second half of each sequence repeat tokens of its first half, in another order.
 
     Random tokens never occur twice, so heads that look for equal tokens in another sentence show nothing of it. How
     many tokens are repeated is drawn for each sequence, from none to all.
@@ -290,7 +290,7 @@ class _Steps(TrainerCallback):  # type: ignore[misc]
         self.progress = progress
 
     def on_step_end(self, arguments: TrainingArguments, state: Any, *_: Any, **__: Any) -> None:
-        """Tell."""
+        """Report the step."""
         self.progress(state.global_step, state.max_steps)
 
 

@@ -164,7 +164,7 @@ class Report:
     calibrating: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the report in JSON types; an infinite break-even length becomes None."""
+        """Return the report in JSON types; an infinite break-even length becomes None."""
         data = asdict(self)
         del data["compression"]
         for module in data["modules"]:
@@ -181,7 +181,7 @@ def module_report(
     seconds: float,
     vectors: tuple[float, float] = (0, 0),
 ) -> ModuleReport:
-    """Put together what is known of one converted module.
+    """Return the report of one converted module.
 
     Args:
         site: the module as it was.
@@ -219,7 +219,7 @@ def module_report(
 def value_report(
     site: ValueSite, form: NarrowValues, found: Narrowing, length: int, seconds: float, vectors: float
 ) -> ValueReport:
-    """Put together what is known of one module's converted values; arguments as for `module_report`."""
+    """Return the report of one module's converted values; arguments as for `module_report`."""
     width = site.value.weight.shape[1]
     dense = replace(form, sizes=(site.head_width,) * site.key_value_heads)
     return ValueReport(

@@ -61,7 +61,7 @@ def to_stock(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def refuse_stock(model: PreTrainedModel) -> None:
-    """Say at once where no plain model can be made, converted or not.
+    """Raise if no plain model can be made of this model, converted or not.
 
     Raises:
         CompressionError: the family's config has no width of heads, or a rotary embedding turns them.

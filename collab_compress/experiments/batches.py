@@ -97,7 +97,7 @@ class ByTokens(Sampler[list[int]]):
 
 
 def _filled(lengths: np.ndarray, room: int) -> np.ndarray:
-    """Give where each batch ends, as full as it can be.
+    """Return the end of each batch, with batches as full as possible.
 
     Args:
         lengths: ascending, none above `room`.
@@ -131,7 +131,7 @@ def row_lengths(rows: Dataset, *columns: str) -> np.ndarray:
 
 
 def grouping(trainer_class: type[Trainer], tokens: int | None = None) -> type[Trainer]:
-    """Give a trainer class that puts rows of similar lengths together, where it is asked to.
+    """Return a trainer class that can batch rows of similar lengths.
 
     Args:
         trainer_class: of the trainer.

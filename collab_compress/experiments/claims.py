@@ -237,7 +237,7 @@ def read_claims(path: Path = CLAIMS) -> dict[str, list[Claim]]:
 
 
 def judge(claim: Claim, results: Sequence[Result]) -> list[Verdict]:
-    """Say what records say of a claim, for each of its tasks, or for their mean.
+    """Return the verdicts of the records on a claim, for each of its tasks or for their mean.
 
     Where several models have been tried, that with most pairs counts, if the claim names none.
     """
@@ -279,7 +279,7 @@ def differences(one: Readings, other: Readings) -> Readings:
 
 
 def most(found: Readings) -> tuple[str, dict[int, float]]:
-    """Give the model that has most seeds, and its numbers; the first of several by name, and none of none."""
+    """Return the model with most seeds and its numbers; the first by name on ties."""
     return min(found.items(), key=lambda item: (-len(item[1]), item[0]), default=("", {}))
 
 

@@ -103,7 +103,7 @@ class Comparison:
 
 
 def compare(results: Sequence[Result], against: str | None = None) -> Comparison:
-    """Put results side by side.
+    """Compare results: a row for each variant, a column for each task.
 
     The average is over tasks first, for each seed that has all of them, and over seeds then; there is one where
     there are several tasks and all are scored in one unit.
@@ -149,7 +149,7 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
 
 
 def estimate(values: Iterable[float]) -> Estimate:
-    """Give mean and sample standard deviation; they are NaN where a value is, or is infinite."""
+    """Return mean and sample standard deviation; NaN if a value is NaN or infinite."""
     found = np.array(list(values), dtype=np.float64)
     with np.errstate(invalid="ignore"):
         deviation = float(found.std(ddof=1)) if len(found) > 1 else None
@@ -171,7 +171,7 @@ def _average_column(tasks: Sequence[Column]) -> Column | None:
 
 
 def _scores(results: Sequence[Result], tasks: Sequence[Column], average: Column | None) -> pd.DataFrame:
-    """Give a line for each score, and for the average of each seed that has all tasks."""
+    """Return a row for each score, and for the average of each seed that has all tasks."""
     lines = [(result.variant, result.column, result.seed, result.score) for result in results]
     scores = pd.DataFrame(lines, columns=["variant", "column", "seed", "score"])
     if average is None:
@@ -185,7 +185,7 @@ def _scores(results: Sequence[Result], tasks: Sequence[Column], average: Column 
 
 
 def _paired(scores: pd.DataFrame, references: Mapping[str, Variant]) -> pd.DataFrame:
-    """Give a line for each score whose reference has its column and seed too, with the difference to it."""
+    """Return a row for each score whose baseline has the same column and seed, with the difference."""
     others = [references.get(variant.model) for variant in scores["variant"]]
     compared = [other not in (None, variant) for variant, other in zip(scores["variant"], others, strict=True)]
     keys = ["reference", "column", "seed"]
@@ -196,7 +196,7 @@ def _paired(scores: pd.DataFrame, references: Mapping[str, Variant]) -> pd.DataF
 
 
 def _estimates(lines: pd.DataFrame) -> dict[Variant, dict[Column, Estimate]]:
-    """Give means over seeds."""
+    """Return means over seeds."""
     found: dict[Variant, dict[Column, Estimate]] = defaultdict(dict)
     for (variant, column), scores in lines.groupby(["variant", "column"], sort=False)["score"]:
         found[variant][column] = estimate(scores)
@@ -211,7 +211,7 @@ def _reference(variants: Iterable[Variant], against: str | None) -> str | None:
 
 
 def _references(grouped: Mapping[Variant, Sequence[Result]], reference: str | None) -> dict[str, Variant]:
-    """Give what the variants of each model are compared with.
+    """Return the baseline of each model.
 
     An untrained model of another shape has the method of the reference under another name: it is the variant whose
     recipe is the reference's but for the shape.
@@ -247,7 +247,7 @@ def _order(variant: Variant, reference: Variant | None) -> tuple[object, ...]:
 def _compared_otherwise(
     grouped: Iterable[Variant], references: Mapping[str, Variant], reference: str | None
 ) -> Iterator[str]:
-    """Say which untrained models are compared with something else, or with nothing."""
+    """Note which untrained models are compared with another shape, or with nothing."""
     for model in sorted({variant.model for variant in grouped}):
         other = references.get(model)
         if other is not None and label(other) != reference:
@@ -288,14 +288,14 @@ def _rows_apart(grouped: Mapping[Variant, Sequence[Result]], references: Mapping
 
 
 def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the settings in which rows are expected not to differ, those of a fresh model one by one."""
+    """Return the settings that should be equal in compared rows; those of an untrained model one by one."""
     flat = {name: recipe[name] for name in ALIKE if name in recipe}
     fresh = flat.pop("fresh", None) or {}
     return flat | {f"fresh.{name}": value for name, value in fresh.items() if name != "attention"}
 
 
 def _recipes_of(results: Iterable[Result]) -> dict[Column, list[Mapping[str, Any]]]:
-    """Give the recipes of results by what they were scored on."""
+    """Group the recipes of results by task."""
     found: dict[Column, list[Mapping[str, Any]]] = defaultdict(list)
     for result in results:
         found[result.column].append(result.recipe)

@@ -51,7 +51,7 @@ def score_label(result: Result) -> str:
 
 
 def is_plain(result: Result) -> bool:
-    """Say whether a record is of plain fine-tuning."""
+    """Return whether a record is of plain fine-tuning."""
     return result.variant.method == "plain" and result.variant.stage == "tuned"
 
 
@@ -89,7 +89,7 @@ def mean_curves(
 
 
 def kind_of_sharing(result: Result) -> str:
-    """Say whether the heads of an untrained model share queries and keys, or have narrow ones side by side."""
+    """Return whether the heads of an untrained model are "shared" or narrow and "concatenated"."""
     attention = (result.recipe.get("fresh") or {}).get("attention") or {"train_mixing": False}
     return "shared" if attention.get("train_mixing", True) else "concatenated"
 
@@ -137,7 +137,7 @@ def _kind_of_conversion(result: Result) -> str:
 
 
 def lowest_seeds(results: Iterable[Result], measure: str) -> dict[str, Result]:
-    """Give the record of the lowest seed of each variant, of those that have a measure."""
+    """Return the record with the lowest seed of each variant that has a measure."""
     found: dict[str, Result] = {}
     for result in sorted(results, key=lambda result: result.seed):
         if result.measures.get(measure):
@@ -195,7 +195,7 @@ def alpha_matrices(results: Sequence[Result], title: str, source: str, growing: 
 
 
 def of_rotation(results: Iterable[Result]) -> list[Result]:
-    """Give what "Multi-Head Rotation" compares: plain training, alphas, rotation, and agreement of heads."""
+    """Return the results that "Multi-Head Rotation" compares: plain training, alphas, rotation and agreement."""
 
     def compared(result: Result) -> bool:
         heads = result.recipe.get("heads") or {}
@@ -253,14 +253,14 @@ def svcca_curves(results: Sequence[Result], title: str, source: str, key: Callab
 
 
 def is_penalised(result: Result) -> bool | None:
-    """Say whether Bhattacharyya's penalty counts in training, or is only measured; None where neither."""
+    """Return whether Bhattacharyya's penalty is trained with (True) or only measured (False); None without it."""
     penalties: Sequence[Mapping[str, Any]] = (result.recipe.get("heads") or {}).get("penalties") or ()
     weights = [penalty.get("weight", 1.0) for penalty in penalties if penalty.get("name") == "bhattacharyya"]
     return None if not weights else any(weight != 0 for weight in weights)
 
 
 def _logged(results: Iterable[Result], key: str) -> dict[str, Points]:
-    """Give what was logged under a name: variant → epoch → values of the seeds."""
+    """Return the logged values of a name: variant → epoch → values of the seeds."""
     found: dict[str, Points] = defaultdict(lambda: defaultdict(list))
     for result in results:
         for line in result.history:

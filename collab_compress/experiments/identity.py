@@ -98,7 +98,7 @@ def differing_contents(there: dict[str, Any], wanted: dict[str, Any], fields: tu
 
 
 def _changed(old: Digests, new: Digests) -> str:
-    """Say which files are not what they were; their names and places do not count."""
+    """Name the files whose contents changed; their names and places do not count."""
     changed = []
     for split in [*new, *(split for split in old if split not in new)]:
         one, other = old.get(split, []), new.get(split, [])
@@ -199,7 +199,7 @@ def reserve_output(recipe: Recipe, stages: Sequence[str]) -> Iterator[bool]:
 
 
 def _clear(recipe: Recipe, stages: Sequence[str]) -> None:
-    """Leave nothing behind where nothing was made."""
+    """Remove the notes of folders in which nothing was made."""
     for name in stages:
         forget(recipe.output / name)
     if not any(_made(recipe.output)):
@@ -254,7 +254,7 @@ def refuse_moved(recipe: Recipe, hub: Mapping[str, str | None]) -> None:
 
 
 def _hub_commits(output: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    """Give the folders of finished stages in an output, with the commits that they were made with."""
+    """Yield the folders of finished stages in an output, with the commits that they were made with."""
     for path in sorted(output.glob("*/result.json")):
         record: Any = read_record(path)
         if isinstance(record, dict) and isinstance(record.get("hub"), dict):
@@ -300,7 +300,7 @@ def _refuse_foreign(recipe: Recipe, stages: Sequence[str]) -> None:
 
 
 def _differs(folder: Path, wanted: dict[str, Any], fields: tuple[str, ...]) -> bool:
-    """Say whether a folder is still to be noted as that of an experiment.
+    """Return whether the notes of a folder are still to be written.
 
     Raises:
         RecipeError: something was made there with other fields or data.
@@ -334,7 +334,7 @@ def _parsed(noted: dict[str, Any], where: str = "the recipe") -> dict[str, Any]:
 
 
 def _made(folder: Path) -> Iterator[Path]:
-    """Find what took work to make, in a folder and in those of its stages."""
+    """Yield the models, records and checkpoints in a folder and in the folders of its stages."""
     for place in (folder, *folder.glob("*/")):
         yield from place.glob("model")
         yield from place.glob("result.json")

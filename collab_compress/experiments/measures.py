@@ -108,7 +108,7 @@ class Subject:
         return {name: each for name, each in found.items() if len(each.widths) > 1}
 
     def by_kind(self, values: Mapping[str, Value]) -> dict[str, list[Value]]:
-        """Put what was found for each module under its kind of attention, in the order of layers."""
+        """Group the values of modules by kind of attention, in the order of layers."""
         found: dict[str, list[Value]] = {}
         for site in find_attention(self.model, FAMILIES):
             own = [

@@ -66,7 +66,7 @@ def write_pages(results: Sequence[Result], directory: Path) -> None:
 
 
 def paper_pages(results: Sequence[Result]) -> dict[str, Findings]:
-    """Give what stands on each page: "index" and the papers' keys → findings."""
+    """Return the contents of each page: "index" and the papers' keys → findings."""
     papers: dict[str, list[PaperTable]] = {}
     for table in read_papers():
         papers.setdefault(table.paper, []).append(table)
@@ -85,7 +85,7 @@ def verdicts_of(results: Sequence[Result]) -> dict[str, list[Verdict]]:
 
 
 def ours_beside(row: PaperRow, table: PaperTable, task: str, of: str, results: Sequence[Result]) -> Ours | None:
-    """Find what we have beside a row: of the first of its names that has records, the model with most seeds.
+    """Return our numbers beside a row: of its first name with records, the model with most seeds.
 
     The baseline is that of the paper's table, or plain fine-tuning where it has none.
     """
@@ -102,7 +102,7 @@ def ours_beside(row: PaperRow, table: PaperTable, task: str, of: str, results: S
 
 
 def columns_beside(table: PaperTable) -> list[tuple[str, str]]:
-    """Give the columns of ours that may stand beside a table's: task and quantity."""
+    """Return our columns that may stand beside those of a paper's table: task and quantity."""
     tasks = dict.fromkeys((*table.columns, *table.beside))
     return [(task, of) for task in tasks for of in table.of]
 
@@ -237,7 +237,7 @@ def _index(
 
 
 def _repeated(tables: Sequence[PaperTable], results: Sequence[Result]) -> Iterator[PaperRow]:
-    """Give the rows of which we have as many seeds as a verdict takes, on some task."""
+    """Return the rows with enough seeds for a verdict on some task."""
     for table in tables:
         for row in table.rows:
             found = (ours_beside(row, table, task, of, results) for task, of in columns_beside(table))

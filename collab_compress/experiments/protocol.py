@@ -249,7 +249,7 @@ def _convert(workload: Workload, source: str | Path, tokenizer: Any, folder: Pat
 
 
 def _log(folder: Path) -> dict[str, Any]:
-    """Give what a fine-tuning logged, or what a conversion took and lost.
+    """Return the log of a fine-tuning, or the time and error of a conversion.
 
     Nothing of a model that was given, nor of a fine-tuning before logs were kept. A conversion's is for figure 4 of
     "Collaborate Instead of Concatenate".

@@ -105,7 +105,7 @@ class Tuning:
 
 
 def expanded(path: Path) -> Path:
-    """Put the home directory where a path has ~.
+    """Replace ~ in a path by the home directory.
 
     Raises:
         RecipeError: there is none.

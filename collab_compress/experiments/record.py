@@ -42,7 +42,7 @@ def mark(folder: Path) -> None:
 
 
 def is_ours(folder: Path) -> bool:
-    """Say whether an experiment made a folder."""
+    """Return whether an experiment made a folder."""
     try:
         return bool(json.loads((folder / MARK).read_text(encoding="utf-8")) == MARKED)
     except (OSError, ValueError, RecursionError):
@@ -50,7 +50,7 @@ def is_ours(folder: Path) -> bool:
 
 
 def is_free(folder: Path) -> bool:
-    """Say whether a folder is not there, or empty."""
+    """Return whether a folder does not exist or is empty."""
     if not folder.exists() and not folder.is_symlink():
         return True
     return folder.is_dir() and all(path.name == LOCK for path in folder.iterdir())
@@ -95,7 +95,7 @@ def forget(folder: Path, remove: bool = True) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a folder, which is made if it is not there, and removed if it is left empty.
+    """Lock a folder against other processes; it is created if needed, and removed again if it stays empty.
 
     The lock is the operating system's: it goes with the process that holds it, however that ends.
 

@@ -157,7 +157,7 @@ def read_results(*paths: Path) -> list[Result]:
 
 
 def shape(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Give what a fresh model is like, but for what methods differ in."""
+    """Return the shape of an untrained model, without the fields in which methods differ."""
     fresh = {**asdict(Fresh()), **(recipe.get("fresh") or {})}
     return {name: value for name, value in fresh.items() if name not in UNSHAPED}
 
@@ -188,12 +188,12 @@ class PaperRow:
     ours: tuple[str, ...] = ()
 
     def score(self, column: str) -> Decimal | None:
-        """Give one number for a column: the mean of two, as ours is; None without any."""
+        """Return one number for a column: the mean of two metrics, as ours is; None without any."""
         printed = self.scores.get(column)
         return None if printed is None else sum(printed, Decimal()) / len(printed)
 
     def mean(self, columns: Sequence[str]) -> Decimal | None:
-        """Give the mean over columns; None if there are none, or one of them is missing."""
+        """Return the mean over columns; None if there are none or one is missing."""
         scores = [score for score in map(self.score, columns) if score is not None]
         return sum(scores, Decimal()) / len(scores) if scores and len(scores) == len(columns) else None
 
@@ -234,12 +234,12 @@ class PaperTable:
         return f"{self.paper}, {self.name}"
 
     def baseline(self, row: PaperRow) -> PaperRow | None:
-        """Give what a row is compared with; None for a baseline itself, and where there is none."""
+        """Return the baseline of a row; None for a baseline itself, or without one."""
         found = [other for other in self.rows if other.baseline and other.model == row.model]
         return found[0] if found and row is not found[0] else None
 
     def rows_for(self, columns: Sequence[str]) -> list[PaperRow]:
-        """Give the rows that have a number in one of these columns."""
+        """Return the rows that have a number in one of the columns."""
         return [row for row in self.rows if any(column in row.scores for column in columns)]
 
 
@@ -326,7 +326,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _checked(place: str, found: Any) -> dict[str, Any]:
-    """Give a record whose fields are there and of their types; a foreign file is told by that it is not so."""
+    """Return a record after checking that its fields exist and have the right types."""
     if not isinstance(found, dict):
         raise RecipeError(f"{place} holds a {type(found).__name__}; expected the record of an experiment")
     record = {**OPTIONAL, **found}

@@ -19,7 +19,7 @@ EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 @contextmanager
 def sharding(allowed: bool) -> Iterator[None]:
-    """Let trainers that are made within shard their models, or have them leave those whole.
+    """Allow or forbid trainers created within to shard their models.
 
     Accelerate says that it shards in the environment, where the next trainer of the process would find it: what was
     there before is put back.
@@ -56,7 +56,7 @@ def refuse_deepspeed(arguments: Mapping[str, Any]) -> None:
 
 
 def is_to_shard(arguments: TrainingArguments) -> bool:
-    """Say whether a trainer's arguments, or else `accelerate launch`, ask for FSDP2.
+    """Return whether a trainer's arguments, or else `accelerate launch`, ask for FSDP2.
 
     Raises:
         RecipeError: they ask for what recipes do not do.
@@ -86,7 +86,7 @@ def is_to_shard(arguments: TrainingArguments) -> bool:
 
 
 def keep_whole_checkpoints(trainer: Trainer) -> None:
-    """Let a trainer that shards write whole weights into its checkpoints.
+    """Make a sharding trainer write whole weights into its checkpoints.
 
     Raises:
         RecipeError: it was to shard, and cannot.
@@ -103,7 +103,7 @@ def keep_whole_checkpoints(trainer: Trainer) -> None:
 
 
 def whole_weights(trainer: Trainer) -> dict[str, Tensor] | None:
-    """Give the weights of a model that is sharded, to the main process alone; None if it is whole.
+    """Gather the weights of a sharded model on the main process; None if the model is not sharded.
 
     Every process must call it.
     """

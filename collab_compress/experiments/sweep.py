@@ -86,7 +86,7 @@ class Sweep:
             raise RecipeError("there is nothing to run; give tasks, methods and seeds")
 
     def recipes(self) -> Iterator[Recipe]:
-        """Give the recipe of each run, seed by seed, so that a sweep that is stopped has whole seeds."""
+        """Yield the recipes of the runs seed by seed, so that a stopped sweep has whole seeds."""
         for seed, task, method in product(*(self._chosen(axis) for axis in ("seeds", "tasks", "methods"))):
             for conversion in self._chosen("conversions") or [None]:
                 settings: Settings = {"output": self.output / task / method / f"seed{seed}"}
@@ -100,7 +100,7 @@ class Sweep:
                 yield parse(Recipe, merged, f"{task}, {method}, {conversion or 'not converted'}")
 
     def folders(self) -> list[list[Recipe]]:
-        """Give the runs of each folder, which one worker does at a time, in the order of this worker."""
+        """Return the runs of each folder, in the order of this worker; one worker at a time runs a folder."""
         found = [list(runs) for _, runs in groupby(self.recipes(), key=attrgetter("output"))]
         if self.shard is None:
             return found
@@ -225,7 +225,7 @@ def _run_folder(runs: Sequence[Recipe], find_model: Callable[[str], str | Path],
 
 
 def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> Settings:
-    """Put the fields of two nested mappings together; where both have one, the second counts."""
+    """Merge two nested mappings; the second takes precedence."""
     result = dict(one)
     for name, value in other.items():
         inner = result.get(name)

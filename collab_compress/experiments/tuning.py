@@ -159,7 +159,7 @@ def evaluate(
     tuning: Tuning,
     folder: Path,
 ) -> dict[str, dict[str, float]]:
-    """Give the task's metrics on each split that has labels, but for the training data; in full precision.
+    """Return the task's metrics on each labelled split except the training data, in full precision.
 
     Each process has the whole model, whether training shards it or not.
     """
@@ -213,7 +213,7 @@ def _damaged_file(checkpoint: Path) -> Path | None:
 
 
 def _chosen(checkpoint: Path, best: bool) -> Path | None:
-    """Give the checkpoint whose weights a training ended with; None if the one given is not that of its last step."""
+    """Return the checkpoint of the last training step; None if the given one is of another step."""
     state = _state(checkpoint)
     if not state["global_step"] >= state["max_steps"] > 0:
         return None
@@ -241,7 +241,7 @@ def _check_optimizer(checkpoint: Path, sharded: bool) -> None:
 
 
 def _averaged(model_class: type[PreTrainedModel], dtype: torch.dtype, checkpoints: Path, count: int) -> Any:
-    """Give a model whose weights are the mean of those in the last checkpoints.
+    """Return a model whose weights are the mean of the last checkpoints.
 
     Raises:
         RecipeError: there are not as many checkpoints.
@@ -287,7 +287,7 @@ def _trainer(
 
 
 def training_arguments(workload: Workload, tuning: Tuning, folder: Path) -> TrainingArguments:
-    """Give a trainer's arguments, checked as far as it can be done before anything is trained.
+    """Return a trainer's arguments, checked as far as possible before training.
 
     Raises:
         RecipeError: one is not known, or its value is none for it.

@@ -159,7 +159,7 @@ def _texts(rows: Dataset, columns: Iterable[str]) -> Iterator[str]:
 def _like(
     fresh: Fresh, task: Task, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[type[PreTrainedModel], PretrainedConfig]:
-    """Take a config for another vocabulary; a decoder starts with the end where it did, or with padding.
+    """Adapt a config to another vocabulary; a decoder starts with the end token if it did before, else with padding.
 
     Raises:
         RecipeError: it cannot be read, is that of a converted or quantized model, or its family does no such task.

@@ -103,11 +103,11 @@ class Workload(ABC):
         return model
 
     def metric_options(self) -> dict[str, Any]:
-        """Give what the metric needs to know."""
+        """Return the options of the metric."""
         return {}
 
     def head(self) -> dict[str, Any]:
-        """Give what a model's head needs to know."""
+        """Return the options of the model's head."""
         return {}
 
     @abstractmethod
@@ -116,14 +116,14 @@ class Workload(ABC):
 
     @abstractmethod
     def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
-        """Give what makes a batch of rows."""
+        """Return the data collator."""
 
     def scored(self) -> list[str]:
         """Name the splits that have labels, but for the training data."""
         return [name for name, rows in self.texts.items() if name != "train" and _labelled(rows)]
 
     def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Give further options of the trainer: `compute_metrics` and the like."""
+        """Return further options of the trainer, such as `compute_metrics`."""
         return {"compute_metrics": self.compute_metrics}
 
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
@@ -168,7 +168,7 @@ class Classification(Workload):
     model_class = AutoModelForSequenceClassification
 
     def head(self) -> dict[str, Any]:
-        """Give as many outputs as the task has classes, or one for a score."""
+        """Return the number of outputs: the classes of the task, or one for a score."""
         if self.task.kind == "regression":
             return {"num_labels": 1, "problem_type": "regression"}
         return {
@@ -222,7 +222,7 @@ class TokenModel(Workload):
     """Whether a position predicts the next label, not its own."""
 
     def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Keep two numbers of a row's predictions, not a vocabulary of them for each token."""
+        """Reduce the logits of a row to two numbers, so that they need not be kept."""
         return {**super().options(tokenizer), "preprocess_logits_for_metrics": partial(_losses, shift=self.shift)}
 
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
@@ -360,7 +360,7 @@ class Translation(Workload):
         return {"compute_metrics": bleu}
 
     def _read(self, tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase, split: str) -> list[str]:
-        """Give the translations of a split; rows repeated to fill the last batches come last, and are left out."""
+        """Return the translations of a split, without rows repeated to fill the last batches."""
         tokens = tokens[: len(self.texts[split])]
         read: list[str] = tokenizer.batch_decode(
             np.where(tokens < 0, tokenizer.pad_token_id, tokens), skip_special_tokens=True

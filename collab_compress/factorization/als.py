@@ -82,7 +82,7 @@ class Continuation:
         return self.start * float(self.end**faded)
 
     def searching(self, sweep: int, sweeps: int) -> bool:
-        """Say whether a sweep belongs to the search, whose last sweeps have components to spare."""
+        """Return whether a sweep belongs to the search phase, which ends with spare components."""
         return sweep < int(self.search * sweeps)
 
     def width(self, sweep: int, sweeps: int, rank: int, channels: int) -> int:
@@ -259,7 +259,7 @@ class _Run:
             faded = faded or resting
 
     def _resize(self, width: int, channels: Channels) -> None:
-        """Give the point so many components, more or fewer than it has."""
+        """Return the point with more or fewer components."""
         if width == self.point.query.shape[1]:
             return
         self.point, self.last = narrowed(Iterate.at(self.point.seen_by(channels)), width), None

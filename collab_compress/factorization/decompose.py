@@ -132,7 +132,7 @@ def factorize(
 
 
 def centres_queries(query_bias: bool, centre: bool | None) -> bool:
-    """Say whether queries are weighed by their covariance, and what that leaves out goes into the content bias."""
+    """Return whether queries are centred, so that the content bias takes their mean."""
     return query_bias if centre is None else centre
 
 

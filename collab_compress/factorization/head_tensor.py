@@ -95,7 +95,7 @@ class HeadTensor:
 
 
 def by_head(flat: Tensor, heads: int) -> Tensor:
-    """Give projections side by side, (D, H·d), as one for each head, (H, D, d)."""
+    """Split a projection into heads, (D, H·d) to (H, D, d)."""
     return flat.view(len(flat), heads, -1).transpose(0, 1).contiguous()
 
 

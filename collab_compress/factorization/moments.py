@@ -95,7 +95,7 @@ def float64_device(device: torch.device) -> torch.device:
 
 
 def has_float64(device: torch.device) -> bool:
-    """Say whether a device computes in float64."""
+    """Return whether a device supports float64."""
     return device.type not in WITHOUT_FLOAT64
 
 

@@ -49,7 +49,7 @@ def narrow_values(
     damping: float = 1e-3,
     device: str | None = None,
 ) -> Narrowing:
-    r"""Find the channels that each head's values keep, and the output projection for what is left.
+    r"""Choose the channels that each head's values keep, and refit the output projection on them.
 
     Minimises $E\|\sum_i o_i (W^O_i - P_i O_i)\|^2$: each $P_i$ for its head alone, by the truncated singular value
     decomposition of $C_i^{1/2} W^O_i$ with $C_i$ the covariance of $o_i$; then $O$ for all heads together, by least
@@ -103,7 +103,7 @@ def narrow_values(
 
 
 def grouped(moments: Tensor, outputs: Sequence[Tensor], group: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Take heads that share their values as one.
+    """Merge heads that share their values.
 
     Args:
         moments: of what the output projection reads, heads side by side, (n, n).

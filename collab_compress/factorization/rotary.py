@@ -357,7 +357,7 @@ def _joined(parts: Sequence[Channels], counts: Sequence[int], rotated: int) -> R
 
 
 def _balanced(factors: RotaryFactors) -> RotaryFactors:
-    """Give the same products with mixing columns of length 1, or keys of length 1 where queries are not shared."""
+    """Return the same products with mixing columns of length 1, or keys of length 1 if queries are not shared."""
     tiny = torch.finfo(torch.float64).tiny
     query, mixing, key = factors.query, factors.mixing, factors.key
     if query is None:
@@ -391,7 +391,7 @@ class _Keys:
         return torch.cat([left, left.new_zeros(len(left), 1)], 1)
 
     def channels(self, counts: Sequence[int]) -> list[Channels]:
-        """Give as many channels of each frequency."""
+        """Return factors with the given number of channels of each frequency."""
         kept = [self.right[j, :count].mH * self.values[j, :count] for j, count in enumerate(counts)]  # (G, n) each
         return [
             (None, mixing / self.weights[:, j, None], self.left[j, :, : mixing.shape[1]])
@@ -421,7 +421,7 @@ class _Shared:
         return norms
 
     def channels(self, counts: Sequence[int]) -> list[Channels]:
-        """Give as many channels of each frequency, those of frequencies that get equally many at once."""
+        """Return factors of each frequency; those with equal numbers of channels are solved together."""
         heads = self.query.shape[2]
         found: dict[int, Channels] = {}
         for count in sorted(set(counts)):

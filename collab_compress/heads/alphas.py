@@ -91,7 +91,7 @@ class AlphasEdit:
         return cls(modules)
 
     def apply_(self, model: PreTrainedModel) -> None:
-        """Let output projections of `model` mix their heads by the identity, in place."""
+        """Install identity mixing before the output projections of `model`, in place."""
         with refusing_other_models(self.kind, model):
             for name, heads in self.modules.items():
                 install_alphas_(model.base_model, name, heads)
@@ -101,7 +101,7 @@ class AlphasEdit:
 
 
 def install_alphas_(model: nn.Module, name: str, heads: int) -> None:
-    """Let the output projection at `name` mix its heads, in place; one that does already is left as it is."""
+    """Install mixing before the output projection at `name`, in place, unless it has it already."""
     projection = model.get_submodule(name)
     if not isinstance(projection, MixedProjection):
         mixed = MixedProjection(projection, heads)  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def install_alphas_(model: nn.Module, name: str, heads: int) -> None:
 
 @torch.inference_mode(False)
 def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
-    """Let the heads of every attention module mix their outputs, in place and all or nothing.
+    """Add head mixing to every attention module, in place, in all modules or none.
 
     Just before the output projection head i becomes Z'_i = Σ_j α_ij Z_j. α (H, H) starts as the identity, so the
     model computes the same until α is trained. Implements Multi-Head Mixing of "Multi-Head Rotation – a Multi-Head
@@ -146,7 +146,7 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
 
 
 def alphas_of(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> dict[str, nn.Parameter]:
-    """Give the mixing coefficients of every attention module whose heads are mixed.
+    """Return the mixing coefficients α of every attention module whose heads are mixed.
 
     Args:
         model: of a known family.
@@ -163,7 +163,7 @@ def alphas_of(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> dict[s
 
 
 def mixed_projections(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> dict[str, MixedProjection]:
-    """Give what mixes the heads of each attention module: its path → the projection, as for `alphas_of`."""
+    """Return the mixing output projection of each attention module: path → projection, as in `alphas_of`."""
     return {site.name: projection for site, projection in _mixed(model) if site.kind in kinds}
 
 

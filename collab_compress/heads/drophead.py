@@ -73,7 +73,7 @@ class DropHead:
         return outputs * scales.to(outputs.dtype)[:, None, :, None]
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         for module in self._modules:
             remove_head_hook_(module, self)
         self._modules = []

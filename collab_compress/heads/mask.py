@@ -71,7 +71,7 @@ class HeadMask:
             hook.mask = masks.get(name)
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         for module, hook in self._hooks.values():
             remove_head_hook_(module, hook)
         self._hooks = {}
@@ -81,7 +81,7 @@ class HeadMask:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         self.remove()
 
 

@@ -46,7 +46,7 @@ class RotationOptions:
     """How many layers from each end `soft` pairs, at most half of the layers."""
 
     printed: bool = False
-    """Let `soft` pair layer i with L−i as the paper prints it, which leaves the last layer out."""
+    """Whether `soft` pairs layer i with L−i as the paper prints it, which leaves the last layer out."""
 
     pairs: tuple[Pair, ...] = ()
     """What `manual` swaps: pairs of (path of the attention module, number of the head from 0)."""
@@ -146,7 +146,7 @@ Scores = Mapping[str, Tensor]
 
 
 def manual(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float) -> list[Pair]:
-    """Take the given pairs whose first head is in one of `sites`."""
+    """Return the given pairs whose first head is in one of `sites`."""
     names = {site.name for site in sites}
     return [pair for pair in rotation.pairs if pair[0][0] in names]
 
@@ -373,7 +373,7 @@ class Rotator:
         self._latest, self._swapped, self._due, self._awake, self.history = latest, swapped, due, awake, events
 
     def _reached_since(self, latest: float | None, now: float) -> float | None:
-        """Find the last of the times to swap after `latest`, not after now; at a first call only what is due now."""
+        """Return the last swap time after `latest` and not after now; at the first call, only one that is due now."""
         times = [time for time in self.rotation.epochs if _reached(time, now)]
         if latest is None:
             return next((time for time in times if _reached(now, time)), None)

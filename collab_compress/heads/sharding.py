@@ -8,7 +8,7 @@ from collab_compress.errors import CollabCompressError, HeadError
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Tell whether processes hold a tensor in parts, as FSDP2 (`fully_shard`) and tensor parallelism let them."""
+    """Return whether a tensor is sharded over processes, as by FSDP2 (`fully_shard`) or tensor parallelism."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return False
     from torch.distributed.tensor import DTensor
@@ -17,7 +17,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def whole(tensor: Any) -> Tensor:
-    """Give a tensor with all its elements; differentiable. Every process must call it for one that is sharded."""
+    """Return a tensor with all its elements, differentiable. For a sharded tensor every process must call it."""
     full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     return full
 
@@ -42,7 +42,7 @@ def write_(tensor: Any, full: Tensor) -> None:
 
 
 def reshard_(model: nn.Module) -> None:
-    """Let FSDP2 put its parameters back in place, where a forward pass left gathered copies of them, in place.
+    """Reshard the parameters of FSDP2 modules that a forward pass left gathered, in place.
 
     What is written into a copy is lost, and an optimizer does not know it.
     """

@@ -279,13 +279,13 @@ def _remembered(parameter: nn.Parameter, state: Any) -> dict[str, Tensor]:
 
 
 def _spreads_state(optimizer: Any) -> bool:
-    """Tell whether each process remembers some parameters only, all of which it lists (PyTorch's ZeRO-1)."""
+    """Return whether each process keeps the state of some parameters only (PyTorch's ZeRO-1)."""
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")  # imported by who made one
     return zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer)
 
 
 def _gathered_states(blocks: Sequence[HeadBlock], optimizer: Any) -> list[tuple[Tensor, Tensor]]:
-    """Let processes tell each other what they remember of heads.
+    """Exchange the optimizer state of heads between processes.
 
     Args:
         blocks: of paired heads, one after the other.

@@ -96,7 +96,7 @@ class Tap:
         return readings
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         for module, hook in self._hooks:
             remove_head_hook_(module, hook)
         for handle in self._handles:
@@ -108,7 +108,7 @@ class Tap:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         self.remove()
 
     def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

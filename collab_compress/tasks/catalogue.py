@@ -107,11 +107,11 @@ class Task:
         return Features(features)
 
     def clean(self, text: str) -> str:
-        """Give a text as it was before it was escaped."""
+        """Return a text with its escapes undone."""
         return text.replace("\\n", "\n").replace('\\"', '"') if self.escaped else text
 
     def number(self, label: int | str) -> int:
-        """Give the number of a class as the hub has it: its name, or the number itself, −1 where there is none.
+        """Return the number of a class from its name or number on the hub; −1 without a label.
 
         Raises:
             DataError: there is no such class.

@@ -1,4 +1,4 @@
-"""Find a task's files in a folder, or the data set on the hub, and load it."""
+"""Load a task from files in a folder, or from the hub."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ class Found:
 
 
 def find_files(task: Task, data_dir: Path, languages: Languages, splits: Sequence[str] | None) -> Found:
-    """Find the files of a task, laid out in one of several ways.
+    """Return the files of a task and the layout that they have.
 
     Args:
         task: the task.
@@ -70,7 +70,7 @@ def find_files(task: Task, data_dir: Path, languages: Languages, splits: Sequenc
 def _look(
     layout: Layout, folder: Path, languages: Languages, splits: Sequence[str] | None
 ) -> tuple[dict[str, list[tuple[Path, ...]]], list[str]]:
-    """Give the files of the splits that are there, and the names of those that are needed and missing."""
+    """Return the files of the splits that exist, and the names of the required splits that are missing."""
     there, missing = {}, []
     for split in splits or layout.files:
         parts = [_first(layout.candidates(part, languages), folder) for part in layout.files.get(split, ())]
@@ -93,13 +93,13 @@ def _missing(
 
 
 def _begun(layout: Layout, folder: Path, languages: Languages, split: str) -> bool:
-    """Say whether some of a split's files are there, though not all."""
+    """Return whether some, but not all, files of a split exist."""
     groups = (layout.candidates(part, languages) for part in layout.files[split])
     return any(_there(folder / name) for candidates in groups for names in candidates for name in names)
 
 
 def _first(candidates: Sequence[tuple[str, ...]], folder: Path) -> tuple[Path, ...] | None:
-    """Give the first of several groups of files that is there."""
+    """Return the first group of files that exists."""
     for names in candidates:
         files = [_there(folder / name) for name in names]
         if all(file is not None for file in files):
@@ -113,7 +113,7 @@ def _there(path: Path) -> Path | None:
 
 
 def expected_files(layouts: Sequence[Layout], languages: Languages) -> str:
-    """Say which files make up a task, in each of its layouts."""
+    """Return the names of the files of a task, for each of its layouts."""
     ways = []
     for layout in layouts:
         names = []
@@ -143,7 +143,7 @@ def progress_bars(shown: bool) -> Iterator[None]:
 
 
 def shared(data: Dataset, num_proc: int | None) -> int | None:
-    """Give how many processes share the work on a data set; None, this one alone, where there is little."""
+    """Return the number of processes for a data set; None, for this process alone, if it is small."""
     most = min(num_proc or 1, len(data) // CHUNK)
     return most if most > 1 else None
 
@@ -197,7 +197,7 @@ def load_hub(
 
 
 def _words(languages: Languages) -> dict[str, str]:
-    """Give what stands for the placeholders in names on the hub."""
+    """Return the values of the placeholders in names on the hub."""
     if languages is None:
         return {}
     source, target = languages
@@ -205,7 +205,7 @@ def _words(languages: Languages) -> dict[str, str]:
 
 
 def _canonical(task: Task, hub: Hub, data: Dataset, words: Mapping[str, str], num_proc: int | None) -> Dataset:
-    """Give a data set the canonical columns, and no others."""
+    """Convert a data set to the canonical columns and drop all others."""
     columns = {name: [there.format(**words) for there in parts] for name, parts in hub.columns.items()}
     for there in (there for parts in columns.values() for there in parts):
         first, _, inner = there.partition(".")
@@ -229,7 +229,7 @@ def _labelled(label: int) -> bool:
 
 
 def _rename(batch: Mapping[str, Any], task: Task, columns: Mapping[str, Sequence[str]]) -> dict[str, list[Any]]:
-    """Give the canonical columns of a batch of rows."""
+    """Return the canonical columns of a batch of rows."""
     renamed: dict[str, list[Any]] = {}
     for name, parts in columns.items():
         found = [_column(batch, there) for there in parts]
@@ -315,7 +315,7 @@ def task_files(
     files: Mapping[str, str | Sequence[str]] | None = None,
     train: bool = True,
 ) -> dict[str, list[Path]]:
-    """Find the files that `load_task` reads, which takes the same arguments.
+    """Return the files that `load_task` reads with the same arguments.
 
     Returns:
         Split → files, or folders of them, in the order in which they are read.
@@ -335,7 +335,7 @@ def _chosen(
     files: Mapping[str, str | Sequence[str]] | None,
     train: bool,
 ) -> tuple[Task, Languages]:
-    """Give a task, with the files and the languages that were asked for."""
+    """Return a task with the requested files and languages."""
     if name not in TASKS:
         raise DataError(f"unknown task {name!r}; expected one of {', '.join(sorted(TASKS))}")
     task = _with_files(TASKS[name], files) if files else TASKS[name]
@@ -345,7 +345,7 @@ def _chosen(
 
 
 def _languages(task: Task, source: str | None, target: str | None) -> Languages:
-    """Give the languages to translate between; None for other tasks."""
+    """Return the source and target language; None for other tasks."""
     if task.kind != "translation":
         if source or target:
             raise DataError(f"{task.name} is {task.kind} and has no source or target language")
@@ -358,13 +358,13 @@ def _languages(task: Task, source: str | None, target: str | None) -> Languages:
 
 
 def _with_files(task: Task, files: Mapping[str, str | Sequence[str]]) -> Task:
-    """Give the task files in the place of its usual ones."""
+    """Return the task with other file names."""
     parts = {split: (paths,) if isinstance(paths, str) else tuple(paths) for split, paths in files.items()}
     return replace(task, layouts=(replace(task.layouts[0], files=parts, optional=()),))
 
 
 def _without_train(task: Task) -> Task:
-    """Leave the training data out of the task's files."""
+    """Return the task without the files of its training data."""
     layouts = (
         replace(layout, files={split: parts for split, parts in layout.files.items() if split != "train"})
         for layout in task.layouts

@@ -365,7 +365,7 @@ def _blocks(data: Dataset, start: int, length: int) -> Dataset:
 
 
 def _stream(data: Dataset) -> np.ndarray:
-    """Put the rows' tokens on end."""
+    """Concatenate the tokens of the rows."""
     chunks = data.data.column("input_ids").chunks
     stream = np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks])
     if not len(stream):

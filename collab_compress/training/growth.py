@@ -16,7 +16,7 @@ from collab_compress.training.head_training import AlphasOptions
 
 
 class AlphasTraining:
-    """Keep alphas as they are for the first part of training, and give the nuclear growth loss after it.
+    """Freeze alphas for the first part of training, and return the nuclear growth loss after it.
 
     Frozen alphas stay in the optimizer and in the graph, so that distributed training sees the same parameters
     throughout; their gradient is zero, and taken away before the optimizer steps.
@@ -57,7 +57,7 @@ class AlphasTraining:
         return nuclear_growth(self._together(), self.options.growth, self._previous).sum()
 
     def remove(self) -> None:
-        """Leave the modules as they were."""
+        """Restore the modules."""
         self._freeze(False)
         self._handle.remove()
 
@@ -79,7 +79,7 @@ class AlphasTraining:
 
 
 def _remember_nothing_(alphas: Sequence[nn.Parameter], optimizer: Any) -> None:
-    """Give an optimizer state of zeros for frozen alphas, in place, as the first step that trains them makes it.
+    """Create the zero optimizer state of frozen alphas in place, as their first training step would.
 
     A checkpoint of sharded training must have a state of every parameter, or PyTorch does not load it.
     """

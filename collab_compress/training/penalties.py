@@ -77,7 +77,7 @@ class HeadLosses:
         self.tap = Tap(model, {LOSSES[loss].part for loss, _ in losses.values()}, read, training)
 
     def values(self) -> dict[str, Tensor]:
-        """Give each loss, not weighted, of the last forward pass; nothing for attention that it did not run."""
+        """Return the unweighted losses of the last forward pass; attention that it did not call has none."""
         readings = self.tap.take()
         found = {}
         for name, (loss, kinds) in self.losses.items():
@@ -87,7 +87,7 @@ class HeadLosses:
         return found
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         self.tap.remove()
 
 

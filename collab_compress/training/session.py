@@ -125,7 +125,7 @@ class HeadSession:
             self._rotator.epoch(epoch, self.optimizer, batches)
 
     def penalty(self, loss: Tensor | None = None) -> Tensor:
-        """Give the weighted sum of all penalties of the last forward pass, to be added to the training loss.
+        """Return the weighted sum of all penalties of the last forward pass, to be added to the training loss.
 
         Args:
             loss: the training loss, to log it, and to warn where a penalty is too faint to act.
@@ -150,7 +150,7 @@ class HeadSession:
         return total
 
     def logs(self) -> dict[str, float]:
-        """Give the mean of each penalty, not weighted, and its share of the loss, over passes since the last call.
+        """Return the unweighted mean of each penalty and its share of the loss, over the passes since the last call.
 
         The loss without penalties is beside them, as "task_loss".
 
@@ -173,7 +173,7 @@ class HeadSession:
         return means
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what a resumed run needs to go on identically, in JSON types."""
+        """Return the state that a resumed run needs to continue identically, in JSON types."""
         state: dict[str, Any] = {}
         if self._rotator is not None:
             state["rotation"] = self._rotator.state_dict()
@@ -191,7 +191,7 @@ class HeadSession:
             self._alphas.norms = None if norms is None else torch.tensor(norms, dtype=torch.float64)
 
     def close(self) -> None:
-        """Leave the model as it was, but for its weights."""
+        """Remove everything but the trained weights from the model."""
         parts: list[DropHead | HeadLosses | AlphasTraining | None] = [*self._dropheads, self._losses, self._alphas]
         for part in parts:
             if part is not None:
@@ -203,7 +203,7 @@ class HeadSession:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the model as it was, but for its weights."""
+        """Remove everything but the trained weights from the model."""
         self.close()
 
     @property

@@ -89,11 +89,11 @@ class HeadTrainerMixin:
             self.close()
 
     def close(self) -> None:
-        """Leave the model as it was, but for its weights; does nothing where that is so."""
+        """Remove everything but the trained weights from the model; does nothing if called again."""
         self._callback.close()
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None, **given: Any) -> Tensor:
-        """Take a pass as the trainer does, with losses normalized as `loss_normalization` says."""
+        """Run a training pass as the trainer does, with the loss normalized as `loss_normalization` says."""
         trainer: Any = super()
         if self._takes_mean is None:
             self._takes_mean = self._ignores_items(model, inputs, num_items_in_batch)
@@ -167,7 +167,7 @@ class HeadState(TrainerCallback, ExportableState):  # type: ignore[misc]
     session: HeadSession | None = None
 
     def state(self) -> dict[str, Any]:
-        """Give it in JSON types, in the form that Transformers wants."""
+        """Return the state in JSON types, as Transformers expects it of callbacks."""
         return {"args": {}, "attributes": {"saved": {} if self.session is None else self.session.state_dict()}}
 
 
@@ -216,7 +216,7 @@ class _HeadCallback(TrainerCallback):  # type: ignore[misc]
             self.session.step(state.global_step / max(state.max_steps - 1, 1))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """See that the penalties were added."""
+        """Raise if `compute_loss` left the penalties out."""
         if self.session is not None and self.session.penalises and not self.session.penalised:
             name = type(self.trainer).__name__
             raise HeadError(
@@ -225,7 +225,7 @@ class _HeadCallback(TrainerCallback):  # type: ignore[misc]
             )
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Have the state at hand for whoever saves it after training."""
+        """Export the state for checkpoints that are saved after training."""
         state.stateful_callbacks[STATE] = self._holder().state()
 
     def close(self) -> None:
@@ -235,7 +235,7 @@ class _HeadCallback(TrainerCallback):  # type: ignore[misc]
             self.session = self._holder().session = None
 
     def _holder(self) -> "HeadState":
-        """Find what saves the state; a trainer that restores callbacks from a checkpoint makes it anew."""
+        """Return the callback that saves the state; restoring callbacks from a checkpoint creates a new one."""
         callbacks = self.trainer.callback_handler.callbacks
         return next(callback for callback in callbacks if isinstance(callback, HeadState))
 
@@ -286,7 +286,7 @@ def _measures(training: HeadTraining) -> bool:
 
 
 def _passes(trainer: Any, items: Tensor | int | None) -> int:
-    """Say by what a mean must be divided: the passes of a step, where the trainer does not divide the loss itself."""
+    """Return the accumulation divisor: the passes of a step, or 1 if the trainer divides the loss itself."""
     scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
     if scaled is None:
         own = trainer.compute_loss_func is not None
