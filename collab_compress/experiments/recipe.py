@@ -1,23 +1,23 @@
 """An experiment as data: the same dataclasses in Python, in YAML files and on command lines."""
 
-import math
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from itertools import chain
 from math import ceil, inf
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 import yaml
-from dacite import Config, DaciteError, from_dict
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from collab_compress.errors import CollabCompressError, RecipeError
 from collab_compress.experiments.untrained import Fresh
-from collab_compress.options import CalibrationOptions, Compression, Kind
+from collab_compress.options import CalibrationOptions, Compression
 from collab_compress.tasks import TASKS
 from collab_compress.training import HeadTraining
 
@@ -324,69 +324,50 @@ def read_settings(path: str | Path | None, overrides: Sequence[str]) -> dict[str
 def parse(described: type[Described], data: Mapping[str, Any], where: str) -> Described:
     """Build a dataclass from nested fields.
 
+    Types are those of JSON: no text is taken for a number, and no number for a truth value.
+
     Raises:
         RecipeError: a field is not known or missing, or a value is none for it; `where` says where it stands.
     """
     try:
-        _check_names(described, data)
-        return from_dict(described, data, Config(cast=[Path, tuple], type_hooks=HOOKS))
-    except (CollabCompressError, DaciteError, TypeError, ValueError, RecursionError) as error:
+        adapter = _adapter(cast(Any, described))
+        found: Described = adapter.validate_json(json.dumps(data, default=str), strict=True)
+        return found
+    except ValidationError as error:
+        problems = "; ".join(_problem(one, described) for one in error.errors())
+        raise RecipeError(f"{where}: {problems}") from error
+    except (CollabCompressError, TypeError, ValueError, RecursionError) as error:
         raise RecipeError(f"{where}: {_line(error)}") from error
 
 
-def _check_names(described: Any, data: Mapping[str, Any], where: str = "") -> None:
-    """Refuse what is no field of a dataclass, nor of those in it, and values of another shape than their field's.
-
-    Raises:
-        RecipeError: naming the place, and the field that was meant.
-    """
-    kinds = get_type_hints(described)
-    for name, value in data.items():
-        if name not in kinds:
-            near = get_close_matches(str(name), kinds, n=1, cutoff=0.7)
-            meant = f"; did you mean {near[0]}?" if near else ""
-            raise RecipeError(f'can not match "{name}" to any field{" of " * bool(where)}{where}{meant}')
-        place = f"{where}.{name}".strip(".")
-        _check_shape(kinds[name], value, place)
-        for kind in filter(is_dataclass, (kinds[name], *get_args(kinds[name]))):
-            for inner in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(inner, Mapping):
-                    _check_names(kind, inner, place)
+@cache
+def _adapter(described: Any) -> TypeAdapter[Any]:
+    for kind in _dataclasses_in(described):
+        kind.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+    return TypeAdapter(described)
 
 
-def _check_shape(kind: Any, value: Any, place: str) -> None:
-    """Refuse values that dacite would accept, or would refuse without their place.
+def _dataclasses_in(kind: Any) -> set[Any]:
+    """Return a dataclass and those in the types of its fields."""
+    inner = get_type_hints(kind).values() if is_dataclass(kind) else get_args(kind)
+    found = {kind} if is_dataclass(kind) else set()
+    return found.union(*map(_dataclasses_in, inner))
 
-    Raises:
-        RecipeError: naming the place, and what is expected there.
-    """
-    if get_origin(kind) is UnionType:
-        if value is None and NoneType in get_args(kind):
-            return
-        others = [one for one in get_args(kind) if one is not NoneType]
-        kind = others[0] if len(others) == 1 else None
-    origin, items = get_origin(kind) or kind, get_args(kind)
-    if kind is int and isinstance(value, bool):
-        raise RecipeError(f"{place} is {value!r}; expected a whole number")
-    if kind is float:
-        try:
-            _finite(value)
-        except (OverflowError, TypeError, ValueError) as error:
-            raise RecipeError(f"{place}: {error}") from error
-    if origin is Literal and value not in items:
-        raise RecipeError(f"{place} is {value!r}; expected one of {', '.join(map(str, items))}")
-    if origin in (list, tuple) and not (isinstance(value, str) and kind in HOOKS):
-        if not isinstance(value, list | tuple):
-            raise RecipeError(f"{place} is {value!r}; expected a list, as in [{value}]")
-        for inner in value if items[-1:] in ((...,), items) else ():
-            _check_shape(items[0], inner, place)
-    if origin is dict and isinstance(value, Mapping):
-        for name, inner in value.items():
-            if not isinstance(name, str):
-                raise RecipeError(f'{place} has {name!r} for a name, which is no text; write "{name}" in quotes')
-            _check_shape(items[1], inner, f"{place}.{name}")
-    elif origin is dict:
-        raise RecipeError(f"{place} is {value!r}; expected names, each with what belongs to it")
+
+def _problem(error: Mapping[str, Any], described: Any) -> str:
+    """Return where a value is wrong, and what is expected there."""
+    *_, name = place = list(map(str, error["loc"]))
+    if error["type"] == "unexpected_keyword_argument":
+        kinds = _dataclasses_in(described) if len(place) > 1 else {described}
+        names = {field.name for kind in kinds for field in fields(kind)}
+        near = get_close_matches(name, names, n=1, cutoff=0.7)
+        return f"there is no field {'.'.join(place)}" + (f"; did you mean {near[0]}?" if near else "")
+    if error["type"] == "missing_argument":
+        return f"{'.'.join(place)} is missing"
+    value = repr(error["input"])[:60]
+    if error["type"] in ("list_type", "tuple_type"):
+        return f"{'.'.join(place)} is {value}; expected a list, as in [{error['input']}]"
+    return f"{'.'.join(place)} is {value}; {error['msg'].replace('Input should be', 'expected')}"
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -432,12 +413,6 @@ def _yaml(text: str) -> Any:
 
 def _line(error: Exception) -> str:
     return "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-
-
-def _finite(value: Any) -> float:
-    if isinstance(value, bool) or not math.isfinite(number := float(value)):
-        raise ValueError(f"got {value}; expected a finite number")
-    return number
 
 
 class _Loader(yaml.SafeLoader):
@@ -486,11 +461,3 @@ def _count_values(node: yaml.Node, counts: dict[yaml.Node, int]) -> int:
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
 )
-
-
-def _listed(value: Any) -> Any:
-    """Return a name alone as a tuple of one."""
-    return (value,) if isinstance(value, str) else value
-
-
-HOOKS: dict[Any, Any] = {float: _finite, tuple[str, ...]: _listed, tuple[Kind, ...]: _listed}

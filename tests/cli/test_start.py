@@ -85,11 +85,11 @@ def test_versions(run):
     ("command", "arguments", "package"),
     [
         ("collab-results", ["--papers"], "datasets"),
-        ("collab-run", ["task=mrpc", "model=minilm", "output=out"], "dacite"),
+        ("collab-run", ["task=mrpc", "model=minilm", "output=out"], "pydantic"),
         ("collab-results", ["--papers"], "pyarrow"),
         ("collab-results", ["folder"], "scipy"),
         ("collab-results", ["folder"], "sklearn"),
-        ("collab-results", ["--papers"], "dacite"),
+        ("collab-results", ["--papers"], "pydantic"),
         ("collab-results", ["--papers"], "evaluate"),
         ("collab-results", ["--papers"], "sacrebleu"),
         ("collab-analyze", ["minilm", "--task", "mrpc", "--output", "out"], "datasets"),

@@ -42,10 +42,6 @@ def test_a_conversion_needs_a_compression(path):
         read_recipe(path, ["conversion=a", "compression=null"])
 
 
-def test_one_kind_of_attention_needs_no_list(path):
-    assert read_recipe(path, ["compression.kinds=encoder"]).compression.kinds == ("encoder",)
-
-
 def test_calibration_is_a_choice(path):
     recipe = read_recipe(
         path, ["calibration_options.sequences=500", "calibration_options.length=32", "calibration=texts.txt"]
@@ -64,15 +60,15 @@ def test_every_recipe_in_the_repository_reads():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("ranks=1", 'can not match "ranks" to any field$'),
-        ("modle=x", r'can not match "modle" to any field; did you mean model\?$'),
-        ("tuning.learningrate=1", r'"learningrate" to any field of tuning; did you mean learning_rate\?$'),
-        ("heads.penalties=[{name: hsic, wt: 1}]", 'can not match "wt" to any field of heads.penalties$'),
-        ("seed=a", 'wrong value type for field "seed"'),
+        ("xyzzy=1", "there is no field xyzzy$"),
+        ("modle=x", r"there is no field modle; did you mean model\?$"),
+        ("tuning.learningrate=1", r"no field tuning\.learningrate; did you mean learning_rate\?$"),
+        ("heads.penalties=[{name: hsic, wt: 1}]", r"there is no field heads\.penalties\.0\.wt$"),
+        ("seed=a", "seed is 'a'; expected a valid integer"),
         ("task=foo", "unknown task 'foo'; expected one of ag_news"),
         ("heads.penalties=[{name: q}]", "unknown loss 'q'"),
         ("compression.dk=0", "dk is 0; expected at least 1"),
-        ("compression.solver.sweeps=1e30", r'"compression\.solver\.sweeps" - should be "int \| None"'),
+        ("compression.solver.sweeps=1e30", r"compression\.solver\.sweeps is 1e\+30; expected a valid integer"),
         ('output="a\\0"', r"'a\\x00' holds NUL characters or surrogates"),
         ('tuning={arguments: {run_name: "\\ud800"}}', r"'\\ud800' holds NUL characters or surrogates"),
         (f"tuning.batch_size={'9' * 31}", r"'9+' has more than 30 digits"),
@@ -92,8 +88,8 @@ def test_every_recipe_in_the_repository_reads():
         (f"tuning.max_steps={10**20}", r"max_steps is 1e\+20; expected at most 1e\+09"),
         ("tuning.epochs=1e30", r"epochs is 1e\+30; expected at most 1e\+09"),
         (f"recovery={{steps: {10**20}}}", "expected 1 to"),
-        ("seed=true", "seed is True; expected a whole number"),
-        ("compression.dk=true", r"compression\.dk is True; expected a whole number"),
+        ("seed=true", "seed is True; expected a valid integer"),
+        ("compression.dk=true", r"compression\.dk is True; expected a valid integer"),
         ("compression.kinds=encodr", "kinds"),
         ("files={train: &a [x, *a]}", "more than 100,000 values"),
         (
@@ -103,7 +99,7 @@ def test_every_recipe_in_the_repository_reads():
             "more than 100,000 values",
         ),
         ("tuning.average=0", "average is 0; expected at least 1"),
-        ("tuning.epochs=x", "could not convert string to float"),
+        ("tuning.epochs=x", "epochs is 'x'; expected a valid number"),
         ("tuning.warmup=2", "warmup is 2.0; expected a share"),
         ("tuning.arguments.seed=2", "arguments hold seed, which the recipe's field seed sets"),
         ("model", "'model' sets nothing; expected field=value"),
@@ -112,17 +108,17 @@ def test_every_recipe_in_the_repository_reads():
         ("seed=" + "[" * 3000, "it is nested too deeply"),
         ("seed=-1", r"seed is -1; expected a number from 0 to 2\*\*32 - 1"),
         (f"seed={2**70}", "expected a number from 0"),
-        ("tuning.learning_rate=.nan", "got nan; expected a finite number"),
+        ("tuning.learning_rate=.nan", "learning_rate is nan; expected a finite number"),
         ("tuning.epochs=-1", "epochs is -1.0; expected a number that is not negative"),
         ("files={validation: 3}", "files of validation are 3; expected a path, or a list of paths"),
         ("files={validation: [a, 3]}", "files of validation are"),
         ("output=~nobody-here/x", "home directory"),
-        ("tuning.epochs=yes", r"tuning\.epochs: got True; expected a finite number"),
-        ("heads.penalties=[{name: hsic, weight: .inf}]", r"heads\.penalties\.weight: got inf; expected a finite"),
-        ("heads.rotation.epochs=1", r"heads\.rotation\.epochs is 1; expected a list, as in \[1\]$"),
-        ("heads.rotation.strategy=x", r"heads\.rotation\.strategy is 'x'; expected one of manual, hard, in-layer"),
-        ("files={1: a}", r'files has 1 for a name, which is no text; write "1" in quotes$'),
-        ("files=a", r"files is 'a'; expected names, each with what belongs to it$"),
+        ("tuning.epochs=yes", r"tuning\.epochs is True; expected a valid number"),
+        ("heads.penalties=[{name: hsic, weight: .inf}]", r"heads\.penalties\.0\.weight is inf; expected a finite"),
+        ("heads.rotation.epochs=1", r"heads\.rotation\.epochs is 1; expected a list, as in \[1\]"),
+        ("heads.rotation.strategy=x", r"heads\.rotation\.strategy is 'x'; expected 'manual', 'hard', 'in-layer'"),
+        ("files=a", "files is 'a'; expected an object"),
+        ("trackers=wandb", r"trackers is 'wandb'; expected a list, as in \[wandb\]"),
         ("tuning={epochs: 1, epochs: 2}", "epochs stands there twice"),
     ],
 )
@@ -136,7 +132,7 @@ def test_numbers_lists_and_places_as_people_write_them(path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     given = [
         "tuning.arguments={weight_decay: 1e-4, adam_epsilon: 1E-8}",
-        "trackers=wandb",
+        "trackers=[wandb]",
         "output=~/x",
         "data_dir=~/y",
     ]
