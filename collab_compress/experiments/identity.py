@@ -12,16 +12,19 @@ from typing import Any
 from collab_compress.calibration.batches import text_file
 from collab_compress.checkpoint.directory import TOKENIZER_FILES, write_json
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.recipe import Recipe, parse
+from collab_compress.experiments.recipe import Recipe, expanded
 from collab_compress.experiments.record import discard, forget, is_free, is_ours, lacking, locked, mark, read_record
 from collab_compress.tasks import task_files
 
 TOKENIZER = {*TOKENIZER_FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json", "generation_config.json"}
-Digests = dict[str, list[list[str]]]
+FILES = "sha256"
+"""Key of a list of files, each its name and digest, that stands in place of a path in the settings of a recipe."""
 
 
-def contents_of(recipe: Recipe, train: bool) -> dict[str, Any]:
-    """Digest what an experiment reads: model, config, data and calibration file; nothing of the hub's, which stays.
+def settings_of(recipe: Recipe, train: bool) -> dict[str, Any]:
+    """Return the fields of a recipe in JSON types, with digests of the files that it reads in place of their paths.
+
+    Models and data on the hub stay names.
 
     Args:
         recipe: of the experiment.
@@ -31,86 +34,62 @@ def contents_of(recipe: Recipe, train: bool) -> dict[str, Any]:
         RecipeError: a file cannot be read.
         DataError: the data are not there.
     """
-    found: dict[str, Digests | None] = {"tokenizer": None, "config": None, "data": None, "calibration": None}
-    weights = None
+    settings: dict[str, Any] = json.loads(json.dumps(asdict(recipe), default=str))
     try:
-        model = None if recipe.model is None else Path(recipe.model).expanduser()
-        if model is not None and model.is_dir():
-            weights = _joined([*model.glob("config.json"), *model.glob("*.safetensors")])
-            found["tokenizer"] = {
-                "": _digests(path for path in sorted(model.iterdir()) if path.name in TOKENIZER and path.is_file())
-            }
+        if recipe.model is not None and (model := expanded(Path(recipe.model))).is_dir():
+            names = (path for path in sorted(model.iterdir()) if path.name in TOKENIZER and path.is_file())
+            settings["model"] = _digests([*model.glob("config.json"), *sorted(model.glob("*.safetensors")), *names])
         if recipe.fresh is not None and isinstance(recipe.fresh.config, str):
-            config = Path(recipe.fresh.config).expanduser() / "config.json"
-            found["config"] = {"": _digests([config])} if config.is_file() else None
+            config = expanded(Path(recipe.fresh.config)) / "config.json"
+            if config.is_file():
+                settings["fresh"]["config"] = _digests([config])
         if recipe.data_dir is not None:
             languages = recipe.translation
             files = task_files(
                 recipe.task, recipe.data_dir, source=languages.source, target=languages.target, files=recipe.files,
                 train=train,
             )  # fmt: skip
-            found["data"] = {split: _digests(paths) for split, paths in files.items()}
-        if recipe.compression is not None and (file := text_file(recipe.calibration)) is not None:
-            texts = file.expanduser()
-            found["calibration"] = {"": _digests([texts])} if texts.is_file() else None
-    except (OSError, RuntimeError) as error:  # RuntimeError: ~ of nobody
+            settings["data_dir"] = {split: _digests(paths) for split, paths in files.items()}
+            settings["files"] = None
+        file = None if recipe.compression is None else text_file(recipe.calibration)
+        if file is not None and expanded(file).is_file():
+            settings["calibration"] = _digests([expanded(file)])
+    except OSError as error:
         raise RecipeError(f"cannot read what {recipe.task} starts from: {error}") from error
-    return {"weights": weights, "contents": found}
+    return settings
 
 
-def differing_contents(there: dict[str, Any], wanted: dict[str, Any], fields: tuple[str, ...]) -> list[str]:
-    """Name in what two notes of an experiment differ; where both have digests, paths do not count.
-
-    Args:
-        there: fields of the recipe, with the digests of model and files.
-        wanted: the same.
-        fields: which to compare.
-    """
-    old, new = ({**(note["contents"] or {}), "weights": note["weights"]} for note in (there, wanted))
-
-    def digested(name: str) -> bool:
-        return old.get(name) is not None and new.get(name) is not None
-
-    differing = []
+def _differing(there: Mapping[str, Any], wanted: Mapping[str, Any], fields: Iterable[str]) -> Iterator[str]:
+    """Yield the fields in which two settings differ, with the files that changed; names of files do not count."""
     for name in fields:
-        one, other = there[name], wanted[name]
-        if name == "model" and digested("weights"):
-            if old["weights"] != new["weights"]:
-                differing.append("model (its files have changed)")
-            elif digested("tokenizer") and (changed := _changed(old["tokenizer"], new["tokenizer"])):
-                differing.append(f"model ({changed})")
+        old, new = there.get(name), wanted[name]
+        if _nameless(old) == _nameless(new):
             continue
-        if name in ("data_dir", "files") and digested("data"):
-            if name == "data_dir" and (changed := _changed(old["data"], new["data"])):
-                differing.append(f"data set ({changed})")
-            continue
-        if name == "calibration" and digested("calibration"):
-            if changed := _changed(old["calibration"], new["calibration"]):
-                differing.append(f"calibration ({changed})")
-            continue
-        if name == "fresh" and digested("config"):
-            if changed := _changed(old["config"], new["config"]):
-                differing.append(f"fresh.config ({changed})")
-            one, other = ({**value, "config": None} for value in (one, other))
-        if one != other:
-            differing.append(name)
-    return differing
+        before, now = list(_files(old)), list(_files(new))
+        pairs = zip(before, now, strict=True) if len(before) == len(now) else ()
+        changed = [file for (_, digest), (file, present) in pairs if digest != present]
+        yield f"{name} ({', '.join(dict.fromkeys(changed))} changed)" if changed else name
 
 
-def _changed(old: Digests, new: Digests) -> str:
-    """Name the files whose contents changed; their names and places do not count."""
-    changed = []
-    for split in [*new, *(split for split in old if split not in new)]:
-        one, other = old.get(split, []), new.get(split, [])
-        if len(one) == len(other):
-            changed += [name for (_, before), (name, now) in zip(one, other, strict=True) if before != now]
-        else:
-            changed.append(split or "files")
-    return f"{', '.join(dict.fromkeys(changed))} changed" if changed else ""
+def _nameless(value: Any) -> Any:
+    """Return settings without the names of files."""
+    if not isinstance(value, dict):
+        return value
+    if FILES in value:
+        return [digest for _, digest in _files(value)]
+    return {name: _nameless(inner) for name, inner in value.items()}
 
 
-def _digests(paths: Iterable[Path]) -> list[list[str]]:
-    return [[path.name, _digest(path)] for path in paths]
+def _files(value: Any) -> Iterator[tuple[str, str]]:
+    """Yield the name and the digest of each file in settings."""
+    if isinstance(value, dict):
+        yield from map(tuple, value.get(FILES, ()))
+        for inner in value.values():
+            yield from _files(inner)
+
+
+def _digests(paths: Iterable[Path]) -> dict[str, list[list[str]]]:
+    return {FILES: [[path.name, _digest(path)] for path in paths]}
 
 
 def _digest(path: Path) -> str:
@@ -143,7 +122,6 @@ BASE = (
     "task", "model", "revision", "fresh", "data_dir", "files", "seed", "max_length", "tuning", "heads", "translation",
 )  # fmt: skip
 CONVERTED = (*BASE, "compression", "calibration", "calibration_options", "recovery")
-NOTES = ("weights", "contents")  # beside the fields of the recipe
 
 
 @contextmanager
@@ -165,11 +143,8 @@ def reserve_output(recipe: Recipe, stages: Sequence[str]) -> Iterator[bool]:
         DataError: the data are not there.
     """
     output = recipe.output
-    described = json.loads(json.dumps(asdict(recipe), default=str))
-    if recipe.data_dir is not None:
-        described["data_dir"] = str(recipe.data_dir.resolve())
-    wanted = {train: contents_of(recipe, train) for train in {recipe.trains, recipe.tuning is not None}}
-    folders = [(folder, fields, {**described, **wanted[train]}) for folder, fields, train in _folders(recipe)]
+    wanted = {train: settings_of(recipe, train) for train in {recipe.trains, recipe.tuning is not None}}
+    folders = [(folder, fields, wanted[train]) for folder, fields, train in _folders(recipe)]
 
     def to_note() -> list[tuple[Path, dict[str, Any]]]:
         _refuse_foreign(recipe, stages)
@@ -315,22 +290,15 @@ def _differs(folder: Path, wanted: dict[str, Any], fields: tuple[str, ...]) -> b
     there = read_record(path)
     if not isinstance(there, dict):
         raise RecipeError(f"{path} holds a {type(there).__name__}; expected what an experiment noted")
+    if any(commits.get("model") == wanted["revision"] for _, commits in _hub_commits(Path(wanted["output"]))):
+        there["revision"] = wanted["revision"] or there.get("revision")  # the same by another name, or by none
     try:
-        noted = _parsed(there, str(path))
-        if any(commits.get("model") == wanted["revision"] for _, commits in _hub_commits(Path(wanted["output"]))):
-            noted["revision"] = wanted["revision"] or noted["revision"]  # the same by another name, or by none
-        differing = differing_contents(noted, _parsed(wanted), fields)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        differing = list(_differing(there, wanted, fields))
+    except (TypeError, ValueError) as error:
         raise RecipeError(f"{path} is not as an experiment notes it: {error}") from error
     if differing and any(_made(folder)):
         raise RecipeError(f"{folder} was made with another {', '.join(differing)}; choose another output")
     return bool(differing) or not is_ours(folder)
-
-
-def _parsed(noted: dict[str, Any], where: str = "the recipe") -> dict[str, Any]:
-    """Return all fields of a noted recipe, defaults included, and the notes beside them."""
-    fields = {name: value for name, value in noted.items() if name not in NOTES}
-    return {**asdict(parse(Recipe, fields, where)), **{name: noted.get(name) for name in NOTES}}
 
 
 def _made(folder: Path) -> Iterator[Path]:

@@ -178,7 +178,7 @@ def test_calibration_and_config_are_known_by_what_they_say(start, data_dir, tmp_
         run(recipe(data_dir, output, *again))
     config = moved / "config.json"
     config.write_text(config.read_text().replace('"intermediate_size": 32', '"intermediate_size": 40'))
-    with pytest.raises(RecipeError, match=r"out was made with another fresh.config \(config\.json changed\)"):
+    with pytest.raises(RecipeError, match=r"out was made with another fresh \(config\.json changed\)"):
         run(recipe(data_dir, output, *again))
 
 

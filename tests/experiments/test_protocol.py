@@ -87,7 +87,7 @@ def test_a_score_is_not_that_of_another_model_or_other_data(start, data_dir, tmp
     assert evaluated(model, other, tmp_path / "scores") == record  # moved data are the same data
     with (data_dir / "MRPC" / "dev.tsv").open("a") as file:
         file.write("1\t9\t9\tred cat\tred cat\n")
-    changed = r"scores was made with another data set \(dev\.tsv changed\); choose another output"
+    changed = r"scores was made with another data_dir \(dev\.tsv changed\); choose another output"
     with pytest.raises(RecipeError, match=changed):
         evaluated(model, data_dir, tmp_path / "scores")
     shutil.copy(other / "MRPC" / "dev.tsv", data_dir / "MRPC" / "dev.tsv")
@@ -95,7 +95,7 @@ def test_a_score_is_not_that_of_another_model_or_other_data(start, data_dir, tmp
     weights["classifier.bias"] += 1
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(
-        RecipeError, match=r"made with another model \(its files have changed\); choose another output"
+        RecipeError, match=r"made with another model \(model\.safetensors changed\); choose another output"
     ):
         evaluated(model, data_dir, tmp_path / "scores")
     for path in model.glob("tokenizer*"):
