@@ -72,7 +72,7 @@ def recover(
     """Recover the model of `source`, in place, with a bar; say after the first steps how long it takes.
 
     Returns:
-        Steps, seconds, mean divergence of attention rows, and the drift of outputs before and after.
+        Steps, seconds, mean divergence of attention probabilities, and the drift of outputs before and after.
 
     Raises:
         CollabCompressError: the steps or the learning rate are none, or there is nothing to recover.

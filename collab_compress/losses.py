@@ -1,7 +1,7 @@
-"""Losses on heads' vectors, attention rows and mixing matrices: pure tensor mathematics.
+"""Losses on heads' vectors, attention probabilities and mixing matrices: pure tensor mathematics.
 
-Vectors are (B, T, H, d), attention rows (B, H, T, S), masks (B, T) bool with True at real tokens. All compute in
-float32 at least, whatever the caller's autocast.
+Vectors are (B, T, H, d), attention probabilities (B, H, T, S), masks (B, T) bool with True at real tokens. All
+compute in float32 at least, whatever the caller's autocast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 
 __all__ = [
     "agreement",
-    "agreement_rows",
+    "agreement_probs",
     "bhattacharyya",
     "hsic",
     "kl_divergence",
@@ -146,27 +146,27 @@ def agreement(x: Tensor, mask: Tensor | None = None) -> Tensor:
     return _mean_cosine(x, 2, mask)
 
 
-def agreement_rows(rows: Tensor, mask: Tensor | None = None) -> Tensor:
-    r"""Return the mean cosine between two heads' attention rows, over pairs of heads and real queries.
+def agreement_probs(probs: Tensor, mask: Tensor | None = None) -> Tensor:
+    r"""Return the mean cosine between two heads' attention probabilities, over pairs of heads and real queries.
 
     `agreement` with the attention weights of one query as the head's vector.
 
     Args:
-        rows: attention weights, (B, H, T, S), finite, 0 at padded keys.
+        probs: attention weights, (B, H, T, S), finite, 0 at padded keys.
         mask: True at real queries, (B, T) bool, or None for all.
 
     Returns:
-        A scalar in float32, or float64 if the rows are; 0 for one head or without real queries.
+        A scalar in float32, or float64 if the probs are; 0 for one head or without real queries.
 
     Raises:
         ValueError: a shape does not fit.
     """
-    _check("rows", rows, "(B, H, T, S)", mask, (0, 2))
-    return _mean_cosine(rows, 1, mask)
+    _check("probs", probs, "(B, H, T, S)", mask, (0, 2))
+    return _mean_cosine(probs, 1, mask)
 
 
-def bhattacharyya(rows: Tensor, mask: Tensor | None = None, per_sequence: bool = False) -> Tensor:
-    r"""Return the mean Bhattacharyya coefficient of two heads' attention rows, over real queries and pairs.
+def bhattacharyya(probs: Tensor, mask: Tensor | None = None, per_sequence: bool = False) -> Tensor:
+    r"""Return the mean Bhattacharyya coefficient of two heads' attention probabilities, over real queries and pairs.
 
     $$BC(a, b) = \sum_j \sqrt{p_j^a \, p_j^b}$$
 
@@ -184,19 +184,19 @@ def bhattacharyya(rows: Tensor, mask: Tensor | None = None, per_sequence: bool =
     translation model never reaches the BLEU of the plain one.
 
     Args:
-        rows: attention probabilities before dropout, (B, H, T, S), finite, 0 at padded keys.
+        probs: attention probabilities before dropout, (B, H, T, S), finite, 0 at padded keys.
         mask: True at real queries, (B, T) bool, or None for all.
         per_sequence: whether sequences with real queries count alike, however long they are, in place of queries.
 
     Returns:
-        A scalar in float32, or float64 if the rows are; 0 for one head or without real queries.
+        A scalar in float32, or float64 if the probs are; 0 for one head or without real queries.
 
     Raises:
         ValueError: a shape does not fit.
     """
-    _check("rows", rows, "(B, H, T, S)", mask, (0, 2))
-    with _no_autocast(rows):
-        shifted = _full_precision(rows) + (HALF_ROOT_EPSILON if rows.dtype == torch.float16 else ROOT_EPSILON)
+    _check("probs", probs, "(B, H, T, S)", mask, (0, 2))
+    with _no_autocast(probs):
+        shifted = _full_precision(probs) + (HALF_ROOT_EPSILON if probs.dtype == torch.float16 else ROOT_EPSILON)
         return _mean_product(shifted.sqrt(), shifted.sum(1).sum(-1), mask, head_axis=1, per_sequence=per_sequence)
 
 
@@ -253,29 +253,29 @@ def nuclear_growth(alphas: Tensor, growth: float, previous: float | Tensor | Non
     return torch.relu(previous + growth - norm)
 
 
-def kl_divergence(rows: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
-    r"""Return the mean Kullback–Leibler divergence of attention rows, over real queries and heads, in nats.
+def kl_divergence(probs: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
+    r"""Return the mean Kullback–Leibler divergence of attention probabilities, over real queries and heads, in nats.
 
     $$KL(p \,\|\, q) = \sum_j p_j \log \frac{p_j}{q_j}$$
 
     with $p$ a row of the target and $q$ the same row here; 0 where they agree.
 
     Args:
-        rows: attention probabilities before dropout, (B, H, T, S), finite, 0 at padded keys.
+        probs: attention probabilities before dropout, (B, H, T, S), finite, 0 at padded keys.
         target: those of the model to come near to, of the same shape; no gradient flows there.
         mask: True at real queries, (B, T) bool, or None for all.
 
     Returns:
-        A scalar in float32, or float64 if the rows are; 0 without real queries.
+        A scalar in float32, or float64 if the probs are; 0 without real queries.
 
     Raises:
         ValueError: a shape does not fit.
     """
-    _check("rows", rows, "(B, H, T, S)", mask, (0, 2))
-    if target.shape != rows.shape:
-        raise ValueError(f"target does not fit rows: got {tuple(target.shape)}, expected {tuple(rows.shape)}")
-    with _no_autocast(rows):
-        here, there = _full_precision(rows), _full_precision(target.detach())
+    _check("probs", probs, "(B, H, T, S)", mask, (0, 2))
+    if target.shape != probs.shape:
+        raise ValueError(f"target does not fit probs: got {tuple(target.shape)}, expected {tuple(probs.shape)}")
+    with _no_autocast(probs):
+        here, there = _full_precision(probs), _full_precision(target.detach())
         lost = there * ((there + LOG_EPSILON).log() - (here + LOG_EPSILON).log())
         return _mean_over_real(lost.sum(-1).mean(1), mask)
 

@@ -22,7 +22,7 @@ class AttentionMap:
         kind: `encoder`, `decoder` or `cross`.
         queries: tokens that attend, T of them.
         keys: tokens that are attended to, S of them.
-        weights: (H, T, S) in float32 on the CPU; rows sum to 1.
+        weights: (H, T, S) in float32 on the CPU; probs sum to 1.
     """
 
     kind: Kind
@@ -75,16 +75,16 @@ def attention_maps(
     sources = _tokens(tokenizer, batch["input_ids"])
     targets = _tokens(tokenizer, batch["decoder_input_ids"]) if target is not None else sources
     found: list[Shown] = []
-    read_heads([model], [batch], "rows", found.extend, kinds=kinds, modules=modules)
+    read_heads([model], [batch], "probs", found.extend, kinds=kinds, modules=modules)
     maps = {}
     for use, reading in found[0]:
         kind = reading.site.kind
-        assert reading.rows is not None
+        assert reading.probs is not None
         maps[use] = AttentionMap(
             kind,
             sources if kind == "encoder" else targets,
             targets if kind == "decoder" else sources,
-            reading.rows[0].float().cpu(),
+            reading.probs[0].float().cpu(),
         )
     return by_name(maps)
 

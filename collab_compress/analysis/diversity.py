@@ -57,7 +57,7 @@ def discrepancy(
     model: PreTrainedModel,
     batches: Batches,
     *,
-    of: Literal["outputs", "rows"] = "outputs",
+    of: Literal["outputs", "probs"] = "outputs",
     kinds: Collection[Kind] = KINDS,
     modules: str = "*",
     progress: Progress = False,
@@ -67,7 +67,7 @@ def discrepancy(
     Args:
         model: stock or edited; left in the mode it was in.
         batches: keyword arguments for the model; read once. Padding does not count.
-        of: compare head outputs, or attention rows.
+        of: compare head outputs, or attention probabilities.
         kinds: which kinds of attention.
         modules: glob on module paths.
         progress: True for a bar, or a function of how many batches are done and how many there are.
@@ -129,7 +129,7 @@ def bhattacharyya(
     modules: str = "*",
     progress: Progress = False,
 ) -> dict[str, Tensor]:
-    r"""Return how much the attention of any two heads overlaps: the Bhattacharyya coefficient of their rows.
+    r"""Return how much the attention of any two heads overlaps: the Bhattacharyya coefficient of their probs.
 
     $$BC(a, b) = \sum_j \sqrt{p_j^a \, p_j^b}$$
 
@@ -155,18 +155,18 @@ def _distances(vectors: Tensor) -> tuple[Tensor, ...]:
     return torch.einsum("nhw,ngw->hg", units, units), apart.sum(0)
 
 
-def _coefficients(rows: Tensor) -> tuple[Tensor, ...]:
-    """Return sums over queries of Bhattacharyya coefficients, (H, H), from attention rows (N, H, S)."""
-    roots = rows.sqrt()
+def _coefficients(probs: Tensor) -> tuple[Tensor, ...]:
+    """Return sums over queries of Bhattacharyya coefficients, (H, H), from attention probabilities (N, H, S)."""
+    roots = probs.sqrt()
     return (torch.einsum("nhs,ngs->hg", roots, roots),)
 
 
 class Discrepancies(Means):
     """The `Observer` behind `discrepancy`."""
 
-    def __init__(self, of: Literal["outputs", "rows"] = "outputs") -> None:
-        if of not in ("outputs", "rows"):
-            raise HeadError(f"cannot measure discrepancy of heads' {of!r}; expected 'outputs' or 'rows'")
+    def __init__(self, of: Literal["outputs", "probs"] = "outputs") -> None:
+        if of not in ("outputs", "probs"):
+            raise HeadError(f"cannot measure discrepancy of heads' {of!r}; expected 'outputs' or 'probs'")
         super().__init__(of, _distances)
 
     def result(self) -> dict[str, Discrepancy]:
@@ -178,7 +178,7 @@ class Coefficients(Means):
     """The `Observer` behind `bhattacharyya`."""
 
     def __init__(self) -> None:
-        super().__init__("rows", _coefficients)
+        super().__init__("probs", _coefficients)
 
     def result(self) -> dict[str, Tensor]:
         """Return the matrix of each module."""

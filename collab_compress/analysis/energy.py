@@ -253,7 +253,7 @@ def value_energy(
 ) -> dict[str, ValueEnergy]:
     r"""Return how much of what heads add to the residual stream few channels of their values capture.
 
-    Head i adds $o_i W_O^{(i)}$, where $o_i$ are its values, summed by its attention rows. Energy is
+    Head i adds $o_i W_O^{(i)}$, where $o_i$ are its values, summed by its attention probabilities. Energy is
     $E\|\sum_i o_i W_O^{(i)}\|^2$, weighted as in a conversion (`narrow_values`): with batches by the covariance
     of $o$, else as if inputs were white and heads attended independently of each other.
 

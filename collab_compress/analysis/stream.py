@@ -157,10 +157,10 @@ def real_vectors(reading: Reading, part: Part) -> Tensor:
 
     Args:
         reading: of a module.
-        part: `outputs`, `queries`, `values`, `keys`, or `rows` (whose vectors are as long as there are keys).
+        part: `outputs`, `queries`, `values`, `keys`, or `probs` (whose vectors are as long as there are keys).
     """
     vectors: Tensor = getattr(reading, part)
-    if part == "rows":
+    if part == "probs":
         vectors = vectors.transpose(1, 2)  # (B, T, H, S)
     mask = reading.real.key if part in ("values", "keys") else reading.real.query
     return vectors.flatten(0, 1) if mask is None else vectors[mask.to(vectors.device)]

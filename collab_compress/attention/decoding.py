@@ -85,11 +85,11 @@ def cached_scores(query: Tensor, key: Tensor, readers: Readers | None = None) ->
     return scores
 
 
-def weighted_values(rows: Tensor, value: Tensor, sizes: Sequence[int], group: int) -> Tensor:
+def weighted_values(probs: Tensor, value: Tensor, sizes: Sequence[int], group: int) -> Tensor:
     """Sum cached values by attention probabilities.
 
     Args:
-        rows: probabilities (B, H, S).
+        probs: probabilities (B, H, S).
         value: (B, P, S, d).
         sizes: channels of each head of values, side by side in the cache.
         group: how many heads share one head of values.
@@ -97,16 +97,16 @@ def weighted_values(rows: Tensor, value: Tensor, sizes: Sequence[int], group: in
     Returns:
         Outputs of all heads side by side, (B, group·dv).
     """
-    (batch, _, keys), width = rows.shape, value.shape[-1]
+    (batch, _, keys), width = probs.shape, value.shape[-1]
     readers = readers_of(tuple(sizes), width)
     whole = min(sizes) == max(sizes) and len(readers) * width == sum(sizes) and width % max(sizes) == 0
     # Of equally wide heads each piece has as many, and one product does for all pieces.
     if whole and value.shape[1] == len(readers):
-        parts = torch.bmm(rows.view(batch * len(readers), -1, keys), value.flatten(0, 1))
+        parts = torch.bmm(probs.view(batch * len(readers), -1, keys), value.flatten(0, 1))
         joined = parts.view(batch, -1)  # (B, P·H/P·d)
     else:
         own = [slice(heads.start * group, heads.stop * group) for heads in readers]
-        found = [torch.bmm(rows[:, heads], value[:, place]) for place, heads in enumerate(own)]
+        found = [torch.bmm(probs[:, heads], value[:, place]) for place, heads in enumerate(own)]
         joined = torch.cat([part.flatten(1) for part in found], 1)
     return joined if whole and max(sizes) == width else joined.index_select(1, places_of(tuple(sizes), width, group))
 

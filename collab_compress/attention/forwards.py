@@ -37,7 +37,7 @@ def fused_heads(layer: Any, x: Tensor, layout: Layout) -> list[Tensor]:
 
 
 def attended(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, rows: bool, share: float,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, probs: bool, share: float,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attend, heads side by side afterwards.
@@ -46,14 +46,14 @@ def attended(
         module: the attention module.
         query: in pieces, (B, n, T, d); keys and values likewise.
         mask: boolean (True = attend) or additive, broadcastable to (B, H, T, S), or None.
-        rows: whether probabilities are wanted.
+        probs: whether probabilities are wanted.
         share: of the probabilities to drop in training.
         bias: added to the scores, broadcastable to (B, H, T, S), or None.
 
     Returns:
         Head outputs (B, T, H·dv), and probabilities (B, H, T, S) or None.
     """
-    function = ALL_ATTENTION_FUNCTIONS["collab_eager" if rows else "collab_sdpa"]
+    function = ALL_ATTENTION_FUNCTIONS["collab_eager" if probs else "collab_sdpa"]
     outputs, probabilities = function(
         module, query, key, value, mask, dropout=share if module.training else 0.0, scaling=module.scaling,
         is_causal=False, position_bias=bias,
@@ -93,10 +93,10 @@ def mpnet(
     """Attend with a relative position bias that all layers share, (B, H, T, T)."""
     width = module.attention_head_size
     query, key, value = (heads_of(layer(hidden_states), width) for layer in (module.q, module.k, module.v))
-    outputs, rows = attended(
-        module, query, key, value, attention_mask, rows=output_attentions, share=module.dropout.p, bias=position_bias
+    outputs, probs = attended(
+        module, query, key, value, attention_mask, probs=output_attentions, share=module.dropout.p, bias=position_bias
     )
-    return (module.o(outputs), rows) if output_attentions else (module.o(outputs),)
+    return (module.o(outputs), probs) if output_attentions else (module.o(outputs),)
 
 
 def bloom(
@@ -109,10 +109,17 @@ def bloom(
     if layer_past is not None:
         key, value = layer_past.update(key, value, module.layer_idx)
     bias = alibi.unflatten(0, (-1, module.num_heads))
-    outputs, rows = attended(
-        module, query, key, value, attention_mask, rows=output_attentions, share=module.attention_dropout.p, bias=bias
+    outputs, probs = attended(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        probs=output_attentions,
+        share=module.attention_dropout.p,
+        bias=bias,
     )
-    return residual + nn.functional.dropout(module.dense(outputs), module.hidden_dropout, module.training), rows
+    return residual + nn.functional.dropout(module.dense(outputs), module.hidden_dropout, module.training), probs
 
 
 def mpt(
@@ -126,8 +133,8 @@ def mpt(
         key, value = past_key_values.update(key, value, module.layer_idx)
     bias = None if position_bias is None else position_bias[None, :, :, -key.shape[2] :].to(query.dtype)
     seen = None if attention_mask is None else attention_mask.logical_not()
-    outputs, rows = attended(module, query, key, value, seen, rows=True, share=module.attn_dropout_p, bias=bias)
-    return module.out_proj(outputs), rows  # type: ignore[return-value]
+    outputs, probs = attended(module, query, key, value, seen, probs=True, share=module.attn_dropout_p, bias=bias)
+    return module.out_proj(outputs), probs  # type: ignore[return-value]
 
 
 def xglm(
@@ -139,8 +146,8 @@ def xglm(
     query = heads_of(module.q_proj(hidden_states), module.head_dim)
     layers = (module.k_proj, module.v_proj)
     key, value = keys_and_values(module, layers, hidden_states, key_value_states, past_key_values, module.layer_idx)
-    outputs, rows = attended(module, query, key, value, attention_mask, rows=wanted, share=module.dropout)
-    return module.out_proj(outputs), rows
+    outputs, probs = attended(module, query, key, value, attention_mask, probs=wanted, share=module.dropout)
+    return module.out_proj(outputs), probs
 
 
 def trocr(
@@ -163,15 +170,15 @@ def bert(
     layers, number = (module.key, module.value), getattr(module, "layer_idx", None)
     key, value = keys_and_values(module, layers, hidden_states, encoder_hidden_states, past_key_values, number)
     wanted = bool(output_attentions)
-    return attended(module, query, key, value, attention_mask, rows=wanted, share=module.dropout.p)
+    return attended(module, query, key, value, attention_mask, probs=wanted, share=module.dropout.p)
 
 
 def visual_bert(
     module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, output_attentions: bool = False
 ) -> tuple[Tensor | None, ...]:
     """Attend as `bert` does, in an encoder."""
-    outputs, rows = bert(module, hidden_states, attention_mask, output_attentions=output_attentions)
-    return (outputs, rows) if output_attentions else (outputs,)
+    outputs, probs = bert(module, hidden_states, attention_mask, output_attentions=output_attentions)
+    return (outputs, probs) if output_attentions else (outputs,)
 
 
 def tapas(
@@ -180,10 +187,10 @@ def tapas(
     **_: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Attend as `bert` does; a decoder hands its cache on."""
-    outputs, rows = bert(
+    outputs, probs = bert(
         module, hidden_states, attention_mask, encoder_hidden_states, past_key_values, output_attentions
     )
-    found = (outputs, rows) if output_attentions else (outputs,)
+    found = (outputs, probs) if output_attentions else (outputs,)
     return (*found, past_key_values) if module.is_decoder else found
 
 
@@ -201,8 +208,8 @@ def blip_vision(module: Any, hidden_states: Tensor, **options: Any) -> tuple[Ten
     """Attend to all patches."""
     query, key, value = fused_heads(module.qkv, hidden_states, Layout(module.num_heads, module.head_dim))
     wanted = bool(options.get("output_attentions"))
-    outputs, rows = attended(module, query, key, value, None, rows=wanted, share=module.dropout.p)
-    return module.projection(outputs), rows
+    outputs, probs = attended(module, query, key, value, None, probs=wanted, share=module.dropout.p)
+    return module.projection(outputs), probs
 
 
 def table_transformer(
@@ -220,8 +227,8 @@ def table_transformer(
     mask = attention_mask
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.logical_not()
-    outputs, rows = attended(module, query, key, value, mask, rows=output_attentions, share=module.dropout)
-    return module.out_proj(outputs), rows
+    outputs, probs = attended(module, query, key, value, mask, probs=output_attentions, share=module.dropout)
+    return module.out_proj(outputs), probs
 
 
 def mvp(
@@ -252,9 +259,9 @@ def xlm(
     layers = (module.k_lin, module.v_lin)
     key, value = keys_and_values(module, layers, input, kv, cache, module.layer_id)
     seen = (mask != 0)[:, None] if mask.dim() == 3 else (mask != 0)[:, None, None]
-    outputs, rows = attended(module, query, key, value, seen, rows=output_attentions, share=module.dropout)
+    outputs, probs = attended(module, query, key, value, seen, probs=output_attentions, share=module.dropout)
     projected = module.out_lin(outputs)
-    return (projected, rows) if output_attentions else (projected,)
+    return (projected, probs) if output_attentions else (projected,)
 
 
 class Forward(NamedTuple):

@@ -51,7 +51,7 @@ def collab_sdpa(
         UnsupportedModelError: the module passes a paged cache, or an argument that changes the scores and is not
             implemented here.
     """
-    if any(hook.needs_rows for hook in head_hooks(module)):
+    if any(hook.needs_probs for hook in head_hooks(module)):
         outputs, _ = collab_eager(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
         return outputs, None
     _refuse_unsupported(module, kwargs)
@@ -96,25 +96,25 @@ def collab_eager(
     _refuse_unsupported(module, kwargs)
     value = _of_heads(module, value)
     causal = _causal(module, is_causal, attention_mask, query.shape[2])
-    wanted = any(hook.needs_rows for hook in head_hooks(module))
+    wanted = any(hook.needs_probs for hook in head_hooks(module))
     form = getattr(module, "score_form", None)
     if form is not None:
         mask, causal = _biased(attention_mask, kwargs.get("position_bias"), causal)
         scale = _scaling(module, scaling)
-        rows = form.probabilities(module, query, key, mask, scaling=scale, causal=causal)
+        probs = form.probabilities(module, query, key, mask, scaling=scale, causal=causal)
         outputs = None
     else:
         mask = _additive(attention_mask, query, key, causal)
         stock = getattr(sys.modules[type(module).__module__], "eager_attention_forward", _eager)
-        # It would return rows after dropout; hooks need them before.
-        outputs, rows = stock(
+        # It would return probs after dropout; hooks need them before.
+        outputs, probs = stock(
             module, query, key, value, mask, scaling=scaling, dropout=0.0 if wanted else dropout, **kwargs
         )
-    probabilities = rows
+    probabilities = probs
     if outputs is None or (wanted and dropout > 0 and module.training):
-        probabilities = nn.functional.dropout(rows, p=dropout, training=module.training)
-        outputs = (probabilities @ for_each_head(value, rows.shape[1])).transpose(1, 2).contiguous()
-    return _acted(outputs, HeadCall(module, query, key, value, rows)), probabilities
+        probabilities = nn.functional.dropout(probs, p=dropout, training=module.training)
+        outputs = (probabilities @ for_each_head(value, probs.shape[1])).transpose(1, 2).contiguous()
+    return _acted(outputs, HeadCall(module, query, key, value, probs)), probabilities
 
 
 def _decoded(
@@ -124,12 +124,12 @@ def _decoded(
     scores, values = (getattr(module, name, None) for name in FORMS_AT)
     if scores is None:
         own = query.reshape(*key.shape[:2], -1, key.shape[-1])  # (B, Hkv, H/Hkv, d)
-        rows = ((own * scaling) @ key.mT).flatten(1, 2)
+        probs = ((own * scaling) @ key.mT).flatten(1, 2)
     else:
-        rows = scores.cached_scores(module, query, key, scaling)
-    rows = probabilities_(rows, *added)
+        probs = scores.cached_scores(module, query, key, scaling)
+    probs = probabilities_(probs, *added)
     sizes = (value.shape[-1],) * value.shape[1] if values is None else values.sizes
-    return weighted_values(rows, value, sizes, rows.shape[1] // len(sizes)).view(len(query), 1, 1, -1)
+    return weighted_values(probs, value, sizes, probs.shape[1] // len(sizes)).view(len(query), 1, 1, -1)
 
 
 def _of_heads(module: Any, value: Tensor) -> Tensor:
@@ -146,8 +146,8 @@ def _eager(
     scores = (query * _scaling(module, scaling)) @ key.mT
     for added in (position_bias, mask):
         scores = scores if added is None else scores + added
-    rows = nn.functional.dropout(softmax(scores), p=dropout, training=module.training)
-    return (rows @ value).transpose(1, 2).contiguous(), rows
+    probs = nn.functional.dropout(softmax(scores), p=dropout, training=module.training)
+    return (probs @ value).transpose(1, 2).contiguous(), probs
 
 
 def _refuse_unsupported(module: Any, kwargs: dict[str, Any]) -> None:

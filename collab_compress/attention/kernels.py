@@ -114,15 +114,15 @@ def blocked(
     block = block_shape(batch, heads, length, max(keys, rank) * query.element_size())
     if block == (batch, heads, length) and (not causal or length == keys):  # slicing costs more than it saves
         corner = future_of(query, length, keys) if causal else None
-        rows = block_probabilities(query, key, scaled_mixing, (*biases, corner))[1]
-        return rows @ value
+        probs = block_probabilities(query, key, scaled_mixing, (*biases, corner))[1]
+        return probs @ value
     output = value.new_empty(batch, length, heads, value.shape[-1])
     # Shared by all blocks: fresh memory costs more in page faults than the work done in it.
     most = block[0] * block[1] * block[2]
     buffers = (query.new_empty(most * rank), query.new_empty(most * keys))
     for b, h, t, seen, added in cut((batch, heads, length, keys), block, biases, query, causal):
-        rows = block_probabilities(query[b, t], key[b, :seen], scaled_mixing[h], added, buffers)[1]
-        output[b, t, h].copy_((rows @ value[b, h, :seen]).transpose(1, 2))
+        probs = block_probabilities(query[b, t], key[b, :seen], scaled_mixing[h], added, buffers)[1]
+        output[b, t, h].copy_((probs @ value[b, h, :seen]).transpose(1, 2))
     return output.transpose(1, 2)
 
 

@@ -54,13 +54,13 @@ class _Dropout:
         self.lowest = round(share * 2**16) - 2**15
         self.factor = 1.0 if seed is None else 2**16 / (2**15 - self.lowest)
 
-    def keep(self, rows: Tensor) -> Tensor | None:
+    def keep(self, probs: Tensor) -> Tensor | None:
         """Draw a one for each probability that stays, a zero for each other; multiply what comes by `factor` too."""
         if self.source is None:
             return None
-        bits = torch.empty(-(-rows.numel() // 4), dtype=torch.int64)
+        bits = torch.empty(-(-probs.numel() // 4), dtype=torch.int64)
         bits.random_(-(2**63), 2**63 - 1, generator=self.source)
-        return (bits.view(torch.int16)[: rows.numel()].view(rows.shape) >= self.lowest).to(rows.dtype)
+        return (bits.view(torch.int16)[: probs.numel()].view(probs.shape) >= self.lowest).to(probs.dtype)
 
 
 class _Recomputed(torch.autograd.Function):
@@ -76,9 +76,9 @@ class _Recomputed(torch.autograd.Function):
         most, blocks = _blocks(inputs, scaling, causal)
         buffers = (query.new_empty(most * query.shape[2]), query.new_empty(most * key.shape[1]))
         for b, h, t, seen, added in blocks:
-            _, rows = block_probabilities(query[b, t], key[b, :seen], scaled_mixing[h], added, buffers)
-            keep = drop.keep(rows)
-            output[b, t, h] = ((rows if keep is None else rows.mul_(keep)) @ value[b, h, :seen]).transpose(1, 2)
+            _, probs = block_probabilities(query[b, t], key[b, :seen], scaled_mixing[h], added, buffers)
+            keep = drop.keep(probs)
+            output[b, t, h] = ((probs if keep is None else probs.mul_(keep)) @ value[b, h, :seen]).transpose(1, 2)
         if drop.factor != 1:
             output *= drop.factor
         ctx.save_for_backward(*inputs, output)
@@ -99,23 +99,23 @@ class _Recomputed(torch.autograd.Function):
         buffers = (query.new_empty(most * query.shape[2]), query.new_empty(most * key.shape[1]))
         other = query.new_empty(most * key.shape[1])
         for b, h, t, seen, added in blocks:
-            mixed, rows = block_probabilities(query[b, t], key[b, :seen], scaled_mixing[h], added, buffers)
+            mixed, probs = block_probabilities(query[b, t], key[b, :seen], scaled_mixing[h], added, buffers)
             above = gradient[b, h, t] * drop.factor  # (b, h, t, dv)
-            slopes = other[: rows.numel()].view(rows.shape)
+            slopes = other[: probs.numel()].view(probs.shape)
             torch.matmul(above, value[b, h, :seen].mT, out=slopes)
-            keep = drop.keep(rows)
+            keep = drop.keep(probs)
             if keep is None:
-                for_value[b, h, :seen] += rows.mT @ above
+                for_value[b, h, :seen] += probs.mT @ above
             else:
                 slopes.mul_(keep)
-                for_value[b, h, :seen] += keep.mul_(rows).mT @ above
-            slopes.sub_(dots[b, h, t]).mul_(rows)  # of the scores
+                for_value[b, h, :seen] += keep.mul_(probs).mT @ above
+            slopes.sub_(dots[b, h, t]).mul_(probs)  # of the scores
             if for_content is not None:
                 for_content[b, :seen, h] += slopes.sum(2).mT * scaling
             joined = slopes.flatten(1, 2)  # (b, h·t, S)
             for_key[b, :seen].baddbmm_(joined.mT, mixed)
             torch.bmm(joined, key[b, :seen], out=mixed)
-            for_mixed = mixed.view(*rows.shape[:3], -1)  # (b, h, t, R), without the scale
+            for_mixed = mixed.view(*probs.shape[:3], -1)  # (b, h, t, R), without the scale
             for_query[b, t] += (for_mixed * scaled_mixing[h]).sum(1)
             for_mixing[h] += for_mixed.mul_(query[b, t].unsqueeze(1)).sum((0, 2)) * scaling
         return for_query, for_key, for_content, for_mixing, for_value, None, None, None, None

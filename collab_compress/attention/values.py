@@ -2,9 +2,9 @@
 
     layer(x) = Σ_i A_i (x Wv_i P_i) O_i
 
-where A_i are the attention rows of head i, P_i (d, s_i) leaves s_i of its d channels, and O_i (s_i, D) is what the
-output projection reads them with. Heads' channels lie side by side, dv of them in all. Where queries are grouped, the
-heads of a group have one Wv and one P, and each an O of its own.
+where A_i are the attention probabilities of head i, P_i (d, s_i) keeps s_i of its d channels, and O_i (s_i, D) is
+their part of the output projection. Heads' channels lie side by side, dv of them in all. With grouped queries the
+heads of a group share Wv and P, and each has an O of its own.
 """
 
 from collections.abc import Iterator, Sequence

@@ -25,14 +25,14 @@ class HeadCall(NamedTuple):
         query: (B, H, T, d); in converted modules all heads' channels in pieces.
         key: (B, Hkv, S, d); in converted modules the same as queries, and content biases.
         value: (B, Hkv, S, dv), or of each head.
-        rows: attention probabilities before dropout (B, H, T, S), or None where no hook wants them.
+        probs: attention probabilities before dropout (B, H, T, S), or None where no hook wants them.
     """
 
     module: Any
     query: Tensor
     key: Tensor
     value: Tensor
-    rows: Tensor | None
+    probs: Tensor | None
 
 
 def for_each_head(part: Tensor, heads: int) -> Tensor:
@@ -44,7 +44,7 @@ def for_each_head(part: Tensor, heads: int) -> Tensor:
 class HeadHook(Protocol):
     """Something that sees, and may change, the head outputs of an attention module."""
 
-    needs_rows: bool
+    needs_probs: bool
 
     def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
         """Return the head outputs (B, T, H, dv) to go on with."""

@@ -162,12 +162,13 @@ def distil_(
     progress: StepProgress | None = None,
     parameters: Callable[[AttentionSite], list[nn.Parameter]] | None = None,
 ) -> TrainOutput:
-    """Train what a conversion put into a model, and nothing else, in place.
+    """Train the converted parameters of a model, in place; all others are frozen.
 
-    Where queries and keys are converted, their projections and mixing matrices learn, and the loss is the divergence
-    of the model's attention rows from the dense model's. Where values are, they and the output projections learn, and
-    the loss is the squared error of what the layer's attention adds, over its variance. Each is a mean over converted
-    modules; the two are summed. Both models see the same tokens, and there is no dropout.
+    Converted queries, keys and mixing matrices learn from the divergence of the model's attention probabilities from
+    the dense model's. Converted values and their output projections learn from the squared error of what the layer's
+    attention adds, over its variance. Each loss is a mean over converted modules; the two are summed.
+
+    Both models see the same tokens, and there is no dropout.
 
     Args:
         model: converted, in whatever form.
@@ -321,19 +322,19 @@ class _Seen(NamedTuple):
 
     Args:
         site: the module.
-        rows: attention rows (B, H, T, S), or None where its queries and keys are dense.
+        probs: attention probabilities (B, H, T, S), or None where its queries and keys are dense.
         added: what the output projection returned, (B, T, D), or None where its values are dense.
         real: which queries are no padding, (B, T), or None where all are.
     """
 
     site: AttentionSite
-    rows: Tensor | None
+    probs: Tensor | None
     added: Tensor | None
     real: Tensor | None
 
 
 class _Watched:
-    """Attention rows and attention outputs of a model's forward passes.
+    """Attention probabilities and attention outputs of a model's forward passes.
 
     Args:
         model: what to watch.
@@ -345,11 +346,11 @@ class _Watched:
         self, model: PreTrainedModel, sites: Sequence[AttentionSite], like: Sequence[AttentionSite] | None = None
     ) -> None:
         converted: list[Any] = [site.module for site in like or sites]
-        self._rows, self._values = (
+        self._probs, self._values = (
             {site.name for site, module in zip(sites, converted, strict=True) if hasattr(module, name)}
             for name in FORMS_AT
         )
-        self._tap = Tap(model, "rows" if self._rows else ())
+        self._tap = Tap(model, "probs" if self._probs else ())
         self._added: list[Tensor] = []  # of modules whose values are converted, in the order of calls
         self._handles = [
             site.part(site.family.output).register_forward_hook(self._note)
@@ -373,7 +374,7 @@ class _Watched:
         added, self._added = iter(self._added), []
         return [
             _Seen(
-                each.site, each.rows if each.site.name in self._rows else None,
+                each.site, each.probs if each.site.name in self._probs else None,
                 next(added) if each.site.name in self._values else None, each.real.query,
             )
             for each in self._tap.take()
@@ -389,7 +390,7 @@ def _output_error(here: Tensor, there: Tensor, real: Tensor | None) -> Tensor:
 
 
 class _Distiller(Trainer):  # type: ignore[misc]
-    """A `Trainer` whose loss is the divergence of attention rows, and the error of attention outputs."""
+    """A `Trainer` whose loss is the divergence of attention probabilities, and the error of attention outputs."""
 
     def __init__(
         self,
@@ -422,9 +423,9 @@ def _loss(model: nn.Module, dense: nn.Module, batch: Batch, watched: tuple[_Watc
     model(**batch)
     calls = list(zip(*(part.take() for part in watched), strict=True))
     divergences = [
-        kl_divergence(here.rows, there.rows, here.real)
+        kl_divergence(here.probs, there.probs, here.real)
         for here, there in calls
-        if here.rows is not None and there.rows is not None
+        if here.probs is not None and there.probs is not None
     ]
     errors = [
         _output_error(here.added, there.added, here.real)

@@ -20,7 +20,7 @@ class Narrowing:
 
     Head $i$ of a dense layer adds $o_i W^O_i$ to the residual stream, with $o_i$ its output, d channels wide. In the
     narrow form it adds $o_i P_i O_i$: the channels $o_i P_i$ are what values $W^V_i P_i$ give under the same
-    attention rows. Heads that share their values, as grouped queries do, share $P_i$ too.
+    attention probabilities. Heads that share their values, as grouped queries do, share $P_i$ too.
 
     Args:
         heads: $P_i$ of each head of values, (d, s_i), in float64.

@@ -33,7 +33,7 @@ class DropHead:
         UnsupportedModelError: the model's family is not known.
     """
 
-    needs_rows = False
+    needs_probs = False
 
     def __init__(
         self, model: PreTrainedModel, p: float = 0.0, kinds: Collection[Kind] = KINDS, rescale: bool = True

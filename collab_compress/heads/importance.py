@@ -48,14 +48,14 @@ def confidence(
         CalibrationError: the model does not take such batches.
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
-    return _streamed(model, batches, "rows", _largest, exclude, kinds, together)
+    return _streamed(model, batches, "probs", _largest, exclude, kinds, together)
 
 
 def average_distance(
     model: PreTrainedModel,
     batches: Iterable[Mapping[str, Tensor]],
     *,
-    of: Literal["outputs", "rows"] = "outputs",
+    of: Literal["outputs", "probs"] = "outputs",
     exclude: Collection[int] | None = None,
     kinds: Collection[Kind] = KINDS,
     together: bool = False,
@@ -81,20 +81,20 @@ def average_distance(
         CalibrationError: the model does not take such batches.
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
-    if of not in ("outputs", "rows"):
-        raise HeadError(f"cannot measure distances between heads' {of!r}; expected 'outputs' or 'rows'")
+    if of not in ("outputs", "probs"):
+        raise HeadError(f"cannot measure distances between heads' {of!r}; expected 'outputs' or 'probs'")
     return _streamed(model, batches, of, _distances, exclude, kinds, together)
 
 
 def _largest(reading: Reading, left_out: Tensor | None) -> Tensor:
     """Largest weight of each attention row on a key that is not left out, (B, T, H)."""
-    assert reading.rows is not None
-    rows = (
-        reading.rows
+    assert reading.probs is not None
+    probs = (
+        reading.probs
         if left_out is None
-        else reading.rows.masked_fill(left_out[:, None, None].to(reading.rows.device), 0.0)
+        else reading.probs.masked_fill(left_out[:, None, None].to(reading.probs.device), 0.0)
     )
-    return rows.amax(-1).transpose(1, 2)
+    return probs.amax(-1).transpose(1, 2)
 
 
 def _distances(reading: Reading, left_out: Tensor | None = None) -> Tensor:
@@ -102,7 +102,7 @@ def _distances(reading: Reading, left_out: Tensor | None = None) -> Tensor:
     heads = reading.site.heads
     if heads < 2:
         raise HeadError(f"{reading.site.name} has a single head, which has no distance to others; leave its kind out")
-    vectors = reading.outputs if reading.rows is None else reading.rows.transpose(1, 2)  # (B, T, H, dv or S)
+    vectors = reading.outputs if reading.probs is None else reading.probs.transpose(1, 2)  # (B, T, H, dv or S)
     assert vectors is not None
     # by differences: through products, heads that nearly agree would lie apart by rounding alone
     each = torch.cdist(vectors.float(), vectors.float(), compute_mode="donot_use_mm_for_euclid_dist")
@@ -162,8 +162,8 @@ def _sums(
             ids = _token_ids(model, batch) if excluded else {}
             for reading in tap.take():
                 queries, keys = ids.get(reading.site.kind, (None, None))
-                rows = reading.rows
-                left_out = None if rows is None else _excluded(reading, keys, (len(rows), rows.shape[3]), excluded)
+                probs = reading.probs
+                left_out = None if probs is None else _excluded(reading, keys, (len(probs), probs.shape[3]), excluded)
                 values = measure(reading, left_out)  # (B, T, H)
                 values = values[_counting(reading, values, queries, excluded)]  # (N, H)
                 sums[reading.site.name] += values.double().sum(0).cpu()

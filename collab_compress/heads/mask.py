@@ -108,7 +108,7 @@ def masks_without(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) 
 class _Masker:
     """The hook that multiplies the heads of one module."""
 
-    needs_rows = False
+    needs_probs = False
 
     def __init__(self, name: str) -> None:
         self.name = name

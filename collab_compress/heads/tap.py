@@ -1,4 +1,4 @@
-"""Reach the heads of every attention module while a model runs: their outputs, values, and attention rows."""
+"""Record head outputs, values and attention probabilities of every attention module while a model runs."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from collab_compress.attention.view import HeadCall, add_head_hook_, for_each_he
 from collab_compress.calibration.gather import Masked, RealTokens, fitted, forward_arguments, masks_of, real_tokens
 from collab_compress.errors import HeadError
 
-Part = Literal["outputs", "values", "rows", "queries", "keys"]
+Part = Literal["outputs", "values", "probs", "queries", "keys"]
 PARTS: tuple[Part, ...] = get_args(Part)
 DEFAULT: tuple[Part, ...] = ("outputs",)
 
@@ -27,7 +27,7 @@ class Reading:
         outputs: head outputs before anything acts on them, (B, T, H, s); where heads differ in width, filled up
             with zeros.
         values: (B, S, H, s).
-        rows: attention probabilities before dropout, (B, H, T, S).
+        probs: attention probabilities before dropout, (B, H, T, S).
         queries: (B, T, H, d), or (B, T, H, R) in a converted module.
         keys: (B, S, H, d).
         real: which queries and keys are no padding.
@@ -36,7 +36,7 @@ class Reading:
     site: AttentionSite
     outputs: Tensor | None
     values: Tensor | None
-    rows: Tensor | None
+    probs: Tensor | None
     queries: Tensor | None
     keys: Tensor | None
     real: RealTokens
@@ -52,7 +52,7 @@ class Tap:
 
     Args:
         model: stock or edited; modules are read through its attention function (`eager` or `sdpa`).
-        parts: what is wanted. Rows make the module attend step by step, as `eager` does.
+        parts: what is wanted. Probabilities make the module attend step by step, as `eager` does.
         kinds: which kinds of attention.
         training: read only what is trained on: passes in training mode, with gradients.
 
@@ -146,7 +146,7 @@ class Tap:
                 site,
                 outputs if "outputs" in self.parts else None,
                 for_each_head(call.value, site.heads).transpose(1, 2) if "values" in self.parts else None,
-                call.rows if "rows" in self.parts else None,
+                call.probs if "probs" in self.parts else None,
                 queries,
                 for_each_head(call.key, site.heads).transpose(1, 2) if "keys" in self.parts else None,
                 self._fitting(site, call),
@@ -174,7 +174,7 @@ class _Reader:
 
     def __init__(self, tap: Tap, site: AttentionSite) -> None:
         self.tap, self.site = tap, site
-        self.needs_rows = "rows" in tap.parts
+        self.needs_probs = "probs" in tap.parts
 
     def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
         self.tap.read(self.site, outputs, call)

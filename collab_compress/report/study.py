@@ -34,7 +34,7 @@ class Pass:
     Args:
         confidence: module path → (H,).
         distances: of heads.
-        overlaps: of attention rows.
+        overlaps: of attention probabilities.
         samples: of tokens.
         layers: covariances by head of modules that read the same tokens.
         heads: covariances of modules that are too wide together.

@@ -1,6 +1,7 @@
 """Losses over heads by name, and their evaluation on what a tap reads.
 
-A new one is a function of (B, T, H, d) vectors or (B, H, T, S) rows and a mask (B, T), and a line in `LOSSES`.
+A new one is a function of (B, T, H, d) vectors or (B, H, T, S) attention probabilities and a mask (B, T), and a
+line in `LOSSES`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -16,7 +17,7 @@ from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
 from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.errors import CalibrationError
 from collab_compress.heads import Part, Reading, Tap
-from collab_compress.losses import agreement, agreement_rows, bhattacharyya, hsic, orthogonality
+from collab_compress.losses import agreement, agreement_probs, bhattacharyya, hsic, orthogonality
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,10 @@ LOSSES: dict[str, Loss] = {
     "agreement-values": Loss(agreement, "values", "mean", 1.0),
     "agreement-queries": Loss(agreement, "queries", "mean", 1.0),
     "agreement-keys": Loss(agreement, "keys", "mean", 1.0),
-    "agreement-rows": Loss(agreement_rows, "rows", "mean", 1.0),
-    "bhattacharyya": Loss(bhattacharyya, "rows", "sum", 1.0, ("encoder",)),
-    "bhattacharyya-mean": Loss(bhattacharyya, "rows", "mean", 1.0, ("encoder",)),
-    "bhattacharyya-sequences": Loss(partial(bhattacharyya, per_sequence=True), "rows", "sum", 1.0, ("encoder",)),
+    "agreement-probs": Loss(agreement_probs, "probs", "mean", 1.0),
+    "bhattacharyya": Loss(bhattacharyya, "probs", "sum", 1.0, ("encoder",)),
+    "bhattacharyya-mean": Loss(bhattacharyya, "probs", "mean", 1.0, ("encoder",)),
+    "bhattacharyya-sequences": Loss(partial(bhattacharyya, per_sequence=True), "probs", "sum", 1.0, ("encoder",)),
 }
 
 

@@ -86,9 +86,9 @@ def test_the_two_parts_are_the_models_own_scores(bert, batch):
     heads, biases = parts_of(bert, site)
     scores = torch.einsum("btd,hde,bse->bhts", x, heads, y) + torch.einsum("bsd,hd->bhs", y, biases)[:, :, None]
     masked = (scores * site.scaling).masked_fill(~batch["attention_mask"].bool()[:, None, None], -torch.inf)
-    with Tap(bert, ["rows"]) as tap, torch.no_grad():
+    with Tap(bert, ["probs"]) as tap, torch.no_grad():
         bert(**batch)
-        rows = tap.take()[0].rows
+        rows = tap.take()[0].probs
     torch.testing.assert_close(masked.softmax(-1).float(), rows, atol=1e-5, rtol=1e-5)
 
 

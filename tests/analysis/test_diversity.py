@@ -23,13 +23,13 @@ def rows_of(model, batches):
     """Attention rows of real queries, (N, H, S) a use and batch."""
     found = {}
     for batch in batches:
-        with Tap(model, ["rows"]) as tap, torch.no_grad():
+        with Tap(model, ["probs"]) as tap, torch.no_grad():
             model(**batch)
             counts = {}
             for reading in tap.take():
                 name = reading.site.name
                 use = counts[name] = counts.get(name, -1) + 1
-                found.setdefault((name, use), []).append(reading.rows.transpose(1, 2)[reading.real.query])
+                found.setdefault((name, use), []).append(reading.probs.transpose(1, 2)[reading.real.query])
     shared = {name for name, use in found if use}
     return {f"{name}[{use}]" if name in shared else name: rows for (name, use), rows in found.items()}
 
@@ -63,7 +63,7 @@ def test_discrepancy_of_outputs(either, real_responses):
 
 
 def test_discrepancy_of_rows(bert, calibration):
-    found = discrepancy(bert, calibration[:2], of="rows")
+    found = discrepancy(bert, calibration[:2], of="probs")
     for name, parts in rows_of(bert, calibration[:2]).items():
         torch.testing.assert_close(found[name].cosine, matrices(parts, cosine) + 1, atol=1e-5, rtol=1e-5)
 
@@ -91,9 +91,9 @@ def test_bhattacharyya_coefficients(either):
 
 
 def test_overlap_agrees_with_the_loss(bert, batch):
-    with Tap(bert, ["rows"]) as tap, torch.no_grad():
+    with Tap(bert, ["probs"]) as tap, torch.no_grad():
         bert(**batch)
-        losses = {r.site.name: float(loss(r.rows, r.real.query)) for r in tap.take()}
+        losses = {r.site.name: float(loss(r.probs, r.real.query)) for r in tap.take()}
     for name, matrix in bhattacharyya(bert, [batch]).items():
         assert mean_over_pairs(matrix) == pytest.approx(losses[name], abs=1e-5)
 

@@ -103,11 +103,11 @@ def test_rows_and_outputs_are_those_of_the_stock_module(model, ids, converted):
         expected = model(input_ids=ids, output_attentions=True)
     if converted:
         compress(model, Compression(dk=24), calibration=None)
-    with torch.no_grad(), Tap(model, ["rows"]) as tap:
+    with torch.no_grad(), Tap(model, ["probs"]) as tap:
         found, read = model(input_ids=ids, output_attentions=True), tap.take()
     for tapped, rows, stock in zip(read, found.attentions, expected.attentions, strict=True):
         torch.testing.assert_close(rows, stock, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(tapped.rows, stock, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(tapped.probs, stock, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(found[0], expected[0], atol=2e-5, rtol=1e-4)
 
 

@@ -136,7 +136,7 @@ def load(folder):
 
 
 def apart(one, other):
-    """Distance of two models' attention rows, on pairs of texts of random words."""
+    """Distance of two models' attention probabilities, on pairs of texts of random words."""
     tokens = torch.randint(4, 16, (16, 40), generator=torch.Generator().manual_seed(0))
     types = (torch.arange(40) > 20).long().expand_as(tokens)
     with torch.no_grad():

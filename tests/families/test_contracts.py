@@ -67,7 +67,7 @@ class Reconstruction:
     Which keys a query sees is taken from the model's rows; how strongly it sees them is not.
     """
 
-    needs_rows = True
+    needs_probs = True
 
     def __init__(self, model, bias):
         self.bias, self.checked, self.read = bias, set(), {}
@@ -90,7 +90,7 @@ class Reconstruction:
                 scores = scores + scaling_of(module) * (key @ f.content_bias[head])[:, None]
             if self.bias is not None:
                 scores = scores + self.bias(module, scores.shape)[:, head]
-            scores = scores.masked_fill(call.rows[:, head] == 0, -torch.inf)
+            scores = scores.masked_fill(call.probs[:, head] == 0, -torch.inf)
             expected = scores.softmax(-1) @ call.value[:, head]
             torch.testing.assert_close(outputs[:, :, head], expected, atol=1e-9, rtol=1e-7)
         self.checked.add(self.names[module])

@@ -125,12 +125,12 @@ def test_heads_are_read_masked_dropped_and_scored(name, build, inputs):
     ours = copy.deepcopy(model).cuda()
     read = []
     for each, given in ((model, batch), (ours, on_gpu(batch))):
-        with torch.no_grad(), Tap(each, ["outputs", "rows"]) as tap:
+        with torch.no_grad(), Tap(each, ["outputs", "probs"]) as tap:
             each(**given)
             read.append(tap.take())
     for one, other in zip(*read, strict=True):
         torch.testing.assert_close(other.outputs.cpu(), one.outputs, atol=1e-3, rtol=1e-3)
-        torch.testing.assert_close(other.rows.cpu(), one.rows, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(other.probs.cpu(), one.probs, atol=1e-3, rtol=1e-3)
     with HeadMask(ours) as mask, torch.no_grad():
         whole = ours(**on_gpu(batch))[0]
         mask.set({path: torch.zeros(heads) for path, heads in mask.heads.items()})

@@ -90,7 +90,7 @@ class Slow:
     the model turns the second token.
     """
 
-    needs_rows = True
+    needs_probs = True
 
     def __init__(self, model, tolerance):
         self.checked, self.read, self.tables, self.tolerance = 0, {}, {}, tolerance
@@ -140,7 +140,7 @@ class Slow:
                 turned = turned.unflatten(-1, (2, 2))
                 rotated = turned @ torch.view_as_real(q)[:, :, None, :, None]  # (B, T, S, 2, 1)
                 scores += (rotated[..., 0] * torch.view_as_real(k)[:, None]).sum(-1)
-            scores = (scale * scores).masked_fill(call.rows[:, head] == 0, -torch.inf)
+            scores = (scale * scores).masked_fill(call.probs[:, head] == 0, -torch.inf)
             expected = scores.softmax(-1) @ call.value[:, head // (form.heads // call.value.shape[1])]
             torch.testing.assert_close(
                 outputs[:, :, head][self.real], expected[self.real], atol=self.tolerance, rtol=10 * self.tolerance

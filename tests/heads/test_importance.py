@@ -67,7 +67,7 @@ def words(batch, kind, b, exclude):
 
 
 def oracle(model, batches, of, exclude=()):
-    """Confidence (of="confidence") or AVG_L2 of "outputs" or "rows", one head at one position at a time."""
+    """Confidence (of="confidence") or AVG_L2 of "outputs" or "probs", one head at one position at a time."""
     values = {}
     for batch in batches:
         parts = outputs_of(model, batch) if of == "outputs" else attentions_of(model, batch)
@@ -113,7 +113,7 @@ def test_confidence_is_the_mean_of_each_rows_largest_weight(family, form, implem
     assert all(((one > 0) & (one <= 1)).all() for one in found.values())
 
 
-@pytest.mark.parametrize("of", ["outputs", "rows"])
+@pytest.mark.parametrize("of", ["outputs", "probs"])
 def test_distance_is_that_of_the_paper(family, of, make_tiny, calibration):
     model = make_tiny(family)
     assert_close(average_distance(model, calibration[:2], of=of), oracle(model, calibration[:2], of))
@@ -241,7 +241,7 @@ def test_nothing_to_measure_is_an_error(make_tiny, batch):
         average_distance(model, [masked])
     with pytest.raises(HeadError, match="saw no token that counts"):
         confidence(model, [batch], exclude=range(61))
-    with pytest.raises(HeadError, match="expected 'outputs' or 'rows'"):
+    with pytest.raises(HeadError, match="expected 'outputs' or 'probs'"):
         average_distance(model, [batch], of="values")
 
 

@@ -35,7 +35,7 @@ def projected_inputs(model, batch):
 def test_outputs_are_what_the_output_projection_gets(model, batch, implementation):
     model.set_attn_implementation(implementation)
     expected = projected_inputs(model, batch)
-    for parts in (("outputs",), ("outputs", "rows")):
+    for parts in (("outputs",), ("outputs", "probs")):
         with Tap(model, parts) as tap:
             model(**batch)
             readings = tap.take()
@@ -48,13 +48,13 @@ def test_outputs_are_what_the_output_projection_gets(model, batch, implementatio
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_rows_and_values_make_the_outputs(model, batch, implementation):
     model.set_attn_implementation(implementation)
-    with Tap(model, ("outputs", "rows", "values")) as tap:
+    with Tap(model, ("outputs", "probs", "values")) as tap:
         model(**batch)
         readings = tap.take()
     assert readings
     for reading in readings:
-        assert not reading.rows[:, :, :, :][~_keys(reading)].any()  # padding gets no attention
-        outputs = torch.einsum("bhts,bshd->bthd", reading.rows, reading.values)
+        assert not reading.probs[:, :, :, :][~_keys(reading)].any()  # padding gets no attention
+        outputs = torch.einsum("bhts,bshd->bthd", reading.probs, reading.values)
         torch.testing.assert_close(outputs, reading.outputs, atol=1e-5, rtol=1e-4)
 
 
@@ -62,19 +62,19 @@ def _keys(reading):
     """Which entries of the rows (B, H, T, S) of real queries are of real keys."""
     query, key = reading.real
     entries = key[:, None, None, :] | ~query[:, None, :, None]
-    return entries.expand_as(reading.rows)
+    return entries.expand_as(reading.probs)
 
 
 def test_rows_are_those_the_model_returns(model, batch):
     model.set_attn_implementation("eager")
-    with Tap(model, ("rows",)) as tap:
+    with Tap(model, ("probs",)) as tap:
         output = model(**batch, output_attentions=True)
         readings = tap.take()
     assert readings
     kinds = {"encoder": "encoder_attentions", "decoder": "decoder_attentions", "cross": "cross_attentions"}
     for kind, name in kinds.items():
         name = name if name in output else "attentions"
-        found = [reading.rows for reading in readings if reading.site.kind == kind]
+        found = [reading.probs for reading in readings if reading.site.kind == kind]
         if found:
             for one, other in zip(found, output[name], strict=True):
                 assert torch.equal(one, other)
@@ -84,25 +84,25 @@ def test_rows_are_those_the_model_returns(model, batch):
 def test_rows_are_from_before_dropout(model, batch, implementation, set_dropout_):
     model.set_attn_implementation(implementation)
     set_dropout_(model, 0.5)
-    with Tap(model, ("rows", "outputs", "values")) as tap:
+    with Tap(model, ("probs", "outputs", "values")) as tap:
         model.train()(**batch)
         readings = tap.take()
     for reading in readings:
-        torch.testing.assert_close(reading.rows.sum(-1), torch.ones_like(reading.rows[..., 0]))
-    kept = torch.einsum("bhts,bshd->bthd", readings[0].rows, readings[0].values)
+        torch.testing.assert_close(reading.probs.sum(-1), torch.ones_like(reading.probs[..., 0]))
+    kept = torch.einsum("bhts,bshd->bthd", readings[0].probs, readings[0].values)
     assert not torch.allclose(kept, readings[0].outputs, atol=1e-3)
 
 
 def test_queries_and_keys_make_the_rows(family, make_tiny, batch):
     model = make_tiny(family)
-    with Tap(model, ("queries", "keys", "rows")) as tap:
+    with Tap(model, ("queries", "keys", "probs")) as tap:
         model(**batch)
         readings = tap.take()
     for reading in readings:
         scores = torch.einsum("bthd,bshd->bhts", reading.queries, reading.keys) * reading.site.scaling
-        allowed = reading.rows > 0
+        allowed = reading.probs > 0
         rows = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
-        torch.testing.assert_close(rows, reading.rows, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(rows, reading.probs, atol=1e-5, rtol=1e-4)
 
 
 def test_queries_of_collaborative_heads_are_mixed(make_tiny, batch):
@@ -180,7 +180,7 @@ def test_the_model_is_left_as_it_was(family, make_tiny, batch):
     model = make_tiny(family)
     stock = copy.deepcopy(model)
     before = model(**batch)[0]
-    with Tap(model, ("rows",)):
+    with Tap(model, ("probs",)):
         pass
     for module, other in zip(model.modules(), stock.modules(), strict=True):
         assert not isinstance(getattr(module, "config", None), AttentionConfig)
@@ -221,7 +221,7 @@ def test_flash_attention_is_refused(make_tiny):
 def test_two_taps_read_side_by_side(make_tiny, batch):
     model = make_tiny("bert")
     with Tap(model) as one:
-        with Tap(model, ("rows",)) as other:
+        with Tap(model, ("probs",)) as other:
             model(**batch)
             assert len(one.take()) == len(other.take()) == 2
         model(**batch)
@@ -237,10 +237,10 @@ def test_training_only(make_tiny, batch):
         assert len(tap.take()) == 2
 
 
-def penalised_gradients(model, batch, parts=("outputs", "rows")):
+def penalised_gradients(model, batch, parts=("outputs", "probs")):
     with Tap(model, parts) as tap:
         loss = model(**batch)[0].square().mean()
-        penalty = sum(reading.outputs.square().mean() + reading.rows.square().sum() for reading in tap.take())
+        penalty = sum(reading.outputs.square().mean() + reading.probs.square().sum() for reading in tap.take())
         (loss + penalty).backward()
         assert tap.take() == []  # a repeated forward pass in backward is not read
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -278,13 +278,13 @@ def test_compiles_without_graph_breaks(family, form, make_tiny, batch, set_dropo
     model = convert_(make_tiny(family), form)
     set_dropout_(model.train(), 0.0)
     expected = penalised_gradients(model, batch)
-    with Tap(model, ("outputs", "rows")) as tap:
+    with Tap(model, ("outputs", "probs")) as tap:
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         for _ in range(2):  # nothing is left over from the first
             model.zero_grad()
             loss = compiled(**batch)[0].square().mean()
             readings = tap.take()
-            penalty = sum(reading.outputs.square().mean() + reading.rows.square().sum() for reading in readings)
+            penalty = sum(reading.outputs.square().mean() + reading.probs.square().sum() for reading in readings)
             (loss + penalty).backward()
     for name, parameter in model.named_parameters():
         if name in expected:
@@ -294,7 +294,7 @@ def test_compiles_without_graph_breaks(family, form, make_tiny, batch, set_dropo
 def test_refusals(make_tiny):
     model = make_tiny("bert")
     for parts in ("scores", ("scores",)):
-        with pytest.raises(HeadError, match="cannot read scores; it reads outputs, values, rows"):
+        with pytest.raises(HeadError, match="cannot read scores; it reads outputs, values, probs"):
             Tap(model, parts)
     with pytest.raises(UnsupportedModelError, match=r"with kind cross; the attention modules are .* \(encoder\)"):
         Tap(model, kinds=("cross",))

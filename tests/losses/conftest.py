@@ -1,4 +1,4 @@
-"""Seeded heads, attention rows and padding for the tests of the losses."""
+"""Seeded heads, attention probabilities and padding for the tests of the losses."""
 
 from collections.abc import Callable
 from itertools import combinations

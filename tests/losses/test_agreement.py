@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collab_compress.losses import agreement, agreement_rows
+from collab_compress.losses import agreement, agreement_probs
 
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
 
@@ -29,14 +29,14 @@ def test_it_is_the_mean_cosine(make_vectors, mean_over_pairs, assert_same_gradie
 @given(SHAPES, st.integers(0, 99))
 def test_rows_are_compared_query_by_query(make_rows, mean_over_pairs, assert_same_gradient, shape, seed):
     rows, mask = make_rows(*shape, seed=seed)
-    assert_same_gradient(rows, agreement_rows(rows, mask), oracle(rows.transpose(1, 2), mask, mean_over_pairs))
+    assert_same_gradient(rows, agreement_probs(rows, mask), oracle(rows.transpose(1, 2), mask, mean_over_pairs))
 
 
 def test_gradient_by_differences(make_vectors, make_rows):
     x, mask = make_vectors(2, 3, 3, 4)
     assert torch.autograd.gradcheck(lambda x: agreement(x, mask), x)
     rows, mask = make_rows(2, 3, 3, 4)
-    assert torch.autograd.gradcheck(lambda rows: agreement_rows(rows, mask), rows)
+    assert torch.autograd.gradcheck(lambda rows: agreement_probs(rows, mask), rows)
 
 
 def test_extremes():

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from collab_compress.losses import (
     agreement,
-    agreement_rows,
+    agreement_probs,
     bhattacharyya,
     hsic,
     nuclear_growth,
@@ -24,7 +24,7 @@ VECTORS = {
     "agreement": agreement,
 }
 ROWS = {
-    "agreement, rows": agreement_rows,
+    "agreement, rows": agreement_probs,
     "bhattacharyya": bhattacharyya,
     "bhattacharyya, sequences": partial(bhattacharyya, per_sequence=True),
 }
@@ -154,7 +154,7 @@ def test_work_grows_with_the_data_and_not_with_the_pairs(name, draw):
 
 def test_wrong_shapes_and_masks_are_refused(name, draw):
     leaf, mask = draw(name)
-    argument, layout = ("rows", r"\(B, H, T, S\)") if name in ROWS else ("x", r"\(B, T, H, d\)")
+    argument, layout = ("probs", r"\(B, H, T, S\)") if name in ROWS else ("x", r"\(B, T, H, d\)")
     message = rf"{argument} has the wrong shape: got \({leaf.shape[0]}, .*\), expected {layout}"
     with pytest.raises(ValueError, match=message):
         LOSSES[name](leaf[..., 0], mask)

@@ -42,5 +42,5 @@ def test_no_gradient_flows_to_the_target():
 
 def test_shapes_are_checked(make_rows):
     rows, _ = make_rows(2, 3, 4, 4)
-    with pytest.raises(ValueError, match=r"target does not fit rows: got \(1, 3, 4, 4\), expected \(2, 3, 4, 4\)"):
+    with pytest.raises(ValueError, match=r"target does not fit probs: got \(1, 3, 4, 4\), expected \(2, 3, 4, 4\)"):
         kl_divergence(rows, rows[:1])

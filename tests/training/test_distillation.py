@@ -21,11 +21,11 @@ def arguments(folder):
 
 
 def apart(model, dense, batch):
-    with torch.no_grad(), Tap(model, "rows") as tap, Tap(dense, "rows") as target:
+    with torch.no_grad(), Tap(model, "probs") as tap, Tap(dense, "probs") as target:
         model(**batch)
         dense(**batch)
         pairs = zip(tap.take(), target.take(), strict=True)
-        return sum(kl_divergence(one.rows, other.rows, one.real.query) for one, other in pairs).item()
+        return sum(kl_divergence(one.probs, other.probs, one.real.query) for one, other in pairs).item()
 
 
 @pytest.mark.parametrize("form", ["shared", "per-head"])

@@ -33,7 +33,7 @@ def trained(make_tiny, folder, training):
 
 @pytest.mark.parametrize(
     "loss",
-    ["hsic", "orthogonality", "agreement", "agreement-values", "agreement-rows", "bhattacharyya-mean"],
+    ["hsic", "orthogonality", "agreement", "agreement-values", "agreement-probs", "bhattacharyya-mean"],
 )
 def test_a_penalty_lowers_what_it_penalises(loss, make_tiny, tmp_path):
     torch.manual_seed(0)

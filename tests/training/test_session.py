@@ -83,9 +83,9 @@ def test_penalties_combine_and_are_logged_one_by_one(make_undropped, batch):
 
 def test_kinds_of_a_penalty(make_undropped, make_batch):
     model, batch = make_undropped("marian"), make_batch("marian")
-    with Tap(model, ("rows",), kinds=("cross",)) as tap:
+    with Tap(model, ("probs",), kinds=("cross",)) as tap:
         model(**batch)
-        expected = sum(LOSSES["bhattacharyya"].function(r.rows, r.real.query) for r in tap.take())
+        expected = sum(LOSSES["bhattacharyya"].function(r.probs, r.real.query) for r in tap.take())
     session = HeadSession(model, HeadTraining(penalties=(PenaltyOptions("bhattacharyya", 1.0, kinds=("cross",)),)))
     model(**batch)
     torch.testing.assert_close(session.penalty(), expected)
@@ -94,12 +94,12 @@ def test_kinds_of_a_penalty(make_undropped, make_batch):
 def test_a_penalty_weighs_by_kind(make_undropped, make_batch):
     model, batch = make_undropped("marian"), make_batch("marian")
     weights = {"encoder": 1.0, "cross": 3.0}
-    with Tap(model, ("rows",)) as tap:
+    with Tap(model, ("probs",)) as tap:
         model(**batch)
         sums = dict.fromkeys(weights, 0.0)
         for reading in tap.take():
             if reading.site.kind in weights:
-                sums[reading.site.kind] += LOSSES["bhattacharyya"].function(reading.rows, reading.real.query)
+                sums[reading.site.kind] += LOSSES["bhattacharyya"].function(reading.probs, reading.real.query)
     penalties = tuple(PenaltyOptions("bhattacharyya", weight, kinds=(kind,)) for kind, weight in weights.items())
     session = HeadSession(model, HeadTraining(penalties=penalties))
     model(**batch)

@@ -83,8 +83,8 @@ def diversity(study: Study) -> Section | Omitted:
         "Confidence is the largest weight of an attention row, mean over tokens that do not end a sequence. AVG_L2 "
         "is a head's mean distance from the others of its layer, of outputs. Discrepancy sums a layer's distances "
         "over all ordered pairs; cosine + 1 falls as heads move apart, 1 − cosine and L2 grow. Overlap is the "
-        "Bhattacharyya coefficient of two heads' attention rows: 1 where they are the same. Means are over all "
-        "tokens but padding." + note,
+        "Bhattacharyya coefficient of two heads' attention probabilities: 1 where they are the same. Means leave "
+        "padding out." + note,
         "Rotation, sections 2.4 and 5.3; Diversified Attention, eq. 3",
         tables=tuple(tables),
         pictures=tuple(pictures),
