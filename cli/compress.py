@@ -157,11 +157,13 @@ def _report_lines(report: Report, calibrated_on: str, latency: Latency | None = 
     length = f"MMACs at T={report.length}"
     scores = [
         [
-            module.name, str(module.dk), *_errors_and_sizes(module),
+            module.name,
+            str(module.dk),
+            *_errors_and_sizes(module),
             "any" if isinf(module.break_even_length) else f"{module.break_even_length:.0f}",
         ]
         for module in report.modules
-    ]  # fmt: skip
+    ]
     values = [[module.name, str(module.dv), *_errors_and_sizes(module)] for module in report.values]
     if scores:
         header = ["module", "dk", "score error", "weight error", "parameters", length, "T*"]

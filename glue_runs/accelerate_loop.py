@@ -36,10 +36,12 @@ def train(recipe: Recipe) -> None:
         raise RecipeError("this loop fine-tunes a given model on a classification task; run_glue.py does the rest")
     check_trackers(recipe.trackers)
     accelerator = Accelerator(
-        **tuning.arguments, log_with=list(recipe.trackers) or None, project_dir=recipe.output,
+        **tuning.arguments,
+        log_with=list(recipe.trackers) or None,
+        project_dir=recipe.output,
         cpu=not torch.accelerator.is_available(),  # said so, several processes meet on the CPU
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=recipe.seed),
-    )  # fmt: skip
+    )
     set_seed(recipe.seed)
     directory = find_directory(recipe.model)
     tokenizer = load_tokenizer(directory)

@@ -231,7 +231,7 @@ def _content_scores(content: Tensor, scaling: float) -> Tensor:
 
 def biases_of(
     content: Tensor | None, mask: Tensor | None, scaling: float, shape: tuple[int, int, int, int], dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor | None, Tensor | None]:
     """Gather what is added to scores: the same for all queries (B, H, 1, S), and the rest (B, H, T, S)."""
     row_bias = None if content is None else _content_scores(content, scaling)
     if mask is None:

@@ -150,9 +150,10 @@ def arranged(frequencies: Sequence[int], places: int) -> list[int]:
     for channel, frequency in enumerate(frequencies):
         waiting[frequency].append(channel)
     found = [
-        waiting[place].pop(0) if waiting[place] else None for _ in range(len(frequencies) // places)
+        waiting[place].pop(0) if waiting[place] else None
+        for _ in range(len(frequencies) // places)
         for place in range(places)
-    ]  # fmt: skip
+    ]
     others = iter([channel for left in waiting for channel in left])
     return [next(others) if channel is None else channel for channel in found]
 
@@ -262,9 +263,10 @@ class RotaryScores(ScoreForm):
         )
         own_key = TurningProjection(inputs[1], *shared, self.key_bias, **like)
         return ScoreParts(
-            own_query.requires_grad_(trained[0]), own_key.requires_grad_(trained[1]),
+            own_query.requires_grad_(trained[0]),
+            own_key.requires_grad_(trained[1]),
             self.build_mixing(any(trained), **like),
-        )  # fmt: skip
+        )
 
     def build_mixing(self, trained: bool, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Make an empty parameter."""
@@ -287,8 +289,9 @@ class RotaryScores(ScoreForm):
         with torch.no_grad():
             parts.mixing.copy_(torch.cat([mixing.real, mixing.imag], -1))
             for projection, channels, biased in (
-                (parts.query.proj, query, self.query_bias), (parts.key.proj, key, self.key_bias),
-            ):  # fmt: skip
+                (parts.query.proj, query, self.query_bias),
+                (parts.key.proj, key, self.key_bias),
+            ):
                 if channels is None:
                     projection.weight.copy_(dense.weight)
                     if biased:
@@ -404,9 +407,7 @@ class RotaryScores(ScoreForm):
         self, module: Any, query: Tensor, key: Tensor, mask: Tensor | None, *, scaling: float, causal: bool
     ) -> Tensor:
         """Compute attention probabilities (B, H, T, S)."""
-        return shared_probabilities(
-            self._mixed(module, query), self._joined(key), mask, scaling, causal
-        )  # fmt: skip
+        return shared_probabilities(self._mixed(module, query), self._joined(key), mask, scaling, causal)
 
     # Heads.
 

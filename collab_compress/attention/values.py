@@ -289,12 +289,13 @@ class NarrowValues(MapForm):
         left = [channel for head in kept for channel in stretches[head]]
         dim = output_dim(output)
         return [
-            Cut(module, self.at, smaller), *self.row_cuts(module, kept),
+            Cut(module, self.at, smaller),
+            *self.row_cuts(module, kept),
             Cut(module.get_submodule(self.value), "padding", padding_of(smaller.dv, smaller.multiple)),
             Cut(output, "weight", remaining(output.weight, dim, left)),
             Cut(output, "in_features" if dim else "nx", len(left)),
             *([Cut(module, JOINT_WIDTH, smaller.dv)] if hasattr(module, JOINT_WIDTH) else []),
-        ]  # fmt: skip
+        ]
 
     # Costs: D input and output width, T tokens.
 

@@ -18,9 +18,10 @@ from collab_compress.options import Compression
 CARD = "README.md"
 TAGS = ("collab_compress", "collaborative-attention")
 EDITED = {
-    **{form.kind: form.title for form in FORM_KINDS.values()}, "alphas": "mixed heads",
+    **{form.kind: form.title for form in FORM_KINDS.values()},
+    "alphas": "mixed heads",
     "pruned": "fewer heads",
-}  # fmt: skip
+}
 NEEDS = (
     "The environment that loads this model needs the package: `pip install collab-compress`, and `import "
     "collab_compress` before loading. Checkpoints written with `--standalone` need `trust_remote_code=True` instead."

@@ -374,11 +374,13 @@ class _Watched:
         added, self._added = iter(self._added), []
         return [
             _Seen(
-                each.site, each.probs if each.site.name in self._probs else None,
-                next(added) if each.site.name in self._values else None, each.real.query,
+                each.site,
+                each.probs if each.site.name in self._probs else None,
+                next(added) if each.site.name in self._values else None,
+                each.real.query,
             )
             for each in self._tap.take()
-        ]  # fmt: skip
+        ]
 
 
 def _output_error(here: Tensor, there: Tensor, real: Tensor | None) -> Tensor:

@@ -72,9 +72,11 @@ def drawn(curves: Mapping[str, Mapping[float, Sequence[float]]]) -> tuple[Curve,
 
 
 def mean_curves(
-    results: Iterable[Result], name: Callable[[Result], str], x: Callable[[Result], float | None],
+    results: Iterable[Result],
+    name: Callable[[Result], str],
+    x: Callable[[Result], float | None],
     y: Callable[[Result], float | None],
-) -> tuple[Curve, ...]:  # fmt: skip
+) -> tuple[Curve, ...]:
     """Draw a curve through the means over seeds of each variant."""
     points: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for result in results:

@@ -215,10 +215,12 @@ def _usual(
     inner = fresh.feed_forward or 4 * fresh.width
     deviation = fresh.width**-0.5  # Xavier's for square matrices; the usual 0.02 is too little for narrow models
     shared: dict[str, Any] = {
-        "vocab_size": len(tokenizer), "max_position_embeddings": fresh.max_length,
-        "pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": fresh.max_length,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
-    }  # fmt: skip
+    }
     if task.kind == "translation":
         return MarianMTModel, MarianConfig(
             **shared, d_model=fresh.width, encoder_layers=fresh.layers, decoder_layers=fresh.layers,

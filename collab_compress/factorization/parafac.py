@@ -73,9 +73,11 @@ def parafac(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
     # The first call of the callback is the random start, before any sweep.
     swept = tuple(errors[1:])
     return Solution(
-        Factors(query, mixing * weights, key), swept, converged=len(swept) < sweeps and not failed,
+        Factors(query, mixing * weights, key),
+        swept,
+        converged=len(swept) < sweeps and not failed,
         breakdowns=int(failed),
-    )  # fmt: skip
+    )
 
 
 def _tensorly() -> tuple[Any, Any]:

@@ -350,10 +350,12 @@ def _joined(parts: Sequence[Channels], counts: Sequence[int], rotated: int) -> R
     """Join the channels of all frequencies."""
     queries = [query for query, _, _ in parts if query is not None]
     return RotaryFactors(
-        torch.cat(queries, 1) if queries else None, torch.cat([mixing for _, mixing, _ in parts], 1),
+        torch.cat(queries, 1) if queries else None,
+        torch.cat([mixing for _, mixing, _ in parts], 1),
         torch.cat([key for _, _, key in parts], 1),
-        tuple(j for j, count in enumerate(counts) for _ in range(count)), rotated,
-    )  # fmt: skip
+        tuple(j for j, count in enumerate(counts) for _ in range(count)),
+        rotated,
+    )
 
 
 def _balanced(factors: RotaryFactors) -> RotaryFactors:
@@ -493,7 +495,7 @@ class _Unrotated:
 
 def decomposed(
     query: Tensor, key: Tensor, count: int, sweeps: int, check: Check | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     r"""Decompose rank-one slices $\alpha_h \beta_h^*$ into shared channels, by alternating least squares.
 
     From two starts, of which the better is kept: the leading singular vectors of both sides, and the strongest heads.
@@ -535,7 +537,7 @@ def _filled(columns: Tensor, count: int) -> Tensor:
 
 def _swept(
     query: Tensor, key: Tensor, chi: Tensor, kappa: Tensor, sweeps: int, check: Check | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the sweeps from one start; the slices of each problem have norm 1 in all."""
     for sweep in range(sweeps):
         if check is not None:
