@@ -32,7 +32,7 @@ def run(arguments: Arguments) -> None:
     from collab_compress.checkpoint.directory import atomic_file, to_json
     from collab_compress.errors import RecipeError
     from collab_compress.experiments.comparison import compare
-    from collab_compress.experiments.record import read_records, write_records
+    from collab_compress.experiments.record import read_records, record_lines
     from collab_compress.experiments.results import read_papers, read_results, select_tables
 
     from .outputs import check_editable, check_outputs, edit
@@ -70,12 +70,13 @@ def run(arguments: Arguments) -> None:
     text = f"{to_markdown(blocks)}\n" if arguments.format == "markdown" else csv_text(lines)
     numbers = to_json([{name: plain(value) for name, value in line.items()} for line in lines])
     with ExitStack() as all_files:  # which are there when the last is written, or not at all
-        for path, content in ((arguments.output, text), (arguments.json, numbers)):
+        contents = [(arguments.output, text), (arguments.json, numbers)]
+        if arguments.records is not None:
+            found = (record for path in paths for record in read_records(path).values())
+            contents.append((arguments.records, record_lines(found)))
+        for path, content in contents:
             if path is not None:
                 all_files.enter_context(atomic_file(path)).write_text(content, encoding="utf-8")
-        if arguments.records is not None:
-            records = all_files.enter_context(atomic_file(arguments.records))
-            write_records((record for path in paths for record in read_records(path).values()), records)
         if arguments.pages is not None:
             from collab_compress.experiments.pages import write_pages
 

@@ -20,7 +20,7 @@ from datasets import Dataset
 from filelock import FileLock, Timeout
 from huggingface_hub import try_to_load_from_cache
 
-from collab_compress.checkpoint.directory import write_json, write_new
+from collab_compress.checkpoint.directory import write_json
 from collab_compress.distributed import process_state
 from collab_compress.errors import BusyError, RecipeError
 
@@ -142,7 +142,7 @@ def read_records(path: Path) -> dict[str, dict[str, Any]]:
     """Read many records: every `result.json` in a folder and the folders in it, or the lines of a file of records.
 
     Args:
-        path: a folder with the outputs of experiments, or a file that `write_records` wrote.
+        path: a folder with the outputs of experiments, or a file of `record_lines`.
 
     Returns:
         Where each record stands (its path, or file and line) → the record, unchecked, in the order of their paths.
@@ -169,17 +169,9 @@ def lacking(record: Mapping[str, Any], measures: Iterable[str]) -> list[str]:
     return [name for name in measures if name not in record.get("measured", {})]
 
 
-def write_records(records: Iterable[dict[str, Any]], path: Path) -> None:
-    """Write records as JSON Lines, one a line, all of them or nothing.
-
-    Args:
-        records: as `read_records` gives them.
-        path: of the file; must not exist.
-
-    Raises:
-        CheckpointError: something is there, or nothing can be written there.
-    """
-    write_new(path, "".join(f"{json.dumps(_strict(record), ensure_ascii=False)}\n" for record in records))
+def record_lines(records: Iterable[dict[str, Any]]) -> str:
+    """Return records as JSON Lines, one a line, with null for numbers that are not finite."""
+    return "".join(f"{json.dumps(_strict(record), ensure_ascii=False)}\n" for record in records)
 
 
 def environment() -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collab_compress.errors import RecipeError
 from collab_compress.experiments import read_sweep
 from collab_compress.experiments.comparison import compare, estimate
 from collab_compress.experiments.recipe import Recipe, parse
-from collab_compress.experiments.record import read_records, write_records
+from collab_compress.experiments.record import read_records, record_lines
 from collab_compress.experiments.results import read_papers, read_results
 
 SWEEPS = Path(__file__).parents[2] / "glue_runs" / "sweeps"
@@ -358,12 +358,11 @@ def test_a_file_of_records_is_read_as_the_folder_it_is_of(write, tmp_path):
         write(80.0 + seed, seed=seed, recipe={"model": "/a/müller"})
         write(math.nan, method="hsic", seed=seed, recipe={"model": None})
     file = tmp_path / "records.jsonl"
-    write_records(read_records(tmp_path / "runs").values(), file)
+    file.write_text(record_lines(read_records(tmp_path / "runs").values()), encoding="utf-8")
     ours, theirs = read_results(file), read_results(tmp_path / "runs")
     assert [repr(replace(one, place="")) for one in ours] == [repr(replace(one, place="")) for one in theirs]
     assert [one.place for one in ours] == [f"{file}, line {n}" for n in range(1, 7)]
-    write_records(read_records(file).values(), tmp_path / "again.jsonl")
-    assert (tmp_path / "again.jsonl").read_bytes() == file.read_bytes()
+    assert record_lines(read_records(file).values()).encode() == file.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -413,5 +412,5 @@ def test_null_is_a_number_that_is_not_finite(write, tmp_path):
     write(None, seed=0)
     (result,) = read_results(tmp_path / "runs")
     assert math.isnan(result.score)
-    write_records([{"score": math.nan, "history": [{"loss": math.inf}]}], tmp_path / "strict.jsonl")
-    assert json.loads((tmp_path / "strict.jsonl").read_text()) == {"score": None, "history": [{"loss": None}]}
+    line = record_lines([{"score": math.nan, "history": [{"loss": math.inf}]}])
+    assert json.loads(line) == {"score": None, "history": [{"loss": None}]}
