@@ -1,4 +1,4 @@
-"""What else makes attention smaller without training: simple, exact forms of three known ways, to stand beside.
+"""Rivals without training: simple, exact forms of three known ways to make attention smaller.
 
 Each changes a dense model of the BERT family in place into a dense model that computes what the smaller one would,
 with zeros where channels are gone; what the smaller one would have, `gains.py` counts. All get what a conversion

@@ -1,4 +1,4 @@
-"""What else makes a rotary model's cache smaller: dropped pairs of channels, and heads pooled for grouped queries.
+"""Rivals for rotary models' caches: dropped pairs of channels, and heads pooled for grouped queries.
 
 What is dropped is zero on both sides of its product, so that it stays so in training, and the smaller model computes
 the same. All get what a conversion of ours gets: the moments of the same batches.

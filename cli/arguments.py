@@ -44,7 +44,7 @@ class Saving(Common):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the model is run on."""
+    """Data that the model is run on."""
 
     data: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A text file with one sentence a line, or a source and a target with a tab between them for an encoder–decoder;
@@ -80,7 +80,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Data(Inputs):
-    """What the model is run on, and shown on."""
+    """Data that the model is run on."""
 
     sentence: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """Whose attention maps are drawn; one of the data if not given."""
@@ -111,7 +111,7 @@ class AnalyzeArguments:
     """A model to compare with, as MODEL before conversion; it must read the same tokens."""
 
     sections: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{{{','.join(SECTION_NAMES)}}} ...")] = SECTION_NAMES
-    """What to look at."""
+    """What to measure."""
 
     device: Device = AUTO
     """Where to run the models, as torch names it (cpu, cuda:0); auto: the accelerator, if there is one."""
@@ -220,7 +220,7 @@ class CompressArguments:
 
     @property
     def suffix(self) -> str:
-        """What is appended to the model's name to name the output."""
+        """Suffix of the model's name in the default name of the output."""
         widths = {name: getattr(self.compression, name) for name in ("keep", "dk", "dv")}
         converted = "".join(f"-{name}{width}" for name, width in widths.items() if width is not None)
         recovered = "" if self.recover is None else "-recovered"
@@ -403,7 +403,7 @@ class RecoverArguments:
     """Steps of 16 sequences at most; of texts there may be fewer."""
 
     calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|FILE|synthetic+FILE")] = "synthetic"
-    """What both models read: random tokens, a file with one text a line, or both."""
+    """Texts that both models read: random tokens, a file with one text a line, or both."""
 
     learning_rate: Annotated[float | None, tyro.conf.arg(metavar="RATE")] = None
     """At its highest, 1e-3 if not given, or 2e-4 where values are converted; it rises over the first eighth of the
@@ -447,7 +447,7 @@ class ResultsArguments:
     are printed as they are."""
 
     against: Annotated[str | None, tyro.conf.arg(metavar="METHOD/STAGE")] = None
-    """What the others are compared with; plain/tuned, or plain/given where nothing was tuned, if not given."""
+    """Baseline of the comparison; by default plain/tuned, or plain/given if nothing was tuned."""
 
     papers: bool = False
     """Show the papers' numbers on the same tasks."""

@@ -1,4 +1,4 @@
-"""What commands have in common: arguments, tables, and one line when something stops them.
+"""Shared parts of the commands: arguments, tables, and errors in one line.
 
 What takes long to import is imported where it is used: `start` loads this module before anything can be interrupted.
 """

@@ -1,4 +1,4 @@
-"""What `collab-analyze` and `collab-prune` run models on: random tokens, a file of texts, a task's labelled data."""
+"""Data of `collab-analyze` and `collab-prune`: random tokens, a file of texts, or a task's labelled data."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What `make demo` runs after converting: reload the result in a new process, use it next to the dense model."""
+"""Second half of `make demo`: reload the result in a new process and use it next to the dense model."""
 
 import sys
 from pathlib import Path

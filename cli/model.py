@@ -60,7 +60,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Made:
-    """What a command has made of a model.
+    """Description of an edited model, for its record and its card.
 
     Args:
         record: what `collab_compress.json` says of it.

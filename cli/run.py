@@ -25,7 +25,7 @@ from .outputs import refuse_nested
 
 @dataclass(frozen=True)
 class Options:
-    """What is typed besides fields."""
+    """Arguments besides fields of the recipe."""
 
     json: Path | None = None
     quiet: bool = False

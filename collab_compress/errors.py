@@ -1,4 +1,4 @@
-"""What can go wrong, as one small family: every message says what happened, where, and what to do."""
+"""The exceptions of this package; every message says what happened, where, and what to do."""
 
 LONGEST = 400  # characters of a message
 

@@ -70,7 +70,7 @@ class Metric(evaluate.Metric):  # type: ignore[misc]
 
     greater_is_better: ClassVar[bool] = True
     formats: ClassVar[tuple[dict[str, Any], ...]]
-    """What a prediction and a reference may be; the first that fits counts."""
+    """Types of a prediction and a reference; the first that fits counts."""
 
     def __init__(self, *, gather: bool = False) -> None:
         super().__init__(keep_in_memory=True)

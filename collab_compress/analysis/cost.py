@@ -1,4 +1,4 @@
-"""What attention costs, dense and converted: parameters, multiply-accumulates, T*, cache, measured latency."""
+"""Cost of attention, dense and converted: parameters, multiply-accumulates, T*, cache, measured latency."""
 
 from __future__ import annotations
 

@@ -322,7 +322,7 @@ class DenseSite(AttentionSite):
 
     @property
     def inputs(self) -> tuple[tuple[Any, str], ...]:
-        """What conversion weighs errors by: the projections whose inputs count, and whose tokens those are."""
+        """Pairs of (projection, side of the attention mask) whose input moments weight the errors of a conversion."""
         return (self.query, "query"), (self.key, "key")
 
     def query_heads(self) -> Tensor:
@@ -359,7 +359,7 @@ class ValueSite(AttentionSite):
 
     @property
     def inputs(self) -> tuple[tuple[Any, str], ...]:
-        """What conversion weighs errors by: the projection whose input counts, and whose tokens those are."""
+        """Pair of (projection, side of the attention mask) whose input moments weight the errors of a conversion."""
         return ((self.output, "query"),)
 
     def value_heads(self) -> Tensor:

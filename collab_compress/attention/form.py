@@ -1,4 +1,4 @@
-"""What a form of one of attention's maps is: an object that rebuilds, attends, prunes, counts and stores it."""
+"""The forms of attention's maps: objects that install, compute, prune, count and store them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -94,7 +94,7 @@ class MapForm(ABC):
     option: ClassVar[str]
     """Name that people choose it by."""
     title: ClassVar[str]
-    """What a model in this form has, in words."""
+    """The form in words, for model cards."""
 
     @property
     def dense_key_width(self) -> int:
@@ -256,9 +256,9 @@ class ScoreForm(MapForm):
 
     at: ClassVar[str] = "score_form"
     space: ClassVar[str]
-    """What queries and keys are decomposed into, in words."""
+    """The decomposition in words, for model cards."""
     solvers: ClassVar[tuple[str, ...]]
-    """What may fit it, by names in the table of solvers; the first does unless another is chosen."""
+    """Names of the solvers that fit this form; the first is the default."""
 
     @classmethod
     def of(cls, site: Any, rank: int, content_bias: bool, sizes: Sequence[int] | None = None) -> Self:
@@ -500,7 +500,7 @@ def _scaling_at(module: Any) -> str:
 
 
 def scaling_of(module: Any) -> float:
-    """What an attention module multiplies scores by; it goes by either of two names."""
+    """Return the factor by which an attention module scales its scores."""
     return float(getattr(module, _scaling_at(module)))
 
 

@@ -17,7 +17,7 @@ from collab_compress.attention.view import IMPLEMENTATIONS
 from collab_compress.errors import CompressionError
 
 FORMS: dict[str, type[ScoreForm]] = {form.option: form for form in (SharedScores, PerHeadScores)}
-"""What people choose for queries and keys → form."""
+"""Name of a form of queries and keys → its class."""
 
 ROTARY_FORMS: dict[str, type[ScoreForm]] = {RotaryScores.option: RotaryScores}
 """The same where a rotary embedding turns queries and keys."""

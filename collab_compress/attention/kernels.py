@@ -132,7 +132,7 @@ and one for the last few keys only (t, S')."""
 
 
 def future_of(like: Tensor, length: int, keys: int, start: int = 0) -> Tensor:
-    """What hides from queries `start`, `start` + 1, … the keys after them when it is added to scores, (T, S)."""
+    """Return the causal mask of queries `start`, `start` + 1, …, to be added to scores, (T, S)."""
     return like.new_full((length, keys), torch.finfo(like.dtype).min).triu_(start + 1)
 
 

@@ -1,4 +1,4 @@
-"""What projects the inputs of converted attention: padded to what modules view as heads, alone or side by side."""
+"""Projections of converted attention: padded to whole heads, separate or fused."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

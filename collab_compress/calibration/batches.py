@@ -1,4 +1,4 @@
-"""What models are run on to calibrate them: random tokens, noise, texts, files, or ready batches."""
+"""Calibration data: random tokens, noise, texts, files, or ready batches."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence

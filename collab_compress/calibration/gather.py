@@ -34,7 +34,7 @@ class RealTokens(NamedTuple):
 
 
 Masked: TypeAlias = Kind | Literal["images"]
-"""What masks are for: a kind of attention over tokens, or self-attention over parts of an image."""
+"""Purpose of a mask: a kind of attention over tokens, or self-attention over parts of an image."""
 
 
 def forward_arguments(model: nn.Module) -> list[str]:

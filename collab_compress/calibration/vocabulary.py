@@ -1,4 +1,4 @@
-"""What a vocabulary tells: its special tokens, where the tokenizer puts them, and which tokens are common."""
+"""Facts about a vocabulary: special tokens, their places, and which tokens are common."""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What configs of edited models store, so that stock Transformers cannot load them without this package.
+"""Guard in the configs of edited models, so that stock Transformers cannot load them without this package.
 
 Transformers skips a `quantization_config` whose method it does not know, and would go on to build a stock model with
 random weights in place of every projection that an edit replaced. So each stored config that describes edits names a

@@ -123,7 +123,7 @@ def modelling_code() -> str:
 
 @dataclass
 class _Module:
-    """What stands at the top level of one module of this package.
+    """Top-level statements of one module of this package.
 
     Args:
         lines: its source.

@@ -31,7 +31,7 @@ TAKEN = ("license", "license_name", "license_link", "language", "pipeline_tag", 
 
 @dataclass(frozen=True)
 class Origin:
-    """What an edited model was made from.
+    """Origin of an edited model.
 
     Args:
         name: as people know it.

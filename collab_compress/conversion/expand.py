@@ -51,7 +51,7 @@ def read_factors(model: PreTrainedModel) -> dict[str, Factors]:
 
 @dataclass(frozen=True)
 class Expansion:
-    """What `expand` did.
+    """Report of `expand`.
 
     Args:
         errors: module path → relative error of the dense form, ‖[T̂_i; v_iᵀ] − [Wq_i; bq_iᵀ]·Wk_iᵀ‖/‖[T̂_i; v_iᵀ]‖

@@ -285,7 +285,7 @@ def _copied(tokens: Tensor, separator: int | None, types: bool, generator: torch
 
 
 class _Steps(TrainerCallback):  # type: ignore[misc]
-    """Tells how far a training is."""
+    """Callback that reports the training step."""
 
     def __init__(self, progress: StepProgress) -> None:
         self.progress = progress
@@ -318,7 +318,7 @@ def attention_digest(model: PreTrainedModel) -> str:
 
 
 class _Seen(NamedTuple):
-    """What one call of an attention module showed.
+    """Tensors recorded in one call of an attention module.
 
     Args:
         site: the module.

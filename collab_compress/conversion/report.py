@@ -1,4 +1,4 @@
-"""What a conversion did, module by module, and what scores cost: parameters, multiply-accumulates, break-even length.
+"""Report of a conversion by module: errors, parameters, multiply-accumulates, break-even length.
 
 Queries and keys are counted as in "Multi-Head Attention: Collaborate Instead of Concatenate", section 3.4; values and
 the output projection apart from them. D input width, H heads, d head width, R shared width, T tokens.
@@ -132,7 +132,7 @@ class Drift:
 
 @dataclass(frozen=True)
 class Report:
-    """What `compress` did.
+    """Report of `compress`.
 
     Args:
         modules: one entry for each module whose queries and keys were converted.

@@ -1,4 +1,4 @@
-"""What the papers claim, and what our records say of it: differences paired by seed, with t-intervals."""
+"""The papers' claims, and verdicts of our records on them: differences paired by seed, with t-intervals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Readings: TypeAlias = dict[str, dict[int, float]]
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number that a record has.
+    """A number in a record.
 
     Args:
         read: record → number; None where it has none.
@@ -126,7 +126,7 @@ QUANTITIES: dict[str, Quantity] = {
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper claims, as records can show it."""
+    """A paper's claim, in terms of records."""
 
     says: str
     """The claim, a sentence."""
@@ -135,19 +135,19 @@ class Claim:
     """Our columns that it is tried on, each by itself."""
 
     method: str
-    """What it is about, as method or method/stage."""
+    """Subject of the claim, as method or method/stage."""
 
     than: str
-    """What that is compared with."""
+    """Baseline, as method or method/stage."""
 
     expect: Literal["better", "higher", "lower"] = "better"
-    """What the difference should be; which one better is, the quantity says."""
+    """Claimed difference; the quantity says which direction is better."""
 
     by: float = 0.0
     """By more than this; below 0, by how much it may miss."""
 
     of: str = "score"
-    """What is compared, of `QUANTITIES`."""
+    """Compared quantity, one of `QUANTITIES`."""
 
     mean: bool = False
     """Whether it is tried on the mean of its tasks, in place of each."""
@@ -165,7 +165,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What records say of a claim.
+    """Verdict of the records on a claim.
 
     Args:
         claim: the claim.
@@ -186,7 +186,7 @@ class Verdict:
 
     @property
     def compared(self) -> str:
-        """What is compared with what."""
+        """Subject and baseline of the comparison."""
         of = "" if self.claim.of == "score" else f"{self.claim.of} of "
         return f"{of}{self.claim.method} − {self.claim.than}"
 

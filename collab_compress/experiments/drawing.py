@@ -1,4 +1,4 @@
-"""What the papers' figures are drawn of: records parted, averaged over seeds, and put into curves and matrices."""
+"""Curves and matrices of the papers' figures, from records averaged over seeds."""
 
 from __future__ import annotations
 

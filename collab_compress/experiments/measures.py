@@ -1,4 +1,4 @@
-"""What is read off the trained models of an experiment, into their records: the papers' tables of heads."""
+"""Measures of heads that experiments record of their trained models, as in the papers' tables."""
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -103,7 +103,7 @@ class Subject:
 
     @cached_property
     def covariances(self) -> dict[str, JointCovariance]:
-        """What the heads of each layer answer, of layers with several heads."""
+        """Return the responses of heads by layer, for layers with several heads."""
         found = head_covariances(self.model, self.batches_of_all)
         return {name: each for name, each in found.items() if len(each.widths) > 1}
 

@@ -36,7 +36,7 @@ INDEX = "index"
 
 @dataclass(frozen=True)
 class Ours:
-    """What we have beside one number of a paper.
+    """Our counterpart of one number of a paper.
 
     Args:
         label: method/stage.

@@ -204,31 +204,31 @@ class Recipe:
     """The conversion."""
 
     conversion: str | None = None
-    """What the conversion is called, in tables and as a folder; dkN if not given."""
+    """Name of the conversion, in tables and as a folder; dkN if not given."""
 
     calibration: str = "synthetic"
-    """What the conversion measures inputs on: synthetic, none, or a file with one text a line."""
+    """Calibration data of the conversion: synthetic, none, or a file with one text a line."""
 
     calibration_options: CalibrationOptions = field(default_factory=CalibrationOptions)
     """How much of the calibration data is used."""
 
     recovery: Recovery | None = None
-    """What brings the converted attention nearer to the dense model's, without labels, on the calibration data."""
+    """Distillation of the converted attention from the dense model's, without labels, on the calibration data."""
 
     again: Tuning | None = None
     """The second fine-tuning, of the converted model."""
 
     heads: HeadTraining = field(default_factory=HeadTraining)
-    """What acts on heads in both fine-tunings."""
+    """Methods that act on heads in both fine-tunings."""
 
     method: str = "plain"
-    """What the experiment is called in tables."""
+    """Name of the experiment in tables."""
 
     translation: TranslationOptions = field(default_factory=TranslationOptions)
     """Languages and search, where the task is translation."""
 
     measures: tuple[str, ...] = ()
-    """What is read off the model of each stage: svcca, cka, confidence, discrepancy, overlap, dominance, pruning,
+    """Measures of the model of each stage: svcca, cka, confidence, discrepancy, overlap, dominance, pruning,
     mixing, alphas; of a finished run too, of which nothing is trained or scored again."""
 
     trackers: tuple[str, ...] = ("tensorboard",)
@@ -289,7 +289,7 @@ class Recipe:
 
     @property
     def conversion_name(self) -> str | None:
-        """What the conversion is called; None without one."""
+        """Name of the conversion; None without one."""
         return None if self.compression is None else self.conversion or f"dk{self.compression.dk}"
 
 

@@ -1,4 +1,4 @@
-"""What experiments leave: folders with a mark and a lock, and records of what they found and with what."""
+"""Outputs of experiments: marked and locked folders, and records of results and versions."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""What tables are made of: the records of experiments, checked, and the numbers that the papers print."""
+"""Data of tables: checked records of experiments, and the numbers that the papers print."""
 
 import math
 from collections import defaultdict
@@ -59,7 +59,7 @@ PAPERS = Path(__file__).with_name("papers.yaml")
 
 @dataclass(frozen=True)
 class Variant:
-    """What was done to which model: a row of a table.
+    """A row of a table: what was done to which model.
 
     Args:
         model: what it started from, of a path no more than tells it from others; "fresh" for an untrained one, with
@@ -79,7 +79,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Column:
-    """What is scored: a column of a table.
+    """A column of a table: what is scored.
 
     Args:
         name: of the task, with the languages of a translation, as in "iwslt17 de-en".
@@ -93,7 +93,7 @@ class Column:
 
     @property
     def unit(self) -> str:
-        """What scores are in; an average over tasks makes sense within one unit only."""
+        """Unit of the scores; averages over tasks make sense within one unit only."""
         return self.metric if self.metric in ("bleu", "perplexity") else "%"
 
 

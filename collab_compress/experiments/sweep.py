@@ -31,7 +31,7 @@ OWN = {"output": "output", "task": "tasks", "method": "methods", "conversion": "
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to run; the fields of a recipe that differ between runs stand under the names of the runs."""
+    """A sweep: fields of recipes that all runs share, and those that differ, by the names of the runs."""
 
     output: Path
     """Folder of all experiments: OUTPUT/TASK/METHOD/seedN holds one model with all its conversions."""

@@ -1,4 +1,4 @@
-"""What each kind of task needs besides a recipe: its model class, its encoding, its collator and its score."""
+"""What each kind of task adds to a recipe: model class, encoding, collator and score."""
 
 import math
 from abc import ABC, abstractmethod

@@ -46,7 +46,7 @@ SHIFTS = (SHIFT, 1e3 * SHIFT, 1e6 * SHIFT, 1e9 * SHIFT)
 
 @dataclass(frozen=True)
 class Continuation:
-    r"""What changes while the solver runs: a ridge on the factors that fades, and how many components there are.
+    r"""Schedule of the solver: a fading ridge on the factors, and the number of components.
 
     Plain least squares drifts into swamps: components that nearly cancel, whose rank is wasted and which take
     thousands of sweeps to part. A ridge makes cancelling expensive; faded out, it leaves the solver

@@ -16,7 +16,7 @@ CONSTANT = 1e-10  # share of the variance in the second moments below which ther
 
 @dataclass(frozen=True)
 class Narrowing:
-    r"""What makes the values of an attention layer narrower, and what its output projection becomes.
+    r"""Narrower values of an attention layer: the channels that heads keep, and the refitted output projection.
 
     Head $i$ of a dense layer adds $o_i W^O_i$ to the residual stream, with $o_i$ its output, d channels wide. In the
     narrow form it adds $o_i P_i O_i$: the channels $o_i P_i$ are what values $W^V_i P_i$ give under the same

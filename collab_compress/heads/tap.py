@@ -20,7 +20,7 @@ DEFAULT: tuple[Part, ...] = ("outputs",)
 
 @dataclass(frozen=True)
 class Reading:
-    """What one call of one attention module showed; parts that the tap does not want are None.
+    """Tensors recorded in one call of an attention module; parts that were not requested are None.
 
     Args:
         site: the module. One that serves several layers (ALBERT) gives a reading for each.

@@ -48,7 +48,7 @@ class Findings:
 
     @property
     def actions(self) -> list[str]:
-        """What to do about the findings, a sentence each."""
+        """Advice that follows from the findings, a sentence each."""
         return [line for section in self.sections for line in section.actions]
 
     def table(self, section: str, name: str) -> list[dict[str, Cell]]:

@@ -1,4 +1,4 @@
-"""What a task is, and the tasks there are, by name: GLUE and other classification, translation,
+"""The dataclass of a task, and the table of tasks: GLUE and other classification, translation,
 language modelling.
 
 GLUE: Wang et al. 2019, "GLUE: A multi-task benchmark and analysis platform for natural language understanding".

@@ -62,7 +62,7 @@ Placed: TypeAlias = tuple[Place, Row]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What all layouts share.
+    """Base class of layouts.
 
     Args:
         files: split → its parts, read one after another; a part is a path in the task's folder, plain or with .gz

@@ -1,4 +1,4 @@
-"""What acts on heads while a model trains, and how its strength changes: dataclasses, and the schedules they name."""
+"""Options of the methods that act on heads during training, and the schedules of their strength."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -48,7 +48,7 @@ class PenaltyOptions:
     """Which loss: hsic, orthogonality, agreement, bhattacharyya, or a variant (`collab_compress.training.LOSSES`)."""
 
     weight: float | None = None
-    """What it is multiplied by; the paper's weight if not given."""
+    """Weight of the penalty; the paper's if not given."""
 
     schedule: str = "constant"
     """How the weight changes: constant, curriculum, anti-curriculum or scheduled."""

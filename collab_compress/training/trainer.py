@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class HeadTrainerMixin:
-    """What makes a trainer act on the heads of its model; stands before the trainer's own class.
+    """Mixin that makes a trainer act on the heads of its model; it comes before the trainer's own class.
 
         class HeadSFTTrainer(HeadTrainerMixin, SFTTrainer): ...
 
@@ -162,7 +162,7 @@ class HeadSeq2SeqTrainer(HeadTrainerMixin, Seq2SeqTrainer):  # type: ignore[misc
 
 
 class HeadState(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """What a resumed run needs to know of heads, in a checkpoint's `trainer_state.json`."""
+    """Callback that stores the state of head methods in a checkpoint's `trainer_state.json`."""
 
     session: HeadSession | None = None
 

@@ -1,4 +1,4 @@
-"""What heads share: the dimensions they need, mixing matrices and alphas, content against context."""
+"""Sections on what heads share: energy, mixing matrices and alphas, content against context."""
 
 from __future__ import annotations
 
