@@ -5,7 +5,6 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import Event
 from time import perf_counter
 from typing import Any, TypeAlias
 
@@ -136,18 +135,36 @@ def _workers(sites: Sequence[Site], compression: Compression) -> Iterator[Callab
     if count == 1 or compression.solver.method == "parafac":
         yield lambda task: partial(task, lambda: None)
         return
-    stopping = Event()
+    pool = ThreadPoolExecutor(count)
+    failures: list[BaseException] = []
 
     def check() -> None:
-        if stopping.is_set():
+        if failures:
             raise CancelledError
 
-    pool = ThreadPoolExecutor(count)
+    def run(task: Task) -> Planned:
+        try:
+            return task(check)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    def submit(task: Task) -> Callable[[], Planned]:
+        future = pool.submit(run, task)
+
+        def wait() -> Planned:
+            try:
+                return future.result()
+            except CancelledError:
+                raise failures[0] from None
+
+        return wait
+
     torch.set_num_threads(threads // count)
     try:
-        yield lambda task: pool.submit(task, check).result
-    except BaseException:
-        stopping.set()
+        yield submit
+    except BaseException as error:
+        failures.append(error)
         raise
     finally:
         pool.shutdown(cancel_futures=True)
