@@ -19,14 +19,15 @@ from collab_compress.checkpoint import pretrained
 from collab_compress.checkpoint.directory import (
     atomic_directory,
     atomic_file,
+    check_upload,
     companions_of,
     copy_companions,
     has_tokenizer,
+    push_to_hub,
     to_json,
 )
 from collab_compress.checkpoint.edits import METHOD
 from collab_compress.checkpoint.pretrained import find_directory, repository_of, title_of
-from collab_compress.checkpoint.upload import check_upload, push_to_hub
 from collab_compress.conversion.card import CARD, Origin, edited_words, loading_lines, model_card
 from collab_compress.distributed import process_state
 from collab_compress.errors import CompressionError, one_line

@@ -49,7 +49,7 @@ def test_attention_is_looked_up_by_the_config_of_its_module(family, folder, name
     source = inspect.getsource(getattr(modelling(folder, name), name).forward)
     for used in ("ALL_ATTENTION_FUNCTIONS", "self.config._attn_implementation"):
         if used not in source:
-            moved(f"{used} in {folder}'s {name}.forward", "attention/view.py", "it is not read there")
+            moved(f"{used} in {folder}'s {name}.forward", "attention/install.py", "it is not read there")
 
 
 @pytest.mark.parametrize(("family", "folder", "name"), CLASSES)
@@ -163,7 +163,7 @@ def lengths_are_grouped() -> bool:
 PARTS = [
     Part("the parameters of sdpa_attention_forward", "attention/functions.py", "sdpa_attention_forward",
          sdpa_takes_no_more),
-    Part("PreTrainedConfig._attn_implementation", "attention/view.py", "_attn_implementation",
+    Part("PreTrainedConfig._attn_implementation", "attention/install.py", "_attn_implementation",
          lambda: bert().config._attn_implementation == "sdpa"),
     Part("split_size of GPT2Attention", "attention/projections.py", "split_size", gpt2_splits_by_an_attribute),
     Part("_old_forward of a module that Accelerate hooks into", "attention/forwards.py", "_old_forward",
@@ -192,11 +192,11 @@ PARTS = [
          auto_classes_list_models),
     Part("save_pretrained(is_main_process=)", "checkpoint/standalone.py", "is_main_process",
          takes(PreTrainedModel.save_pretrained, "save_directory", "is_main_process")),
-    Part("Cache.is_compileable", "attention/static_cache.py", "is_compileable",
+    Part("Cache.is_compileable", "attention/install.py", "is_compileable",
          lambda: "is_compileable" in dir(transformers.Cache)),
-    Part("StaticLayer.lazy_initialization", "attention/static_cache.py", "lazy_initialization",
+    Part("StaticLayer.lazy_initialization", "attention/install.py", "lazy_initialization",
          takes(StaticLayer.lazy_initialization, "self", "key_states", "value_states")),
-    Part("torch.nn.Module._forward_pre_hooks", "attention/static_cache.py", "_forward_pre_hooks", hooks_are_listed),
+    Part("torch.nn.Module._forward_pre_hooks", "attention/install.py", "_forward_pre_hooks", hooks_are_listed),
     Part("Trainer.compute_loss", "training/trainer.py", "compute_loss",
          takes(Trainer.compute_loss, "model", "inputs", "return_outputs", "num_items_in_batch")),
     Part("how Trainer scales its loss", "training/trainer.py", "current_gradient_accumulation_steps",

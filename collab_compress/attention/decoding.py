@@ -15,8 +15,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from collab_compress.attention.choice import HALVES, kernel_for, mode_of
-from collab_compress.attention.kernels import CACHE_BYTES
+from collab_compress.attention.kernels import CACHE_BYTES, HALVES, kernel_for, mode_of
 
 LONG = 512  # keys from which a product for each piece is faster than one for all, where few heads read it
 Readers = tuple[slice, ...]

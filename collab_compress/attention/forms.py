@@ -7,13 +7,12 @@ from typing import Any, ClassVar
 from transformers import PreTrainedModel
 
 from collab_compress.attention.form import MapForm, ScoreForm
-from collab_compress.attention.install import install_
+from collab_compress.attention.install import IMPLEMENTATIONS, install_
 from collab_compress.attention.per_head import PerHeadScores
 from collab_compress.attention.rotary import RotaryScores
 from collab_compress.attention.shared import SharedScores
 from collab_compress.attention.stored import refusing_other_models, stored_modules
 from collab_compress.attention.values import NarrowValues
-from collab_compress.attention.view import IMPLEMENTATIONS
 from collab_compress.errors import CompressionError
 
 FORMS: dict[str, type[ScoreForm]] = {form.option: form for form in (SharedScores, PerHeadScores)}

@@ -14,8 +14,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from collab_compress.attention.decoding import probabilities_, reads_cache, weighted_values
 from collab_compress.attention.form import scaling_of
+from collab_compress.attention.install import FORMS_AT, HeadCall, for_each_head, head_hooks
 from collab_compress.attention.kernels import softmax
-from collab_compress.attention.view import FORMS_AT, HeadCall, for_each_head, head_hooks
 from collab_compress.errors import UnsupportedModelError
 
 # Arguments of stock attention functions that change the scores or say which keys are read.

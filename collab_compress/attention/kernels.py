@@ -1,4 +1,4 @@
-"""Ways to compute collaborative attention; `choice` says which is for what.
+"""Kernels of collaborative attention, and the table of which is for what.
 
     score_i(x, y) = s · [ ((x W̃q) ⊙ m_i) · (y W̃k) + v_i · y ]
 
@@ -9,19 +9,102 @@ boolean (True = attend) or additive, broadcastable to (B, H, T, S), or None. `ca
 
 Scores of bfloat16 and float16 inputs are kept in float32, as PyTorch's fused kernels keep theirs: on CPUs all is
 computed so, elsewhere the softmax is.
+
+`TABLE` was measured on CPUs by `benchmarks/speed.py`, on GPUs by `make bench-gpu`. "recomputed" stores no scores for
+training: it computes each block of them again in the backward pass, where
+
+    dP = dO Vᵀ    dS = P ⊙ (dP − ⟨dO, O⟩)    dV = Pᵀ dO    dK = Σ_i dS_iᵀ (Q ⊙ m_i)    d(Q ⊙ m_i) = dS_i K
+
+("FlashAttention", Dao et al., 2022, algorithm 4, for a key that all heads share.)
 """
 
 import functools
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 
-from collab_compress.attention.choice import HALVES
+HALVES = (torch.bfloat16, torch.float16)
+Mode = Literal["inference", "training", "general"]
+Case = Literal["one token", "equal widths"]
+
+
+class Choice(NamedTuple):
+    """A row of the table; the first that fits counts.
+
+    Args:
+        kernel: name of a function: `decoded` of `functions`, or one that the form's own module calls.
+        form: of the queries and keys; None for all, dense ones included.
+        cpu: whether it is for CPUs, or for all other devices.
+        mode: None for all. "inference" is where nothing is recorded, traced or dropped, and dtypes agree; "training"
+            where something is recorded or dropped, and dtypes agree; "general" is the rest: traced or compiled calls,
+            transforms of torch.func, mixed dtypes, masks that are trained.
+        case: what else a call has to be: of one new token, or of heads that are all as wide as their values.
+        most: scores B·T·S of one head up to which it is for; None for any number.
+    """
+
+    kernel: str
+    form: str | None
+    cpu: bool
+    mode: Mode | None = None
+    case: Case | None = None
+    most: int | None = None
+
+
+TABLE = (
+    Choice("decoded", None, cpu=True, mode="inference", case="one token"),
+    Choice("blocked", "shared", cpu=True, mode="inference"),
+    Choice("recomputed", "shared", cpu=True, mode="training"),
+    Choice("folded", "shared", cpu=True),
+    Choice("sdpa", "shared", cpu=False),
+    Choice("side_by_side", "per-head", cpu=True, mode="inference", case="equal widths", most=2**15),
+    Choice("padded", "per-head", cpu=True, mode="inference", most=2**12),
+    Choice("one_by_one", "per-head", cpu=True, mode="inference"),
+    Choice("padded", "per-head", cpu=True),
+    Choice("padded", "per-head", cpu=False),
+)
+
+
+def kernel_for(form: str | None, mode: Mode, query: Tensor, *, case: Case | None = None, scores: int = 0) -> str:
+    """Name the kernel for a call; "stock" where the table has none.
+
+    Args:
+        form: of the queries and keys.
+        mode: as `mode_of` says.
+        query: on the device in question.
+        case: what the call is, if it is anything special.
+        scores: B·T·S.
+    """
+    for row in TABLE:
+        fits = row.form in (None, form) and row.cpu == query.is_cpu and row.mode in (None, mode)
+        if fits and row.case in (None, case) and (row.most is None or scores <= row.most):
+            return row.kernel
+    return "stock"
+
+
+def mode_of(dropout: float, query: Tensor, *others: Tensor | None) -> Mode:
+    """Return the mode of a call, by what records it and by its dtypes: all the same, in float32 at least."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+        return "general"
+    if torch._C._are_functorch_transforms_active():  # "recomputed" has no rules for torch.func
+        return "general"
+    dtype = torch.float32 if query.dtype in HALVES else query.dtype
+    if dtype not in (torch.float32, torch.float64):
+        return "general"
+    recorded = query.requires_grad
+    for tensor in others:
+        if tensor is not None:
+            own = tensor.dtype
+            if own not in (dtype, torch.bool) and not (own in HALVES and dtype == torch.float32):
+                return "general"
+            recorded = recorded or tensor.requires_grad
+    return "training" if dropout > 0 or (recorded and torch.is_grad_enabled()) else "inference"
+
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Tensor])
 CACHE_BYTES = 1 << 20  # scores of one block for each thread: one core's L2; half and double are as fast
@@ -252,3 +335,109 @@ def block_shape(batch: int, heads: int, length: int, row_bytes: int) -> tuple[in
     group = min(rows // max(queries, 1), heads)
     samples = min(rows // max(queries * group, 1), batch) if group == heads else 1
     return max(samples, 1), group, queries
+
+
+@in_float32_on_cpu
+def recomputed(
+    query: Tensor, key: Tensor, content: Tensor | None, mixing: Tensor, value: Tensor, mask: Tensor | None,
+    scaling: float, dropout: float, causal: bool,
+) -> Tensor:  # fmt: skip
+    """Attend block by block, differentiably but once, and not by the mask, (B, H, T, dv).
+
+    For second derivatives, eager attention keeps all that it computes.
+    """
+    attend: Any = _Recomputed.apply
+    output: Tensor = attend(query, key, content, mixing, value, mask, scaling, dropout, causal)
+    return output
+
+
+def _blocks(inputs: tuple[Any, ...], scaling: float, causal: bool) -> Any:
+    """Cut what `inputs` hold into blocks, with buffers that all of them share."""
+    query, key, content, mixing, _, mask = inputs
+    (batch, length, rank), keys, heads = query.shape, key.shape[1], mixing.shape[0]
+    shape = (batch, heads, length, keys)
+    block = block_shape(batch, heads, length, max(keys, rank) * query.element_size())
+    biases = biases_of(content, mask, scaling, shape, query.dtype)
+    return block[0] * block[1] * block[2], cut(shape, block, biases, query, causal)
+
+
+class _Dropout:
+    """Which probabilities are dropped: the same for the same seed, block by block in the same order.
+
+    Bits are drawn 64 at once, 16 for each probability, ten times faster than `bernoulli_` draws.
+
+    Args:
+        share: to drop, to 16 bits.
+        seed: of all draws; None drops nothing.
+    """
+
+    def __init__(self, share: float, seed: int | None) -> None:
+        self.source = None if seed is None else torch.Generator().manual_seed(seed)
+        self.lowest = round(share * 2**16) - 2**15
+        self.factor = 1.0 if seed is None else 2**16 / (2**15 - self.lowest)
+
+    def keep(self, probs: Tensor) -> Tensor | None:
+        """Draw a one for each probability that stays, a zero for each other; multiply what comes by `factor` too."""
+        if self.source is None:
+            return None
+        bits = torch.empty(-(-probs.numel() // 4), dtype=torch.int64)
+        bits.random_(-(2**63), 2**63 - 1, generator=self.source)
+        return (bits.view(torch.int16)[: probs.numel()].view(probs.shape) >= self.lowest).to(probs.dtype)
+
+
+class _Recomputed(torch.autograd.Function):
+    """Attention as `recomputed`; what is kept has no more numbers than its inputs and outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        inputs, (scaling, dropout, causal) = arguments[:6], arguments[6:]
+        query, key, _, mixing, value, _ = inputs
+        seed = int(torch.randint(2**62, ())) if dropout > 0 else None
+        drop, scaled_mixing = _Dropout(dropout, seed), (mixing * scaling).unsqueeze(1)
+        output: Tensor = value.new_empty(query.shape[0], query.shape[1], mixing.shape[0], value.shape[-1])
+        most, blocks = _blocks(inputs, scaling, causal)
+        buffers = (query.new_empty(most * query.shape[2]), query.new_empty(most * key.shape[1]))
+        for b, h, t, seen, added in blocks:
+            _, probs = block_probabilities(query[b, t], key[b, :seen], scaled_mixing[h], added, buffers)
+            keep = drop.keep(probs)
+            output[b, t, h] = ((probs if keep is None else probs.mul_(keep)) @ value[b, h, :seen]).transpose(1, 2)
+        if drop.factor != 1:
+            output *= drop.factor
+        ctx.save_for_backward(*inputs, output)
+        ctx.options = (scaling, dropout, causal, seed)
+        return output.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, output = ctx.saved_tensors
+        query, key, content, mixing, value, _ = inputs
+        scaling, dropout, causal, seed = ctx.options
+        drop, scaled_mixing = _Dropout(dropout, seed), (mixing * scaling).unsqueeze(1)
+        for_query, for_key, for_mixing, for_value = (torch.zeros_like(each) for each in (query, key, mixing, value))
+        for_content = None if content is None else torch.zeros_like(content)
+        dots = (gradient.transpose(1, 2) * output).sum(-1).transpose(1, 2).unsqueeze(-1)  # ⟨dO, O⟩, (B, H, T, 1)
+        most, blocks = _blocks(tuple(inputs), scaling, causal)
+        buffers = (query.new_empty(most * query.shape[2]), query.new_empty(most * key.shape[1]))
+        other = query.new_empty(most * key.shape[1])
+        for b, h, t, seen, added in blocks:
+            mixed, probs = block_probabilities(query[b, t], key[b, :seen], scaled_mixing[h], added, buffers)
+            above = gradient[b, h, t] * drop.factor  # (b, h, t, dv)
+            slopes = other[: probs.numel()].view(probs.shape)
+            torch.matmul(above, value[b, h, :seen].mT, out=slopes)
+            keep = drop.keep(probs)
+            if keep is None:
+                for_value[b, h, :seen] += probs.mT @ above
+            else:
+                slopes.mul_(keep)
+                for_value[b, h, :seen] += keep.mul_(probs).mT @ above
+            slopes.sub_(dots[b, h, t]).mul_(probs)  # of the scores
+            if for_content is not None:
+                for_content[b, :seen, h] += slopes.sum(2).mT * scaling
+            joined = slopes.flatten(1, 2)  # (b, h·t, S)
+            for_key[b, :seen].baddbmm_(joined.mT, mixed)
+            torch.bmm(joined, key[b, :seen], out=mixed)
+            for_mixed = mixed.view(*probs.shape[:3], -1)  # (b, h, t, R), without the scale
+            for_query[b, t] += (for_mixed * scaled_mixing[h]).sum(1)
+            for_mixing[h] += for_mixed.mul_(query[b, t].unsqueeze(1)).sum((0, 2)) * scaling
+        return for_query, for_key, for_content, for_mixing, for_value, None, None, None, None

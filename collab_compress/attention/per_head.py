@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from collab_compress.attention.choice import kernel_for, mode_of
 from collab_compress.attention.form import Cut, HeadRows, ScoreForm
 from collab_compress.attention.kernels import (
     CACHE_BYTES,
     biases_of,
     future_of,
     in_float32_on_cpu,
+    kernel_for,
     masked,
+    mode_of,
     softmax,
 )
 

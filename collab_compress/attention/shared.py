@@ -13,10 +13,16 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from collab_compress.attention.choice import kernel_for, mode_of
 from collab_compress.attention.form import HeadRows, ScoreForm
-from collab_compress.attention.kernels import attention_probabilities, blocked, folded, sdpa
-from collab_compress.attention.recomputed import recomputed
+from collab_compress.attention.kernels import (
+    attention_probabilities,
+    blocked,
+    folded,
+    kernel_for,
+    mode_of,
+    recomputed,
+    sdpa,
+)
 
 
 def attend(

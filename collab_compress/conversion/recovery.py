@@ -22,7 +22,7 @@ from transformers.trainer_utils import TrainOutput
 
 from collab_compress.architectures import FAMILIES, AttentionSite, find_attention, transformers_model
 from collab_compress.attention import ScoreForm
-from collab_compress.attention.view import FORMS_AT
+from collab_compress.attention.install import FORMS_AT
 from collab_compress.calibration import Batch, Calibration, calibration_batches
 from collab_compress.calibration.batches import first_batches, is_synthetic
 from collab_compress.errors import CalibrationError, CompressionError, HeadError

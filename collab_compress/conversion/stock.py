@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, AttentionSite, find_attention, transformers_model
-from collab_compress.attention.view import FORMS_AT
+from collab_compress.attention.install import FORMS_AT
 from collab_compress.checkpoint import edits_of
 from collab_compress.conversion.expand import expand_to_
 from collab_compress.errors import CompressionError

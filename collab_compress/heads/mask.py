@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
-from collab_compress.attention.view import HeadCall, add_head_hook_, remove_head_hook_
+from collab_compress.attention.install import HeadCall, add_head_hook_, remove_head_hook_
 from collab_compress.errors import HeadError
 from collab_compress.heads.pruning import check_heads
 

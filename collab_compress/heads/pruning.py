@@ -11,10 +11,9 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, AttentionSite, find_attention, transformers_model
 from collab_compress.attention.form import Cut, remaining
-from collab_compress.attention.install import STOCK_HEADS, lay_out_
+from collab_compress.attention.install import FORMS_AT, STOCK_HEADS, head_hooks, lay_out_
 from collab_compress.attention.stored import from_stored, refusing_other_models, stored_modules
 from collab_compress.attention.values import JOINT_WIDTH
-from collab_compress.attention.view import FORMS_AT, head_hooks
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
 from collab_compress.errors import CompressionError, HeadError
 from collab_compress.heads.sharding import refuse_sharded

@@ -11,7 +11,7 @@ from torch import Tensor, distributed, nn
 from collab_compress.architectures import FAMILIES, AttentionSite, FusedSlice, find_attention
 from collab_compress.architectures.sites import read
 from collab_compress.attention import MapForm
-from collab_compress.attention.view import FORMS_AT
+from collab_compress.attention.install import FORMS_AT
 from collab_compress.errors import HeadError
 from collab_compress.heads.sharding import refuse_pieces, reshard_, whole, write_
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention, transformers_model
-from collab_compress.attention.view import HeadCall, add_head_hook_, for_each_head, remove_head_hook_
+from collab_compress.attention.install import HeadCall, add_head_hook_, for_each_head, remove_head_hook_
 from collab_compress.calibration.gather import Masked, RealTokens, fitted, forward_arguments, masks_of, real_tokens
 from collab_compress.errors import HeadError
 

@@ -9,7 +9,7 @@ from transformers import BertForSequenceClassification
 from collab_compress import HeadMask, head_importance, prune_heads_
 from collab_compress.analysis import Dominance, dominant_heads, pruning_curve, split_rows
 from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.attention.view import head_hooks
+from collab_compress.attention.install import head_hooks
 from collab_compress.errors import HeadError
 
 NAME = "encoder.layer.0.attention.self"

@@ -6,7 +6,7 @@ from collab_compress.analysis import bhattacharyya, confidence, discrepancy, hea
 from collab_compress.analysis.diversity import Coefficients, Discrepancies
 from collab_compress.analysis.responses import Samples
 from collab_compress.analysis.stream import observed
-from collab_compress.attention.view import head_hooks
+from collab_compress.attention.install import head_hooks
 
 
 def test_riders_measure_what_they_measure_alone(either):

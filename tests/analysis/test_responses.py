@@ -15,7 +15,7 @@ from collab_compress.analysis import (
     svcca,
 )
 from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.attention.view import head_hooks
+from collab_compress.attention.install import head_hooks
 from collab_compress.errors import CalibrationError, HeadError
 
 NAME = "encoder.layer.0.attention.self"

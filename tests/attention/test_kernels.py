@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from collab_compress.attention import kernels, shared
-from collab_compress.attention.kernels import attention_probabilities, blocked, folded, sdpa
-from collab_compress.attention.recomputed import recomputed
+from collab_compress.attention.kernels import attention_probabilities, blocked, folded, recomputed, sdpa
 from collab_compress.attention.shared import attend
 
 

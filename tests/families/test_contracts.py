@@ -19,7 +19,7 @@ from collab_compress import (
 )
 from collab_compress.architectures import FAMILIES, find_attention, find_dense_attention
 from collab_compress.attention.form import scaling_of
-from collab_compress.attention.view import add_head_hook_
+from collab_compress.attention.install import add_head_hook_
 from collab_compress.errors import CalibrationError, CompressionError, UnsupportedModelError
 
 

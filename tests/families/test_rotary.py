@@ -24,7 +24,7 @@ from collab_compress import Compression, FromScratch, Solver, compress, expand, 
 from collab_compress.analysis import module_costs
 from collab_compress.analysis.energy import score_parts
 from collab_compress.architectures import FAMILIES, find_dense_attention
-from collab_compress.attention.view import add_head_hook_
+from collab_compress.attention.install import add_head_hook_
 from collab_compress.conversion import to_stock
 from collab_compress.errors import CompressionError, UnsupportedModelError
 

@@ -12,7 +12,7 @@ from transformers import (
 
 from collab_compress import HeadMask, head_importance
 from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.attention.view import head_hooks
+from collab_compress.attention.install import head_hooks
 from collab_compress.errors import HeadError
 from collab_compress.heads import least_important, masks_without
 

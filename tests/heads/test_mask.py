@@ -8,7 +8,7 @@ from forms import COMPILED, FORMS, convert_, value_sizes
 
 from collab_compress import HeadMask, UnsupportedModelError
 from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.attention.view import head_hooks
+from collab_compress.attention.install import head_hooks
 from collab_compress.errors import HeadError
 from collab_compress.heads import Tap, masks_without
 

@@ -6,7 +6,7 @@ from forms import COMPILED, FORMS, convert_, heads_of
 
 from collab_compress import Compression, compress
 from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.attention.view import AttentionConfig
+from collab_compress.attention.install import AttentionConfig
 from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.heads import Tap
 
