@@ -63,6 +63,11 @@ class Solver:
     """Weigh by covariances, and fold what the mean query loses into the content bias; None centres keys alone where
     queries have no bias (T5), so that no content bias appears there, which would take room in key-value caches."""
 
+    refit: bool | None = None
+    """Refit the layers that write to the residual stream, in closed form, towards the dense model's hidden states:
+    the output projections of attention and the second layers of feed-forward blocks. If not given, wherever the
+    calibration data are texts or batches."""
+
     seed: int = 0
     """Seed of random tokens and random starts."""
 

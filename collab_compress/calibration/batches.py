@@ -306,6 +306,11 @@ def rows_of(batch: Batch) -> int:
     return next((len(value) for value in _tensors(batch)), 0)
 
 
+def positions_of(batch: Batch) -> int:
+    """Return about how many vectors a model makes of a batch: its tokens, or the sequences of other inputs."""
+    return max((value.numel() for value in _tensors(batch) if not value.is_floating_point()), default=rows_of(batch))
+
+
 def divisible(batch: Batch) -> bool:
     """Whether all tensors of a batch have a row for each of its sequences."""
     return len({len(value) for value in _tensors(batch)}) == 1

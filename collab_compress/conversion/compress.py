@@ -43,9 +43,10 @@ from collab_compress.conversion.plan import (
     rounded,
     starved_heads,
 )
+from collab_compress.conversion.refit import Refitted, install_refits, of_first_process, refit, refitted
 from collab_compress.conversion.report import ModuleReport, Report, ValueReport
 from collab_compress.distributed import process_state
-from collab_compress.errors import CompressionError
+from collab_compress.errors import CalibrationError, CompressionError
 from collab_compress.factorization import has_float64
 from collab_compress.heads.sharding import refuse_sharded
 from collab_compress.options import CalibrationOptions, Compression
@@ -216,7 +217,10 @@ def compress(
     where queries have a bias, content biases ("Multi-Head Attention: Collaborate Instead of Concatenate", eqs. 7–13).
     In the per-head form each head keeps projections of its own, as wide as pays, and there is no mixing matrix.
     With `dv`, each head's values keep the channels that matter most, and the output projection is fitted to what is
-    left of all heads (`narrow_values`). What neither names, and the scale of the scores, stay the model's own.
+    left of all heads (`narrow_values`).
+    Given texts or batches, the layers that write to the residual stream (output projections, and second layers of
+    feed-forward blocks) are then refitted towards the dense model's hidden states, as `Solver.refit` says. All else
+    stays the model's own.
 
     Args:
         model: a Transformers model, or a SentenceTransformer, of which its Transformers model is converted; dtype and
@@ -290,9 +294,22 @@ def _compress(
 
     with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
         planned = plan_distributed(sites, work) if distributed else work(sites)
-        drift = measure(model, held_back, partial(_converted, planned))
+        refits: list[Refitted] = []
+        if _refits(compression, calibration, used, held_back):
+            dense = _copied(model)
+            try:
+                with _converted(planned):
+                    refits = refit(model, dense, used, held_back, progress)
+            except CalibrationError as error:
+                if compression.solver.refit:
+                    raise
+                notes = [*notes, f"no layer was refitted: {error}"]
+            if distributed:
+                refits = of_first_process(refits)
+        drift = measure(model, held_back, partial(_converted, planned, model, refits))
     parameters_before = model.num_parameters()
     _install(planned)
+    install_refits(model, refits)
     for kind in dict.fromkeys(item.form.kind for item in planned):  # cannot fail, as `_check_config` found
         record_edit_(model, FormEdit(kind, {paths[i.site.name]: i.form for i in planned if i.form.kind == kind}))
     warnings = (
@@ -312,7 +329,28 @@ def _compress(
         tuple(each for each in reports if isinstance(each, ValueReport)), asked,
         "" if choice is None else choice.reason,
         sum(calibrating),
+        tuple(each.report for each in refits),
     )  # fmt: skip
+
+
+def _refits(compression: Compression, calibration: Any, used: Sequence[Batch], held_back: Sequence[Batch]) -> bool:
+    """Return whether layers are to be refitted.
+
+    Raises:
+        CompressionError: they were asked for, and there is no data to refit them to.
+    """
+    wanted = compression.solver.refit
+    if wanted and not (used and held_back):
+        raise CompressionError("refit takes calibration data of at least two sequences; pass more, or leave it out")
+    if wanted is None:
+        wanted = not is_none(calibration) and not is_synthetic(calibration)
+    return wanted and bool(used) and bool(held_back)
+
+
+def _copied(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a model that shares its tensors."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def install_unset_(
@@ -394,10 +432,16 @@ def _uninstall(planned: Sequence[Planned]) -> None:
 
 
 @contextmanager
-def _converted(planned: Sequence[Planned]) -> Iterator[None]:
-    """Make the model the converted one for a while."""
+def _converted(
+    planned: Sequence[Planned], model: PreTrainedModel | None = None, refits: Sequence[Refitted] = ()
+) -> Iterator[None]:
+    """Make the model the converted one for a while, its refitted layers included."""
     _install(planned)
     try:
-        yield
+        if model is None:
+            yield
+        else:
+            with refitted(model, refits):
+                yield
     finally:
         _uninstall(planned)

@@ -116,6 +116,23 @@ class ValueReport:
 
 
 @dataclass(frozen=True)
+class RefitReport:
+    """One refitted layer, by the residual stream behind it on held-back calibration sequences.
+
+    Args:
+        name: path of the layer in the model.
+        error_before: ‖converted − dense‖ over the norm of the dense stream less its mean, without any refit.
+        error_after: the same, with this layer and those below it refitted.
+        vectors: how many vectors the layer was fitted to.
+    """
+
+    name: str
+    error_before: float
+    error_after: float
+    vectors: int
+
+
+@dataclass(frozen=True)
 class Drift:
     """How far the converted model's outputs are from the dense model's on held-back calibration batches.
 
@@ -148,6 +165,7 @@ class Report:
         warnings: what may have gone otherwise than expected: texts that were cut or left out, modules that saw few
             vectors, solvers that broke down.
         calibrating: seconds of the conversion in which the model ran to see its modules' inputs.
+        refits: one entry for each layer that was refitted, in the order of the forward pass.
     """
 
     modules: tuple[ModuleReport, ...]
@@ -162,6 +180,7 @@ class Report:
     compression: Compression | None = None
     choice: str = ""
     calibrating: float = 0.0
+    refits: tuple[RefitReport, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report in JSON types; an infinite break-even length becomes None."""

@@ -1,0 +1,270 @@
+"""Refitting what layers write to the residual stream, against least squares on gathered activations."""
+
+import copy
+import threading
+
+import pytest
+import torch
+
+from collab_compress import CalibrationOptions, Compression, CompressionError, Solver, compress
+from collab_compress.calibration import stepwise
+from collab_compress.conversion import refit as module
+from collab_compress.conversion.refit import DAMPINGS, find_writers, install_refits, refit
+from collab_compress.errors import CalibrationError
+
+WRITERS = {
+    "bert": ["attention.output.dense", "output.dense"],
+    "distilbert": ["attention.out_lin", "ffn.lin2"],
+}
+SUMS = {
+    "bert": ["attention.output.LayerNorm", "output.LayerNorm"],
+    "distilbert": ["sa_layer_norm", "output_layer_norm"],
+}
+LAYERS = {"bert": "encoder.layer", "distilbert": "transformer.layer"}
+
+
+def batches(count=6, seed=0):
+    """Random tokens, rows of which have different lengths."""
+    made = []
+    for place in range(count):
+        generator = torch.Generator().manual_seed(seed + place)
+        mask = (torch.arange(9) < torch.tensor([[9], [7], [5]])).long()
+        made.append({"input_ids": torch.randint(5, 61, (3, 9), generator=generator), "attention_mask": mask})
+    return made
+
+
+def pair(make_tiny, family="bert", **options):
+    dense = make_tiny(family)
+    model = copy.deepcopy(dense)
+    compress(model, Compression(dk=6, dv=12, solver=Solver(sweeps=5), **options), calibration=None)
+    return model, dense
+
+
+def shown(model, family, batch):
+    """What each layer reads and what its outputs are added to, by path, real tokens alone; and the sums."""
+    notes, handles = {}, []
+    real = batch["attention_mask"].bool()
+    for layer in range(2):
+        for writer, total in zip(WRITERS[family], SUMS[family], strict=True):
+            name = f"{LAYERS[family]}.{layer}.{writer}"
+            at = model.get_submodule(f"{LAYERS[family]}.{layer}.{total}")
+
+            def read(_, args, output, name=name):
+                notes[name] = (args[0][real].double(), output[real].double())
+
+            def summed(_, args, name=name):
+                notes[name] = (*notes[name], args[0][real].double())
+
+            handles.append(model.get_submodule(name).register_forward_hook(read))
+            handles.append(at.register_forward_pre_hook(summed))
+    with torch.no_grad():
+        model(**batch)
+    for handle in handles:
+        handle.remove()
+    return notes
+
+
+def slow_fit(used, held_back):
+    """Least squares on vectors (inputs, lacking) with each ridge; the change that others like best, or None."""
+    inputs, lacking = used
+    others, wanted = held_back
+    best, chosen = wanted.square().sum(), None
+    for damping in DAMPINGS:
+        centred = inputs - inputs.mean(0)
+        ridge = (damping * centred.square().mean() * len(inputs)) ** 0.5
+        left = torch.cat([centred, ridge * torch.eye(inputs.shape[1], dtype=torch.float64)])
+        right = torch.cat([lacking - lacking.mean(0), lacking.new_zeros(inputs.shape[1], lacking.shape[1])])
+        change = torch.linalg.lstsq(left, right).solution
+        shift = lacking.mean(0) - inputs.mean(0) @ change
+        error = (wanted - others @ change - shift).square().sum()
+        if error < best:
+            best, chosen = error, (change, shift)
+    return chosen
+
+
+def change_(layer, found):
+    with torch.no_grad():
+        layer.weight += found[0].T
+        layer.bias += found[1]
+
+
+def slow_refit(model, dense, family, used, held_back):
+    """Refit one layer after the other, running both models anew for each; count those that changed."""
+    changed = 0
+    for name in names_of(family):
+        groups = []
+        for group in (used, held_back):
+            seen = [(shown(model, family, batch)[name], shown(dense, family, batch)[name]) for batch in group]
+            inputs = torch.cat([here[0] for here, _ in seen])
+            groups.append((inputs, torch.cat([there[2] - here[2] for here, there in seen])))
+        found = slow_fit(*groups)
+        if found is not None:
+            change_(model.get_submodule(name), found)
+            changed += 1
+    return changed
+
+
+def names_of(family):
+    return [f"{LAYERS[family]}.{layer}.{writer}" for layer in range(2) for writer in WRITERS[family]]
+
+
+def assert_same_layer(found, expected, name):
+    for ours, theirs in zip(
+        found.get_submodule(name).parameters(), expected.get_submodule(name).parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert"])
+def test_layers_are_fitted_one_after_the_other(family, make_tiny):
+    model, dense = pair(make_tiny, family)
+    slow = copy.deepcopy(model)
+    used, held_back = batches(60), batches(10, seed=100)
+    results = refit(model, dense, used, held_back)
+    assert [result.report.name for result in results] == names_of(family)
+    install_refits(model, results)
+    assert slow_refit(slow, dense, family, used, held_back) >= 3
+    for name in names_of(family):
+        assert_same_layer(model, slow, name)
+
+
+def test_errors_are_those_of_the_stream(make_tiny):
+    model, dense = pair(make_tiny)
+    used, held_back = batches(60), batches(10, seed=100)
+    before = [shown(model, "bert", batch) for batch in held_back]
+    results = refit(model, dense, used, held_back)
+    assert any(result.report.error_after < 0.99 * result.report.error_before for result in results)
+    install_refits(model, results)
+    after = [shown(model, "bert", batch) for batch in held_back]
+    target = [shown(dense, "bert", batch) for batch in held_back]
+    for result in results:
+        name = result.report.name
+        streams = [torch.cat([notes[name][2] for notes in group]) for group in (before, after, target)]
+        spread = sum((notes[name][2] - notes[name][2].mean(0)).square().sum() for notes in target) ** 0.5
+        found = result.report.error_before, result.report.error_after
+        expected = [((stream - streams[2]).norm() / spread).item() for stream in streams[:2]]
+        assert found == pytest.approx(expected, rel=2e-3)
+        assert result.report.vectors == sum(int(batch["attention_mask"].sum()) for batch in used)
+
+
+def test_shared_layers_are_fitted_to_all_their_calls(make_tiny):
+    """ALBERT's calls each get the dense model's stream, and one change is fitted to all of them."""
+    model, dense = pair(make_tiny, "albert")
+    slow = copy.deepcopy(model)
+    used, held_back = batches(60), batches(10, seed=100)
+    results = refit(model, dense, used, held_back)
+    install_refits(model, results)
+    inner = "encoder.albert_layer_groups.0.albert_layers.0"
+    assert [result.report.name for result in results] == [f"{inner}.attention.dense", f"{inner}.ffn_output"]
+    tokens = sum(int(batch["attention_mask"].sum()) for batch in used)
+    assert [result.report.vectors for result in results] == [3 * tokens] * 2
+    groups = []
+    for group in (used, held_back):
+        seen = [each for batch in group for each in attended(slow, dense, f"{inner}.attention", batch)]
+        groups.append(tuple(torch.cat(parts) for parts in zip(*seen, strict=True)))
+    found = slow_fit(*groups)
+    assert found is not None
+    change_(slow.get_submodule(f"{inner}.attention.dense"), found)
+    assert_same_layer(model, slow, f"{inner}.attention.dense")
+    assert_same_layer(model, dense, f"{inner}.ffn_output")  # from the dense stream it does what it did
+
+
+def attended(model, dense, name, batch):
+    """What the output projection of a converted module reads where the dense one is called, and what it lacks."""
+    real, calls, found = batch["attention_mask"].bool(), [], []
+    module, other = model.get_submodule(name), dense.get_submodule(name)
+    notes = {}
+    handles = [
+        other.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True),
+        other.LayerNorm.register_forward_pre_hook(lambda _, args: calls.append(args[0])),
+        module.dense.register_forward_pre_hook(lambda _, args: notes.update(inputs=args[0])),
+        module.LayerNorm.register_forward_pre_hook(lambda _, args: notes.update(sum=args[0])),
+    ]
+    with torch.no_grad():
+        dense(**batch)
+        for (args, kwargs), target in zip(calls[::2], calls[1::2], strict=True):
+            module(*args, **kwargs)
+            found.append((notes["inputs"][real].double(), (target - notes["sum"])[real].double()))
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def test_compress_refits_to_batches_and_lowers_drift(make_tiny):
+    dense = make_tiny("bert")
+    data = batches(60)
+    drifts, reports = [], []
+    for wanted in (False, None):
+        model = copy.deepcopy(dense)
+        reports.append(compress(model, Compression(dk=6, dv=12, solver=Solver(sweeps=5, refit=wanted)), data))
+        drifts.append(reports[-1].drift.relative_error)
+    assert not reports[0].refits
+    assert len(reports[1].refits) == 4
+    assert drifts[1] < 0.97 * drifts[0]
+    assert all(each.error_after <= each.error_before for each in reports[1].refits)
+    with torch.no_grad():
+        weights = model.encoder.layer[1].output.dense.weight
+        assert not torch.equal(weights, dense.encoder.layer[1].output.dense.weight)
+
+
+def test_an_exact_conversion_is_left_as_it_is(make_tiny):
+    dense = make_tiny("bert")
+    model = copy.deepcopy(dense)
+    report = compress(model, Compression(dv=24), batches(8))
+    assert all(each.error_before < 1e-5 for each in report.refits)
+    for name, tensor in dense.state_dict().items():
+        if name.endswith("output.dense.weight") and "attention" not in name:
+            assert torch.equal(model.state_dict()[name], tensor)
+
+
+def test_random_tokens_refit_only_where_asked(minilm, minilm_tokenizer):
+    options = CalibrationOptions(sequences=24, length=8)
+    for wanted, layers in ((None, 0), (True, 12)):
+        compression = Compression(dk=64, solver=Solver(sweeps=1, refit=wanted))
+        model = copy.deepcopy(minilm)
+        report = compress(model, compression, "synthetic", minilm_tokenizer, calibration_options=options)
+        assert len(report.refits) == layers
+
+
+def test_what_cannot_be_refitted_is_refused_and_nothing_changes(make_tiny, batch):
+    model = make_tiny("bert")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CompressionError, match="at least two sequences"):
+        compress(model, Compression(dk=6, solver=Solver(refit=True)), calibration=None)
+    with pytest.raises(CalibrationError, match="one of them held back"):
+        refit(*pair(make_tiny), [batch], [])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_error_ends_all_passes(error, make_tiny, monkeypatch):
+    model, dense = pair(make_tiny)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    threads = set(threading.enumerate())
+
+    def failing(*_):
+        raise error("no")
+
+    monkeypatch.setattr(module, "_solved", failing)
+    with pytest.raises(error):
+        refit(model, dense, batches(), batches(2))
+    assert set(threading.enumerate()) == threads
+    assert stepwise.current_pass() is None
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in dense.modules())
+
+
+def test_an_error_of_the_model_is_raised(make_tiny):
+    model, dense = pair(make_tiny)
+    with pytest.raises(CalibrationError, match="cannot run on the given batches"):
+        refit(model, dense, [{"input_ids": torch.full((2, 9), 10**6)}], batches(1))
+
+
+def test_writers_are_layers_whose_outputs_are_added(make_tiny, batch):
+    model = make_tiny("bert")
+    writers = find_writers(model, batch)
+    assert [(writer.at, writer.shown) for writer in writers] == [
+        (f"encoder.layer.{layer}.{total}", "inputs") for layer in range(2) for total in SUMS["bert"]
+    ]
+    for writer in writers:
+        torch.testing.assert_close(writer.gain, torch.ones(24), atol=1e-3, rtol=0)

@@ -1,0 +1,76 @@
+"""Least squares from moments, against least squares on the vectors themselves."""
+
+import pytest
+import torch
+
+from collab_compress.factorization.least_squares import ResidualMoments, fit
+
+
+def vectors(count=50, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 6, generator=generator, dtype=torch.float64) @ torch.randn(
+        6, 6, generator=generator, dtype=torch.float64
+    )
+    residuals = torch.randn(count, 4, generator=generator, dtype=torch.float64)
+    return inputs + 3, residuals - 1
+
+
+def moments_of(inputs, residuals, parts=3):
+    moments = ResidualMoments()
+    for part in zip(inputs.tensor_split(parts), residuals.tensor_split(parts), strict=True):
+        moments.add(*part)
+    return moments
+
+
+def slow_fit(inputs, residuals, damping, bias):
+    """Solve the least squares with the ridge as further rows: √λ Δ = 0."""
+    rows, width = inputs.shape
+    centred = inputs - inputs.mean(0) if bias else inputs
+    ridge = (damping * centred.square().mean()) ** 0.5
+    left = torch.cat([centred / rows**0.5, ridge * torch.eye(width, dtype=torch.float64)])
+    right = torch.cat(
+        [(residuals - residuals.mean(0) * bias) / rows**0.5, torch.zeros(width, 4, dtype=torch.float64)]
+    )
+    change = torch.linalg.lstsq(left, right).solution
+    return change, residuals.mean(0) - inputs.mean(0) @ change if bias else None
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("damping", [0.0, 1e-3, 1.0])
+def test_fit_is_that_of_the_vectors(bias, damping):
+    inputs, residuals = vectors()
+    change, shift = fit(moments_of(inputs, residuals), damping, bias)
+    expected, expected_shift = slow_fit(inputs, residuals, damping, bias)
+    torch.testing.assert_close(change, expected)
+    assert (shift is None) == (expected_shift is None)
+    if bias:
+        torch.testing.assert_close(shift, expected_shift)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_error_is_that_of_the_vectors(bias):
+    moments = moments_of(*vectors())
+    change, shift = fit(moments, 0.1, bias)
+    inputs, residuals = vectors(seed=1)
+    left = residuals - inputs @ change - (shift if bias else 0)
+    found = moments_of(inputs, residuals).squared_error(change, shift)
+    assert found == pytest.approx(left.square().sum(1).mean().item())
+
+
+def test_a_large_mean_costs_no_digits():
+    inputs, residuals = vectors(200)
+    expected, _ = fit(moments_of(inputs, residuals), 1e-3, bias=True)
+    far = (inputs + 1e3).float(), residuals.float()
+    torch.testing.assert_close(fit(moments_of(*far), 1e-3, bias=True)[0], expected, atol=1e-3, rtol=1e-3)
+
+
+def test_too_few_vectors_without_damping_are_refused():
+    with pytest.raises(ValueError, match="singular"):
+        fit(moments_of(*vectors(3), parts=1), 0.0, bias=True)
+
+
+def test_no_vectors_change_nothing():
+    moments = moments_of(*vectors())
+    before = moments.squared
+    moments.add(torch.zeros(0, 6), torch.zeros(0, 4))
+    assert (moments.count, moments.squared) == (50, before)
