@@ -384,13 +384,16 @@ class PruneArguments:
 
 @dataclass(frozen=True)
 class RecoverArguments:
-    """Train a converted model's attention towards the dense model's: a short distillation without labels.
+    """Bring a converted model nearer to the dense one, without labels.
+
+    Given texts, the layers that write to the hidden states are refitted to them by least squares. Then attention is
+    trained for some steps towards the dense model's; `--steps 0` leaves that out.
 
     `collab-compress MODEL --dk N --recover` converts and does the same in one go.
 
     Examples:
       collab-recover minilm-dk128
-      collab-recover my-classifier-dk256 --dense ./my-classifier --steps 300 --calibration sentences.txt
+      collab-recover my-classifier-dk256 --dense ./my-classifier --steps 0 --calibration sentences.txt
     """
 
     model: Model

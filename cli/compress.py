@@ -64,7 +64,8 @@ def run(arguments: Arguments) -> Report | None:
         refuse_stock(source.model)
     digest = attention_digest(source.model)
     report, latency = _convert(source, arguments) if arguments.compression.asked else (None, None)
-    recovery = None if arguments.recover is None else _recover(source, arguments)
+    refitted = report is not None and bool(report.refits)
+    recovery = None if arguments.recover is None else _recover(source, arguments, refit=not refitted)
     if arguments.mix:
         mix_heads_(source.model)
     if arguments.stock:
@@ -105,7 +106,7 @@ def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | No
         return report, None
 
 
-def _recover(source: Source, arguments: Arguments) -> dict[str, Any]:
+def _recover(source: Source, arguments: Arguments, refit: bool) -> dict[str, Any]:
     dense = load_model(source.directory)
     steps = STEPS if arguments.recover is None else arguments.recover
     return recover(
@@ -117,6 +118,7 @@ def _recover(source: Source, arguments: Arguments) -> dict[str, Any]:
         seed=arguments.compression.solver.seed,
         device=arguments.device,
         quiet=arguments.saving.quiet,
+        refit=refit,
     )
 
 

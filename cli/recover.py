@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from transformers import PreTrainedModel
 
 from collab_compress import CollabCompressError
 from collab_compress.calibration import calibration_batches
-from collab_compress.calibration.batches import text_file
+from collab_compress.calibration.batches import is_synthetic, text_file
 from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.recovery import attention_digest, recover_
+from collab_compress.conversion.refit import refit_
 from collab_compress.distributed import process_state
 
 from .arguments import RecoverArguments as Arguments
@@ -68,8 +70,11 @@ def recover(
     device: str,
     quiet: bool,
     learning_rate: float | None = None,
+    refit: bool = True,
 ) -> dict[str, Any]:
     """Recover the model of `source`, in place, with a bar; say after the first steps how long it takes.
+
+    Given texts, layers are refitted to them first, unless the conversion has done so (`refit`).
 
     Returns:
         Steps, seconds, mean divergence of attention probabilities, and the drift of outputs before and after.
@@ -77,8 +82,11 @@ def recover(
     Raises:
         CollabCompressError: the steps or the learning rate are none, or there is nothing to recover.
     """
-    if steps < 1:
-        raise CollabCompressError(f"recovery takes {steps} steps; expected at least 1, or leave it out")
+    texts = not is_synthetic(calibration)
+    if steps < 0 or (steps == 0 and not texts):
+        raise CollabCompressError(
+            f"recovery takes {steps} steps; expected at least 1, or 0 with texts, to which layers are refitted"
+        )
     if learning_rate is not None and not 0 < learning_rate < inf:
         raise CollabCompressError(f"--learning-rate is {learning_rate}; expected a number above 0")
     model = source.model
@@ -88,23 +96,41 @@ def recover(
     dense.to(model.device)
     before, began = drift_of(model, dense, batches), time.perf_counter()
     options: dict[str, Any] = {"use_cpu": True} if device.startswith("cpu") else {}
-    with bar("recovering", "step", quiet) as show:
-        done = recover_(
-            model, dense, source.tokenizer, calibration, steps=steps, learning_rate=learning_rate, seed=seed,
-            length=length, progress=_timed(show, quiet), **options,
-        )  # fmt: skip
+    found: dict[str, Any] = {"steps": steps}
+    if texts and refit:
+        with bar("refitting", "layer", quiet) as show:
+            refits = refit_(
+                model,
+                dense,
+                source.tokenizer,
+                calibration,
+                length=length,
+                seed=seed,
+                progress=lambda name, done, total: show(done, total, name),
+            )
+        found["refits"] = [asdict(each) for each in refits]
+    if steps:
+        with bar("recovering", "step", quiet) as show:
+            done = recover_(
+                model, dense, source.tokenizer, calibration, steps=steps, learning_rate=learning_rate, seed=seed,
+                length=length, progress=_timed(show, quiet), **options,
+            )  # fmt: skip
+        found.update(steps=done.global_step, mean_divergence=done.training_loss)
     seconds = time.perf_counter() - began
     dense.to(model.device)
     after = drift_of(model, dense, batches)
     drifts: dict[str, Any] = {}
     if before is not None and after is not None:
         drifts = {"output": before.output, "drift_before": before.relative_error, "drift": after.relative_error}
-    return {"steps": done.global_step, "mean_divergence": done.training_loss, "seconds": seconds, **drifts}
+    return {**found, "seconds": seconds, **drifts}
 
 
 def recovery_lines(recovery: dict[str, Any], calibration: str) -> list[str]:
     """Return the lines that report the gain of a recovery."""
-    lines = [f"Recovered in {recovery['seconds']:.0f} s, {recovery['steps']} steps on {calibration}."]
+    what = [f"{recovery['steps']} step{'s' if recovery['steps'] > 1 else ''}"] if recovery["steps"] else []
+    if recovery.get("refits"):
+        what.insert(0, f"{len(recovery['refits'])} layers refitted")
+    lines = [f"Recovered in {recovery['seconds']:.0f} s: {', '.join(what)} on {calibration}."]
     if "drift" in recovery:
         lines.append(
             f"Drift of {recovery['output']} on {MEASURED} sequences at most: {recovery['drift_before']:.2%} → "
@@ -115,10 +141,17 @@ def recovery_lines(recovery: dict[str, Any], calibration: str) -> list[str]:
 
 def recovery_note(recovery: dict[str, Any]) -> str:
     """Return the gain of a recovery for a model card."""
-    return (
-        f"Its attention was then brought nearer to the source's in {recovery['steps']} steps of distillation without "
-        "labels; nothing but the shared projections and mixing matrices was trained."
-    )
+    sentences = []
+    if recovery.get("refits"):
+        sentences.append(
+            f"{len(recovery['refits'])} layers that write to the hidden states were refitted towards the source's."
+        )
+    if recovery["steps"]:
+        sentences.append(
+            f"Its attention was then brought nearer to the source's in {recovery['steps']} steps of distillation "
+            "without labels; nothing but the shared projections and mixing matrices was trained."
+        )
+    return " ".join(sentences)
 
 
 def _timed(show: Callable[[int, int, str], None], quiet: bool) -> Callable[[int, int], None]:

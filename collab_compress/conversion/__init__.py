@@ -1,6 +1,7 @@
 """From dense to converted, and back: compress, recover, expand, go on as a stock model, start from nothing."""
 
 from collab_compress.conversion.recovery import distil_, recover_, with_copies
+from collab_compress.conversion.refit import refit_
 from collab_compress.conversion.stock import to_stock
 
-__all__ = ["distil_", "recover_", "to_stock", "with_copies"]
+__all__ = ["distil_", "recover_", "refit_", "to_stock", "with_copies"]

@@ -150,6 +150,11 @@ def _converted(
             f"Values{of_values} were narrowed to dv = {_widths(dv)} channels, all heads together, and the output "
             f"projections fitted to them ({how}), without retraining."
         )
+    if report and report.refits:
+        yield (
+            f"{len(report.refits)} layers that write to the hidden states were refitted towards the source's, in "
+            "closed form."
+        )
 
 
 def _widths(widths: Sequence[int | None]) -> str:
@@ -174,6 +179,11 @@ def _figures(report: Report | None) -> list[str]:
     if report.values:
         rows["relative error of what heads add, mean over modules"] = _error(report.values)
         rows["values take fewer operations"] = "at any length"
+    if report.refits:
+        last = report.refits[-1]
+        rows["error of the last layer's hidden states, before and after refitting"] = (
+            f"{last.error_before:.2%} → {last.error_after:.2%}"
+        )
     if report.drift is not None:
         rows[f"drift of {report.drift.output} on held-back sequences"] = f"{report.drift.relative_error:.2%}"
     table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])

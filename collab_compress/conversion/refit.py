@@ -9,7 +9,7 @@ where h is what y is added to, and ' marks the converted model, whose lower laye
 also repairs what those below it lost. Half of the heads' channels then cost a classifier about as much as none.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,19 +18,21 @@ from typing import Any, NamedTuple, Self
 import torch
 from accelerate.utils import broadcast
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress.architectures import FAMILIES, AttentionSite, find_attention
-from collab_compress.calibration import Batch, evaluation_mode, run_batch
+from collab_compress.architectures import FAMILIES, AttentionSite, find_attention, transformers_model
+from collab_compress.calibration import Batch, Calibration, calibration_batches, evaluation_mode, run_batch
 from collab_compress.calibration.batches import positions_of, rows, rows_of
 from collab_compress.calibration.gather import batch_masks, fitted, masks_of
 from collab_compress.calibration.stepwise import Passes, current_pass
+from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.report import RefitReport
 from collab_compress.distributed import process_state
-from collab_compress.errors import CalibrationError
+from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.factorization.least_squares import ResidualMoments, fit
 
+Progress = Callable[[str, int, int], None]
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # shares of the inputs' mean variance, of which held-back data choose
 ROUNDING = 1e-5  # relative error of the stream that is none
 ROOM = 2 * 2**30  # bytes that hidden states of both models may take together
@@ -271,7 +273,7 @@ def refit(
     dense: PreTrainedModel,
     used: Sequence[Batch],
     held_back: Sequence[Batch],
-    progress: Any = None,
+    progress: Progress | None = None,
 ) -> list[Refitted]:
     """Compute new weights for the layers that write to the residual stream; neither model is changed.
 
@@ -287,11 +289,13 @@ def refit(
 
     Raises:
         CalibrationError: there are no batches, or they take different ways through the model.
+        HeadError: the dense model lacks a layer of the other, or has it in another width.
     """
     if not used or not held_back:
         raise CalibrationError("refitting takes at least two sequences, one of them held back; pass more data")
     with evaluation_mode(model), evaluation_mode(dense):
         writers = find_writers(model, used[0])
+        _check_same(writers, model, dense)
         used = _that_fit(model, writers, used)
         batches = [*used, *held_back, *held_back]  # the last as they are without any refit
         fitted_to, last = len(used), len(batches) - len(held_back)
@@ -336,6 +340,43 @@ def refit(
     return [results[place] for place in sorted(results)]
 
 
+def refit_(
+    model: PreTrainedModel,
+    dense: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    calibration: Calibration,
+    *,
+    sequences: int | None = None,
+    length: int | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> tuple[RefitReport, ...]:
+    """Refit the layers of a converted model that write to the residual stream, in place, without labels.
+
+    Args:
+        model: converted, in whatever form.
+        dense: the model it was converted from; another object, which may share tensors.
+        tokenizer: of both; as for `compress`.
+        calibration: texts, batches or others, as for `compress`; an eighth is held back to choose the damping.
+        sequences: how many; all texts if not given.
+        length: where texts are cut, or tokens of a random sequence.
+        seed: of what is drawn.
+        progress: called with a layer's name, how many are done, and how many there are.
+
+    Returns:
+        Errors of the residual stream behind each layer, in the order of the forward pass.
+
+    Raises:
+        CalibrationError: the data are missing or unusable, or fewer than two sequences.
+        HeadError: a model holds values that are not finite, or the two have other layers.
+    """
+    model, dense = transformers_model(model), transformers_model(dense)
+    batches = calibration_batches(calibration, dense, tokenizer, sequences=sequences, length=length, seed=seed)
+    results = refit(model, dense, *split_held_back(batches), progress)
+    install_refits(model, results)
+    return tuple(result.report for result in results)
+
+
 def _that_fit(model: PreTrainedModel, writers: Sequence[Writer], batches: Sequence[Batch]) -> list[Batch]:
     """Return as many batches, evenly spaced, as have room for their hidden states in both models."""
     layers: list[Any] = [model.get_submodule(writer.name) for writer in writers]
@@ -344,6 +385,17 @@ def _that_fit(model: PreTrainedModel, writers: Sequence[Writer], batches: Sequen
     most = ROOM / (2 * numbers * model.dtype.itemsize)
     step = max(1, -(-sum(vectors) // int(max(most, max(vectors)))))
     return list(batches[::step])
+
+
+def _check_same(writers: Sequence[Writer], model: PreTrainedModel, dense: PreTrainedModel) -> None:
+    theirs = dict(dense.named_modules())
+    for writer in writers:
+        layer, other = model.get_submodule(writer.name), theirs.get(writer.name)
+        if _width_out(layer) != _width_out(other):
+            raise HeadError(
+                f"{writer.name} has {_width_out(layer)} outputs, and {_width_out(other) or 'none'} in the dense "
+                "model; pass the dense model that was converted"
+            )
 
 
 def _run(model: PreTrainedModel, batch: Batch) -> None:

@@ -133,6 +133,19 @@ def test_recovery_brings_the_model_nearer(run, folder, tmp_path):
     assert not torch.equal(outputs(tmp_path / "out"), outputs(folder / "small"))
 
 
+def test_recovery_on_texts_refits_layers(run, folder, tmp_path):
+    words = ("recover", "small", "--dense", "dense", "--calibration", "texts.txt", "--device", "cpu")
+    code, printed, error = run(*words, "--steps", 0, "--output", "out")
+    assert (code, error) == (0, "")
+    assert "4 layers refitted on " in printed
+    recovery = json.loads((tmp_path / "out" / "collab_compress.json").read_text())["recovery"]
+    assert len(recovery["refits"]) == 4
+    assert recovery["drift"] <= recovery["drift_before"]
+    code, printed, error = run(*words, "--steps", 1, "--output", "both")
+    assert (code, error) == (0, "")
+    assert "4 layers refitted, 1 step on " in printed
+
+
 def test_recovery_goes_to_the_revision_that_was_converted(run, folder, monkeypatch):
     asked = []
 
@@ -190,7 +203,7 @@ def test_the_number_of_steps_may_be_left_out():
         (["prune", "dense", "--heads", "layer=0"], "no attention module 'layer'"),
         (["recover", "small"], "pass --dense MODEL"),
         (["recover", "dense", "--dense", "dense"], "is not converted"),
-        (["recover", "small", "--dense", "dense", "--steps", 0], "recovery takes 0 steps"),
+        (["recover", "small", "--dense", "dense", "--steps", 0], "expected at least 1, or 0 with texts"),
         (["recover", "small", "--dense", "dense", "--learning-rate", "nan"], "expected a number above 0"),
         (["recover", "small", "--dense", "minilm", "--steps", 1], "pass the dense model that was converted"),
         (["expand", "exact", "--revision", "main"], "is here, without revisions"),
