@@ -130,7 +130,7 @@ class Conversion(Compression):
     @property
     def asked(self) -> bool:
         """Whether anything is to be converted."""
-        return any(width is not None for width in (self.dk, self.dv, self.keep))
+        return any(width is not None for width in (self.dk, self.dv, self.dff, self.keep))
 
 
 def _changed(options: Any) -> list[str]:
@@ -208,7 +208,7 @@ class CompressArguments:
         ]
         if unused:
             raise CollabCompressError(
-                f"--{unused[0]} belongs to a conversion; pass --dk or --dv too, or leave it out"
+                f"--{unused[0]} belongs to a conversion; pass --dk, --dv or --dff too, or leave it out"
             )
 
     def _check_stock(self) -> None:
@@ -221,7 +221,7 @@ class CompressArguments:
     @property
     def suffix(self) -> str:
         """Suffix of the model's name in the default name of the output."""
-        widths = {name: getattr(self.compression, name) for name in ("keep", "dk", "dv")}
+        widths = {name: getattr(self.compression, name) for name in ("keep", "dk", "dv", "dff")}
         converted = "".join(f"-{name}{width}" for name, width in widths.items() if width is not None)
         recovered = "" if self.recover is None else "-recovered"
         if self.stock:

@@ -121,6 +121,10 @@ class Compression:
     """Width of values and of what the output projection reads, all heads together: from 1 to heads × head width,
     where the conversion is exact; two thirds of that is where to begin. They stay dense if not given."""
 
+    dff: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Width of feed-forward blocks: from 1 to the model's own (`intermediate_size` of most configs); half of that is
+    where to begin, with texts to calibrate on. They stay as they are if not given."""
+
     keep: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
     """Share of the attention's parameters to keep, in place of dk, dv and form: each module gets its own widths, in
     the form with the fewest operations on inputs of the calibration's `length`, or of the length that nine in ten
@@ -144,11 +148,12 @@ class Compression:
     def __post_init__(self) -> None:
         if self.form not in get_args(Form):
             raise CompressionError(f"unknown form {self.form!r}; expected one of {', '.join(get_args(Form))}")
-        if self.keep is None and self.dk is None and self.dv is None:
+        if self.keep is None and self.dk is None and self.dv is None and self.dff is None:
             raise CompressionError(
-                "none of dk, dv and keep is given; pass the width of queries and keys, of values, or a share to keep"
+                "none of dk, dv, dff and keep is given; pass the width of queries and keys, of values, of "
+                "feed-forward blocks, or a share to keep"
             )
-        _check_count(CompressionError, dk=self.dk, dv=self.dv)
+        _check_count(CompressionError, dk=self.dk, dv=self.dv, dff=self.dff)
         if self.keep is not None:
             self._check_keep()
         if self.equal_heads and self.form != "per-head":
@@ -176,6 +181,8 @@ class Compression:
         values_alone = self.dk is None and self.keep is None
         if values_alone and (self.form != "shared" or not self.solver.iteration_is_default):
             raise CompressionError("form, solver, sweeps, tolerance and effort are for queries and keys; pass dk too")
+        if self.dff is not None and self.solver.refit is False:
+            raise CompressionError("dff refits the layers that read the neurons; leave out refit")
 
     def with_solver(self, **changes: Any) -> "Compression":
         """Return a copy with other settings of the solver."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import (
     FAMILIES,
@@ -25,10 +25,17 @@ from collab_compress.architectures import (
     transformers_model,
 )
 from collab_compress.attention import FormEdit, MapForm, NarrowValues, ScoreForm, form_for, install_, uninstall_
-from collab_compress.calibration import Batch, Calibration
+from collab_compress.calibration import Batch, Calibration, evaluation_mode
 from collab_compress.calibration.batches import is_none, is_synthetic, noted_batches, rows_of
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
 from collab_compress.conversion.drift import measure, split_held_back
+from collab_compress.conversion.feed_forward import (
+    FeedForward,
+    adopt_,
+    block_report,
+    find_feed_forward,
+    narrower_config,
+)
 from collab_compress.conversion.keep import choose, typical_length
 from collab_compress.conversion.plan import (
     Planned,
@@ -45,6 +52,7 @@ from collab_compress.conversion.plan import (
 )
 from collab_compress.conversion.refit import Refitted, install_refits, of_first_process, refit, refitted
 from collab_compress.conversion.report import ModuleReport, Report, ValueReport
+from collab_compress.conversion.writers import find_writers
 from collab_compress.distributed import process_state
 from collab_compress.errors import CalibrationError, CompressionError
 from collab_compress.factorization import has_float64
@@ -286,6 +294,7 @@ def _compress(
     batches, notes = found or _data(model, compression, calibration, tokenizer, options)
     length = typical_length(options, () if is_synthetic(calibration) else batches)
     used, held_back = split_held_back(batches)
+    blocks, config = _feed_forward(model, compression, used, held_back)
 
     calibrating: list[float] = []
 
@@ -295,21 +304,25 @@ def _compress(
     with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
         planned = plan_distributed(sites, work) if distributed else work(sites)
         refits: list[Refitted] = []
-        if _refits(compression, calibration, used, held_back):
+        if blocks or _refits(compression, calibration, used, held_back):
             dense = _copied(model)
             try:
                 with _converted(planned):
-                    refits = refit(model, dense, used, held_back, progress)
+                    narrower = {block.down: compression.dff or block.width for block in blocks}
+                    refits = refit(model, dense, used, held_back, progress, narrower=narrower)
             except CalibrationError as error:
-                if compression.solver.refit:
+                if compression.solver.refit or blocks:
                     raise
                 notes = [*notes, f"no layer was refitted: {error}"]
             if distributed:
                 refits = of_first_process(refits)
-        drift = measure(model, held_back, partial(_converted, planned, model, refits))
+        drift = measure(model, held_back, partial(_converted, planned, model, refits, blocks))
     parameters_before = model.num_parameters()
+    narrowed = [block_report(model, block, compression.dff or block.width, length) for block in blocks]
     _install(planned)
-    install_refits(model, refits)
+    install_refits(model, refits, blocks)
+    if config is not None:
+        adopt_(model, config)
     for kind in dict.fromkeys(item.form.kind for item in planned):  # cannot fail, as `_check_config` found
         record_edit_(model, FormEdit(kind, {paths[i.site.name]: i.form for i in planned if i.form.kind == kind}))
     warnings = (
@@ -330,7 +343,31 @@ def _compress(
         "" if choice is None else choice.reason,
         sum(calibrating),
         tuple(each.report for each in refits),
+        tuple(narrowed),
     )  # fmt: skip
+
+
+def _feed_forward(
+    model: PreTrainedModel, compression: Compression, used: Sequence[Batch], held_back: Sequence[Batch]
+) -> tuple[list[FeedForward], PretrainedConfig | None]:
+    """Return the feed-forward blocks to make narrower, and the config of a model with those; none where none are.
+
+    Raises:
+        CompressionError: there is no data, or dff is beyond the width of a block.
+        UnsupportedModelError: the model has no such blocks, or its config no width for them.
+    """
+    if compression.dff is None:
+        return [], None
+    if not (used and held_back):
+        raise CompressionError("dff takes calibration data of at least two sequences; pass texts")
+    with evaluation_mode(model):
+        blocks = find_feed_forward(model, find_writers(model, used[0]), used[0])
+    for block in blocks:
+        if compression.dff > block.width:
+            raise CompressionError(
+                f"{block.down} reads {block.width} neurons, and dff is {compression.dff}; pass up to {block.width}"
+            )
+    return blocks, narrower_config(model, blocks, compression.dff)
 
 
 def _refits(compression: Compression, calibration: Any, used: Sequence[Batch], held_back: Sequence[Batch]) -> bool:
@@ -433,7 +470,10 @@ def _uninstall(planned: Sequence[Planned]) -> None:
 
 @contextmanager
 def _converted(
-    planned: Sequence[Planned], model: PreTrainedModel | None = None, refits: Sequence[Refitted] = ()
+    planned: Sequence[Planned],
+    model: PreTrainedModel | None = None,
+    refits: Sequence[Refitted] = (),
+    blocks: Sequence[FeedForward] = (),
 ) -> Iterator[None]:
     """Make the model the converted one for a while, its refitted layers included."""
     _install(planned)
@@ -441,7 +481,7 @@ def _converted(
         if model is None:
             yield
         else:
-            with refitted(model, refits):
+            with refitted(model, refits, blocks):
                 yield
     finally:
         _uninstall(planned)

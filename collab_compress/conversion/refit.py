@@ -21,44 +21,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress.architectures import FAMILIES, AttentionSite, find_attention, transformers_model
+from collab_compress.architectures import transformers_model
 from collab_compress.calibration import Batch, Calibration, calibration_batches, evaluation_mode, run_batch
-from collab_compress.calibration.batches import positions_of, rows, rows_of
+from collab_compress.calibration.batches import positions_of
 from collab_compress.calibration.gather import batch_masks, fitted, masks_of
 from collab_compress.calibration.stepwise import Passes, current_pass
 from collab_compress.conversion.drift import split_held_back
+from collab_compress.conversion.feed_forward import FeedForward, cut_
 from collab_compress.conversion.report import RefitReport
+from collab_compress.conversion.writers import Writer, find_writers, remove, stream_of, width_out
 from collab_compress.distributed import process_state
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.factorization.least_squares import ResidualMoments, fit
+from collab_compress.factorization.neurons import choose_neurons
 
 Progress = Callable[[str, int, int], None]
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # shares of the inputs' mean variance, of which held-back data choose
 ROUNDING = 1e-5  # relative error of the stream that is none
 ROOM = 2 * 2**30  # bytes that hidden states of both models may take together
-PROBED = 2  # sequences on which is found out where a layer writes to
-EXACT, ROUNDED = 1e-3, 5e-2  # how far from linear a sum may look, in float32 and in halves
-
-
-@dataclass(frozen=True)
-class Writer:
-    """A linear layer whose outputs are added to the residual stream.
-
-    Args:
-        name: path of the layer in the model.
-        at: path of the first module that shows the sum.
-        shown: whether the sum is among its "inputs" or its "outputs".
-        gain: what outputs are multiplied by before they are added, for each channel (D,).
-        site: attention of the same layer, whose masks say what is padding.
-        shared: whether the layer is called more than once in a pass, as in ALBERT.
-    """
-
-    name: str
-    at: str
-    shown: str
-    gain: Tensor
-    site: AttentionSite
-    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,153 +49,21 @@ class Refitted:
         report: path of the layer, errors, vectors.
         weight: in the layer's own layout and dtype.
         bias: likewise, or None where the layer has none.
+        kept: neurons that it goes on reading, in ascending order; None for all.
     """
 
     report: RefitReport
     weight: Tensor
     bias: Tensor | None
+    kept: Tensor | None = None
 
 
-def find_writers(model: PreTrainedModel, batch: Batch) -> list[Writer]:
-    """Find the layers that write to the residual stream, in the order in which they are called.
+class _Solution(NamedTuple):
+    """What comes of fitting a layer: its change Δᵀ (N, D) and δ (D,), None for none, and what it becomes."""
 
-    Candidates are the output projections of attention, and linear layers as wide of its layers. One of them writes to
-    the stream if a change of its outputs appears unchanged, or times a constant for each channel, in what a later
-    module reads or returns, beside something else.
-
-    Args:
-        model: in evaluation mode.
-        batch: to run it on.
-    """
-    count = min(PROBED, rows_of(batch))
-    batch = rows(batch, slice(0, count)) if count < rows_of(batch) else batch
-    writers = []
-    for name, site, calls in _candidates(model, batch):
-        found = _sum_of(model, model.get_submodule(name), batch)
-        if found is not None:
-            writers.append(Writer(name, *found, site, calls > 1))
-    return writers
-
-
-def _candidates(model: PreTrainedModel, batch: Batch) -> list[tuple[str, AttentionSite, int]]:
-    """List the linear layers that may write to the stream, in the order of calls.
-
-    Returns:
-        Path, attention module called before (or behind, where there is none before), and how often it is called.
-    """
-    sites = find_attention(model, FAMILIES)
-    outputs = {site.name: site.path(site.family.output) for site in sites}
-    widths = {_width_out(model.get_submodule(path)) for path in outputs.values()}
-    inside = tuple(f"{site.name}." for site in sites)
-    calls: dict[str, int] = {}
-    latest: list[AttentionSite] = [sites[0]]
-    near: dict[str, AttentionSite] = {}
-
-    def attended(site: AttentionSite, *_: Any) -> None:
-        latest[0] = site
-
-    def count(name: str, *_: Any) -> None:
-        calls[name] = calls.get(name, 0) + 1
-        near.setdefault(name, latest[0])
-
-    handles = [site.module.register_forward_pre_hook(partial(attended, site)) for site in sites]
-    for name, module in model.named_modules():
-        own = name in outputs.values()
-        numbered = any(part.isdecimal() for part in name.split("."))
-        if own or (numbered and _width_out(module) in widths and not name.startswith(inside)):
-            handles.append(module.register_forward_hook(partial(count, name)))
-    try:
-        run_batch(model, batch)
-    finally:
-        _remove(handles)
-    return [(name, near[name], times) for name, times in calls.items()]
-
-
-def _width_out(layer: Any) -> int:
-    """Return how many outputs a plain linear layer has; 0 for any other module."""
-    if type(layer) not in (nn.Linear, Conv1D):
-        return 0
-    return int(layer.weight.shape[1 if isinstance(layer, Conv1D) else 0])
-
-
-def _sum_of(model: PreTrainedModel, layer: nn.Module, batch: Batch) -> tuple[str, str, Tensor] | None:
-    """Find where the outputs of a layer have been added to something: path, "inputs" or "outputs", and gain."""
-    shown: list[tuple[str, str, Tensor]] = []
-    with _watched(model, layer, shown):
-        run_batch(model, batch)
-    if not shown:
-        return None
-    outputs = shown[0][2]
-    draws: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), "device": "cpu"}
-    size = torch.rand(outputs.shape[:-1], **draws)[..., None] + 0.5
-    change = torch.randn(outputs.shape, **draws) * size * (outputs.float().std().item() or 1.0)
-    change = change.to(outputs)
-    changed: list[tuple[str, str, Tensor]] = []
-    with _watched(model, layer, changed, change):
-        run_batch(model, batch)
-    tolerance = ROUNDED if outputs.dtype in (torch.float16, torch.bfloat16) else EXACT
-    given = change.float().flatten(0, -2)
-    for (name, where, before), (_, _, after) in zip(shown[1:], changed[1:], strict=True):
-        difference = (after.float() - before.float()).reshape(given.shape)
-        gain = (difference * given).sum(0) / given.square().sum(0)
-        lacking = (difference - gain * given).norm()
-        beside = before.float().reshape(given.shape) - gain * outputs.float().flatten(0, -2)
-        if not bool(difference.any()) or lacking > tolerance * difference.norm():
-            continue
-        if beside.norm() > tolerance * before.float().norm():
-            return name, where, gain
-    return None
-
-
-@contextmanager
-def _watched(
-    model: PreTrainedModel, layer: nn.Module, shown: list[tuple[str, str, Tensor]], change: Tensor | None = None
-) -> Iterator[None]:
-    """Note what the first call of `layer` returns, and what modules read and return after it, of the same shape."""
-
-    def begin(_: nn.Module, __: Any, output: Tensor) -> Tensor | None:
-        if shown:
-            return None
-        shown.append(("", "", output.clone()))
-        return None if change is None else output + change
-
-    def note(name: str, where: str, values: Any) -> None:
-        found = _stream(values, shown[0][2].shape) if shown else None
-        if found is not None:
-            shown.append((name, where, found.clone()))
-
-    def before(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        note(name, "inputs", (*args, *kwargs.values()))
-
-    def after(name: str, _: nn.Module, __: Any, output: Any) -> None:
-        note(name, "outputs", output)
-
-    handles: list[Any] = [layer.register_forward_hook(begin)]
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
-        if module is not layer:
-            handles.append(module.register_forward_hook(partial(after, name)))
-    try:
-        yield
-    finally:
-        _remove(handles)
-
-
-def _stream(values: Any, shape: torch.Size) -> Tensor | None:
-    """Return the first tensor of as many vectors of this width among what a module reads or returns."""
-    if isinstance(values, Tensor):
-        values = (values,)
-    elif isinstance(values, Mapping):
-        values = tuple(values.values())
-    if not isinstance(values, tuple | list):
-        return None
-    floats = (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
-    return next((v for v in floats if v.shape[-1:] == shape[-1:] and v.numel() == shape.numel()), None)
-
-
-def _remove(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        handle.remove()
+    change: Tensor | None
+    shift: Tensor | None
+    result: Refitted
 
 
 class _Seen(NamedTuple):
@@ -274,11 +122,14 @@ def refit(
     used: Sequence[Batch],
     held_back: Sequence[Batch],
     progress: Progress | None = None,
+    *,
+    narrower: Mapping[str, int] | None = None,
 ) -> list[Refitted]:
     """Compute new weights for the layers that write to the residual stream; neither model is changed.
 
     Each layer is fitted with the damping that leaves the smallest error on the held-back sequences, and stays as it
-    is where none makes that smaller than it was.
+    is where none makes that smaller than it was. Of the neurons that the second layer of a feed-forward block reads,
+    those are kept whose loss would cost most.
 
     Args:
         model: converted.
@@ -286,6 +137,7 @@ def refit(
         used: batches to fit to.
         held_back: batches to choose the damping and to measure errors on.
         progress: called with a layer's name, how many are done, and how many there are.
+        narrower: path of the second layer of a feed-forward block → how many neurons to keep.
 
     Raises:
         CalibrationError: there are no batches, or they take different ways through the model.
@@ -302,6 +154,7 @@ def refit(
         masks = [batch_masks(model, batch) for batch in batches]
         fits = [_Fit() for _ in writers]
         results: dict[int, Refitted] = {}
+        counts = narrower or {}
         with (
             _stopping(model, writers, inputs=True),
             _stopping(dense, writers),
@@ -330,13 +183,15 @@ def refit(
                     for here, there in notes[:last]:
                         here["sum"].copy_(there["sum"])
                 else:
-                    change, shift, results[place] = _solved(fits[place], writer, layer)
+                    solution = _solved(fits[place], writer, layer, counts.get(writer.name))
+                    results[place] = solution.result
                     for here, _ in notes[:last]:
-                        _apply(here, writer, change, shift)
+                        _apply(here, writer, solution.change, solution.shift)
                     fits[place] = _Fit()
         for place, writer in enumerate(writers):
             if writer.shared and fits[place].used.count:
-                _, _, results[place] = _solved(fits[place], writer, model.get_submodule(writer.name))
+                layer = model.get_submodule(writer.name)
+                results[place] = _solved(fits[place], writer, layer, counts.get(writer.name)).result
     return [results[place] for place in sorted(results)]
 
 
@@ -380,7 +235,7 @@ def refit_(
 def _that_fit(model: PreTrainedModel, writers: Sequence[Writer], batches: Sequence[Batch]) -> list[Batch]:
     """Return as many batches, evenly spaced, as have room for their hidden states in both models."""
     layers: list[Any] = [model.get_submodule(writer.name) for writer in writers]
-    numbers = max((layer.weight.numel() // _width_out(layer) + 4 * _width_out(layer) for layer in layers), default=1)
+    numbers = max((layer.weight.numel() // width_out(layer) + 4 * width_out(layer) for layer in layers), default=1)
     vectors = [positions_of(batch) for batch in batches]
     most = ROOM / (2 * numbers * model.dtype.itemsize)
     step = max(1, -(-sum(vectors) // int(max(most, max(vectors)))))
@@ -391,9 +246,9 @@ def _check_same(writers: Sequence[Writer], model: PreTrainedModel, dense: PreTra
     theirs = dict(dense.named_modules())
     for writer in writers:
         layer, other = model.get_submodule(writer.name), theirs.get(writer.name)
-        if _width_out(layer) != _width_out(other):
+        if width_out(layer) != width_out(other):
             raise HeadError(
-                f"{writer.name} has {_width_out(layer)} outputs, and {_width_out(other) or 'none'} in the dense "
+                f"{writer.name} has {width_out(layer)} outputs, and {width_out(other) or 'none'} in the dense "
                 "model; pass the dense model that was converted"
             )
 
@@ -417,7 +272,7 @@ def _stopping(model: PreTrainedModel, writers: Sequence[Writer], inputs: bool = 
         if passing is None:
             return
         for place in sorted(passing.notes):
-            found = _stream(values, passing.notes[place]["shape"])
+            found = stream_of(values, passing.notes[place]["shape"])
             if (writers[place].at, writers[place].shown) == at and found is not None:
                 passing.notes[place]["sum"] = found
                 passing.stop(place)
@@ -441,31 +296,58 @@ def _stopping(model: PreTrainedModel, writers: Sequence[Writer], inputs: bool = 
     try:
         yield
     finally:
-        _remove(handles)
+        remove(handles)
 
 
-def _solved(fit_of: _Fit, writer: Writer, layer: Any) -> tuple[Tensor | None, Tensor | None, Refitted]:
-    """Return the change of a layer that held-back sequences like best, None for none, and what it makes."""
-    held_back = fit_of.held_back
-    best, change, shift = held_back.squared / held_back.count, None, None
-    before, scale = best, max(fit_of.spread / held_back.count, 1e-30)
-    for damping in DAMPINGS if before > ROUNDING**2 * scale else ():
+def _solved(fit_of: _Fit, writer: Writer, layer: Any, count: int | None = None) -> _Solution:
+    """Fit a layer with the damping that held-back sequences like best.
+
+    Args:
+        fit_of: what was gathered of it.
+        writer: the layer's place.
+        layer: the layer itself.
+        count: how many of its inputs it is to go on reading; all if not given, and then it may stay as it is.
+    """
+    held_back, biased = fit_of.held_back, layer.bias is not None
+    weight = layer.weight.detach() if isinstance(layer, Conv1D) else layer.weight.detach().mT  # (N, D)
+    before, scale = held_back.squared / held_back.count, max(fit_of.spread / held_back.count, 1e-30)
+    exact = weight.to(fit_of.used.place, torch.float64)
+    kept = None if count is None else _kept(fit_of.used, exact, writer, biased, count)
+    best = before if kept is None else torch.inf
+    change, shift = None, None
+    for damping in DAMPINGS if kept is not None or before > ROUNDING**2 * scale else ():
         try:
-            found = fit(fit_of.used, damping, layer.bias is not None)
+            found = fit(fit_of.used, damping, biased, exact, kept)
         except ValueError:
             continue
         error = held_back.squared_error(*found)
         if error < best:
             best, (change, shift) = error, found
-    without = fit_of.unfitted or before * held_back.count
-    weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+    if kept is not None and change is None:
+        raise CalibrationError(f"{writer.name}: the data cannot say which neurons to keep; pass more of them")
+    bias = layer.bias.detach() if biased else None
     if change is not None:
-        turned = change if isinstance(layer, Conv1D) else change.mT
-        weight = (weight.double().to(turned.device) + turned).to(weight)
+        weight = (exact + change).to(weight)
         if bias is not None and shift is not None:
-            bias = (bias.double().to(shift.device) + shift).to(bias)
+            bias = (bias.to(shift) + shift).to(bias)
+    if kept is not None:
+        weight = weight[kept.to(weight.device)]
+    weight = (weight if isinstance(layer, Conv1D) else weight.mT).contiguous()
+    without = fit_of.unfitted or before * held_back.count
     errors = (without / held_back.count / scale) ** 0.5, (best / scale) ** 0.5
-    return change, shift, Refitted(RefitReport(writer.name, *errors, fit_of.used.count), weight, bias)
+    report = RefitReport(writer.name, *errors, fit_of.used.count)
+    return _Solution(change, shift, Refitted(report, weight, bias, kept))
+
+
+def _kept(moments: ResidualMoments, weight: Tensor, writer: Writer, biased: bool, count: int) -> Tensor:
+    """Choose which inputs a layer goes on reading, by what its outputs add to the stream."""
+    second, crossed = moments.moments(centred=biased)
+    wanted = (crossed + second @ weight) * writer.gain.to(crossed)
+    second.diagonal().add_(DAMPINGS[0] * second.diagonal().mean())
+    try:
+        return choose_neurons(second, wanted, count)
+    except ValueError as error:
+        raise CalibrationError(f"{writer.name}: {error}") from error
 
 
 def _apply(notes: dict[str, Any], writer: Writer, change: Tensor | None, shift: Tensor | None) -> None:
@@ -486,27 +368,40 @@ def of_first_process(results: Sequence[Refitted]) -> list[Refitted]:
     for result in results:
         weight = broadcast(result.weight.to(device)).to(result.weight.device)
         bias = None if result.bias is None else broadcast(result.bias.to(device)).to(result.bias.device)
-        sent.append(Refitted(result.report, weight, bias))
+        kept = None if result.kept is None else broadcast(result.kept.to(device)).to(result.kept.device)
+        sent.append(Refitted(result.report, weight, bias, kept))
     return sent
 
 
 @contextmanager
-def refitted(model: PreTrainedModel, results: Sequence[Refitted]) -> Iterator[None]:
+def refitted(
+    model: PreTrainedModel, results: Sequence[Refitted], blocks: Sequence[FeedForward] = ()
+) -> Iterator[None]:
     """Give the model its refitted layers for a while."""
-    layers = [model.get_submodule(result.report.name) for result in results]
-    before = [(layer.weight, layer.bias) for layer in layers]
-    install_refits(model, results)
+    names = [*(result.report.name for result in results), *(name for block in blocks for name in block.ups)]
+    layers: list[Any] = [model.get_submodule(name) for name in names]
+    before = [dict(layer.__dict__, _parameters=dict(layer._parameters)) for layer in layers]
+    install_refits(model, results, blocks)
     try:
         yield
     finally:
-        for layer, (weight, bias) in zip(layers, before, strict=True):
-            layer.weight, layer.bias = weight, bias
+        for layer, state in zip(layers, before, strict=True):
+            layer.__dict__.update(state)
 
 
-def install_refits(model: PreTrainedModel, results: Sequence[Refitted]) -> None:
-    """Give the model its refitted layers, in place; parameters are replaced, so that those of others stay."""
+def install_refits(model: PreTrainedModel, results: Sequence[Refitted], blocks: Sequence[FeedForward] = ()) -> None:
+    """Give the model its refitted layers, in place; parameters are replaced, so that those of others stay.
+
+    Args:
+        model: the model.
+        results: what its layers become.
+        blocks: feed-forward blocks, of which those get narrower that a result keeps some neurons of.
+    """
+    by_name = {block.down: block for block in blocks}
     for result in results:
         layer: Any = model.get_submodule(result.report.name)
+        if result.kept is not None:
+            cut_(model, by_name[result.report.name], result.kept)
         layer.weight = nn.Parameter(result.weight, layer.weight.requires_grad)
         if result.bias is not None:
             layer.bias = nn.Parameter(result.bias, layer.bias.requires_grad)

@@ -116,6 +116,27 @@ class ValueReport:
 
 
 @dataclass(frozen=True)
+class FeedForwardReport:
+    """One feed-forward block that was made narrower.
+
+    Args:
+        name: path of the layer that reads its neurons.
+        dff: number of neurons that stayed.
+        parameters_before: of all its layers, dense.
+        parameters_after: of what is left of them.
+        macs_before: multiply-accumulates for one sequence of `Report.length` tokens, dense.
+        macs_after: the same, narrower.
+    """
+
+    name: str
+    dff: int
+    parameters_before: int
+    parameters_after: int
+    macs_before: int
+    macs_after: int
+
+
+@dataclass(frozen=True)
 class RefitReport:
     """One refitted layer, by the residual stream behind it on held-back calibration sequences.
 
@@ -166,6 +187,7 @@ class Report:
             vectors, solvers that broke down.
         calibrating: seconds of the conversion in which the model ran to see its modules' inputs.
         refits: one entry for each layer that was refitted, in the order of the forward pass.
+        feed_forward: one entry for each feed-forward block that was made narrower.
     """
 
     modules: tuple[ModuleReport, ...]
@@ -181,6 +203,7 @@ class Report:
     choice: str = ""
     calibrating: float = 0.0
     refits: tuple[RefitReport, ...] = ()
+    feed_forward: tuple[FeedForwardReport, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report in JSON types; an infinite break-even length becomes None."""

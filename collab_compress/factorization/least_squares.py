@@ -27,6 +27,7 @@ class ResidualMoments:
     def __init__(self) -> None:
         self.count = 0
         self.squared = 0.0
+        self.place = torch.device("cpu")
         self._near: Tensor | None = None
 
     def add(self, inputs: Tensor, residuals: Tensor) -> None:
@@ -39,18 +40,18 @@ class ResidualMoments:
             self._start(inputs, residuals)
         assert self._near is not None
         left = inputs - self._near
-        self._inputs += left.to(self._place).sum(0, dtype=torch.float64)
-        self._residuals += residuals.to(self._place).sum(0, dtype=torch.float64)
-        self._products += (left.mT @ left).to(self._place)
-        self._crossed += (left.mT @ residuals).to(self._place)
+        self._inputs += left.to(self.place).sum(0, dtype=torch.float64)
+        self._residuals += residuals.to(self.place).sum(0, dtype=torch.float64)
+        self._products += (left.mT @ left).to(self.place)
+        self._crossed += (left.mT @ residuals).to(self.place)
         self.squared += float(residuals.square().sum())
         self.count += len(inputs)
 
     def _start(self, inputs: Tensor, residuals: Tensor) -> None:
         width, outputs = inputs.shape[1], residuals.shape[1]
         self._near = inputs.mean(0)
-        self._place = float64_device(inputs.device)
-        zeros = partial(torch.zeros, dtype=torch.float64, device=self._place)
+        self.place = float64_device(inputs.device)
+        zeros = partial(torch.zeros, dtype=torch.float64, device=self.place)
         self._inputs = zeros(width)
         self._residuals = zeros(outputs)
         self._products = zeros(width, width)
@@ -59,7 +60,7 @@ class ResidualMoments:
     def means(self) -> tuple[Tensor, Tensor]:
         """Return the means of a (N,) and e (D,), in float64."""
         assert self._near is not None
-        return self._near.to(self._place).double() + self._inputs / self.count, self._residuals / self.count
+        return self._near.to(self.place).double() + self._inputs / self.count, self._residuals / self.count
 
     def moments(self, centred: bool) -> tuple[Tensor, Tensor]:
         """Return E[a aᵀ] (N, N) and E[a eᵀ] (N, D), or covariances if `centred`; in float64."""
@@ -87,22 +88,40 @@ class ResidualMoments:
         return max(float(error), 0.0)
 
 
-def fit(moments: ResidualMoments, damping: float, bias: bool) -> tuple[Tensor, Tensor | None]:
+def fit(
+    moments: ResidualMoments,
+    damping: float,
+    bias: bool,
+    weight: Tensor | None = None,
+    kept: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """Return Δᵀ (N, D) and δ (D,), or None for δ where there is no bias.
 
     Args:
         moments: of the layer's inputs and of what is missing.
         damping: λ, as a share of the mean of the inputs' variances.
         bias: whether the layer has one.
+        weight: Wᵀ of the layer, (N, D), in float64; needed with `kept`.
+        kept: inputs that the layer goes on reading, in ascending order; Δ takes the weights of all others away, and
+            makes up for them. All if not given.
 
     Raises:
         ValueError: the moments are singular, or not finite.
     """
     second, crossed = moments.moments(centred=bias)
-    second.diagonal().add_(damping * second.diagonal().mean())
+    removed = None
+    ridge = damping * second.diagonal().mean()
+    if weight is not None and kept is not None:
+        removed = weight.clone()
+        removed[kept] = 0
+        crossed = (crossed + second @ removed)[kept]
+        second = second[kept][:, kept]
+    second.diagonal().add_(ridge)
     root, failed = torch.linalg.cholesky_ex(second)
     if int(failed) or not bool(torch.isfinite(crossed).all()):
         raise ValueError("the inputs' moments are singular; pass a larger damping, or more data")
     change = torch.cholesky_solve(crossed, root)
+    if removed is not None and kept is not None:
+        change = removed.neg_().index_copy_(0, kept, change)
     mean, residual = moments.means()
     return change, residual - mean @ change if bias else None

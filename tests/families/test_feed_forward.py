@@ -1,0 +1,83 @@
+"""Narrower feed-forward blocks in every family: a stock model comes out, or a refusal of one line."""
+
+import copy
+
+import pytest
+import torch
+
+from collab_compress import Compression, Solver, UnsupportedModelError, compress, expand
+from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.calibration import evaluation_mode
+from collab_compress.conversion.feed_forward import cut_, find_feed_forward, narrower_config
+from collab_compress.conversion.writers import find_writers
+
+NO_WIDTH = {"bloom", "mobilebert", "mpt", "segformer", "xlm"}  # a multiple of another width, or convolutions between
+
+
+def blocks_of(model, batch):
+    with evaluation_mode(model):
+        return find_feed_forward(model, find_writers(model, batch), batch)
+
+
+def test_a_narrower_model_is_a_stock_model(kin, build, inputs, run, tmp_path):
+    dense, batch = build(kin), inputs(kin)
+    if kin in NO_WIDTH:
+        with pytest.raises(UnsupportedModelError, match=r"sets the width of all \d+ feed-forward blocks"):
+            compress(dense, Compression(dff=16), [batch, batch])
+        return
+    model = copy.deepcopy(dense)
+    report = compress(model, Compression(dff=16), [batch, batch])
+    assert model.num_parameters() == report.parameters_after < dense.num_parameters()
+    saved = report.parameters_before - report.parameters_after
+    assert saved == sum(each.parameters_before - each.parameters_after for each in report.feed_forward)
+    model.save_pretrained(tmp_path)
+    assert "quantization_config" not in (tmp_path / "config.json").read_text()
+    loaded = type(dense).from_pretrained(tmp_path)
+    torch.testing.assert_close(run(loaded, batch), run(model, batch))
+    fresh = type(dense)(copy.deepcopy(model.config))
+    assert {name: part.shape for name, part in fresh.named_parameters()} == {
+        name: part.shape for name, part in model.named_parameters()
+    }
+
+
+def test_neurons_are_cut_where_they_are_silenced(kin, build, inputs, run):
+    """What the other neurons do stays as it was: the same as zeros in what the second layer reads."""
+    model, batch = build(kin), inputs(kin)
+    if kin in NO_WIDTH:
+        return
+    blocks = blocks_of(model, batch)
+    kept = torch.arange(0, blocks[0].width, 3)
+    handles = []
+    for block in blocks:
+        mask = torch.zeros(block.width)
+        mask[kept] = 1
+        down = model.get_submodule(block.down)
+        handles.append(down.register_forward_pre_hook(lambda _, args, mask=mask: (args[0] * mask,)))
+    expected = run(model, batch)
+    for handle in handles:
+        handle.remove()
+    narrower_config(model, blocks, len(kept))
+    for block in blocks:
+        cut_(model, block, kept)
+    torch.testing.assert_close(run(model, batch), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_beside_attention_and_back(kin, build, inputs, run, tmp_path):
+    if kin in NO_WIDTH:
+        return
+    dense, batch = build(kin), inputs(kin)
+    sites = find_attention(dense, FAMILIES)
+    model = copy.deepcopy(dense)
+    widths = Compression(dk=7, dv=sites[0].key_value_width // 2, dff=16, solver=Solver(sweeps=3))
+    report = compress(model, widths, [batch, batch])
+    assert report.modules
+    assert report.values
+    assert report.feed_forward
+    model.save_pretrained(tmp_path)
+    loaded = type(dense).from_pretrained(tmp_path)
+    torch.testing.assert_close(run(loaded, batch), run(model, batch))
+    expected = run(model, batch)
+    exact = expand(model).exact
+    if exact:
+        torch.testing.assert_close(run(model, batch), expected, atol=1e-4, rtol=1e-3)
+    assert model.num_parameters() < dense.num_parameters()  # neurons do not come back
