@@ -9,7 +9,7 @@ mean-pooled MiniLM embeddings on STS-B dev, and the dev scores of GLUE classifie
 
 A row is a kind and its widths, such as "shared dk=128", "per-head dk=192 dv=192" or "shared dk=64 recovered":
 
-* shared, per-head: our two forms; "recovered" distils the converted attention afterwards, without labels;
+* shared, per-head: our two forms, with heads that are all "equal"; "refitted" and "recovered" are without labels;
 * svd, low-rank, heads: the rivals of rivals.py, with as many parameters as the shared form of the same widths;
 * dense.
 
@@ -57,6 +57,11 @@ DEFAULT_ROWS = (
     *(f"shared dv={dv}" for dv in (256, 192, 128)),
     *(f"{kind} dk={dk} dv={dv}" for kind in ("shared", "per-head", "svd", "low-rank", "heads") for dk, dv in SMALLER),
     "shared dk=192 dv=192 recovered",
+    "shared dk=64 refitted",
+    "shared dk=128 dv=128 refitted",
+    "shared dff=768",
+    "per-head dk=192 dv=192 equal refitted",
+    "per-head dk=192 dv=192 dff=768 equal",
 )
 
 
@@ -68,12 +73,18 @@ class Row:
         kind: dense, shared, per-head, svd, low-rank or heads.
         dk: width of queries and keys; None leaves them dense.
         dv: width of values; None leaves them dense.
+        dff: width of feed-forward blocks; None leaves them as they are.
+        equal: whether all heads of the per-head form are equally wide.
+        refitted: whether layers that write to the hidden states are refitted; always with `dff`.
         recovered: whether the converted attention is distilled afterwards.
     """
 
     kind: str
     dk: int | None = None
     dv: int | None = None
+    dff: int | None = None
+    equal: bool = False
+    refitted: bool = False
     recovered: bool = False
 
     @classmethod
@@ -81,7 +92,8 @@ class Row:
         """Read a row as it is written on the command line."""
         kind, *options = text.split()
         widths = {name: int(width) for name, _, width in (option.partition("=") for option in options) if width}
-        return cls(kind, **widths, recovered="recovered" in options)
+        flags = {name: name in options for name in ("equal", "refitted", "recovered")}
+        return cls(kind, **widths, **flags)
 
     @property
     def parameters(self) -> int:
@@ -95,7 +107,9 @@ class Row:
     @property
     def per_head_dk(self) -> int | None:
         """Width of queries and keys that spends the shared form's mixing matrix on more channels."""
-        return None if self.dk is None else self.dk + math.ceil(self.dk * HEADS / (2 * WIDTH))
+        if self.dk is None or self.equal:
+            return self.dk
+        return self.dk + math.ceil(self.dk * HEADS / (2 * WIDTH))
 
     @property
     def rank(self) -> int:
@@ -234,8 +248,9 @@ def smaller_model(row: Row, dense: Any, tokenizer: Any, batches: list[Batch] | N
     model = copy.deepcopy(dense)
     if row.kind in ("shared", "per-head"):
         dk = row.dk if row.kind == "shared" else row.per_head_dk
-        form = {"form": row.kind} if dk else {}
-        compress(model, Compression(dk=dk, dv=row.dv, **form, solver=Solver(seed=seed)), batches, tokenizer)
+        form = {"form": row.kind, "equal_heads": row.equal} if dk else {}
+        solver = Solver(seed=seed, refit=row.refitted or row.dff is not None)
+        compress(model, Compression(dk=dk, dv=row.dv, dff=row.dff, **form, solver=solver), batches, tokenizer)
         if row.recovered:
             recover_(model, dense, tokenizer, seed=seed, disable_tqdm=True)
     elif row.kind == "svd":
