@@ -30,6 +30,10 @@ from .model import Made, Source, bar, begin, finish, load_model, output_of
 from .recover import recover, recovery_lines, recovery_note
 
 NOISY = 0.25  # spread of a ratio, beside itself, from which it says nothing
+NEURONS_ON_RANDOM = (
+    "Neurons were chosen on random tokens alone, which loses more than texts like yours would: pass --calibration "
+    "FILE, one a line."
+)
 NOT_REFITTED = (
     "Converted on random tokens alone. Texts like yours (--calibration FILE, one a line) also refit the layers that "
     "write to the hidden states, which wins back most of what a classifier loses."
@@ -159,7 +163,7 @@ def _compression(arguments: Arguments, report: Report) -> Compression:
 def _report_lines(report: Report, calibrated_on: str, latency: Latency | None = None) -> list[str]:
     """Return what a conversion did: the whole model first, then attention, then a table of modules."""
     lines = [*([report.choice, ""] if report.choice else []), *_whole_model(report, calibrated_on, latency), ""]
-    lines += [*_attention(report), "", *_calibration(report), ""]
+    lines += [*_parts(report), "", *_calibration(report), ""]
     length = f"MMACs at T={report.length}"
     scores = [
         [
@@ -205,8 +209,8 @@ def _whole_model(report: Report, calibrated_on: str, latency: Latency | None) ->
             lines.append(f"{start}: {latency.ratio:.2f} of dense (measured here, {rounds}).")
     if report.refits:
         lines.append(refit_line(report.refits))
-    elif calibrated_on == "synthetic" and report.modules + report.values:
-        lines.append(NOT_REFITTED)
+    if calibrated_on == "synthetic":
+        lines.append(NEURONS_ON_RANDOM if report.feed_forward else NOT_REFITTED)
     if report.drift is not None:
         lines.append(
             f"Drift of {report.drift.output}: {report.drift.relative_error:.2%} of its norm, on "
@@ -224,9 +228,9 @@ def refit_line(refits: Sequence[RefitReport]) -> str:
     )
 
 
-def _attention(report: Report) -> list[str]:
-    """Return the size of attention's parts, and the length up to which scores take fewer operations."""
-    parts = {"Query/key": report.modules, "Value/output": report.values}
+def _parts(report: Report) -> list[str]:
+    """Return the size of each part, and the length up to which scores take fewer operations."""
+    parts: dict[str, Any] = {"Query/key": report.modules, "Value/output": report.values}
     sizes = {
         name: [sum(getattr(module, f"parameters_{when}") for module in modules) for when in ("before", "after")]
         for name, modules in parts.items()
@@ -234,10 +238,20 @@ def _attention(report: Report) -> list[str]:
     }
     if len(sizes) == 2 and len(report.modules) == len(report.values):
         sizes = {"Attention": [sum(column) for column in zip(*sizes.values(), strict=True)], **sizes}
+    if report.feed_forward:
+        blocks = report.feed_forward
+        sizes["Feed-forward"] = [
+            sum(block.parameters_before for block in blocks),
+            sum(block.parameters_after for block in blocks),
+        ]
     lines = [
         f"{name} parameters {before:,} → {after:,} ({after / before - 1:+.0%})."
         for name, (before, after) in sizes.items()
     ]
+    if report.feed_forward:
+        lines.append(
+            f"{len(report.feed_forward)} feed-forward blocks have {report.feed_forward[0].dff} neurons each."
+        )
     if not report.modules:
         return lines
     shortest = min(module.break_even_length for module in report.modules)

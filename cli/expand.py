@@ -6,7 +6,9 @@ from collab_compress import Expansion, expand
 
 from .arguments import ExpandArguments as Arguments
 from .command import parse, silence_libraries, stopping_in_one_line, table
-from .model import Made, begin, finish, output_of
+from .model import Made, begin, finish, output_of, read_record
+
+LASTING = "Refitted layers, and feed-forward blocks with fewer neurons, stay as they are."
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,6 +29,9 @@ def run(arguments: Arguments) -> Expansion:
     exact = "The dense model computes the same, up to rounding."
     nearest = "The dense model is the nearest one of this width, not the same."
     lines.append(exact if expansion.exact else nearest)
+    made = read_record(source.directory).get("report") or {}
+    if made.get("refits") or made.get("feed_forward"):
+        lines.append(LASTING)
     note = "What was converted was expanded to dense projections of each head's own"
     note += "; it computes the same." if expansion.exact else ", the nearest of their width."
     finish(source, output, arguments.saving, Made(record, [note]), lines)

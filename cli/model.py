@@ -1,9 +1,10 @@
 """MODEL in, DIR out: options of the commands that read or write models, what they do before the work and after it."""
 
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -327,3 +328,12 @@ def _versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "torch": torch.__version__,
     }
+
+
+def read_record(directory: Path) -> dict[str, Any]:
+    """Read what stands beside a converted model; empty where nothing does."""
+    with suppress(OSError, ValueError):
+        found = json.loads((directory / RECORD).read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+    return {}

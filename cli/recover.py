@@ -1,9 +1,7 @@
 """`collab-recover`: bring a converted model nearer to the dense one by a short distillation, without labels."""
 
-import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from math import inf
 from pathlib import Path
@@ -23,7 +21,7 @@ from collab_compress.distributed import process_state
 
 from .arguments import RecoverArguments as Arguments
 from .command import parse, silence_libraries, stopping_in_one_line
-from .model import RECORD, Made, Source, bar, begin, finish, load_model, output_of
+from .model import Made, Source, bar, begin, finish, load_model, output_of, read_record
 
 TIMED = 3  # steps after which the time of all is told; the first is slower than the others
 MEASURED = 64  # sequences that the drift is measured on
@@ -39,7 +37,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
     """Load both models, train, save and print; returns what is known of the recovery."""
     silence_libraries()
     output = output_of(arguments.output, arguments.model, "-recovered")
-    record = _record(find_directory(arguments.model, arguments.saving.revision))
+    record = read_record(find_directory(arguments.model, arguments.saving.revision))
     dense_directory = _dense_directory(arguments, record)
     data = text_file(arguments.calibration)
     inputs = [dense_directory] if data is None else [dense_directory, data]
@@ -173,15 +171,6 @@ def _timed(show: Callable[[int, int, str], None], quiet: bool) -> Callable[[int,
 
 def _words(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-
-
-def _record(directory: Path) -> dict[str, Any]:
-    """Read what stands beside a converted model; empty where nothing does."""
-    with suppress(OSError, ValueError):
-        found = json.loads((directory / RECORD).read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
-    return {}
 
 
 def _dense_directory(arguments: Arguments, record: dict[str, Any]) -> Path:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.attention import FORM_KINDS, FORMS, RotaryScores
 from collab_compress.checkpoint import edits_of
-from collab_compress.conversion.report import ModuleReport, Report, ValueReport
+from collab_compress.conversion.report import FeedForwardReport, ModuleReport, Report, ValueReport
 from collab_compress.options import Compression
 
 CARD = "README.md"
@@ -150,6 +150,11 @@ def _converted(
             f"Values{of_values} were narrowed to dv = {_widths(dv)} channels, all heads together, and the output "
             f"projections fitted to them ({how}), without retraining."
         )
+    if report and report.feed_forward:
+        yield (
+            f"{len(report.feed_forward)} feed-forward blocks keep {compression.dff} neurons each, chosen by what "
+            f"leaving them out would cost ({how})."
+        )
     if report and report.refits:
         yield (
             f"{len(report.refits)} layers that write to the hidden states were refitted towards the source's, in "
@@ -171,6 +176,8 @@ def _figures(report: Report | None) -> list[str]:
         rows["query/key parameters"] = _parameters(report.modules)
     if report.values:
         rows["value/output parameters"] = _parameters(report.values)
+    if report.feed_forward:
+        rows["feed-forward parameters"] = _parameters(report.feed_forward)
     rows["parameters"] = f"{report.parameters_before:,} → {report.parameters_after:,}"
     if report.modules:
         lengths = min(each.break_even_length for each in report.modules)
@@ -190,7 +197,7 @@ def _figures(report: Report | None) -> list[str]:
     return ["## Figures", table]
 
 
-def _parameters(maps: Sequence[ModuleReport | ValueReport]) -> str:
+def _parameters(maps: Sequence[ModuleReport | ValueReport | FeedForwardReport]) -> str:
     return f"{sum(each.parameters_before for each in maps):,} → {sum(each.parameters_after for each in maps):,}"
 
 

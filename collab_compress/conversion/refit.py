@@ -333,7 +333,7 @@ def _solved(fit_of: _Fit, writer: Writer, layer: Any, count: int | None = None) 
     if kept is not None:
         weight = weight[kept.to(weight.device)]
     weight = (weight if isinstance(layer, Conv1D) else weight.mT).contiguous()
-    without = fit_of.unfitted or before * held_back.count
+    without = before * held_back.count if writer.shared else fit_of.unfitted
     errors = (without / held_back.count / scale) ** 0.5, (best / scale) ** 0.5
     report = RefitReport(writer.name, *errors, fit_of.used.count)
     return _Solution(change, shift, Refitted(report, weight, bias, kept))

@@ -220,3 +220,49 @@ def test_errors_are_one_line_and_leave_nothing(run, tmp_path, arguments, message
     assert len(error.strip().splitlines()) == 1
     assert message in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_narrower_feed_forward_blocks_are_a_stock_model(run, tmp_path):
+    words = ("compress", "dense", "--dff", 16, "--calibration", "texts.txt", "--device", "cpu")
+    code, printed, _ = run(*words)
+    assert code == 0
+    assert "Feed-forward parameters" in printed
+    assert "2 feed-forward blocks have 16 neurons each." in printed
+    assert "Refitted 4 layers" in printed
+    assert "pip install collab-compress" not in printed
+    output = tmp_path / "dense-dff16"
+    config = json.loads((output / "config.json").read_text())
+    assert config["intermediate_size"] == 16
+    assert "quantization_config" not in config
+    assert "feed-forward blocks keep 16 neurons each" in (output / "README.md").read_text(encoding="utf-8")
+
+
+def test_expanding_says_what_does_not_come_back(run):
+    assert run("compress", "dense", "--dk", 5, "--dff", 16, "--calibration", "texts.txt", "--output", "both")[0] == 0
+    code, printed, _ = run("expand", "both", "--output", "back")
+    assert code == 0
+    assert "feed-forward blocks with fewer neurons, stay as they are" in printed
+
+
+def test_random_tokens_are_said_to_be_not_enough(run):
+    options = ("--sequences", 32, "--length", 16, "--device", "cpu")
+    _, printed, _ = run("compress", "dense", "--dff", 16, *options, "--output", "neurons")
+    assert "Neurons were chosen on random tokens alone" in printed
+    _, printed, _ = run("compress", "dense", "--dk", 5, *options, "--output", "scores")
+    assert "Converted on random tokens alone" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dff", 33], "dff is 33; pass up to 32"),
+        (["--dff", 16, "--calibration", "none"], "dff takes calibration data"),
+        (["--dff", 16, "--refit", "False"], "leave out refit"),
+    ],
+)
+def test_widths_that_cannot_be_are_refused(arguments, message, run, tmp_path):
+    before = sorted(tmp_path.iterdir())
+    code, _, error = run("compress", "dense", *arguments)
+    assert code == 2
+    assert message in error
+    assert sorted(tmp_path.iterdir()) == before

@@ -36,8 +36,9 @@ def test_one_after_the_other_as_by_fitting_anew(seed, count):
     assert choose_neurons(second, crossed, count, block=1).tolist() == slow_choice(activations, targets, count)
 
 
-def test_blocks_leave_as_many(count=5):
+def test_blocks_leave_as_many():
     activations, targets = problem()
+    count = 5
     for block in (2, 3, 64):
         kept = choose_neurons(activations.mT @ activations, activations.mT @ targets, count, block)
         assert len(kept) == count
