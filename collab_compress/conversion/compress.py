@@ -360,6 +360,9 @@ def _feed_forward(
         return [], None
     if not (used and held_back):
         raise CompressionError("dff takes calibration data of at least two sequences; pass texts")
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise CompressionError(f"{name} holds NaN or infinite values; the checkpoint is damaged")
     with evaluation_mode(model):
         blocks = find_feed_forward(model, find_writers(model, used[0]), used[0])
     for block in blocks:

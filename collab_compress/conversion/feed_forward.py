@@ -161,7 +161,8 @@ def narrower_config(model: PreTrainedModel, blocks: Sequence[FeedForward], width
                 if not changed or not changed <= changing or len(built) != len(before):
                     setattr(part, attribute, value)
     built = _built(model, config)
-    if not changing <= built.keys() or any(wanted[name] != shape for name, shape in built.items() if name in wanted):
+    changed = {name for name, shape in built.items() if shape != before.get(name)}
+    if changed != changing or any(built[name] != wanted[name] for name in changing):
         raise UnsupportedModelError(
             f"no attribute of {type(model.config).__name__} sets the width of all {len(blocks)} feed-forward blocks "
             f"of {type(model).__name__}, and of nothing else; leave out dff"

@@ -68,7 +68,10 @@ def _candidates(model: PreTrainedModel, batch: Batch) -> list[tuple[str, Attenti
     """
     sites = find_attention(model, FAMILIES)
     outputs = {site.name: site.path(site.family.output) for site in sites}
-    widths = {width_out(model.get_submodule(path)) for path in outputs.values()}
+    projections: list[Any] = [model.get_submodule(path) for path in outputs.values()]
+    widths = {
+        getattr(each, "out_features", None) or getattr(each, "nf", -1) for each in projections
+    }  # mixed ones too
     inside = tuple(f"{site.name}." for site in sites)
     calls: dict[str, int] = {}
     latest: list[AttentionSite] = [sites[0]]
@@ -83,9 +86,9 @@ def _candidates(model: PreTrainedModel, batch: Batch) -> list[tuple[str, Attenti
 
     handles = [site.module.register_forward_pre_hook(partial(attended, site)) for site in sites]
     for name, module in model.named_modules():
-        own = name in outputs.values()
         numbered = any(part.isdecimal() for part in name.split("."))
-        if own or (numbered and width_out(module) in widths and not name.startswith(inside)):
+        known = name in outputs.values() or (numbered and not name.startswith(inside))
+        if known and width_out(module) in widths:
             handles.append(module.register_forward_hook(partial(count, name)))
     try:
         run_batch(model, batch)

@@ -5,8 +5,17 @@ import threading
 
 import pytest
 import torch
+from transformers import AutoModel
 
-from collab_compress import CalibrationOptions, Compression, CompressionError, Solver, compress
+from collab_compress import (
+    CalibrationOptions,
+    Compression,
+    CompressionError,
+    Solver,
+    compress,
+    mix_heads_,
+    prune_heads_,
+)
 from collab_compress.calibration import stepwise
 from collab_compress.conversion import refit as module
 from collab_compress.conversion.refit import DAMPINGS, find_writers, install_refits, refit
@@ -234,6 +243,32 @@ def test_what_cannot_be_refitted_is_refused_and_nothing_changes(make_tiny, batch
     with pytest.raises(CalibrationError, match="one of them held back"):
         refit(*pair(make_tiny), [batch], [])
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("edit", [lambda m: prune_heads_(m, {"encoder.layer.0.attention.self": [1]}), mix_heads_])
+def test_edited_models_get_narrower_blocks_too(edit, make_tiny, tmp_path):
+    model, data = make_tiny("bert"), batches()
+    edit(model)
+    report = compress(model, Compression(dff=12), data)
+    assert [block.dff for block in report.feed_forward] == [12, 12]
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(AutoModel.from_pretrained(tmp_path)(**data[0])[0], model(**data[0])[0])
+
+
+def test_damaged_weights_are_refused(make_tiny):
+    model = make_tiny("bert")
+    model.encoder.layer[1].output.dense.weight.data[0, 0] = torch.nan
+    with pytest.raises(CompressionError, match=r"layer\.1\.output\.dense\.weight holds NaN"):
+        compress(model, Compression(dff=12), batches())
+
+
+def test_blocks_in_two_steps_are_those_of_the_second(make_tiny):
+    model = make_tiny("bert")
+    compress(model, Compression(dff=20), batches())
+    compress(model, Compression(dff=12), batches())
+    assert model.config.intermediate_size == 12
+    assert model.encoder.layer[0].intermediate.dense.out_features == 12
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
