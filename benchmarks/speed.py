@@ -329,12 +329,11 @@ def head_outputs(tokens: int, heads: int = 12, width: int = 64) -> Tensor:
 
 def joint_similarity(x: Tensor) -> tuple[Tensor, Tensor]:
     """SVCCA and CKA of all pairs of heads from one covariance matrix."""
-    count, width = x.shape[1:]
-    running = RunningCovariance((width,) * count)
-    for batch in x.flatten(1).split(1024):
-        running.add(batch)
-    joint = running.result(tuple(map(str, range(count))), "heads")
-    rows, columns = torch.triu_indices(count, count, 1)
+    running = RunningCovariance()
+    for batch in x.split(1024):
+        running.add([("head", batch)])
+    joint = running.result("heads")
+    rows, columns = torch.triu_indices(x.shape[1], x.shape[1], 1)
     return svcca(joint, 0.99).similarity[rows, columns], cka(joint)[rows, columns]
 
 

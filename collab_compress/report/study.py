@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.analysis import confidence, with_progress
+from collab_compress.analysis.covariance import Covariances, LayerCovariance, Samples
 from collab_compress.analysis.diversity import Coefficients, Discrepancies
-from collab_compress.analysis.responses import Covariances, LayerCovariance, Samples
 from collab_compress.analysis.stream import Observer, Progress, observed
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
 from collab_compress.attention import is_converted
