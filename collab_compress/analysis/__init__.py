@@ -6,7 +6,6 @@ from collab_compress.analysis.content_share import ContentShare, content_share
 from collab_compress.analysis.cost import (
     FormCost,
     Latency,
-    LayerCost,
     ModuleCost,
     PaperRow,
     layer_cost,
@@ -47,7 +46,6 @@ __all__ = [
     "FormCost",
     "JointCovariance",
     "Latency",
-    "LayerCost",
     "ModuleCost",
     "PaperRow",
     "PruningPoint",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,17 +64,17 @@ def content_share(
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
     watchers = [_Watcher(parts) for parts in score_parts(model, kinds)]
-    handles = [handle for watcher in watchers for handle in watcher.hook()]
-    try:
-        with evaluation_mode(model):
-            for batch in with_progress(batches, progress, "batches"):
-                real = real_tokens(model, (), (), batch)
-                for watcher in watchers:
-                    watcher.begin(masks_of(watcher.parts.site, real))
-                run_batch(model, dict(batch))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        hooks.enter_context(evaluation_mode(model))
+        for watcher in watchers:
+            for side in ("query", "key"):
+                projection = getattr(watcher.parts.site, side)
+                hooks.enter_context(projection.register_forward_pre_hook(partial(watcher.note, side)))
+        for batch in with_progress(batches, progress, "batches"):
+            real = real_tokens(model, (), (), batch)
+            for watcher in watchers:
+                watcher.begin(masks_of(watcher.parts.site, real))
+            run_batch(model, dict(batch))
     shares = {}
     for watcher in watchers:
         name = watcher.parts.site.name
@@ -93,24 +95,15 @@ class _Watcher:
         self._uses = 0
         self._inputs: dict[str, Tensor] = {}
 
-    def hook(self) -> list[Any]:
-        site = self.parts.site
-        return [
-            site.query.register_forward_pre_hook(self._saw("query")),
-            site.key.register_forward_pre_hook(self._saw("key")),
-        ]
-
     def begin(self, real: RealTokens) -> None:
         """Start a new batch."""
         self._real, self._uses, self._inputs = real, 0, {}
 
-    def _saw(self, side: str) -> Callable[[Any, tuple[Tensor, ...]], None]:
-        def note(_: Any, args: tuple[Tensor, ...]) -> None:
-            self._inputs[side] = args[0].detach().double().cpu()
-            if len(self._inputs) == 2:
-                self._take(self._inputs.pop("query"), self._inputs.pop("key"))
-
-        return note
+    def note(self, side: str, _: Any, args: tuple[Tensor, ...]) -> None:
+        """Keep the input of the query or key projection; with both, add the samples of this use."""
+        self._inputs[side] = args[0].detach().double().cpu()
+        if len(self._inputs) == 2:
+            self._take(self._inputs.pop("query"), self._inputs.pop("key"))
 
     def _take(self, queries: Tensor, keys: Tensor) -> None:
         """Add the samples of one use, from the inputs of its projections, (B, T, D) and (B, S, D)."""

@@ -20,7 +20,7 @@ from collab_compress.analysis import (
     skew_symmetry,
     value_energy,
 )
-from collab_compress.analysis.energy import SHARES, Joined
+from collab_compress.analysis.energy import SHARES
 from collab_compress.conversion.expand import read_factors
 from collab_compress.errors import HeadError
 from collab_compress.heads import alphas_of
@@ -28,7 +28,7 @@ from collab_compress.report.section import Cell, Curves, Heatmaps, Omitted, Pane
 from collab_compress.report.study import Study
 
 HEADS = 72  # drawn at most
-CURVES: dict[Joined, str] = {"product": "sum of heads", "shared": "at least", "unshared": "at most"}
+CURVES = {"product": "sum of heads", "shared": "at least", "unshared": "at most"}
 WEIGHTS, INPUTS = "bare weights", "weighed by inputs"
 CUT = 0.98  # quantile of entries at which the colour scale ends; a few entries are far larger
 
