@@ -39,7 +39,6 @@ from collab_compress.report.section import (
     Panel,
     Section,
     Table,
-    ragged,
     short,
 )
 from collab_compress.report.study import Study
@@ -60,12 +59,15 @@ def cost(study: Study) -> Section | Omitted:
         note = f" Latency was not measured: {error}."
     tables, pictures = [], [_macs(study, widths)]
     if any(module.converted for module in costs):
-        tables.append(_scores_table(study, costs))
+        records = [_scores_record(study, module) for module in costs]
+        tables.append(Table.of("modules", "Queries and keys of each attention module", records))
     if any(module.converted_values for module in costs):
-        tables.append(_values_table(study, costs))
+        records = [_values_record(study, module) for module in costs]
+        tables.append(Table.of("values", "Values and outputs of each attention module", records))
     if latencies:
-        tables.append(_latency_table(study, latencies))
-        pictures.append(_latency_curves(latencies))
+        table, picture = _latency(study, latencies)
+        tables.append(table)
+        pictures.append(picture)
     tables.append(_paper_table())
     requested = " and ".join(f"{name} = {width}" for name, width in widths.items())
     subject = f"dense modules, and modules with {requested}" if requested else "converted modules as they are"
@@ -80,7 +82,7 @@ def cost(study: Study) -> Section | Omitted:
         tables=tuple(tables),
         pictures=tuple(pictures),
         highlights=_cost_highlights(costs, latencies),
-        actions=_latency_actions(latencies),
+        actions=_latency_actions(_ratios(latencies)),
     )
 
 
@@ -88,16 +90,16 @@ def dominance(study: Study) -> Section | Omitted:
     """Return what the model loses without each head, and without more and more of them."""
     dominant, scored, points, metric = _by_drift(study) if study.score is None else _by_score(study)
     sign = -1 if scored.greater_is_better else 1
-    losses = [sign * changes for changes in scored.changes.values()]  # positive where the model gets worse
-    least = min(0.0, *(float(loss.min()) for loss in losses))
-    heads = sum(map(len, losses))
+    losses = {name: sign * changes for name, changes in scored.changes.items()}  # positive where the model gets worse
+    joined = torch.cat(list(losses.values()))
+    least, heads = min(0.0, float(joined.min())), len(joined)
     map_of_losses = Heatmaps(
         "What is lost without each head",
         "The strongest cell of a row is its layer's dominant head; heads with faint ones can go.",
         "DropHead, Table 4",
-        (ragged("", losses, study.labels(scored.changes)),),
+        (study.layer_map("", losses),),
         low=least,
-        high=max(float(loss.max()) for loss in losses),
+        high=float(joined.max()),
         scale="diverging" if least < 0 else "sequential",
         row_label="layer",
     )
@@ -111,7 +113,8 @@ def dominance(study: Study) -> Section | Omitted:
         y_label=metric,
         bottom=min(0.0, *scores),
     )
-    change = ", ".join(f"{short(mean)} ({kind})" for kind, mean in scored.mean_change(dominant).items())
+    changes = scored.mean_change(dominant)
+    change = ", ".join(f"{short(mean)} ({kind})" for kind, mean in changes.items())
     half = next(point for point in points if point.share >= 0.5)
     return Section(
         "dominance",
@@ -120,8 +123,23 @@ def dominance(study: Study) -> Section | Omitted:
         "DropHead, Table 4 and Fig. 3",
         tables=(
             _dominant_table(study, scored, dominant),
-            _kinds_table(scored, dominant),
-            _pruning_table(points, metric),
+            Table.of(
+                "kinds",
+                "Loss of the dominant head, mean over layers",
+                [{"attention": kind, "change": mean} for kind, mean in changes.items()],
+            ),
+            Table.of(
+                "pruning",
+                "Pruning curve",
+                [
+                    {
+                        "heads silenced [%]": round(100 * point.share),
+                        "heads silenced": point.removed,
+                        metric: point.score,
+                    }
+                    for point in points
+                ],
+            ),
         ),
         pictures=(map_of_losses, pruning),
         highlights=(
@@ -175,22 +193,17 @@ def _token_count(model: PreTrainedModel, batch: Batch) -> int:
 def _pair(study: Study, widths: Mapping[str, int]) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Return the model in dense and in converted form: the baseline where it fits, else a conversion made here."""
     other = study.baseline
-    if other is not None and _converted(other) != study.converted and _shapes(other) == _shapes(study.model):
-        return (other, study.model) if study.converted else (study.model, other)
+    if other is not None and _shapes(other) == _shapes(study.model):
+        converted = any(is_converted(site.module) for site in find_attention(other, FAMILIES))
+        if converted != study.converted:
+            return (other, study.model) if study.converted else (study.model, other)
     made = deepcopy(study.model)
     if study.converted:
         expand(made)
         return made, study.model
-    compress(
-        made,
-        Compression(widths.get("dk"), dv=widths.get("dv"), solver=Solver(sweeps=1 if "dk" in widths else None)),
-        calibration=None,
-    )
+    solver = Solver(sweeps=1 if "dk" in widths else None)
+    compress(made, Compression(widths.get("dk"), dv=widths.get("dv"), solver=solver), calibration=None)
     return study.model, made
-
-
-def _converted(model: PreTrainedModel) -> bool:
-    return any(is_converted(site.module) for site in find_attention(model, FAMILIES))
 
 
 def _shapes(model: PreTrainedModel) -> list[tuple[object, ...]]:
@@ -199,65 +212,70 @@ def _shapes(model: PreTrainedModel) -> list[tuple[object, ...]]:
     return [(site.name, site.heads, site.head_width, value.weight.shape[1]) for site, value in values]
 
 
-def _scores_table(study: Study, costs: list[ModuleCost]) -> Table:
+def _scores_record(study: Study, module: ModuleCost) -> dict[str, Cell]:
+    dense, converted = module.dense, module.converted or module.dense
+    limit: Cell = None
+    if module.break_even_length is not None:
+        limit = "any" if isinf(module.break_even_length) else int(module.break_even_length)
+    return {
+        "layer": study.label(module.name),
+        "module": module.name,
+        "form": module.form if module.converted else "dense",
+        "dk": module.dk,
+        "parameters, dense": dense.parameters,
+        "parameters, converted": converted.parameters,
+        f"dense at T = {LENGTH} [MMAC]": dense.macs / 1e6,
+        f"converted at T = {LENGTH} [MMAC]": converted.macs / 1e6,
+        "T* [tokens]": limit,
+        "key cache, dense [B/token]": dense.cache_bytes,
+        "key cache, converted [B/token]": converted.cache_bytes,
+    }
+
+
+def _values_record(study: Study, module: ModuleCost) -> dict[str, Cell]:
+    dense, converted = module.dense_values, module.converted_values or module.dense_values
+    return {
+        "layer": study.label(module.name),
+        "module": module.name,
+        "dv": module.dv,
+        "parameters, dense": dense.parameters,
+        "parameters, converted": converted.parameters,
+        f"dense at T = {LENGTH} [MMAC]": dense.macs / 1e6,
+        f"converted at T = {LENGTH} [MMAC]": converted.macs / 1e6,
+        "value cache, dense [B/token]": dense.cache_bytes,
+        "value cache, converted [B/token]": converted.cache_bytes,
+    }
+
+
+def _latency(study: Study, latencies: list[Latency]) -> tuple[Table, Curves]:
+    """Return the latency of each module, and of all together."""
     records: list[dict[str, Cell]] = []
-    for module in costs:
-        converted = module.converted or module.dense
-        limit: Cell = None
-        if module.break_even_length is not None:
-            limit = "any" if isinf(module.break_even_length) else int(module.break_even_length)
+    sums: dict[int, list[float]] = {}
+    for latency in latencies:
         records.append(
             {
-                "layer": study.label(module.name),
-                "module": module.name,
-                "form": module.form if module.converted else "dense",
-                "dk": module.dk,
-                "parameters, dense": module.dense.parameters,
-                "parameters, converted": converted.parameters,
-                f"dense at T = {LENGTH} [MMAC]": module.dense.macs / 1e6,
-                f"converted at T = {LENGTH} [MMAC]": converted.macs / 1e6,
-                "T* [tokens]": limit,
-                "key cache, dense [B/token]": module.dense.cache_bytes,
-                "key cache, converted [B/token]": converted.cache_bytes,
+                "layer": study.label(latency.name),
+                "T [tokens]": latency.length,
+                "dense [ms]": latency.dense_ms,
+                "converted [ms]": latency.converted_ms,
+                "converted / dense": latency.ratio,
+                "lower quartile": latency.low,
+                "upper quartile": latency.high,
             }
         )
-    return Table.of("modules", "Queries and keys of each attention module", records)
-
-
-def _values_table(study: Study, costs: list[ModuleCost]) -> Table:
-    records: list[dict[str, Cell]] = []
-    for module in costs:
-        converted = module.converted_values or module.dense_values
-        records.append(
-            {
-                "layer": study.label(module.name),
-                "module": module.name,
-                "dv": module.dv,
-                "parameters, dense": module.dense_values.parameters,
-                "parameters, converted": converted.parameters,
-                f"dense at T = {LENGTH} [MMAC]": module.dense_values.macs / 1e6,
-                f"converted at T = {LENGTH} [MMAC]": converted.macs / 1e6,
-                "value cache, dense [B/token]": module.dense_values.cache_bytes,
-                "value cache, converted [B/token]": converted.cache_bytes,
-            }
-        )
-    return Table.of("values", "Values and outputs of each attention module", records)
-
-
-def _latency_table(study: Study, latencies: list[Latency]) -> Table:
-    records: list[dict[str, Cell]] = [
-        {
-            "layer": study.label(latency.name),
-            "T [tokens]": latency.length,
-            "dense [ms]": latency.dense_ms,
-            "converted [ms]": latency.converted_ms,
-            "converted / dense": latency.ratio,
-            "lower quartile": latency.low,
-            "upper quartile": latency.high,
-        }
-        for latency in latencies
-    ]
-    return Table.of("latency", "Latency of attention modules, batch of one", records)
+        dense, converted = sums.get(latency.length, (0.0, 0.0))
+        sums[latency.length] = [dense + latency.dense_ms, converted + latency.converted_ms]
+    lengths = sorted(sums)
+    picture = Curves(
+        "Latency over length",
+        "Time of all attention modules together; fused dense attention can be faster where it does more arithmetic.",
+        "measured here, Collaborate, Table 1",
+        (_two_curves("all modules", lengths, [sums[length] for length in lengths]),),
+        x_label="T, tokens",
+        y_label="ms a sequence",
+        log=True,
+    )
+    return Table.of("latency", "Latency of attention modules, batch of one", records), picture
 
 
 def _paper_table() -> Table:
@@ -281,17 +299,14 @@ def _paper_table() -> Table:
 
 
 def _macs(study: Study, widths: Mapping[str, int]) -> Curves:
-    costs = [module_costs(study.model, length, dk=widths.get("dk"), dv=widths.get("dv")) for length in COUNTED]
-    dense = [sum(module.dense.macs for module in modules) / 1e6 for modules in costs]
-    converted = [sum((module.converted or module.dense).macs for module in modules) / 1e6 for modules in costs]
-    panels = [_two_curves("queries and keys", COUNTED, dense, converted)]
-    if any(module.converted_values for module in costs[0]):
-        dense = [sum(module.dense_values.macs for module in modules) / 1e6 for modules in costs]
-        converted = [
-            sum((module.converted_values or module.dense_values).macs for module in modules) / 1e6
-            for modules in costs
-        ]
-        panels.append(_two_curves("values and outputs", COUNTED, dense, converted))
+    scores, values = [], []
+    for length in COUNTED:
+        costs = module_costs(study.model, length, dk=widths.get("dk"), dv=widths.get("dv"))
+        scores.append([_total(costs, "dense", "macs") / 1e6, _total(costs, "converted", "macs") / 1e6])
+        values.append([_total(costs, "dense_values", "macs") / 1e6, _total(costs, "converted_values", "macs") / 1e6])
+    panels = [_two_curves("queries and keys", COUNTED, scores)]
+    if any(module.converted_values for module in costs):
+        panels.append(_two_curves("values and outputs", COUNTED, values))
     return Curves(
         "Operations over length",
         "Where the curves cross is T*; right of it the converted form does more arithmetic.",
@@ -303,26 +318,16 @@ def _macs(study: Study, widths: Mapping[str, int]) -> Curves:
     )
 
 
-def _latency_curves(latencies: list[Latency]) -> Curves:
-    dense: dict[int, float] = {}
-    converted: dict[int, float] = {}
-    for latency in sorted(latencies, key=lambda latency: latency.length):
-        dense[latency.length] = dense.get(latency.length, 0.0) + latency.dense_ms
-        converted[latency.length] = converted.get(latency.length, 0.0) + latency.converted_ms
-    return Curves(
-        "Latency over length",
-        "Time of all attention modules together; fused dense attention can be faster where it does more arithmetic.",
-        "measured here, Collaborate, Table 1",
-        (_two_curves("all modules", list(dense), list(dense.values()), list(converted.values())),),
-        x_label="T, tokens",
-        y_label="ms a sequence",
-        log=True,
-    )
+def _total(costs: list[ModuleCost], form: str, figure: str) -> int:
+    """Return the sum of a figure over modules in a form; those that are not converted count as dense."""
+    dense = form.replace("converted", "dense")
+    return sum(getattr(getattr(module, form) or getattr(module, dense), figure) for module in costs)
 
 
-def _two_curves(title: str, lengths: Sequence[int], dense: Sequence[float], converted: Sequence[float]) -> Panel:
-    x = tuple(map(float, lengths))
-    return Panel(title, (Curve("dense", x, tuple(dense)), Curve("converted", x, tuple(converted))))
+def _two_curves(title: str, lengths: Sequence[int], pairs: Sequence[Sequence[float]]) -> Panel:
+    """Return the curves of (dense, converted) numbers at each length."""
+    dense, converted = zip(*pairs, strict=True)
+    return Panel(title, (Curve("dense", tuple(lengths), dense), Curve("converted", tuple(lengths), converted)))
 
 
 def _cost_highlights(costs: list[ModuleCost], latencies: list[Latency]) -> tuple[str, ...]:
@@ -330,15 +335,13 @@ def _cost_highlights(costs: list[ModuleCost], latencies: list[Latency]) -> tuple
     if any(module.converted for module in costs):
         shortest = min(module.break_even_length for module in costs if module.break_even_length is not None)
         until = "at any length" if isinf(shortest) else f"up to T* = {shortest:.0f} tokens"
-        dense = sum(module.dense.parameters for module in costs)
-        converted = sum((module.converted or module.dense).parameters for module in costs)
+        dense, converted = (_total(costs, form, "parameters") for form in ("dense", "converted"))
         dk = _range({module.dk for module in costs if module.dk is not None})
         lines.append(
             f"Queries and keys: {dense:,} parameters dense, {converted:,} at dk = {dk}; fewer operations {until}."
         )
     if any(module.converted_values for module in costs):
-        dense = sum(module.dense_values.parameters for module in costs)
-        converted = sum((module.converted_values or module.dense_values).parameters for module in costs)
+        dense, converted = (_total(costs, form, "parameters") for form in ("dense_values", "converted_values"))
         dv = _range({module.dv for module in costs if module.dv is not None})
         lines.append(
             f"Values and outputs: {dense:,} parameters dense, {converted:,} at dv = {dv}; fewer operations at any "
@@ -361,9 +364,8 @@ def _ratios(latencies: list[Latency]) -> dict[int, float]:
     return {length: statistics.median(ratios[length]) for length in sorted(ratios)}
 
 
-def _latency_actions(latencies: list[Latency]) -> tuple[str, ...]:
+def _latency_actions(ratios: Mapping[int, float]) -> tuple[str, ...]:
     """Return the lengths at which conversion is faster, and what to do at the others."""
-    ratios = _ratios(latencies)
     if not ratios:
         return ()
     slower = [str(length) for length, ratio in ratios.items() if ratio > 1]
@@ -445,17 +447,3 @@ def _dominant_table(study: Study, scored: Dominance, dominant: Mapping[str, int]
             }
         )
     return Table.of("dominant", "Dominant head of each layer", records)
-
-
-def _kinds_table(scored: Dominance, dominant: Mapping[str, int]) -> Table:
-    changes = scored.mean_change(dominant).items()
-    records: list[dict[str, Cell]] = [{"attention": kind, "change": change} for kind, change in changes]
-    return Table.of("kinds", "Loss of the dominant head, mean over layers", records)
-
-
-def _pruning_table(points: list[PruningPoint], metric: str) -> Table:
-    records: list[dict[str, Cell]] = [
-        {"heads silenced [%]": round(100 * point.share), "heads silenced": point.removed, metric: point.score}
-        for point in points
-    ]
-    return Table.of("pruning", "Pruning curve", records)
