@@ -43,6 +43,11 @@ def energy(study: Study) -> Section | Omitted:
     least = [max(module.rank(share, "shared") for module in last) for share in SHARES]
     most = [max(module.rank(share, "unshared") for module in last) for share in SHARES]
     narrow = [max(module.rank(share) for module in value_last) for share in SHARES]
+    alone, joined = [], []
+    for weighed, modules in scores.items():
+        for name, title in (("query", "Q"), ("key", "K"), ("product", "QKᵀ")):
+            alone.append(_heads_panel(f"{title}, {weighed}", modules, name))
+            joined.append(_layers_panel(f"{title}, {weighed}", labels, modules, f"joined_{name}", with_mean=True))
     action = (
         f"To make attention smaller, begin with collab-compress --dk {most[0]} --dv {narrow[0]}: every layer "
         "then keeps 90 % of the energy of its scores and of its values."
@@ -64,22 +69,14 @@ def energy(study: Study) -> Section | Omitted:
                 "Energy of each head",
                 "A curve that rises late is a head that is not low-rank by itself.",
                 "Collaborate, Fig. 1, left",
-                [
-                    _heads_panel(f"{title}, {weighed}", [getattr(module, name) for module in modules])
-                    for weighed, modules in scores.items()
-                    for name, title in (("query", "Q"), ("key", "K"), ("product", "QKᵀ"))
-                ],
+                alone,
                 "components of the head",
             ),
             _curves(
                 "Energy of all heads side by side",
                 "Where QKᵀ rises sooner than Q and K, heads together use fewer directions than they have.",
                 "Collaborate, Fig. 1, right",
-                [
-                    _layers_panel(f"{title}, {weighed}", labels, [getattr(module, name) for module in modules], True)
-                    for weighed, modules in scores.items()
-                    for name, title in (("joined_query", "Q"), ("joined_key", "K"), ("joined_product", "QKᵀ"))
-                ],
+                joined,
                 "components of all heads",
             ),
             _curves(
@@ -87,8 +84,8 @@ def energy(study: Study) -> Section | Omitted:
                 "A conversion at dk lies between the two; its relative error is the root of what is missing.",
                 "bounds of this toolkit, docs/analysis.md",
                 [
-                    _layers_panel("most that dk can capture", labels, [module.shared for module in last]),
-                    _layers_panel("what dk captures at least", labels, [module.unshared for module in last]),
+                    _layers_panel("most that dk can capture", labels, last, "shared"),
+                    _layers_panel("what dk captures at least", labels, last, "unshared"),
                 ],
                 "dk",
                 f"share of energy, {weighing}",
@@ -97,10 +94,7 @@ def energy(study: Study) -> Section | Omitted:
                 "Energy of each head's values and outputs",
                 "A curve that rises late is a head that needs all of its values.",
                 "of this toolkit, docs/method.md",
-                [
-                    _heads_panel(f"W_V W_O, {weighed}", [module.heads for module in modules])
-                    for weighed, modules in values.items()
-                ],
+                [_heads_panel(f"W_V W_O, {weighed}", modules, "heads") for weighed, modules in values.items()],
                 "channels of the head",
             ),
             _curves(
@@ -108,8 +102,8 @@ def energy(study: Study) -> Section | Omitted:
                 "The relative error of a conversion at dv is the root of what is missing on the right.",
                 "of this toolkit, docs/method.md",
                 [
-                    _layers_panel("most that dv can capture", labels, [module.joined for module in value_last]),
-                    _layers_panel("what narrow values capture", labels, [module.narrow for module in value_last]),
+                    _layers_panel("most that dv can capture", labels, value_last, "joined"),
+                    _layers_panel("what narrow values capture", labels, value_last, "narrow"),
                 ],
                 "dv",
                 f"share of energy, {value_weighing}",
@@ -272,14 +266,18 @@ def _curves(
     return Curves(title, reading, source, tuple(panels), x_label, y_label, bottom=0.0, top=1.0)
 
 
-def _heads_panel(title: str, modules: Sequence[Tensor]) -> Panel:
-    """Return the curves of some heads, and the mean of all, from (H, d+1) of each module."""
-    heads = [head for module in modules for head in module]
+def _heads_panel(title: str, modules: Sequence[Any], name: str) -> Panel:
+    """Return the curves of some heads, and the mean of all, from the field of this name, (H, d+1)."""
+    heads = [head for module in modules for head in getattr(module, name)]
     lines = [curve("", head, weight="faint") for head in heads[:: -(-len(heads) // HEADS)]]
     return Panel(title, (*lines, curve("mean of heads", _mean(heads), weight="bold")))
 
 
-def _layers_panel(title: str, labels: Sequence[str], shares: Sequence[Tensor], with_mean: bool = False) -> Panel:
+def _layers_panel(
+    title: str, labels: Sequence[str], modules: Sequence[Any], name: str, with_mean: bool = False
+) -> Panel:
+    """Return the curve of each module, the field of this name, and their mean where it is wanted."""
+    shares = [getattr(module, name) for module in modules]
     lines = [curve(f"layer {label}", layer) for label, layer in zip(labels, shares, strict=True)]
     return Panel(title, (*lines, curve("mean", _mean(shares), weight="bold")) if with_mean else tuple(lines))
 
