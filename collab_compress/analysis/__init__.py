@@ -6,6 +6,7 @@ from collab_compress.analysis.content_share import ContentShare, content_share
 from collab_compress.analysis.cost import (
     FormCost,
     Latency,
+    MapCost,
     ModuleCost,
     PaperRow,
     layer_cost,
@@ -46,6 +47,7 @@ __all__ = [
     "FormCost",
     "JointCovariance",
     "Latency",
+    "MapCost",
     "ModuleCost",
     "PaperRow",
     "PruningPoint",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -45,34 +46,42 @@ class FormCost:
 
 
 @dataclass(frozen=True)
+class MapCost:
+    """The cost of one map of an attention module, dense and converted.
+
+    Args:
+        width: channels of all heads together, dk or dv; None where the map stays dense.
+        dense: cost in dense form.
+        converted: cost at that width, or in dense form without one.
+        break_even_length: T*, the number of tokens beyond which the converted form costs more; infinite for values,
+            which cost less at any length. None without a width.
+    """
+
+    width: int | None
+    dense: FormCost
+    converted: FormCost
+    break_even_length: float | None
+
+
+@dataclass(frozen=True)
 class ModuleCost:
-    """The cost of one attention module's scores, and of its values with outputs, dense and converted.
+    """The cost of one attention module's scores, and of its values with outputs.
 
     Args:
         name: path of the module.
         kind: kind of attention.
         length: tokens T for which multiply-accumulates are counted.
-        dk: channels R of all heads together, or None for dense scores.
-        form: whether heads share these channels, or each has its own.
-        dense: cost of scores in dense form.
-        converted: cost of scores at that dk, or None without.
-        break_even_length: T*, the number of tokens beyond which converted scores cost more, or None without dk.
-        dv: channels of all heads' values together, or None for dense values.
-        dense_values: cost of values and outputs in dense form.
-        converted_values: cost of values and outputs at that dv, less at any length; None without.
+        form: whether heads share the channels of scores, or each has its own.
+        scores: cost of scores.
+        values: cost of values and outputs.
     """
 
     name: str
     kind: Kind
     length: int
-    dk: int | None
     form: str
-    dense: FormCost
-    converted: FormCost | None
-    break_even_length: float | None
-    dv: int | None
-    dense_values: FormCost
-    converted_values: FormCost | None
+    scores: MapCost
+    values: MapCost
 
 
 @dataclass(frozen=True)
@@ -309,19 +318,15 @@ def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | Non
         site.key_value_width * number,
     )
     whole = NarrowValues.of(site, site.key_value_width, value_bias)
-    return ModuleCost(
-        name=site.name,
-        kind=site.kind,
-        length=length,
-        dk=None if scores is None else scores.rank,
-        form=option if scores is None else scores.option,
-        dense=dense,
-        converted=None if scores is None else cost_of(scores, cached_keys),
-        break_even_length=None if scores is None else scores.break_even(width),
-        dv=None if values is None else values.dv,
-        dense_values=cost_of(whole, whole.value_width),
-        converted_values=None if values is None else cost_of(values, cached_values),
-    )
+    dense_values = cost_of(whole, whole.value_width)
+    score_cost = MapCost(None, dense, dense, None)
+    if scores is not None:
+        score_cost = MapCost(scores.rank, dense, cost_of(scores, cached_keys), scores.break_even(width))
+    value_cost = MapCost(None, dense_values, dense_values, None)
+    if values is not None:
+        value_cost = MapCost(values.dv, dense_values, cost_of(values, cached_values), inf)
+    form = option if scores is None else scores.option
+    return ModuleCost(site.name, site.kind, length, form, score_cost, value_cost)
 
 
 def _cached(site: AttentionSite, scores: ScoreForm | None, values: NarrowValues | None) -> tuple[int, int]:

@@ -48,7 +48,7 @@ def test_narrow_values(family, dk, dv, make_tiny, make_batch):
     found = whole(Study(converted, batches, baseline=model, look=QUICK))
     tables = {table.name: table for section in found.sections for table in section.tables}
     for row, cost in zip(tables["values"].rows, module_costs(converted, 128), strict=True):
-        dense, narrow = cost.dense_values, cost.converted_values
+        dense, narrow = cost.values.dense, cost.values.converted
         numbers = (dv, dense.parameters, narrow.parameters, dense.macs / 1e6, narrow.macs / 1e6)
         assert row[2:] == (*numbers, dense.cache_bytes, narrow.cache_bytes)
     assert ("modules" in tables) == (dk is not None)

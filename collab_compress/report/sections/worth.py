@@ -1,10 +1,10 @@
 """Cost of attention (Table 1 of Collaborate, T*, measured latency), and worth of heads."""
 
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from itertools import takewhile
-from math import isinf
+from math import inf
 
 import torch
 from transformers import PreTrainedModel
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from collab_compress.analysis import (
     Dominance,
     Latency,
+    MapCost,
     ModuleCost,
     PruningPoint,
     dominant_heads,
@@ -58,10 +59,10 @@ def cost(study: Study) -> Section | Omitted:
     except CollabCompressError as error:
         note = f" Latency was not measured: {error}."
     tables, pictures = [], [_macs(study, widths)]
-    if any(module.converted for module in costs):
+    if any(module.scores.width for module in costs):
         records = [_scores_record(study, module) for module in costs]
         tables.append(Table.of("modules", "Queries and keys of each attention module", records))
-    if any(module.converted_values for module in costs):
+    if any(module.values.width for module in costs):
         records = [_values_record(study, module) for module in costs]
         tables.append(Table.of("values", "Values and outputs of each attention module", records))
     if latencies:
@@ -213,31 +214,28 @@ def _shapes(model: PreTrainedModel) -> list[tuple[object, ...]]:
 
 
 def _scores_record(study: Study, module: ModuleCost) -> dict[str, Cell]:
-    dense, converted = module.dense, module.converted or module.dense
-    limit: Cell = None
-    if module.break_even_length is not None:
-        limit = "any" if isinf(module.break_even_length) else int(module.break_even_length)
+    dense, converted, limit = module.scores.dense, module.scores.converted, module.scores.break_even_length
     return {
         "layer": study.label(module.name),
         "module": module.name,
-        "form": module.form if module.converted else "dense",
-        "dk": module.dk,
+        "form": module.form if module.scores.width else "dense",
+        "dk": module.scores.width,
         "parameters, dense": dense.parameters,
         "parameters, converted": converted.parameters,
         f"dense at T = {LENGTH} [MMAC]": dense.macs / 1e6,
         f"converted at T = {LENGTH} [MMAC]": converted.macs / 1e6,
-        "T* [tokens]": limit,
+        "T* [tokens]": "any" if limit == inf else limit and int(limit),
         "key cache, dense [B/token]": dense.cache_bytes,
         "key cache, converted [B/token]": converted.cache_bytes,
     }
 
 
 def _values_record(study: Study, module: ModuleCost) -> dict[str, Cell]:
-    dense, converted = module.dense_values, module.converted_values or module.dense_values
+    dense, converted = module.values.dense, module.values.converted
     return {
         "layer": study.label(module.name),
         "module": module.name,
-        "dv": module.dv,
+        "dv": module.values.width,
         "parameters, dense": dense.parameters,
         "parameters, converted": converted.parameters,
         f"dense at T = {LENGTH} [MMAC]": dense.macs / 1e6,
@@ -302,10 +300,10 @@ def _macs(study: Study, widths: Mapping[str, int]) -> Curves:
     scores, values = [], []
     for length in COUNTED:
         costs = module_costs(study.model, length, dk=widths.get("dk"), dv=widths.get("dv"))
-        scores.append([_total(costs, "dense", "macs") / 1e6, _total(costs, "converted", "macs") / 1e6])
-        values.append([_total(costs, "dense_values", "macs") / 1e6, _total(costs, "converted_values", "macs") / 1e6])
+        scores.append(_millions([module.scores for module in costs]))
+        values.append(_millions([module.values for module in costs]))
     panels = [_two_curves("queries and keys", COUNTED, scores)]
-    if any(module.converted_values for module in costs):
+    if any(module.values.width for module in costs):
         panels.append(_two_curves("values and outputs", COUNTED, values))
     return Curves(
         "Operations over length",
@@ -318,10 +316,9 @@ def _macs(study: Study, widths: Mapping[str, int]) -> Curves:
     )
 
 
-def _total(costs: list[ModuleCost], form: str, figure: str) -> int:
-    """Return the sum of a figure over modules in a form; those that are not converted count as dense."""
-    dense = form.replace("converted", "dense")
-    return sum(getattr(getattr(module, form) or getattr(module, dense), figure) for module in costs)
+def _millions(costs: list[MapCost]) -> tuple[float, float]:
+    """Return the millions of multiply-accumulates of all modules, dense and converted."""
+    return sum(cost.dense.macs for cost in costs) / 1e6, sum(cost.converted.macs for cost in costs) / 1e6
 
 
 def _two_curves(title: str, lengths: Sequence[int], pairs: Sequence[Sequence[float]]) -> Panel:
@@ -332,21 +329,21 @@ def _two_curves(title: str, lengths: Sequence[int], pairs: Sequence[Sequence[flo
 
 def _cost_highlights(costs: list[ModuleCost], latencies: list[Latency]) -> tuple[str, ...]:
     lines = []
-    if any(module.converted for module in costs):
-        shortest = min(module.break_even_length for module in costs if module.break_even_length is not None)
-        until = "at any length" if isinf(shortest) else f"up to T* = {shortest:.0f} tokens"
-        dense, converted = (_total(costs, form, "parameters") for form in ("dense", "converted"))
-        dk = _range({module.dk for module in costs if module.dk is not None})
-        lines.append(
-            f"Queries and keys: {dense:,} parameters dense, {converted:,} at dk = {dk}; fewer operations {until}."
-        )
-    if any(module.converted_values for module in costs):
-        dense, converted = (_total(costs, form, "parameters") for form in ("dense_values", "converted_values"))
-        dv = _range({module.dv for module in costs if module.dv is not None})
-        lines.append(
-            f"Values and outputs: {dense:,} parameters dense, {converted:,} at dv = {dv}; fewer operations at any "
-            "length."
-        )
+    for title, name, maps in (
+        ("Queries and keys", "dk", [module.scores for module in costs]),
+        ("Values and outputs", "dv", [module.values for module in costs]),
+    ):
+        widths = [cost.width for cost in maps if cost.width is not None]
+        if widths:
+            least, most = min(widths), max(widths)
+            shortest = min(cost.break_even_length for cost in maps if cost.break_even_length is not None)
+            dense = sum(cost.dense.parameters for cost in maps)
+            converted = sum(cost.converted.parameters for cost in maps)
+            until = "at any length" if shortest == inf else f"up to T* = {shortest:.0f} tokens"
+            lines.append(
+                f"{title}: {dense:,} parameters dense, {converted:,} at {name} = "
+                f"{least if least == most else f'{least} to {most}'}; fewer operations {until}."
+            )
     ratios = _ratios(latencies)
     if ratios:
         longest = max(ratios)
@@ -386,11 +383,6 @@ def _pruning_action(points: Sequence[PruningPoint], baseline: float, heads: int,
         f"{count} of {heads} heads can be silenced before {change} by more than a tenth: try "
         "collab-prune, and score your task after it."
     )
-
-
-def _range(widths: Collection[int]) -> str:
-    least, most = min(widths), max(widths)
-    return str(least) if least == most else f"{least} to {most}"
 
 
 def _by_drift(study: Study) -> tuple[dict[str, int], Dominance, list[PruningPoint], str]:
