@@ -25,7 +25,7 @@ import argparse
 import copy
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -37,7 +37,6 @@ import torch
 from datasets import Dataset
 from rivals import Batches, dropped, pooled, taught_
 from timing import append_record, read_records
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -62,19 +61,13 @@ RATES = (1e-3, 2e-4)
 def perplexity(model: PreTrainedModel, rows: Dataset, masked: bool) -> float:
     """Of all labels; blocks are of one length but for the last."""
     total = torch.zeros(2, dtype=torch.double)
-    for batch in rows.with_format("torch").iter(64):
-        for ids, labels in by_length(batch["input_ids"], batch["labels"]):
-            with torch.no_grad():
-                logits = model(input_ids=ids).logits
-            total += token_losses(logits, labels, shift=not masked).sum(0)
+    last = len(rows) - 1
+    for start in (*range(0, last, 64), last):
+        batch = rows.with_format("torch")[start : min(start + 64, last) if start < last else None]
+        with torch.no_grad():
+            logits = model(input_ids=batch["input_ids"]).logits
+        total += token_losses(logits, batch["labels"], shift=not masked).sum(0)
     return float((total[0] / total[1]).exp())
-
-
-def by_length(ids: Any, labels: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Stack blocks, the last by itself if it is shorter."""
-    whole = [place for place, each in enumerate(ids) if len(each) == len(ids[0])]
-    for places in filter(None, (whole, [place for place in range(len(ids)) if place not in whole])):
-        yield torch.stack([ids[p] for p in places]), torch.stack([labels[p] for p in places])
 
 
 def shared(

@@ -141,32 +141,27 @@ def module_costs(
     return [_module_cost(site, length, dk, dv, form) for site in find_attention(model, FAMILIES, kinds=kinds)]
 
 
-def layer_cost(
-    width: int, heads: int, dk: int | None = None, length: int = 128, *, dv: int | None = None
-) -> FormCost:
+def layer_cost(width: int, heads: int, dk: int | None = None, length: int = 128) -> FormCost:
     """Return the cost of a whole attention layer, without biases and cache (section 3.4 of the paper).
 
-    Values and output take 2·D·dv parameters and 2·T·D·dv + T²·dv multiply-accumulates, with dv = D where they are
-    dense, as in the paper.
+    Values and output take 2·D² parameters and 2·T·D² + T²·D multiply-accumulates.
 
     Args:
         width: D, and the dense width H·d of queries, keys and values.
         heads: number of heads H.
         dk: shared width R, or None for dense queries and keys.
         length: tokens T.
-        dv: width of values, or None for dense ones.
 
     Raises:
         HeadError: the width is no multiple of the number of heads.
     """
     if width % heads:
         raise HeadError(f"width {width} is no multiple of {heads} heads")
-    head_width, values = width // heads, width if dv is None else dv
-    parameters, macs = 2 * width * values, (2 * length * width + length**2) * values
+    parameters, macs = 2 * width**2, (2 * length * width + length**2) * width
     if dk is None:
         scores = FormCost(dense_parameters(width, width, width, False), dense_macs(width, width, width, length))
     else:
-        form = SharedScores(heads, head_width, "", "", dk, content_bias=False)
+        form = SharedScores(heads, width // heads, "", "", dk, content_bias=False)
         scores = FormCost(form.parameters(width), form.macs(width, length))
     return FormCost(scores.parameters + parameters, scores.macs + macs)
 

@@ -57,16 +57,14 @@ def discrepancy(
     model: PreTrainedModel,
     batches: Batches,
     *,
-    of: Literal["outputs", "probs"] = "outputs",
     kinds: Collection[Kind] = KINDS,
     progress: Progress = False,
 ) -> dict[str, Discrepancy]:
-    """Return the distances between the heads of each layer ("Multi-Head Rotation", section 5.3).
+    """Return the distances between the outputs of the heads of each layer ("Multi-Head Rotation", section 5.3).
 
     Args:
         model: stock or edited; left in the mode it was in.
         batches: keyword arguments for the model; read once. Padding does not count.
-        of: compare head outputs, or attention probabilities.
         kinds: which kinds of attention.
         progress: True for a bar, or a function of how many batches are done and how many there are.
 
@@ -75,11 +73,11 @@ def discrepancy(
         serves several layers (ALBERT) has one entry for each use, `path[0]`, `path[1]`, ….
 
     Raises:
-        HeadError: no batches, no real token, numbers that are not finite, or `of` is neither.
+        HeadError: no batches, no real token, or numbers that are not finite.
         CalibrationError: the model does not take such batches.
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
-    return observe(model, batches, Discrepancies(of), kinds, progress=progress).result()
+    return observe(model, batches, Discrepancies(), kinds, progress=progress).result()
 
 
 def discrepancy_growth(
@@ -195,10 +193,8 @@ class Means:
 class Discrepancies(Means):
     """The `Observer` behind `discrepancy`."""
 
-    def __init__(self, of: Literal["outputs", "probs"] = "outputs") -> None:
-        if of not in ("outputs", "probs"):
-            raise HeadError(f"cannot measure discrepancy of heads' {of!r}; expected 'outputs' or 'probs'")
-        super().__init__(of, _distances)
+    def __init__(self) -> None:
+        super().__init__("outputs", _distances)
 
     def result(self) -> dict[str, Discrepancy]:
         """Return the matrices of each module."""
