@@ -46,22 +46,10 @@ def content_share(
     equation 3 of "Multi-Head Attention: Collaborate Instead of Concatenate". The variance is over the keys that a
     query sees, mean over real queries; what is constant over keys, the softmax ignores. Position biases (T5) are
     neither. A conversion moves the part of the context that all queries share into the content, so that a converted
-    model's shares differ from the dense model's.
-
-    Args:
-        model: stock or converted; left in the mode it was in.
-        batches: keyword arguments for the model; read once. Padding does not count.
-        kinds: which kinds of attention.
-        progress: True for a bar, or a function of how many batches are done and how many there are.
+    model's shares differ from the dense model's. Arguments, keys and errors are those of `head_covariances`.
 
     Returns:
-        Module path → shares in float64; all 0 for a head whose scores never vary. A module that serves several layers
-        (ALBERT) has one entry for each use, `path[0]`, `path[1]`, ….
-
-    Raises:
-        HeadError: no batches, a module saw no real token, or scores that are not finite.
-        CalibrationError: the model does not take such batches.
-        UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
+        Module path → shares in float64; all 0 for a head whose scores never vary.
     """
     watchers = [_Watcher(parts) for parts in score_parts(model, kinds)]
     with ExitStack() as hooks:

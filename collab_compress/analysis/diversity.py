@@ -62,20 +62,10 @@ def discrepancy(
 ) -> dict[str, Discrepancy]:
     """Return the distances between the outputs of the heads of each layer ("Multi-Head Rotation", section 5.3).
 
-    Args:
-        model: stock or edited; left in the mode it was in.
-        batches: keyword arguments for the model; read once. Padding does not count.
-        kinds: which kinds of attention.
-        progress: True for a bar, or a function of how many batches are done and how many there are.
+    Arguments, keys and errors are those of `head_covariances`.
 
     Returns:
-        Module path → matrices in float64. A vector of zeros has cosine 0 with every other, itself too. A module that
-        serves several layers (ALBERT) has one entry for each use, `path[0]`, `path[1]`, ….
-
-    Raises:
-        HeadError: no batches, no real token, or numbers that are not finite.
-        CalibrationError: the model does not take such batches.
-        UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
+        Module path → matrices in float64. A vector of zeros has cosine 0 with every other, itself too.
     """
     return observe(model, batches, Discrepancies(), kinds, progress=progress).result()
 
@@ -127,12 +117,11 @@ def bhattacharyya(
     $$BC(a, b) = \sum_j \sqrt{p_j^a \, p_j^b}$$
 
     equation 3 of "Diversified Attention on Transformers", mean over queries that are no padding. `mean_over_pairs` of
-    it is the diversity score of Fig. 1, lower for more diverse heads; the paper sums it over layers. Arguments and
-    errors are those of `discrepancy`.
+    it is the diversity score of Fig. 1, lower for more diverse heads; the paper sums it over layers. Arguments, keys
+    and errors are those of `head_covariances`.
 
     Returns:
-        Module path → (H, H) in float64, from 0 for heads that attend to different tokens to 1; keys as for
-        `discrepancy`.
+        Module path → (H, H) in float64, from 0 for heads that attend to different tokens to 1.
     """
     return observe(model, batches, Coefficients(), kinds, progress=progress).result()
 

@@ -23,8 +23,6 @@ from collab_compress.analysis import (
     split_rows,
     with_progress,
 )
-from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.conversion.compress import compress
 from collab_compress.conversion.expand import expand
@@ -192,25 +190,14 @@ def _token_count(model: PreTrainedModel, batch: Batch) -> int:
 
 
 def _pair(study: Study, widths: Mapping[str, int]) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Return the model in dense and in converted form: the baseline where it fits, else a conversion made here."""
-    other = study.baseline
-    if other is not None and _shapes(other) == _shapes(study.model):
-        converted = any(is_converted(site.module) for site in find_attention(other, FAMILIES))
-        if converted != study.converted:
-            return (other, study.model) if study.converted else (study.model, other)
-    made = deepcopy(study.model)
+    """Return the model in dense and in converted form; the form that it does not have is made of a copy."""
+    other = deepcopy(study.model)
     if study.converted:
-        expand(made)
-        return made, study.model
+        expand(other)
+        return other, study.model
     solver = Solver(sweeps=1 if "dk" in widths else None)
-    compress(made, Compression(widths.get("dk"), dv=widths.get("dv"), solver=solver), calibration=None)
-    return study.model, made
-
-
-def _shapes(model: PreTrainedModel) -> list[tuple[object, ...]]:
-    """Return what the dense and the converted form of each attention module have in common."""
-    values = [(site, site.part(site.family.value)) for site in find_attention(model, FAMILIES)]
-    return [(site.name, site.heads, site.head_width, value.weight.shape[1]) for site, value in values]
+    compress(other, Compression(widths.get("dk"), dv=widths.get("dv"), solver=solver), calibration=None)
+    return study.model, other
 
 
 def _scores_record(study: Study, module: ModuleCost) -> dict[str, Cell]:
