@@ -18,6 +18,7 @@ from collab_compress.errors import HeadError
 from collab_compress.heads import Part
 
 Unit = Literal["head", "layer"]
+PANEL = 192  # columns in one product: of a symmetric matrix little more than half is computed
 
 
 def mean_over_pairs(matrix: Tensor) -> float:
@@ -199,7 +200,9 @@ class RunningCovariance:
             self._sum = torch.zeros_like(self._shift)
             self._scatter = torch.diag(self._sum)
         joined = joined - self._shift
-        self._scatter.addmm_(joined.mT, joined)
+        for start in range(0, joined.shape[1], PANEL):  # the lower half of a symmetric matrix
+            part = slice(start, start + PANEL)
+            self._scatter[start:, part].addmm_(joined[:, start:].mT, joined[:, part])
         self._sum += joined.sum(0)
         self.count += len(joined)
 
@@ -217,7 +220,8 @@ class RunningCovariance:
         if not bool(self._scatter.isfinite().all() and self._shift.isfinite().all()):
             raise HeadError(f"{name} is not finite; look for NaN or infinity in the weights")
         mean = self._sum / self.count
-        matrix = (self._scatter - self.count * torch.outer(mean, mean)) / (self.count - 1)
+        lower = self._scatter.tril()
+        matrix = (lower + lower.tril(-1).mT - self.count * torch.outer(mean, mean)) / (self.count - 1)
         return JointCovariance(
             labels=tuple(self.labels),
             widths=tuple(self.widths),

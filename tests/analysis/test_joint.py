@@ -26,6 +26,11 @@ def test_it_is_the_covariance_of_all_tokens(draw, widths, size):
     assert found.count == 200
 
 
+def test_more_columns_than_a_panel():
+    x = torch.randn(5000, 210, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close(of_parts([x], (100, 110)).matrix, torch.tensor(np.cov(x.numpy(), rowvar=False)))
+
+
 def test_float32_keeps_directions_of_little_variance():
     generator = torch.Generator().manual_seed(0)
     turn = torch.linalg.qr(torch.randn(8, 8, generator=generator, dtype=torch.float64)).Q
