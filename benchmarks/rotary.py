@@ -24,8 +24,10 @@ rates.
 import argparse
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
@@ -33,8 +35,8 @@ from unittest.mock import patch
 
 import torch
 from datasets import Dataset
-from rotary_rivals import Batches, dropped, pooled, taught_
-from torch import Tensor
+from rivals import Batches, dropped, pooled, taught_
+from timing import append_record, read_records
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -59,19 +61,13 @@ RATES = (1e-3, 2e-4)
 def perplexity(model: PreTrainedModel, rows: Dataset, masked: bool) -> float:
     """Of all labels; blocks are of one length but for the last."""
     total = torch.zeros(2, dtype=torch.double)
-    for batch in rows.with_format("torch").iter(64):
-        for ids, labels in by_length(batch["input_ids"], batch["labels"]):
-            with torch.no_grad():
-                logits = model(input_ids=ids).logits
-            total += token_losses(logits, labels, shift=not masked).sum(0)
+    last = len(rows) - 1
+    for start in (*range(0, last, 64), last):
+        batch = rows.with_format("torch")[start : min(start + 64, last) if start < last else None]
+        with torch.no_grad():
+            logits = model(input_ids=batch["input_ids"]).logits
+        total += token_losses(logits, batch["labels"], shift=not masked).sum(0)
     return float((total[0] / total[1]).exp())
-
-
-def by_length(ids: Any, labels: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Stack blocks, the last by itself if it is shorter."""
-    whole = [place for place, each in enumerate(ids) if len(each) == len(ids[0])]
-    for places in filter(None, (whole, [place for place in range(len(ids)) if place not in whole])):
-        yield torch.stack([ids[p] for p in places]), torch.stack([labels[p] for p in places])
 
 
 def shared(
@@ -113,8 +109,7 @@ class Bench:
             else encode_language_model(text["validation"], tokenizer, length=LENGTH)
         )
         self.train = torch.tensor(encode_language_model(text["train"], tokenizer, length=LENGTH)["input_ids"][:-1])
-        lines = records.read_text(encoding="utf-8").splitlines() if records.exists() else []
-        self.done = [json.loads(line) for line in lines]
+        self.done = read_records(records)
 
     def texts(self, seed: int, count: int = BLOCKS // BATCH) -> Batches:
         """Draw blocks of training text."""
@@ -129,18 +124,16 @@ class Bench:
         found = {**case, "perplexity": round(perplexity(make(), self.rows, self.masked), 2)}
         self.done.append(found)
         print(json.dumps(found), flush=True)
-        with self.records.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found) + "\n")
+        append_record(self.records, found)
 
     def run(self, seeds: list[int], steps: int) -> None:
         """Measure all, seed after seed."""
         self.measure(lambda: self.dense, way="dense")
-        sizes = [{"share": share, "values": values} for values in (False, True) for share in SHARES]
-        for seed in seeds:
-            for size in sizes:
-                self.calibrated(size, seed)
-                if steps and seed == seeds[0]:
-                    self.recovered(size, seed, steps)
+        for seed, values, share in product(seeds, (False, True), SHARES):
+            size = {"share": share, "values": values}
+            self.calibrated(size, seed)
+            if steps and seed == seeds[0]:
+                self.recovered(size, seed, steps)
 
     def calibrated(self, size: dict[str, Any], seed: int) -> None:
         """Measure what is not trained."""
@@ -150,12 +143,8 @@ class Bench:
         self.measure(lambda: shared(self.dense, **size, **tokens), way="shared", data="random", **case)
         if not size["values"]:
             self.measure(lambda: equal(self.dense, **size, batches=text), way="equal", data="text", **case)
-            self.measure(
-                lambda: dropped(self.dense, **size, batches=text, alike=True),
-                way="dropped alike",
-                data="text",
-                **case,
-            )
+            alike = partial(dropped, self.dense, **size, batches=text, alike=True)
+            self.measure(alike, way="dropped alike", data="text", **case)
         self.measure(lambda: dropped(self.dense, **size, batches=text), way="dropped", data="text", **case)
         if self.pools(size["share"]):
             self.measure(lambda: pooled(self.dense, **size), way="pooled", **size, steps=0)
@@ -171,50 +160,61 @@ class Bench:
             return model
 
         self.measure(ours, way="shared", **case)
-        for rate in RATES if size["values"] else RATES[:1]:
-            learn = partial(taught_, dense=self.dense, batches=more, rate=rate)
-            rival = partial(dropped, self.dense, **size, batches=text)
-            self.measure(lambda make=rival, learn=learn: learn(make()), way="dropped", rate=rate, **case)
-            if size["values"] and self.pools(size["share"]):
-                rival = partial(pooled, self.dense, **size)
-                self.measure(lambda make=rival, learn=learn: learn(make()), way="pooled", rate=rate, **case)
+        rivals = {"dropped": partial(dropped, self.dense, **size, batches=text)}
+        if size["values"] and self.pools(size["share"]):
+            rivals["pooled"] = partial(pooled, self.dense, **size)
+        for rate, way in product(RATES if size["values"] else RATES[:1], rivals):
+            self.measure(
+                lambda rate=rate, make=rivals[way]: taught_(make(), self.dense, more, rate),
+                way=way,
+                rate=rate,
+                **case,
+            )
 
     def pools(self, share: float) -> bool:
         """Whether heads can be pooled in equal groups, in a family that has groups."""
         return not self.masked and self.dense.config.num_attention_heads % (share * 8) == 0
 
 
-COLUMNS = {
-    "shared, random tokens": {"way": "shared", "data": "random", "steps": 0},
-    "shared, text": {"way": "shared", "data": "text", "steps": 0},
-    "equal": {"way": "equal", "steps": 0},
-    "dropped": {"way": "dropped", "steps": 0},
-    "dropped alike": {"way": "dropped alike", "steps": 0},
-    "pooled": {"way": "pooled", "steps": 0},
-    "shared, recovered": {"way": "shared", "data": "text"},
-    "dropped, recovered": {"way": "dropped"},
-    "pooled, recovered": {"way": "pooled"},
-}
+COLUMNS = (
+    "shared, random tokens",
+    "shared, text",
+    "equal",
+    "dropped",
+    "dropped alike",
+    "pooled",
+    "shared, recovered",
+    "dropped, recovered",
+    "pooled, recovered",
+)
+
+
+def column_of(record: dict[str, Any]) -> str:
+    """Return where in the table a record belongs."""
+    if record.get("steps"):
+        return f"{record['way']}, recovered"
+    if record["way"] == "shared":
+        return "shared, random tokens" if record["data"] == "random" else "shared, text"
+    return str(record["way"])
 
 
 def table(name: str, done: list[dict[str, Any]]) -> None:
-    """Print a model's figures: the mean over seeds, with half their range."""
+    """Print a model's figures: the mean over seeds, with half their range; of rivals that recover, the best rate."""
+    found: dict[tuple[bool, float, str], list[float]] = defaultdict(list)
+    for record in done:
+        if record["way"] != "dense":
+            found[record["values"], record["share"], column_of(record)].append(record["perplexity"])
     print(f"{name}, dense {next(each for each in done if each['way'] == 'dense')['perplexity']:.2f}\n")
     print("| | " + " | ".join(COLUMNS) + " |\n" + "|---" * (1 + len(COLUMNS)) + "|")
-    for values in (False, True):
-        for share in SHARES:
-            size = {"share": share, "values": values}
-            cells = []
-            for column in COLUMNS.values():
-                found = [
-                    each["perplexity"]
-                    for each in done
-                    if (size | column).items() <= each.items() and ("steps" in column or each["steps"])
-                ]
-                found = found if not found or "steps" in column else [min(found)]
-                spread = f" ± {(max(found) - min(found)) / 2:.2f}" if len(found) > 1 else ""
-                cells.append(f"{mean(found):.2f}{spread}" if found else "–")
-            print(f"| {'keys and values' if values else 'keys'} {share} | " + " | ".join(cells) + " |")
+    for values, share in product((False, True), SHARES):
+        cells = []
+        for column in COLUMNS:
+            figures = found[values, share, column]
+            if column.endswith("recovered"):
+                figures = sorted(figures)[:1]
+            spread = f" ± {(max(figures) - min(figures)) / 2:.2f}" if len(figures) > 1 else ""
+            cells.append(f"{mean(figures):.2f}{spread}" if figures else "–")
+        print(f"| {'keys and values' if values else 'keys'} {share} | " + " | ".join(cells) + " |")
 
 
 def main() -> None:
@@ -225,7 +225,6 @@ def main() -> None:
     parser.add_argument("--recover", type=int, default=40)
     parser.add_argument("--records", type=Path, default=Path(__file__).parent / "records" / "rotary.jsonl")
     given = parser.parse_args()
-    given.records.parent.mkdir(exist_ok=True)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     for folder in given.models:

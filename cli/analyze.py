@@ -9,8 +9,7 @@ from tqdm import tqdm
 
 from collab_compress.checkpoint.directory import atomic_file
 from collab_compress.checkpoint.pretrained import find_directory
-from collab_compress.report import Findings, Study, look_at, write_findings
-from collab_compress.report.files import to_json
+from collab_compress.report import Findings, Study, look_at, to_json, write_findings
 
 from .arguments import AnalyzeArguments as Arguments
 from .command import parse, silence_libraries, stopping_in_one_line

@@ -14,9 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 try:
     from quality import DEFAULT_ROWS, DENSE_PARAMETERS, LAYERS, WIDTH, Row
     from quality import HEADS as MINILM_HEADS
-    from rivals import layers_of, low_rank_, per_head_, without_heads_
+    from rivals import dropped, layers_of, low_rank_, per_head_, pooled, taught_, without_heads_
     from rotary import equal, shared
-    from rotary_rivals import dropped, pooled, taught_
     from timing import ratio
 finally:
     sys.path.pop(0)

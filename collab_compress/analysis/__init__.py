@@ -6,7 +6,7 @@ from collab_compress.analysis.content_share import ContentShare, content_share
 from collab_compress.analysis.cost import (
     FormCost,
     Latency,
-    LayerCost,
+    MapCost,
     ModuleCost,
     PaperRow,
     layer_cost,
@@ -15,7 +15,14 @@ from collab_compress.analysis.cost import (
     module_latency,
     paper_table_1,
 )
-from collab_compress.analysis.covariance import JointCovariance, mean_over_pairs
+from collab_compress.analysis.covariance import (
+    JointCovariance,
+    head_covariances,
+    head_samples,
+    layer_covariance,
+    mean_over_pairs,
+    model_covariances,
+)
 from collab_compress.analysis.diversity import (
     Discrepancy,
     average_distance,
@@ -27,7 +34,6 @@ from collab_compress.analysis.diversity import (
 from collab_compress.analysis.dominance import Dominance, PruningPoint, dominant_heads, pruning_curve, split_rows
 from collab_compress.analysis.energy import Energy, ValueEnergy, head_energy, tensor_energy, value_energy
 from collab_compress.analysis.mixing import alpha_matrices, effective_rank, mixing_matrices, skew_symmetry
-from collab_compress.analysis.responses import head_covariances, head_samples, layer_covariance, model_covariances
 from collab_compress.analysis.stream import with_progress
 from collab_compress.analysis.svcca import SVCCA, svcca
 
@@ -41,7 +47,7 @@ __all__ = [
     "FormCost",
     "JointCovariance",
     "Latency",
-    "LayerCost",
+    "MapCost",
     "ModuleCost",
     "PaperRow",
     "PruningPoint",

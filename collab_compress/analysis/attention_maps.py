@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from collab_compress.analysis.stream import Shown, by_name, read_heads
+from collab_compress.analysis.stream import by_name, read_heads
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.errors import HeadError
@@ -51,7 +51,6 @@ def attention_maps(
     *,
     target: str | None = None,
     kinds: Collection[Kind] = KINDS,
-    modules: str = "*",
 ) -> dict[str, AttentionMap]:
     """Return the attention probabilities of each head in a text ("Inter-Head Diversity", Figure 1).
 
@@ -61,23 +60,21 @@ def attention_maps(
         text: input of the model, or a pair of texts.
         target: input of an encoder–decoder's decoder, after its start token; required there.
         kinds: which kinds of attention.
-        modules: glob on module paths.
 
     Returns:
         Module path → map. A module that serves several layers (ALBERT) has one for each use, `path[0]`, `path[1]`, ….
 
     Raises:
-        HeadError: a target is missing or not wanted, or no module matches.
+        HeadError: a target is missing or not wanted.
         CalibrationError: the model cannot run on the text.
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
     batch = _batch(model, tokenizer, text, target)
     sources = _tokens(tokenizer, batch["input_ids"])
     targets = _tokens(tokenizer, batch["decoder_input_ids"]) if target is not None else sources
-    found: list[Shown] = []
-    read_heads([model], [batch], "probs", found.extend, kinds=kinds, modules=modules)
     maps = {}
-    for use, reading in found[0]:
+    ((shown,),) = read_heads([model], [batch], "probs", kinds=kinds)
+    for use, reading in shown:
         kind = reading.site.kind
         assert reading.probs is not None
         maps[use] = AttentionMap(

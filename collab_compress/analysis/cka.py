@@ -41,19 +41,18 @@ def sample_cka(
     tokens: Tensor | Sequence[Tensor],
     kernel: Kernel = "rbf",
     *,
-    bandwidth: float | None = None,
     unbiased: bool = False,
 ) -> Tensor:
     r"""Return CKA of all pairs of heads on a sample of tokens, with the linear or the radial kernel.
 
-    The radial kernel is $\kappa(y, z) = \exp(-\|y - z\|^2 / 2 \sigma^2)$. The cost is O(H d N²) operations and
-    O(H N) memory, so N should be at most a few thousand tokens.
+    The radial kernel is $\kappa(y, z) = \exp(-\|y - z\|^2 / 2 \sigma^2)$, with σ each head's median distance between
+    two of its first 1000 tokens. The cost is O(H d N²) operations and O(H N) memory, so N should be at most a few
+    thousand tokens.
 
     Args:
         tokens: (N, H, d) from `head_samples`, or several representations (N, d_i) of the same tokens, as of layers
             or models; N is at least 4.
         kernel: `rbf` or `linear`.
-        bandwidth: σ; by default each head's median distance between two of its first 1000 tokens.
         unbiased: estimate the dependence by HSIC₁ (Song et al., "Feature Selection via Dependence Maximization",
             2012). The ordinary estimate (equation 4 of "Inter-Head Diversity") is of order 1/N too high, and more so
             the narrower the kernel: independent heads do not come out at 0.
@@ -63,14 +62,12 @@ def sample_cka(
         may lie a little outside.
 
     Raises:
-        HeadError: too few tokens or not the same number, an unknown kernel, or a bandwidth that is not positive.
+        HeadError: too few tokens or not the same number, or an unknown kernel.
     """
     if kernel not in get_args(Kernel):
         raise HeadError(f"unknown kernel {kernel!r}; expected one of {', '.join(get_args(Kernel))}")
-    if bandwidth is not None and not bandwidth > 0:
-        raise HeadError(f"bandwidth is {bandwidth}; expected above 0, or None for the median distance")
     centred = _centre(tokens if isinstance(tokens, Tensor) else _stack(tokens))
-    widths = None if kernel == "linear" else _bandwidths(centred, bandwidth)
+    widths = None if kernel == "linear" else _bandwidths(centred)
     dependence = _hsic(centred, widths, unbiased)
     norms = dependence.diagonal().clamp(min=0).sqrt()
     return _ratio(dependence, norms, norms)
@@ -89,10 +86,8 @@ def _centre(tokens: Tensor) -> Tensor:
     return centred * (centred.square().sum(2).mean(1) > noise)[:, None, None]
 
 
-def _bandwidths(centred: Tensor, bandwidth: float | None) -> Tensor:
+def _bandwidths(centred: Tensor) -> Tensor:
     """Return σ of each head, (H, 1, 1)."""
-    if bandwidth is not None:
-        return torch.full((len(centred), 1, 1), bandwidth, dtype=torch.float64)
     medians = torch.stack([torch.nn.functional.pdist(head).median() for head in centred[:, :PROBES]])
     return torch.where(medians > 0, medians, 1.0)[:, None, None]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,35 +46,23 @@ def content_share(
     equation 3 of "Multi-Head Attention: Collaborate Instead of Concatenate". The variance is over the keys that a
     query sees, mean over real queries; what is constant over keys, the softmax ignores. Position biases (T5) are
     neither. A conversion moves the part of the context that all queries share into the content, so that a converted
-    model's shares differ from the dense model's.
-
-    Args:
-        model: stock or converted; left in the mode it was in.
-        batches: keyword arguments for the model; read once. Padding does not count.
-        kinds: which kinds of attention.
-        progress: True for a bar, or a function of how many batches are done and how many there are.
+    model's shares differ from the dense model's. Arguments, keys and errors are those of `head_covariances`.
 
     Returns:
-        Module path → shares in float64; all 0 for a head whose scores never vary. A module that serves several layers
-        (ALBERT) has one entry for each use, `path[0]`, `path[1]`, ….
-
-    Raises:
-        HeadError: no batches, a module saw no real token, or scores that are not finite.
-        CalibrationError: the model does not take such batches.
-        UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
+        Module path → shares in float64; all 0 for a head whose scores never vary.
     """
     watchers = [_Watcher(parts) for parts in score_parts(model, kinds)]
-    handles = [handle for watcher in watchers for handle in watcher.hook()]
-    try:
-        with evaluation_mode(model):
-            for batch in with_progress(batches, progress, "batches"):
-                real = real_tokens(model, (), (), batch)
-                for watcher in watchers:
-                    watcher.begin(masks_of(watcher.parts.site, real))
-                run_batch(model, dict(batch))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        hooks.enter_context(evaluation_mode(model))
+        for watcher in watchers:
+            for side in ("query", "key"):
+                projection = getattr(watcher.parts.site, side)
+                hooks.enter_context(projection.register_forward_pre_hook(partial(watcher.note, side)))
+        for batch in with_progress(batches, progress, "batches"):
+            real = real_tokens(model, (), (), batch)
+            for watcher in watchers:
+                watcher.begin(masks_of(watcher.parts.site, real))
+            run_batch(model, dict(batch))
     shares = {}
     for watcher in watchers:
         name = watcher.parts.site.name
@@ -93,24 +83,15 @@ class _Watcher:
         self._uses = 0
         self._inputs: dict[str, Tensor] = {}
 
-    def hook(self) -> list[Any]:
-        site = self.parts.site
-        return [
-            site.query.register_forward_pre_hook(self._saw("query")),
-            site.key.register_forward_pre_hook(self._saw("key")),
-        ]
-
     def begin(self, real: RealTokens) -> None:
         """Start a new batch."""
         self._real, self._uses, self._inputs = real, 0, {}
 
-    def _saw(self, side: str) -> Callable[[Any, tuple[Tensor, ...]], None]:
-        def note(_: Any, args: tuple[Tensor, ...]) -> None:
-            self._inputs[side] = args[0].detach().double().cpu()
-            if len(self._inputs) == 2:
-                self._take(self._inputs.pop("query"), self._inputs.pop("key"))
-
-        return note
+    def note(self, side: str, _: Any, args: tuple[Tensor, ...]) -> None:
+        """Keep the input of the query or key projection; with both, add the samples of this use."""
+        self._inputs[side] = args[0].detach().double().cpu()
+        if len(self._inputs) == 2:
+            self._take(self._inputs.pop("query"), self._inputs.pop("key"))
 
     def _take(self, queries: Tensor, keys: Tensor) -> None:
         """Add the samples of one use, from the inputs of its projections, (B, T, D) and (B, S, D)."""

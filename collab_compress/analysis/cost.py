@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -28,7 +30,7 @@ Inputs = Callable[[int], Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class FormCost:
-    """The cost of one map of an attention module, its scores or its values and outputs, in one form.
+    """The cost of a map of an attention module (its scores, or its values and outputs) in one form, or of a layer.
 
     Args:
         parameters: of scores, those of query and key projections, mixing matrix and content biases included; of
@@ -40,51 +42,46 @@ class FormCost:
 
     parameters: int
     macs: int
-    cache_bytes: int
+    cache_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class MapCost:
+    """The cost of one map of an attention module, dense and converted.
+
+    Args:
+        width: channels of all heads together, dk or dv; None where the map stays dense.
+        dense: cost in dense form.
+        converted: cost at that width, or in dense form without one.
+        break_even_length: T*, the number of tokens beyond which the converted form costs more; infinite for values,
+            which cost less at any length. None without a width.
+    """
+
+    width: int | None
+    dense: FormCost
+    converted: FormCost
+    break_even_length: float | None
 
 
 @dataclass(frozen=True)
 class ModuleCost:
-    """The cost of one attention module's scores, and of its values with outputs, dense and converted.
+    """The cost of one attention module's scores, and of its values with outputs.
 
     Args:
         name: path of the module.
         kind: kind of attention.
         length: tokens T for which multiply-accumulates are counted.
-        dk: channels R of all heads together, or None for dense scores.
-        form: whether heads share these channels, or each has its own.
-        dense: cost of scores in dense form.
-        converted: cost of scores at that dk, or None without.
-        break_even_length: T*, the number of tokens beyond which converted scores cost more, or None without dk.
-        dv: channels of all heads' values together, or None for dense values.
-        dense_values: cost of values and outputs in dense form.
-        converted_values: cost of values and outputs at that dv, less at any length; None without.
+        form: whether heads share the channels of scores, or each has its own.
+        scores: cost of scores.
+        values: cost of values and outputs.
     """
 
     name: str
     kind: Kind
     length: int
-    dk: int | None
     form: str
-    dense: FormCost
-    converted: FormCost | None
-    break_even_length: float | None
-    dv: int | None
-    dense_values: FormCost
-    converted_values: FormCost | None
-
-
-@dataclass(frozen=True)
-class LayerCost:
-    """The cost of a whole attention layer, values and output projection included, biases not.
-
-    Args:
-        parameters: of its four projections, and of the mixing matrix.
-        macs: multiply-accumulates for one sequence.
-    """
-
-    parameters: int
-    macs: int
+    scores: MapCost
+    values: MapCost
 
 
 @dataclass(frozen=True)
@@ -104,8 +101,8 @@ class PaperRow:
     width: int
     heads: int
     dk: int
-    dense: LayerCost
-    collaborative: LayerCost
+    dense: FormCost
+    collaborative: FormCost
     printed: tuple[float, float, float, float]
 
 
@@ -144,35 +141,29 @@ def module_costs(
     return [_module_cost(site, length, dk, dv, form) for site in find_attention(model, FAMILIES, kinds=kinds)]
 
 
-def layer_cost(
-    width: int, heads: int, dk: int | None = None, length: int = 128, *, dv: int | None = None
-) -> LayerCost:
-    """Return the cost of a whole attention layer, without biases (section 3.4 of the paper).
+def layer_cost(width: int, heads: int, dk: int | None = None, length: int = 128) -> FormCost:
+    """Return the cost of a whole attention layer, without biases and cache (section 3.4 of the paper).
 
-    Values and output take 2·D·dv parameters and 2·T·D·dv + T²·dv multiply-accumulates, with dv = D where they are
-    dense, as in the paper.
+    Values and output take 2·D² parameters and 2·T·D² + T²·D multiply-accumulates.
 
     Args:
         width: D, and the dense width H·d of queries, keys and values.
         heads: number of heads H.
         dk: shared width R, or None for dense queries and keys.
         length: tokens T.
-        dv: width of values, or None for dense ones.
 
     Raises:
         HeadError: the width is no multiple of the number of heads.
     """
     if width % heads:
         raise HeadError(f"width {width} is no multiple of {heads} heads")
-    head_width, values = width // heads, width if dv is None else dv
-    parameters, macs = 2 * width * values, (2 * length * width + length**2) * values
+    parameters, macs = 2 * width**2, (2 * length * width + length**2) * width
     if dk is None:
-        return LayerCost(
-            dense_parameters(width, width, width, bias=False) + parameters,
-            dense_macs(width, width, width, length) + macs,
-        )
-    form = SharedScores(heads, head_width, "", "", dk, content_bias=False)
-    return LayerCost(form.parameters(width) + parameters, form.macs(width, length) + macs)
+        scores = FormCost(dense_parameters(width, width, width, False), dense_macs(width, width, width, length))
+    else:
+        form = SharedScores(heads, width // heads, "", "", dk, content_bias=False)
+        scores = FormCost(form.parameters(width), form.macs(width, length))
+    return FormCost(scores.parameters + parameters, scores.macs + macs)
 
 
 def paper_table_1() -> list[PaperRow]:
@@ -256,10 +247,9 @@ def module_latency(
     with evaluation_mode(dense), evaluation_mode(converted):
         for length in with_progress(lengths, progress, "lengths"):
             batch = _random_tokens(dense, batch_size, length, seed) if inputs is None else dict(inputs(length))
-            for call in _calls(dense, sites, batch):
-                counterpart = replace(call, site=ours[call.site.name])
-                latency = _timed(call, counterpart, call.site.module, rounds, draw)
-                latencies.append(replace(latency, name=call.site.name, length=length))
+            for site, args, kwargs in _first_calls(dense, sites, batch):
+                calls = [partial(_call, each, args, kwargs) for each in (site, ours[site.name])]
+                latencies.append(_timed(site.name, length, calls, dense.device, rounds, draw))
     return latencies
 
 
@@ -293,10 +283,10 @@ def model_latency(
     if "use_cache" in forward_arguments(dense):
         batch["use_cache"] = False
     with evaluation_mode(dense), evaluation_mode(converted):
-        calls = partial(run_batch, dense, batch), partial(run_batch, converted, batch)
-        once = sum(_seconds(call, dense) for call in calls)
+        calls = [partial(run_batch, model, batch) for model in (dense, converted)]
+        once = sum(_seconds(call, dense.device) for call in calls)
         rounds = min(40, max(4, int(seconds / once)))
-        return replace(_timed(*calls, dense, rounds, random.Random(seed)), length=length)
+        return _timed("", length, calls, dense.device, rounds, random.Random(seed))
 
 
 def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | None, option: Form) -> ModuleCost:
@@ -323,36 +313,25 @@ def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | Non
         site.key_value_width * number,
     )
     whole = NarrowValues.of(site, site.key_value_width, value_bias)
-    return ModuleCost(
-        name=site.name,
-        kind=site.kind,
-        length=length,
-        dk=None if scores is None else scores.rank,
-        form=option if scores is None else scores.option,
-        dense=dense,
-        converted=None if scores is None else cost_of(scores, cached_keys or 0),
-        break_even_length=None if scores is None else scores.break_even(width),
-        dv=None if values is None else values.dv,
-        dense_values=cost_of(whole, whole.value_width),
-        converted_values=None if values is None else cost_of(values, cached_values or 0),
-    )
+    dense_values = cost_of(whole, whole.value_width)
+    score_cost = MapCost(None, dense, dense, None)
+    if scores is not None:
+        score_cost = MapCost(scores.rank, dense, cost_of(scores, cached_keys), scores.break_even(width))
+    value_cost = MapCost(None, dense_values, dense_values, None)
+    if values is not None:
+        value_cost = MapCost(values.dv, dense_values, cost_of(values, cached_values), inf)
+    form = option if scores is None else scores.option
+    return ModuleCost(site.name, site.kind, length, form, score_cost, value_cost)
 
 
-def _cached(
-    site: AttentionSite, scores: ScoreForm | None, values: NarrowValues | None
-) -> tuple[int | None, int | None]:
-    """Return the numbers that converted keys and values of a token take in a cache."""
+def _cached(site: AttentionSite, scores: ScoreForm | None, values: NarrowValues | None) -> tuple[int, int]:
+    """Return the numbers that keys and values of a token take in a cache."""
     if site.family.pieces and scores is not None and values is not None:  # laid out alike
         widest = max(scores.rank + scores.content_channels, values.dv)
         return (widest + -widest % site.head_width,) * 2
-    if site.family.even:
-        return (
-            max(
-                site.width if scores is None else scores.key_width,
-                site.width if values is None else values.value_width,
-            ),
-        ) * 2
-    return (None if scores is None else scores.key_width), (None if values is None else values.value_width)
+    keys = site.width if scores is None else scores.key_width
+    channels = site.width if values is None else values.value_width
+    return (max(keys, channels),) * 2 if site.family.even else (keys, channels)
 
 
 def _bare(part: Any) -> Any:
@@ -360,80 +339,58 @@ def _bare(part: Any) -> Any:
     return getattr(part, "proj", part)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """An attention module and its arguments in one call."""
-
-    site: AttentionSite
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def __call__(self) -> None:
-        """Run the module, and its output projection where it is outside the module."""
-        outputs = self.site.module(*self.args, **self.kwargs)
-        if self.site.family.output.startswith(".."):
-            self.site.part(self.site.family.output)(outputs[0])
+def _call(site: AttentionSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run a module, and its output projection where it is outside the module."""
+    outputs = site.module(*args, **kwargs)
+    if site.family.output.startswith(".."):
+        site.part(site.family.output)(outputs[0])
 
 
-def _calls(model: PreTrainedModel, sites: Sequence[AttentionSite], batch: dict[str, Any]) -> list[_Call]:
-    """Return the arguments of each module's first call while the model runs."""
-    calls: dict[str, _Call] = {}
+def _first_calls(
+    model: PreTrainedModel, sites: Sequence[AttentionSite], batch: dict[str, Any]
+) -> list[tuple[AttentionSite, tuple[Any, ...], dict[str, Any]]]:
+    """Return each module with the arguments of its first call while the model runs."""
+    calls: dict[nn.Module, Any] = {}
 
-    def watch(site: AttentionSite) -> Any:
-        def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls.setdefault(site.name, _Call(site, args, kwargs))
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.setdefault(module, (args, kwargs))
 
-        return site.module.register_forward_pre_hook(note, with_kwargs=True)
-
-    handles = [watch(site) for site in sites]
     if "use_cache" in forward_arguments(model):
         batch = {**batch, "use_cache": False}  # a cache would grow with every call
-    try:
+    with ExitStack() as hooks:
+        for site in sites:
+            hooks.enter_context(site.module.register_forward_pre_hook(note, with_kwargs=True))
         run_batch(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return list(calls.values())
+    return [(site, *calls[site.module]) for site in sites if site.module in calls]
 
 
 def _timed(
-    dense: Callable[[], Any],
-    converted: Callable[[], Any],
-    module: nn.Module,
+    name: str,
+    length: int,
+    calls: Sequence[Callable[[], Any]],
+    device: torch.device,
     rounds: int,
     draw: random.Random,
 ) -> Latency:
-    """Return the latency of two calls in turns, without a name and a length."""
-    times: dict[str, list[float]] = {"dense": [], "converted": []}
-    calls = {"dense": dense, "converted": converted}
+    """Return the latency of a dense and a converted call, timed in turns."""
+    times: tuple[list[float], list[float]] = ([], [])
     for count in range(rounds + 1):
-        for which in draw.sample(sorted(calls), 2):
-            seconds = _seconds(calls[which], module)
+        for which in draw.sample((0, 1), 2):
+            seconds = _seconds(calls[which], device)
             if count:  # the first is for warming up
-                times[which].append(seconds)
-    ratios = [ours / theirs for ours, theirs in zip(times["converted"], times["dense"], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return Latency(
-        name="",
-        length=0,
-        dense_ms=1e3 * statistics.median(times["dense"]),
-        converted_ms=1e3 * statistics.median(times["converted"]),
-        ratio=middle,
-        low=low,
-        high=high,
-        rounds=rounds,
-    )
+                times[which].append(1e3 * seconds)
+    low, middle, high = statistics.quantiles([ours / dense for dense, ours in zip(*times, strict=True)], n=4)
+    dense_ms, converted_ms = map(statistics.median, times)
+    return Latency(name, length, dense_ms, converted_ms, middle, low, high, rounds)
 
 
-def _seconds(call: Callable[[], Any], module: nn.Module) -> float:
-    """Return the time of one call, its work on the module's GPU included."""
-    on_gpu = torch.cuda.is_available() and next(module.parameters()).is_cuda
-    if on_gpu:
-        torch.cuda.synchronize()
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Return the time of one call, its work on the GPU included."""
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
     started = perf_counter()
     call()
-    if on_gpu:
-        torch.cuda.synchronize()
+    wait()
     return perf_counter() - started
 
 

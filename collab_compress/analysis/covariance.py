@@ -1,14 +1,24 @@
-"""Covariances of several representations of the same tokens, gathered batch by batch, and means over their pairs."""
+"""Covariances of what heads, layers or two models compute at the same tokens, and samples of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
+from collab_compress.analysis.stream import Batches, Progress, Shown, Use, by_name, observe, read_heads, real_vectors
+from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
 from collab_compress.errors import HeadError
+from collab_compress.heads import Part
+
+Unit = Literal["head", "layer"]
+PANEL = 192  # columns in one product: of a symmetric matrix little more than half is computed
 
 
 def mean_over_pairs(matrix: Tensor) -> float:
@@ -29,9 +39,6 @@ def mean_over_pairs(matrix: Tensor) -> float:
         raise HeadError("a single head has no pairs to average over; compare heads where there are several")
     rows, columns = torch.triu_indices(heads, heads, 1)
     return float(matrix[rows, columns].mean())
-
-
-PANEL = 192  # columns in one product: of a symmetric matrix little more than half is computed
 
 
 @dataclass(frozen=True)
@@ -71,9 +78,9 @@ class JointCovariance:
         if not representations or any(x.ndim != 2 or len(x) != len(representations[0]) for x in representations):
             shapes = ", ".join(str(tuple(x.shape)) for x in representations)
             raise HeadError(f"representations do not fit together: got {shapes}; expected (N, d), all of the same N")
-        running = RunningCovariance(tuple(x.shape[1] for x in representations))
-        running.add(torch.cat(list(representations), 1))
-        return running.result(tuple(map(str, range(len(representations)))), "representations", leading)
+        running = RunningCovariance("layer")
+        running.add([(str(place), x[:, None]) for place, x in enumerate(representations)])
+        return replace(running.result("representations"), leading=leading)
 
     @property
     def rows(self) -> range:
@@ -85,15 +92,18 @@ class JointCovariance:
         """Blocks that `rows` are compared with; the same blocks where all are compared with all."""
         return range(self.leading, len(self.widths))
 
+    @cached_property
+    def _places(self) -> Tensor:
+        """Columns of the matrix that belong to each block, (n, w), filled up with −1 to the widest block, w."""
+        widths = torch.tensor(self.widths)[:, None]
+        offsets = torch.arange(max(self.widths))
+        return torch.where(offsets < widths, widths.cumsum(0) - widths + offsets, -1)
+
     def cross(self, row: int, columns: Sequence[int]) -> Tensor:
         """Return the covariance of one block with others, (n, w, w), zero-padded to the widest block, w."""
-        widest = max(self.widths)
-        padded = torch.nn.functional.pad(self.matrix[self._slice(row)], (0, 1, 0, widest - self.widths[row]))
-        index = torch.full((len(columns), widest), -1)  # the column of zeros
-        for place, column in enumerate(columns):
-            block = self._slice(column)
-            index[place, : self.widths[column]] = torch.arange(block.start, block.stop)
-        return padded[:, index].transpose(0, 1)
+        start, width = int(self._places[row, 0]), self.widths[row]
+        block = pad(self.matrix[start : start + width], (0, 1, 0, max(self.widths) - width))  # the last column is 0
+        return block[:, self._places[list(columns)]].transpose(0, 1)
 
     def own(self) -> Tensor:
         """Return the covariance of each block with itself, (n, w, w); 0 for one that varies by rounding only."""
@@ -103,9 +113,8 @@ class JointCovariance:
 
     def floor(self) -> Tensor:
         """Return the variance that rounding alone may give to a direction of each block, (n,)."""
-        squares = self.matrix.diagonal() + self.mean.square()
-        powers = torch.stack([squares[self._slice(block)].sum() for block in range(len(self.widths))])
-        return rounding_variance(powers, torch.tensor(self.widths), self.precision)
+        squares = pad(self.matrix.diagonal() + self.mean.square(), (0, 1))
+        return rounding_variance(squares[self._places].sum(1), torch.tensor(self.widths), self.precision)
 
     def only(self, blocks: range) -> JointCovariance:
         """Return neighbouring blocks alone, all to be compared with all: the heads of one of several layers."""
@@ -132,13 +141,8 @@ class JointCovariance:
         """
         if sum(sizes) != len(self.widths) or len(labels) != len(sizes):
             raise HeadError(f"cannot join {len(self.widths)} blocks into {len(labels)} of {list(sizes)}")
-        stops = [sum(sizes[: place + 1]) for place in range(len(sizes))]
-        widths = tuple(sum(self.widths[stop - size : stop]) for stop, size in zip(stops, sizes, strict=True))
+        widths = tuple(int(part.sum()) for part in torch.tensor(self.widths).split(list(sizes)))
         return replace(self, labels=tuple(labels), widths=widths, leading=leading)
-
-    def _slice(self, block: int) -> slice:
-        start = sum(self.widths[:block])
-        return slice(start, start + self.widths[block])
 
 
 def rounding_variance(power: Tensor, width: Tensor | int, precision: float) -> Tensor:
@@ -157,36 +161,56 @@ class RunningCovariance:
     """Mean and covariance of vectors that come in batches, summed in float64 about the mean of the first batch.
 
     Args:
-        widths: widths of the blocks.
+        unit: a block is each `head` of each module, or a `layer` with all its heads.
     """
 
-    def __init__(self, widths: tuple[int, ...]) -> None:
-        self.widths, self.count, self.precision = widths, 0, 0.0
+    def __init__(self, unit: Unit = "head") -> None:
+        if unit not in get_args(Unit):
+            raise HeadError(f"unknown unit {unit!r}; expected one of {', '.join(get_args(Unit))}")
+        self.unit = unit
+        self.labels: list[str] = []
+        self.widths: list[int] = []
+        self.count, self.precision = 0, 0.0
 
-    def add(self, vectors: Tensor) -> None:
-        """Add vectors (N, C); C is the sum of the widths."""
-        self.precision = max(self.precision, torch.finfo(vectors.dtype).eps)
-        vectors = vectors.detach().double()
-        if not len(vectors):
+    def add(self, modules: Sequence[tuple[str, Tensor]]) -> None:
+        """Add one batch: the name of each module and its vectors (N, H, d).
+
+        Raises:
+            HeadError: the modules see different numbers of tokens.
+        """
+        if len({len(vectors) for _, vectors in modules}) > 1:
+            lengths = ", ".join(f"{name}: {len(vectors)}" for name, vectors in modules)
+            raise HeadError(
+                f"modules see different numbers of tokens ({lengths}); choose modules that read the same "
+                "ones, as by kinds=('encoder',), and models with one tokenizer"
+            )
+        if not self.labels:
+            for name, vectors in modules:
+                heads, width = vectors.shape[1:]
+                self.widths += [width] * heads if self.unit == "head" else [heads * width]
+                self.labels += [f"{name}:{head}" for head in range(heads)] if self.unit == "head" else [name]
+        device = modules[0][1].device  # layers of one model may lie on several
+        joined = torch.cat([vectors.detach().flatten(1).to(device) for _, vectors in modules], 1)
+        self.precision = max(self.precision, torch.finfo(joined.dtype).eps)
+        if not len(joined):
             return
+        joined = joined.double()
         if not self.count:
-            self._shift = vectors.mean(0)
+            self._shift = joined.mean(0)
             self._sum = torch.zeros_like(self._shift)
             self._scatter = torch.diag(self._sum)
-        vectors = vectors - self._shift.to(vectors.device)
-        for start in range(0, vectors.shape[1], PANEL):  # the lower half of a symmetric matrix
-            product = vectors[:, start:].mT @ vectors[:, start : start + PANEL]
-            self._scatter[start:, start : start + PANEL] += product.to(self._scatter.device)
-        self._sum += vectors.sum(0).to(self._sum.device)
-        self.count += len(vectors)
+        joined = joined - self._shift
+        for start in range(0, joined.shape[1], PANEL):  # the lower half of a symmetric matrix
+            part = slice(start, start + PANEL)
+            self._scatter[start:, part].addmm_(joined[:, start:].mT, joined[:, part])
+        self._sum += joined.sum(0)
+        self.count += len(joined)
 
-    def result(self, labels: tuple[str, ...], name: str, leading: int = 0) -> JointCovariance:
+    def result(self, name: str) -> JointCovariance:
         """Return mean and covariance of all vectors, on the CPU.
 
         Args:
-            labels: of the blocks.
             name: what was measured, for messages.
-            leading: as for `JointCovariance`.
 
         Raises:
             HeadError: fewer than two vectors, or they are not finite.
@@ -197,14 +221,217 @@ class RunningCovariance:
             raise HeadError(f"{name} is not finite; look for NaN or infinity in the weights")
         mean = self._sum / self.count
         lower = self._scatter.tril()
-        scatter = lower + lower.tril(-1).mT
-        matrix = (scatter - self.count * torch.outer(mean, mean)) / (self.count - 1)
+        matrix = (lower + lower.tril(-1).mT - self.count * torch.outer(mean, mean)) / (self.count - 1)
         return JointCovariance(
-            labels=labels,
-            widths=self.widths,
+            labels=tuple(self.labels),
+            widths=tuple(self.widths),
             mean=(mean + self._shift).cpu(),
             matrix=matrix.cpu(),
             count=self.count,
             precision=self.precision,
-            leading=leading,
         )
+
+
+class Covariances:
+    """The `Observer` behind `head_covariances`."""
+
+    def __init__(self, part: Part = "outputs", kinds: Collection[Kind] = KINDS) -> None:
+        self.part, self.kinds = part, kinds
+        self._running: dict[Use, RunningCovariance] = {}
+
+    def take(self, shown: Shown) -> None:
+        """Add one more batch."""
+        for use, reading in shown:
+            if reading.site.kind in self.kinds:
+                vectors = real_vectors(reading, self.part)  # (N, H, d)
+                self._running.setdefault(use, RunningCovariance()).add([("", vectors)])
+
+    def result(self) -> dict[str, JointCovariance]:
+        """Return the covariance of each module's heads."""
+        joints = {}
+        for use, running in self._running.items():
+            joint = running.result(use.name)
+            joints[use] = replace(joint, labels=tuple(map(str, range(len(joint.labels)))))
+        return by_name(joints)
+
+
+class LayerCovariance:
+    """The `Observer` behind `layer_covariance`."""
+
+    def __init__(self, unit: Unit = "layer", part: Part = "outputs", kinds: Collection[Kind] = KINDS) -> None:
+        self.part, self.kinds = part, kinds
+        self._running = RunningCovariance(unit)
+
+    def take(self, shown: Shown) -> None:
+        """Add one more batch."""
+        vectors = {use: real_vectors(read, self.part) for use, read in shown if read.site.kind in self.kinds}
+        self._running.add(list(by_name(vectors).items()))
+
+    def result(self) -> JointCovariance:
+        """Return the covariance of all layers."""
+        return self._running.result("the layers")
+
+
+class Samples:
+    """The `Observer` behind `head_samples`, with the same arguments."""
+
+    def __init__(self, tokens: int, seed: int = 0, part: Part = "outputs") -> None:
+        if tokens < 1:
+            raise HeadError(f"got {tokens} tokens to draw; expected at least 1")
+        self.tokens, self.seed, self.part = tokens, seed, part
+        self._draws: dict[Use, tuple[torch.Generator, Tensor, Tensor]] = {}
+
+    def take(self, shown: Shown) -> None:
+        """Draw from one more batch."""
+        for use, reading in shown:
+            found = real_vectors(reading, self.part).cpu()
+            new = torch.Generator().manual_seed(self.seed), torch.empty(0), found[:0]
+            generator, lots, kept = self._draws.get(use, new)
+            lots = torch.cat([lots, torch.rand(len(found), generator=generator)])
+            best = lots.argsort()[: self.tokens]
+            self._draws[use] = generator, lots[best], torch.cat([kept, found])[best]
+
+    def result(self) -> dict[str, Tensor]:
+        """Return what `head_samples` returns."""
+        return by_name({use: kept for use, (_, _, kept) in self._draws.items()})
+
+
+def head_covariances(
+    model: PreTrainedModel,
+    batches: Batches,
+    *,
+    part: Part = "outputs",
+    kinds: Collection[Kind] = KINDS,
+    modules: str = "*",
+    progress: Progress = False,
+) -> dict[str, JointCovariance]:
+    """Return the covariance of all heads of each layer, for `svcca` and `cka` between the heads of one layer.
+
+    Memory is (H·d)² numbers a layer for any number of tokens; padding does not count.
+
+    Args:
+        model: stock or edited; left in the mode it was in.
+        batches: keyword arguments for the model; read once.
+        part: what to compare: `outputs`, `queries`, `values` or `keys`.
+        kinds: which kinds of attention.
+        modules: glob on module paths.
+        progress: True for a bar, or a function of how many batches are done and how many there are (or None).
+
+    Returns:
+        Module path → covariance, a block a head, labelled `0`, `1`, …. A module that serves several layers (ALBERT)
+        has one for each use, `path[0]`, `path[1]`, ….
+
+    Raises:
+        HeadError: no batches, fewer than two tokens, keys of a collaborative module, or numbers that are not finite.
+        CalibrationError: the model does not take such batches.
+        UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
+    """
+    return observe(model, batches, Covariances(part), kinds, modules, progress).result()
+
+
+def head_samples(
+    model: PreTrainedModel,
+    batches: Batches,
+    tokens: int = 1000,
+    *,
+    seed: int = 0,
+    part: Part = "outputs",
+    kinds: Collection[Kind] = KINDS,
+    modules: str = "*",
+    progress: Progress = False,
+) -> dict[str, Tensor]:
+    """Return the outputs of heads at tokens drawn at random, without replacement.
+
+    Other arguments and errors are those of `head_covariances`.
+
+    Args:
+        tokens: number of tokens to draw, at least 1; all if there are fewer.
+        seed: of the draw. Layers that see the same tokens draw the same ones.
+
+    Returns:
+        Module path → (N, H, d), in the model's dtype, on the CPU; keys as for `head_covariances`.
+    """
+    return observe(model, batches, Samples(tokens, seed, part), kinds, modules, progress).result()
+
+
+def layer_covariance(
+    model: PreTrainedModel,
+    batches: Batches,
+    *,
+    unit: Unit = "layer",
+    part: Part = "outputs",
+    kinds: Collection[Kind] = KINDS,
+    modules: str = "*",
+    progress: Progress = False,
+) -> JointCovariance:
+    """Return the covariance of several layers together, for `svcca` and `cka` between layers.
+
+    Memory and time grow with (L·H·d)²: choose layers by `modules` if there are many. Layers must see the same tokens,
+    so an encoder's and a decoder's cannot be compared; a decoder's `decoder` and `cross` can. Other arguments and
+    errors are those of `head_covariances`.
+
+    Args:
+        unit: a block is a `layer` with all its heads, or each `head` of each layer.
+
+    Returns:
+        The covariance, labelled with module paths (`path[0]`, `path[1]`, … where one serves several layers), or with
+        `path:head`.
+
+    Raises:
+        HeadError: layers see different tokens.
+    """
+    return observe(model, batches, LayerCovariance(unit, part), kinds, modules, progress).result()
+
+
+def model_covariances(
+    model: PreTrainedModel,
+    other: PreTrainedModel,
+    batches: Batches,
+    *,
+    unit: Unit = "head",
+    part: Part = "outputs",
+    kinds: Collection[Kind] = KINDS,
+    progress: Progress = False,
+) -> dict[str, JointCovariance]:
+    """Return the covariance of each layer of one model with one of another, for `svcca` and `cka` between models.
+
+    Both models read the same batches, so they must share a tokenizer. They may differ in heads and widths; modules of
+    the same kind and place are compared. Other arguments and errors are those of `head_covariances`.
+
+    Args:
+        model: stock or edited; its layers are the rows of the results.
+        other: the model to compare with; its layers are the columns.
+        unit: a block is each `head`, or a `layer` with all its heads.
+
+    Returns:
+        Module path in `model` → covariance, whose first `leading` blocks are `model`'s. For a module that serves
+        several layers, one for each use, paired in order.
+
+    Raises:
+        HeadError: the models differ in their number of layers, or see different tokens.
+    """
+    ours, theirs = (
+        {(site.kind, site.layer): site.name for site in find_attention(each, FAMILIES, kinds=kinds)}
+        for each in (model, other)
+    )
+    if ours.keys() != theirs.keys():
+        raise HeadError(
+            f"the models have {len(ours)} and {len(theirs)} attention modules, which do not pair by kind and place; "
+            "compare models of the same depth"
+        )
+    paths = {ours[place]: theirs[place] for place in ours}
+    gathered: dict[Use, RunningCovariance] = {}
+    leading: dict[Use, int] = {}
+    for first, second in read_heads([model, other], batches, part, kinds=kinds, progress=progress):
+        counterparts = dict(second)
+        for use, reading in first:
+            match = Use(paths[use.name], use.number)
+            if match not in counterparts:
+                raise HeadError(f"{use.name} has no counterpart: no {match.name!r} ran in the other model")
+            vectors = real_vectors(reading, part)
+            leading[use] = vectors.shape[1] if unit == "head" else 1
+            running = gathered.setdefault(use, RunningCovariance(unit))
+            running.add([(use.name, vectors), (match.name, real_vectors(counterparts[match], part))])
+    return by_name(
+        {use: replace(running.result(use.name), leading=leading[use]) for use, running in gathered.items()}
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.stream import Batches, Means, Progress, observe
+from collab_compress.analysis.stream import Batches, Progress, Shown, Use, by_name, observe, real_vectors
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.errors import HeadError
-from collab_compress.heads import average_distance, confidence
+from collab_compress.heads import Part, average_distance, confidence
 
 Measure = Literal["cosine", "difference", "l2"]
 
@@ -57,33 +57,17 @@ def discrepancy(
     model: PreTrainedModel,
     batches: Batches,
     *,
-    of: Literal["outputs", "probs"] = "outputs",
     kinds: Collection[Kind] = KINDS,
-    modules: str = "*",
     progress: Progress = False,
 ) -> dict[str, Discrepancy]:
-    """Return the distances between the heads of each layer ("Multi-Head Rotation", section 5.3).
+    """Return the distances between the outputs of the heads of each layer ("Multi-Head Rotation", section 5.3).
 
-    Args:
-        model: stock or edited; left in the mode it was in.
-        batches: keyword arguments for the model; read once. Padding does not count.
-        of: compare head outputs, or attention probabilities.
-        kinds: which kinds of attention.
-        modules: glob on module paths.
-        progress: True for a bar, or a function of how many batches are done and how many there are.
+    Arguments, keys and errors are those of `head_covariances`.
 
     Returns:
-        Module path → matrices in float64. A vector of zeros has cosine 0 with every other, itself too. A module that
-        serves several layers (ALBERT) has one entry for each use, `path[0]`, `path[1]`, ….
-
-    Raises:
-        HeadError: no batches, no real token, numbers that are not finite, or `of` is neither.
-        CalibrationError: the model does not take such batches.
-        UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
+        Module path → matrices in float64. A vector of zeros has cosine 0 with every other, itself too.
     """
-    observer = Discrepancies(of)
-    observe(model, batches, observer, kinds, modules, progress)
-    return observer.result()
+    return observe(model, batches, Discrepancies(), kinds, progress=progress).result()
 
 
 def discrepancy_growth(
@@ -126,7 +110,6 @@ def bhattacharyya(
     batches: Batches,
     *,
     kinds: Collection[Kind] = KINDS,
-    modules: str = "*",
     progress: Progress = False,
 ) -> dict[str, Tensor]:
     r"""Return how much the attention of any two heads overlaps: the Bhattacharyya coefficient of their probs.
@@ -134,16 +117,13 @@ def bhattacharyya(
     $$BC(a, b) = \sum_j \sqrt{p_j^a \, p_j^b}$$
 
     equation 3 of "Diversified Attention on Transformers", mean over queries that are no padding. `mean_over_pairs` of
-    it is the diversity score of Fig. 1, lower for more diverse heads; the paper sums it over layers. Arguments and
-    errors are those of `discrepancy`.
+    it is the diversity score of Fig. 1, lower for more diverse heads; the paper sums it over layers. Arguments, keys
+    and errors are those of `head_covariances`.
 
     Returns:
-        Module path → (H, H) in float64, from 0 for heads that attend to different tokens to 1; keys as for
-        `discrepancy`.
+        Module path → (H, H) in float64, from 0 for heads that attend to different tokens to 1.
     """
-    observer = Coefficients()
-    observe(model, batches, observer, kinds, modules, progress)
-    return observer.result()
+    return observe(model, batches, Coefficients(), kinds, progress=progress).result()
 
 
 def _distances(vectors: Tensor) -> tuple[Tensor, ...]:
@@ -161,13 +141,49 @@ def _coefficients(probs: Tensor) -> tuple[Tensor, ...]:
     return (torch.einsum("nhs,ngs->hg", roots, roots),)
 
 
+class Means:
+    """An `Observer` that averages a measure of each module's heads over positions that are no padding.
+
+    Args:
+        part: what to measure.
+        measure: from vectors (N, H, w) in float64, sums over positions of one or more matrices (H, H).
+    """
+
+    def __init__(self, part: Part, measure: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+        self.part, self._measure = part, measure
+        self._sums: dict[Use, list[Tensor]] = {}
+        self._counts: dict[Use, int] = {}
+
+    def take(self, shown: Shown) -> None:
+        """Add one more batch."""
+        for use, reading in shown:
+            vectors = real_vectors(reading, self.part)  # (N, H, w)
+            sums = [matrix.cpu() for matrix in self._measure(vectors.double())]
+            previous = self._sums.get(use, [torch.zeros_like(matrix) for matrix in sums])
+            self._sums[use] = [old + new for old, new in zip(previous, sums, strict=True)]
+            self._counts[use] = self._counts.get(use, 0) + len(vectors)
+
+    def means(self) -> dict[str, tuple[Tensor, ...]]:
+        """Return the means.
+
+        Raises:
+            HeadError: a module saw no real token, or the sums are not finite.
+        """
+        for use, totals in self._sums.items():
+            if not self._counts[use]:
+                raise HeadError(f"{use.name} saw no token that is no padding; pass batches with tokens")
+            if not all(bool(total.isfinite().all()) for total in totals):
+                raise HeadError(
+                    f"{use.name}: what its heads compute is not finite; look for NaN or infinity in weights"
+                )
+        return by_name({use: tuple(t / self._counts[use] for t in totals) for use, totals in self._sums.items()})
+
+
 class Discrepancies(Means):
     """The `Observer` behind `discrepancy`."""
 
-    def __init__(self, of: Literal["outputs", "probs"] = "outputs") -> None:
-        if of not in ("outputs", "probs"):
-            raise HeadError(f"cannot measure discrepancy of heads' {of!r}; expected 'outputs' or 'probs'")
-        super().__init__(of, _distances)
+    def __init__(self) -> None:
+        super().__init__("outputs", _distances)
 
     def result(self) -> dict[str, Discrepancy]:
         """Return the matrices of each module."""

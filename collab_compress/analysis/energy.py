@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -81,11 +81,40 @@ def _exact(tensor: Tensor) -> Tensor:
 
 
 SHARES = (0.9, 0.95, 0.99)
-Joined = Literal["unshared", "shared", "product", "query", "key"]
+
+
+class _Ranks:
+    """Widths that curves of cumulative energy suggest."""
+
+    curves: ClassVar[dict[str, str]]  # name of a curve → field; the first is the default
+
+    def rank(self, share: float = 0.99, of: str = "") -> int:
+        """Return the least number of components, or channels, of all heads together that capture this share.
+
+        Args:
+            share: of the energy, above 0, up to 1.
+            of: which curve. Of scores `unshared`, the default, which always suffices; `shared`, below which a dk
+                never does; `query`, `key`, or `product`, the paper's rule of thumb, which is of the sum of all heads
+                and suggests too little, most of all with batches. Of values `narrow`, the default, or `joined`.
+
+        Raises:
+            HeadError: the share is not in range, or the curve is unknown.
+        """
+        of = of or next(iter(self.curves))
+        if of not in self.curves:
+            raise HeadError(f"unknown curve {of!r}; expected one of {', '.join(self.curves)}")
+        if not 0 < share <= 1:
+            raise HeadError(f"share of energy is {share}; expected above 0, up to 1")
+        curve: Tensor = getattr(self, self.curves[of])
+        return int((curve < share - 1e-12).sum())
+
+    def ranks(self, of: str = "") -> dict[float, int]:
+        """Return share → suggested width, for 90, 95 and 99 % of the energy."""
+        return {share: self.rank(share, of) for share in SHARES}
 
 
 @dataclass(frozen=True)
-class Energy:
+class Energy(_Ranks):
     r"""Cumulative energy of one module's weights: entry k is what the first k principal components capture, 0 to 1.
 
     Args:
@@ -110,31 +139,13 @@ class Energy:
     shared: Tensor
     unshared: Tensor
 
-    def rank(self, share: float = 0.99, of: Joined = "unshared") -> int:
-        """Return a suggested dk: the least number of components of all heads together that capture this share.
-
-        `unshared` always suffices, and a dk below `shared` never does. The paper's rule of thumb is from `product`,
-        the sum of all heads, which suggests too little, most of all with batches.
-
-        Args:
-            share: of the energy, above 0, up to 1.
-            of: which curve.
-
-        Raises:
-            HeadError: the share is not in range, or the curve is unknown.
-        """
-        curves = {
-            "unshared": self.unshared,
-            "shared": self.shared,
-            "product": self.joined_product,
-            "query": self.joined_query,
-            "key": self.joined_key,
-        }
-        return _least(curves, of, share)
-
-    def ranks(self, of: Joined = "unshared") -> dict[float, int]:
-        """Return share → suggested dk, for 90, 95 and 99 % of the energy."""
-        return {share: self.rank(share, of) for share in SHARES}
+    curves: ClassVar = {
+        "unshared": "unshared",
+        "shared": "shared",
+        "product": "joined_product",
+        "query": "joined_query",
+        "key": "joined_key",
+    }
 
 
 def head_energy(
@@ -209,7 +220,7 @@ def tensor_energy(tensor: HeadTensor) -> Energy:
 
 
 @dataclass(frozen=True)
-class ValueEnergy:
+class ValueEnergy(_Ranks):
     r"""Cumulative energy of what one module's heads add to the residual stream; entry k is the share of the first k.
 
     Args:
@@ -224,22 +235,7 @@ class ValueEnergy:
     narrow: Tensor
     joined: Tensor
 
-    def rank(self, share: float = 0.99, of: Literal["narrow", "joined"] = "narrow") -> int:
-        """Return a suggested dv: the least number of channels of all heads together that capture this share.
-
-        Args:
-            share: of the energy, above 0, up to 1.
-            of: which curve.
-
-        Raises:
-            HeadError: the share is not in range, or the curve is unknown.
-        """
-        curves = {"narrow": self.narrow, "joined": self.joined}
-        return _least(curves, of, share)
-
-    def ranks(self, of: Literal["narrow", "joined"] = "narrow") -> dict[float, int]:
-        """Return share → suggested dv, for 90, 95 and 99 % of the energy."""
-        return {share: self.rank(share, of) for share in SHARES}
+    curves: ClassVar = {"narrow": "narrow", "joined": "joined"}
 
 
 def value_energy(
@@ -255,24 +251,18 @@ def value_energy(
 
     Head i adds $o_i W_O^{(i)}$, where $o_i$ are its values, summed by its attention probabilities. Energy is
     $E\|\sum_i o_i W_O^{(i)}\|^2$, weighted as in a conversion (`narrow_values`): with batches by the covariance
-    of $o$, else as if inputs were white and heads attended independently of each other.
+    of $o$, else as if inputs were white and heads attended independently of each other. Other arguments and errors
+    are those of `head_energy`.
 
     Args:
         model: stock or edited; where heads are mixed, the mixture counts as part of $W_O$.
-        batches: keyword arguments for the model, to weigh by; None for bare weights. Padding does not count.
         centre: weigh by covariances where the output projection has a bias to take the mean; else by second moments.
-        damping: share of the mean variance that is added to every direction.
-        kinds: which kinds of attention.
-        progress: True for a bar, or a function of how many batches are done and how many there are.
 
     Returns:
         Module path → curves, in float64; of narrow values up to their dv.
 
     Raises:
-        HeadError: weights or inputs allow no such weighting.
-        CalibrationError: the model does not take such batches, or a module saw no token.
-        UnsupportedModelError: the model's family is not known, or it has no attention of these kinds; a projection
-            carries an adapter, is quantized or offloaded.
+        UnsupportedModelError: a projection carries an adapter, is quantized or offloaded.
     """
     sites = []
     for site in find_attention(model, FAMILIES, kinds=kinds):
@@ -305,31 +295,14 @@ def _value_energy(site: ValueSite, moments: Moments | None, centre: bool, dampin
         seen = moments.to("cpu", torch.float64)
         joint = seen.covariance() if centre and output.bias is not None else seen.second
     try:
-        return _outputs_energy(
-            damp(joint, damping), rows.split([size for size in sizes for _ in range(group)]), group
-        )
+        damped = damp(joint, damping)
+        alone, together = captured(damped, rows.split([size for size in sizes for _ in range(group)]), group)
     except ValueError as error:
         raise HeadError(f"{site.name}: {error}") from error
-
-
-def _outputs_energy(moments: Tensor, outputs: Sequence[Tensor], group: int) -> ValueEnergy:
-    """Return the energy of values and outputs of heads; arguments as for `captured`."""
-    alone, together = captured(moments, outputs, group)
-    longest = max(map(len, alone))
-    heads = torch.stack([torch.nn.functional.pad(head, (0, longest - len(head))) for head in alone])
-    whole = torch.cat(list(outputs))
-    values, vectors = torch.linalg.eigh(moments)
-    root = values.clamp(min=0).sqrt()[:, None] * vectors.mT
-    return ValueEnergy(_cumulative(heads), _cumulative(together), _cumulative(_squares(root @ whole)))
-
-
-def _least(curves: dict[str, Tensor], of: str, share: float) -> int:
-    """Return the least number of components that capture a share of the energy, by one of some curves."""
-    if of not in curves:
-        raise HeadError(f"unknown curve {of!r}; expected one of {', '.join(curves)}")
-    if not 0 < share <= 1:
-        raise HeadError(f"share of energy is {share}; expected above 0, up to 1")
-    return int((curves[of] < share - 1e-12).sum())
+    variances, directions = torch.linalg.eigh(damped)
+    root = variances.clamp(min=0).sqrt()[:, None] * directions.mT
+    single: Tensor = torch.nn.utils.rnn.pad_sequence(list(alone), batch_first=True)
+    return ValueEnergy(_cumulative(single), _cumulative(together), _cumulative(_squares(root @ rows)))
 
 
 def _squares(matrix: Tensor) -> Tensor:

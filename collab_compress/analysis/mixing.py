@@ -13,18 +13,17 @@ from collab_compress.heads import alphas_of
 
 
 def mixing_matrices(
-    model: PreTrainedModel, *, strength: bool = True, order: bool = False, kinds: Collection[Kind] = KINDS
+    model: PreTrainedModel, *, order: bool = False, kinds: Collection[Kind] = KINDS
 ) -> dict[str, Tensor]:
     """Return the mixing matrix M of every attention module: how much each head uses each query/key component.
 
     Figure 2 of "Multi-Head Attention: Collaborate Instead of Concatenate". In a dense module each head
-    uses its own d components and no other (a).
+    uses its own d components and no other (a). Each component is scaled by the length of its query and key vectors,
+    and its largest entry is positive, so that entries tell how strong it is in each head. The parameters themselves
+    leave that open: what M gains, the projections can lose.
 
     Args:
         model: stock or converted.
-        strength: scale each component by the length of its query and key vectors and turn its largest entry
-            positive, so that entries tell how strong it is in each head. The parameters themselves leave that open:
-            what M gains, the projections can lose. False gives M as it is, and blocks of ones for a dense module.
         order: put the strongest component first, instead of as they lie in the model.
         kinds: which kinds of attention.
 
@@ -36,7 +35,7 @@ def mixing_matrices(
     """
     matrices = {}
     for parts in score_parts(model, kinds):
-        matrix = _strengths(parts) if strength else _plain(parts)
+        matrix = _strengths(parts)
         if order:
             matrix = matrix[:, matrix.square().sum(0).argsort(descending=True, stable=True)]
         matrices[parts.site.name] = matrix
@@ -110,12 +109,6 @@ def effective_rank(matrix: Tensor) -> float:
     values = torch.linalg.svdvals(matrix.detach().double())
     total = values.sum()
     return float(torch.special.entr(values / total).sum().exp()) if total > 0 else 0.0
-
-
-def _plain(parts: ScoreParts) -> Tensor:
-    if parts.mixing is not None:
-        return parts.mixing
-    return torch.eye(parts.tensor.heads, dtype=torch.float64).repeat_interleave(parts.tensor.head_width, 1)
 
 
 def _strengths(parts: ScoreParts) -> Tensor:

@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from fnmatch import fnmatch
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
-import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
@@ -60,22 +59,23 @@ def read_heads(
     models: Sequence[PreTrainedModel],
     batches: Batches,
     parts: Part | Collection[Part],
-    consume: Callable[[list[Shown]], None],
     *,
     kinds: Collection[Kind] = KINDS,
     modules: str = "*",
     progress: Progress = False,
-) -> None:
-    """Run every model on each batch, without gradients or dropout, and pass on the readings of their heads.
+) -> Iterator[list[Shown]]:
+    """Run every model on each batch, without gradients or dropout, and yield the readings of their heads.
 
     Args:
         models: stock or edited; their mode does not change.
         batches: keyword arguments for the models; read once, one at a time.
         parts: what to read, as for `Tap`.
-        consume: called once a batch with the readings of each model, in the order in which modules ran.
         kinds: which kinds of attention.
         modules: glob on module paths; only matching modules are passed on.
         progress: as for `with_progress`.
+
+    Yields:
+        For each batch the readings of each model, in the order in which modules ran.
 
     Raises:
         HeadError: there are no batches, or no module matches.
@@ -87,21 +87,20 @@ def read_heads(
         taps = [stack.enter_context(Tap(model, parts, kinds)) for model in models]
         for model, tap in zip(models, taps, strict=True):
             if not any(fnmatch(site.name, modules) for site in tap.sites):
-                raise HeadError(f"no attention module matches {modules!r}; there are {_names(tap)}")
+                paths = ", ".join(site.name for site in tap.sites[:3])
+                raise HeadError(f"no attention module matches {modules!r}; there are {paths}, …")
             stack.enter_context(evaluation_mode(model))
         for batch in with_progress(batches, progress, "batches"):
             ran = True
-            shown = []
-            for model, tap in zip(models, taps, strict=True):
+            for model in models:
                 run_batch(model, dict(batch))
-                shown.append(_uses(tap.take(), modules))
-            consume(shown)
+            yield [_uses(tap.take(), modules) for tap in taps]
     if not ran:
         raise HeadError("no batches to run the model on; pass some, and a list where they are read more than once")
 
 
 class Observer(Protocol):
-    """Collects readings of heads while another measure runs the model."""
+    """Collects readings of heads."""
 
     part: Part
 
@@ -109,24 +108,25 @@ class Observer(Protocol):
         """Add the readings of one batch, in the order in which modules ran."""
 
 
+_Observer = TypeVar("_Observer", bound=Observer)
+
+
 def observe(
     model: PreTrainedModel,
     batches: Batches,
-    observer: Observer,
-    kinds: Collection[Kind],
-    modules: str,
-    progress: Progress,
-) -> None:
-    """Run a model on all batches for one observer; other arguments and errors are those of `read_heads`."""
-
-    def consume(shown: list[Shown]) -> None:
-        observer.take(shown[0])
-
-    read_heads([model], batches, observer.part, consume, kinds=kinds, modules=modules, progress=progress)
+    observer: _Observer,
+    kinds: Collection[Kind] = KINDS,
+    modules: str = "*",
+    progress: Progress = False,
+) -> _Observer:
+    """Run a model on all batches for one observer, and return it; other arguments and errors as for `read_heads`."""
+    for (shown,) in read_heads([model], batches, observer.part, kinds=kinds, modules=modules, progress=progress):
+        observer.take(shown)
+    return observer
 
 
 def observed(
-    model: PreTrainedModel, batches: Batches, observers: Sequence[Observer], kinds: Collection[Kind] = KINDS
+    model: PreTrainedModel, batches: Batches, observers: Sequence[Observer]
 ) -> Generator[Mapping[str, Tensor], None, None]:
     """Yield batches for another measure and pass the readings of each to observers, so that one pass serves all.
 
@@ -136,12 +136,11 @@ def observed(
         model: runs on each batch, in the other measure, before the next is requested.
         batches: keyword arguments for the model.
         observers: get the readings.
-        kinds: which kinds of attention.
     """
-    with Tap(model, {observer.part for observer in observers}, kinds) as tap:
+    with Tap(model, {observer.part for observer in observers}) as tap:
         for batch in batches:
             yield batch
-            shown = _uses(tap.take(), "*")
+            shown = _uses(tap.take())
             for observer in observers:
                 observer.take(shown)
 
@@ -166,7 +165,7 @@ def real_vectors(reading: Reading, part: Part) -> Tensor:
     return vectors.flatten(0, 1) if mask is None else vectors[mask.to(vectors.device)]
 
 
-def _uses(readings: Iterable[Reading], modules: str) -> Shown:
+def _uses(readings: Iterable[Reading], modules: str = "*") -> Shown:
     counts: dict[str, int] = {}
     shown = []
     for reading in readings:
@@ -175,45 +174,3 @@ def _uses(readings: Iterable[Reading], modules: str) -> Shown:
         if fnmatch(name, modules):
             shown.append((Use(name, counts[name]), reading))
     return shown
-
-
-def _names(tap: Tap) -> str:
-    return ", ".join(site.name for site in tap.sites[:3]) + (", …" if len(tap.sites) > 3 else "")
-
-
-class Means:
-    """An `Observer` that averages a measure of each module's heads over positions that are no padding.
-
-    Args:
-        part: what to measure.
-        measure: from vectors (N, H, w) in float64, sums over positions of one or more matrices (H, H).
-    """
-
-    def __init__(self, part: Part, measure: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
-        self.part, self._measure = part, measure
-        self._sums: dict[Use, list[Tensor]] = {}
-        self._counts: dict[Use, int] = {}
-
-    def take(self, shown: Shown) -> None:
-        """Add one more batch."""
-        for use, reading in shown:
-            vectors = real_vectors(reading, self.part)  # (N, H, w)
-            sums = [matrix.cpu() for matrix in self._measure(vectors.double())]
-            previous = self._sums.get(use, [torch.zeros_like(matrix) for matrix in sums])
-            self._sums[use] = [old + new for old, new in zip(previous, sums, strict=True)]
-            self._counts[use] = self._counts.get(use, 0) + len(vectors)
-
-    def means(self) -> dict[str, tuple[Tensor, ...]]:
-        """Return the means.
-
-        Raises:
-            HeadError: a module saw no real token, or the sums are not finite.
-        """
-        for use, totals in self._sums.items():
-            if not self._counts[use]:
-                raise HeadError(f"{use.name} saw no token that is no padding; pass batches with tokens")
-            if not all(bool(total.isfinite().all()) for total in totals):
-                raise HeadError(
-                    f"{use.name}: what its heads compute is not finite; look for NaN or infinity in weights"
-                )
-        return by_name({use: tuple(t / self._counts[use] for t in totals) for use, totals in self._sums.items()})

@@ -17,19 +17,15 @@ class SVCCA:
 
     Args:
         rows: names of the representations along the rows.
-        columns: names of those along the columns.
         coefficients: (n, m, w), between 0 and 1, descending; 0 beyond the number of directions of the narrower one
             and below the threshold.
         directions: how many coefficients each pair has that count, (n, m).
-        tokens: number of tokens behind them.
         within: whether rows and columns are the same representations.
     """
 
     rows: tuple[str, ...]
-    columns: tuple[str, ...]
     coefficients: Tensor
     directions: Tensor
-    tokens: int
     within: bool
 
     @property
@@ -112,10 +108,8 @@ def svcca(responses: JointCovariance, variance: float = 0.99, threshold: float =
     counted &= coefficients >= threshold
     return SVCCA(
         tuple(responses.labels[row] for row in rows),
-        tuple(responses.labels[column] for column in columns),
         coefficients.clamp(0, 1) * counted,
         counted.sum(-1),
-        responses.count,
         not responses.leading,
     )
 

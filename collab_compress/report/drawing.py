@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from html import escape
+from itertools import groupby
 from math import ceil, floor, log10
 
 from collab_compress.report.section import Curve, Curves, Heatmap, Heatmaps, Panel, Picture, short
@@ -143,18 +145,15 @@ def _curves(picture: Curves) -> list[Curve]:
 def _cells(heat: Heatmap, picture: Heatmaps, left: float, width: float, height: float) -> str:
     rows, columns = len(heat.values), max(map(len, heat.values), default=0)
     telling = rows * columns <= TELLING and rows * columns * len(picture.maps) <= 12 * TELLING
-    runs: dict[tuple[str, int], list[str]] = {}
+    runs: dict[tuple[str, int], list[str]] = defaultdict(list)
     for row, values in enumerate(heat.values):
-        start = 0
-        while start < len(values):
-            value, stop = values[start], start + 1
-            if value is not None:
-                level = shade(value, picture.low, picture.high, picture.scale == "diverging")
-                while not telling and stop < len(values) and _shade(values[stop], picture) == level:
-                    stop += 1
-                cell = f"M{start} {row}h{stop - start}v1h{start - stop}z"
-                runs.setdefault(level, []).append(_cell_with_value(heat, picture, row, start) if telling else cell)
-            start = stop
+        levels = [_shade(value, picture) for value in values]
+        for level, run in groupby(range(len(values)), levels.__getitem__):
+            places = list(run)
+            if level is not None and telling:
+                runs[level] += [_cell_with_value(heat, picture, row, column) for column in places]
+            elif level is not None:
+                runs[level].append(f"M{places[0]} {row}h{len(places)}v1h-{len(places)}z")
     shades = "".join(
         f'<g class="{hue}" fill-opacity="{level / LEVELS:.3g}">{"".join(cells)}</g>'
         if telling

@@ -1,24 +1,32 @@
-"""Run the sections on a study one after another, and render their results as a page."""
+"""Run the sections on a study one after another; write their results as a page, as JSON and as CSV."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from html import escape
 from importlib.metadata import version
+from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 import transformers
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from collab_compress.checkpoint.directory import atomic_directory
 from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.report import drawing
 from collab_compress.report.section import Cell, Heatmaps, Omitted, Section, Table, written
 from collab_compress.report.sections import SECTIONS
 from collab_compress.report.study import Study
+
+DIGITS = 6  # significant ones of numbers in files
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,66 @@ class Findings:
         """Return the page in a frame, which keeps the notebook's styles out."""
         page = escape(render_page(self), quote=True)
         return f'<iframe srcdoc="{page}" style="width:100%;height:48rem;border:0"></iframe>'
+
+
+def look_at(study: Study, sections: Collection[str] = tuple(SECTIONS)) -> Findings:
+    """Return the results of the sections on a study.
+
+    Args:
+        study: models and data.
+        sections: names of sections, of `SECTIONS`, which sets the order.
+
+    Raises:
+        HeadError: a section is unknown, or none of them can be measured on this model and data.
+        CalibrationError: a model does not take the batches.
+    """
+    unknown = sorted(set(sections) - set(SECTIONS))
+    if unknown or not sections:
+        raise HeadError(f"unknown section {', '.join(unknown) or 'none'}; expected some of {', '.join(SECTIONS)}")
+    started, results, omitted = perf_counter(), [], {}
+    for name, measure in SECTIONS.items():
+        if name in sections:
+            try:
+                section = measure(study)
+            except (HeadError, UnsupportedModelError) as error:
+                section = Omitted(str(error))
+            if isinstance(section, Omitted):
+                omitted[name] = section.reason
+            else:
+                results.append(section)
+    if not results:
+        raise HeadError("nothing to show: " + "; ".join(f"{name}: {reason}" for name, reason in omitted.items()))
+    against = "" if study.baseline is None else f" against {study.baseline_name}"
+    facts = {**_facts(study), "measured in": f"{perf_counter() - started:.0f} s"}
+    return Findings(f"{study.name}{against}", facts, tuple(results), omitted)
+
+
+def _facts(study: Study) -> dict[str, str]:
+    sites = study.sites
+    heads = sorted({site.heads for site in sites})
+    widths = sorted({site.head_width for site in sites})
+    facts = {
+        "model": f"{study.name}, {type(study.model).__name__}, {'converted' if study.converted else 'dense'}",
+        "parameters": f"{study.model.num_parameters():,}",
+        "attention": f"{len(sites)} modules ({', '.join(study.kinds)}), {_numbers(heads)} heads of width "
+        + _numbers(widths),
+        "data": f"{study.data}: {study.sequences:,} sequences"
+        + (f", {study.tokens:,} tokens" if study.tokens else ""),
+    }
+    if study.baseline is not None:
+        kind = type(study.baseline).__name__
+        facts["against"] = f"{study.baseline_name}, {kind}, {study.baseline.num_parameters():,} parameters"
+    if study.score is not None:
+        facts["task"] = study.score.name
+    versions = {"collab-compress": version("collab-compress"), "transformers": transformers.__version__}
+    versions["torch"] = torch.__version__
+    facts["versions"] = ", ".join(f"{name} {number}" for name, number in versions.items())
+    facts["threads"] = str(torch.get_num_threads())
+    return facts
+
+
+def _numbers(values: list[int]) -> str:
+    return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
 
 
 def render_page(findings: Findings) -> str:
@@ -137,61 +205,59 @@ def _numeric(table: Table) -> list[bool]:
     return [all(not isinstance(row[place], str) for row in table.rows) for place in range(len(table.columns))]
 
 
-def look_at(study: Study, sections: Collection[str] = tuple(SECTIONS)) -> Findings:
-    """Return the results of the sections on a study.
+def write_findings(findings: Findings, directory: Path) -> None:
+    """Write `index.html`, `numbers.json`, and `SECTION-TABLE.csv` for each table; all files or none.
+
+    Numbers have six significant digits. Undefined numbers are null in JSON and empty in CSV.
 
     Args:
-        study: models and data.
-        sections: names of sections, of `SECTIONS`, which sets the order.
+        findings: results to write.
+        directory: new folder; must not exist.
 
     Raises:
-        HeadError: a section is unknown, or none of them can be measured on this model and data.
-        CalibrationError: a model does not take the batches.
+        CheckpointError: the folder exists or cannot be written.
     """
-    unknown = sorted(set(sections) - set(SECTIONS))
-    if unknown or not sections:
-        raise HeadError(f"unknown section {', '.join(unknown) or 'none'}; expected some of {', '.join(SECTIONS)}")
-    started, results, omitted = perf_counter(), [], {}
-    for name, measure in SECTIONS.items():
-        if name in sections:
-            try:
-                section = measure(study)
-            except (HeadError, UnsupportedModelError) as error:
-                section = Omitted(str(error))
-            if isinstance(section, Omitted):
-                omitted[name] = section.reason
-            else:
-                results.append(section)
-    if not results:
-        raise HeadError("nothing to show: " + "; ".join(f"{name}: {reason}" for name, reason in omitted.items()))
-    against = "" if study.baseline is None else f" against {study.baseline_name}"
-    facts = {**_facts(study), "measured in": f"{perf_counter() - started:.0f} s"}
-    return Findings(f"{study.name}{against}", facts, tuple(results), omitted)
+    page, numbers = render_page(findings), json.dumps(to_json(findings), allow_nan=False, indent=1)
+    with atomic_directory(directory) as partial:
+        (partial / "index.html").write_text(page, encoding="utf-8")
+        (partial / "numbers.json").write_text(numbers + "\n", encoding="utf-8")
+        for section in findings.sections:
+            for table in section.tables:
+                (partial / f"{section.name}-{table.name}.csv").write_text(to_csv(table), encoding="utf-8")
 
 
-def _facts(study: Study) -> dict[str, str]:
-    sites = study.sites
-    heads = sorted({site.heads for site in sites})
-    widths = sorted({site.head_width for site in sites})
-    facts = {
-        "model": f"{study.name}, {type(study.model).__name__}, {'converted' if study.converted else 'dense'}",
-        "parameters": f"{study.model.num_parameters():,}",
-        "attention": f"{len(sites)} modules ({', '.join(study.kinds)}), {_numbers(heads)} heads of width "
-        + _numbers(widths),
-        "data": f"{study.data}: {study.sequences:,} sequences"
-        + (f", {study.tokens:,} tokens" if study.tokens else ""),
+def to_json(findings: Findings) -> dict[str, Any]:
+    """Return the findings in JSON types."""
+    sections = {}
+    for section in findings.sections:
+        found = _rounded(asdict(section))
+        found["tables"] = {table.pop("name"): table for table in found["tables"]}
+        sections[section.name] = {key: found[key] for key in ("title", "reading", "source", "tables", "pictures")}
+    return {
+        "title": findings.title,
+        "facts": findings.facts,
+        "actions": findings.actions,
+        "highlights": findings.highlights,
+        "sections": sections,
+        "omitted": findings.omitted,
     }
-    if study.baseline is not None:
-        kind = type(study.baseline).__name__
-        facts["against"] = f"{study.baseline_name}, {kind}, {study.baseline.num_parameters():,} parameters"
-    if study.score is not None:
-        facts["task"] = study.score.name
-    versions = {"collab-compress": version("collab-compress"), "transformers": transformers.__version__}
-    versions["torch"] = torch.__version__
-    facts["versions"] = ", ".join(f"{name} {number}" for name, number in versions.items())
-    facts["threads"] = str(torch.get_num_threads())
-    return facts
 
 
-def _numbers(values: list[int]) -> str:
-    return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
+def to_csv(table: Table) -> str:
+    """Return a table as CSV with a header line and units in brackets."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([f"{column.name} [{column.unit}]" if column.unit else column.name for column in table.columns])
+    writer.writerows(_rounded(table.rows))
+    return file.getvalue()
+
+
+def _rounded(value: Any) -> Any:
+    """Return a value with all floats in it rounded."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value

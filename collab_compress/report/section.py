@@ -69,7 +69,10 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
 
     def __post_init__(self) -> None:
-        rows = tuple(tuple(defined(cell) for cell in row) for row in self.rows)
+        rows = tuple(
+            tuple(None if isinstance(cell, float) and not isfinite(cell) else cell for cell in row)
+            for row in self.rows
+        )
         if any(len(row) != len(self.columns) for row in rows):
             raise ValueError(f"table {self.name}: expected {len(self.columns)} cells in every row")
         object.__setattr__(self, "rows", rows)
@@ -226,27 +229,23 @@ class Omitted:
     reason: str
 
 
-def defined(cell: Cell) -> Cell:
-    """Return a cell, or None for a number that is not finite."""
-    return None if isinstance(cell, float) and not isfinite(cell) else cell
-
-
 def numbers(values: Numbers) -> tuple[float | None, ...]:
     """Return a vector (n,) or a list as numbers, None for those that are not finite."""
     listed: Iterable[float | int | None] = values.tolist() if isinstance(values, Tensor) else values
     return tuple(None if value is None or not isfinite(value) else float(value) for value in listed)
 
 
-def heatmap(title: str, matrix: Tensor, rows: Sequence[str] = (), columns: Sequence[str] = ()) -> Heatmap:
-    """Return a heatmap of a matrix (rows, columns)."""
-    return Heatmap(title, tuple(numbers(row) for row in matrix), tuple(rows), tuple(columns))
-
-
-def ragged(title: str, vectors: Sequence[Tensor], rows: Sequence[str]) -> Heatmap:
-    """Return a heatmap of vectors of any length, a row each, blank beyond the end of a vector."""
+def heatmap(
+    title: str,
+    vectors: Tensor | Sequence[Tensor],
+    rows: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+) -> Heatmap:
+    """Return a heatmap of vectors, a row each, blank beyond the end of a shorter one; unnamed places are numbered."""
     longest = max(map(len, vectors))
     values = tuple(numbers(vector) + (None,) * (longest - len(vector)) for vector in vectors)
-    return Heatmap(title, values, tuple(rows), numbered(longest))
+    rows = numbered(len(values)) if rows is None else rows
+    return Heatmap(title, values, tuple(rows), tuple(numbered(longest) if columns is None else columns))
 
 
 def numbered(count: int) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
-"""The input of a report: options, passes over a model, and the study that sections read."""
+"""The models and data of a report, and their measures in one pass, which several sections read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis import confidence, with_progress
+from collab_compress.analysis import Discrepancy, confidence, mean_over_pairs, with_progress
+from collab_compress.analysis.covariance import Covariances, LayerCovariance, Samples
 from collab_compress.analysis.diversity import Coefficients, Discrepancies
-from collab_compress.analysis.responses import Covariances, LayerCovariance, Samples
 from collab_compress.analysis.stream import Observer, Progress, observed
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
 from collab_compress.attention import is_converted
@@ -21,70 +21,54 @@ from collab_compress.calibration import Batch
 from collab_compress.calibration.gather import real_tokens
 from collab_compress.errors import HeadError
 from collab_compress.options import Look
-from collab_compress.report.section import Heatmap, heatmap, numbered
+from collab_compress.report.section import Heatmap, heatmap
 
 WIDEST = 10_000  # L·H·d up to which layers are compared: memory and time grow with its square
 TOGETHER: tuple[tuple[Kind, ...], ...] = (("encoder",), ("decoder", "cross"))  # read the same tokens
 
 
-@dataclass(frozen=True)
 class Pass:
-    """The measures of one model in one pass: results of `confidence`, and observers of the other measures.
+    """The measures of one model in one pass over all batches; keys are module paths, or uses of a module.
 
     Args:
-        confidence: module path → (H,).
-        distances: of heads.
-        overlaps: of attention probabilities.
-        samples: of tokens.
-        layers: covariances by head of modules that read the same tokens.
-        heads: covariances of modules that are too wide together.
+        study: data, and how much of them to measure.
+        model: one of its models.
+        name: of the model.
+        similar: whether to gather covariances too: `layers`, by head, of modules that read the same tokens, and
+            `heads`, of modules that are too wide together.
     """
 
-    confidence: dict[str, Tensor]
-    distances: Discrepancies
-    overlaps: Coefficients
-    samples: Samples
-    layers: tuple[LayerCovariance, ...]
-    heads: tuple[Covariances, ...]
+    def __init__(self, study: Study, model: PreTrainedModel, name: str, similar: bool) -> None:
+        self.name = name
+        self.samples = Samples(study.look.kernel_tokens, study.look.seed)  # of the same tokens in both models
+        self.layers: list[LayerCovariance] = []
+        self.heads: list[Covariances] = []
+        for kinds in TOGETHER if similar else ():
+            sites = [site for site in find_attention(model, FAMILIES) if site.kind in kinds]
+            uses = (
+                getattr(model.config, "num_hidden_layers", 1) if len(sites) == 1 else 1
+            )  # one may serve all (ALBERT)
+            if sites and uses * sum(site.width for site in sites) <= WIDEST:
+                self.layers.append(LayerCovariance("head", kinds=kinds))
+            elif sites:
+                self.heads.append(Covariances(kinds=kinds))
+        distances, overlaps = Discrepancies(), Coefficients()
+        observers: list[Observer] = [self.samples, distances, overlaps, *self.layers, *self.heads]
+        with closing(observed(model, study.batches, observers)) as watched:
+            batches = with_progress(watched, study.progress(f"heads of {name}"), "heads")
+            self.confidence = confidence(model, batches, exclude=_ends(study.tokenizer, model))
+        self.discrepancy: dict[str, Discrepancy] = distances.result()
+        self.overlap: dict[str, Tensor] = overlaps.result()
 
+    @property
+    def distances(self) -> dict[str, Tensor]:
+        """Mean distance of each head from the others of its module, (H,); NaN for a single head."""
+        return {name: module.l2.sum(1) / (len(module.l2) - 1) for name, module in self.discrepancy.items()}
 
-def pass_over(
-    model: PreTrainedModel,
-    batches: Sequence[Batch],
-    tokenizer: Any,
-    samples: Samples,
-    similar: bool,
-    progress: Progress,
-) -> Pass:
-    """Return the measures of one pass over all batches.
-
-    Args:
-        model: of a known family.
-        batches: keyword arguments for it.
-        tokenizer: of the model, or None; its special tokens end a sequence.
-        samples: observer that draws tokens for kernels.
-        similar: whether to gather covariances too.
-        progress: as for the measures.
-    """
-    sites = find_attention(model, FAMILIES)
-    layers, heads = [], []
-    for kinds in TOGETHER if similar else ():
-        modules = [site for site in sites if site.kind in kinds]
-        if modules and _width(model, modules) <= WIDEST:
-            layers.append(LayerCovariance("head", kinds=kinds))
-        elif modules:
-            heads.append(Covariances(kinds=kinds))
-    distances, overlaps = Discrepancies(), Coefficients()
-    observers: list[Observer] = [samples, distances, overlaps, *layers, *heads]
-    with closing(observed(model, batches, observers)) as watched:
-        confidences = confidence(model, with_progress(watched, progress, "heads"), exclude=_ends(tokenizer, model))
-    return Pass(confidences, distances, overlaps, samples, tuple(layers), tuple(heads))
-
-
-def _width(model: Any, sites: Collection[AttentionSite]) -> int:
-    """Return the width of all layers together; a single module may serve several (ALBERT)."""
-    uses = getattr(model.config, "num_hidden_layers", 1) if len(sites) == 1 else 1
-    return uses * sum(site.width for site in sites)
+    @property
+    def mean_overlaps(self) -> list[float | None]:
+        """Overlap of each module, mean over pairs; None for a single head."""
+        return [mean_over_pairs(matrix) if len(matrix) > 1 else None for matrix in self.overlap.values()]
 
 
 def _ends(tokenizer: Any, model: Any) -> set[int] | None:
@@ -94,9 +78,6 @@ def _ends(tokenizer: Any, model: Any) -> set[int] | None:
     named = getattr(model.config, "eos_token_id", None)
     ends = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id, tokenizer.sep_token_id]
     return {token for token in ends if token is not None}
-
-
-OnProgress = Callable[[str, int, int | None], None]
 
 
 @dataclass(frozen=True)
@@ -150,7 +131,7 @@ class Study:
     sentence: str | tuple[str, str] | None = None
     score: TaskScore | None = None
     look: Look = field(default_factory=Look)
-    on_progress: OnProgress | None = None
+    on_progress: Callable[[str, int, int | None], None] | None = None
 
     def __post_init__(self) -> None:
         if not self.batches:
@@ -179,12 +160,12 @@ class Study:
     @cached_property
     def seen(self) -> Pass:
         """The measures of the model in one pass over all batches."""
-        return self._seen(self.model, self.name, similar=True)
+        return Pass(self, self.model, self.name, similar=True)
 
     @cached_property
     def baseline_seen(self) -> Pass | None:
         """The measures of the baseline, without covariances; None without a baseline."""
-        return None if self.baseline is None else self._seen(self.baseline, self.baseline_name, similar=False)
+        return None if self.baseline is None else Pass(self, self.baseline, self.baseline_name, similar=False)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -235,15 +216,11 @@ class Study:
 
     def head_maps(self, matrices: Mapping[str, Tensor]) -> tuple[Heatmap, ...]:
         """Return a heatmap of each module's matrix, with a head in each row and numbered columns."""
-        return tuple(
-            heatmap(f"layer {self.label(name)}", matrix, numbered(len(matrix)), numbered(matrix.shape[1]))
-            for name, matrix in matrices.items()
-        )
+        return tuple(heatmap(f"layer {self.label(name)}", matrix) for name, matrix in matrices.items())
 
-    def _seen(self, model: PreTrainedModel, name: str, similar: bool) -> Pass:
-        samples = Samples(self.look.kernel_tokens, self.look.seed)  # of the same tokens in both models
-        progress = self.progress(f"heads of {name}")
-        return pass_over(model, self.batches, self.tokenizer, samples, similar, progress)
+    def layer_map(self, title: str, vectors: Mapping[str, Tensor]) -> Heatmap:
+        """Return a heatmap of each module's vector (H,), a row each."""
+        return heatmap(title, list(vectors.values()), self.labels(vectors))
 
     def _tokens(self, batch: Batch) -> int:
         mask = real_tokens(self.model, (), (), batch)[self.kinds[0]].query

@@ -52,10 +52,9 @@ def test_maps_are_those_of_stock_attention(either, tokenizer):
     assert not any(rows.values())
 
 
-def test_pairs_of_texts_and_single_modules(bert, tokenizer):
+def test_pairs_of_texts(bert, tokenizer):
     name = find_attention(bert, FAMILIES)[1].name
-    found = attention_maps(bert, tokenizer, ("the cat", "a mat"), modules=name)
-    assert list(found) == [name]
+    found = attention_maps(bert, tokenizer, ("the cat", "a mat"))
     assert found[name].queries == ("[CLS]", "the", "cat", "</s>", "a", "mat", "</s>")
     torch.testing.assert_close(found[name].of("</s>"), found[name].weights[:, 3])
 

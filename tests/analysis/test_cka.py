@@ -67,11 +67,10 @@ def test_unbiased_cka_is_that_of_distinct_tokens(draw, kernel):
     np.testing.assert_allclose(sample_cka(x, kernel, unbiased=True), ratio(kernels, unbiased), atol=1e-9)
 
 
-@pytest.mark.parametrize("sigma", [None, 0.7, 20.0])
-def test_rbf_cka_is_that_of_centred_kernels(draw, sigma):
+def test_rbf_cka_is_that_of_centred_kernels(draw):
     x = draw(tokens=40)
-    right = ratio([radial(head, sigma) for head in heads_of(x)], biased)
-    np.testing.assert_allclose(sample_cka(x, bandwidth=sigma), right, atol=1e-9)
+    right = ratio([radial(head) for head in heads_of(x)], biased)
+    np.testing.assert_allclose(sample_cka(x), right, atol=1e-9)
 
 
 def test_kernels_that_do_not_fit_into_one_block(draw, monkeypatch):
@@ -138,8 +137,6 @@ def test_a_head_that_never_varies_is_like_nothing(draw, kernel, unbiased_):
 def test_what_cannot_be_measured_is_refused(draw):
     with pytest.raises(HeadError, match="unknown kernel 'cubic'"):
         sample_cka(draw(), "cubic")
-    with pytest.raises(HeadError, match="bandwidth is 0"):
-        sample_cka(draw(), "rbf", bandwidth=0)
     with pytest.raises(HeadError, match="N at least 4"):
         sample_cka(draw(tokens=3))
     with pytest.raises(HeadError, match="not finite"):

@@ -62,12 +62,6 @@ def test_discrepancy_of_outputs(either, real_responses):
             torch.testing.assert_close(each.l2, distances, atol=1e-5, rtol=1e-5)
 
 
-def test_discrepancy_of_rows(bert, calibration):
-    found = discrepancy(bert, calibration[:2], of="probs")
-    for name, parts in rows_of(bert, calibration[:2]).items():
-        torch.testing.assert_close(found[name].cosine, matrices(parts, cosine) + 1, atol=1e-5, rtol=1e-5)
-
-
 def test_mean_distance_of_a_head_is_avg_l2(either):
     """Without an end token to leave out, AVG_L2 is what the rows of the matrix add up to."""
     model, batches = either
@@ -155,8 +149,6 @@ def test_confidence_is_at_hand(bert, batch):
 
 def test_what_cannot_be_measured_is_refused(bert, batch):
     found = discrepancy(bert, [batch])
-    with pytest.raises(HeadError, match="heads' 'values'"):
-        discrepancy(bert, [batch], of="values")
     with pytest.raises(HeadError, match="unknown measure 'l3'"):
         discrepancy_growth(found, found, "l3")
     with pytest.raises(HeadError, match=f"{NAME} in one of them only"):

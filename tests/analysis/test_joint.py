@@ -10,10 +10,10 @@ from collab_compress.errors import HeadError
 
 
 def of_parts(parts, widths):
-    running = RunningCovariance(widths)
+    running = RunningCovariance("layer")
     for part in parts:
-        running.add(part)
-    return running.result(tuple(map(str, range(len(widths)))), "it")
+        running.add([(str(place), block[:, None]) for place, block in enumerate(part.split(widths, 1))])
+    return running.result("it")
 
 
 @pytest.mark.parametrize("widths", [(5, 5, 5), (1, 6, 8), (15,)])
@@ -26,7 +26,7 @@ def test_it_is_the_covariance_of_all_tokens(draw, widths, size):
     assert found.count == 200
 
 
-def test_more_columns_than_a_panel_and_more_tokens_than_a_chunk():
+def test_more_columns_than_a_panel():
     x = torch.randn(5000, 210, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.testing.assert_close(of_parts([x], (100, 110)).matrix, torch.tensor(np.cov(x.numpy(), rowvar=False)))
 

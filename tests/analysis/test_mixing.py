@@ -9,20 +9,6 @@ from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.errors import HeadError
 
 
-def test_matrices_are_those_of_the_model(either):
-    model, _ = either
-    factors = read_factors(model)
-    found = mixing_matrices(model, strength=False)
-    for site in find_attention(model, FAMILIES):
-        if site.name in factors:
-            right = factors[site.name].mixing.detach().double()
-        else:
-            right = torch.zeros(site.heads, site.width, dtype=torch.float64)
-            for head in range(site.heads):
-                right[head, head * site.head_width : (head + 1) * site.head_width] = 1
-        torch.testing.assert_close(found[site.name], right)
-
-
 def test_strengths_do_not_depend_on_how_factors_are_scaled(either):
     model, _ = either
     before = mixing_matrices(model)

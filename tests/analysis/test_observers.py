@@ -3,8 +3,8 @@
 import torch
 
 from collab_compress.analysis import bhattacharyya, confidence, discrepancy, head_energy, head_samples
+from collab_compress.analysis.covariance import Samples
 from collab_compress.analysis.diversity import Coefficients, Discrepancies
-from collab_compress.analysis.responses import Samples
 from collab_compress.analysis.stream import observed
 from collab_compress.attention.install import head_hooks
 

@@ -146,7 +146,7 @@ def test_the_room_of_opt_is_known_before_any_work(form, centre, biased, calibrat
 
 def counted(model):
     """The same for the keys, as the analysis counts them."""
-    return [(cost.converted or cost.dense).cache_bytes for cost in module_costs(model, kinds=["decoder"])]
+    return [cost.scores.converted.cache_bytes for cost in module_costs(model, kinds=["decoder"])]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_where_exactly_h_heads_are_viewed_both_maps_make_caches_smaller(name, dk
     for layer in [layer for each in caches for layer in each.layers]:
         assert layer.keys.shape[1] == layer.values.shape[1] == pieces
     costs = [cost for cost in module_costs(model) if cost.kind != "encoder"]
-    found = {(cost.converted or cost.dense).cache_bytes for cost in costs}
+    found = {cost.scores.converted.cache_bytes for cost in costs}
     assert found == {4 * (8 * pieces if dk else 24)}
 
 

@@ -233,7 +233,7 @@ def test_key_caches_hold_the_shared_heads(name, model):
     with torch.no_grad():
         layers = converted(batch()["input_ids"], use_cache=True).past_key_values.layers
     assert {layer.keys.shape[1] for layer in layers} == {1}
-    assert [cost.converted.cache_bytes for cost in module_costs(converted)] == [8 * 4] * 2
+    assert [cost.scores.converted.cache_bytes for cost in module_costs(converted)] == [8 * 4] * 2
 
 
 def test_widths_are_whole_heads(model):

@@ -50,7 +50,7 @@ def test_the_page_is_the_one_that_notebooks_show(folder, findings):
 def test_nothing_is_overwritten_and_nothing_is_left(folder, findings, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="exists; choose another output"):
         write_findings(findings, folder)
-    monkeypatch.setattr("collab_compress.report.files.to_csv", lambda _: 1 / 0)
+    monkeypatch.setattr("collab_compress.report.findings.to_csv", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_findings(findings, tmp_path / "new" / "heads")
     assert not [*tmp_path.iterdir()]

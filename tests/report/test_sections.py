@@ -228,7 +228,8 @@ def test_content(study, section):
 def test_cost(study, section):
     found = section("cost")
     for row, cost in zip(table(found, "modules").rows, module_costs(study.model, dk=6), strict=True):
-        numbers = (cost.dense.parameters, cost.converted.parameters, cost.dense.macs / 1e6, cost.converted.macs / 1e6)
+        dense, converted = cost.scores.dense, cost.scores.converted
+        numbers = (dense.parameters, converted.parameters, dense.macs / 1e6, converted.macs / 1e6)
         assert row[3:8] == (6, *numbers)
         assert row[8] == "any"  # fewer channels than a head has
     assert [row[1] for row in table(found, "latency").rows] == [4, 4, 8, 8]  # 500 is beyond the positions
@@ -236,7 +237,7 @@ def test_cost(study, section):
     computed = [row for row in table(found, "table-1").rows if row[2] == "computed"]
     assert [row[3] for row in computed] == [each.dense.parameters / 1e6 for each in paper_table_1()]
     macs = picture(found, "Operations over length").panels[0].curves[0]
-    assert macs.y[3] == sum(cost.dense.macs for cost in module_costs(study.model, 128)) / 1e6
+    assert macs.y[3] == sum(cost.scores.dense.macs for cost in module_costs(study.model, 128)) / 1e6
 
 
 def test_mixing(study, bert):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from statistics import fmean
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from collab_compress.analysis import (
-    ContentShare,
-    Energy,
-    ValueEnergy,
     alpha_matrices,
     content_share,
     effective_rank,
@@ -20,20 +18,20 @@ from collab_compress.analysis import (
     skew_symmetry,
     value_energy,
 )
-from collab_compress.analysis.energy import SHARES, Joined
+from collab_compress.analysis.energy import SHARES
 from collab_compress.conversion.expand import read_factors
 from collab_compress.errors import HeadError
 from collab_compress.heads import alphas_of
-from collab_compress.report.section import Cell, Curves, Heatmaps, Omitted, Panel, Section, Table, curve, ragged
+from collab_compress.report.section import Cell, Curves, Heatmaps, Omitted, Panel, Section, Table, curve
 from collab_compress.report.study import Study
 
 HEADS = 72  # drawn at most
-CURVES: dict[Joined, str] = {"product": "sum of heads", "shared": "at least", "unshared": "at most"}
+DK = {"product": "sum of heads", "shared": "at least", "unshared": "at most"}  # curves that suggest a dk
+DV = {"joined": "at least", "narrow": "narrow values"}
 WEIGHTS, INPUTS = "bare weights", "weighed by inputs"
 CUT = 0.98  # quantile of entries at which the colour scale ends; a few entries are far larger
 
-AnyEnergy = TypeVar("AnyEnergy", Energy, ValueEnergy)
-Weighed: TypeAlias = dict[str, list[AnyEnergy]]  # what energies are weighed by → energies of the modules
+Weighed: TypeAlias = dict[str, list[Any]]  # what energies are weighed by → energies of the modules
 
 
 def energy(study: Study) -> Section | Omitted:
@@ -45,6 +43,11 @@ def energy(study: Study) -> Section | Omitted:
     least = [max(module.rank(share, "shared") for module in last) for share in SHARES]
     most = [max(module.rank(share, "unshared") for module in last) for share in SHARES]
     narrow = [max(module.rank(share) for module in value_last) for share in SHARES]
+    alone, joined = [], []
+    for weighed, modules in scores.items():
+        for name, title in (("query", "Q"), ("key", "K"), ("product", "QKᵀ")):
+            alone.append(_heads_panel(f"{title}, {weighed}", modules, name))
+            joined.append(_layers_panel(f"{title}, {weighed}", labels, modules, f"joined_{name}", with_mean=True))
     action = (
         f"To make attention smaller, begin with collab-compress --dk {most[0]} --dv {narrow[0]}: every layer "
         "then keeps 90 % of the energy of its scores and of its values."
@@ -60,48 +63,50 @@ def energy(study: Study) -> Section | Omitted:
         "values and outputs it is the share of what heads add to the residual stream, and the dv named “narrow "
         "values” captures it." + (note or value_note),
         "Collaborate, Fig. 1; values: docs/method.md",
-        tables=(_dk_table(scores, labels), _dv_table(values, labels)),
+        tables=(_widths("dk", DK, scores, labels), _widths("dv", DV, values, labels)),
         pictures=(
-            _heads_alone(scores),
-            _heads_joined(scores, labels),
-            Curves(
+            _curves(
+                "Energy of each head",
+                "A curve that rises late is a head that is not low-rank by itself.",
+                "Collaborate, Fig. 1, left",
+                alone,
+                "components of the head",
+            ),
+            _curves(
+                "Energy of all heads side by side",
+                "Where QKᵀ rises sooner than Q and K, heads together use fewer directions than they have.",
+                "Collaborate, Fig. 1, right",
+                joined,
+                "components of all heads",
+            ),
+            _curves(
                 "What a shared dk captures",
                 "A conversion at dk lies between the two; its relative error is the root of what is missing.",
                 "bounds of this toolkit, docs/analysis.md",
-                (
-                    _layers_panel("most that dk can capture", labels, [module.shared for module in last]),
-                    _layers_panel("what dk captures at least", labels, [module.unshared for module in last]),
-                ),
-                x_label="dk",
-                y_label=f"share of energy, {weighing}",
-                bottom=0.0,
-                top=1.0,
+                [
+                    _layers_panel("most that dk can capture", labels, last, "shared"),
+                    _layers_panel("what dk captures at least", labels, last, "unshared"),
+                ],
+                "dk",
+                f"share of energy, {weighing}",
             ),
-            Curves(
+            _curves(
                 "Energy of each head's values and outputs",
                 "A curve that rises late is a head that needs all of its values.",
                 "of this toolkit, docs/method.md",
-                tuple(
-                    _heads_panel(f"W_V W_O, {weighing}", [head for module in modules for head in module.heads])
-                    for weighing, modules in values.items()
-                ),
-                x_label="channels of the head",
-                y_label="share of energy",
-                bottom=0.0,
-                top=1.0,
+                [_heads_panel(f"W_V W_O, {weighed}", modules, "heads") for weighed, modules in values.items()],
+                "channels of the head",
             ),
-            Curves(
+            _curves(
                 "What dv captures",
                 "The relative error of a conversion at dv is the root of what is missing on the right.",
                 "of this toolkit, docs/method.md",
-                (
-                    _layers_panel("most that dv can capture", labels, [module.joined for module in value_last]),
-                    _layers_panel("what narrow values capture", labels, [module.narrow for module in value_last]),
-                ),
-                x_label="dv",
-                y_label=f"share of energy, {value_weighing}",
-                bottom=0.0,
-                top=1.0,
+                [
+                    _layers_panel("most that dv can capture", labels, value_last, "joined"),
+                    _layers_panel("what narrow values capture", labels, value_last, "narrow"),
+                ],
+                "dv",
+                f"share of energy, {value_weighing}",
             ),
         ),
         highlights=(
@@ -123,15 +128,52 @@ def mixing(study: Study) -> Section | Omitted:
     tables, pictures, highlights = [], [], []
     if matrices:
         users = {name: _users(matrix) for name, matrix in matrices.items()}
-        tables.append(_mixing_table(study, matrices, users))
-        pictures.append(_mixing_maps(study, matrices))
+        records: list[dict[str, Cell]] = [
+            {
+                "layer": study.label(name),
+                "heads": len(matrix),
+                "components R": matrix.shape[1],
+                "effective rank": effective_rank(matrix),
+                "heads that use a component": users[name],
+            }
+            for name, matrix in matrices.items()
+        ]
+        sizes = torch.cat([matrix.abs().flatten() for matrix in matrices.values()])
+        reach = float(sizes[sizes > 0].quantile(CUT)) if bool(sizes.any()) else 1.0
+        tables.append(Table.of("components", "Mixing matrices", records))
+        pictures.append(
+            Heatmaps(
+                "Mixing matrices",
+                "A column of one strong cell belongs to one head, one with several to several; the largest 2 % are "
+                "cut off.",
+                "Collaborate, Fig. 2",
+                study.head_maps(matrices),
+                low=-reach,
+                high=reach,
+                scale="diverging",
+                column_label="component, strongest first",
+            )
+        )
         heads = max(map(len, matrices.values()))
-        highlights.append(f"A shared component serves {_average(users)} of {heads} heads on average.")
+        highlights.append(f"A shared component serves {fmean(users.values()):.1f} of {heads} heads on average.")
     if alphas:
         skew = {name: skew_symmetry(matrix) for name, matrix in alphas.items()}
+        reach = max(float(matrix.abs().max()) for matrix in alphas.values())
         tables.append(_alpha_table(study, alphas, skew))
-        pictures.append(_alpha_maps(study, alphas))
-        highlights.append(f"Alphas are skew-symmetric by {_average(skew, 2)} (0 to 1, 0.5 by chance).")
+        pictures.append(
+            Heatmaps(
+                "Alphas",
+                "A strong diagonal keeps heads as they are; cells off it mix head j into head i.",
+                "Rotation, Figs. 3–4",
+                study.head_maps(alphas),
+                low=-reach,
+                high=reach,
+                scale="diverging",
+                row_label="head i that leaves",
+                column_label="head j that enters",
+            )
+        )
+        highlights.append(f"Alphas are skew-symmetric by {fmean(skew.values()):.2f} (0 to 1, 0.5 by chance).")
     return Section(
         "mixing",
         "What heads share",
@@ -148,38 +190,53 @@ def mixing(study: Study) -> Section | Omitted:
 def content(study: Study) -> Section | Omitted:
     """Return what share of each head's score variance depends on the key alone."""
     shares = content_share(study.model, study.some(study.look.input_sequences), progress=study.progress("content"))
-    count = min(study.look.input_sequences, study.sequences)
-    mean = float(torch.cat([module.content for module in shares.values()]).mean())
+    contents = {name: module.content for name, module in shares.items()}
+    contexts = {name: module.context for name, module in shares.items()}
+    records: list[dict[str, Cell]] = [
+        {
+            "layer": study.label(name),
+            "content [%]": float(100 * module.content.mean()),
+            "context [%]": float(100 * module.context.mean()),
+            "overlap [%]": float(100 * module.overlap.mean()),
+            "largest content [%]": float(100 * module.content.max()),
+            "of head": int(module.content.argmax()),
+        }
+        for name, module in shares.items()
+    ]
+    mean = float(torch.cat(list(contents.values())).mean())
     return Section(
         "content",
         "Content against context",
-        f"The variance of a head's scores over the keys that a query sees (in {count:,} sequences), split into what "
+        f"The variance of a head's scores over the keys that a query sees (in "
+        f"{min(study.look.input_sequences, study.sequences):,} sequences), split into what "
         "depends on the key alone (content, v·y) and what depends on query and key (context). The rest is twice "
         "their covariance, negative where they oppose each other. A conversion moves what all queries share from "
         "context into content, so compare converted models with converted ones.",
         "Collaborate, section 2.2",
-        tables=(_content_table(study, shares),),
+        tables=(Table.of("shares", "Shares of score variance, mean over heads", records),),
         pictures=(
-            _content_map(
-                study,
+            Heatmaps(
                 "Content share of each head",
                 "Strong cells are heads that look for certain tokens, whatever the query.",
-                {name: module.content for name, module in shares.items()},
-                least_high=0.0,
+                "Collaborate, section 2.2",
+                (study.layer_map("", contents),),
+                high=max(0.0, *(float(share.max()) for share in contents.values())),
+                row_label="layer",
             ),
-            _content_map(
-                study,
+            Heatmaps(
                 "Context share of each head",
                 "Strong cells are heads that look for what suits the query; above 1 content opposes it.",
-                {name: module.context for name, module in shares.items()},
-                least_high=1.0,
+                "Collaborate, section 2.2",
+                (study.layer_map("", contexts),),
+                high=max(1.0, *(float(share.max()) for share in contexts.values())),
+                row_label="layer",
             ),
         ),
         highlights=(f"Content makes {100 * mean:.1f} % of the variance of scores, mean over heads.",),
     )
 
 
-def _weighed(study: Study, measure: Callable[..., dict[str, AnyEnergy]]) -> tuple[Weighed[AnyEnergy], str]:
+def _weighed(study: Study, measure: Callable[..., dict[str, Any]]) -> tuple[Weighed, str]:
     """Return energies of bare weights, and weighed by inputs, or a note on why inputs allow no weighing."""
     energies = {WEIGHTS: list(measure(study.model).values())}
     batches = study.some(study.look.input_sequences)
@@ -190,113 +247,45 @@ def _weighed(study: Study, measure: Callable[..., dict[str, AnyEnergy]]) -> tupl
     return energies, ""
 
 
-def _dk_table(energies: Weighed[Energy], labels: Sequence[str]) -> Table:
+def _widths(width: str, curves: Mapping[str, str], energies: Weighed, labels: Sequence[str]) -> Table:
+    """Return the widths that each curve suggests for each module."""
     records = []
     for weighing, modules in energies.items():
         for label, module in zip(labels, modules, strict=True):
             record: dict[str, Cell] = {"layer": label, "energy": weighing}
-            for name, title in CURVES.items():
-                record |= {f"{title}, {100 * share:.0f} % [dk]": rank for share, rank in module.ranks(name).items()}
+            for name, title in curves.items():
+                for share, rank in module.ranks(name).items():
+                    record[f"{title}, {100 * share:.0f} % [{width}]"] = rank
             records.append(record)
-    return Table.of("dk", "Suggested --dk for 90, 95 and 99 % of the energy", records)
+    return Table.of(width, f"Suggested --{width} for 90, 95 and 99 % of the energy", records)
 
 
-def _dv_table(energies: Weighed[ValueEnergy], labels: Sequence[str]) -> Table:
-    records = []
-    for weighing, modules in energies.items():
-        for label, module in zip(labels, modules, strict=True):
-            record: dict[str, Cell] = {"layer": label, "energy": weighing}
-            for title, ranks in (("at least", module.ranks("joined")), ("narrow values", module.ranks())):
-                record |= {f"{title}, {100 * share:.0f} % [dv]": rank for share, rank in ranks.items()}
-            records.append(record)
-    return Table.of("dv", "Suggested --dv for 90, 95 and 99 % of the energy", records)
+def _curves(
+    title: str, reading: str, source: str, panels: Sequence[Panel], x_label: str, y_label: str = "share of energy"
+) -> Curves:
+    return Curves(title, reading, source, tuple(panels), x_label, y_label, bottom=0.0, top=1.0)
 
 
-def _heads_alone(energies: Weighed[Energy]) -> Curves:
-    panels = []
-    for weighing, modules in energies.items():
-        for name, title in (("query", "Q"), ("key", "K"), ("product", "QKᵀ")):
-            heads = [head for module in modules for head in getattr(module, name)]
-            panels.append(_heads_panel(f"{title}, {weighing}", heads))
-    return Curves(
-        "Energy of each head",
-        "A curve that rises late is a head that is not low-rank by itself.",
-        "Collaborate, Fig. 1, left",
-        tuple(panels),
-        x_label="components of the head",
-        y_label="share of energy",
-        bottom=0.0,
-        top=1.0,
-    )
-
-
-def _heads_joined(energies: Weighed[Energy], labels: Sequence[str]) -> Curves:
-    panels = []
-    for weighing, modules in energies.items():
-        for name, title in (("joined_query", "Q"), ("joined_key", "K"), ("joined_product", "QKᵀ")):
-            shares = [getattr(module, name) for module in modules]
-            panel = _layers_panel(f"{title}, {weighing}", labels, shares)
-            panels.append(Panel(panel.title, (*panel.curves, curve("mean", _mean(shares), weight="bold"))))
-    return Curves(
-        "Energy of all heads side by side",
-        "Where QKᵀ rises sooner than Q and K, heads together use fewer directions than they have.",
-        "Collaborate, Fig. 1, right",
-        tuple(panels),
-        x_label="components of all heads",
-        y_label="share of energy",
-        bottom=0.0,
-        top=1.0,
-    )
-
-
-def _heads_panel(title: str, heads: Sequence[Tensor]) -> Panel:
-    """Return the curves of some heads, and the mean of all."""
+def _heads_panel(title: str, modules: Sequence[Any], name: str) -> Panel:
+    """Return the curves of some heads, and the mean of all, from the field of this name, (H, d+1)."""
+    heads = [head for module in modules for head in getattr(module, name)]
     lines = [curve("", head, weight="faint") for head in heads[:: -(-len(heads) // HEADS)]]
     return Panel(title, (*lines, curve("mean of heads", _mean(heads), weight="bold")))
 
 
-def _layers_panel(title: str, labels: Sequence[str], shares: Sequence[Tensor]) -> Panel:
-    return Panel(title, tuple(curve(f"layer {label}", layer) for label, layer in zip(labels, shares, strict=True)))
+def _layers_panel(
+    title: str, labels: Sequence[str], modules: Sequence[Any], name: str, with_mean: bool = False
+) -> Panel:
+    """Return the curve of each module, the field of this name, and their mean where it is wanted."""
+    shares = [getattr(module, name) for module in modules]
+    lines = [curve(f"layer {label}", layer) for label, layer in zip(labels, shares, strict=True)]
+    return Panel(title, (*lines, curve("mean", _mean(shares), weight="bold")) if with_mean else tuple(lines))
 
 
 def _mean(curves: Sequence[Tensor]) -> Tensor:
     """Return the mean of cumulative shares of different lengths; a curve is 1 beyond its end."""
-    longest = max(map(len, curves))
-    pad = torch.nn.functional.pad
-    return torch.stack([pad(shares, (0, longest - len(shares)), value=1.0) for shares in curves]).mean(0)
-
-
-def _average(values: Mapping[str, float], digits: int = 1) -> str:
-    return f"{sum(values.values()) / len(values):.{digits}f}"
-
-
-def _mixing_table(study: Study, matrices: Mapping[str, Tensor], users: Mapping[str, float]) -> Table:
-    records: list[dict[str, Cell]] = [
-        {
-            "layer": study.label(name),
-            "heads": len(matrix),
-            "components R": matrix.shape[1],
-            "effective rank": effective_rank(matrix),
-            "heads that use a component": users[name],
-        }
-        for name, matrix in matrices.items()
-    ]
-    return Table.of("components", "Mixing matrices", records)
-
-
-def _mixing_maps(study: Study, matrices: Mapping[str, Tensor]) -> Heatmaps:
-    sizes = torch.cat([matrix.abs().flatten() for matrix in matrices.values()])
-    reach = float(sizes[sizes > 0].quantile(CUT)) if bool(sizes.any()) else 1.0
-    return Heatmaps(
-        "Mixing matrices",
-        "A column of one strong cell belongs to one head, one with several to several; the largest 2 % are cut off.",
-        "Collaborate, Fig. 2",
-        study.head_maps(matrices),
-        low=-reach,
-        high=reach,
-        scale="diverging",
-        column_label="component, strongest first",
-    )
+    padded: Tensor = torch.nn.utils.rnn.pad_sequence(list(curves), padding_value=1.0)
+    return padded.mean(1)
 
 
 def _alpha_table(study: Study, alphas: Mapping[str, Tensor], skew: Mapping[str, float]) -> Table:
@@ -317,21 +306,6 @@ def _alpha_table(study: Study, alphas: Mapping[str, Tensor], skew: Mapping[str, 
     return Table.of("alphas", "Alphas", records)
 
 
-def _alpha_maps(study: Study, alphas: Mapping[str, Tensor]) -> Heatmaps:
-    reach = max(float(matrix.abs().max()) for matrix in alphas.values())
-    return Heatmaps(
-        "Alphas",
-        "A strong diagonal keeps heads as they are; cells off it mix head j into head i.",
-        "Rotation, Figs. 3–4",
-        study.head_maps(alphas),
-        low=-reach,
-        high=reach,
-        scale="diverging",
-        row_label="head i that leaves",
-        column_label="head j that enters",
-    )
-
-
 def _users(matrix: Tensor) -> float:
     """Return how many heads use a component, mean over used components: 1 for one head, H for all alike."""
     squares = matrix.square()
@@ -339,31 +313,3 @@ def _users(matrix: Tensor) -> float:
     if not used.numel():
         return 0.0
     return float((used.sum(0).square() / used.square().sum(0)).mean())
-
-
-def _content_table(study: Study, shares: Mapping[str, ContentShare]) -> Table:
-    records: list[dict[str, Cell]] = [
-        {
-            "layer": study.label(name),
-            "content [%]": float(100 * module.content.mean()),
-            "context [%]": float(100 * module.context.mean()),
-            "overlap [%]": float(100 * module.overlap.mean()),
-            "largest content [%]": float(100 * module.content.max()),
-            "of head": int(module.content.argmax()),
-        }
-        for name, module in shares.items()
-    ]
-    return Table.of("shares", "Shares of score variance, mean over heads", records)
-
-
-def _content_map(
-    study: Study, title: str, reading: str, shares: Mapping[str, Tensor], *, least_high: float
-) -> Heatmaps:
-    return Heatmaps(
-        title,
-        reading,
-        "Collaborate, section 2.2",
-        (ragged("", list(shares.values()), study.labels(shares)),),
-        high=max(least_high, *(float(module.max()) for module in shares.values())),
-        row_label="layer",
-    )

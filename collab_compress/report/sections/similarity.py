@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -39,11 +41,16 @@ SOURCE = "Diversity, section 3"
 
 def similarity(study: Study) -> Section | Omitted:
     """Return how similar heads and layers are, and two models."""
-    layers = [observer.result() for observer in study.seen.layers]
     heads = {name: joint for observer in study.seen.heads for name, joint in observer.result().items()}
-    for joint in layers:
-        heads |= _by_module(joint)
-    joined = [_join_heads(joint) for joint in layers if len(_modules(joint)) > 1]
+    joined = []
+    for observer in study.seen.layers:
+        joint = observer.result()
+        names = [label.rpartition(":")[0] for label in joint.labels]  # of the module of each head
+        counts = Counter(names)
+        for name, count in counts.items():
+            heads[name] = joint.only(range(names.index(name), names.index(name) + count))
+        if len(counts) > 1:
+            joined.append(joint.merged(list(counts.values()), list(counts)))
     samples = study.seen.samples.result()
     if max(len(joint.widths) for joint in heads.values()) < 2 and not joined and study.baseline is None:
         return Omitted("a single head in a single layer has no other to be compared with")
@@ -56,12 +63,22 @@ def similarity(study: Study) -> Section | Omitted:
     if pairs:
         tables.append(_heads_table(study, coefficients, linear, samples))
         pictures += [
-            _matrices(study, "SVCCA of heads", {name: result.similarity for name, result in pairs.items()}),
-            _matrices(study, "CKA of heads, linear kernel", {name: linear[name] for name in pairs}),
+            *(
+                Heatmaps(
+                    title,
+                    "Strong cells off the diagonal are pairs of similar heads.",
+                    SOURCE,
+                    study.head_maps(matrices),
+                )
+                for title, matrices in (
+                    ("SVCCA of heads", {name: result.similarity for name, result in pairs.items()}),
+                    ("CKA of heads, linear kernel", {name: linear[name] for name in pairs}),
+                )
+            ),
             _curves(study, "SVCCA coefficients", "mean over pairs of heads", pairs),
         ]
-        correlation = _average([result.mean for result in pairs.values()])
-        alignment = _average([mean_over_pairs(linear[name]) for name in pairs])
+        correlation = fmean(result.mean for result in pairs.values())
+        alignment = fmean(mean_over_pairs(linear[name]) for name in pairs)
         highlights.append(
             f"Two heads of a layer are similar by {short(correlation)} (SVCCA) and {short(alignment)} (linear CKA) "
             "on average."
@@ -105,13 +122,13 @@ def between_models(study: Study, baseline: PreTrainedModel) -> tuple[Table, list
     }
     coefficients = {name: svcca(joint) for name, joint in joined.items()}
     linear = {name: float(cka(joint)) for name, joint in joined.items()}
-    radial = _radial_cka(study, list(joints))
+    radial = _radial_cka(study)
     records: list[dict[str, Cell]] = [
         {
             "layer": study.label(name),
             "SVCCA": coefficients[name].mean,
             "CKA, linear": linear[name],
-            "CKA, RBF, unbiased": radial[name],
+            "CKA, RBF, unbiased": radial.get(name),
             "SVCCA of nearest heads": float(svcca(joint).similarity.max(1).values.mean()),
         }
         for name, joint in joints.items()
@@ -126,26 +143,9 @@ def between_models(study: Study, baseline: PreTrainedModel) -> tuple[Table, list
     )
     title = f"Similarity of {study.name} and {study.baseline_name}, layer by layer"
     curves = _curves(study, "SVCCA coefficients between the models", "layer with layer", coefficients)
-    mean = short(_average(list(linear.values())))
+    mean = short(fmean(linear.values()))
     highlight = f"Layers of the two models are similar by {mean} (linear CKA) on average."
     return Table.of("models", title, records), [maps, curves], highlight
-
-
-def _modules(joint: JointCovariance) -> dict[str, tuple[int, int]]:
-    """Return module path → place of its first head, and number of heads, from labels `path:head`."""
-    names = [label.rpartition(":")[0] for label in joint.labels]
-    return {name: (names.index(name), names.count(name)) for name in names}
-
-
-def _by_module(joint: JointCovariance) -> dict[str, JointCovariance]:
-    """Return the covariance of each module's heads."""
-    return {name: joint.only(range(start, start + size)) for name, (start, size) in _modules(joint).items()}
-
-
-def _join_heads(joint: JointCovariance) -> JointCovariance:
-    """Return the covariance of modules, with all heads of each as one block."""
-    modules = _modules(joint)
-    return joint.merged([size for _, size in modules.values()], list(modules))
 
 
 def _heads_table(
@@ -166,15 +166,6 @@ def _heads_table(
             }
         )
     return Table.of("heads", "Similarity of heads, mean over pairs", records)
-
-
-def _matrices(study: Study, title: str, matrices: Mapping[str, Tensor]) -> Heatmaps:
-    return Heatmaps(
-        title,
-        "Strong cells off the diagonal are pairs of similar heads.",
-        SOURCE,
-        study.head_maps(matrices),
-    )
 
 
 def _curves(study: Study, title: str, panel: str, coefficients: Mapping[str, SVCCA]) -> Curves:
@@ -221,18 +212,13 @@ def _most_similar(matrix: Tensor) -> str:
     return f"{row} and {column} ({short(float(matrix[row, column]))})"
 
 
-def _radial_cka(study: Study, names: list[str]) -> dict[str, float | None]:
-    """Return CKA of each layer with its counterpart by the RBF kernel; None for fewer than four tokens."""
-    values: dict[str, float | None] = dict.fromkeys(names)
-    if study.baseline_seen is not None:
-        samples = study.seen.samples.result().items()
-        counterparts = study.baseline_seen.samples.result().values()
-        for (name, sample), counterpart in zip(samples, counterparts, strict=True):
-            if name in values and len(sample) > 3:
-                both = [sample.flatten(1), counterpart.flatten(1)]
-                values[name] = float(sample_cka(both, unbiased=True)[0, 1])
-    return values
-
-
-def _average(values: list[float]) -> float:
-    return sum(values) / len(values)
+def _radial_cka(study: Study) -> dict[str, float]:
+    """Return CKA of each layer with its counterpart by the RBF kernel, of at least four tokens."""
+    assert study.baseline_seen is not None
+    samples = study.seen.samples.result().items()
+    counterparts = study.baseline_seen.samples.result().values()
+    return {
+        name: float(sample_cka([sample.flatten(1), counterpart.flatten(1)], unbiased=True)[0, 1])
+        for (name, sample), counterpart in zip(samples, counterparts, strict=True)
+        if len(sample) > 3
+    }

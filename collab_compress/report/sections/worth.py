@@ -1,10 +1,10 @@
 """Cost of attention (Table 1 of Collaborate, T*, measured latency), and worth of heads."""
 
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from itertools import takewhile
-from math import isinf
+from math import inf
 
 import torch
 from transformers import PreTrainedModel
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from collab_compress.analysis import (
     Dominance,
     Latency,
+    MapCost,
     ModuleCost,
     PruningPoint,
     dominant_heads,
@@ -22,8 +23,6 @@ from collab_compress.analysis import (
     split_rows,
     with_progress,
 )
-from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.conversion.compress import compress
 from collab_compress.conversion.expand import expand
@@ -39,7 +38,6 @@ from collab_compress.report.section import (
     Panel,
     Section,
     Table,
-    ragged,
     short,
 )
 from collab_compress.report.study import Study
@@ -59,13 +57,16 @@ def cost(study: Study) -> Section | Omitted:
     except CollabCompressError as error:
         note = f" Latency was not measured: {error}."
     tables, pictures = [], [_macs(study, widths)]
-    if any(module.converted for module in costs):
-        tables.append(_scores_table(study, costs))
-    if any(module.converted_values for module in costs):
-        tables.append(_values_table(study, costs))
+    if any(module.scores.width for module in costs):
+        records = [_scores_record(study, module) for module in costs]
+        tables.append(Table.of("modules", "Queries and keys of each attention module", records))
+    if any(module.values.width for module in costs):
+        records = [_values_record(study, module) for module in costs]
+        tables.append(Table.of("values", "Values and outputs of each attention module", records))
     if latencies:
-        tables.append(_latency_table(study, latencies))
-        pictures.append(_latency_curves(latencies))
+        table, picture = _latency(study, latencies)
+        tables.append(table)
+        pictures.append(picture)
     tables.append(_paper_table())
     requested = " and ".join(f"{name} = {width}" for name, width in widths.items())
     subject = f"dense modules, and modules with {requested}" if requested else "converted modules as they are"
@@ -80,7 +81,7 @@ def cost(study: Study) -> Section | Omitted:
         tables=tuple(tables),
         pictures=tuple(pictures),
         highlights=_cost_highlights(costs, latencies),
-        actions=_latency_actions(latencies),
+        actions=_latency_actions(_ratios(latencies)),
     )
 
 
@@ -88,16 +89,16 @@ def dominance(study: Study) -> Section | Omitted:
     """Return what the model loses without each head, and without more and more of them."""
     dominant, scored, points, metric = _by_drift(study) if study.score is None else _by_score(study)
     sign = -1 if scored.greater_is_better else 1
-    losses = [sign * changes for changes in scored.changes.values()]  # positive where the model gets worse
-    least = min(0.0, *(float(loss.min()) for loss in losses))
-    heads = sum(map(len, losses))
+    losses = {name: sign * changes for name, changes in scored.changes.items()}  # positive where the model gets worse
+    joined = torch.cat(list(losses.values()))
+    least, heads = min(0.0, float(joined.min())), len(joined)
     map_of_losses = Heatmaps(
         "What is lost without each head",
         "The strongest cell of a row is its layer's dominant head; heads with faint ones can go.",
         "DropHead, Table 4",
-        (ragged("", losses, study.labels(scored.changes)),),
+        (study.layer_map("", losses),),
         low=least,
-        high=max(float(loss.max()) for loss in losses),
+        high=float(joined.max()),
         scale="diverging" if least < 0 else "sequential",
         row_label="layer",
     )
@@ -111,7 +112,8 @@ def dominance(study: Study) -> Section | Omitted:
         y_label=metric,
         bottom=min(0.0, *scores),
     )
-    change = ", ".join(f"{short(mean)} ({kind})" for kind, mean in scored.mean_change(dominant).items())
+    changes = scored.mean_change(dominant)
+    change = ", ".join(f"{short(mean)} ({kind})" for kind, mean in changes.items())
     half = next(point for point in points if point.share >= 0.5)
     return Section(
         "dominance",
@@ -120,8 +122,23 @@ def dominance(study: Study) -> Section | Omitted:
         "DropHead, Table 4 and Fig. 3",
         tables=(
             _dominant_table(study, scored, dominant),
-            _kinds_table(scored, dominant),
-            _pruning_table(points, metric),
+            Table.of(
+                "kinds",
+                "Loss of the dominant head, mean over layers",
+                [{"attention": kind, "change": mean} for kind, mean in changes.items()],
+            ),
+            Table.of(
+                "pruning",
+                "Pruning curve",
+                [
+                    {
+                        "heads silenced [%]": round(100 * point.share),
+                        "heads silenced": point.removed,
+                        metric: point.score,
+                    }
+                    for point in points
+                ],
+            ),
         ),
         pictures=(map_of_losses, pruning),
         highlights=(
@@ -173,91 +190,77 @@ def _token_count(model: PreTrainedModel, batch: Batch) -> int:
 
 
 def _pair(study: Study, widths: Mapping[str, int]) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Return the model in dense and in converted form: the baseline where it fits, else a conversion made here."""
-    other = study.baseline
-    if other is not None and _converted(other) != study.converted and _shapes(other) == _shapes(study.model):
-        return (other, study.model) if study.converted else (study.model, other)
-    made = deepcopy(study.model)
+    """Return the model in dense and in converted form; the form that it does not have is made of a copy."""
+    other = deepcopy(study.model)
     if study.converted:
-        expand(made)
-        return made, study.model
-    compress(
-        made,
-        Compression(widths.get("dk"), dv=widths.get("dv"), solver=Solver(sweeps=1 if "dk" in widths else None)),
-        calibration=None,
+        expand(other)
+        return other, study.model
+    solver = Solver(sweeps=1 if "dk" in widths else None)
+    compress(other, Compression(widths.get("dk"), dv=widths.get("dv"), solver=solver), calibration=None)
+    return study.model, other
+
+
+def _scores_record(study: Study, module: ModuleCost) -> dict[str, Cell]:
+    dense, converted, limit = module.scores.dense, module.scores.converted, module.scores.break_even_length
+    return {
+        "layer": study.label(module.name),
+        "module": module.name,
+        "form": module.form if module.scores.width else "dense",
+        "dk": module.scores.width,
+        "parameters, dense": dense.parameters,
+        "parameters, converted": converted.parameters,
+        f"dense at T = {LENGTH} [MMAC]": dense.macs / 1e6,
+        f"converted at T = {LENGTH} [MMAC]": converted.macs / 1e6,
+        "T* [tokens]": "any" if limit == inf else limit and int(limit),
+        "key cache, dense [B/token]": dense.cache_bytes,
+        "key cache, converted [B/token]": converted.cache_bytes,
+    }
+
+
+def _values_record(study: Study, module: ModuleCost) -> dict[str, Cell]:
+    dense, converted = module.values.dense, module.values.converted
+    return {
+        "layer": study.label(module.name),
+        "module": module.name,
+        "dv": module.values.width,
+        "parameters, dense": dense.parameters,
+        "parameters, converted": converted.parameters,
+        f"dense at T = {LENGTH} [MMAC]": dense.macs / 1e6,
+        f"converted at T = {LENGTH} [MMAC]": converted.macs / 1e6,
+        "value cache, dense [B/token]": dense.cache_bytes,
+        "value cache, converted [B/token]": converted.cache_bytes,
+    }
+
+
+def _latency(study: Study, latencies: list[Latency]) -> tuple[Table, Curves]:
+    """Return the latency of each module, and of all together."""
+    records: list[dict[str, Cell]] = []
+    sums: dict[int, list[float]] = {}
+    for latency in latencies:
+        records.append(
+            {
+                "layer": study.label(latency.name),
+                "T [tokens]": latency.length,
+                "dense [ms]": latency.dense_ms,
+                "converted [ms]": latency.converted_ms,
+                "converted / dense": latency.ratio,
+                "lower quartile": latency.low,
+                "upper quartile": latency.high,
+            }
+        )
+        dense, converted = sums.get(latency.length, (0.0, 0.0))
+        sums[latency.length] = [dense + latency.dense_ms, converted + latency.converted_ms]
+    lengths = sorted(sums)
+    picture = Curves(
+        "Latency over length",
+        "Time of all attention modules together; fused dense attention can be faster where it does more arithmetic.",
+        "measured here, Collaborate, Table 1",
+        (_two_curves("all modules", lengths, [sums[length] for length in lengths]),),
+        x_label="T, tokens",
+        y_label="ms a sequence",
+        log=True,
     )
-    return study.model, made
-
-
-def _converted(model: PreTrainedModel) -> bool:
-    return any(is_converted(site.module) for site in find_attention(model, FAMILIES))
-
-
-def _shapes(model: PreTrainedModel) -> list[tuple[object, ...]]:
-    """Return what the dense and the converted form of each attention module have in common."""
-    values = [(site, site.part(site.family.value)) for site in find_attention(model, FAMILIES)]
-    return [(site.name, site.heads, site.head_width, value.weight.shape[1]) for site, value in values]
-
-
-def _scores_table(study: Study, costs: list[ModuleCost]) -> Table:
-    records: list[dict[str, Cell]] = []
-    for module in costs:
-        converted = module.converted or module.dense
-        limit: Cell = None
-        if module.break_even_length is not None:
-            limit = "any" if isinf(module.break_even_length) else int(module.break_even_length)
-        records.append(
-            {
-                "layer": study.label(module.name),
-                "module": module.name,
-                "form": module.form if module.converted else "dense",
-                "dk": module.dk,
-                "parameters, dense": module.dense.parameters,
-                "parameters, converted": converted.parameters,
-                f"dense at T = {LENGTH} [MMAC]": module.dense.macs / 1e6,
-                f"converted at T = {LENGTH} [MMAC]": converted.macs / 1e6,
-                "T* [tokens]": limit,
-                "key cache, dense [B/token]": module.dense.cache_bytes,
-                "key cache, converted [B/token]": converted.cache_bytes,
-            }
-        )
-    return Table.of("modules", "Queries and keys of each attention module", records)
-
-
-def _values_table(study: Study, costs: list[ModuleCost]) -> Table:
-    records: list[dict[str, Cell]] = []
-    for module in costs:
-        converted = module.converted_values or module.dense_values
-        records.append(
-            {
-                "layer": study.label(module.name),
-                "module": module.name,
-                "dv": module.dv,
-                "parameters, dense": module.dense_values.parameters,
-                "parameters, converted": converted.parameters,
-                f"dense at T = {LENGTH} [MMAC]": module.dense_values.macs / 1e6,
-                f"converted at T = {LENGTH} [MMAC]": converted.macs / 1e6,
-                "value cache, dense [B/token]": module.dense_values.cache_bytes,
-                "value cache, converted [B/token]": converted.cache_bytes,
-            }
-        )
-    return Table.of("values", "Values and outputs of each attention module", records)
-
-
-def _latency_table(study: Study, latencies: list[Latency]) -> Table:
-    records: list[dict[str, Cell]] = [
-        {
-            "layer": study.label(latency.name),
-            "T [tokens]": latency.length,
-            "dense [ms]": latency.dense_ms,
-            "converted [ms]": latency.converted_ms,
-            "converted / dense": latency.ratio,
-            "lower quartile": latency.low,
-            "upper quartile": latency.high,
-        }
-        for latency in latencies
-    ]
-    return Table.of("latency", "Latency of attention modules, batch of one", records)
+    return Table.of("latency", "Latency of attention modules, batch of one", records), picture
 
 
 def _paper_table() -> Table:
@@ -281,17 +284,14 @@ def _paper_table() -> Table:
 
 
 def _macs(study: Study, widths: Mapping[str, int]) -> Curves:
-    costs = [module_costs(study.model, length, dk=widths.get("dk"), dv=widths.get("dv")) for length in COUNTED]
-    dense = [sum(module.dense.macs for module in modules) / 1e6 for modules in costs]
-    converted = [sum((module.converted or module.dense).macs for module in modules) / 1e6 for modules in costs]
-    panels = [_two_curves("queries and keys", COUNTED, dense, converted)]
-    if any(module.converted_values for module in costs[0]):
-        dense = [sum(module.dense_values.macs for module in modules) / 1e6 for modules in costs]
-        converted = [
-            sum((module.converted_values or module.dense_values).macs for module in modules) / 1e6
-            for modules in costs
-        ]
-        panels.append(_two_curves("values and outputs", COUNTED, dense, converted))
+    scores, values = [], []
+    for length in COUNTED:
+        costs = module_costs(study.model, length, dk=widths.get("dk"), dv=widths.get("dv"))
+        scores.append(_millions([module.scores for module in costs]))
+        values.append(_millions([module.values for module in costs]))
+    panels = [_two_curves("queries and keys", COUNTED, scores)]
+    if any(module.values.width for module in costs):
+        panels.append(_two_curves("values and outputs", COUNTED, values))
     return Curves(
         "Operations over length",
         "Where the curves cross is T*; right of it the converted form does more arithmetic.",
@@ -303,47 +303,34 @@ def _macs(study: Study, widths: Mapping[str, int]) -> Curves:
     )
 
 
-def _latency_curves(latencies: list[Latency]) -> Curves:
-    dense: dict[int, float] = {}
-    converted: dict[int, float] = {}
-    for latency in sorted(latencies, key=lambda latency: latency.length):
-        dense[latency.length] = dense.get(latency.length, 0.0) + latency.dense_ms
-        converted[latency.length] = converted.get(latency.length, 0.0) + latency.converted_ms
-    return Curves(
-        "Latency over length",
-        "Time of all attention modules together; fused dense attention can be faster where it does more arithmetic.",
-        "measured here, Collaborate, Table 1",
-        (_two_curves("all modules", list(dense), list(dense.values()), list(converted.values())),),
-        x_label="T, tokens",
-        y_label="ms a sequence",
-        log=True,
-    )
+def _millions(costs: list[MapCost]) -> tuple[float, float]:
+    """Return the millions of multiply-accumulates of all modules, dense and converted."""
+    return sum(cost.dense.macs for cost in costs) / 1e6, sum(cost.converted.macs for cost in costs) / 1e6
 
 
-def _two_curves(title: str, lengths: Sequence[int], dense: Sequence[float], converted: Sequence[float]) -> Panel:
-    x = tuple(map(float, lengths))
-    return Panel(title, (Curve("dense", x, tuple(dense)), Curve("converted", x, tuple(converted))))
+def _two_curves(title: str, lengths: Sequence[int], pairs: Sequence[Sequence[float]]) -> Panel:
+    """Return the curves of (dense, converted) numbers at each length."""
+    dense, converted = zip(*pairs, strict=True)
+    return Panel(title, (Curve("dense", tuple(lengths), dense), Curve("converted", tuple(lengths), converted)))
 
 
 def _cost_highlights(costs: list[ModuleCost], latencies: list[Latency]) -> tuple[str, ...]:
     lines = []
-    if any(module.converted for module in costs):
-        shortest = min(module.break_even_length for module in costs if module.break_even_length is not None)
-        until = "at any length" if isinf(shortest) else f"up to T* = {shortest:.0f} tokens"
-        dense = sum(module.dense.parameters for module in costs)
-        converted = sum((module.converted or module.dense).parameters for module in costs)
-        dk = _range({module.dk for module in costs if module.dk is not None})
-        lines.append(
-            f"Queries and keys: {dense:,} parameters dense, {converted:,} at dk = {dk}; fewer operations {until}."
-        )
-    if any(module.converted_values for module in costs):
-        dense = sum(module.dense_values.parameters for module in costs)
-        converted = sum((module.converted_values or module.dense_values).parameters for module in costs)
-        dv = _range({module.dv for module in costs if module.dv is not None})
-        lines.append(
-            f"Values and outputs: {dense:,} parameters dense, {converted:,} at dv = {dv}; fewer operations at any "
-            "length."
-        )
+    for title, name, maps in (
+        ("Queries and keys", "dk", [module.scores for module in costs]),
+        ("Values and outputs", "dv", [module.values for module in costs]),
+    ):
+        widths = [cost.width for cost in maps if cost.width is not None]
+        if widths:
+            least, most = min(widths), max(widths)
+            shortest = min(cost.break_even_length for cost in maps if cost.break_even_length is not None)
+            dense = sum(cost.dense.parameters for cost in maps)
+            converted = sum(cost.converted.parameters for cost in maps)
+            until = "at any length" if shortest == inf else f"up to T* = {shortest:.0f} tokens"
+            lines.append(
+                f"{title}: {dense:,} parameters dense, {converted:,} at {name} = "
+                f"{least if least == most else f'{least} to {most}'}; fewer operations {until}."
+            )
     ratios = _ratios(latencies)
     if ratios:
         longest = max(ratios)
@@ -361,9 +348,8 @@ def _ratios(latencies: list[Latency]) -> dict[int, float]:
     return {length: statistics.median(ratios[length]) for length in sorted(ratios)}
 
 
-def _latency_actions(latencies: list[Latency]) -> tuple[str, ...]:
+def _latency_actions(ratios: Mapping[int, float]) -> tuple[str, ...]:
     """Return the lengths at which conversion is faster, and what to do at the others."""
-    ratios = _ratios(latencies)
     if not ratios:
         return ()
     slower = [str(length) for length, ratio in ratios.items() if ratio > 1]
@@ -384,11 +370,6 @@ def _pruning_action(points: Sequence[PruningPoint], baseline: float, heads: int,
         f"{count} of {heads} heads can be silenced before {change} by more than a tenth: try "
         "collab-prune, and score your task after it."
     )
-
-
-def _range(widths: Collection[int]) -> str:
-    least, most = min(widths), max(widths)
-    return str(least) if least == most else f"{least} to {most}"
 
 
 def _by_drift(study: Study) -> tuple[dict[str, int], Dominance, list[PruningPoint], str]:
@@ -445,17 +426,3 @@ def _dominant_table(study: Study, scored: Dominance, dominant: Mapping[str, int]
             }
         )
     return Table.of("dominant", "Dominant head of each layer", records)
-
-
-def _kinds_table(scored: Dominance, dominant: Mapping[str, int]) -> Table:
-    changes = scored.mean_change(dominant).items()
-    records: list[dict[str, Cell]] = [{"attention": kind, "change": change} for kind, change in changes]
-    return Table.of("kinds", "Loss of the dominant head, mean over layers", records)
-
-
-def _pruning_table(points: list[PruningPoint], metric: str) -> Table:
-    records: list[dict[str, Cell]] = [
-        {"heads silenced [%]": round(100 * point.share), "heads silenced": point.removed, metric: point.score}
-        for point in points
-    ]
-    return Table.of("pruning", "Pruning curve", records)
