@@ -59,7 +59,7 @@ def find_feed_forward(model: PreTrainedModel, writers: Sequence[Writer], batch: 
     outputs = {writer.site.path(writer.site.family.output) for writer in writers}
     blocks = []
     for writer in writers:
-        if writer.name not in outputs:
+        if writer.name not in outputs and writer.name.removesuffix(".proj") not in outputs:  # of heads, or mixed ones
             ups = _ups(model, writer.name, batch)
             if ups:
                 blocks.append(FeedForward(writer.name, ups, width_in(model.get_submodule(writer.name))))

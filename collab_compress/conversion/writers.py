@@ -69,9 +69,7 @@ def _candidates(model: PreTrainedModel, batch: Batch) -> list[tuple[str, Attenti
     sites = find_attention(model, FAMILIES)
     outputs = {site.name: site.path(site.family.output) for site in sites}
     projections: list[Any] = [model.get_submodule(path) for path in outputs.values()]
-    widths = {
-        getattr(each, "out_features", None) or getattr(each, "nf", -1) for each in projections
-    }  # mixed ones too
+    widths = {width_out(getattr(each, "proj", each)) for each in projections} - {0}  # a mixed one has it inside
     inside = tuple(f"{site.name}." for site in sites)
     calls: dict[str, int] = {}
     latest: list[AttentionSite] = [sites[0]]
