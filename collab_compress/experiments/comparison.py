@@ -135,7 +135,7 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
                 fmean(counts) if counts else None,
                 means[variant],
                 differences.get(variant, {}),
-                None if other is None else label(other),
+                None if other is None else other.label,
             )
         )
     averaged = [average] if average is not None and any(average in row.scores for row in rows) else []
@@ -154,11 +154,6 @@ def estimate(values: Iterable[float]) -> Estimate:
     with np.errstate(invalid="ignore"):
         deviation = float(found.std(ddof=1)) if len(found) > 1 else None
         return Estimate(float(found.mean()), deviation, len(found))
-
-
-def label(variant: Variant) -> str:
-    """Name a variant as method/stage."""
-    return f"{variant.method}/{variant.stage}"
 
 
 def _place(column: Column) -> tuple[int, str]:
@@ -204,7 +199,7 @@ def _estimates(lines: pd.DataFrame) -> dict[Variant, dict[Column, Estimate]]:
 
 
 def _reference(variants: Iterable[Variant], against: str | None) -> str | None:
-    there = sorted({label(variant) for variant in variants})
+    there = sorted({variant.label for variant in variants})
     if against is not None and against not in there:
         raise RecipeError(f"nothing to compare with: no result is {against!r}; expected one of {', '.join(there)}")
     return against or next((name for name in (REFERENCE, AS_IT_IS) if name in there), None)
@@ -216,7 +211,7 @@ def _references(grouped: Mapping[Variant, Sequence[Result]], reference: str | No
     An untrained model of another shape has the method of the reference under another name: it is the variant whose
     recipe is the reference's but for the shape.
     """
-    found = {variant.model: variant for variant in grouped if label(variant) == reference}
+    found = {variant.model: variant for variant in grouped if variant.label == reference}
     theirs = [
         (variant.stage, column, _unshaped(recipes[0]))
         for variant in found.values()
@@ -250,8 +245,8 @@ def _compared_otherwise(
     """Note which untrained models are compared with another shape, or with nothing."""
     for model in sorted({variant.model for variant in grouped}):
         other = references.get(model)
-        if other is not None and label(other) != reference:
-            yield f"{model} is compared with {label(other)}, which is {reference} in its shape"
+        if other is not None and other.label != reference:
+            yield f"{model} is compared with {other.label}, which is {reference} in its shape"
         if other is None and reference is not None and model.startswith(FRESH):
             yield f"{model} is compared with nothing: no result is {reference} in its shape"
 
@@ -261,7 +256,7 @@ def _no_numbers(grouped: Mapping[Variant, Sequence[Result]]) -> Iterator[str]:
     for variant, results in grouped.items():
         for result in results:
             if not math.isfinite(result.score):
-                where = f"{label(variant)} of {variant.model} on {result.column.name}"
+                where = f"{variant.label} of {variant.model} on {result.column.name}"
                 yield f"{where}: the score of seed {result.seed} is {result.score}, and so is what is made of it"
 
 
@@ -271,7 +266,7 @@ def _seeds_apart(grouped: Mapping[Variant, Sequence[Result]]) -> Iterator[str]:
         for column, recipes in _recipes_of(results).items():
             differing = _differing(recipes, {name for recipe in recipes for name in recipe})
             if differing:
-                yield f"{label(variant)} of {variant.model} on {column.name}: seeds differ in {differing}"
+                yield f"{variant.label} of {variant.model} on {column.name}: seeds differ in {differing}"
 
 
 def _rows_apart(grouped: Mapping[Variant, Sequence[Result]], references: Mapping[str, Variant]) -> Iterator[str]:
@@ -284,7 +279,7 @@ def _rows_apart(grouped: Mapping[Variant, Sequence[Result]], references: Mapping
             both = [_flat(recipe) for recipe in (*recipes[:1], *theirs.get(column, [])[:1])]
             differing = _differing(both, set.intersection(*map(set, both)))
             if differing:
-                yield f"{label(variant)} and {label(other)} of {variant.model} on {column.name} differ in {differing}"
+                yield f"{variant.label} and {other.label} of {variant.model} on {column.name} differ in {differing}"
 
 
 def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:

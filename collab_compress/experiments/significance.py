@@ -10,7 +10,7 @@ from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest
 
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.comparison import AS_IT_IS, REFERENCE, label
+from collab_compress.experiments.comparison import AS_IT_IS, REFERENCE
 from collab_compress.experiments.results import Column, Result, Variant, read_results
 from collab_compress.experiments.workload import REFERENCES, target_language
 from collab_compress.tasks import TASKS
@@ -66,7 +66,7 @@ def significance(folder: Path, against: str | None = None) -> list[Significance]
     groups: dict[tuple[str, Column, int], dict[str, Result]] = defaultdict(dict)
     for result in read_results(folder):
         if result.column.metric == "bleu":
-            groups[result.variant.model, result.column, result.seed][label(result.variant)] = result
+            groups[result.variant.model, result.column, result.seed][result.variant.label] = result
     wanted = [against] if against is not None else [REFERENCE, AS_IT_IS]
     found = []
     for group in groups.values():
@@ -106,7 +106,7 @@ def _compared(results: Sequence[Result]) -> list[Significance]:
                     result.variant, result.column, result.seed, split, float(score.score), float(score.ci),
                     None if result is first else float(score.score - scores["BLEU"][0].score),
                     None if result is first else float(score.p_value),
-                    label(first.variant), str(signatures["BLEU"]),
+                    first.variant.label, str(signatures["BLEU"]),
                 )
             )  # fmt: skip
     for result, folder in zip(results, folders, strict=True):
