@@ -47,6 +47,12 @@ class Estimate:
             return None
         return float(stats.t.ppf(0.975, self.count - 1)) * self.deviation / math.sqrt(self.count)
 
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """Ends of that interval; None for one value."""
+        half = self.interval
+        return None if half is None else (self.mean - half, self.mean + half)
+
 
 @dataclass(frozen=True)
 class Row:
