@@ -229,18 +229,18 @@ def csv_text(lines: Iterable[Line]) -> str:
 def significance_blocks(folder: Path, against: str | None) -> list[str | Grid]:
     """Compare the translations in a folder with those of a reference run, and format scores, differences and p."""
     compared = significance(folder, against)
+    named = ["model", "method", "stage", "task", "split", "seed"]
     rows = []
-    for run in compared:
-        variant = run.variant
-        difference = "" if run.difference is None else f"{run.difference:+.2f}"
-        p = "" if run.p is None else f"{run.p:.3f}"
-        labels = [variant.model, variant.method, variant.stage, run.column.name, run.split, str(run.seed)]
-        rows.append([*labels, f"{run.score:.2f} ± {run.interval:.2f}", difference, p])
-    references = dict.fromkeys(run.reference for run in compared)
-    signatures = dict.fromkeys(run.signature for run in compared)
+    for line in compared:
+        difference = "" if line["difference"] is None else f"{line['difference']:+.2f}"
+        p = "" if line["p"] is None else f"{line['p']:.3f}"
+        score = f"{line['score']:.2f} ± {line['interval']:.2f}"
+        rows.append([*(str(line[name]) for name in named), score, difference, p])
+    references = dict.fromkeys(line["reference"] for line in compared)
+    signatures = dict.fromkeys(line["signature"] for line in compared)
     return [
         "BLEU ± half of its 95 % interval over resamples of the sentences, and the difference to "
         f"{' or '.join(references)} of the same model, task and seed with its p by paired bootstrap: chance in the "
         f"test set, not in training. sacreBLEU: {', '.join(signatures)}.",
-        Grid(["model", "method", "stage", "task", "split", "seed", "BLEU", "difference", "p"], rows, words=6),
+        Grid([*named, "BLEU", "difference", "p"], rows, words=len(named)),
     ]
