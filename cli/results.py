@@ -5,20 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from .arguments import ResultsArguments as Arguments
 from .command import parse, stopping_in_one_line, table
-from .tables import (
-    Grid,
-    comparison_blocks,
-    comparison_lines,
-    csv_text,
-    papers_blocks,
-    papers_lines,
-    plain,
-    significance_blocks,
-    to_markdown,
-)
+
+if TYPE_CHECKING:
+    from .tables import Grid
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -36,6 +29,16 @@ def run(arguments: Arguments) -> None:
     from collab_compress.experiments.results import read_papers, read_results, select_tables
 
     from .outputs import check_editable, check_outputs, edit
+    from .tables import (
+        comparison_blocks,
+        comparison_lines,
+        csv_text,
+        papers_blocks,
+        papers_lines,
+        plain,
+        significance_blocks,
+        to_markdown,
+    )
 
     paths = arguments.records_in
     if arguments.significance and (len(paths) != 1 or arguments.format == "csv"):

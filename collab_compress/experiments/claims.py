@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import yaml
 
@@ -22,8 +25,8 @@ SEEDS = 3
 """Pairs that a verdict takes at least."""
 
 HOLDS, FAILS, OPEN, WITHDRAWN = "holds", "does not hold", "cannot be told", "withdrawn"
-Readings: TypeAlias = dict[str, dict[int, float]]
-"""Model → seed → number."""
+Readings: TypeAlias = dict[tuple[str, int], float]
+"""Model and seed → number."""
 
 
 @dataclass(frozen=True)
@@ -41,55 +44,36 @@ class Quantity:
     greater_is_better: bool | None = None
 
 
-def _metric(name: str) -> Callable[[Result], float | None]:
+def _metric(name: str, result: Result) -> float | None:
     """Read a metric of the test set, or of the validation set where there is no test set."""
-
-    def read(result: Result) -> float | None:
-        splits = result.metrics
-        order = [split for split in splits if split.startswith("test")] or list(splits)
-        return next((float(splits[split][name]) for split in order if name in splits[split]), None)
-
-    return read
+    tests = [split for split in result.metrics if split.startswith("test")]
+    found = (result.metrics[split] for split in tests or result.metrics)
+    return next((float(metrics[name]) for metrics in found if name in metrics), None)
 
 
-def _logged(name: str) -> Callable[[Result], float | None]:
+def _logged(name: str, result: Result) -> float | None:
     """Read what was logged last."""
-
-    def read(result: Result) -> float | None:
-        return next((float(line[name]) for line in reversed(result.history) if name in line), None)
-
-    return read
+    return next((float(line[name]) for line in reversed(result.history) if name in line), None)
 
 
-def _similarity(name: str, kind: str | None = None) -> Callable[[Result], float | None]:
+def _similarity(name: str, kind: str | None, result: Result) -> float | None:
     """Read the mean over layers, of one kind of attention or of all."""
-
-    def read(result: Result) -> float | None:
-        layers = result.measures.get(name, {}).get("layers", {})
-        return _mean(value for each in _of(layers, kind) for value in each)
-
-    return read
+    kinds = result.measures.get(name, {}).get("layers", {})
+    return _mean(chain(*kinds.values()) if kind is None else kinds.get(kind, ()))
 
 
 def _overlap(result: Result) -> float | None:
-    return _mean(value for each in result.measures.get("overlap", {}).values() for value in each)
+    return _mean(chain(*result.measures.get("overlap", {}).values()))
 
 
-def _distance(name: str) -> Callable[[Result], float | None]:
-    def read(result: Result) -> float | None:
-        return _mean(layer[name] for each in result.measures.get("discrepancy", {}).values() for layer in each)
-
-    return read
+def _distance(name: str, result: Result) -> float | None:
+    return _mean(layer[name] for layer in chain(*result.measures.get("discrepancy", {}).values()))
 
 
-def _dominant(kind: str) -> Callable[[Result], float | None]:
+def _dominant(kind: str, result: Result) -> float | None:
     """Read what the score loses with the dominant heads of a kind."""
-
-    def read(result: Result) -> float | None:
-        found = result.measures.get("dominance", {})
-        return found[kind] - found["score"] if {kind, "score"} <= found.keys() else None
-
-    return read
+    found = result.measures.get("dominance", {})
+    return found[kind] - found["score"] if {kind, "score"} <= found.keys() else None
 
 
 def _half_pruned(result: Result) -> float | None:
@@ -97,28 +81,33 @@ def _half_pruned(result: Result) -> float | None:
     found = result.measures.get("pruning")
     if not found:
         return None
-    shares, scores = found["shares"], found["scores"]
-    half = min(range(len(shares)), key=lambda place: abs(shares[place] - 0.5))
-    return float(scores[half] - scores[shares.index(min(shares))])
+    points = list(zip(found["shares"], found["scores"], strict=True))
+    half = min(points, key=lambda point: abs(point[0] - 0.5))
+    return float(half[1] - min(points)[1])
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return fmean(found) if found else None
 
 
 QUANTITIES: dict[str, Quantity] = {
     "score": Quantity(lambda result: result.score),
-    "perplexity": Quantity(_metric("perplexity"), "", False),
+    "perplexity": Quantity(partial(_metric, "perplexity"), "", False),
     "parameters": Quantity(lambda result: result.parameters, "", False),
     "seconds": Quantity(lambda result: result.seconds, "s", False),
-    "task loss": Quantity(_logged("task_loss"), "nats", False),
-    "training overlap": Quantity(_logged("bhattacharyya"), ""),
+    "task loss": Quantity(partial(_logged, "task_loss"), "nats", False),
+    "training overlap": Quantity(partial(_logged, "bhattacharyya"), ""),
     "overlap": Quantity(_overlap, ""),
-    "svcca": Quantity(_similarity("svcca"), ""),
-    "svcca cross": Quantity(_similarity("svcca", "cross"), ""),
-    "cka": Quantity(_similarity("cka"), ""),
-    "cka cross": Quantity(_similarity("cka", "cross"), ""),
-    "cosine": Quantity(_distance("cosine"), ""),
-    "l2": Quantity(_distance("l2"), ""),
-    "dominant encoder": Quantity(_dominant("encoder")),
-    "dominant cross": Quantity(_dominant("cross")),
-    "dominant decoder": Quantity(_dominant("decoder")),
+    "svcca": Quantity(partial(_similarity, "svcca", None), ""),
+    "svcca cross": Quantity(partial(_similarity, "svcca", "cross"), ""),
+    "cka": Quantity(partial(_similarity, "cka", None), ""),
+    "cka cross": Quantity(partial(_similarity, "cka", "cross"), ""),
+    "cosine": Quantity(partial(_distance, "cosine"), ""),
+    "l2": Quantity(partial(_distance, "l2"), ""),
+    "dominant encoder": Quantity(partial(_dominant, "encoder")),
+    "dominant cross": Quantity(partial(_dominant, "cross")),
+    "dominant decoder": Quantity(partial(_dominant, "decoder")),
     "half pruned": Quantity(_half_pruned),
 }
 """Name → what is read from a record."""
@@ -191,13 +180,6 @@ class Verdict:
         return f"{of}{self.claim.method} − {self.claim.than}"
 
     @property
-    def interval(self) -> tuple[float, float] | None:
-        """Ends of the difference's 95 % t-interval; None of one pair or none."""
-        if self.difference is None or (half := self.difference.interval) is None:
-            return None
-        return self.difference.mean - half, self.difference.mean + half
-
-    @property
     def sentence(self) -> str:
         """The verdict with its numbers."""
         start = f"{self.found.capitalize()}: {self.claim.says}"
@@ -209,7 +191,8 @@ class Verdict:
         unit = f" {self.unit}" if self.unit else ""
         numbers = f"{self.compared} is {signed(self.difference.mean)}{unit} on {self.where}"
         few = f"; a verdict takes {SEEDS}" if self.difference.count < SEEDS else ""
-        ends = "" if self.interval is None else "95 % interval {} to {}, ".format(*map(signed, self.interval))
+        interval = self.difference.ends
+        ends = "" if interval is None else f"95 % interval {signed(interval[0])} to {signed(interval[1])}, "
         return f"{start} {numbers} ({ends}{pairs}{few})."
 
 
@@ -246,41 +229,42 @@ def judge(claim: Claim, results: Sequence[Result]) -> list[Verdict]:
 
 
 def readings(results: Sequence[Result], label: str, task: str, of: str = "score") -> Readings:
-    """Read a quantity from the records of one method and stage on one task.
+    """Read a quantity from the records of one method and stage on one task, where they have it.
 
     Args:
         results: all of them.
         label: method or method/stage; the stage is tuned if not given.
         task: name of the column.
         of: the quantity, of `QUANTITIES`.
-
-    Returns:
-        Model → seed → number, of the records that have it.
     """
-    method, _, stage = label.partition("/")
     found: Readings = {}
     for result in results:
-        variant = result.variant
-        if (variant.method, variant.stage, result.column.name) == (method, stage or "tuned", task):
+        if (result.variant.label, result.column.name) == (labelled(label), task):
             value = QUANTITIES[of].read(result)
             if value is not None:
-                found.setdefault(variant.model, {})[result.seed] = float(value)
+                found[result.variant.model, result.seed] = float(value)
     return found
+
+
+def labelled(name: str) -> str:
+    """Return a method as method/stage; the stage is tuned if not given."""
+    return name if "/" in name else f"{name}/tuned"
 
 
 def differences(one: Readings, other: Readings) -> Readings:
     """Subtract readings from readings, of the same model and seed."""
-    found = {
-        model: {seed: value - other[model][seed] for seed, value in seeds.items() if seed in other[model]}
-        for model, seeds in one.items()
-        if model in other
-    }
-    return {model: seeds for model, seeds in found.items() if seeds}
+    return {key: value - other[key] for key, value in one.items() if key in other}
 
 
-def most(found: Readings) -> tuple[str, dict[int, float]]:
-    """Return the model with most seeds and its numbers; the first by name on ties."""
-    return min(found.items(), key=lambda item: (-len(item[1]), item[0]), default=("", {}))
+def model_with_most(found: Readings) -> str:
+    """Return the model with most seeds, the first by name on ties; empty without readings."""
+    counts = Counter(model for model, _ in found)
+    return min(counts, key=lambda model: (-counts[model], model), default="")
+
+
+def of_model(found: Readings, model: str) -> list[float]:
+    """Return the numbers of one model, a seed each."""
+    return [value for (name, _), value in found.items() if name == model]
 
 
 def signed(value: float) -> str:
@@ -297,55 +281,35 @@ def unit_of(of: str, task: str, results: Sequence[Result]) -> str:
 
 def _verdict(claim: Claim, tasks: Sequence[str], results: Sequence[Result]) -> Verdict:
     where = tasks[0] if len(tasks) == 1 else f"the mean of {', '.join(tasks)}"
-    each = [
-        differences(readings(results, claim.method, task, claim.of), readings(results, claim.than, task, claim.of))
-        for task in tasks
-    ]
-    means = _means(each)
-    model, values = most(means) if claim.model is None else (claim.model, means.get(claim.model, {}))
-    found = estimate(values.values()) if values else None
-    sign = {"higher": 1, "lower": -1}.get(claim.expect) or (
-        1 if _greater_is_better(claim.of, tasks[0], results) else -1
-    )
+    each = []
+    for task in tasks:
+        ours, theirs = (readings(results, label, task, claim.of) for label in (claim.method, claim.than))
+        each.append(differences(ours, theirs))
+    shared = [key for key in each[0] if all(key in found for found in each)]
+    means = {key: fmean(found[key] for found in each) for key in shared}
+    model = model_with_most(means) if claim.model is None else claim.model
+    values = of_model(means, model)
+    difference = estimate(values) if values else None
     unit = unit_of(claim.of, tasks[0], results).replace("%", "points")
-    verdict = WITHDRAWN if claim.withdrawn else _found(found, sign, claim.by)
-    return Verdict(claim, where, model, found, unit, verdict)
+    found = WITHDRAWN if claim.withdrawn else _found(claim, difference, _sign(claim, tasks[0], results))
+    return Verdict(claim, where, model, difference, unit, found)
 
 
-def _found(difference: Estimate | None, sign: int, bound: float) -> str:
-    if difference is None or difference.count < SEEDS or (half := difference.interval) is None:
+def _sign(claim: Claim, task: str, results: Sequence[Result]) -> int:
+    """Return 1 where the claim is that a quantity is greater, and −1 where it is that it is less."""
+    if claim.expect != "better":
+        return 1 if claim.expect == "higher" else -1
+    better = QUANTITIES[claim.of].greater_is_better
+    if better is None:
+        columns = (result.column for result in results if result.column.name == task)
+        better = next((column.greater_is_better for column in columns), True)
+    return 1 if better else -1
+
+
+def _found(claim: Claim, difference: Estimate | None, sign: int) -> str:
+    if difference is None or difference.count < SEEDS or difference.ends is None:
         return OPEN
-    middle = sign * difference.mean
-    if not math.isfinite(middle) or not math.isfinite(half):
+    low, high = sorted(sign * end for end in difference.ends)
+    if not (math.isfinite(low) and math.isfinite(high)):
         return OPEN
-    return HOLDS if middle - half > bound else FAILS if middle + half <= bound else OPEN
-
-
-def _means(each: Sequence[Readings]) -> Readings:
-    """Average over tasks, for each seed that has all of them."""
-    first, *others = each
-    found = {
-        model: {
-            seed: fmean([value, *(other[model][seed] for other in others)])
-            for seed, value in seeds.items()
-            if all(seed in other.get(model, {}) for other in others)
-        }
-        for model, seeds in first.items()
-    }
-    return {model: seeds for model, seeds in found.items() if seeds}
-
-
-def _greater_is_better(of: str, task: str, results: Sequence[Result]) -> bool:
-    own = QUANTITIES[of].greater_is_better
-    if own is not None:
-        return own
-    return next((result.column.greater_is_better for result in results if result.column.name == task), True)
-
-
-def _of(layers: Mapping[str, Any], kind: str | None) -> list[Any]:
-    return list(layers.values()) if kind is None else [layers[kind]] if kind in layers else []
-
-
-def _mean(values: Iterator[float]) -> float | None:
-    found = [value for value in values if value is not None]
-    return fmean(found) if found else None
+    return HOLDS if low > claim.by else FAILS if high <= claim.by else OPEN

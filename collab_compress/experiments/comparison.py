@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -16,6 +16,7 @@ from collab_compress.errors import RecipeError
 from collab_compress.experiments.results import FRESH, UNSHAPED, Column, Result, Variant
 from collab_compress.tasks import TASKS
 
+Line: TypeAlias = dict[str, Any]
 AVERAGE = "average"
 REFERENCE = "plain/tuned"
 AS_IT_IS = "plain/given"
@@ -47,25 +48,11 @@ class Estimate:
             return None
         return float(stats.t.ppf(0.975, self.count - 1)) * self.deviation / math.sqrt(self.count)
 
-
-@dataclass(frozen=True)
-class Row:
-    """One variant's results.
-
-    Args:
-        variant: what was done.
-        parameters: mean over its results; None if none has them recorded.
-        scores: column → mean over seeds.
-        differences: column → mean over the seeds that the reference has too of score − the reference's score; empty
-            for the reference itself and for models without one.
-        reference: what differences are to, as method/stage; None for models without one.
-    """
-
-    variant: Variant
-    parameters: float | None
-    scores: Mapping[Column, Estimate]
-    differences: Mapping[Column, Estimate]
-    reference: str | None
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """Ends of that interval; None for one value."""
+        half = self.interval
+        return None if half is None else (self.mean - half, self.mean + half)
 
 
 @dataclass(frozen=True)
@@ -74,39 +61,29 @@ class Comparison:
 
     Args:
         columns: tasks, and `AVERAGE` over all of them last, where there is one.
-        rows: of one model after another; within one the reference's method first, and within a method the model
-            before conversion, then conversions, without and with a second fine-tuning.
+        lines: a score each, with its difference to the reference: see `compare`. Of one model after another; within
+            one the reference's method first, and within a method the model before conversion, then conversions,
+            without and with a second fine-tuning.
         reference: what differences are to, as method/stage; None if no variant is it. Untrained models of another
             shape are compared with the one of their shape that has its recipe otherwise.
         notes: what is doubtful about the results.
     """
 
     columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
+    lines: tuple[Line, ...]
     reference: str | None
     notes: tuple[str, ...]
 
-    @property
-    def tasks(self) -> list[str]:
-        """Names of the columns but for the average."""
-        return [column.name for column in self.columns if column.name != AVERAGE]
-
-    @property
-    def average(self) -> Column | None:
-        """The column of the average, if there is one."""
-        return next((column for column in self.columns if column.name == AVERAGE), None)
-
-    @property
-    def with_baseline(self) -> bool:
-        """Whether differences are to plain fine-tuning, as the papers' are."""
-        return self.reference == REFERENCE
-
 
 def compare(results: Sequence[Result], against: str | None = None) -> Comparison:
-    """Compare results: a row for each variant, a column for each task.
+    """Compare results: a line for each variant and task.
 
     The average is over tasks first, for each seed that has all of them, and over seeds then; there is one where
     there are several tasks and all are scored in one unit.
+
+    A line has `mean`, sample deviation `sd` and number `n` of the scores; `difference`, the mean over the `pairs` of
+    seeds that the `reference` has too of score − the reference's score; and `low` and `high`, the ends of its 95 %
+    t-interval. With one seed `sd` is None, and there is no interval; a score without a pair has no difference.
 
     Args:
         results: no two of the same variant, task and seed.
@@ -120,32 +97,43 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
     for result in results:
         grouped[result.variant].append(result)
     tasks = sorted({result.column for result in results}, key=_place)
-    average = _average_column(tasks)
     reference = _reference(grouped, against)
     references = _references(grouped, reference)
-    scores = _scores(results, tasks, average)
+    scores = _scores(results, tasks)
     means, differences = _estimates(scores), _estimates(_paired(scores, references))
-    rows = []
+    columns = (*tasks, *(column for column in dict.fromkeys(scores["column"]) if column.name == AVERAGE))
+    lines = []
     for variant in sorted(grouped, key=lambda variant: _order(variant, references.get(variant.model))):
         other = references.get(variant.model)
         counts = [result.parameters for result in grouped[variant] if result.parameters is not None]
-        rows.append(
-            Row(
-                variant,
-                fmean(counts) if counts else None,
-                means[variant],
-                differences.get(variant, {}),
-                None if other is None else label(other),
-            )
-        )
-    averaged = [average] if average is not None and any(average in row.scores for row in rows) else []
+        for column in columns:
+            if (score := means.get((variant, column))) is None:
+                continue
+            line: Line = {
+                "from": "ours",
+                "model": variant.model,
+                "method": variant.method,
+                "stage": variant.stage,
+                "parameters": fmean(counts) if counts else None,
+                "task": column.name,
+                "metric": column.metric,
+                "greater_is_better": column.greater_is_better,
+                "mean": score.mean,
+                "sd": score.deviation,
+                "n": score.count,
+            }
+            if other is not None and (difference := differences.get((variant, column))) is not None:
+                line |= {"reference": other.label, "difference": difference.mean, "pairs": difference.count}
+                if difference.ends is not None:
+                    line["low"], line["high"] = difference.ends
+            lines.append(line)
     notes = (
         *_compared_otherwise(grouped, references, reference),
-        *_no_numbers(grouped),
+        *_no_numbers(results),
         *_seeds_apart(grouped),
         *_rows_apart(grouped, references),
     )
-    return Comparison((*tasks, *averaged), tuple(rows), reference, notes)
+    return Comparison(columns, tuple(lines), reference, notes)
 
 
 def estimate(values: Iterable[float]) -> Estimate:
@@ -156,26 +144,17 @@ def estimate(values: Iterable[float]) -> Estimate:
         return Estimate(float(found.mean()), deviation, len(found))
 
 
-def label(variant: Variant) -> str:
-    """Name a variant as method/stage."""
-    return f"{variant.method}/{variant.stage}"
-
-
 def _place(column: Column) -> tuple[int, str]:
     return list(TASKS).index(column.name.split()[0]), column.name
 
 
-def _average_column(tasks: Sequence[Column]) -> Column | None:
-    one_unit = len({column.unit for column in tasks}) == 1
-    return Column(AVERAGE, tasks[0].unit, tasks[0].greater_is_better) if len(tasks) > 1 and one_unit else None
-
-
-def _scores(results: Sequence[Result], tasks: Sequence[Column], average: Column | None) -> pd.DataFrame:
+def _scores(results: Sequence[Result], tasks: Sequence[Column]) -> pd.DataFrame:
     """Return a row for each score, and for the average of each seed that has all tasks."""
     lines = [(result.variant, result.column, result.seed, result.score) for result in results]
     scores = pd.DataFrame(lines, columns=["variant", "column", "seed", "score"])
-    if average is None:
+    if len(tasks) == 1 or len({column.unit for column in tasks}) > 1:
         return scores
+    average = Column(AVERAGE, tasks[0].unit, tasks[0].greater_is_better)
     whole = [
         (variant, average, seed, float(found.to_numpy().mean()))
         for (variant, seed), found in scores.groupby(["variant", "seed"], sort=False)["score"]
@@ -195,16 +174,13 @@ def _paired(scores: pd.DataFrame, references: Mapping[str, Variant]) -> pd.DataF
     return pairs.assign(score=pairs["score"] - pairs["theirs"])
 
 
-def _estimates(lines: pd.DataFrame) -> dict[Variant, dict[Column, Estimate]]:
+def _estimates(scores: pd.DataFrame) -> dict[tuple[Variant, Column], Estimate]:
     """Return means over seeds."""
-    found: dict[Variant, dict[Column, Estimate]] = defaultdict(dict)
-    for (variant, column), scores in lines.groupby(["variant", "column"], sort=False)["score"]:
-        found[variant][column] = estimate(scores)
-    return dict(found)
+    return {key: estimate(found) for key, found in scores.groupby(["variant", "column"], sort=False)["score"]}
 
 
 def _reference(variants: Iterable[Variant], against: str | None) -> str | None:
-    there = sorted({label(variant) for variant in variants})
+    there = sorted({variant.label for variant in variants})
     if against is not None and against not in there:
         raise RecipeError(f"nothing to compare with: no result is {against!r}; expected one of {', '.join(there)}")
     return against or next((name for name in (REFERENCE, AS_IT_IS) if name in there), None)
@@ -216,7 +192,7 @@ def _references(grouped: Mapping[Variant, Sequence[Result]], reference: str | No
     An untrained model of another shape has the method of the reference under another name: it is the variant whose
     recipe is the reference's but for the shape.
     """
-    found = {variant.model: variant for variant in grouped if label(variant) == reference}
+    found = {variant.model: variant for variant in grouped if variant.label == reference}
     theirs = [
         (variant.stage, column, _unshaped(recipes[0]))
         for variant in found.values()
@@ -250,19 +226,18 @@ def _compared_otherwise(
     """Note which untrained models are compared with another shape, or with nothing."""
     for model in sorted({variant.model for variant in grouped}):
         other = references.get(model)
-        if other is not None and label(other) != reference:
-            yield f"{model} is compared with {label(other)}, which is {reference} in its shape"
+        if other is not None and other.label != reference:
+            yield f"{model} is compared with {other.label}, which is {reference} in its shape"
         if other is None and reference is not None and model.startswith(FRESH):
             yield f"{model} is compared with nothing: no result is {reference} in its shape"
 
 
-def _no_numbers(grouped: Mapping[Variant, Sequence[Result]]) -> Iterator[str]:
+def _no_numbers(results: Iterable[Result]) -> Iterator[str]:
     """Name the scores that are no finite numbers."""
-    for variant, results in grouped.items():
-        for result in results:
-            if not math.isfinite(result.score):
-                where = f"{label(variant)} of {variant.model} on {result.column.name}"
-                yield f"{where}: the score of seed {result.seed} is {result.score}, and so is what is made of it"
+    for result in results:
+        if not math.isfinite(result.score):
+            where = f"{result.variant.label} of {result.variant.model} on {result.column.name}"
+            yield f"{where}: the score of seed {result.seed} is {result.score}, and so is what is made of it"
 
 
 def _seeds_apart(grouped: Mapping[Variant, Sequence[Result]]) -> Iterator[str]:
@@ -271,7 +246,7 @@ def _seeds_apart(grouped: Mapping[Variant, Sequence[Result]]) -> Iterator[str]:
         for column, recipes in _recipes_of(results).items():
             differing = _differing(recipes, {name for recipe in recipes for name in recipe})
             if differing:
-                yield f"{label(variant)} of {variant.model} on {column.name}: seeds differ in {differing}"
+                yield f"{variant.label} of {variant.model} on {column.name}: seeds differ in {differing}"
 
 
 def _rows_apart(grouped: Mapping[Variant, Sequence[Result]], references: Mapping[str, Variant]) -> Iterator[str]:
@@ -284,7 +259,7 @@ def _rows_apart(grouped: Mapping[Variant, Sequence[Result]], references: Mapping
             both = [_flat(recipe) for recipe in (*recipes[:1], *theirs.get(column, [])[:1])]
             differing = _differing(both, set.intersection(*map(set, both)))
             if differing:
-                yield f"{label(variant)} and {label(other)} of {variant.model} on {column.name} differ in {differing}"
+                yield f"{variant.label} and {other.label} of {variant.model} on {column.name} differ in {differing}"
 
 
 def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,18 +14,19 @@ from collab_compress.experiments.claims import (
     OPEN,
     SEEDS,
     WITHDRAWN,
-    Readings,
     Verdict,
     differences,
     judge,
-    most,
+    labelled,
+    model_with_most,
+    of_model,
     read_claims,
     readings,
     signed,
     tried,
     unit_of,
 )
-from collab_compress.experiments.comparison import REFERENCE, estimate
+from collab_compress.experiments.comparison import REFERENCE, Estimate, estimate
 from collab_compress.experiments.figures import FIGURES
 from collab_compress.experiments.results import PaperRow, PaperTable, Result, read_papers
 from collab_compress.report import Findings, Section, render_page
@@ -40,13 +41,13 @@ class Ours:
 
     Args:
         label: method/stage.
-        seeds: seed → number.
-        difference: seed → number − that of the baseline with the same seed; empty for the baseline itself.
+        score: mean over seeds.
+        difference: to the baseline with the same seed; None without one, and for the baseline itself.
     """
 
     label: str
-    seeds: Mapping[int, float]
-    difference: Mapping[int, float]
+    score: Estimate
+    difference: Estimate | None
 
 
 def write_pages(results: Sequence[Result], directory: Path) -> None:
@@ -90,14 +91,15 @@ def ours_beside(row: PaperRow, table: PaperTable, task: str, of: str, results: S
     The baseline is that of the paper's table, or plain fine-tuning where it has none.
     """
     baseline = table.baseline(row)
-    against = REFERENCE if baseline is None else _labelled(baseline.ours[0]) if baseline.ours else ""
-    for label in map(_labelled, row.ours):
+    against = REFERENCE if baseline is None else labelled(baseline.ours[0]) if baseline.ours else ""
+    for label in map(labelled, row.ours):
         found = readings(results, label, task, of)
         if not found:
             continue
-        model, seeds = most(found)
-        base: Readings = {} if row.baseline or label == against else readings(results, against, task, of)
-        return Ours(label, seeds, differences({model: seeds}, base).get(model, {}))
+        model = model_with_most(found)
+        base = {} if row.baseline or label == against else readings(results, against, task, of)
+        changes = of_model(differences(found, base), model)
+        return Ours(label, estimate(of_model(found, model)), estimate(changes) if changes else None)
     return None
 
 
@@ -176,11 +178,9 @@ def _table(table: PaperTable, results: Sequence[Result]) -> tuple[Table, str]:
 def _cells(ours: Ours | None) -> tuple[Cell, Cell]:
     if ours is None:
         return None, None
-    score = estimate(ours.seeds.values())
+    score, difference, change = ours.score, ours.difference, None
     spread = "" if score.deviation is None else f" ± {short(score.deviation)}"
-    change = None
-    if ours.difference:
-        difference = estimate(ours.difference.values())
+    if difference is not None:
         half = "" if difference.interval is None else f" ± {short(difference.interval)}"
         change = f"{signed(difference.mean)}{half} ({difference.count})"
     return f"{short(score.mean)}{spread} ({score.count}), {ours.label.removesuffix('/tuned')}", change
@@ -198,7 +198,7 @@ def _claims(verdicts: Sequence[Verdict]) -> Table:
     for verdict in verdicts:
         difference = verdict.difference
         mean, count = (None, 0) if difference is None else (difference.mean, difference.count)
-        low, high = verdict.interval or (None, None)
+        low, high = (difference and difference.ends) or (None, None)
         rows.append((
             verdict.claim.says, verdict.found, verdict.where, verdict.compared, mean, low, high, count, verdict.model,
         ))  # fmt: skip
@@ -241,7 +241,7 @@ def _repeated(tables: Sequence[PaperTable], results: Sequence[Result]) -> Iterat
     for table in tables:
         for row in table.rows:
             found = (ours_beside(row, table, task, of, results) for task, of in columns_beside(table))
-            if any(ours is not None and len(ours.seeds) >= SEEDS for ours in found):
+            if any(ours is not None and ours.score.count >= SEEDS for ours in found):
                 yield row
 
 
@@ -253,7 +253,3 @@ def _facts(results: Sequence[Result]) -> dict[str, str]:
         "models": ", ".join(sorted({result.variant.model for result in results})),
         "seeds": ", ".join(map(str, seeds)),
     }
-
-
-def _labelled(label: str) -> str:
-    return label if "/" in label else f"{label}/tuned"

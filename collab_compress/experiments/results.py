@@ -76,6 +76,11 @@ class Variant:
     conversion: str | None = None
     again: bool = False
 
+    @property
+    def label(self) -> str:
+        """The variant as method/stage."""
+        return f"{self.method}/{self.stage}"
+
 
 @dataclass(frozen=True)
 class Column:

@@ -2,53 +2,23 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest
 
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.comparison import AS_IT_IS, REFERENCE, label
-from collab_compress.experiments.results import Column, Result, Variant, read_results
+from collab_compress.experiments.comparison import AS_IT_IS, REFERENCE
+from collab_compress.experiments.results import Column, Result, read_results
 from collab_compress.experiments.workload import REFERENCES, target_language
 from collab_compress.tasks import TASKS
 
 ROUNDING = 0.01  # BLEU: more is no rounding, but other sentences
 
 
-@dataclass(frozen=True)
-class Significance:
-    """One run's BLEU on one split, beside that of a reference run.
-
-    Args:
-        variant: what was done.
-        column: what was scored.
-        seed: of the run, and of the one it is compared with.
-        split: as in "test".
-        score: BLEU.
-        interval: half of its 95 % interval over resamples of the sentences.
-        difference: score − that of the reference run; None for that run itself.
-        p: of the difference, two-sided, by paired bootstrap resampling (Koehn, 2004, "Statistical Significance Tests
-            for Machine Translation Evaluation"); None for the reference run. Chance in training is not in it.
-        reference: method/stage of the reference run.
-        signature: sacreBLEU's, with the seed and number of resamples.
-    """
-
-    variant: Variant
-    column: Column
-    seed: int
-    split: str
-    score: float
-    interval: float
-    difference: float | None
-    p: float | None
-    reference: str
-    signature: str
-
-
-def significance(folder: Path, against: str | None = None) -> list[Significance]:
+def significance(folder: Path, against: str | None = None) -> list[dict[str, Any]]:
     """Compare the translations that runs kept, sentence by sentence, by sacreBLEU's own paired bootstrap.
 
     Runs of one model, task and seed are compared, where the reference is among them. The resamples are those of
@@ -58,6 +28,13 @@ def significance(folder: Path, against: str | None = None) -> list[Significance]
         folder: with the outputs of experiments, translations and references included.
         against: method/stage of the reference; plain/tuned or plain/given, the first there is, if not given.
 
+    Returns:
+        For each run and split: `model`, `method`, `stage`, `task`, `split`, `seed`; `score`, its BLEU; `interval`,
+        half of its 95 % interval over resamples of the sentences; `difference` to the score of the `reference`, and
+        its two-sided `p` by paired bootstrap resampling (Koehn, 2004, "Statistical Significance Tests for Machine
+        Translation Evaluation"), both None for the reference itself; and sacreBLEU's `signature`. Chance in training
+        is not in p.
+
     Raises:
         RecipeError: there are no translations, nothing to compare them with, or not what was scored.
     """
@@ -66,7 +43,7 @@ def significance(folder: Path, against: str | None = None) -> list[Significance]
     groups: dict[tuple[str, Column, int], dict[str, Result]] = defaultdict(dict)
     for result in read_results(folder):
         if result.column.metric == "bleu":
-            groups[result.variant.model, result.column, result.seed][label(result.variant)] = result
+            groups[result.variant.model, result.column, result.seed][result.variant.label] = result
     wanted = [against] if against is not None else [REFERENCE, AS_IT_IS]
     found = []
     for group in groups.values():
@@ -82,38 +59,46 @@ def significance(folder: Path, against: str | None = None) -> list[Significance]
     return found
 
 
-def _compared(results: Sequence[Result]) -> list[Significance]:
+def _compared(results: Sequence[Result]) -> list[dict[str, Any]]:
     """Compare results with the first of them."""
     first = results[0]
     folders = [Path(result.place).parent for result in results]
-    splits = _splits(folders[0])
     translation, task = first.recipe.get("translation") or {}, TASKS[first.column.name.split()[0]]
     tokenize = "zh" if target_language(task, translation.get("target")) == "zh" else "13a"
     found = []
-    for split in splits:
+    for split in _splits(folders[0]):
         references = _lines(folders[0] / f"{split}{REFERENCES}")
-        for folder in folders[1:]:
+        systems = []
+        for folder in folders:
             if _lines(folder / f"{split}{REFERENCES}") != references:
                 raise RecipeError(f"{folder} and {folders[0]} have other references in {split}{REFERENCES}")
-        systems = [(folder.as_posix(), _lines(folder / f"{split}.txt")) for folder in folders]
-        for name, written in systems:
+            written = _lines(folder / f"{split}.txt")
             if len(written) != len(references):
-                raise RecipeError(f"{name}/{split}.txt has {len(written)} lines, its references {len(references)}")
+                raise RecipeError(f"{folder}/{split}.txt has {len(written)} lines, its references {len(references)}")
+            systems.append((folder.as_posix(), written))
         signatures, scores = PairedTest(systems, {"BLEU": BLEU(tokenize=tokenize)}, [references], test_type="bs")()
         for result, score in zip(results, scores["BLEU"], strict=True):
-            found.append(
-                Significance(
-                    result.variant, result.column, result.seed, split, float(score.score), float(score.ci),
-                    None if result is first else float(score.score - scores["BLEU"][0].score),
-                    None if result is first else float(score.p_value),
-                    label(first.variant), str(signatures["BLEU"]),
-                )
-            )  # fmt: skip
-    for result, folder in zip(results, folders, strict=True):
-        mean = fmean(each.score for each in found if each.variant == result.variant)
+            other = result is not first
+            line: dict[str, Any] = {
+                "model": result.variant.model,
+                "method": result.variant.method,
+                "stage": result.variant.stage,
+                "task": result.column.name,
+                "split": split,
+                "seed": result.seed,
+                "score": float(score.score),
+                "interval": float(score.ci),
+                "difference": float(score.score - scores["BLEU"][0].score) if other else None,
+                "p": float(score.p_value) if other else None,
+                "reference": first.variant.label,
+                "signature": str(signatures["BLEU"]),
+            }
+            found.append(line)
+    for number, result in enumerate(results):
+        mean = fmean(line["score"] for line in found[number :: len(results)])
         if not abs(mean - result.score) < ROUNDING:
             raise RecipeError(
-                f"{folder} was scored {result.score:.2f}, and its translations are {mean:.2f}: they, or the "
+                f"{folders[number]} was scored {result.score:.2f}, and its translations are {mean:.2f}: they, or the "
                 "references beside them, are not those that were scored"
             )
     return found

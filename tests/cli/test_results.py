@@ -185,9 +185,9 @@ def test_json_has_the_numbers_of_the_csv(capsys, write, tmp_path):
     assert run(capsys, folder, "--papers", "--json", file, "--quiet") == (0, "", "")
     written = json.loads(file.read_text(encoding="utf-8"))
     lines = list(csv.DictReader(io.StringIO(run(capsys, folder, "--papers", "--format", "csv")[1])))
-    assert [{name: text for name, text in line.items() if text} for line in lines] == [
-        {name: str(value) for name, value in line.items() if value is not None} for line in written
-    ]
+    for line, numbers in zip(lines, written, strict=True):
+        found = {name: type(numbers[name])(text) for name, text in line.items() if text}
+        assert found == {name: value for name, value in numbers.items() if value is not None}
     code, _, error = run(capsys, folder, "--json", file)
     assert (code, "numbers.json exists; choose another output" in error) == (2, True)
     assert run(capsys, folder, "--quiet", "--output", tmp_path / "table.md") == (0, "", "")

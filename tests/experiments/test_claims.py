@@ -179,7 +179,7 @@ def test_quantities(write, of, expected):
         metrics={"validation": {"perplexity": 9.0}, "test": {"perplexity": 12.5}},
     )  # fmt: skip
     found = readings(read_results(path), "plain", "mrpc", of)
-    assert found == ({} if expected is None else {"minilm": {0: pytest.approx(expected)}})
+    assert found == ({} if expected is None else {("minilm", 0): pytest.approx(expected)})
 
 
 @pytest.mark.parametrize("of", QUANTITIES)

@@ -41,12 +41,17 @@ def write(tmp_path):
 
 
 def table(folder, against=None):
-    """The comparison, by method/stage and by the column's name."""
+    """The comparison, and its lines by method/stage and by the column's name."""
     found = compare(read_results(folder / "runs"), against)
-    rows = {f"{row.variant.method}/{row.variant.stage}": row for row in found.rows}
-    scores = {name: {c.name: e for c, e in row.scores.items()} for name, row in rows.items()}
-    differences = {name: {c.name: e for c, e in row.differences.items()} for name, row in rows.items()}
-    return found, scores, differences
+    lines = {}
+    for line in found.lines:
+        lines.setdefault(f"{line['method']}/{line['stage']}", {})[line["task"]] = line
+    return found, lines
+
+
+def changes_of(found, name="method"):
+    """The differences of a comparison, by a field of its lines."""
+    return {line[name]: line["difference"] for line in found.lines if "difference" in line}
 
 
 @pytest.mark.parametrize("values", [[1.0, 4.0], [80.2, 79.1, 84.4, 81.0], [5.0, 5.0, 5.5]])
@@ -69,11 +74,11 @@ def test_a_score_that_is_no_number_stays_visible(write, tmp_path):
     write(80.0, task="stsb", seed=1)
     write(math.inf, task="stsb", method="hsic")
     write(80.0, task="stsb", method="hsic", seed=1)
-    found, scores, differences = table(tmp_path)
-    assert math.isnan(scores["plain/tuned"]["stsb"].mean)
-    assert scores["hsic/tuned"]["stsb"].mean == math.inf
-    assert math.isnan(scores["hsic/tuned"]["stsb"].deviation)
-    assert math.isnan(differences["hsic/tuned"]["stsb"].mean)
+    found, lines = table(tmp_path)
+    assert math.isnan(lines["plain/tuned"]["stsb"]["mean"])
+    assert lines["hsic/tuned"]["stsb"]["mean"] == math.inf
+    assert math.isnan(lines["hsic/tuned"]["stsb"]["sd"])
+    assert math.isnan(lines["hsic/tuned"]["stsb"]["difference"])
     assert found.notes == (
         "hsic/tuned of minilm on stsb: the score of seed 0 is inf, and so is what is made of it",
         "plain/tuned of minilm on stsb: the score of seed 0 is nan, and so is what is made of it",
@@ -86,12 +91,12 @@ def test_differences_are_paired_by_seed(write, tmp_path):
     for seed in range(5):
         write(plain[seed], seed=seed)
         write(hsic[4 - seed], method="hsic", seed=4 - seed)
-    _, _, differences = table(tmp_path)
-    found = differences["hsic/tuned"]["mrpc"]
+    comparison, lines = table(tmp_path)
+    found = lines["hsic/tuned"]["mrpc"]
     interval = stats.ttest_rel(hsic, plain).confidence_interval(0.95)
-    assert found.mean == pytest.approx((hsic - plain).mean())
-    assert (found.mean - found.interval, found.mean + found.interval) == pytest.approx(tuple(interval))
-    assert differences["plain/tuned"] == {}
+    assert found["difference"] == pytest.approx((hsic - plain).mean())
+    assert (found["low"], found["high"]) == pytest.approx(tuple(interval))
+    assert list(changes_of(comparison)) == ["hsic"]
 
 
 def test_models_that_were_only_evaluated(write, tmp_path):
@@ -101,8 +106,7 @@ def test_models_that_were_only_evaluated(write, tmp_path):
         write(score - 1, stage="dk128", recipe={"model": model})
     found = compare(read_results(tmp_path / "runs"))
     assert found.reference == "plain/given"
-    assert [row.variant.model for row in found.rows[::2]] == ["minilm", "seed0/tuned/model", "seed1/tuned/model"]
-    assert [estimate.mean for row in found.rows for estimate in row.differences.values()] == [-1.0] * 3
+    assert changes_of(found, "model") == dict.fromkeys(["minilm", "seed0/tuned/model", "seed1/tuned/model"], -1.0)
 
 
 def test_seeds_of_one_arm_only_are_no_pairs(write, tmp_path):
@@ -111,20 +115,21 @@ def test_seeds_of_one_arm_only_are_no_pairs(write, tmp_path):
     for seed, score in ((1, 83.0), (2, 87.0), (3, 70.0)):
         write(score, method="hsic", seed=seed)
     write(60.0, method="ortho", seed=9)
-    _, scores, differences = table(tmp_path)
-    assert (scores["hsic/tuned"]["mrpc"].mean, scores["hsic/tuned"]["mrpc"].count) == (80.0, 3)
-    found = differences["hsic/tuned"]["mrpc"]
-    assert (found.mean, found.count) == (2.0, 2)
-    assert found.interval == pytest.approx(12.706 * stats.sem([1.0, 3.0]), rel=1e-4)  # two pairs say very little
-    assert differences["ortho/tuned"] == {}
+    comparison, lines = table(tmp_path)
+    found = lines["hsic/tuned"]["mrpc"]
+    assert (found["mean"], found["n"]) == (80.0, 3)
+    assert (found["difference"], found["pairs"]) == (2.0, 2)
+    half = 12.706 * stats.sem([1.0, 3.0])  # two pairs say very little
+    assert found["high"] - found["difference"] == pytest.approx(half, rel=1e-4)
+    assert list(changes_of(comparison)) == ["hsic"]
 
 
 def test_one_seed_gives_a_difference_without_interval(write, tmp_path):
     write(80.0)
     write(79.5, stage="dk128")
-    _, _, differences = table(tmp_path)
-    found = differences["plain/dk128"]["mrpc"]
-    assert (found.mean, found.interval, found.count) == (-0.5, None, 1)
+    found = table(tmp_path)[1]["plain/dk128"]["mrpc"]
+    assert (found["difference"], found["pairs"]) == (-0.5, 1)
+    assert "low" not in found
 
 
 def test_the_average_is_over_tasks_first(write, tmp_path):
@@ -136,31 +141,31 @@ def test_the_average_is_over_tasks_first(write, tmp_path):
                 write(score, task, method, seed=seed)
     write(90.0, "mrpc", seed=3)  # without the other task
     write(70.0, "cola", "ortho")
-    found, scores, differences = table(tmp_path)
+    found, lines = table(tmp_path)
     assert [column.name for column in found.columns] == ["cola", "mrpc", "average"]
     seeds = np.mean([hsic["mrpc"], hsic["cola"]], axis=0)
-    average = scores["hsic/tuned"]["average"]
-    assert (average.mean, average.deviation) == (pytest.approx(seeds.mean()), pytest.approx(statistics.stdev(seeds)))
-    change = differences["hsic/tuned"]["average"]
+    average = lines["hsic/tuned"]["average"]
+    assert (average["mean"], average["sd"]) == (pytest.approx(seeds.mean()), pytest.approx(statistics.stdev(seeds)))
     paired = seeds - np.mean([plain["mrpc"], plain["cola"]], axis=0)
     half = stats.t.ppf(0.975, 2) * stats.sem(paired)
-    assert (change.mean, change.interval) == (pytest.approx(paired.mean()), pytest.approx(half))
-    assert scores["plain/tuned"]["average"].count == 3
-    assert "average" not in scores["ortho/tuned"]
+    assert average["difference"] == pytest.approx(paired.mean())
+    assert average["high"] - average["difference"] == pytest.approx(half)
+    assert lines["plain/tuned"]["average"]["n"] == 3
+    assert "average" not in lines["ortho/tuned"]
 
 
 @pytest.mark.parametrize(("other", "averaged"), [("rte", True), ("ptb", False), ("multi30k", False)])
 def test_only_what_has_one_unit_is_averaged(write, tmp_path, other, averaged):
     write(80.0, "mrpc")
     write(60.0, other)
-    found, _, _ = table(tmp_path)
+    found, _ = table(tmp_path)
     assert ("average" in [column.name for column in found.columns]) is averaged
 
 
 def test_direction_comes_from_the_metric(write, tmp_path):
     write(120.0, "ptb")
     write(30.0, "wmt14")
-    found, _, _ = table(tmp_path)
+    found, _ = table(tmp_path)
     assert {column.name: column.greater_is_better for column in found.columns} == {"wmt14 de-en": True, "ptb": False}
 
 
@@ -169,7 +174,7 @@ def test_languages_are_columns_of_their_own(write, tmp_path):
     write(31.0, "wmt14", seed=1, recipe={"translation": {"source": None, "target": None}})
     write(32.0, "parallel")
     write(33.0, "parallel", seed=1, recipe={"translation": {"source": "fr", "target": "de"}})
-    found, _, _ = table(tmp_path)
+    found, _ = table(tmp_path)
     names = [column.name for column in found.columns]
     assert names == ["wmt14 de-en", "wmt14 en-de", "parallel", "parallel fr-de"]
 
@@ -178,7 +183,7 @@ def test_order_of_rows(write, tmp_path):
     for method in ("alphas", "plain"):
         for stage in ("dk64", "dk128-again", "dk128", "tuned", "narrow", "dk64-again", "given"):
             write(1.0, method=method, stage=stage)
-    order = [(row.variant.method, row.variant.stage) for row in table(tmp_path)[0].rows]
+    order = [(line["method"], line["stage"]) for line in table(tmp_path)[0].lines]
     stages = ["tuned", "given", "narrow", "dk128", "dk128-again", "dk64", "dk64-again"]
     assert order == [(method, stage) for method in ("plain", "alphas") for stage in stages]
 
@@ -187,19 +192,19 @@ def test_another_reference(write, tmp_path):
     for seed, (plain, alphas) in enumerate([(80.0, 81.0), (82.0, 85.0)]):
         write(plain, seed=seed)
         write(alphas, method="alphas", seed=seed)
-    found, _, differences = table(tmp_path, "alphas/tuned")
+    found, lines = table(tmp_path, "alphas/tuned")
     assert found.reference == "alphas/tuned"
-    assert differences["plain/tuned"]["mrpc"].mean == -2.0
-    assert found.rows[0].variant.method == "alphas"
+    assert lines["plain/tuned"]["mrpc"]["difference"] == -2.0
+    assert found.lines[0]["method"] == "alphas"
     with pytest.raises(RecipeError, match=r"no result is 'alphas/dk8'; expected one of alphas/tuned, plain/tuned"):
         table(tmp_path, "alphas/dk8")
 
 
 def test_without_the_usual_reference_there_are_no_differences(write, tmp_path):
     write(80.0, method="alphas")
-    found, _, differences = table(tmp_path)
+    found, _ = table(tmp_path)
     assert found.reference is None
-    assert differences == {"alphas/tuned": {}}
+    assert changes_of(found) == {}
 
 
 def test_models_are_compared_with_themselves(write, tmp_path):
@@ -208,10 +213,8 @@ def test_models_are_compared_with_themselves(write, tmp_path):
         write(converted, stage="dk128", recipe={"model": model})
     write(95.0, stage="dk128", recipe={"model": "roberta"})
     found = compare(read_results(tmp_path))
-    changes = {row.variant.model: [e.mean for e in row.differences.values()] for row in found.rows[1::2]}
-    assert changes == {"data/bert": [-5.0], "fresh": [1.0], "minilm": [-1.0]}
-    assert found.rows[-1].variant.model == "roberta"
-    assert found.rows[-1].differences == {}
+    assert changes_of(found, "model") == {"data/bert": -5.0, "fresh": 1.0, "minilm": -1.0}
+    assert found.lines[-1]["model"] == "roberta"
 
 
 def sweep_records(name, scores, write, **more):
@@ -241,11 +244,11 @@ def test_rows_are_compared_with_a_model_of_their_shape(write, tmp_path):
         expected |= {f"{ours}{suffix}": rows[theirs] - rows[baseline] for theirs, ours in methods.items()}
     sweep_records("drophead", scores, write)
     found = compare(read_results(tmp_path))
-    changes = {row.variant.method: estimate.mean for row in found.rows for estimate in row.differences.values()}
+    changes = changes_of(found)
     assert changes == pytest.approx(expected)
     assert changes["scheduled-32"] == pytest.approx(1.2)
-    assert {row.variant.model for row in found.rows} == {"fresh (heads 16)", "fresh (heads 32)"}
-    assert {row.reference for row in found.rows if row.variant.model == "fresh (heads 32)"} == {"plain-32/tuned"}
+    references = {line["model"]: line["reference"] for line in found.lines if "reference" in line}
+    assert references == {"fresh (heads 16)": "plain/tuned", "fresh (heads 32)": "plain-32/tuned"}
     assert "fresh (heads 32) is compared with plain-32/tuned, which is plain/tuned in its shape" in found.notes
     differ = "drophead-32/tuned and plain-32/tuned of fresh (heads 32) on wmt14 en-de differ in fresh.dropout"
     assert differ in found.notes
@@ -254,9 +257,7 @@ def test_rows_are_compared_with_a_model_of_their_shape(write, tmp_path):
 def test_a_shape_without_a_plain_model_is_compared_with_nothing(write, tmp_path):
     sweep_records("drophead", {"plain": 28.7, "drophead": 29.2, "scheduled-32": 29.6}, write)
     found = compare(read_results(tmp_path))
-    changes = {row.variant.method: row.differences for row in found.rows}
-    assert changes["scheduled-32"] == {}
-    assert len(changes["drophead"]) == 1
+    assert list(changes_of(found)) == ["drophead"]
     assert "fresh (heads 32) is compared with nothing: no result is plain/tuned in its shape" in found.notes
 
 
@@ -265,7 +266,9 @@ def test_parameters_are_the_mean_of_those_recorded(write, tmp_path):
     write(1.0, "rte", parameters=104)
     write(1.0, "cola", parameters=None)
     write(1.0, stage="dk8", parameters=None)
-    assert [row.parameters for row in table(tmp_path)[0].rows] == [102.0, None]
+    _, lines = table(tmp_path)
+    assert {line["parameters"] for line in lines["plain/tuned"].values()} == {102.0}
+    assert lines["plain/dk8"]["mrpc"]["parameters"] is None
 
 
 def test_settings_that_differ_between_seeds_are_noted(write, tmp_path):
@@ -386,8 +389,8 @@ def test_malformed_files_of_records_are_named(tmp_path, text, message):
 def test_one_path_written_in_two_ways_is_one_model(write, tmp_path):
     for seed, model in enumerate(("/a/b", "/a/b/")):
         write(80.0, seed=seed, recipe={"model": model})
-    (row,) = compare(read_results(tmp_path)).rows
-    assert (row.variant.model, row.scores[next(iter(row.scores))].count) == ("a/b", 2)
+    (line,) = compare(read_results(tmp_path)).lines
+    assert (line["model"], line["n"]) == ("a/b", 2)
 
 
 def test_the_same_result_twice(write, tmp_path):

@@ -61,24 +61,26 @@ def slowly(one, other, references):
 
 def test_against_a_bootstrap_in_plain_loops(runs):
     found = significance(runs)
-    assert [(each.variant.method, each.seed) for each in found] == [
+    assert [(each["method"], each["seed"]) for each in found] == [
         (method, seed) for seed in (0, 1) for method in ("plain", "alike", "worse")
     ]
     for each in found:
-        folder = runs / each.variant.method / f"seed{each.seed}"
+        folder = runs / each["method"] / f"seed{each['seed']}"
         written, references = lines(folder, "test.txt"), lines(folder, "test.ref.txt")
-        assert each.score == pytest.approx(bleu(written, references))
-        assert (each.column.name, each.split, each.reference) == ("multi30k en-de", "test", "plain/tuned")
-        assert "seed:12345" in each.signature
-        assert "bs:1000" in each.signature
-        if each.variant.method == "plain":
-            assert each.p is each.difference is None
-        elif (each.variant.method, each.seed) == ("alike", 0):
+        assert each["score"] == pytest.approx(bleu(written, references))
+        assert (each["task"], each["split"], each["reference"]) == ("multi30k en-de", "test", "plain/tuned")
+        assert "seed:12345" in each["signature"]
+        assert "bs:1000" in each["signature"]
+        if each["method"] == "plain":
+            assert each["p"] is each["difference"] is None
+        elif (each["method"], each["seed"]) == ("alike", 0):
             base = lines(runs / "plain" / "seed0", "test.txt")
-            assert each.difference == pytest.approx(bleu(written, references) - bleu(base, references))
-            assert each.p == pytest.approx(slowly(written, base, references), abs=0.002)  # sums in single precision
+            assert each["difference"] == pytest.approx(bleu(written, references) - bleu(base, references))
+            assert each["p"] == pytest.approx(
+                slowly(written, base, references), abs=0.002
+            )  # sums in single precision
     assert significance(runs) == found
-    assert {each.reference for each in significance(runs, "worse/tuned")} == {"worse/tuned"}
+    assert {each["reference"] for each in significance(runs, "worse/tuned")} == {"worse/tuned"}
 
 
 def test_a_folder_may_be_copied_elsewhere(runs, tmp_path):
@@ -96,8 +98,9 @@ def test_the_command_shows_it(runs, capsys):
     found = significance(runs)
     assert [row[-3:] for row in rows[2:]] == [
         [
-            f"{each.score:.2f} ± {each.interval:.2f}",
-            "" if each.p is None else f"{each.difference:+.2f}", "" if each.p is None else f"{each.p:.3f}",
+            f"{each['score']:.2f} ± {each['interval']:.2f}",
+            "" if each["p"] is None else f"{each['difference']:+.2f}",
+            "" if each["p"] is None else f"{each['p']:.3f}",
         ]
         for each in found
     ]  # fmt: skip
