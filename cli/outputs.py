@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from itertools import permutations
 from pathlib import Path
+from typing import BinaryIO
 
 from collab_compress.checkpoint.directory import refuse_place
 from collab_compress.errors import CheckpointError, CollabCompressError
@@ -61,11 +62,20 @@ def edit(path: Path, text: str) -> None:
         CheckpointError: it cannot be written; it then holds what it held before.
     """
     check_editable(path)
-    before, content = path.read_bytes(), text.encode()
     try:
-        path.write_bytes(content)
-    except BaseException as error:
-        path.write_bytes(before)
-        if isinstance(error, OSError):
-            raise CheckpointError(f"cannot edit {path}: {error.strerror}") from error
-        raise
+        with path.open("r+b") as file:
+            before = file.read()
+            try:
+                _fill(file, text.encode())
+            except BaseException:
+                _fill(file, before)
+                raise
+    except OSError as error:
+        raise CheckpointError(f"cannot edit {path}: {error.strerror}") from error
+
+
+def _fill(file: BinaryIO, content: bytes) -> None:
+    file.seek(0)
+    file.write(content)
+    file.flush()
+    file.truncate(len(content))

@@ -13,7 +13,7 @@ import pandas as pd
 
 from collab_compress.analysis.diversity import Measure, percent_growth
 from collab_compress.experiments.results import Result
-from collab_compress.report.section import Curve, Curves, Heatmap, Heatmaps, Panel, Picture, numbered, ragged
+from collab_compress.report.section import Curve, Curves, Heatmap, Heatmaps, Panel, Picture, heatmap
 from collab_compress.training import SCHEDULES
 
 Pictures = list[Picture]
@@ -232,7 +232,7 @@ def _lowest_seeds(results: Sequence[Result], measure: str) -> dict[str, list[Res
 
 
 def _heatmap(title: str, rows: Sequence[Any]) -> Heatmap:
-    return ragged(title, rows, numbered(len(rows)))
+    return heatmap(title, rows)
 
 
 def of_rotation(results: Iterable[Result]) -> list[Result]:

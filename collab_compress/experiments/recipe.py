@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
+from itertools import chain
 from math import ceil, inf
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_type_hints
@@ -20,7 +21,16 @@ from collab_compress.options import CalibrationOptions, Compression
 from collab_compress.tasks import TASKS
 from collab_compress.training import HeadTraining
 
+LARGEST_FILE = 1 << 20
+"""Most bytes of a recipe's file."""
+
+MOST_VALUES = 100_000
+"""Most values of a recipe, each alias counted wherever it stands."""
+
 MOST_STEPS = 10**9
+
+MOST_DIGITS = 30
+"""Most digits of a number in a recipe."""
 
 OWN_ARGUMENTS = {
     "output_dir": "output",
@@ -364,6 +374,8 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         if path.exists() and not path.is_file():
             raise RecipeError(f"cannot read the recipe {path}: it is no regular file")
+        if (size := path.stat().st_size) > LARGEST_FILE:
+            raise RecipeError(f"cannot read the recipe {path}: it has {size} bytes; expected at most {LARGEST_FILE}")
         data = _yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise RecipeError(f"cannot read the recipe {path}: {_line(error)}") from error
@@ -404,7 +416,28 @@ def _line(error: Exception) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-4 as a number, as YAML 1.2 does and 1.1 does not; refuses repeated names."""
+    """Reads 1e-4 as a number, as YAML 1.2 does and 1.1 does not; refuses repeated names, and aliases that explode."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        """Read a document as PyYAML does, before its aliases are expanded."""
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None and _count_values(node, {}) > MOST_VALUES:
+            raise yaml.composer.ComposerError(
+                None, None, f"it holds more than {MOST_VALUES:,} values, aliases expanded", node.start_mark
+            )
+        return node
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        """Read a value as PyYAML does; nothing takes NUL characters, surrogates or numbers of many digits."""
+        node: yaml.ScalarNode = super().compose_scalar_node(anchor)
+        problem = None
+        if re.search("[\0\ud800-\udfff]", node.value):
+            problem = "holds NUL characters or surrogates"
+        elif re.fullmatch(rf"[-+]?\d{{{MOST_DIGITS + 1},}}", node.value):
+            problem = f"has more than {MOST_DIGITS} digits"
+        if problem is not None:
+            raise yaml.composer.ComposerError(None, None, f"{node.value[:60]!r} {problem}", node.start_mark)
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Read a mapping as PyYAML does, where the last of several values would count."""
@@ -413,6 +446,16 @@ class _Loader(yaml.SafeLoader):
         if doubled := [name for name, count in names.items() if count > 1]:
             raise yaml.composer.ComposerError(None, None, f"{doubled[0]} stands there twice", node.start_mark)
         return node
+
+
+def _count_values(node: yaml.Node, counts: dict[yaml.Node, int]) -> int:
+    """Return how many values a node holds, each alias counted wherever it stands."""
+    if node not in counts:
+        counts[node] = MOST_VALUES + 1  # a node that holds itself has no end
+        pairs = isinstance(node, yaml.MappingNode)
+        inner = chain.from_iterable(node.value) if pairs else node.value if isinstance(node.value, list) else ()
+        counts[node] = 1 + sum(_count_values(child, counts) for child in inner)
+    return counts[node]
 
 
 _Loader.add_implicit_resolver(

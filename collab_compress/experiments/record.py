@@ -1,5 +1,6 @@
 """Outputs of experiments: marked and locked folders, and records of results and versions."""
 
+import hashlib
 import json
 import math
 import os
@@ -187,12 +188,12 @@ def environment() -> dict[str, Any]:
 
 
 @cache
-def _revision() -> str | None:
-    """Return the commit of this package's code, where it is known.
+def _revision() -> str:
+    """Return the commit of this package's code, or a digest of its files where no commit is known.
 
     It is asked for once in a process, whose code does not change.
     """
-    return _checked_out() or _installed()
+    return _checked_out() or _installed() or _digest()
 
 
 def _checked_out() -> str | None:
@@ -215,6 +216,15 @@ def _installed() -> str | None:
         return str(origin["vcs_info"]["commit_id"])[:12]
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def _digest() -> str:
+    """Return a digest of the package's source files, by their paths and contents."""
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package).as_posix()} {path.stat().st_size}\n".encode())
+        digest.update(path.read_bytes())
+    return f"sha256-{digest.hexdigest()[:12]}"
 
 
 def hub_commits(model: str | Path, data: Mapping[str, Dataset]) -> dict[str, str | None]:

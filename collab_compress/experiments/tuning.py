@@ -1,7 +1,8 @@
 """Fine-tune a workload's model with a Trainer, and evaluate it."""
 
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from math import isfinite
@@ -9,10 +10,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import NoneType
 from typing import Any, get_args, get_type_hints
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from datasets import DatasetDict
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, Trainer, TrainingArguments
 
@@ -34,20 +36,28 @@ from collab_compress.experiments.trackers import keep_logs, log_scores
 from collab_compress.experiments.workload import Workload
 from collab_compress.training import HeadSession, HeadTraining
 
+logger = logging.getLogger(__name__)
 STATE = "trainer_state.json"  # written last
+STATE_FIELDS = {"global_step", "max_steps", "log_history", "best_model_checkpoint"}
 LOG = "log.json"
 OPTIMIZERS = {False: "optimizer.pt", True: "optimizer.bin"}
 """Whether FSDP shards the model → what the optimizer is saved as."""
-CHECKPOINT_FILES = (tuple(OPTIMIZERS.values()), ("scheduler.pt",))
-"""Of each, a checkpoint that is whole has one, and the state."""
+CHECKPOINT_FILES = ((STATE,), tuple(OPTIMIZERS.values()), ("scheduler.pt",))
+"""Of each, a checkpoint that is whole has one."""
 EVALUATION = {
     "per_device_eval_batch_size", "eval_accumulation_steps", "dataloader_num_workers", "dataloader_pin_memory",
     "use_cpu", "disable_tqdm",
 }  # fmt: skip
 """Training arguments that also hold while a model is evaluated; how it searches, `translation` of a recipe says."""
 POSITIVE = {"per_device_eval_batch_size", "gradient_accumulation_steps", "generation_num_beams"}
-PLAIN = {NoneType, bool, int, float, str}
-"""Types of training arguments whose values are checked here."""
+PLAIN: dict[Any, Callable[[Any], bool]] = {
+    NoneType: lambda value: value is None,
+    bool: lambda value: isinstance(value, bool),
+    int: lambda value: isinstance(value, int) and not isinstance(value, bool),
+    float: lambda value: isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value),
+    str: lambda value: isinstance(value, str),
+}
+"""Type of a training argument → whether a value is one."""
 
 
 @sharding(allowed=True)
@@ -168,18 +178,38 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints that are whole, in the order of their steps."""
-    whole = [path for path in folder.glob("checkpoint-[0-9]*") if _is_whole(path)]
-    return sorted(whole, key=lambda path: int(path.name.rpartition("-")[2]))
+    """Return the checkpoints that are whole, in the order of their steps; damaged ones are logged as warnings."""
+    checkpoints = []
+    for path in folder.glob("checkpoint-*"):
+        number = path.name.rpartition("-")[2]
+        complete = all(any((path / name).is_file() for name in names) for names in CHECKPOINT_FILES)
+        if not number.isdigit() or not complete:
+            continue
+        if (damaged := _damaged_file(path)) is None:
+            checkpoints.append((int(number), path))
+        else:
+            logger.warning("%s is damaged and not used; earlier checkpoints are, or training starts anew", damaged)
+    return [path for _, path in sorted(checkpoints)]
 
 
-def _is_whole(checkpoint: Path) -> bool:
-    """Return whether a checkpoint has all its files, of which the state is written last and can be read."""
-    try:
-        _state(checkpoint)
-    except (OSError, ValueError):
-        return False
-    return all(any((checkpoint / name).is_file() for name in names) for names in CHECKPOINT_FILES)
+def _damaged_file(checkpoint: Path) -> Path | None:
+    """Return the first file of a checkpoint that cannot be read; None if all can."""
+    for path in sorted(checkpoint.iterdir()):
+        try:
+            if path.name == STATE:
+                state = _state(checkpoint)
+                if not (state.keys() >= STATE_FIELDS and isinstance(state["global_step"], int)):
+                    return path
+            elif path.suffix == ".safetensors":
+                with safe_open(path, "pt"):
+                    pass
+            elif path.suffix in (".pt", ".pth", ".bin"):
+                with ZipFile(path) as archive:
+                    if archive.testzip() is not None:
+                        return path
+        except (OSError, ValueError, SafetensorError, BadZipFile):
+            return path
+    return None
 
 
 def _chosen(checkpoint: Path, best: bool) -> Path | None:
@@ -192,8 +222,8 @@ def _chosen(checkpoint: Path, best: bool) -> Path | None:
 
 
 def _state(checkpoint: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    return state
+    state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    return state if isinstance(state, dict) else {}
 
 
 def _check_optimizer(checkpoint: Path, sharded: bool) -> None:
@@ -278,8 +308,7 @@ def training_arguments(workload: Workload, tuning: Tuning, folder: Path) -> Trai
     for name, value in tuning.arguments.items():
         hint = bool if name == "fsdp" else hints.get(name)  # its hint is of a form that Transformers drops
         kinds = set(get_args(hint) or (hint,))
-        fits = type(value) in kinds or (float in kinds and type(value) is int)
-        if kinds <= PLAIN and (not fits or (type(value) is float and not isfinite(value))):
+        if kinds <= PLAIN.keys() and not any(PLAIN[kind](value) for kind in kinds):
             expected = " or ".join(sorted("null" if kind is NoneType else kind.__name__ for kind in kinds))
             raise RecipeError(f"training arguments: {name} is {value!r}; expected {expected}")
         if name in POSITIVE and isinstance(value, int) and value < 1:

@@ -1,5 +1,6 @@
 """Models that start from nothing: a tokenizer trained on the task's own texts, and untrained weights."""
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -34,6 +35,7 @@ from collab_compress.experiments.record import mark
 from collab_compress.tasks import Task, train_tokenizer
 
 BATCH = 1000
+MOST_LAYERS = 10_000
 HEADS: dict[str, Any] = {
     "translation": AutoModelForSeq2SeqLM,
     "language modelling": AutoModelForCausalLM,
@@ -118,11 +120,7 @@ def make_fresh(fresh: Fresh, task: Task, train: Dataset, seed: int, folder: Path
     )  # fmt: skip
     tokenizer.model_max_length = fresh.max_length
     model_class, config = (_usual if fresh.config is None else _like)(fresh, task, tokenizer)
-    try:
-        with torch.device("meta"):
-            model_class(config)
-    except Exception as error:  # fields of other families than ours, in any combination
-        raise RecipeError(f"no {model_class.__name__} can be built from the config: {one_line(error)}") from error
+    _check_size(model_class, config)
     set_seed(seed)
     model = model_class(config) if fresh.attention is None else from_config(config, fresh.attention, model_class)
     if task.kind == "translation":
@@ -131,6 +129,24 @@ def make_fresh(fresh: Fresh, task: Task, train: Dataset, seed: int, folder: Path
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         mark(directory)
+
+
+def _check_size(model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
+    """Refuse a model that has too many layers to be built, or more parameters than memory holds."""
+    for name, value in config.to_dict().items():
+        if "layer" in name and isinstance(value, int) and value > MOST_LAYERS:
+            raise RecipeError(f"the config of the fresh model has {name} {value}; expected at most {MOST_LAYERS}")
+    try:
+        with torch.device("meta"):
+            size = 4 * model_class(config).num_parameters()
+    except Exception as error:  # fields of other families than ours, in any combination
+        raise RecipeError(f"no {model_class.__name__} can be built from the config: {one_line(error)}") from error
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size > memory:
+        raise RecipeError(
+            f"the fresh model has {size / 4:.3g} parameters, {size / 2**30:.3g} GiB; this machine has "
+            f"{memory / 2**30:.3g} GiB of memory"
+        )
 
 
 def _texts(rows: Dataset, columns: Iterable[str]) -> Iterator[str]:

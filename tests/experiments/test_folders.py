@@ -203,7 +203,7 @@ def test_a_run_killed_while_it_removed_its_checkpoints_goes_on(start, data_dir, 
 
 @pytest.mark.parametrize(
     ("output", "message"),
-    [("a\\0b", "null byte"), ("x" * 300, "too long"), ("~nobody-here/x", "home directory")],
+    [("a\\0b", "NUL characters"), ("x" * 300, "too long"), ("~nobody-here/x", "home directory")],
 )
 def test_places_that_cannot_be(start, data_dir, output, message):
     with pytest.raises(RecipeError, match=re.compile(message, re.IGNORECASE)):

@@ -185,17 +185,21 @@ def test_training_arguments_that_are_none(start, data_dir, tmp_path):
         run(read_recipe(overrides=wrong))
 
 
-@pytest.mark.parametrize("name", ["trainer_state.json", "optimizer.pt", "scheduler.pt"])
-def test_a_checkpoint_that_was_being_written_does_not_count(tmp_path, name):
+@pytest.mark.parametrize("name", ["trainer_state.json", "optimizer.pt", "model.safetensors"])
+def test_a_damaged_checkpoint_does_not_count(tmp_path, caplog, name):
+    state = {"global_step": 1, "max_steps": 2, "log_history": [], "best_model_checkpoint": None}
     for step in (2, 10):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         for saved in ("optimizer.pt", "scheduler.pt"):
-            (folder / saved).touch()
-        (folder / "trainer_state.json").write_text("{}")
+            torch.save({"weight": torch.ones(9)}, folder / saved)
+        save_file({"weight": torch.ones(9)}, folder / "model.safetensors")
+        (folder / "trainer_state.json").write_text(json.dumps(state))
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
-    (tmp_path / "checkpoint-10" / name).unlink()
+    damaged = tmp_path / "checkpoint-10" / name
+    damaged.write_bytes(damaged.read_bytes()[:-9])
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+    assert f"{damaged} is damaged" in caplog.text
 
 
 def test_what_is_evaluated_keeps_its_order(tmp_path):

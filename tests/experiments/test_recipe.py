@@ -69,6 +69,9 @@ def test_every_recipe_in_the_repository_reads():
         ("heads.penalties=[{name: q}]", "unknown loss 'q'"),
         ("compression.dk=0", "dk is 0; expected at least 1"),
         ("compression.solver.sweeps=1e30", r"compression\.solver\.sweeps is 1e\+30; expected a valid integer"),
+        ('output="a\\0"', r"'a\\x00' holds NUL characters or surrogates"),
+        ('tuning={arguments: {run_name: "\\ud800"}}', r"'\\ud800' holds NUL characters or surrogates"),
+        (f"tuning.batch_size={'9' * 31}", r"'9+' has more than 30 digits"),
         ("calibration_options.sequences=0", "sequences is 0; expected at least 1"),
         ("recovery={steps: 0}", "recovery takes 0 steps; expected 1 to"),
         ("recovery={learning_rate: 2}", r"learning_rate is 2\.0; expected a number above 0, up to 1"),
@@ -88,7 +91,13 @@ def test_every_recipe_in_the_repository_reads():
         ("seed=true", "seed is True; expected a valid integer"),
         ("compression.dk=true", r"compression\.dk is True; expected a valid integer"),
         ("compression.kinds=encodr", "kinds"),
-        ("files={train: &a [x, *a]}", "Circular reference"),
+        ("files={train: &a [x, *a]}", "more than 100,000 values"),
+        (
+            "files={a: &a [x, x, x, x, x, x, x, x, x], b: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a, *a], "
+            "c: &c [*b, *b, *b, *b, *b, *b, *b, *b, *b], d: &d [*c, *c, *c, *c, *c, *c, *c, *c, *c], "
+            "e: &e [*d, *d, *d, *d, *d, *d, *d, *d, *d], f: [*e, *e, *e, *e, *e, *e, *e]}",
+            "more than 100,000 values",
+        ),
         ("tuning.average=0", "average is 0; expected at least 1"),
         ("tuning.epochs=x", "epochs is 'x'; expected a valid number"),
         ("tuning.warmup=2", "warmup is 2.0; expected a share"),
@@ -165,6 +174,9 @@ def test_a_file_that_is_no_recipe(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
     with pytest.raises(RecipeError, match=r"pipe\.yaml: it is no regular file"):
         read_recipe(tmp_path / "pipe.yaml")
+    (tmp_path / "long.yaml").write_text("# " + "x" * 2**20)
+    with pytest.raises(RecipeError, match="bytes; expected at most 1048576"):
+        read_recipe(tmp_path / "long.yaml")
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(RecipeError, match="holds a list; expected fields"):
         read_recipe(tmp_path / "list.yaml")
