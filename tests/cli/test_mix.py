@@ -81,7 +81,7 @@ def test_standalone(run, model_dir, tmp_path):
         (("--solver", "parafac"), "nothing to do"),
         (
             ("--mix", "--solver", "parafac"),
-            "--solver belongs to a conversion; pass --dk or --dv too, or leave it out",
+            "--solver belongs to a conversion; pass --dk, --dv or --dff too, or leave it out",
         ),
         (("--mix", "--calibration", "none"), "--calibration belongs to a conversion"),
         (("--mix", "--dk", "0"), "dk is 0; expected at least 1"),

@@ -90,7 +90,7 @@ def test_the_length_is_one_that_nine_in_ten_texts_do_not_exceed():
         ({"keep": 0.5, "form": "per-head"}, "keep chooses dk, dv and form"),
         ({"keep": 1.5}, "keep is 1.5; expected a number between 0 and 1"),
         ({"keep": "half"}, "keep is 'half'; expected a number"),
-        ({}, "none of dk, dv and keep is given"),
+        ({}, "none of dk, dv, dff and keep is given"),
     ],
 )
 def test_what_cannot_be_asked(options, message):
