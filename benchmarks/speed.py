@@ -73,7 +73,7 @@ def minilm(implementation: str = "sdpa") -> Any:
 
 
 def converted(dense: Any, row: str) -> Any:
-    """Return a converted copy of `dense`: "FORM dk=N dv=N [equal]". Its weights are coarse, for time alone counts."""
+    """Return a converted copy of `dense`: "FORM dk=N dv=N dff=N [equal]", with coarse weights: time alone counts."""
     form, *options = row.split()
     widths = {name: int(width) for name, _, width in (option.partition("=") for option in options) if width}
     settings: dict[str, Any] = {"form": form} if "dk" in widths else {}
@@ -82,7 +82,8 @@ def converted(dense: Any, row: str) -> Any:
     if "equal" in options:
         settings["equal_heads"] = True
     model = copy.deepcopy(dense)
-    compress(model, Compression(**widths, **settings), calibration=None)
+    calibration = [token_batch(2, 32)] * 2 if "dff" in widths else None
+    compress(model, Compression(**widths, **settings), calibration)
     return model
 
 
@@ -105,6 +106,8 @@ def latency(args: argparse.Namespace) -> None:
         *(f"shared dk={dk}" for dk in (192, 128, 64)),
         "shared dk=192 dv=192",
         "per-head dk=192 dv=192",
+        "shared dff=768",
+        "per-head dk=192 dv=192 dff=768 equal",
     ]
     models = with_dense(minilm(), rows)
     for length, batch in product(args.lengths or (32, 128, 512), (1, 8)):
