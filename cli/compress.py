@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import asdict, replace
 from math import isinf
 from typing import Any
@@ -18,6 +17,7 @@ from collab_compress import (
 )
 from collab_compress.analysis import Latency, model_latency
 from collab_compress.calibration.batches import BESIDE, text_file
+from collab_compress.conversion.compress import sharing_copy
 from collab_compress.conversion.recovery import attention_digest
 from collab_compress.conversion.report import RefitReport, ValueReport
 from collab_compress.conversion.stock import refuse_stock, to_stock
@@ -36,7 +36,7 @@ NEURONS_ON_RANDOM = (
 )
 NOT_REFITTED = (
     "Converted on random tokens alone. Texts like yours (--calibration FILE, one a line) also refit the layers that "
-    "write to the hidden states, which wins back most of what a classifier loses."
+    "write to the hidden states, so that they repair part of what is lost."
 )
 TIMED_TOGETHER = 8  # sequences in the batch that is timed
 
@@ -89,8 +89,7 @@ def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | No
     together = process_state().num_processes > 1
     dense = None
     if not together and not arguments.saving.quiet:
-        tensors = [*source.model.parameters(), *source.model.buffers()]
-        dense = deepcopy(source.model, {id(tensor): tensor for tensor in tensors})  # no weight twice
+        dense = sharing_copy(source.model)  # no weight twice
     with bar("calibrating", "module", arguments.saving.quiet) as show:
         show(0, 0, "running the model to see the inputs of attention")
         report = compress(

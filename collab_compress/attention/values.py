@@ -208,13 +208,13 @@ class NarrowValues(MapForm):
     def put_in_(self, module: Any, parts: ValueParts) -> None:
         """Replace the values of `module`, and what its output projection holds, in place."""
         replace_(module, {self.value: parts.value}, self.layout)
-        _fill_(parts.output, parts.weight, parts.bias)
+        fill_(parts.output, parts.weight, parts.bias)
         join_(module, self.dv)
 
     def take_out_(self, module: Any, dense: DenseValues) -> None:
         """Restore dense values and the output projection in place; as `MapForm.take_out_`."""
         put_back_(module, {self.value: dense.value}, self.layout)
-        _fill_(dense.output, dense.weight, dense.bias)
+        fill_(dense.output, dense.weight, dense.bias)
         join_(module, self.heads * self.head_width)
 
     def finish_(self, module: Any) -> None:
@@ -319,8 +319,8 @@ def output_dim(output: nn.Linear | Conv1D) -> int:
     return 0 if isinstance(output, Conv1D) else 1
 
 
-def _fill_(output: Any, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
-    """Replace an output projection's parameters in place."""
+def fill_(output: Any, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+    """Replace the parameters of an output projection, or another plain layer, in place; a bias of None stays."""
     output.weight = weight
     if bias is not None:
         output.bias = bias

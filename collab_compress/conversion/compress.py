@@ -305,7 +305,7 @@ def _compress(
         planned = plan_distributed(sites, work) if distributed else work(sites)
         refits: list[Refitted] = []
         if blocks or _refits(compression, calibration, used, held_back):
-            dense = _copied(model)
+            dense = sharing_copy(model)
             try:
                 with _converted(planned):
                     narrower = {block.down: compression.dff or block.width for block in blocks}
@@ -387,7 +387,7 @@ def _refits(compression: Compression, calibration: Any, used: Sequence[Batch], h
     return wanted and bool(used) and bool(held_back)
 
 
-def _copied(model: PreTrainedModel) -> PreTrainedModel:
+def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of a model that shares its tensors."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

@@ -17,9 +17,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from collab_compress.attention.form import remaining
+from collab_compress.attention.projections import width_in
+from collab_compress.attention.values import fill_, output_dim
 from collab_compress.calibration import Batch, run_batch
 from collab_compress.conversion.report import FeedForwardReport
-from collab_compress.conversion.writers import Writer, first_rows, width_in, width_out
+from collab_compress.conversion.writers import Writer, first_rows, width_out
 from collab_compress.errors import UnsupportedModelError
 
 WIDTHS = (
@@ -227,41 +230,24 @@ def cut_(model: PreTrainedModel, block: FeedForward, kept: Tensor) -> None:
         kept: neurons to keep, in ascending order.
     """
     for name, neurons in block.ups.items():
-        rows = torch.isin(neurons, kept.cpu()).nonzero()[:, 0]
+        rows = torch.isin(neurons, kept.cpu()).nonzero()[:, 0].tolist()
         _cut_outputs_(model.get_submodule(name), rows)
     down: Any = model.get_submodule(block.down)
-    dim = 0 if isinstance(down, Conv1D) else 1
-    down.weight = _cut(down.weight, dim, kept)
-    _count_(down)
+    fill_(down, remaining(down.weight, output_dim(down), kept.tolist()), None)
 
 
-def _cut_outputs_(layer: Any, rows: Tensor) -> None:
-    layer.weight = _cut(layer.weight, 1 if isinstance(layer, Conv1D) else 0, rows)
+def _cut_outputs_(layer: Any, rows: list[int]) -> None:
+    layer.weight = remaining(layer.weight, 1 - output_dim(layer), rows)
     if layer.bias is not None:
-        layer.bias = _cut(layer.bias, 0, rows)
-    _count_(layer)
-
-
-def _cut(parameter: nn.Parameter, dim: int, places: Tensor) -> nn.Parameter:
-    values = parameter.detach().index_select(dim, places.to(parameter.device)).clone()
-    return nn.Parameter(values, parameter.requires_grad)
-
-
-def _count_(layer: Any) -> None:
-    """Set what a layer says of its widths."""
-    if isinstance(layer, Conv1D):
-        layer.nx, layer.nf = layer.weight.shape
-    else:
-        layer.out_features, layer.in_features = layer.weight.shape
+        layer.bias = remaining(layer.bias, 0, rows)
+    setattr(layer, "out_features" if output_dim(layer) else "nf", len(rows))
 
 
 def adopt_(model: PreTrainedModel, config: PretrainedConfig) -> None:
     """Set the widths of `config` in the model's own, and in the numbers that its modules keep of them, in place."""
     with torch.device("meta"):
-        stock = type(model)(copy.deepcopy(config))
-    own = dict(model.named_modules())
-    with torch.device("meta"):
-        before = dict(type(model)(copy.deepcopy(model.config)).named_modules())
+        stock, dense = (type(model)(copy.deepcopy(each)) for each in (config, model.config))
+    own, before = dict(model.named_modules()), dict(dense.named_modules())
     for name, module in stock.named_modules():
         for attribute, value in vars(module).items():
             was = vars(before[name]).get(attribute)

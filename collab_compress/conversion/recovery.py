@@ -134,9 +134,14 @@ def _check_models(model: PreTrainedModel, dense: PreTrainedModel) -> None:
             "before the conversion"
         )
     for role, part in (("converted", model), ("dense", dense)):
-        for name, parameter in part.named_parameters():
-            if not bool(torch.isfinite(parameter).all()):
-                raise HeadError(f"{name} of the {role} model holds NaN or infinite values; load it again")
+        check_finite(part, role)
+
+
+def check_finite(model: PreTrainedModel, role: str) -> None:
+    """Raise HeadError where the converted or the dense model, as `role` says, has values that are not finite."""
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise HeadError(f"{name} of the {role} model holds NaN or infinite values; load it again")
 
 
 @contextmanager

@@ -6,7 +6,7 @@ order of the forward pass,
 $$\min_{W', b'}\ \mathbb{E}\,\|(h + y)_\text{dense} - (h' + W' a' + b')\|^2 + \lambda\,\|W' - W\|^2$$
 
 where h is what y is added to, and ' marks the converted model, whose lower layers are refitted already. So each layer
-also repairs what those below it lost. Half of the heads' channels then cost a classifier about as much as none.
+also repairs what those below it lost.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,12 +22,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import transformers_model
+from collab_compress.attention.projections import width_in
+from collab_compress.attention.values import fill_
 from collab_compress.calibration import Batch, Calibration, calibration_batches, evaluation_mode, run_batch
 from collab_compress.calibration.batches import positions_of
 from collab_compress.calibration.gather import batch_masks, fitted, masks_of
 from collab_compress.calibration.stepwise import Passes, current_pass
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.feed_forward import FeedForward, cut_
+from collab_compress.conversion.recovery import check_finite
 from collab_compress.conversion.report import RefitReport
 from collab_compress.conversion.writers import Writer, find_writers, remove, stream_of, width_out
 from collab_compress.distributed import process_state
@@ -226,6 +229,8 @@ def refit_(
         HeadError: a model holds values that are not finite, or the two have other layers.
     """
     model, dense = transformers_model(model), transformers_model(dense)
+    for role, part in (("converted", model), ("dense", dense)):
+        check_finite(part, role)
     batches = calibration_batches(calibration, dense, tokenizer, sequences=sequences, length=length, seed=seed)
     results = refit(model, dense, *split_held_back(batches), progress)
     install_refits(model, results)
@@ -235,7 +240,7 @@ def refit_(
 def _that_fit(model: PreTrainedModel, writers: Sequence[Writer], batches: Sequence[Batch]) -> list[Batch]:
     """Return as many batches, evenly spaced, as have room for their hidden states in both models."""
     layers: list[Any] = [model.get_submodule(writer.name) for writer in writers]
-    numbers = max((layer.weight.numel() // width_out(layer) + 4 * width_out(layer) for layer in layers), default=1)
+    numbers = max((width_in(layer) + 4 * width_out(layer) for layer in layers), default=1)
     vectors = [positions_of(batch) for batch in batches]
     most = ROOM / (2 * numbers * model.dtype.itemsize)
     step = max(1, -(-sum(vectors) // int(max(most, max(vectors)))))
@@ -402,6 +407,5 @@ def install_refits(model: PreTrainedModel, results: Sequence[Refitted], blocks: 
         layer: Any = model.get_submodule(result.report.name)
         if result.kept is not None:
             cut_(model, by_name[result.report.name], result.kept)
-        layer.weight = nn.Parameter(result.weight, layer.weight.requires_grad)
-        if result.bias is not None:
-            layer.bias = nn.Parameter(result.bias, layer.bias.requires_grad)
+        bias = None if result.bias is None else nn.Parameter(result.bias, layer.bias.requires_grad)
+        fill_(layer, nn.Parameter(result.weight, layer.weight.requires_grad), bias)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import FAMILIES, AttentionSite, find_attention
+from collab_compress.attention.values import output_dim
 from collab_compress.calibration import Batch, run_batch
 from collab_compress.calibration.batches import rows, rows_of
 
@@ -101,19 +102,9 @@ def first_rows(batch: Batch) -> Batch:
     return rows(batch, slice(0, count)) if count < rows_of(batch) else batch
 
 
-def is_linear(layer: Any) -> bool:
-    """Whether a module is a plain linear layer."""
-    return type(layer) in (nn.Linear, Conv1D)
-
-
-def width_in(layer: Any) -> int:
-    """Return how many inputs a plain linear layer reads; 0 for any other module."""
-    return int(layer.weight.shape[0 if isinstance(layer, Conv1D) else 1]) if is_linear(layer) else 0
-
-
 def width_out(layer: Any) -> int:
     """Return how many outputs a plain linear layer has; 0 for any other module."""
-    return int(layer.weight.shape[1 if isinstance(layer, Conv1D) else 0]) if is_linear(layer) else 0
+    return int(layer.weight.shape[1 - output_dim(layer)]) if type(layer) in (nn.Linear, Conv1D) else 0
 
 
 def _sum_of(model: PreTrainedModel, layer: nn.Module, batch: Batch) -> tuple[str, str, Tensor] | None:

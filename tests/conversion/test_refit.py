@@ -18,8 +18,8 @@ from collab_compress import (
 )
 from collab_compress.calibration import stepwise
 from collab_compress.conversion import refit as module
-from collab_compress.conversion.refit import DAMPINGS, find_writers, install_refits, refit
-from collab_compress.errors import CalibrationError
+from collab_compress.conversion.refit import DAMPINGS, find_writers, install_refits, refit, refit_
+from collab_compress.errors import CalibrationError, HeadError
 
 WRITERS = {
     "bert": ["attention.output.dense", "output.dense"],
@@ -303,3 +303,10 @@ def test_writers_are_layers_whose_outputs_are_added(make_tiny, batch):
     ]
     for writer in writers:
         torch.testing.assert_close(writer.gain, torch.ones(24), atol=1e-3, rtol=0)
+
+
+def test_models_that_are_not_finite_are_refused(make_tiny):
+    model, dense = pair(make_tiny)
+    dense.encoder.layer[0].output.dense.weight.data[0, 0] = torch.nan
+    with pytest.raises(HeadError, match="of the dense model holds NaN"):
+        refit_(model, dense, None, batches())
