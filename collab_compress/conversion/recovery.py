@@ -25,6 +25,7 @@ from collab_compress.attention import ScoreForm
 from collab_compress.attention.install import FORMS_AT
 from collab_compress.calibration import Batch, Calibration, calibration_batches
 from collab_compress.calibration.batches import first_batches, is_synthetic
+from collab_compress.conversion.refit import check_finite
 from collab_compress.errors import CalibrationError, CompressionError, HeadError
 from collab_compress.heads import Tap
 from collab_compress.losses import kl_divergence
@@ -135,13 +136,6 @@ def _check_models(model: PreTrainedModel, dense: PreTrainedModel) -> None:
         )
     for role, part in (("converted", model), ("dense", dense)):
         check_finite(part, role)
-
-
-def check_finite(model: PreTrainedModel, role: str) -> None:
-    """Raise HeadError where the converted or the dense model, as `role` says, has values that are not finite."""
-    for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            raise HeadError(f"{name} of the {role} model holds NaN or infinite values; load it again")
 
 
 @contextmanager

@@ -30,7 +30,6 @@ from collab_compress.calibration.gather import batch_masks, fitted, masks_of
 from collab_compress.calibration.stepwise import Passes, current_pass
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.feed_forward import FeedForward, cut_
-from collab_compress.conversion.recovery import check_finite
 from collab_compress.conversion.report import RefitReport
 from collab_compress.conversion.writers import Writer, find_writers, remove, stream_of, width_out
 from collab_compress.distributed import process_state
@@ -235,6 +234,13 @@ def refit_(
     results = refit(model, dense, *split_held_back(batches), progress)
     install_refits(model, results)
     return tuple(result.report for result in results)
+
+
+def check_finite(model: PreTrainedModel, role: str) -> None:
+    """Raise HeadError where the converted or the dense model, as `role` says, has values that are not finite."""
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise HeadError(f"{name} of the {role} model holds NaN or infinite values; load it again")
 
 
 def _that_fit(model: PreTrainedModel, writers: Sequence[Writer], batches: Sequence[Batch]) -> list[Batch]:
