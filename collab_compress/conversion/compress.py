@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import (
     FAMILIES,
     AttentionSite,
+    DenseSite,
     ValueSite,
     find_attention,
     find_dense_attention,
@@ -36,6 +38,7 @@ from collab_compress.conversion.feed_forward import (
     find_feed_forward,
     narrower_config,
 )
+from collab_compress.conversion.head_weights import head_weights
 from collab_compress.conversion.keep import choose, typical_length
 from collab_compress.conversion.plan import (
     Planned,
@@ -297,11 +300,16 @@ def _compress(
     blocks, config = _feed_forward(model, compression, used, held_back)
 
     calibrating: list[float] = []
+    weights: dict[str, Tensor | None] = {}
 
     def work(chosen: Sequence[Site]) -> list[Planned]:
-        return plan(model, chosen, compression, used, progress, calibrating.append, modules=modules, length=length)
+        return plan(
+            model, chosen, compression, used, progress, calibrating.append,
+            modules=modules, weights=weights, length=length,
+        )  # fmt: skip
 
     with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
+        weights.update(head_weights(model, [site for site in sites if isinstance(site, DenseSite)], used))
         planned = plan_distributed(sites, work) if distributed else work(sites)
         refits: list[Refitted] = []
         if blocks or _refits(compression, calibration, used, held_back):

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 from accelerate.utils import broadcast, gather_object
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import DenseSite, ValueSite
@@ -73,6 +74,7 @@ def plan(
     calibrated: Callable[[float], None] | None = None,
     *,
     modules: Mapping[str, Compression] | None = None,
+    weights: Mapping[str, Tensor | None] | None = None,
     length: int = 128,
 ) -> list[Planned]:
     """Decompose modules, in groups whose moments take little memory beside the model.
@@ -85,6 +87,7 @@ def plan(
         progress: called with a module's name, how many are done, and how many there are.
         calibrated: called after each run on all batches, with the seconds it took.
         modules: path of a module → its own compression, where widths differ.
+        weights: path of a module → how much the scores of each head count, (H,); alike if not given.
         length: tokens for which reports count multiply-accumulates.
 
     Raises:
@@ -104,7 +107,8 @@ def plan(
         with _workers(group, compression) as submit:
             tasks = []
             for place, site in enumerate(group):
-                tasks.append(submit(partial(_plan_one, site, own[site.name], moments[place], length)))
+                head_weights = (weights or {}).get(site.name)
+                tasks.append(submit(partial(_plan_one, site, own[site.name], moments[place], head_weights, length)))
                 moments[place] = None  # held by the task, until it is done
             for site in group:
                 if progress is not None:
@@ -211,18 +215,20 @@ def _plan_one(
     site: Site,
     compression: Compression,
     moments: tuple[Moments, ...] | None,
+    weights: Tensor | None,
     length: int,
     check: Check,
 ) -> Planned:
     if isinstance(site, ValueSite):
         return _plan_values(site, compression, moments, length)
-    return _plan_scores(site, compression, moments, length, check)
+    return _plan_scores(site, compression, moments, weights, length, check)
 
 
 def _plan_scores(
     site: DenseSite,
     compression: Compression,
     moments: tuple[Moments, ...] | None,
+    weights: Tensor | None,
     length: int,
     check: Check,
 ) -> Planned:
@@ -232,7 +238,7 @@ def _plan_scores(
     started = perf_counter()
     form = form_for(compression.form, site)
     if issubclass(form, RotaryScores):
-        return _plan_rotary(site, compression, form, moments, length, check)
+        return _plan_rotary(site, compression, form, moments, weights, length, check)
     options = compression.solver
     try:
         result = factorize(
@@ -251,6 +257,7 @@ def _plan_scores(
             device=options.device,
             progress=lambda *_: check(),
             equal=compression.equal_heads,
+            head_weights=weights,
         )
     except (ValueError, ImportError) as error:
         raise CompressionError(f"{site.name}: {error}") from error
@@ -308,6 +315,7 @@ def _plan_rotary(
     compression: Compression,
     form: type[RotaryScores],
     moments: tuple[Moments, ...] | None,
+    weights: Tensor | None,
     length: int,
     check: Check,
 ) -> Planned:
@@ -332,6 +340,7 @@ def _plan_rotary(
             turned=site.rotated // 2,
             device=compression.solver.device,
             check=check,
+            head_weights=weights,
         )
     except (ValueError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
         raise CompressionError(f"{site.name}: {error}") from error

@@ -42,6 +42,7 @@ def factorize(
     device: torch.device | str | None = None,
     progress: Progress | None = None,
     equal: bool = False,
+    head_weights: Tensor | None = None,
 ) -> Factorization:
     r"""Factor the heads' query-key products into shared projections and a mixing matrix.
 
@@ -72,7 +73,8 @@ def factorize(
             CPU where that has none.
         progress: called with the sweep's number and the relative error so far.
         equal: whether heads that share no channels are to be equally wide, in place of as wide as pays.
-
+        head_weights: $w_i > 0$, (H,): the error that is minimised is $\sum_i w_i^2 \|T_i - \hat T_i\|^2$, weighted
+            where moments are given. None weighs all heads alike.
 
     Returns:
         The factors, in float64, with their errors.
@@ -87,7 +89,7 @@ def factorize(
     device = float64_device(query.device) if device is None else torch.device(device)
     tensor = HeadTensor(_checked("query", query, device), _checked("key", key, device))
     bias = None if query_bias is None else _checked("query_bias", query_bias, device)
-    _check_sizes(tensor, rank, bias, query_moments, key_moments, damping, sweeps)
+    _check_sizes(tensor, rank, bias, query_moments, key_moments, damping, sweeps, head_weights)
     own = None if bias is None else torch.einsum("hkd,hd->hk", tensor.key, bias)
     if rank == tensor.full_rank:
         weighed = query_moments is not None or key_moments is not None
@@ -105,13 +107,19 @@ def factorize(
         query_moments, key_moments, damping=damping, centre=centre is not False, centre_query=centred
     )
     weighted = weighting.apply(tensor)
+    if head_weights is not None:
+        head_weights = head_weights.to(device, torch.float64)
+        weighted = HeadTensor(weighted.query * head_weights[:, None, None], weighted.key)
     try:
         options = SolverOptions(sweeps, tolerance, seed, progress, equal)
         solution = _compressed(solve, weighted, rank, options)
         apart = per_head_error(weighted, rank)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         raise ValueError(f"the singular value decomposition of the heads failed: {error}") from error
-    factors = weighting.undo(solution.factors).normalised()
+    found = solution.factors
+    if head_weights is not None:
+        found = replace(found, mixing=found.mixing / head_weights[:, None])
+    factors = weighting.undo(found).normalised()
     if not all(bool(torch.isfinite(part).all()) for part in (factors.query, factors.mixing, factors.key)):
         raise ValueError("the factors are not finite; the moments are too close to singular: raise the damping")
     if centred and query_moments is not None:
@@ -171,6 +179,7 @@ def _check_sizes(
     key_moments: Moments | None,
     damping: float,
     sweeps: int | None,
+    head_weights: Tensor | None,
 ) -> None:
     if not 1 <= rank <= tensor.full_rank:
         raise ValueError(
@@ -192,5 +201,7 @@ def _check_sizes(
             )
     if not 0 <= damping < inf:
         raise ValueError(f"damping is out of range: got {damping}, expected 0 or more, and finite")
+    if head_weights is not None and (head_weights.shape != (tensor.heads,) or not bool((head_weights > 0).all())):
+        raise ValueError(f"head_weights are {tuple(head_weights.shape)}; expected ({tensor.heads},), all above 0")
     if sweeps is not None and sweeps < 1:
         raise ValueError(f"sweeps is out of range: got {sweeps}, expected 1 or more")

@@ -100,6 +100,7 @@ def factorize_rotary(
     equal: bool = False,
     device: torch.device | str | None = None,
     check: Check | None = None,
+    head_weights: Tensor | None = None,
 ) -> RotaryFactorization:
     """Share the complex channels of heads that a rotary embedding turns.
 
@@ -122,6 +123,7 @@ def factorize_rotary(
         equal: whether all frequencies get equally many channels, as far as S allows.
         device: where to work; it must have float64. None for where `query` is, or the CPU.
         check: called before every sweep; what it raises ends the work.
+        head_weights: (H,), all above 0; as for `factorize`.
 
     Raises:
         ValueError: shapes do not fit, a value is not finite, or the moments are singular.
@@ -139,7 +141,8 @@ def factorize_rotary(
     turned = frequencies if turned is None else turned
     query_root = _root("query", query_moments, query.shape[1], damping, place)
     key_roots = [_root("key", key_moments, key.shape[1], damping, place, each) for each in (False, True)]
-    weighed_query = _weighed(query_root, query)
+    weights = (torch.ones(heads) if head_weights is None else head_weights).to(query)[:, None]
+    weighed_query = _weighed(query_root, query) * weights[:, None]
     weighed_key = torch.cat(
         [_weighed(root, part) for root, part in zip(key_roots, key.tensor_split([turned], -1), strict=True)], -1
     )
@@ -163,6 +166,7 @@ def factorize_rotary(
         found = replace(
             solved,
             query=None if solved.query is None else _unweighed(query_root, solved.query),
+            mixing=solved.mixing if solved.query is None else solved.mixing / weights,
             key=torch.where(still, keys[1], keys[0]),
         )
     weighted = query_moments is not None or key_moments is not None

@@ -220,3 +220,32 @@ def test_bad_arguments_are_refused(make_heads):
     refused(make_heads, "key_moments do not fit the heads: got width 4, expected 6", key_moments=narrow)
     refused(make_heads, "damping is out of range: got -1, expected 0 or more", damping=-1)
     refused(make_heads, "sweeps is out of range: got 0, expected 1 or more", sweeps=0)
+
+
+@pytest.mark.parametrize("solver", ["als", "per-head"])
+def test_head_weights_weigh_the_squared_errors_of_heads(solver, make_heads, dense_of):
+    tensor = make_heads(3, 6, 5, 4)
+    weights = torch.tensor([0.1, 1.0, 3.0])
+    found = factorize(tensor.query, tensor.key, 6, solver=solver, head_weights=weights, sweeps=None)
+    plain = factorize(tensor.query, tensor.key, 6, solver=solver)
+
+    def errors(result):
+        return (tensor.dense() - dense_of(result.factors)).square().sum((1, 2))
+
+    weighted = (weights.double().square() * errors(found)).sum()
+    total = (weights.double().square() * tensor.dense().square().sum((1, 2))).sum()
+    assert found.errors == () or found.errors[-1] == pytest.approx(float((weighted / total).sqrt()), rel=1e-6)
+    assert weighted < (weights.double().square() * errors(plain)).sum()
+    if solver == "per-head":
+        scaled = factorize(weights[:, None, None] * tensor.query, tensor.key, 6, solver=solver)
+        assert found.sizes == scaled.sizes
+        for head, size in enumerate(found.sizes):  # truncated, whatever the weight
+            values = torch.linalg.svdvals(tensor.dense()[head])
+            assert float(errors(found)[head]) == pytest.approx(float(values[size:].square().sum()), rel=1e-6)
+
+
+@pytest.mark.parametrize("weights", [torch.ones(2), torch.tensor([1.0, 0.0, 1.0])])
+def test_head_weights_are_one_positive_number_a_head(make_heads, weights):
+    tensor = make_heads(3, 6, 5, 4)
+    with pytest.raises(ValueError, match="head_weights are"):
+        factorize(tensor.query, tensor.key, 6, head_weights=weights)

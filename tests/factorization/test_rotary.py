@@ -225,3 +225,16 @@ def test_all_unrotated_channels_are_exact_beside_fewer_rotated_ones():
     result = factorize_rotary(*both, 7, turned=1)
     assert result.factors.frequencies.count(0) == 1
     assert result.weight_error < 1e-5
+
+
+@pytest.mark.parametrize("turned", [3, 1])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_head_weights_weigh_the_errors_of_heads(groups, turned):
+    query, key = heads(4, 6, 3), heads(groups, 5, 3, seed=1)
+    weights = torch.tensor([0.1, 1.0, 3.0, 0.5])
+    found = factorize_rotary(query, key, 5, turned=turned, head_weights=weights).factors
+    plain = factorize_rotary(query, key, 5, turned=turned).factors
+    scaled = weights[:, None, None] * query
+    ours = found if found.query is None else replace(found, mixing=weights[:, None] * found.mixing)
+    theirs = plain if plain.query is None else replace(plain, mixing=weights[:, None] * plain.mixing)
+    assert rotary_error(scaled, key, ours) < rotary_error(scaled, key, theirs)

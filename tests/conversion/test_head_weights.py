@@ -1,0 +1,111 @@
+"""How much heads count: sums pair by pair, and the change that small errors of scores really make."""
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel, T5Config, T5Model
+from transformers.pytorch_utils import Conv1D
+
+from collab_compress import Compression, compress
+from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.conversion.head_weights import LEAST, _moved, head_weights
+from collab_compress.heads import Tap
+
+MODELS = {
+    "gpt2": lambda: GPT2Model(GPT2Config(vocab_size=61, n_embd=24, n_head=4, n_layer=2, initializer_range=0.4)),
+    "llama": lambda: LlamaModel(
+        LlamaConfig(
+            vocab_size=61,
+            hidden_size=32,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_hidden_layers=2,
+            intermediate_size=32,
+            initializer_range=0.4,
+        )
+    ),
+    "t5": lambda: T5Model(T5Config(vocab_size=61, d_model=24, d_kv=5, d_ff=32, num_heads=4, num_layers=2)),
+}
+PADDED = {
+    "bert": {"attention_mask": torch.tensor([[1] * 9, [1] * 6 + [0] * 3])},
+    "gpt2": {},
+    "llama": {"attention_mask": torch.tensor([[1] * 9, [0] * 4 + [1] * 5])},
+    "t5": {"attention_mask": torch.tensor([[1] * 9, [1] * 6 + [0] * 3])},
+}
+
+
+def slow_weights(model, batch):
+    """w of each head of each module, pair by pair, from the probabilities and values that a tap reads."""
+    squares = {}
+    with Tap(model, ("probs", "values")) as tap, torch.no_grad():
+        model(**batch)
+        for reading in tap.take():
+            output = reading.site.part(reading.site.family.output)
+            rows = (output.weight if isinstance(output, Conv1D) else output.weight.T).double()
+            heads = rows.unflatten(0, (reading.site.heads, -1))
+            probs, values = reading.probs.double(), reading.values.double()
+            total = squares.setdefault(reading.site.name, torch.zeros(reading.site.heads, dtype=torch.float64))
+            for b in range(probs.shape[0]):
+                for head in range(reading.site.heads):
+                    for i in range(probs.shape[2]):
+                        if reading.real.query is not None and not reading.real.query[b, i]:
+                            continue
+                        mean = probs[b, head, i] @ values[b, :, head]
+                        for j in range(probs.shape[3]):
+                            if reading.real.key is None or reading.real.key[b, j]:
+                                change = probs[b, head, i, j] * (values[b, j, head] - mean) @ heads[head]
+                                total[head] += change.square().sum()
+    return {name: (total / total.mean() + LEAST).sqrt() for name, total in squares.items()}
+
+
+@pytest.mark.parametrize("family", PADDED)
+def test_weights_are_those_of_every_pair_of_tokens(make_tiny, family):
+    torch.manual_seed(0)
+    model = (MODELS[family]() if family in MODELS else make_tiny(family)).eval()
+    tokens = torch.randint(1, 40, (2, 9), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": tokens, **PADDED[family]}
+    if family == "t5":
+        batch["decoder_input_ids"] = tokens.flip(1)
+    found = head_weights(model, find_attention(model, FAMILIES), [batch])
+    expected = slow_weights(model, batch)
+    assert found.keys() == expected.keys()
+    for name, weights in expected.items():
+        torch.testing.assert_close(found[name], weights, rtol=1e-4, atol=1e-5)
+        assert weights.max() > 1.02 * weights.min()
+
+
+def test_small_errors_of_scores_change_outputs_as_much():
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    scores, values, outputs = 2 * draw(1, 2, 5, 7), draw(1, 2, 7, 3), draw(2, 3, 6)
+    size, changes = 1e-4, []
+    before = scores.softmax(-1) @ values @ outputs
+    for _ in range(4000):
+        after = (scores + size * draw(*scores.shape)).softmax(-1) @ values @ outputs
+        changes.append(((after - before) / size).square().sum((0, 2, 3)))
+    probs = scores.softmax(-1)
+    expected = _moved(probs, values, probs @ values, outputs @ outputs.mT).sum((0, 2, 3)).double()
+    torch.testing.assert_close(torch.stack(changes).mean(0), expected, rtol=0.05, atol=0)
+
+
+def test_heads_whose_values_do_not_differ_count_least(make_tiny, batch):
+    model = make_tiny("bert").eval()
+    site = find_attention(model, FAMILIES)[0]
+    with torch.no_grad():
+        site.part(site.family.value).weight[: site.head_width] = 0.0
+    weights = head_weights(model, [site], [batch])[site.name]
+    assert weights[0] == pytest.approx(LEAST**0.5, rel=1e-3)
+    assert weights.square().mean() == pytest.approx(1 + LEAST)
+    report = compress(model, Compression(site.width // 2, form="per-head", modules=site.name), [batch] * 3)
+    assert report.modules[0].sizes[0] < min(report.modules[0].sizes[1:])
+
+
+def test_without_values_all_heads_count_alike(make_tiny, batch):
+    model = make_tiny("bert").eval()
+    site = find_attention(model, FAMILIES)[0]
+    with torch.no_grad():
+        site.part(site.family.value).weight.zero_()
+    assert head_weights(model, [site], [batch]) == {site.name: None}
+    assert head_weights(model, [site], []) == {}
