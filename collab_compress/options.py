@@ -123,7 +123,8 @@ class Compression:
 
     dff: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Width of feed-forward blocks: from 1 to the model's own (`intermediate_size` of most configs); half of that is
-    where to begin, with texts to calibrate on. They stay as they are if not given."""
+    where to begin, with texts to calibrate on, and collab-analyze MODEL --sections energy --data FILE suggests one.
+    They stay as they are if not given."""
 
     keep: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
     """Share of the attention's parameters to keep, in place of dk, dv and form: each module gets its own widths, in
