@@ -48,6 +48,11 @@ def test_other_families_and_their_conversions(family, make_tiny, make_batch):
     growth = next(t for section in found.sections for t in section.tables if t.name == "growth")
     labels = {"albert": ["0", "1", "2"], "marian": ["encoder 0", "encoder 1", "decoder 0", "cross 0"]}[family]
     assert [row[0] for row in growth.rows][: len(labels)] == labels
+    blocks = {"albert": ["0"], "marian": ["encoder 0", "encoder 1", "decoder 0", "decoder 1"]}[family]
+    assert [row["layer"] for row in found.table("energy", "dff")] == blocks
+    assert [row["dff"] for row in found.table("cost", "blocks")] == [None] * len(
+        blocks
+    )  # a converted model, as it is
 
 
 @pytest.mark.parametrize(("family", "dk", "dv"), [("bert", None, 10), ("marian", 9, 12)])
@@ -81,7 +86,13 @@ def test_images():
     model = ViTModel(ViTConfig(
         hidden_size=24, num_attention_heads=3, num_hidden_layers=2, intermediate_size=32, image_size=8, patch_size=4
     )).eval()  # fmt: skip
+    for layer in model.layers:
+        up = layer.mlp.fc1
+        up.weight.data[1:] = up.weight.data[0]  # neurons that are alike
     found = whole(Study(model, calibration_batches("synthetic", model, sequences=4), look=QUICK))
+    [advice] = [action for action in found.actions if "feed-forward" in action]
+    assert "--dff 2 --calibration DIR: every block" in advice
+    assert "needs inputs like those that the model reads, as many as there are; with noise it loses" in advice
     latency = next(t for section in found.sections for t in section.tables if t.name == "latency")
     assert {row[1] for row in latency.rows} == {5}  # four patches and one more
 

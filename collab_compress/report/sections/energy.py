@@ -219,10 +219,13 @@ def _dff_advice(study: Study, dff: int, more: int) -> tuple[str, tuple[str, ...]
         return f" No conversion makes these blocks narrower: {error}.", ()
     if dff >= width:
         return "", ()
+    texts, path, count, drawn = "texts", "texts.txt", "a thousand sentences or more", "random tokens"
+    if study.model.main_input_name != "input_ids":
+        texts, path, count, drawn = "inputs", "DIR", "as many as there are", "noise"
     advice = (
-        f"To make feed-forward blocks smaller, begin with collab-compress --dff {dff} --calibration texts.txt: every "
-        f"block then keeps 95 % of the energy of its output (99 % with --dff {more}). Calibration needs texts like "
-        "those that the model reads, a thousand sentences or more; with random tokens it loses quality."
+        f"To make feed-forward blocks smaller, begin with collab-compress --dff {dff} --calibration {path}: every "
+        f"block then keeps 95 % of the energy of its output (99 % with --dff {more}). Calibration needs {texts} like "
+        f"those that the model reads, {count}; with {drawn} it loses quality."
     )
     return "", (advice,)
 
