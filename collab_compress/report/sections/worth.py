@@ -79,14 +79,14 @@ def cost(study: Study) -> Section | Omitted:
         pictures.append(picture)
     tables.append(_paper_table())
     requested = " and ".join(f"{name} = {width}" for name, width in widths.items())
-    subject = f"dense modules, and modules with {requested}" if requested else "converted modules as they are"
+    subject = f"dense modules, modules with {requested}" if requested else "converted modules as they are"
     narrower = next((block.width for block in blocks.values() if block.width is not None), None)
     if narrower is not None:
         subject += f", and feed-forward blocks with dff = {narrower}"
     return Section(
         "cost",
         "What a layer costs",
-        f"Of {subject}; what is not converted costs the same in both forms. Beyond T* tokens converted scores "
+        f"For {subject}; what is not converted costs the same in both forms. Beyond T* tokens converted scores "
         "take more operations than dense ones; narrow values and feed-forward blocks take fewer at any length. "
         "Latencies are of whole attention modules on this machine, dense and converted in turns, medians of "
         f"{study.look.rounds} rounds." + note,
