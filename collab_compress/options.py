@@ -123,7 +123,8 @@ class Compression:
 
     dff: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Width of feed-forward blocks: from 1 to the model's own (`intermediate_size` of most configs); half of that is
-    where to begin, with texts to calibrate on. They stay as they are if not given."""
+    where to begin, with texts to calibrate on, and collab-analyze MODEL --sections energy --data FILE suggests one.
+    They stay as they are if not given."""
 
     keep: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
     """Share of the attention's parameters to keep, in place of dk, dv and form: each module gets its own widths, in
@@ -216,11 +217,15 @@ class Look:
     dv: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Width of values, all heads together, at which the cost of dense attention is counted and timed."""
 
+    dff: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Width of feed-forward blocks at which their cost is counted; half of theirs if not given."""
+
     head_sequences: Annotated[int, tyro.conf.arg(metavar="N")] = 16
     """Sequences on which heads are silenced one by one; the drift of the outputs is measured on these."""
 
     input_sequences: Annotated[int, tyro.conf.arg(metavar="N")] = 256
-    """Sequences on which inputs of queries and keys, and what heads hand on, are measured, for energy and content."""
+    """Sequences on which inputs of queries and keys, what heads hand on, and neurons of feed-forward blocks are
+    measured, for energy and content."""
 
     kernel_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 1000
     """Tokens that CKA with the RBF kernel is measured on; time and memory grow with their square."""
@@ -239,7 +244,7 @@ class Look:
         for name, least in (("head_sequences", 1), ("input_sequences", 1), ("kernel_tokens", 4), ("rounds", 2)):
             if getattr(self, name) < least:
                 raise HeadError(f"{name} is {getattr(self, name)}; expected at least {least}")
-        for name, width in (("dk", self.dk), ("dv", self.dv)):
+        for name, width in (("dk", self.dk), ("dv", self.dv), ("dff", self.dff)):
             if width is not None and width < 1:
                 raise HeadError(f"{name} is {width}; expected at least 1")
         if not 0 <= self.seed < 2**32:

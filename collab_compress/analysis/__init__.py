@@ -1,4 +1,4 @@
-"""Measures of what attention heads have in common, what each is worth, and what they cost."""
+"""Measures of what heads have in common and are worth, and of what layers cost and could do without."""
 
 from collab_compress.analysis.attention_maps import AttentionMap, attention_maps
 from collab_compress.analysis.cka import cka, sample_cka
@@ -33,6 +33,7 @@ from collab_compress.analysis.diversity import (
 )
 from collab_compress.analysis.dominance import Dominance, PruningPoint, dominant_heads, pruning_curve, split_rows
 from collab_compress.analysis.energy import Energy, ValueEnergy, head_energy, tensor_energy, value_energy
+from collab_compress.analysis.feed_forward import FeedForwardEnergy, feed_forward_costs, feed_forward_energy
 from collab_compress.analysis.mixing import alpha_matrices, effective_rank, mixing_matrices, skew_symmetry
 from collab_compress.analysis.stream import with_progress
 from collab_compress.analysis.svcca import SVCCA, svcca
@@ -44,6 +45,7 @@ __all__ = [
     "Discrepancy",
     "Dominance",
     "Energy",
+    "FeedForwardEnergy",
     "FormCost",
     "JointCovariance",
     "Latency",
@@ -63,6 +65,8 @@ __all__ = [
     "discrepancy_growth",
     "dominant_heads",
     "effective_rank",
+    "feed_forward_costs",
+    "feed_forward_energy",
     "head_covariances",
     "head_energy",
     "head_samples",

@@ -47,14 +47,14 @@ class FormCost:
 
 @dataclass(frozen=True)
 class MapCost:
-    """The cost of one map of an attention module, dense and converted.
+    """The cost of one map of an attention module, or of a feed-forward block, dense and converted.
 
     Args:
-        width: channels of all heads together, dk or dv; None where the map stays dense.
+        width: channels of all heads together, dk or dv, or neurons dff; None where the map stays dense.
         dense: cost in dense form.
         converted: cost at that width, or in dense form without one.
-        break_even_length: T*, the number of tokens beyond which the converted form costs more; infinite for values,
-            which cost less at any length. None without a width.
+        break_even_length: T*, the number of tokens beyond which the converted form costs more; infinite for values
+            and feed-forward blocks, which cost less at any length. None without a width.
     """
 
     width: int | None

@@ -83,8 +83,8 @@ def _exact(tensor: Tensor) -> Tensor:
 SHARES = (0.9, 0.95, 0.99)
 
 
-class _Ranks:
-    """Widths that curves of cumulative energy suggest."""
+class Ranks:
+    """The widths that curves of cumulative energy suggest."""
 
     curves: ClassVar[dict[str, str]]  # name of a curve → field; the first is the default
 
@@ -114,7 +114,7 @@ class _Ranks:
 
 
 @dataclass(frozen=True)
-class Energy(_Ranks):
+class Energy(Ranks):
     r"""Cumulative energy of one module's weights: entry k is what the first k principal components capture, 0 to 1.
 
     Args:
@@ -220,7 +220,7 @@ def tensor_energy(tensor: HeadTensor) -> Energy:
 
 
 @dataclass(frozen=True)
-class ValueEnergy(_Ranks):
+class ValueEnergy(Ranks):
     r"""Cumulative energy of what one module's heads add to the residual stream; entry k is the share of the first k.
 
     Args:

@@ -326,6 +326,20 @@ class _Gathered:
         return (own, *(own if each is None else each for each in others))
 
 
+def unpadded(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the vectors of `values` (…, D) that are no padding, (n, D); all where the mask fits no positions.
+
+    Args:
+        values: what a layer reads or writes.
+        mask: of its module, as `masks_of` returns it, or None where there is no padding.
+    """
+    vectors = values.reshape(-1, values.shape[-1])
+    real = None if mask is None else fitted(mask, len(vectors) // len(mask))
+    if real is None or real.numel() != len(vectors):
+        return vectors
+    return vectors[real.flatten().to(vectors.device)]
+
+
 def batch_masks(model: PreTrainedModel, batch: Batch) -> dict[Masked, RealTokens]:
     """Return the padding masks of a batch, as `real_tokens`.
 

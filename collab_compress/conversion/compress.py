@@ -27,7 +27,7 @@ from collab_compress.architectures import (
     transformers_model,
 )
 from collab_compress.attention import FormEdit, MapForm, NarrowValues, ScoreForm, form_for, install_, uninstall_
-from collab_compress.calibration import Batch, Calibration, evaluation_mode
+from collab_compress.calibration import Batch, Calibration
 from collab_compress.calibration.batches import is_none, is_synthetic, noted_batches, rows_of
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
 from collab_compress.conversion.drift import measure, split_held_back
@@ -55,7 +55,6 @@ from collab_compress.conversion.plan import (
 )
 from collab_compress.conversion.refit import Refitted, install_refits, of_first_process, refit, refitted
 from collab_compress.conversion.report import ModuleReport, Report, ValueReport
-from collab_compress.conversion.writers import find_writers
 from collab_compress.distributed import process_state
 from collab_compress.errors import CalibrationError, CompressionError
 from collab_compress.factorization import has_float64
@@ -371,8 +370,7 @@ def _feed_forward(
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise CompressionError(f"{name} holds NaN or infinite values; the checkpoint is damaged")
-    with evaluation_mode(model):
-        blocks = find_feed_forward(model, find_writers(model, used[0]), used[0])
+    blocks = find_feed_forward(model, used[0])
     for block in blocks:
         if compression.dff > block.width:
             raise CompressionError(

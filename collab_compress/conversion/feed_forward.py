@@ -20,9 +20,9 @@ from transformers.pytorch_utils import Conv1D
 from collab_compress.attention.form import remaining
 from collab_compress.attention.projections import width_in
 from collab_compress.attention.values import fill_, output_dim
-from collab_compress.calibration import Batch, run_batch
+from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.conversion.report import FeedForwardReport
-from collab_compress.conversion.writers import Writer, first_rows, width_out
+from collab_compress.conversion.writers import Writer, find_writers, first_rows, width_out
 from collab_compress.errors import UnsupportedModelError
 
 WIDTHS = (
@@ -37,35 +37,42 @@ class FeedForward:
     """A feed-forward block.
 
     Args:
-        down: path of the layer that reads the neurons.
+        writer: the layer that reads the neurons.
         ups: paths of the layers that make them → for each of a layer's outputs, which neuron it is for.
         width: number of neurons N.
     """
 
-    down: str
+    writer: Writer
     ups: dict[str, Tensor]
     width: int
 
+    @property
+    def down(self) -> str:
+        """Path of the layer that reads the neurons."""
+        return self.writer.name
 
-def find_feed_forward(model: PreTrainedModel, writers: Sequence[Writer], batch: Batch) -> list[FeedForward]:
-    """Find the feed-forward blocks of a model whose neurons can be told apart.
+
+def find_feed_forward(model: PreTrainedModel, batch: Batch) -> list[FeedForward]:
+    """Find the feed-forward blocks of a model whose neurons can be told apart, in the order in which they are called.
 
     Args:
-        model: in evaluation mode.
-        writers: layers that write to the residual stream.
-        batch: to run it on.
+        model: stock or edited; left in the mode it was in.
+        batch: keyword arguments for the model, of which two sequences are run.
 
     Raises:
-        UnsupportedModelError: the model has none.
+        UnsupportedModelError: the model has no such block, or its family is not known.
+        CalibrationError: the model does not take such batches.
     """
     batch = first_rows(batch)
-    outputs = {writer.site.path(writer.site.family.output) for writer in writers}
     blocks = []
-    for writer in writers:
-        if writer.name not in outputs and writer.name.removesuffix(".proj") not in outputs:  # of heads, or mixed ones
-            ups = _ups(model, writer.name, batch)
-            if ups:
-                blocks.append(FeedForward(writer.name, ups, width_in(model.get_submodule(writer.name))))
+    with evaluation_mode(model):
+        writers = find_writers(model, batch)
+        outputs = {writer.site.path(writer.site.family.output) for writer in writers}
+        for writer in writers:
+            if writer.name not in outputs and writer.name.removesuffix(".proj") not in outputs:  # of heads, or mixed
+                ups = _ups(model, writer.name, batch)
+                if ups:
+                    blocks.append(FeedForward(writer, ups, width_in(model.get_submodule(writer.name))))
     if not blocks:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no feed-forward block of plain linear layers, one neuron beside the other "

@@ -26,7 +26,7 @@ from collab_compress.attention.projections import width_in
 from collab_compress.attention.values import fill_
 from collab_compress.calibration import Batch, Calibration, calibration_batches, evaluation_mode, run_batch
 from collab_compress.calibration.batches import positions_of
-from collab_compress.calibration.gather import batch_masks, fitted, masks_of
+from collab_compress.calibration.gather import batch_masks, masks_of, unpadded
 from collab_compress.calibration.stepwise import Passes, current_pass
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.feed_forward import FeedForward, cut_
@@ -35,7 +35,7 @@ from collab_compress.conversion.writers import Writer, find_writers, remove, str
 from collab_compress.distributed import process_state
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.factorization.least_squares import ResidualMoments, fit
-from collab_compress.factorization.neurons import choose_neurons
+from collab_compress.factorization.neurons import choice_moments, choose_neurons
 
 Progress = Callable[[str, int, int], None]
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # shares of the inputs' mean variance, of which held-back data choose
@@ -85,13 +85,8 @@ class _Seen(NamedTuple):
     def of(cls, here: Any, there: Any, writer: Writer, mask: Tensor | None) -> Self:
         stream, own = (_vectors(notes["sum"]).float() for notes in (there, here))
         gain = torch.where(writer.gain == 0, torch.inf, writer.gain).to(stream)
-        values = (_vectors(here["inputs"]), (stream - own) / gain, stream / gain)
-        positions = len(stream) // len(mask) if mask is not None else 0
-        real = fitted(mask, positions)
-        if real is None or real.numel() != len(stream):
-            return cls(*values)
-        chosen = real.flatten().to(stream.device)
-        return cls(*(value[chosen] for value in values))
+        values = (here["inputs"], (stream - own) / gain, stream / gain)
+        return cls(*(unpadded(value, mask) for value in values))
 
 
 def _vectors(values: Tensor) -> Tensor:
@@ -352,11 +347,8 @@ def _solved(fit_of: _Fit, writer: Writer, layer: Any, count: int | None = None) 
 
 def _kept(moments: ResidualMoments, weight: Tensor, writer: Writer, biased: bool, count: int) -> Tensor:
     """Choose which inputs a layer goes on reading, by what its outputs add to the stream."""
-    second, crossed = moments.moments(centred=biased)
-    wanted = (crossed + second @ weight) * writer.gain.to(crossed)
-    second.diagonal().add_(DAMPINGS[0] * second.diagonal().mean())
     try:
-        return choose_neurons(second, wanted, count)
+        return choose_neurons(*choice_moments(moments, weight, writer.gain, DAMPINGS[0], biased), count)
     except ValueError as error:
         raise CalibrationError(f"{writer.name}: {error}") from error
 

@@ -8,7 +8,27 @@ Stork, 1993). Blocks of neurons that cost least go one after the other; $C^{-1}$
 import torch
 from torch import Tensor
 
+from collab_compress.factorization.least_squares import ResidualMoments
+
 BLOCK = 64  # neurons that leave between two rankings
+
+
+def choice_moments(
+    moments: ResidualMoments, weight: Tensor, gain: Tensor, damping: float, bias: bool
+) -> tuple[Tensor, Tensor]:
+    """Return what neurons are chosen by: E[a aᵀ], damped, (N, N), and E[a tᵀ] with the outputs wanted, (N, D).
+
+    Args:
+        moments: of the activations and of what is missing from the outputs.
+        weight: Wᵀ of the second layer, (N, D), in float64.
+        gain: what outputs are multiplied by before they are added to the residual stream, (D,).
+        damping: share of the activations' mean variance that is added to each variance.
+        bias: whether the layer has one, which takes the means.
+    """
+    second, crossed = moments.moments(centred=bias)
+    wanted = (crossed + second @ weight) * gain.to(crossed)
+    second.diagonal().add_(damping * second.diagonal().mean())
+    return second, wanted
 
 
 def choose_neurons(second: Tensor, crossed: Tensor, count: int, block: int = BLOCK) -> Tensor:
@@ -23,19 +43,37 @@ def choose_neurons(second: Tensor, crossed: Tensor, count: int, block: int = BLO
     Raises:
         ValueError: the moments are singular.
     """
+    order = elimination_order(second, crossed, count, block)
+    return order[len(order) - count :].sort().values
+
+
+def elimination_order(second: Tensor, crossed: Tensor, least: int = 0, block: int = BLOCK) -> Tensor:
+    """Return the places of all neurons in the order in which they leave, (N,); the last k are the best k to keep.
+
+    Args:
+        second: moments E[a aᵀ] of all N activations, damped, (N, N).
+        crossed: E[a tᵀ] with the outputs wanted, (N, D).
+        least: how many stay in any case; these are the last, in ascending order.
+        block: how many may leave between two rankings.
+
+    Raises:
+        ValueError: the moments are singular.
+    """
     root, failed = torch.linalg.cholesky_ex(second)
     if int(failed):
         raise ValueError("the activations' moments are singular; pass a larger damping, or more data")
     inverse = torch.cholesky_inverse(root)
     weight = inverse @ crossed
     kept = torch.arange(len(second), device=second.device)
-    while len(kept) > count:
+    left = []
+    while len(kept) > least:
         cost = weight.square().sum(1) / inverse.diagonal()
         order = cost.argsort(stable=True)
-        leaving, staying = order.split([min(block, len(kept) - count), max(len(kept) - block, count)])
+        leaving, staying = order.split([min(block, len(kept) - least), max(len(kept) - block, least)])
+        left.append(kept[leaving])
         staying = staying.sort().values
         factor = torch.linalg.solve(inverse[leaving][:, leaving], inverse[leaving][:, staying]).mT
         weight = weight[staying] - factor @ weight[leaving]
         inverse = inverse[staying][:, staying] - factor @ inverse[leaving][:, staying]
         kept = kept[staying]
-    return kept
+    return torch.cat([*left, kept])

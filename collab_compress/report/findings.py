@@ -159,6 +159,7 @@ GLOSSARY = {
     "CKA": "How far two heads arrange the same tokens alike: 0 not at all, 1 entirely.",
     "dk": "The width of queries and keys, all heads together.",
     "dv": "The width of values, all heads together.",
+    "dff": "The width of feed-forward blocks: how many neurons each has.",
 }
 TERM = re.compile(r"(?<!\w)(?<!-)(" + "|".join(re.escape(term) for term in GLOSSARY) + r")(?!\w)")
 

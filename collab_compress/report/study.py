@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
+from posixpath import commonpath
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, 
 from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch
 from collab_compress.calibration.gather import real_tokens
+from collab_compress.conversion.feed_forward import FeedForward, find_feed_forward
 from collab_compress.errors import HeadError
 from collab_compress.options import Look
 from collab_compress.report.section import Heatmap, heatmap
@@ -158,6 +160,15 @@ class Study:
         return {site.name: (site.kind, site.layer) for site in [*others, *self.sites]}
 
     @cached_property
+    def blocks(self) -> list[FeedForward]:
+        """Feed-forward blocks of the model.
+
+        Raises:
+            UnsupportedModelError: it has none whose neurons can be told apart.
+        """
+        return find_feed_forward(self.model, self.batches[0])
+
+    @cached_property
     def seen(self) -> Pass:
         """The measures of the model in one pass over all batches."""
         return Pass(self, self.model, self.name, similar=True)
@@ -204,8 +215,15 @@ class Study:
         return False if report is None else lambda done, total: report(label, done, total or len(self.batches))
 
     def label(self, module: str) -> str:
-        """Return the short name of a module or use (`path[2]`): its layer, and its kind if there are several."""
+        """Return the short name of a module or use (`path[2]`): its layer, and its kind if there are several.
+
+        A feed-forward block has that of the attention module with the most of its path in common.
+        """
         path, _, use = module.removesuffix("]").partition("[")
+        if path not in self.places:
+            path = max(
+                self.places, key=lambda other: len(commonpath([other.replace(".", "/"), path.replace(".", "/")]))
+            )
         kind, place = self.places[path]
         layer = use or str(place)
         return layer if len(self.kinds) == 1 else f"{kind} {layer}"

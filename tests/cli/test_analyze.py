@@ -76,6 +76,19 @@ def test_a_converted_model_against_the_dense_one(run, tmp_path):
     assert [row[3] for row in rows] == [9, 9]
 
 
+def test_widths_of_a_whole_layer(run):
+    code, printed, error, numbers = run(
+        "dense", "--data", "sentences.txt", "--sections", "energy", "cost", "--dff", 20, *QUICK
+    )
+    assert code == 0, error
+    assert [row[2] for row in numbers["sections"]["cost"]["tables"]["blocks"]["rows"]] == [20, 20]
+    assert [row[1] for row in numbers["sections"]["energy"]["tables"]["dff"]["rows"]] == [
+        "bert.encoder.layer.0.output.dense", "bert.encoder.layer.1.output.dense"
+    ]  # fmt: skip
+    assert "at dff = 20; fewer operations at any length" in printed
+    assert "begin with collab-compress --dff " in printed
+
+
 def test_two_folders_of_one_name_are_told_apart(run, folder):
     """`collab-run` leaves its models in folders that are all called `model`."""
     for stage, name in (("tuned", "dense"), ("dk9", "converted")):
@@ -150,6 +163,8 @@ def test_a_translator_reads_pairs(run):
         (["dense", "--rounds", "few"], "--rounds: invalid literal"),
         (["dense", "--rounds", "1"], "rounds is 1; expected at least 2"),
         (["dense", "--sections", "colour"], "unknown section colour"),
+        (["dense", "--sections", "cost", "--dff", "0"], "dff is 0; expected at least 1"),
+        (["dense", "--sections", "cost", "--dff", "9999"], "neurons, and dff is 9999; pass up to"),
         (["dense", "--sections", "mixing"], "nothing to show: mixing: heads of a dense model"),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from collab_compress.factorization.least_squares import ResidualMoments, fit
-from collab_compress.factorization.neurons import choose_neurons
+from collab_compress.factorization.neurons import choose_neurons, elimination_order
 
 
 def problem(neurons=9, seed=0):
@@ -43,6 +43,19 @@ def test_blocks_leave_as_many():
         kept = choose_neurons(activations.mT @ activations, activations.mT @ targets, count, block)
         assert len(kept) == count
         assert kept.tolist() == sorted(set(kept.tolist()))
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 64])
+def test_the_order_ends_with_the_choice_of_every_count(block):
+    activations, targets = problem()
+    second, crossed = activations.mT @ activations, activations.mT @ targets
+    order = elimination_order(second, crossed, block=block)
+    assert sorted(order.tolist()) == list(range(9))
+    for count in range(1, 10):
+        kept = choose_neurons(second, crossed, count, block).tolist()
+        assert sorted(order[9 - count :].tolist()) == kept
+        if block == 1:
+            assert kept == slow_choice(activations, targets, count)
 
 
 def test_a_neuron_that_others_replace_leaves():

@@ -7,16 +7,9 @@ import torch
 
 from collab_compress import Compression, Solver, UnsupportedModelError, compress, expand
 from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.calibration import evaluation_mode
 from collab_compress.conversion.feed_forward import cut_, find_feed_forward, narrower_config
-from collab_compress.conversion.writers import find_writers
 
 NO_WIDTH = {"bloom", "mobilebert", "mpt", "segformer", "xlm"}  # a multiple of another width, or convolutions between
-
-
-def blocks_of(model, batch):
-    with evaluation_mode(model):
-        return find_feed_forward(model, find_writers(model, batch), batch)
 
 
 def test_a_narrower_model_is_a_stock_model(kin, build, inputs, run, tmp_path):
@@ -45,7 +38,7 @@ def test_neurons_are_cut_where_they_are_silenced(kin, build, inputs, run):
     model, batch = build(kin), inputs(kin)
     if kin in NO_WIDTH:
         return
-    blocks = blocks_of(model, batch)
+    blocks = find_feed_forward(model, batch)
     kept = torch.arange(0, blocks[0].width, 3)
     handles = []
     for block in blocks:

@@ -4,7 +4,18 @@ import json
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel, ViTConfig, ViTModel
+from transformers import (
+    BloomConfig,
+    BloomModel,
+    GPT2Config,
+    GPT2Model,
+    LlamaConfig,
+    LlamaModel,
+    MixtralConfig,
+    MixtralModel,
+    ViTConfig,
+    ViTModel,
+)
 
 from collab_compress import Compression, Solver, compress, prune_heads_
 from collab_compress.analysis import module_costs
@@ -37,6 +48,11 @@ def test_other_families_and_their_conversions(family, make_tiny, make_batch):
     growth = next(t for section in found.sections for t in section.tables if t.name == "growth")
     labels = {"albert": ["0", "1", "2"], "marian": ["encoder 0", "encoder 1", "decoder 0", "cross 0"]}[family]
     assert [row[0] for row in growth.rows][: len(labels)] == labels
+    blocks = {"albert": ["0"], "marian": ["encoder 0", "encoder 1", "decoder 0", "decoder 1"]}[family]
+    assert [row["layer"] for row in found.table("energy", "dff")] == blocks
+    assert [row["dff"] for row in found.table("cost", "blocks")] == [None] * len(
+        blocks
+    )  # a converted model, as it is
 
 
 @pytest.mark.parametrize(("family", "dk", "dv"), [("bert", None, 10), ("marian", 9, 12)])
@@ -60,7 +76,7 @@ def test_narrow_values(family, dk, dv, make_tiny, make_batch):
     (values,) = [table for table in planned.tables if table.name == "values"]
     assert values.rows == tables["values"].rows
     assert "not measured" not in planned.reading
-    assert {table.name for table in planned.tables} == {"values", "latency", "table-1"} | (
+    assert {table.name for table in planned.tables} == {"layers", "values", "blocks", "latency", "table-1"} | (
         {"modules"} if dk else set()
     )
 
@@ -70,7 +86,13 @@ def test_images():
     model = ViTModel(ViTConfig(
         hidden_size=24, num_attention_heads=3, num_hidden_layers=2, intermediate_size=32, image_size=8, patch_size=4
     )).eval()  # fmt: skip
+    for layer in model.layers:
+        up = layer.mlp.fc1
+        up.weight.data[1:] = up.weight.data[0]  # neurons that are alike
     found = whole(Study(model, calibration_batches("synthetic", model, sequences=4), look=QUICK))
+    [advice] = [action for action in found.actions if "feed-forward" in action]
+    assert "--dff 2 --calibration DIR: every block" in advice
+    assert "needs inputs like those that the model reads, as many as there are; with noise it loses" in advice
     latency = next(t for section in found.sections for t in section.tables if t.name == "latency")
     assert {row[1] for row in latency.rows} == {5}  # four patches and one more
 
@@ -126,8 +148,8 @@ def test_what_cannot_be_looked_at_is_refused(study, bert, make_tiny):
 
 
 WRONG = [
-    {"dk": 0}, {"dv": 0}, {"head_sequences": 0}, {"input_sequences": 0}, {"kernel_tokens": 3}, {"rounds": 1},
-    {"lengths": (0,)},
+    {"dk": 0}, {"dv": 0}, {"dff": 0}, {"head_sequences": 0}, {"input_sequences": 0}, {"kernel_tokens": 3},
+    {"rounds": 1}, {"lengths": (0,)},
 ]  # fmt: skip
 
 
@@ -152,12 +174,49 @@ def test_some_gives_as_many_sequences_as_asked_for(study):
 
 
 def test_a_rotary_model():
-    """Sections that need products of query and key weights are left out, and the page says why."""
+    """What needs products of query and key weights is left out, and the page says why; the rest is shown."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaModel(LlamaConfig(vocab_size=20, **sizes)).eval()
     batches = [{"input_ids": torch.randint(0, 20, (2, 6), generator=torch.Generator().manual_seed(0))}]
     found = whole(Study(model, batches, look=QUICK))
-    assert {"energy", "content"} <= found.omitted.keys()
-    assert "rotary" in found.omitted["energy"]
-    assert {"diversity", "dominance"} <= {each.name for each in found.sections}
+    assert "rotary" in found.omitted["content"]
+    sections = {section.name: section for section in found.sections}
+    assert {"energy", "diversity", "dominance"} <= sections.keys()
+    assert "Not shown, scores: layers.0.self_attn: a rotary position embedding" in sections["energy"].reading
+    assert [table.name for table in sections["energy"].tables] == ["dv", "dff"]
+    advice = sections["energy"].actions[0]
+    assert advice.startswith("To make attention smaller, begin with collab-compress --dv ")
+    assert advice.endswith("keeps 90 % of the energy of its values.")
+
+
+def test_a_mixture_of_experts():
+    """Its blocks are left out, and the page says why."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = MixtralModel(MixtralConfig(vocab_size=20, **experts, **sizes)).eval()
+    batches = [{"input_ids": torch.randint(0, 20, (2, 6), generator=torch.Generator().manual_seed(0))}]
+    found = look_at(Study(model, batches, look=QUICK), ["energy", "cost"])
+    energy, cost = found.sections
+    assert "Not shown, feed-forward blocks: MixtralModel has no feed-forward block of plain linear" in energy.reading
+    assert "Feed-forward blocks were not counted: MixtralModel has no feed-forward block" in cost.reading
+    assert [table.name for table in energy.tables] == ["dv"]
+    assert [row["part"] for row in found.table("cost", "layers")] == ["queries and keys", "values and outputs"]
+    assert not any("--dff" in action for action in found.actions)
+
+
+def test_blocks_that_no_config_makes_narrower():
+    torch.manual_seed(0)
+    model = BloomModel(BloomConfig(vocab_size=20, hidden_size=24, n_head=3, n_layer=2)).eval()
+    batches = [{"input_ids": torch.randint(0, 20, (2, 6), generator=torch.Generator().manual_seed(0))}]
+    found = look_at(Study(model, batches, look=QUICK), ["energy"])
+    assert len(found.table("energy", "dff")) == 2
+    assert "No conversion makes these blocks narrower: no attribute of BloomConfig sets" in found.sections[0].reading
+    assert not any("--dff" in action for action in found.actions)
+
+
+def test_a_dff_beyond_the_blocks_is_refused(study):
+    wide = Study(study.model, study.batches, look=Look(dff=10_000))
+    with pytest.raises(HeadError, match=r"nothing to show: cost: .*reads \d+ neurons, and dff is 10000; pass up to"):
+        look_at(wide, ["cost"])

@@ -60,7 +60,7 @@ def page(findings):
 
 def test_actions_lead_and_terms_are_explained_once_in_a_text(page, findings):
     first, rest = page.split("<details>", 1)
-    assert len(findings.actions) == 3
+    assert len(findings.actions) == 4
     assert all(line[:20] in first for line in findings.actions)
     assert "<table" not in first
     found = explained("drift & energy, then drift")

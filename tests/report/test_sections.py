@@ -14,6 +14,7 @@ from collab_compress.analysis import (
     discrepancy,
     discrepancy_growth,
     dominant_heads,
+    feed_forward_energy,
     head_covariances,
     head_energy,
     head_samples,
@@ -31,7 +32,7 @@ from collab_compress.analysis import (
     value_energy,
 )
 from collab_compress.heads import head_importance
-from collab_compress.report import Study, TaskScore, look_at
+from collab_compress.report import Look, Study, TaskScore, look_at
 from collab_compress.report.sections import SECTIONS
 
 END = [3]  # the tokenizer's, which the config does not name
@@ -98,6 +99,16 @@ def test_energy(study, section):
     )
     enough = [str(max(each.rank(share) for each in weighed.values())) for share in (0.9, 0.95, 0.99)]
     assert f"outputs in every layer: {', '.join(enough)} (weighed" in found.highlights[1]
+    blocks = feed_forward_energy(study.model, study.some(8))
+    assert [row[:2] for row in table(found, "dff").rows] == [(str(layer), name) for layer, name in enumerate(blocks)]
+    assert [row[3:] for row in table(found, "dff").rows] == [(*each.ranks().values(),) for each in blocks.values()]
+    curve = picture(found, "What a block loses at dff").panels[0].curves[1]
+    assert list(curve.x) == list(blocks.values())[1].widths.tolist()
+    close(curve.y, list(blocks.values())[1].errors)
+    most = {share: max(each.rank(share) for each in blocks.values()) for share in (0.9, 0.95, 0.99)}
+    assert f"every feed-forward block: {', '.join(map(str, most.values()))} of " in found.highlights[2]
+    assert f"begin with collab-compress --dff {most[0.95]} --calibration texts.txt: every block" in found.actions[1]
+    assert f"(99 % with --dff {most[0.99]}). Calibration needs texts" in found.actions[1]
 
 
 def test_similarity_of_heads_and_layers(study, section):
@@ -238,6 +249,33 @@ def test_cost(study, section):
     assert [row[3] for row in computed] == [each.dense.parameters / 1e6 for each in paper_table_1()]
     macs = picture(found, "Operations over length").panels[0].curves[0]
     assert macs.y[3] == sum(cost.scores.dense.macs for cost in module_costs(study.model, 128)) / 1e6
+
+
+def test_cost_of_whole_layers(study, section):
+    """Width 24, two layers; the blocks of a dense model are counted at half of their width."""
+    found, (block, _) = section("cost"), study.blocks
+    half = block.width // 2
+    for place, row in enumerate(table(found, "blocks").rows):
+        assert row[:3] == (str(place), study.blocks[place].down, half)
+        assert row[3:5] == tuple(2 * 24 * neurons + neurons + 24 for neurons in (block.width, half))
+        assert row[5:] == tuple(128 * 2 * 24 * neurons / 1e6 for neurons in (block.width, half))
+    rows = {row[0]: row[1:] for row in table(found, "layers").rows}
+    assert list(rows) == ["queries and keys", "values and outputs", "feed-forward blocks"]
+    costs = module_costs(study.model, 128, dk=6)
+    scores = [(cost.scores.dense.macs, cost.scores.converted.macs) for cost in costs]
+    attention = [2 * sum(pair) / 2e6 for pair in zip(*scores, strict=True)]
+    values = 2 * (2 * 128 * 24 * 24 + 128 * 128 * 24) / 1e6
+    blocks = [2 * 128 * 2 * 24 * neurons / 1e6 for neurons in (block.width, half)]
+    whole = attention[0] + values + blocks[0]
+    for name, (dense, converted) in zip(rows, (attention, (values, values), blocks), strict=True):
+        close([rows[name][2], rows[name][3], rows[name][4]], [dense, 100 * dense / whole, converted])
+    left = 100 * (attention[1] + values + blocks[1]) / whole
+    share = f"feed-forward blocks {100 * blocks[0] / whole:.0f} %; the converted form has {left:.0f} % of them."
+    assert found.highlights[0].endswith(share)
+    macs = picture(found, "Operations over length").panels[-1]
+    assert (macs.title, macs.curves[1].y[3]) == ("feed-forward blocks", blocks[1])
+    wider = Study(study.model, study.batches, look=Look(dk=6, dff=block.width - 1, lengths=(4,), rounds=2))
+    assert {row["dff"] for row in look_at(wider, ["cost"]).table("cost", "blocks")} == {block.width - 1}
 
 
 def test_mixing(study, bert):

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from collab_compress.report.section import Omitted, Section
 from collab_compress.report.sections.differences import attention_maps, diversity
-from collab_compress.report.sections.sharing import content, energy, mixing
+from collab_compress.report.sections.energy import energy
+from collab_compress.report.sections.sharing import content, mixing
 from collab_compress.report.sections.similarity import similarity
 from collab_compress.report.sections.worth import cost, dominance
 from collab_compress.report.study import Study

@@ -1,10 +1,9 @@
-"""Sections on what heads share: energy, mixing matrices and alphas, content against context."""
+"""Sections on what heads share: mixing matrices and alphas, content against context."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from statistics import fmean
-from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,110 +12,15 @@ from collab_compress.analysis import (
     alpha_matrices,
     content_share,
     effective_rank,
-    head_energy,
     mixing_matrices,
     skew_symmetry,
-    value_energy,
 )
-from collab_compress.analysis.energy import SHARES
 from collab_compress.conversion.expand import read_factors
-from collab_compress.errors import HeadError
 from collab_compress.heads import alphas_of
-from collab_compress.report.section import Cell, Curves, Heatmaps, Omitted, Panel, Section, Table, curve
+from collab_compress.report.section import Cell, Heatmaps, Omitted, Section, Table
 from collab_compress.report.study import Study
 
-HEADS = 72  # drawn at most
-DK = {"product": "sum of heads", "shared": "at least", "unshared": "at most"}  # curves that suggest a dk
-DV = {"joined": "at least", "narrow": "narrow values"}
-WEIGHTS, INPUTS = "bare weights", "weighed by inputs"
 CUT = 0.98  # quantile of entries at which the colour scale ends; a few entries are far larger
-
-Weighed: TypeAlias = dict[str, list[Any]]  # what energies are weighed by → energies of the modules
-
-
-def energy(study: Study) -> Section | Omitted:
-    """Return the energy of queries, keys and their products, and of values and outputs; suggest a dk and a dv."""
-    labels = study.labels(site.name for site in study.sites)
-    scores, note = _weighed(study, head_energy)
-    values, value_note = _weighed(study, value_energy)
-    (weighing, last), (value_weighing, value_last) = list(scores.items())[-1], list(values.items())[-1]
-    least = [max(module.rank(share, "shared") for module in last) for share in SHARES]
-    most = [max(module.rank(share, "unshared") for module in last) for share in SHARES]
-    narrow = [max(module.rank(share) for module in value_last) for share in SHARES]
-    alone, joined = [], []
-    for weighed, modules in scores.items():
-        for name, title in (("query", "Q"), ("key", "K"), ("product", "QKᵀ")):
-            alone.append(_heads_panel(f"{title}, {weighed}", modules, name))
-            joined.append(_layers_panel(f"{title}, {weighed}", labels, modules, f"joined_{name}", with_mean=True))
-    action = (
-        f"To make attention smaller, begin with collab-compress --dk {most[0]} --dv {narrow[0]}: every layer "
-        "then keeps 90 % of the energy of its scores and of its values."
-    )
-    return Section(
-        "energy",
-        "How many dimensions attention needs",
-        "Energy is the share of squared singular values that the first components hold. Weighed by inputs (of "
-        f"{min(study.look.input_sequences, study.sequences):,} sequences), it is the energy of the weights' outputs "
-        "on real inputs, as in a conversion; most directions of the weights never meet an input. The sum of all "
-        "heads (W_Q W_Kᵀ) needs few components, but that says little of each head. No conversion captures the share "
-        "below the dk named “at least”; the dk named “at most” captures it even before heads share anything. For "
-        "values and outputs it is the share of what heads add to the residual stream, and the dv named “narrow "
-        "values” captures it." + (note or value_note),
-        "Collaborate, Fig. 1; values: docs/method.md",
-        tables=(_widths("dk", DK, scores, labels), _widths("dv", DV, values, labels)),
-        pictures=(
-            _curves(
-                "Energy of each head",
-                "A curve that rises late is a head that is not low-rank by itself.",
-                "Collaborate, Fig. 1, left",
-                alone,
-                "components of the head",
-            ),
-            _curves(
-                "Energy of all heads side by side",
-                "Where QKᵀ rises sooner than Q and K, heads together use fewer directions than they have.",
-                "Collaborate, Fig. 1, right",
-                joined,
-                "components of all heads",
-            ),
-            _curves(
-                "What a shared dk captures",
-                "A conversion at dk lies between the two; its relative error is the root of what is missing.",
-                "bounds of this toolkit, docs/analysis.md",
-                [
-                    _layers_panel("most that dk can capture", labels, last, "shared"),
-                    _layers_panel("what dk captures at least", labels, last, "unshared"),
-                ],
-                "dk",
-                f"share of energy, {weighing}",
-            ),
-            _curves(
-                "Energy of each head's values and outputs",
-                "A curve that rises late is a head that needs all of its values.",
-                "of this toolkit, docs/method.md",
-                [_heads_panel(f"W_V W_O, {weighed}", modules, "heads") for weighed, modules in values.items()],
-                "channels of the head",
-            ),
-            _curves(
-                "What dv captures",
-                "The relative error of a conversion at dv is the root of what is missing on the right.",
-                "of this toolkit, docs/method.md",
-                [
-                    _layers_panel("most that dv can capture", labels, value_last, "joined"),
-                    _layers_panel("what narrow values capture", labels, value_last, "narrow"),
-                ],
-                "dv",
-                f"share of energy, {value_weighing}",
-            ),
-        ),
-        highlights=(
-            "dk for 90, 95, 99 % of the energy of scores in every layer: at least "
-            f"{', '.join(map(str, least))}, at most {', '.join(map(str, most))} ({weighing}).",
-            "dv for 90, 95, 99 % of the energy of values and outputs in every layer: "
-            f"{', '.join(map(str, narrow))} ({value_weighing}).",
-        ),
-        actions=() if study.converted else (action,),
-    )
 
 
 def mixing(study: Study) -> Section | Omitted:
@@ -234,58 +138,6 @@ def content(study: Study) -> Section | Omitted:
         ),
         highlights=(f"Content makes {100 * mean:.1f} % of the variance of scores, mean over heads.",),
     )
-
-
-def _weighed(study: Study, measure: Callable[..., dict[str, Any]]) -> tuple[Weighed, str]:
-    """Return energies of bare weights, and weighed by inputs, or a note on why inputs allow no weighing."""
-    energies = {WEIGHTS: list(measure(study.model).values())}
-    batches = study.some(study.look.input_sequences)
-    try:
-        energies[INPUTS] = list(measure(study.model, batches, progress=study.progress("energy")).values())
-    except HeadError as error:  # as for a single token, whose covariance is 0
-        return energies, f" These inputs allow no weighing: {error}."
-    return energies, ""
-
-
-def _widths(width: str, curves: Mapping[str, str], energies: Weighed, labels: Sequence[str]) -> Table:
-    """Return the widths that each curve suggests for each module."""
-    records = []
-    for weighing, modules in energies.items():
-        for label, module in zip(labels, modules, strict=True):
-            record: dict[str, Cell] = {"layer": label, "energy": weighing}
-            for name, title in curves.items():
-                for share, rank in module.ranks(name).items():
-                    record[f"{title}, {100 * share:.0f} % [{width}]"] = rank
-            records.append(record)
-    return Table.of(width, f"Suggested --{width} for 90, 95 and 99 % of the energy", records)
-
-
-def _curves(
-    title: str, reading: str, source: str, panels: Sequence[Panel], x_label: str, y_label: str = "share of energy"
-) -> Curves:
-    return Curves(title, reading, source, tuple(panels), x_label, y_label, bottom=0.0, top=1.0)
-
-
-def _heads_panel(title: str, modules: Sequence[Any], name: str) -> Panel:
-    """Return the curves of some heads, and the mean of all, from the field of this name, (H, d+1)."""
-    heads = [head for module in modules for head in getattr(module, name)]
-    lines = [curve("", head, weight="faint") for head in heads[:: -(-len(heads) // HEADS)]]
-    return Panel(title, (*lines, curve("mean of heads", _mean(heads), weight="bold")))
-
-
-def _layers_panel(
-    title: str, labels: Sequence[str], modules: Sequence[Any], name: str, with_mean: bool = False
-) -> Panel:
-    """Return the curve of each module, the field of this name, and their mean where it is wanted."""
-    shares = [getattr(module, name) for module in modules]
-    lines = [curve(f"layer {label}", layer) for label, layer in zip(labels, shares, strict=True)]
-    return Panel(title, (*lines, curve("mean", _mean(shares), weight="bold")) if with_mean else tuple(lines))
-
-
-def _mean(curves: Sequence[Tensor]) -> Tensor:
-    """Return the mean of cumulative shares of different lengths; a curve is 1 beyond its end."""
-    padded: Tensor = torch.nn.utils.rnn.pad_sequence(list(curves), padding_value=1.0)
-    return padded.mean(1)
 
 
 def _alpha_table(study: Study, alphas: Mapping[str, Tensor], skew: Mapping[str, float]) -> Table:

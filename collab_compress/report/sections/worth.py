@@ -1,4 +1,4 @@
-"""Cost of attention (Table 1 of Collaborate, T*, measured latency), and worth of heads."""
+"""Cost of layers (Table 1 of Collaborate, T*, measured latency), and worth of heads."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,6 +16,7 @@ from collab_compress.analysis import (
     ModuleCost,
     PruningPoint,
     dominant_heads,
+    feed_forward_costs,
     module_costs,
     module_latency,
     paper_table_1,
@@ -26,7 +27,7 @@ from collab_compress.analysis import (
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.conversion.compress import compress
 from collab_compress.conversion.expand import expand
-from collab_compress.errors import CollabCompressError, HeadError
+from collab_compress.errors import CollabCompressError, HeadError, UnsupportedModelError
 from collab_compress.heads import Tap, head_importance
 from collab_compress.options import Compression, Solver
 from collab_compress.report.section import (
@@ -48,39 +49,51 @@ COUNTED = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def cost(study: Study) -> Section | Omitted:
-    """Return what attention costs in both forms."""
+    """Return what attention and feed-forward blocks cost in both forms."""
     widths = _widths(study)
     costs = module_costs(study.model, LENGTH, dk=widths.get("dk"), dv=widths.get("dv"))
+    blocks: dict[str, MapCost] = {}
     latencies, note = [], ""
+    try:
+        blocks = _blocks(study, LENGTH)
+    except UnsupportedModelError as error:
+        note = f" Feed-forward blocks were not counted: {error}."
     try:
         latencies = _latencies(study, widths)
     except CollabCompressError as error:
-        note = f" Latency was not measured: {error}."
-    tables, pictures = [], [_macs(study, widths)]
+        note += f" Latency was not measured: {error}."
+    parts = _parts(costs, blocks)
+    tables, pictures = [_layers_table(parts)], [_macs(study, widths, bool(blocks))]
     if any(module.scores.width for module in costs):
         records = [_scores_record(study, module) for module in costs]
         tables.append(Table.of("modules", "Queries and keys of each attention module", records))
     if any(module.values.width for module in costs):
         records = [_values_record(study, module) for module in costs]
         tables.append(Table.of("values", "Values and outputs of each attention module", records))
+    if blocks:
+        records = [_block_record(study, name, block) for name, block in blocks.items()]
+        tables.append(Table.of("blocks", "Feed-forward blocks", records))
     if latencies:
         table, picture = _latency(study, latencies)
         tables.append(table)
         pictures.append(picture)
     tables.append(_paper_table())
     requested = " and ".join(f"{name} = {width}" for name, width in widths.items())
-    subject = f"dense modules, and modules with {requested}" if requested else "converted modules as they are"
+    subject = f"dense modules, modules with {requested}" if requested else "converted modules as they are"
+    narrower = next((block.width for block in blocks.values() if block.width is not None), None)
+    if narrower is not None:
+        subject += f", and feed-forward blocks with dff = {narrower}"
     return Section(
         "cost",
-        "What attention costs",
-        f"Of {subject}; maps that are not converted cost the same in both forms. Beyond T* tokens converted scores "
-        "take more operations than dense ones; narrow values take fewer at any length. Latencies are of whole "
-        f"attention modules on this machine, dense and converted in turns, medians of {study.look.rounds} rounds."
-        + note,
+        "What a layer costs",
+        f"For {subject}; what is not converted costs the same in both forms. Beyond T* tokens converted scores "
+        "take more operations than dense ones; narrow values and feed-forward blocks take fewer at any length. "
+        "Latencies are of whole attention modules on this machine, dense and converted in turns, medians of "
+        f"{study.look.rounds} rounds." + note,
         "Collaborate, section 3.4 and Table 1",
         tables=tuple(tables),
         pictures=tuple(pictures),
-        highlights=_cost_highlights(costs, latencies),
+        highlights=_cost_highlights(parts, latencies),
         actions=_latency_actions(_ratios(latencies)),
     )
 
@@ -160,6 +173,19 @@ def _widths(study: Study) -> dict[str, int]:
     return {name: width for name, width in (("dk", dk), ("dv", dv)) if width is not None}
 
 
+def _blocks(study: Study, length: int) -> dict[str, MapCost]:
+    """Return the costs of feed-forward blocks at the chosen dff; at half of their width for a dense model.
+
+    Raises:
+        HeadError: dff is beyond the width of a block.
+        UnsupportedModelError: the model has no such blocks.
+    """
+    dff = study.look.dff
+    if dff is None and not study.converted:
+        dff = max(1, min(block.width for block in study.blocks) // 2)
+    return feed_forward_costs(study.model, study.blocks, length, dff=dff)
+
+
 def _latencies(study: Study, widths: Mapping[str, int]) -> list[Latency]:
     dense, converted = _pair(study, widths)
     lengths, inputs = list(study.look.lengths), None
@@ -232,6 +258,45 @@ def _values_record(study: Study, module: ModuleCost) -> dict[str, Cell]:
     }
 
 
+def _block_record(study: Study, name: str, block: MapCost) -> dict[str, Cell]:
+    return {
+        "layer": study.label(name),
+        "block": name,
+        "dff": block.width,
+        "parameters, dense": block.dense.parameters,
+        "parameters, converted": block.converted.parameters,
+        f"dense at T = {LENGTH} [MMAC]": block.dense.macs / 1e6,
+        f"converted at T = {LENGTH} [MMAC]": block.converted.macs / 1e6,
+    }
+
+
+def _parts(costs: list[ModuleCost], blocks: Mapping[str, MapCost]) -> dict[str, list[MapCost]]:
+    """Return the costs of all layers by what they are of."""
+    parts = {
+        "queries and keys": [module.scores for module in costs],
+        "values and outputs": [module.values for module in costs],
+    }
+    return parts | ({"feed-forward blocks": list(blocks.values())} if blocks else {})
+
+
+def _layers_table(parts: Mapping[str, list[MapCost]]) -> Table:
+    """Return where the parameters and the arithmetic of all layers are."""
+    macs = {part: _millions(maps) for part, maps in parts.items()}
+    whole = sum(dense for dense, _ in macs.values())
+    records: list[dict[str, Cell]] = [
+        {
+            "part": part,
+            "parameters, dense": sum(cost.dense.parameters for cost in maps),
+            "parameters, converted": sum(cost.converted.parameters for cost in maps),
+            f"dense at T = {LENGTH} [MMAC]": macs[part][0],
+            "share of dense [%]": 100 * macs[part][0] / whole,
+            f"converted at T = {LENGTH} [MMAC]": macs[part][1],
+        }
+        for part, maps in parts.items()
+    ]
+    return Table.of("layers", "Where the parameters and operations of all layers are", records)
+
+
 def _latency(study: Study, latencies: list[Latency]) -> tuple[Table, Curves]:
     """Return the latency of each module, and of all together."""
     records: list[dict[str, Cell]] = []
@@ -283,15 +348,15 @@ def _paper_table() -> Table:
     return Table.of("table-1", "Table 1 of Collaborate: a whole layer at T = 128, without biases", records)
 
 
-def _macs(study: Study, widths: Mapping[str, int]) -> Curves:
-    scores, values = [], []
+def _macs(study: Study, widths: Mapping[str, int], with_blocks: bool) -> Curves:
+    counted: dict[str, list[tuple[float, float]]] = {}
     for length in COUNTED:
         costs = module_costs(study.model, length, dk=widths.get("dk"), dv=widths.get("dv"))
-        scores.append(_millions([module.scores for module in costs]))
-        values.append(_millions([module.values for module in costs]))
-    panels = [_two_curves("queries and keys", COUNTED, scores)]
-    if any(module.values.width for module in costs):
-        panels.append(_two_curves("values and outputs", COUNTED, values))
+        for part, maps in _parts(costs, _blocks(study, length) if with_blocks else {}).items():
+            counted.setdefault(part, []).append(_millions(maps))
+    if not any(module.values.width for module in costs):
+        del counted["values and outputs"]
+    panels = [_two_curves(part, COUNTED, pairs) for part, pairs in counted.items()]
     return Curves(
         "Operations over length",
         "Where the curves cross is T*; right of it the converted form does more arithmetic.",
@@ -314,12 +379,14 @@ def _two_curves(title: str, lengths: Sequence[int], pairs: Sequence[Sequence[flo
     return Panel(title, (Curve("dense", tuple(lengths), dense), Curve("converted", tuple(lengths), converted)))
 
 
-def _cost_highlights(costs: list[ModuleCost], latencies: list[Latency]) -> tuple[str, ...]:
+def _cost_highlights(parts: Mapping[str, list[MapCost]], latencies: list[Latency]) -> tuple[str, ...]:
     lines = []
-    for title, name, maps in (
-        ("Queries and keys", "dk", [module.scores for module in costs]),
-        ("Values and outputs", "dv", [module.values for module in costs]),
-    ):
+    macs = {part: _millions(maps) for part, maps in parts.items()}
+    dense, converted = (sum(column) for column in zip(*macs.values(), strict=True))
+    shares = ", ".join(f"{part} {100 * before / dense:.0f} %" for part, (before, _) in macs.items())
+    kept = f"; the converted form has {100 * converted / dense:.0f} % of them" if converted != dense else ""
+    lines.append(f"Operations of all dense layers at T = {LENGTH}: {shares}{kept}.")
+    for (title, maps), name in zip(parts.items(), ("dk", "dv", "dff"), strict=False):
         widths = [cost.width for cost in maps if cost.width is not None]
         if widths:
             least, most = min(widths), max(widths)
@@ -328,7 +395,7 @@ def _cost_highlights(costs: list[ModuleCost], latencies: list[Latency]) -> tuple
             converted = sum(cost.converted.parameters for cost in maps)
             until = "at any length" if shortest == inf else f"up to T* = {shortest:.0f} tokens"
             lines.append(
-                f"{title}: {dense:,} parameters dense, {converted:,} at {name} = "
+                f"{title.capitalize()}: {dense:,} parameters dense, {converted:,} at {name} = "
                 f"{least if least == most else f'{least} to {most}'}; fewer operations {until}."
             )
     ratios = _ratios(latencies)
