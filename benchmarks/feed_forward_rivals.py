@@ -94,10 +94,11 @@ def narrow_blocks_(
     elif kind == "flap":
         tune = refit if refitted else folded
         narrow_(model, batches, lambda block: largest(fluctuation(block), width), tune, attention=refitted)
+    elif kind == "magnitude":
+        narrow_(model, batches, lambda block: largest(magnitude(block), width), refit, attention=True)
     else:
         draw = torch.Generator().manual_seed(seed)
-        scores = {"magnitude": magnitude, "random": lambda block: torch.rand(len(block.weight), generator=draw)}
-        narrow_(model, batches, lambda block: largest(scores[kind](block), width), refit, attention=True)
+        narrow_(model, batches, lambda block: largest(any_order(block, draw), width), refit, attention=True)
 
 
 @dataclass
@@ -211,8 +212,14 @@ def fluctuation(block: Block) -> Tensor:
 
 def magnitude(block: Block) -> Tensor:
     """Return the norm of the weights into each neuron times the norm of those out of it."""
-    inwards: Tensor = block.layer.intermediate.dense.weight
-    return inwards.double().norm(dim=1) * block.weight.norm(dim=1)
+    inwards = block.layer.intermediate.dense.weight.double()
+    norms: Tensor = inwards.norm(dim=1) * block.weight.norm(dim=1)
+    return norms
+
+
+def any_order(block: Block, draw: torch.Generator) -> Tensor:
+    """Return a random number for each neuron."""
+    return torch.rand(len(block.weight), generator=draw)
 
 
 def knowledge(block: Block, model: Any, batches: Sequence[Batch], wanted: Sequence[Tensor]) -> Tensor:
