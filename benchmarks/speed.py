@@ -23,7 +23,7 @@ import argparse
 import copy
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import combinations, product
 from pathlib import Path
@@ -135,24 +135,38 @@ def int8(args: argparse.Namespace) -> None:
 
 
 class Session:
-    """An int8 ONNX model that is called as the model itself."""
+    """An ONNX model, in int8 unless said otherwise, that is called as the model itself.
 
-    def __init__(self, model: Any, folder: Path, threads: int) -> None:
+    Args:
+        model: to export.
+        folder: for its files.
+        threads: of the session.
+        quantized: whether to quantize it.
+        without: optimizers of ONNX Runtime that are left out.
+    """
+
+    def __init__(
+        self, model: Any, folder: Path, threads: int, quantized: bool = True, without: Sequence[str] = ()
+    ) -> None:
         import onnxruntime
         from onnxruntime.quantization import QuantType, quantize_dynamic
 
         model.config.use_cache = model.config.return_dict = False
         batch = token_batch(2, 9)
         shapes = {name: {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=512)} for name in batch}
-        path, quantized = folder / "model.onnx", folder / "int8.onnx"
+        path = exported = folder / "model.onnx"
         export: dict[str, Any] = {"dynamic_shapes": shapes, "dynamo": True, "input_names": list(batch)}
         with torch.no_grad():
-            torch.onnx.export(model, (), path, kwargs=batch, verbose=False, **export)
-        quantize_dynamic(path, quantized, weight_type=QuantType.QInt8, per_channel=True)
+            torch.onnx.export(model, (), exported, kwargs=batch, verbose=False, external_data=False, **export)
+        if quantized:
+            path = folder / "int8.onnx"
+            quantize_dynamic(exported, path, weight_type=QuantType.QInt8, per_channel=True)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
-        self.session = onnxruntime.InferenceSession(quantized, options, providers=["CPUExecutionProvider"])
-        self.size = quantized.stat().st_size
+        self.session = onnxruntime.InferenceSession(
+            path, options, providers=["CPUExecutionProvider"], disabled_optimizers=list(without)
+        )
+        self.size = path.stat().st_size
 
     def __call__(self, **batch: Tensor) -> Any:
         return self.session.run(None, {name: tensor.numpy() for name, tensor in batch.items()})

@@ -70,7 +70,7 @@ def report(cell: Mapping[str, Any], calls: Calls, args: argparse.Namespace, base
 def print_row(cell: Mapping[str, Any], name: str, figures: Mapping[str, float], args: argparse.Namespace) -> None:
     """Print one row, and append it to the records."""
     place = "  ".join(f"{key} {value}" for key, value in cell.items())
-    more = "".join(f"  {key} {figures[key]:.4g}" for key in figures if key in ("size", "MiB"))
+    more = "".join(f"  {key} {figures[key]:.4g}" for key in figures if key in ("size", "MiB", "score"))
     print(
         f"{place:28} {name:28} {figures['ratio']:.3f} [{figures['low']:.3f}, {figures['high']:.3f}]  "
         f"baseline {figures['baseline_ms']:.1f} ms{more}",

@@ -1,0 +1,363 @@
+"""Rivals: known ways to make feed-forward blocks narrower without retraining, here to N neurons in every layer.
+
+* `kwon`: "A Fast Post-Training Pruning Framework for Transformers" (Kwon et al., 2022): the Fisher information of
+  masks on labelled data, rearranged by what it has off its diagonal, then one scalar for each neuron. Heads get none.
+* `k-prune`: "Accurate Retraining-free Pruning for Pretrained Encoder-based Language Models" (Park et al., 2024): what
+  a neuron adds to its block's output, and what its mask does to the model's, measured anew for each block.
+* `flap`: "Fluctuation-based Adaptive Structured Pruning for Large Language Models" (An et al., 2024): the variance of
+  what a neuron adds; the mean of what is lost goes into the bias.
+* `magnitude`: the norm of the weights into a neuron times the norm of those out of it.
+* `random`: any neurons.
+
+All get what a conversion of ours gets: the same batches, from the lowest layer up, and the dense model's residual
+stream as the target. K-prune, magnitude and random are refitted as ours is, attention's output projections too; FLAP
+can be. Models of the BERT family are changed in place; the width in their config stays as it was.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import kl_div, mse_loss
+
+from collab_compress.calibration import Batch
+from collab_compress.conversion.drift import split_held_back
+from collab_compress.conversion.refit import DAMPINGS
+from collab_compress.factorization.least_squares import ResidualMoments, fit
+
+KINDS = ("kwon", "k-prune", "flap", "magnitude", "random")
+TEMPERATURE, REPRESENTATION = 2.0, 2.5e-4  # K-prune's: of the divergence, and the weight of a block's own output
+
+
+@dataclass(frozen=True)
+class Block:
+    """A feed-forward block whose neurons are to be chosen.
+
+    Args:
+        index: of its layer.
+        layer: of the model that gets narrower.
+        weight: of the second linear layer, transposed, (N, D), in float64.
+        moments: of the activations, and of what the residual stream lacks.
+    """
+
+    index: int
+    layer: Any
+    weight: Tensor
+    moments: ResidualMoments
+
+
+Choose = Callable[[Block], Tensor]
+"""Returns the neurons to keep, in ascending order."""
+
+Tune = Callable[[ResidualMoments, ResidualMoments, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""Returns the changes of Wᵀ (N, D) and of the bias (D,), which take away the weights of all but the neurons to keep.
+Arguments: moments to fit to, moments held back, Wᵀ (N, D), the neurons to keep."""
+
+Loss = Callable[[Any, Mapping[str, Any]], Tensor]
+
+
+def narrow_blocks_(
+    kind: str,
+    model: Any,
+    width: int,
+    batches: Sequence[Batch],
+    seed: int = 0,
+    *,
+    labelled: tuple[Iterable[Mapping[str, Any]], Loss | None, int] | None = None,
+    refitted: bool = False,
+) -> None:
+    """Narrow all feed-forward blocks as a rival does, in place.
+
+    Args:
+        kind: one of KINDS.
+        model: dense, of the BERT family.
+        width: neurons that each block keeps.
+        batches: to fit to.
+        seed: of what is drawn.
+        labelled: for `kwon`, the arguments of `mask_gradients`.
+        refitted: whether `flap` is refitted as ours is.
+    """
+    if kind == "kwon":
+        assert labelled is not None
+        gradients = mask_gradients(model, *labelled)
+        narrow_(model, batches, lambda block: rearranged(gradients[block.index], width), scaled, cls_only=True)
+    elif kind == "k-prune":
+        with torch.no_grad():
+            wanted = [outputs_of(model, batch) for batch in batches]
+        score = partial(knowledge, model=model, batches=batches, wanted=wanted)
+        narrow_(model, batches, lambda block: largest(score(block), width), refit, attention=True)
+    elif kind == "flap":
+        tune = refit if refitted else folded
+        narrow_(model, batches, lambda block: largest(fluctuation(block), width), tune, attention=refitted)
+    elif kind == "magnitude":
+        narrow_(model, batches, lambda block: largest(magnitude(block), width), refit, attention=True)
+    else:
+        draw = torch.Generator().manual_seed(seed)
+        narrow_(model, batches, lambda block: largest(any_order(block, draw), width), refit, attention=True)
+
+
+@dataclass
+class Pass:
+    """One batch on its way through both models.
+
+    Args:
+        hidden: hidden states in the model that gets narrower, (B, T, D).
+        dense: hidden states in the dense model, (B, T, D).
+        mask: what is added to attention scores, (B, 1, 1, T).
+        fitted: which tokens are fitted to, (B, T).
+    """
+
+    hidden: Tensor
+    dense: Tensor
+    mask: Tensor
+    fitted: Tensor
+
+    @classmethod
+    def of(cls, model: Any, batch: Batch) -> "Pass":
+        """Begin with the embeddings of a batch."""
+        hidden = model.base_model.embeddings(batch["input_ids"], batch.get("token_type_ids"))
+        real = batch["attention_mask"].bool()
+        return cls(hidden, hidden, torch.where(real, 0.0, torch.finfo(hidden.dtype).min)[:, None, None], real)
+
+
+@torch.no_grad()
+def narrow_(
+    model: Any,
+    batches: Sequence[Batch],
+    choose: Choose,
+    tune: Tune,
+    *,
+    attention: bool = False,
+    cls_only: bool = False,
+) -> None:
+    """Choose the neurons of every block and tune what remains, from the lowest layer up, in place.
+
+    Args:
+        model: dense; narrower afterwards.
+        batches: to fit to; an eighth is held back.
+        choose: neurons to keep.
+        tune: weights that remain.
+        attention: whether attention's output projections are tuned too.
+        cls_only: whether a classifier's last block is fitted to first tokens alone, as it reads no others.
+    """
+    dense = copy.deepcopy(model)
+    used, held_back = split_held_back(batches)
+    passes = [Pass.of(model, batch) for batch in (*used, *held_back)]
+    layers = list(zip(model.base_model.encoder.layer, dense.base_model.encoder.layer, strict=True))
+    for index, (layer, dense_layer) in enumerate(layers):
+        for part in ("attention", "feed-forward"):
+            output, dense_output = output_of(layer, part), output_of(dense_layer, part)
+            if cls_only and part == "feed-forward" and index == len(layers) - 1 and model is not model.base_model:
+                for step in passes:
+                    step.fitted = torch.arange(step.fitted.shape[1]).eq(0).expand_as(step.fitted)
+            moments, inputs = (ResidualMoments(), ResidualMoments()), []
+            for place, step in enumerate(passes):
+                inputs.append(inputs_of(layer, part, step.hidden, step.mask))
+                wanted = dense_output.dense(inputs_of(dense_layer, part, step.dense, step.mask)) + step.dense
+                lacking = wanted - output.dense(inputs[-1]) - step.hidden
+                moments[place >= len(used)].add(inputs[-1][step.fitted], lacking[step.fitted])
+                step.dense = dense_output.LayerNorm(wanted)
+            weight = output.dense.weight.mT.double()
+            kept = torch.arange(len(weight))
+            if part == "feed-forward":
+                kept = choose(Block(index, layer, weight, moments[0]))
+                cut_(layer.intermediate.dense, kept, 0)
+            if part == "feed-forward" or attention:
+                change, shift = tune(*moments, weight, kept)
+                output.dense.weight.copy_((weight + change).mT)
+                if shift is not None:
+                    output.dense.bias.add_(shift)
+            cut_(output.dense, kept, 1)
+            for read, step in zip(inputs, passes, strict=True):
+                step.hidden = output.LayerNorm(output.dense(read[..., kept]) + step.hidden)
+
+
+def inputs_of(layer: Any, part: str, hidden: Tensor, mask: Tensor) -> Tensor:
+    """Return what the last linear layer of attention, or of the feed-forward block, reads, (B, T, N)."""
+    inputs: Tensor = layer.attention.self(hidden, mask)[0] if part == "attention" else layer.intermediate(hidden)
+    return inputs
+
+
+def output_of(layer: Any, part: str) -> Any:
+    """Return the module that adds to the residual stream."""
+    return layer.attention.output if part == "attention" else layer.output
+
+
+def cut_(linear: nn.Linear, kept: Tensor, axis: int) -> None:
+    """Leave these outputs (axis 0) or inputs (axis 1) in a linear layer."""
+    linear.weight = nn.Parameter(linear.weight.index_select(axis, kept))
+    if axis == 0:
+        linear.bias = nn.Parameter(linear.bias[kept])
+    linear.out_features, linear.in_features = linear.weight.shape
+
+
+# Which neurons stay
+
+
+def largest(scores: Tensor, width: int) -> Tensor:
+    """Return the places of the largest scores, in ascending order."""
+    return scores.topk(width).indices.sort().values
+
+
+def fluctuation(block: Block) -> Tensor:
+    """Return var(a_j) ‖w_j‖² of each neuron j."""
+    variances: Tensor = block.moments.moments(centred=True)[0].diagonal()
+    return variances * block.weight.square().sum(1)
+
+
+def magnitude(block: Block) -> Tensor:
+    """Return the norm of the weights into each neuron times the norm of those out of it."""
+    inwards = block.layer.intermediate.dense.weight.double()
+    norms: Tensor = inwards.norm(dim=1) * block.weight.norm(dim=1)
+    return norms
+
+
+def any_order(block: Block, draw: torch.Generator) -> Tensor:
+    """Return a random number for each neuron."""
+    return torch.rand(len(block.weight), generator=draw)
+
+
+def knowledge(block: Block, model: Any, batches: Sequence[Batch], wanted: Sequence[Tensor]) -> Tensor:
+    """Return K-prune's score of each neuron j: what its mask does to the model, and what it adds to the block.
+
+        Σ_batches ½ (∂L/∂m_j)² / sequences + λ E[a_j²] mean_d(w_jd²)
+
+    where L is the KL divergence of a classifier's probabilities from the dense model's, or the mean squared error of
+    grades and vectors.
+
+    Args:
+        block: the lowest that is not narrower yet.
+        model: whose lower blocks are narrower.
+        batches: to measure it on.
+        wanted: the dense model's outputs for them.
+    """
+    is_classes = model is not model.base_model and wanted[0].shape[1] > 1
+    predictive = torch.zeros(len(block.weight), dtype=torch.float64)
+    for batch, target in zip(batches, wanted, strict=True):
+        gate = torch.ones(len(block.weight), requires_grad=True)
+        with torch.enable_grad(), gated([block.layer], [gate]):
+            found = outputs_of(model, batch)
+            loss = divergence(found, target) if is_classes else mse_loss(found, target)
+        predictive += torch.autograd.grad(loss, gate)[0].double().square() / 2
+    own = block.moments.moments(centred=False)[0].diagonal() * block.weight.square().mean(1)
+    return predictive / sum(map(len, wanted)) + REPRESENTATION * own
+
+
+def outputs_of(model: Any, batch: Batch) -> Tensor:
+    """Return the logits of a classifier, or the mean-pooled vectors of an encoder, (B, C)."""
+    outputs = model(**batch)
+    if model is not model.base_model:
+        logits: Tensor = outputs.logits
+        return logits
+    weights = batch["attention_mask"].unsqueeze(-1)
+    vectors: Tensor = (outputs.last_hidden_state * weights).sum(1) / weights.sum(1)
+    return vectors
+
+
+def divergence(found: Tensor, wanted: Tensor) -> Tensor:
+    """Return the KL divergence of the probabilities of logits (B, C), at K-prune's temperature."""
+    logs = [(logits / TEMPERATURE).log_softmax(-1) for logits in (found, wanted)]
+    return kl_div(logs[0], logs[1], log_target=True, reduction="batchmean") * TEMPERATURE**2
+
+
+@contextmanager
+def gated(layers: Iterable[Any], gates: Iterable[Tensor]) -> Iterator[None]:
+    """Multiply the neurons of layers by gates that broadcast to (B, T, N)."""
+
+    def times(gate: Tensor) -> Callable[[Any, Any], Any]:
+        return lambda _, args: args[0] * gate
+
+    handles = [
+        layer.output.dense.register_forward_pre_hook(times(gate)) for layer, gate in zip(layers, gates, strict=True)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def mask_gradients(
+    model: Any, batches: Iterable[Mapping[str, Any]], loss: Loss | None = None, rows: int = 1
+) -> list[Tensor]:
+    """Return for each layer the gradients ∂L_s/∂m of the masks of neurons, one row for each sample s, (S, N).
+
+    Args:
+        model: dense.
+        batches: with labels.
+        loss: of the outputs and a batch, one for each row (B,); the model's own mean if not given.
+        rows: how many successive rows of a batch are one sample.
+    """
+    layers = model.base_model.encoder.layer
+    found: list[list[Tensor]] = [[] for _ in layers]
+    for batch in batches:
+        samples = len(batch["input_ids"]) // rows
+        gates = [torch.ones(samples, 1, layer.output.dense.in_features, requires_grad=True) for layer in layers]
+        with torch.enable_grad(), gated(layers, [gate.repeat_interleave(rows, 0) for gate in gates]):
+            outputs = model(**batch)
+            total = outputs.loss * samples if loss is None else loss(outputs, batch).sum() / rows
+        for gradients, gradient in zip(found, torch.autograd.grad(total, gates), strict=True):
+            gradients.append(gradient.squeeze(1).double())
+    return [torch.cat(gradients) for gradients in found]
+
+
+def rearranged(gradients: Tensor, width: int) -> Tensor:
+    """Return the neurons to keep so that Σ_s (Σ_removed g_sj)², the Fisher information of all together, is small.
+
+    Begins with those of the largest Σ_s g_sj²; then each of them, the least first, is put among the removed ones, and
+    the one leaves them without which the information is smallest (Kwon et al., 3.2).
+
+    Args:
+        gradients: of the masks, (S, N).
+        width: neurons to keep.
+    """
+    squares = gradients.square().sum(0)
+    order = squares.argsort()
+    removed = order[: len(order) - width]
+    for place in order[len(removed) :] if len(removed) else ():
+        removed = torch.cat([removed, place[None]])
+        those = gradients[:, removed]
+        without = squares[removed] - 2 * those.sum(1) @ those  # less what all of them have
+        removed = removed[torch.arange(len(removed)) != without.argmin()]
+    return torch.ones(len(order)).index_fill(0, removed, 0.0).nonzero()[:, 0]
+
+
+# What becomes of those that stay
+
+
+def lost(weight: Tensor, kept: Tensor) -> Tensor:
+    """Return the weights (N, D) of the neurons that go, and zeros for those that stay."""
+    return weight.index_fill(0, kept, 0.0)
+
+
+def refit(
+    used: ResidualMoments, held_back: ResidualMoments, weight: Tensor, kept: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Fit all weights and the bias anew, as a conversion of ours does."""
+    found = [fit(used, damping, True, weight, kept) for damping in DAMPINGS]
+    return min(found, key=lambda each: held_back.squared_error(*each))
+
+
+def scaled(used: ResidualMoments, held_back: ResidualMoments, weight: Tensor, kept: Tensor) -> tuple[Tensor, None]:
+    """Multiply the weights of each neuron by a scalar, by least squares damped towards 1 (Kwon et al., 3.3)."""
+    second, crossed = used.moments(centred=False)
+    crossed = crossed + second @ lost(weight, kept)
+    products = (second * (weight @ weight.mT))[kept][:, kept]
+    target = (crossed * weight).sum(1)[kept]
+    found = []
+    for damping in DAMPINGS:
+        damped = products + damping * products.diagonal().mean() * torch.eye(len(kept), dtype=torch.float64)
+        scalars = torch.linalg.solve(damped, target)  # less 1
+        found.append((-lost(weight, kept)).index_copy(0, kept, scalars[:, None] * weight[kept]))
+    return min(found, key=lambda change: held_back.squared_error(change, None)), None
+
+
+def folded(used: ResidualMoments, _: ResidualMoments, weight: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Leave the weights as they are; the mean of what is lost goes into the bias."""
+    gone = lost(weight, kept)
+    return -gone, used.means()[0] @ gone

@@ -1,0 +1,220 @@
+"""Rivals for feed-forward blocks choose and tune what their papers say."""
+
+import copy
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification, BertModel
+
+from collab_compress import Compression, Solver, compress
+from collab_compress.factorization.least_squares import ResidualMoments
+from collab_compress.factorization.neurons import choose_neurons
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+try:
+    import feed_forward_rivals as rivals
+finally:
+    sys.path.pop(0)
+
+NEURONS, WIDTH, LAYERS = 20, 12, 2
+SIZES = {
+    "vocab_size": 61, "hidden_size": WIDTH, "num_attention_heads": 3, "num_hidden_layers": LAYERS,
+    "intermediate_size": NEURONS, "max_position_embeddings": 40, "initializer_range": 0.4,
+}  # fmt: skip
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return BertModel(BertConfig(**SIZES)).eval()
+
+
+@pytest.fixture
+def classifier():
+    torch.manual_seed(0)
+    return BertForSequenceClassification(BertConfig(**SIZES, num_labels=3)).eval()
+
+
+@pytest.fixture
+def batches():
+    draw = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(8):
+        ids = torch.randint(1, 61, (8, 11), generator=draw)
+        mask = torch.ones_like(ids)
+        mask[:4, 7:] = 0
+        found.append({"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)})
+    return found
+
+
+def outputs(model, batch):
+    with torch.no_grad():
+        return model(**batch)[0]
+
+
+def labels(batch, step=0):
+    return (batch["input_ids"][:, 0] + step) % 3
+
+
+@pytest.mark.parametrize("kind", rivals.KINDS)
+def test_full_width_leaves_the_model_as_it_was(classifier, batches, kind):
+    wanted = outputs(classifier, batches[0])
+    labelled = ([batch | {"labels": labels(batch)} for batch in batches], None, 1)
+    rivals.narrow_blocks_(kind, classifier, NEURONS, batches, labelled=labelled)
+    torch.testing.assert_close(outputs(classifier, batches[0]), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", rivals.KINDS)
+def test_blocks_are_as_narrow_as_asked(model, batches, kind):
+    def loss(outputs, _):
+        return outputs.last_hidden_state.square().mean((1, 2))
+
+    rivals.narrow_blocks_(kind, model, 7, batches, labelled=(batches, loss, 2))
+    for layer in model.encoder.layer:
+        assert layer.intermediate.dense.weight.shape == (7, WIDTH)
+        assert layer.output.dense.weight.shape == (WIDTH, 7)
+    assert outputs(model, batches[0]).isfinite().all()
+
+
+def test_with_our_choice_the_refit_is_ours(model, batches):
+    def ours(block):
+        second, crossed = block.moments.moments(centred=True)
+        wanted = crossed + second @ block.weight
+        second.diagonal().add_(rivals.DAMPINGS[0] * second.diagonal().mean())
+        return choose_neurons(second, wanted, 8)
+
+    dense = copy.deepcopy(model)
+    rivals.narrow_(model, batches, ours, rivals.refit, attention=True)
+    compress(dense, Compression(dff=8, solver=Solver(refit=True)), batches)
+    torch.testing.assert_close(outputs(model, batches[0]), outputs(dense, batches[0]), atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture
+def layer():
+    """Activations (n, N) with a mean, residuals (n, D), Wᵀ (N, D), and 5 neurons to keep."""
+    draw = torch.Generator().manual_seed(2)
+    options = {"generator": draw, "dtype": torch.float64}
+    mixing = torch.randn(9, 9, **options)
+    inputs = torch.randn(80, 9, **options) @ mixing + 1.5
+    return inputs, torch.randn(80, 4, **options), torch.randn(9, 4, **options), torch.tensor([0, 2, 3, 6, 8])
+
+
+def moments_of(inputs, residuals):
+    moments = ResidualMoments()
+    moments.add(inputs, residuals)
+    return moments
+
+
+def test_scalars_are_those_of_least_squares(layer, monkeypatch):
+    inputs, residuals, weight, kept = layer
+    monkeypatch.setattr(rivals, "DAMPINGS", (1e-12,))
+    moments = moments_of(inputs, residuals)
+    change, shift = rivals.scaled(moments, moments, weight, kept)
+    columns = torch.stack([torch.outer(inputs[:, j], weight[j]).flatten() for j in kept], dim=1)
+    wanted = (residuals + inputs @ weight).flatten()  # what the block should add
+    scalars = torch.linalg.lstsq(columns, wanted[:, None]).solution[:, 0]
+    tuned = weight + change
+    torch.testing.assert_close(tuned[kept], scalars[:, None] * weight[kept])
+    assert not tuned[[1, 4, 5, 7]].any()
+    assert shift is None
+
+
+def test_folding_leaves_the_mean_output_where_it_was(layer):
+    inputs, residuals, weight, kept = layer
+    change, shift = rivals.folded(moments_of(inputs, residuals), ResidualMoments(), weight, kept)
+    tuned = inputs @ (weight + change) + shift
+    torch.testing.assert_close(tuned.mean(0), (inputs @ weight).mean(0))
+    torch.testing.assert_close((weight + change)[kept], weight[kept])
+
+
+def test_fluctuation_is_the_squared_error_that_folding_one_neuron_leaves(layer):
+    inputs, residuals, weight, _ = layer
+    scores = rivals.fluctuation(rivals.Block(0, None, weight, moments_of(inputs, residuals)))
+    for neuron, score in enumerate(scores):
+        part = torch.outer(inputs[:, neuron], weight[neuron])
+        torch.testing.assert_close((part - part.mean(0)).square().sum(1).mean(), score)
+
+
+def gates_at(neuron, value, shape=()):
+    gate = torch.ones(*shape, NEURONS)
+    gate[..., neuron] = value
+    return gate
+
+
+def slope(function, step=1e-2):
+    return (function(1 + step) - function(1 - step)) / (2 * step)
+
+
+def test_mask_gradients_are_those_of_each_sample(classifier, batches):
+    found = rivals.mask_gradients(classifier, [b | {"labels": labels(b)} for b in batches[:2]])
+    assert [each.shape for each in found] == [(16, NEURONS)] * LAYERS
+    for index, neuron, sample in ((0, 3, 0), (0, 11, 13), (1, 5, 6)):
+        batch = {name: values[sample % 8, None] for name, values in batches[sample // 8].items()}
+
+        def loss(value, layer=classifier.bert.encoder.layer[index], batch=batch, neuron=neuron):
+            with torch.no_grad(), rivals.gated([layer], [gates_at(neuron, value)]):
+                return classifier(**batch, labels=labels(batch)).loss.item()
+
+        assert found[index][sample, neuron].item() == pytest.approx(slope(loss), rel=2e-2, abs=1e-4)
+
+
+def test_samples_of_two_rows_share_their_masks(model, batches):
+    def loss(outputs, _):
+        return outputs.last_hidden_state[:, 0].square().sum(1)
+
+    single = rivals.mask_gradients(model, batches[:1], loss)
+    pairs = rivals.mask_gradients(model, batches[:1], loss, rows=2)
+    for rows, samples in zip(single, pairs, strict=True):
+        torch.testing.assert_close(samples, (rows[::2] + rows[1::2]) / 2)
+
+
+def test_rearranging_lowers_the_information_of_all_that_goes():
+    gradients = torch.randn(6, 9, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    kept = rivals.rearranged(gradients, 4).tolist()
+
+    def information(those):
+        return gradients[:, those].sum(1).square().sum().item()
+
+    order = sorted(range(9), key=lambda j: gradients[:, j].square().sum().item())
+    removed = order[:5]
+    before = information(removed)
+    for neuron in order[5:]:  # the double loop of the paper
+        removed = [*removed, neuron]
+        worst = min(removed, key=lambda j: information([k for k in removed if k != j]))
+        removed.remove(worst)
+    assert kept == sorted(set(range(9)) - set(removed))
+    assert information(removed) < before
+
+
+def test_knowledge_is_of_the_outputs_and_of_what_a_neuron_adds(classifier, batches):
+    dense = copy.deepcopy(classifier)
+    classifier.bert.encoder.layer[0].output.dense.weight.data *= 0.7  # as if it were narrower
+    layer = classifier.bert.encoder.layer[1]
+    inputs = torch.randn(50, NEURONS, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    weight = layer.output.dense.weight.detach().mT.double()
+    block = rivals.Block(1, layer, weight, moments_of(inputs, torch.zeros(50, WIDTH)))
+    wanted = [outputs(dense, batch) for batch in batches[:2]]
+    found = rivals.knowledge(block, classifier, batches[:2], wanted)
+
+    def loss(value, neuron, batch):
+        with torch.no_grad(), rivals.gated([layer], [gates_at(neuron, value)]):
+            there, here = ((model(**batch).logits / 2).double().softmax(-1) for model in (dense, classifier))
+        return 4 * (there * (there / here).log()).sum(1).mean().item()
+
+    for neuron in (2, 9):
+        slopes = [slope(partial(loss, neuron=neuron, batch=batch)) for batch in batches[:2]]
+        own = (inputs[:, neuron].square().mean() * weight[neuron].square().mean()).item()
+        expected = sum(each**2 for each in slopes) / 2 / 16 + 2.5e-4 * own
+        assert found[neuron].item() == pytest.approx(expected, rel=3e-2)
+
+
+def test_magnitude_multiplies_the_norms_on_both_sides(model):
+    layer = model.encoder.layer[0]
+    weight = layer.output.dense.weight.detach().mT.double()
+    scores = rivals.magnitude(rivals.Block(0, layer, weight, ResidualMoments()))
+    for neuron in range(NEURONS):
+        inwards, outwards = layer.intermediate.dense.weight[neuron], layer.output.dense.weight[:, neuron]
+        assert scores[neuron].item() == pytest.approx((inwards.norm() * outwards.norm()).item(), rel=1e-5)
