@@ -146,7 +146,7 @@ class CompressArguments:
     Examples:
       collab-compress minilm --dk 128
       collab-compress minilm --dk 192 --dv 252
-      collab-compress minilm --keep 0.6
+      collab-compress minilm --keep 0.5 --calibration texts.txt
       collab-compress bert-base --dk 384 --output bert-base-384
       collab-compress ./my-classifier --dk 256 --calibration sentences.txt --json report.json
       collab-compress minilm --dk 192 --form per-head
@@ -198,7 +198,9 @@ class CompressArguments:
                 raise CollabCompressError("--recover trains on calibration data; leave --calibration none out")
             return
         if not self.mix:
-            raise CollabCompressError("nothing to do: pass --dk N, --dv N or --keep X to convert, --mix to mix heads")
+            raise CollabCompressError(
+                "nothing to do: pass --dk, --dv or --dff N, or --keep SHARE, to convert, --mix to mix heads"
+            )
         unused = [
             *_changed(self.compression.solver),
             *_changed(self.compression),

@@ -127,9 +127,9 @@ class Compression:
     They stay as they are if not given."""
 
     keep: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
-    """Share of the attention's parameters to keep, in place of dk, dv and form: each module gets its own widths, in
-    the form with the fewest operations on inputs of the calibration's `length`, or of the length that nine in ten
-    texts do not exceed, or else of 128 tokens."""
+    """Share of the layers' operations to keep, in place of dk, dv, dff and form: several widths of attention and of
+    feed-forward blocks that keep it are tried, and those taken that move the outputs least. Operations count for
+    inputs of the calibration's `length`, or of the length that nine in ten texts do not exceed, or of 128 tokens."""
 
     form: Form = "shared"
     """Whether heads share their channels, or each has its own, as many as pay (per-head: cheaper on long inputs)."""
@@ -166,8 +166,8 @@ class Compression:
         self._check_solver()
 
     def _check_keep(self) -> None:
-        if (self.dk, self.dv, self.form) != (None, None, "shared"):
-            raise CompressionError("keep chooses dk, dv and form; leave those out, or leave out keep")
+        if (self.dk, self.dv, self.dff, self.form) != (None, None, None, "shared"):
+            raise CompressionError("keep chooses dk, dv, dff and form; leave those out, or leave out keep")
         if not isinstance(self.keep, int | float) or not 0 < self.keep < 1:
             raise CompressionError(f"keep is {self.keep!r}; expected a number between 0 and 1")
 
@@ -182,8 +182,8 @@ class Compression:
         values_alone = self.dk is None and self.keep is None
         if values_alone and (self.form != "shared" or not self.solver.iteration_is_default):
             raise CompressionError("form, solver, sweeps, tolerance and effort are for queries and keys; pass dk too")
-        if self.dff is not None and self.solver.refit is False:
-            raise CompressionError("dff refits the layers that read the neurons; leave out refit")
+        if (self.dff is not None or self.keep is not None) and self.solver.refit is False:
+            raise CompressionError("dff and keep refit the layers that read the neurons; leave out refit")
 
     def with_solver(self, **changes: Any) -> "Compression":
         """Return a copy with other settings of the solver."""

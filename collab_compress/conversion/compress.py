@@ -6,7 +6,9 @@ import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil, inf
 from time import perf_counter
 from typing import Any
 
@@ -39,7 +41,7 @@ from collab_compress.conversion.feed_forward import (
     narrower_config,
 )
 from collab_compress.conversion.head_weights import head_weights
-from collab_compress.conversion.keep import choose, typical_length
+from collab_compress.conversion.keep import Candidate, Layers, choose, typical_length
 from collab_compress.conversion.plan import (
     Planned,
     Progress,
@@ -54,7 +56,7 @@ from collab_compress.conversion.plan import (
     starved_heads,
 )
 from collab_compress.conversion.refit import Refitted, install_refits, of_first_process, refit, refitted
-from collab_compress.conversion.report import ModuleReport, Report, ValueReport
+from collab_compress.conversion.report import Drift, ModuleReport, Report, ValueReport
 from collab_compress.distributed import process_state
 from collab_compress.errors import CalibrationError, CompressionError
 from collab_compress.factorization import has_float64
@@ -62,6 +64,8 @@ from collab_compress.heads.sharding import refuse_sharded
 from collab_compress.options import CalibrationOptions, Compression
 
 _logger = logging.getLogger(__name__)
+NO_DATA = "keep chooses by what is lost on calibration data; pass at least two sequences, best of all your own texts"
+TRIAL = 256  # sequences on which each choice of widths is tried
 
 
 def modules_to_convert(
@@ -279,61 +283,38 @@ def _compress(
     distributed: bool,
 ) -> Report:
     started = perf_counter()
-    found, choice, asked = None, None, compression
-    if compression.keep is not None:
+    found = None
+    if compression.keep is None:  # what cannot be converted is refused before any data are read
+        working_device(
+            compression.solver.device, modules_to_convert(model, compression, not is_none(calibration)), distributed
+        )
+    else:
         found = _data(model, compression, calibration, tokenizer, options)
-        length = typical_length(options, () if is_synthetic(calibration) else found[0])
-        choice = choose(model, compression, length)
-        compression = next(iter(choice.modules.values()))
-    modules = choice.modules if choice is not None else {}
-    sites = modules_to_convert(model, compression, not is_none(calibration), modules)
-    device = working_device(compression.solver.device, sites, distributed)
-    compression = compression.with_solver(device=device)
-    modules = {name: own.with_solver(device=device) for name, own in modules.items()}
-    if all(own == compression for own in modules.values()):
-        asked = compression
-    paths = {site.name: path_in_base(model, site.module) for site in sites}
     batches, notes = found or _data(model, compression, calibration, tokenizer, options)
     length = typical_length(options, () if is_synthetic(calibration) else batches)
-    used, held_back = split_held_back(batches)
-    blocks, config = _feed_forward(model, compression, used, held_back)
-
-    calibrating: list[float] = []
-    weights: dict[str, Tensor | None] = {}
-
-    def work(chosen: Sequence[Site]) -> list[Planned]:
-        return plan(
-            model, chosen, compression, used, progress, calibrating.append,
-            modules=modules, weights=weights, length=length,
-        )  # fmt: skip
-
-    with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
-        weights.update(head_weights(model, [site for site in sites if isinstance(site, DenseSite)], used))
-        planned = plan_distributed(sites, work) if distributed else work(sites)
-        refits: list[Refitted] = []
-        if blocks or _refits(compression, calibration, used, held_back):
-            dense = sharing_copy(model)
-            try:
-                with _converted(planned):
-                    narrower = {block.down: compression.dff or block.width for block in blocks}
-                    refits = refit(model, dense, used, held_back, progress, narrower=narrower)
-            except CalibrationError as error:
-                if compression.solver.refit or blocks:
-                    raise
-                notes = [*notes, f"no layer was refitted: {error}"]
-            if distributed:
-                refits = of_first_process(refits)
-        drift = measure(model, held_back, partial(_converted, planned, model, refits, blocks))
+    work = _Work(model, *split_held_back(batches), calibration, length, progress, distributed)
+    modules: Mapping[str, Compression] = {}
+    asked, reason = compression, ""
+    if compression.keep is not None:
+        candidate, reason = _choose(work, compression)
+        compression, modules = candidate.compression, candidate.modules
+        if all(own == compression for own in modules.values()):
+            asked = compression
+    prepared = _prepare(work, compression, modules)
+    drift = prepared.drift()
     parameters_before = model.num_parameters()
+    planned, blocks = prepared.planned, prepared.blocks
+    paths = {item.site.name: path_in_base(model, item.site.module) for item in planned}
     narrowed = [block_report(model, block, compression.dff or block.width, length) for block in blocks]
     _install(planned)
-    install_refits(model, refits, blocks)
-    if config is not None:
-        adopt_(model, config)
+    install_refits(model, prepared.refits, blocks)
+    if prepared.config is not None:
+        adopt_(model, prepared.config)
     for kind in dict.fromkeys(item.form.kind for item in planned):  # cannot fail, as `_check_config` found
         record_edit_(model, FormEdit(kind, {paths[i.site.name]: i.form for i in planned if i.form.kind == kind}))
     warnings = (
         *notes,
+        *prepared.notes,
         *rounded(planned, compression),
         *few_vectors(planned),
         *breakdowns(planned),
@@ -345,13 +326,133 @@ def _compress(
     reports = [item.report for item in planned]
     return Report(
         tuple(each for each in reports if isinstance(each, ModuleReport)), parameters_before, model.num_parameters(),
-        length, drift, perf_counter() - started, sum(map(rows_of, used)), warnings,
+        length, drift, perf_counter() - started, sum(map(rows_of, work.used)), warnings,
         tuple(each for each in reports if isinstance(each, ValueReport)), asked,
-        "" if choice is None else choice.reason,
-        sum(calibrating),
-        tuple(each.report for each in refits),
+        reason,
+        prepared.calibrating,
+        tuple(each.report for each in prepared.refits),
         tuple(narrowed),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A model to convert, and what it is converted with.
+
+    Args:
+        model: dense.
+        used: batches to calibrate on.
+        held_back: batches to measure drift on.
+        calibration: what they were made of.
+        length: tokens for which costs count.
+        progress: as for `compress`.
+        distributed: as for `compress`.
+    """
+
+    model: PreTrainedModel
+    used: list[Batch]
+    held_back: list[Batch]
+    calibration: Any
+    length: int
+    progress: Progress | None
+    distributed: bool
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A conversion of which nothing is installed yet.
+
+    Args:
+        work: of which model.
+        planned: what is to replace maps of attention.
+        refits: layers with new weights.
+        blocks: feed-forward blocks that are made narrower.
+        config: of the model with narrower blocks; None where none are.
+        notes: what the report is to warn of.
+        calibrating: seconds in which the model ran to see its modules' inputs.
+    """
+
+    work: _Work
+    planned: list[Planned]
+    refits: list[Refitted]
+    blocks: list[FeedForward]
+    config: PretrainedConfig | None
+    notes: tuple[str, ...]
+    calibrating: float
+
+    def drift(self) -> Drift | None:
+        """Return how far the outputs move."""
+        model = self.work.model
+        converted = partial(_converted, self.planned, model, self.refits, self.blocks)
+        with torch.autocast(model.device.type, enabled=False):
+            return measure(model, self.work.held_back, converted)
+
+
+def _prepare(work: _Work, compression: Compression, modules: Mapping[str, Compression]) -> _Prepared:
+    """Decompose the modules to convert and refit the layers that write to the residual stream; install nothing."""
+    model = work.model
+    sites = modules_to_convert(model, compression, not is_none(work.calibration), modules)
+    device = working_device(compression.solver.device, sites, work.distributed)
+    compression = compression.with_solver(device=device)
+    modules = {name: own.with_solver(device=device) for name, own in modules.items()}
+    blocks, config = _feed_forward(model, compression, work.used, work.held_back)
+    calibrating: list[float] = []
+    weights: dict[str, Tensor | None] = {}
+
+    def decompose(chosen: Sequence[Site]) -> list[Planned]:
+        return plan(
+            model, chosen, compression, work.used, work.progress, calibrating.append,
+            modules=modules, weights=weights, length=work.length,
+        )  # fmt: skip
+
+    with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
+        weights.update(head_weights(model, [site for site in sites if isinstance(site, DenseSite)], work.used))
+        planned = plan_distributed(sites, decompose) if work.distributed else decompose(sites)
+        refits, notes = _refit(work, compression, planned, blocks)
+    return _Prepared(work, planned, refits, blocks, config, notes, sum(calibrating))
+
+
+def _refit(
+    work: _Work, compression: Compression, planned: Sequence[Planned], blocks: Sequence[FeedForward]
+) -> tuple[list[Refitted], tuple[str, ...]]:
+    """Return the layers with new weights, and a note if those that nobody asked for cannot be had."""
+    refits: list[Refitted] = []
+    notes: tuple[str, ...] = ()
+    if not blocks and not _refits(compression, work.calibration, work.used, work.held_back):
+        return refits, notes
+    dense = sharing_copy(work.model)
+    narrower = {block.down: compression.dff or block.width for block in blocks}
+    try:
+        with _converted(planned):
+            refits = refit(work.model, dense, work.used, work.held_back, work.progress, narrower=narrower)
+    except CalibrationError as error:
+        if compression.solver.refit or blocks:
+            raise
+        notes = (f"no layer was refitted: {error}",)
+    return (of_first_process(refits) if work.distributed else refits), notes
+
+
+def _choose(work: _Work, compression: Compression) -> tuple[Candidate, str]:
+    """Choose widths and form by the drift of what is prepared on a part of the data; return them, and why.
+
+    Raises:
+        CompressionError: there is no data, or no widths keep so little.
+    """
+    if not (work.used and work.held_back):
+        raise CompressionError(NO_DATA)
+    few = replace(work, used=_part(work.used, TRIAL), held_back=_part(work.held_back, TRIAL // 4))
+
+    def drift(candidate: Candidate) -> float:
+        found = _prepare(few, candidate.compression, candidate.modules).drift()
+        moved = inf if found is None else found.relative_error
+        return float(gather_object([moved])[0]) if work.distributed else moved
+
+    return choose(Layers(work.model, compression, work.length, work.used[0]), drift)
+
+
+def _part(batches: Sequence[Batch], sequences: int) -> list[Batch]:
+    """Return batches of about so many sequences, evenly spaced."""
+    return list(batches[:: max(1, ceil(sum(map(rows_of, batches)) / sequences))])
 
 
 def _feed_forward(
@@ -426,9 +527,11 @@ def install_unset_(
     batches, _ = _data(model, compression, calibration, tokenizer, options)
     modules: Mapping[str, Compression] = {}
     if compression.keep is not None:
+        if not batches:
+            raise CompressionError(NO_DATA)
         length = typical_length(options, () if is_synthetic(calibration) else batches)
-        modules = choose(model, compression, length).modules
-        compression = next(iter(modules.values()))
+        first = next(Layers(model, compression, length, batches[0]).starts())
+        compression, modules = first.compression, first.modules
     sites = modules_to_convert(model, compression, bool(batches), modules)
     working_device(compression.solver.device, sites)
     for site in sites:

@@ -86,7 +86,7 @@ def test_a_share_to_keep_is_said_in_widths(run, loaded, model_dir, tmp_path):
     assert code == 0, error
     assert printed.startswith("Kept ")
     stored = json.loads((output / "collab_compress.json").read_text(encoding="utf-8"))["compression"]
-    assert f"dk {stored['dk']}, dv {stored['dv']}, form {stored['form']}: " in printed
+    assert f"dk {stored['dk']}, dv {stored['dv']}, dff {stored['dff']}, form {stored['form']}." in printed
     assert "operations at 8 tokens" in printed
     assert loaded(printed).num_parameters() < 0.999 * AutoModel.from_pretrained(model_dir).num_parameters()
 

@@ -77,7 +77,7 @@ def test_standalone(run, model_dir, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "nothing to do: pass --dk N, --dv N or --keep X to convert, --mix to mix heads"),
+        ((), "nothing to do: pass --dk, --dv or --dff N, or --keep SHARE, to convert, --mix to mix heads"),
         (("--solver", "parafac"), "nothing to do"),
         (
             ("--mix", "--solver", "parafac"),

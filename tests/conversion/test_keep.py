@@ -1,53 +1,93 @@
-"""The share of attention to keep, turned into widths and a form."""
+"""The share of the layers' operations to keep, turned into widths and a form."""
 
 import copy
 
 import pytest
 import torch
-from transformers import CLIPConfig, CLIPModel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import CLIPConfig, CLIPModel, LlamaConfig, LlamaModel
 
 from collab_compress import CalibrationOptions, Compression, Solver, compress
-from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.conversion.keep import typical_length
+from collab_compress.conversion.keep import STEP, Layers, choose, typical_length
 from collab_compress.errors import CompressionError
 
-
-def parameters(model):
-    """Count numbers in all projections and mixing matrices, but for the bias that outputs have in any form."""
-    found = {}
-    for site in find_attention(model, FAMILIES):
-        output = site.part(site.family.output)
-        parts = [site.part(path) for path in (site.family.query, site.family.key, site.family.value)]
-        inside = [each for part in parts for each in part.parameters()] + [output.weight]
-        found |= {id(each): each.numel() for each in inside}
-        if hasattr(site.module, "mixing"):
-            found[id(site.module.mixing)] = site.module.mixing.numel()
-    return sum(found.values())
+FAST = Solver(sweeps=2)
 
 
-@pytest.mark.parametrize("keep", [0.9, 0.6, 0.5])
-def test_keeps_at_most_the_share_and_one_channel_a_head_more_would_be_too_much(family, keep, make_tiny):
-    dense = make_tiny(family)
+def batches(length=9, vocabulary=61):
+    """Six batches of two random sequences."""
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(5, vocabulary, (2, length), generator=generator)} for _ in range(6)]
+
+
+def operations(model, length):
+    """Count the operations of products in a model's layers, for one sequence, as PyTorch does."""
+    tokens = {"input_ids": torch.full((1, length), 7)}
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(**tokens)
+    counts = counter.get_flop_counts()
+    return sum(sum(counts[name].values()) for name in counts if name.endswith(("encoder", ".transformer")))
+
+
+def fake(layers, wanted, form="per-head"):
+    """A drift that is least at one share of attention and in one form; which candidates it was asked for."""
+    asked = []
+
+    def drift(candidate):
+        asked.append(candidate)
+        return abs(candidate.attention - wanted) + 0.01 + (candidate.compression.form != form)
+
+    return choose(layers, drift), asked
+
+
+@pytest.mark.parametrize("keep", [0.9, 0.6, 0.4])
+def test_layers_keep_at_most_the_share_of_operations(keep, make_tiny):
+    dense = make_tiny("bert")
+    dense.set_attn_implementation("eager")
     model = copy.deepcopy(dense)
-    compression = Compression(keep=keep, solver=Solver(sweeps=2))
-    report = compress(model, compression, None, calibration_options=CalibrationOptions(length=8))
+    options = CalibrationOptions(length=16)
+    report = compress(model, Compression(keep=keep, solver=FAST), batches(), calibration_options=options)
+    kept = operations(model, 16) / operations(dense, 16)
+    assert keep - 0.15 < kept <= keep + 0.02  # in eager attention heads are padded to the widest
     chosen = report.compression
-    assert parameters(model) <= keep * parameters(dense)
-    wider = copy.deepcopy(dense)
-    more = Compression(dk=min(24, chosen.dk + 3), dv=min(24, chosen.dv + 3), form=chosen.form)
-    compress(wider, more, calibration=None)
-    assert parameters(wider) > keep * parameters(dense)
-    assert f"dk {chosen.dk}, dv {chosen.dv}" in report.choice
+    assert f"dk {chosen.dk}, dv {chosen.dv}, dff {chosen.dff}, form {chosen.form}" in report.choice
+    assert model.config.intermediate_size == chosen.dff
 
 
 @pytest.mark.parametrize("length", [4, 128, 4000])
 @pytest.mark.parametrize("keep", [0.95, 0.7, 0.4])
-def test_costs_no_more_than_dense_attention_at_the_length(keep, length, make_tiny):
+def test_no_module_takes_more_operations_than_dense_at_the_length(keep, length, make_tiny):
     model = make_tiny("bert")
-    compression = Compression(keep=keep, solver=Solver(effort="fast"))
-    report = compress(model, compression, None, calibration_options=CalibrationOptions(length=length))
+    options = CalibrationOptions(length=length)
+    report = compress(model, Compression(keep=keep, solver=FAST), batches(), calibration_options=options)
     assert report.length == length
-    assert all(module.macs_after <= module.macs_before for module in (*report.modules, *report.values))
+    parts = (*report.modules, *report.values, *report.feed_forward)
+    assert all(part.macs_after <= part.macs_before for part in parts)
+    assert sum(part.macs_after for part in parts) <= keep * sum(part.macs_before for part in parts)
+
+
+@pytest.mark.parametrize("form", ["shared", "per-head"])
+@pytest.mark.parametrize(("wanted", "direction"), [(0.0, -1), (0.6, 0), (2.0, 1)])
+def test_the_split_moves_towards_less_drift(form, wanted, direction, make_tiny):
+    layers = Layers(make_tiny("bert"), Compression(keep=0.6), 8, batches()[0])
+    (chosen, reason), asked = fake(layers, wanted, form)
+    assert chosen.compression.form == form
+    assert chosen is min(asked, key=lambda each: abs(each.attention - wanted) + (each.compression.form != form))
+    assert (chosen.attention - 0.6) * direction >= STEP * abs(direction) - 1e-9
+    assert all(each.kept <= 0.6 for each in asked)
+    assert all(str(each) in reason for each in asked)
+
+
+def test_the_widths_chosen_are_those_that_move_the_outputs_least(make_tiny):
+    dense = make_tiny("bert")
+    report = compress(copy.deepcopy(dense), Compression(keep=0.5, solver=FAST), batches())
+    drifts = []
+    layers = Layers(dense, Compression(keep=0.5, solver=FAST), 128, batches()[0])
+    for candidate in layers.starts():
+        model = copy.deepcopy(dense)
+        drifts.append(compress(model, candidate.compression, batches()).drift.relative_error)
+    assert len(drifts) == 2
+    assert report.drift.relative_error <= min(drifts) + 1e-9
 
 
 def test_modules_have_widths_of_their_own():
@@ -64,13 +104,37 @@ def test_modules_have_widths_of_their_own():
         projection_dim=16,
     )  # fmt: skip
     model = CLIPModel(config).eval()
-    report = compress(model, Compression(keep=0.7), calibration=None)
+    data = [{**batch, "pixel_values": torch.randn(2, 3, 8, 8)} for batch in batches()]
+    report = compress(model, Compression(keep=0.7, solver=FAST), data)
+    after = {module.name: module.macs_after for module in report.modules}
+    for values in report.values:
+        after[values.name] += values.macs_after
     for scores, values in zip(report.modules, report.values, strict=True):
-        after = scores.parameters_after + values.parameters_after
-        assert 0.6 < after / (scores.parameters_before + values.parameters_before) <= 0.7
+        assert after[scores.name] <= scores.macs_before + values.macs_before
     assert len({module.dk for module in report.modules}) == 2
-    assert report.compression == Compression(keep=0.7)
-    assert "dk 22 to 66, dv 22 to 66" in report.choice
+    assert report.compression == Compression(keep=0.7, solver=FAST)
+
+
+def test_queries_and_keys_of_rotary_models_stay_dense():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaModel(LlamaConfig(**sizes, num_hidden_layers=1, intermediate_size=64, initializer_range=0.4)).eval()
+    report = compress(model, Compression(keep=0.6, solver=FAST), batches())
+    assert report.compression.dk is None
+    assert not report.modules
+    parts = (*report.values, *report.feed_forward)
+    assert all(part.macs_after < part.macs_before for part in parts)
+
+
+def test_blocks_whose_neurons_depend_on_each_other_stay_as_they_are(make_tiny):
+    model = make_tiny("bert")
+    for layer in model.encoder.layer:
+        layer.intermediate.intermediate_act_fn = torch.nn.Softmax(-1)
+    layers = Layers(model, Compression(keep=0.6), 8, batches()[0])
+    (chosen, reason), _ = fake(layers, 0.6)
+    assert chosen.compression.dff is None
+    assert 0.4 < chosen.kept <= 0.6
+    assert "(feed-forward blocks stay as they are: BertModel has no feed-forward block" in reason
 
 
 def test_the_length_is_one_that_nine_in_ten_texts_do_not_exceed():
@@ -86,10 +150,12 @@ def test_the_length_is_one_that_nine_in_ten_texts_do_not_exceed():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep": 0.5, "dk": 8}, "keep chooses dk, dv and form; leave those out"),
-        ({"keep": 0.5, "form": "per-head"}, "keep chooses dk, dv and form"),
+        ({"keep": 0.5, "dk": 8}, "keep chooses dk, dv, dff and form; leave those out"),
+        ({"keep": 0.5, "dff": 8}, "keep chooses dk, dv, dff and form; leave those out"),
+        ({"keep": 0.5, "form": "per-head"}, "keep chooses dk, dv, dff and form"),
         ({"keep": 1.5}, "keep is 1.5; expected a number between 0 and 1"),
         ({"keep": "half"}, "keep is 'half'; expected a number"),
+        ({"keep": 0.5, "solver": Solver(refit=False)}, "dff and keep refit"),
         ({}, "none of dk, dv, dff and keep is given"),
     ],
 )
@@ -98,6 +164,16 @@ def test_what_cannot_be_asked(options, message):
         Compression(**options)
 
 
+@pytest.mark.parametrize("data", [None, batches()[:1]])
+def test_without_data_nothing_can_be_chosen(data, make_tiny):
+    data = None if data is None else [{"input_ids": data[0]["input_ids"][:1]}]
+    with pytest.raises(CompressionError, match="pass at least two sequences"):
+        compress(make_tiny("bert"), Compression(keep=0.5), data)
+
+
 def test_too_small_a_share(make_tiny):
-    with pytest.raises(CompressionError, match=r"keep is 0.01, and one channel a head keeps 0\.\d\d already"):
-        compress(make_tiny("bert"), Compression(keep=0.01), calibration=None)
+    model = make_tiny("bert")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CompressionError, match=r"keep is 0.01: no widths of 2 attention modules and 2 feed-forward"):
+        compress(model, Compression(keep=0.01), batches())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
