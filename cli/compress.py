@@ -207,7 +207,7 @@ def _whole_model(report: Report, calibrated_on: str, latency: Latency | None) ->
         else:
             lines.append(f"{start}: {latency.ratio:.2f} of dense (measured here, {rounds}).")
     if report.refits:
-        lines.append(refit_line(report.refits))
+        lines.append(refit_line(report.refits, narrower=bool(report.feed_forward)))
     if calibrated_on == "synthetic":
         lines.append(NEURONS_ON_RANDOM if report.feed_forward else NOT_REFITTED)
     if report.drift is not None:
@@ -218,12 +218,18 @@ def _whole_model(report: Report, calibrated_on: str, latency: Latency | None) ->
     return lines
 
 
-def refit_line(refits: Sequence[RefitReport]) -> str:
-    """Return what refitting did to the last hidden states that a layer writes to."""
+def refit_line(refits: Sequence[RefitReport], narrower: bool = False) -> str:
+    """Return what refitting did to the last hidden states that a layer writes to.
+
+    Args:
+        refits: one or more.
+        narrower: whether feed-forward blocks are narrower too, so that there is no error without refitting.
+    """
     last = refits[-1]
+    before = "" if narrower else f"{last.error_before:.1%} → "
     return (
         f"Refitted {len(refits)} layers towards the dense model's hidden states: error behind the last of them "
-        f"{last.error_before:.1%} → {last.error_after:.1%}."
+        f"{before}{last.error_after:.1%}."
     )
 
 

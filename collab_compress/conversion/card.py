@@ -188,9 +188,8 @@ def _figures(report: Report | None) -> list[str]:
         rows["values take fewer operations"] = "at any length"
     if report.refits:
         last = report.refits[-1]
-        rows["error of the last layer's hidden states, before and after refitting"] = (
-            f"{last.error_before:.2%} → {last.error_after:.2%}"
-        )
+        before = "" if report.feed_forward else f"{last.error_before:.2%} → "  # there is none with fewer neurons
+        rows["error of the last layer's hidden states, refitted"] = f"{before}{last.error_after:.2%}"
     if report.drift is not None:
         rows[f"drift of {report.drift.output} on held-back sequences"] = f"{report.drift.relative_error:.2%}"
     table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
