@@ -14,8 +14,9 @@ A row is a kind and its widths, such as "shared dk=128", "per-head dk=192 dv=192
 * kwon, k-prune, flap, magnitude, random: the rivals of feed_forward_rivals.py, at the same dff; kwon with labels;
 * dense.
 
-Calibration is on random tokens (synthetic), 512 unlabelled training rows (text), both, or the weights alone (none);
-each seed draws its own. Results are appended to the records, and rows that are there already are not run again.
+Calibration is on random tokens (synthetic), 512 unlabelled training rows (text), both, as many rows of other tasks
+(mixed), or the weights alone (none); each seed draws its own. Results are appended to the records, and rows that are
+there already are not run again.
 """
 
 import argparse
@@ -53,7 +54,7 @@ LAYERS, WIDTH, HEADS = 6, 384, 12  # of MiniLM
 DENSE_PARAMETERS = 4 * WIDTH * (WIDTH + 1)  # of one attention layer
 LABELLED_ROWS = 256  # training rows on which the importance of heads is measured
 TEXT_ROWS = 512  # training rows to calibrate on
-CALIBRATIONS = ("synthetic", "text", "both", "none")
+CALIBRATIONS = ("synthetic", "text", "both", "mixed", "none")
 SMALLER = ((192, 252), (192, 192), (128, 128), (256, 252))
 DEFAULT_ROWS = (
     "dense",
@@ -65,7 +66,7 @@ DEFAULT_ROWS = (
     "shared dk=128 dv=128 refitted",
     *(f"{kind} dff={dff}" for dff in (768, 512) for kind in ("shared", *FEED_FORWARD_RIVALS)),
     *(f"flap dff={dff} refitted" for dff in (768, 512)),
-    "per-head dk=192 dv=192 equal refitted",
+    "per-head dk=192 dv=192 dff=768",
     "per-head dk=192 dv=192 dff=768 equal",
 )
 
@@ -132,6 +133,7 @@ class Embeddings:
 
     name: ClassVar = "sts-b embeddings"
     tuned_seed: ClassVar = None
+    own: ClassVar = "stsb"  # task whose rows are its own
     rows_per_sample: ClassVar = 2  # of a batch: the sentences of a pair
 
     def __init__(self, data: Path) -> None:
@@ -147,9 +149,10 @@ class Embeddings:
         first, second = (embed(model, tokenizer, list(rows[column])) for column in ("text", "text_pair"))
         return float(100 * spearmanr(torch.cosine_similarity(first, second), rows["label"]).statistic)
 
-    def texts(self, seed: int) -> list[Any]:
-        """Draw training sentences, each by itself."""
-        return [sentence for pair in draw_texts("stsb", self.data, seed) for sentence in pair]
+    def texts(self, seed: int, task: str = "stsb") -> list[Any]:
+        """Draw training texts of a task, each by itself."""
+        drawn = draw_texts(task, self.data, seed)
+        return [text for each in drawn for text in (each if isinstance(each, tuple) else (each,))]
 
     def labelled(self, tokenizer: Any, seed: int, count: int = LABELLED_ROWS) -> tuple[list[dict[str, Tensor]], Any]:
         """Return training pairs, one sentence after the other, and a loss: the squared error of the cosine."""
@@ -177,6 +180,7 @@ class Classifier:
 
     def __init__(self, data: Path, name: str, tuned_seed: int, folder: Path) -> None:
         self.data, self.name, self.tuned_seed, self.folder = data, name, tuned_seed, folder
+        self.own = name
 
     def load(self) -> tuple[Any, Any]:
         return load_model(AutoModelForSequenceClassification, self.folder)[0].eval(), load_tokenizer(self.folder)
@@ -199,8 +203,9 @@ class Classifier:
         scores = metric.compute()
         return float(metric.scale * mean(scores[name] for name in metric.scores))
 
-    def texts(self, seed: int) -> list[Any]:
-        return draw_texts(self.name, self.data, seed)
+    def texts(self, seed: int, task: str | None = None) -> list[Any]:
+        """Draw training texts or pairs, of the model's own task if not given."""
+        return draw_texts(task or self.name, self.data, seed)
 
     def labelled(self, tokenizer: Any, seed: int, count: int = LABELLED_ROWS) -> tuple[list[dict[str, Tensor]], None]:
         """Return training batches; the loss is the model's own."""
@@ -246,6 +251,10 @@ def calibration_data(kind: str, task: Any, model: Any, tokenizer: Any, seed: int
     batches: list[Batch] = []
     if kind in ("text", "both"):
         batches += calibration_batches(task.texts(seed), model, tokenizer, length=128, seed=seed)
+    if kind == "mixed":
+        others = [name for name in GLUE if name != task.own]
+        texts = [text for name in others for text in task.texts(seed, name)[:: len(others)]]
+        batches += calibration_batches(texts, model, tokenizer, length=128, seed=seed)
     if kind in ("synthetic", "both"):
         batches += calibration_batches("synthetic", model, tokenizer, seed=seed)
     return [batches[place] for place in draw(len(batches), len(batches), seed)] or None
