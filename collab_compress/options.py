@@ -122,8 +122,8 @@ class Compression:
     where the conversion is exact; two thirds of that is where to begin. They stay dense if not given."""
 
     dff: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Width of feed-forward blocks: from 1 to the model's own (`intermediate_size` of most configs); half of that is
-    where to begin, with texts to calibrate on, and collab-analyze MODEL --sections energy --data FILE suggests one.
+    """Width of all feed-forward blocks: from 1 to the model's own (`intermediate_size` of most configs); half of that
+    is where to begin, with texts to calibrate on; collab-analyze MODEL --sections energy --data FILE suggests one.
     They stay as they are if not given."""
 
     keep: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
