@@ -96,8 +96,7 @@ class Layers:
         """Return the widths that give attention a share of its operations, and the rest to feed-forward blocks.
 
         Returns:
-            None where there are none: too little is left for either, nothing takes the rest, or the form takes more
-            than dense attention.
+            None where there are none: too little is left for either, or the form takes more than dense attention.
         """
         if not 0 < attention < 1 + STEP:
             return None
@@ -108,7 +107,7 @@ class Layers:
                 return None
             widths.append(found)
         spent = sum(each.macs for each in widths)
-        dff = self._neurons(self.keep * self.total - min(1.0, attention) * self.attention)
+        dff = self._neurons(self.keep * self.total - spent)
         if (dff is None and self.blocks) or (not self.blocks and attention > self.keep):
             return None
         modules = {}
@@ -119,11 +118,11 @@ class Layers:
         return Candidate(whole, modules, attention, (spent + (dff or 0) * self.per_neuron) / self.total)
 
     def _neurons(self, macs: float) -> int | None:
-        """Return how many neurons each block can have; None for none, or more than there are."""
+        """Return how many neurons each block can have; None for none."""
         found = int(macs / self.per_neuron + 1e-9) if self.blocks else 0
         if found > 8 * NEURONS:
             found -= found % NEURONS
-        return found if 0 < found <= self.neurons else None
+        return min(found, self.neurons) if found > 0 else None
 
     def _compression(self, form: Form, dk: int | None, dv: int | None, dff: int | None) -> Compression:
         asked = self.asked
@@ -132,20 +131,24 @@ class Layers:
         return replace(asked, keep=None, dk=dk, dv=dv, dff=dff, form="shared" if dk is None else form)
 
     def starts(self) -> Iterator[Candidate]:
-        """Yield the candidate of each form whose split is the most even.
+        """Yield the candidates whose splits are the most even, of each form one, unless they are the same.
 
         Raises:
             CompressionError: there is none.
         """
         steps = [count * STEP for count in range(-6, 7)]
         shares = [self.keep + step for step in sorted(steps, key=abs)]
-        found = [next(filter(None, (self.candidate(form, share) for share in shares)), None) for form in self.forms]
-        if not any(found):
+        found: dict[str, Candidate] = {}
+        for form in self.forms:
+            first = next(filter(None, (self.candidate(form, share) for share in shares)), None)
+            if first is not None:
+                found[str(first)] = first
+        if not found:
             raise CompressionError(
                 f"keep is {self.keep}: no widths of {len(self.sites)} attention modules and {len(self.blocks)} "
                 f"feed-forward blocks keep so little at {self.length} tokens{self.why}; pass more, or dk, dv and dff"
             )
-        yield from filter(None, found)
+        yield from found.values()
 
     @property
     def why(self) -> str:

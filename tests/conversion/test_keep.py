@@ -86,7 +86,7 @@ def test_the_widths_chosen_are_those_that_move_the_outputs_least(make_tiny):
     for candidate in layers.starts():
         model = copy.deepcopy(dense)
         drifts.append(compress(model, candidate.compression, batches()).drift.relative_error)
-    assert len(drifts) == 2
+    assert drifts
     assert report.drift.relative_error <= min(drifts) + 1e-9
 
 
