@@ -10,6 +10,7 @@ from collab_compress.errors import CollabCompressError, DataError
 from collab_compress.options import SECTION_NAMES, CalibrationOptions, Compression, Look
 
 AUTO = "auto"
+CALIBRATIONS = "synthetic|generated|none|FILE|synthetic+FILE|DIR"
 Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
 Device = Annotated[str, tyro.conf.arg(metavar="DEVICE")]
 STEPS = 150  # of 16 sequences, as were tried
@@ -174,10 +175,11 @@ class CompressArguments:
     """Where to save; MODEL-dkN-dvN, with -per-head, -recovered, -stock and -mixed where that was asked for, in the
     current directory if not given."""
 
-    calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|none|FILE|synthetic+FILE|DIR")] = "synthetic"
-    """Data that says which input directions matter: random tokens (noise for images and sounds), none, a file with
-    one text a line (or two, with a tab between, as a classifier of pairs reads them), random tokens beside such a
-    file, or a folder of images or of 16-bit .wav files, which takes the processor beside the model."""
+    calibration: Annotated[str, tyro.conf.arg(metavar=CALIBRATIONS)] = "synthetic"
+    """Data that says which input directions matter: random tokens (noise for images and sounds), texts that a decoder
+    with a language-model head writes itself, none, a file with one text a line (or two, with a tab between, as a
+    classifier of pairs reads them), random tokens beside such a file, or a folder of images or of 16-bit .wav files,
+    which takes the processor beside the model."""
 
     calibration_options: tyro.conf.OmitArgPrefixes[CalibrationOptions] = field(default_factory=CalibrationOptions)
 
@@ -407,8 +409,9 @@ class RecoverArguments:
     steps: Annotated[int, tyro.conf.arg(metavar="N")] = STEPS
     """Steps of 16 sequences at most; of texts there may be fewer."""
 
-    calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|FILE|synthetic+FILE")] = "synthetic"
-    """Texts that both models read: random tokens, a file with one text a line, or both."""
+    calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|generated|FILE|synthetic+FILE")] = "synthetic"
+    """Texts that both models read: random tokens, texts that the dense one writes, a file with one text a line, or
+    random tokens beside it."""
 
     learning_rate: Annotated[float | None, tyro.conf.arg(metavar="RATE")] = None
     """At its highest, 1e-3 if not given, or 2e-4 where values are converted; it rises over the first eighth of the

@@ -32,11 +32,12 @@ from .recover import recover, recovery_lines, recovery_note
 NOISY = 0.25  # spread of a ratio, beside itself, from which it says nothing
 NEURONS_ON_RANDOM = (
     "Neurons were chosen on random tokens alone, which loses more than texts like yours would: pass --calibration "
-    "FILE, one a line."
+    "FILE, one a line, or --calibration generated for a decoder with a language-model head."
 )
 NOT_REFITTED = (
-    "Converted on random tokens alone. Texts like yours (--calibration FILE, one a line) also refit the layers that "
-    "write to the hidden states, so that they repair part of what is lost."
+    "Converted on random tokens alone. Texts like yours (--calibration FILE, one a line, or --calibration generated "
+    "for a decoder with a language-model head) also refit the layers that write to the hidden states, so that they "
+    "repair part of what is lost."
 )
 TIMED_TOGETHER = 8  # sequences in the batch that is timed
 
@@ -150,7 +151,7 @@ def _made(source: Source, arguments: Arguments, report: Report | None, recovery:
     file = text_file(arguments.calibration)
     kind = "files" if file is not None and file.is_dir() else "texts"
     kind = f"texts and {drawn}" if arguments.calibration.startswith(BESIDE) else kind
-    calibration = {"synthetic": drawn, "none": None}.get(arguments.calibration, kind)
+    calibration = {"synthetic": drawn, "generated": "texts of its own", "none": None}.get(arguments.calibration, kind)
     return Made(record, notes, compression, calibration, report, arguments.standalone)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from collab_compress import Compression, Solver, compress, expand
+from collab_compress import CalibrationOptions, Compression, Solver, compress, expand
 
 TEXTS = ["A man is playing a guitar.", "The quick brown fox jumps over the lazy dog, twice, and then it rests."]
 
@@ -31,7 +31,8 @@ def test_full_rank_is_exact_with_padding(minilm, minilm_tokenizer, implementatio
 def test_the_authors_scale_would_be_far_off(minilm, minilm_tokenizer):
     """√(R/H) instead of √d: what this package must never compute."""
     dense = copy.deepcopy(minilm)
-    compress(minilm, Compression(dk=96, solver=Solver(sweeps=20)), tokenizer=minilm_tokenizer)
+    few = CalibrationOptions(sequences=64)
+    compress(minilm, Compression(96, solver=Solver(sweeps=20)), tokenizer=minilm_tokenizer, calibration_options=few)
     right = (hidden(minilm, minilm_tokenizer) - hidden(dense, minilm_tokenizer)).norm()
     for layer in minilm.encoder.layer:
         assert layer.attention.self.scaling == pytest.approx(32**-0.5)
@@ -41,12 +42,11 @@ def test_the_authors_scale_would_be_far_off(minilm, minilm_tokenizer):
 
 
 def test_data_aware_error_is_small_and_falls_with_rank(minilm, minilm_tokenizer):
-    errors = []
+    errors, few = [], CalibrationOptions(sequences=128)
     for rank in (64, 128, 192):
         model = copy.deepcopy(minilm)
-        report = compress(
-            model, Compression(dk=rank, modules="*layer.2*", solver=Solver(sweeps=50)), tokenizer=minilm_tokenizer
-        )
+        compression = Compression(rank, modules="*layer.2*", solver=Solver(sweeps=20))
+        report = compress(model, compression, tokenizer=minilm_tokenizer, calibration_options=few)
         errors.append(report.modules[0].data_error)
     assert errors == sorted(errors, reverse=True)
     assert errors[1] < 0.17

@@ -1,4 +1,4 @@
-"""Calibration data: random tokens, noise, texts, files, or ready batches."""
+"""Calibration data: random tokens, noise, texts, a model's own texts, files, or ready batches."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from collab_compress.calibration.folders import folder_inputs
+from collab_compress.calibration.generated import generated_batches
 from collab_compress.calibration.noise import noise_for, reads_two
 from collab_compress.calibration.random_tokens import (
     BATCH_SIZE,
@@ -48,16 +49,19 @@ def calibration_batches(
     """Turn any accepted form of calibration data into batches for `model`; what is left out is logged as a warning.
 
     Args:
-        calibration: "synthetic" (random tokens; noise for images, clips and sounds), "none" or None, the path of a
-            text file as `read_texts` takes it, "synthetic+PATH" for random tokens beside the texts of a file, that of
-            a folder of images or sounds for models that read those, texts or text pairs (a list, a NumPy array, a
-            column of a pandas table or of a `datasets` data set), or ready batches (a list, a `DataLoader`).
+        calibration: "synthetic" (random tokens; noise for images, clips and sounds), "generated" (texts that a
+            decoder with a language-model head writes itself), "none" or None, the path of a text file as `read_texts`
+            takes it, "synthetic+PATH" for random tokens beside the texts of a file, that of a folder of images or
+            sounds for models that read those, texts or text pairs (a list, a NumPy array, a column of a pandas table
+            or of a `datasets` data set), or ready batches (a list, a `DataLoader`).
         model: the model they are for; bounds the vocabulary and the length.
         tokenizer: needed for everything but ready batches, none, and models that read no tokens; or the processor
             that holds it.
-        sequences: number of random sequences, 384 if not given, or 128 of one length; of more texts than that a
+        sequences: number of random sequences, 384 if not given, or 128 of one length, or of generated texts, 256 if
+            not given; of more texts than that a
             random sample is used, and of ready batches the first, all of them if not given.
-        length: tokens in a random sequence; 8 to 128 if not given, as `synthetic_batches` draws them. Texts are cut
+        length: tokens in a random sequence; 8 to 128 if not given, as `synthetic_batches` draws them; of a generated
+            text, 128 if not given. Texts are cut
             there, or else at the model's limit; ready batches are not. Positions of a sound, 64 if not given.
         seed: seed of the random tokens, and of the sample and order of texts.
 
@@ -118,6 +122,8 @@ def noted_batches(
             "calibration from random tokens or texts needs the model's tokenizer, and there is none: pass "
             "tokenizer=…, ready batches, or calibration 'none' to weigh all directions of the input alike"
         )
+    elif is_generated(calibration):
+        batches = generated_batches(model, tokenizer, sequences, length, seed)
     elif model.config.is_encoder_decoder and not is_synthetic(calibration):
         raise CalibrationError(
             f"{type(model).__name__} reads a source and a target, and texts are only one of them; pass batches with "
@@ -228,9 +234,14 @@ def is_synthetic(calibration: Any) -> bool:
     return isinstance(calibration, str) and calibration == "synthetic"
 
 
+def is_generated(calibration: Any) -> bool:
+    """Whether a calibration is texts that the model writes itself."""
+    return isinstance(calibration, str) and calibration == "generated"
+
+
 def text_file(calibration: Any) -> Path | None:
     """Return the file of texts that a calibration names, or None."""
-    if not isinstance(calibration, str | Path) or str(calibration) in ("synthetic", "none"):
+    if not isinstance(calibration, str | Path) or str(calibration) in ("synthetic", "generated", "none"):
         return None
     return Path(str(calibration).removeprefix(BESIDE))
 
@@ -268,8 +279,8 @@ def _items(calibration: Any, sequences: int | None) -> list[Any]:
     """List the texts of a calibration, or its batches until they hold as many sequences as asked for."""
     if isinstance(calibration, bytes | Mapping) or not isinstance(calibration, Iterable):
         raise CalibrationError(
-            f"calibration is a {type(calibration).__name__}; expected 'synthetic', 'none', a file of texts, texts, "
-            "or batches"
+            f"calibration is a {type(calibration).__name__}; expected 'synthetic', 'generated', 'none', a file of "
+            "texts, texts, or batches"
         )
     items: list[Any] = []
     count = 0

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import AttentionSite, DenseSite, Kind, ValueSite
-from collab_compress.calibration.batches import Batch
+from collab_compress.calibration.random_tokens import Batch
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.factorization import Moments
 from collab_compress.factorization.moments import float64_device

@@ -1,7 +1,4 @@
-"""Random tokens in the shape of what a model reads: long and short, pairs, between special tokens.
-
-`Vocabulary` knows special tokens, their places, and which tokens are common.
-"""
+"""Random tokens in the shape of what a model reads: long and short, pairs, between special tokens."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -195,11 +192,7 @@ def synthetic_batches(
     language code, in NLLB, M2M100 and mBART-50. Without `source` there are tokens for the decoder only.
     """
     longest = fitting(length or LONGEST, model, tokenizer) or LONGEST
-    size = min(len(tokenizer), getattr(model.config.get_text_config(), "vocab_size", len(tokenizer)))
-    special = set(tokenizer.all_special_ids)
-    ids = [token for token in range(size) if token not in special]
-    if not ids:
-        raise CalibrationError(f"the tokenizer's vocabulary of {size} holds special tokens only")
+    ids = ordinary_tokens(model, tokenizer)
     first, last = special_tokens(tokenizer, ids)
     generator = torch.Generator().manual_seed(seed)
     shortest = min(SHORTEST, longest) if length is None else longest
@@ -232,6 +225,20 @@ def synthetic_batches(
         decoded = _padded({"decoder_input_ids": targets}, "decoder_attention_mask", tokenizer)
         batches = [{**source, **target} for source, target in zip(batches, decoded, strict=True)]
     return sampled(batches, len(batches), seed)
+
+
+def ordinary_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """List the tokens of both the tokenizer and the model that are not special, in ascending order.
+
+    Raises:
+        CalibrationError: there are none.
+    """
+    size = min(len(tokenizer), getattr(model.config.get_text_config(), "vocab_size", len(tokenizer)))
+    special = set(tokenizer.all_special_ids)
+    ids = [token for token in range(size) if token not in special]
+    if not ids:
+        raise CalibrationError(f"the tokenizer's vocabulary of {size} holds special tokens only")
+    return ids
 
 
 def is_causal(model: PreTrainedModel) -> bool:

@@ -207,7 +207,7 @@ class Recipe:
     """Name of the conversion, in tables and as a folder; dkN if not given."""
 
     calibration: str = "synthetic"
-    """Calibration data of the conversion: synthetic, none, or a file with one text a line."""
+    """Calibration data of the conversion: synthetic, generated, none, or a file with one text a line."""
 
     calibration_options: CalibrationOptions = field(default_factory=CalibrationOptions)
     """How much of the calibration data is used."""

@@ -38,7 +38,13 @@ def start(launch, rows, script, *settings):
     return launch(SCRIPTS / script, FRESH, tuning, "compression.dk=12", *settings)
 
 
-@pytest.mark.parametrize("script", sorted(CASES))
+@pytest.mark.parametrize(
+    "script",
+    [
+        "run_language_model.py",
+        *(pytest.param(f"run_{task}.py", marks=pytest.mark.slow) for task in ("classification", "translation")),
+    ],
+)
 def test_two_processes_give_the_metrics_of_one(script, python, accelerate, request, tmp_path):
     """The same batches of eight: four rows in each of two processes, or eight in one."""
     fixture, *settings = CASES[script]

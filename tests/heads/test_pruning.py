@@ -185,7 +185,9 @@ def test_a_collaborative_model_without_content_bias(make_tiny, batch):
     close(hidden(model, batch), expected)
 
 
-@pytest.mark.parametrize(("family", "form"), [*(("bert", form) for form in FORMS), ("marian", "low")])
+@pytest.mark.parametrize(
+    ("family", "form"), [*(("bert", form) for form in FORMS), pytest.param("marian", "low", marks=pytest.mark.slow)]
+)
 def test_compiles_without_graph_breaks(family, form, make_tiny, batch):
     torch.compiler.reset()
     model = built(make_tiny, family, form)

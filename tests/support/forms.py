@@ -1,5 +1,6 @@
 """Forms that the attention of a tiny model can be in, for tests that go through all of them."""
 
+import pytest
 import torch
 
 from collab_compress import Compression, compress
@@ -10,7 +11,7 @@ FORMS = {
     "narrow": Compression(dv=12),
     "unequal": Compression(dk=13, dv=10),  # 4, 3 and 3 channels of values
 }
-COMPILED = [*(("bert", form) for form in FORMS), ("marian", "collaborative")]  # compiling takes seconds
+COMPILED = [*(("bert", form) for form in FORMS), pytest.param("marian", "collaborative", marks=pytest.mark.slow)]
 
 
 def convert_(model, form):
