@@ -1,3 +1,4 @@
+import copy
 import json
 import os
 
@@ -410,6 +411,7 @@ def test_batches_are_not_cut_and_that_is_said(make_tiny, calibration):
 def test_texts_without_a_pad_token_are_masked(minilm, minilm_tokenizer):
     texts = ["a dog runs", "two men play a long game of chess in the park", ("one", "two")]
     (padded,) = calibration_batches(texts, minilm, minilm_tokenizer, length=8)
+    minilm_tokenizer = copy.deepcopy(minilm_tokenizer)
     minilm_tokenizer.pad_token = None
     (masked,) = calibration_batches(texts, minilm, minilm_tokenizer, length=8)
     assert masked.keys() == padded.keys()
