@@ -42,7 +42,7 @@ def limits(family, eager):
         yield "dk up to *H·d − H*" if family.query != "q" else "no smaller key cache"
     if family.rotary:
         yield "rotary"
-    if family.keeps_heads:
+    if family.keeps_heads and not family.rotary:  # the page says it of rotary ones
         yield "heads stay"
     for kind in family.undescribed:
         yield f"no {kind} attention"
