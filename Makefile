@@ -27,7 +27,7 @@ export COLLAB_COMPRESS_DATA
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-extras test-lowest check docs bench bench-gpu clean
+.PHONY: demo test test-extras test-lowest check types docs bench bench-gpu clean
 
 demo: $(CORE)
 	rm -rf demo-output
@@ -58,11 +58,13 @@ test-lowest:
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	@for name in chromium chromium-browser google-chrome; do command -v $$name > /dev/null && exit; done; \
 		echo "no Chromium: make test skips what looks at reports in a browser (apt-get install chromium)"
-	$(MAKE) docs
+	$(MAKE) -j 2 types docs
+
+types: $(STAMP)
+	$(BIN)/mypy
 
 docs: $(DOCS)
 	$(BIN)/python -m sphinx -q -W --keep-going --fresh-env --write-all --builder html docs build/docs
