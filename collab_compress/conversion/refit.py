@@ -9,6 +9,8 @@ where h is what y is added to, and ' marks the converted model, whose lower laye
 also repairs what those below it lost.
 """
 
+import ctypes
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -160,6 +162,7 @@ def refit(
         ):
             while True:
                 places = {*targets.go_on(), *passes.go_on()}
+                _give_back()
                 if len(places) != 1:
                     raise CalibrationError("batches take different ways through the model; pass batches of one kind")
                 (place,) = places
@@ -257,6 +260,14 @@ def _check_same(writers: Sequence[Writer], model: PreTrainedModel, dense: PreTra
                 f"{writer.name} has {width_out(layer)} outputs, and {width_out(other) or 'none'} in the dense "
                 "model; pass the dense model that was converted"
             )
+
+
+def _give_back() -> None:
+    """Give memory that was freed to the system: of hidden states in many threads glibc would keep as much again."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # not in musl
+        if trim is not None:
+            trim(0)
 
 
 def _run(model: PreTrainedModel, batch: Batch) -> None:
