@@ -168,8 +168,8 @@ def load_model(directory: Path, edited: bool = False) -> PreTrainedModel:
         )
     if found["unexpected_keys"]:
         _logger.warning(
-            "%s: %d tensors that %s does not use are left out, such as %s",
-            directory, len(found["unexpected_keys"]), model_class.__name__, repr(min(found["unexpected_keys"])),
+            "%s: left out what %s does not use, %r first (tensors: %d)",
+            directory, model_class.__name__, min(found["unexpected_keys"]), len(found["unexpected_keys"]),
         )  # fmt: skip
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
