@@ -64,6 +64,7 @@ DEFAULT_ROWS = (
     "shared dk=192 dv=192 recovered",
     "shared dk=64 refitted",
     "shared dk=128 dv=128 refitted",
+    "shared dff=1152",
     *(f"{kind} dff={dff}" for dff in (768, 512) for kind in ("shared", *FEED_FORWARD_RIVALS)),
     *(f"flap dff={dff} refitted" for dff in (768, 512)),
     "per-head dk=192 dv=192 dff=768",
