@@ -89,9 +89,16 @@ torch.save(first, target + "/output.pt")
 
 
 def pytest_collection_finish() -> None:
-    """Leave all that is imported and collected out of the search for garbage, which it would make slow."""
+    """Leave all that is imported and collected out of the search for garbage, and for what refers to a config."""
+    gc.set_threshold(20_000)
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """After a file, leave out what its tests imported and remembered too."""
+    if nextitem is not None and nextitem.path != item.path:
+        pytest_collection_finish()
 
 
 REMEMBERED = Remembered(plan.factorize)
