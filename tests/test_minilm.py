@@ -18,21 +18,21 @@ def hidden(model, tokenizer):
         return model(**batch).last_hidden_state[batch["attention_mask"].bool()]
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_full_rank_is_exact_with_padding(minilm, minilm_tokenizer, implementation):
-    dense = copy.deepcopy(minilm)
+def test_full_rank_is_exact_with_padding(minilm, minilm_tokenizer):
+    expected = hidden(minilm, minilm_tokenizer)
     compress(minilm, Compression(dk=384), calibration=None)
-    minilm.set_attn_implementation(implementation)
-    torch.testing.assert_close(hidden(minilm, minilm_tokenizer), hidden(dense, minilm_tokenizer), atol=1e-4, rtol=0)
+    for implementation in ("eager", "sdpa"):
+        minilm.set_attn_implementation(implementation)
+        torch.testing.assert_close(hidden(minilm, minilm_tokenizer), expected, atol=1e-4, rtol=0)
     assert expand(minilm).exact
-    torch.testing.assert_close(hidden(minilm, minilm_tokenizer), hidden(dense, minilm_tokenizer), atol=1e-4, rtol=0)
+    torch.testing.assert_close(hidden(minilm, minilm_tokenizer), expected, atol=1e-4, rtol=0)
 
 
 def test_the_authors_scale_would_be_far_off(minilm, minilm_tokenizer):
     """√(R/H) instead of √d: what this package must never compute."""
     dense = copy.deepcopy(minilm)
-    few = CalibrationOptions(sequences=64)
-    compress(minilm, Compression(96, solver=Solver(sweeps=20)), tokenizer=minilm_tokenizer, calibration_options=few)
+    few = CalibrationOptions(sequences=32)
+    compress(minilm, Compression(96, solver=Solver(sweeps=5)), tokenizer=minilm_tokenizer, calibration_options=few)
     right = (hidden(minilm, minilm_tokenizer) - hidden(dense, minilm_tokenizer)).norm()
     for layer in minilm.encoder.layer:
         assert layer.attention.self.scaling == pytest.approx(32**-0.5)
@@ -42,10 +42,10 @@ def test_the_authors_scale_would_be_far_off(minilm, minilm_tokenizer):
 
 
 def test_data_aware_error_is_small_and_falls_with_rank(minilm, minilm_tokenizer):
-    errors, few = [], CalibrationOptions(sequences=128)
+    errors, few = [], CalibrationOptions(sequences=64)
     for rank in (64, 128, 192):
         model = copy.deepcopy(minilm)
-        compression = Compression(rank, modules="*layer.2*", solver=Solver(sweeps=20))
+        compression = Compression(rank, modules="*layer.2*", solver=Solver(sweeps=10))
         report = compress(model, compression, tokenizer=minilm_tokenizer, calibration_options=few)
         errors.append(report.modules[0].data_error)
     assert errors == sorted(errors, reverse=True)

@@ -199,6 +199,9 @@ def test_generation_with_a_cache_equals_dense(make_tiny):
     assert torch.equal(decoder.generate(prompt, **arguments), dense.generate(prompt, **arguments))
 
 
+@pytest.mark.parametrize(
+    "family", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("albert", "distilbert", "marian"))]
+)
 def test_compiles_without_graph_breaks(family, make_tiny, batch):
     model = make_tiny(family)
     compress(model, Compression(dk=8), calibration=None)

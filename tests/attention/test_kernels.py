@@ -308,7 +308,7 @@ class Attention(torch.nn.Module):
         return attend(query, key, content, mixing, value, mask, 0.3, 0.0, False)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiles_as_one_graph(dynamic):
     module = torch.compile(Attention(), fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for length in (4, 7):

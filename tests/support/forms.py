@@ -11,7 +11,11 @@ FORMS = {
     "narrow": Compression(dv=12),
     "unequal": Compression(dk=13, dv=10),  # 4, 3 and 3 channels of values
 }
-COMPILED = [*(("bert", form) for form in FORMS), pytest.param("marian", "collaborative", marks=pytest.mark.slow)]
+COMPILED = [
+    ("bert", "dense"), ("bert", "unequal"),
+    *(pytest.param(*each, marks=pytest.mark.slow)
+      for each in (("bert", "collaborative"), ("bert", "narrow"), ("marian", "collaborative"))),
+]  # fmt: skip
 
 
 def convert_(model, form):
