@@ -18,7 +18,7 @@ def either(
     """A stock or a converted model of each family, and two batches with padding."""
     model = make_tiny(family)
     if request.param == "converted":
-        compress(model, Compression(dk=9, solver=Solver(sweeps=3)), calibration=calibration[2:])
+        compress(model, Compression(dk=9, solver=Solver(sweeps=3, refit=False)), calibration[2:])
     return model, calibration[:2]
 
 

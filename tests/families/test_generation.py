@@ -160,7 +160,7 @@ def counted(model):
 )  # fmt: skip
 def test_static_caches_take_what_keys_and_values_take(name, dk, dv, build, inputs, tinies):
     model, batch = build(name, tinies[name].generates), inputs(name)
-    compress(model, Compression(dk=dk, dv=dv), calibration=None)
+    compress(model, Compression(dk=dk, dv=dv, solver=Solver(sweeps=2 if dk else None)), calibration=None)
     expected = generated(model, batch, do_sample=False, return_dict_in_generate=True)
     options = {"cache_implementation": "static", "disable_compile": True, "return_dict_in_generate": True}
     found = generated(model, batch, do_sample=False, **options)

@@ -21,7 +21,7 @@ def dense(kin, build):
 @pytest.fixture
 def model(dense):
     converted = copy.deepcopy(dense)
-    compress(converted, Compression(dk=RANK, solver=Solver(sweeps=20)), calibration=None)
+    compress(converted, Compression(dk=RANK, solver=Solver(sweeps=3)), calibration=None)
     return converted
 
 
@@ -42,7 +42,7 @@ def test_only_what_the_stock_model_ties_is_tied(kin, build, tinies, dense, model
     if tinies[kin].generates:
         head = build(kin, tinies[kin].generates)
         converted = copy.deepcopy(head)
-        compress(converted, Compression(dk=RANK, solver=Solver(sweeps=20)), calibration=None)
+        compress(converted, Compression(dk=RANK, solver=Solver(sweeps=3)), calibration=None)
         pairs.append((head, converted))
     for stock, converted in pairs:
         assert converted.all_tied_weights_keys == stock.all_tied_weights_keys
@@ -66,7 +66,7 @@ def test_it_survives_torch_save_and_state_dicts(kin, model, build, inputs, run, 
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(0.5)
-    compress(other, Compression(dk=RANK, solver=Solver(sweeps=20)), calibration=None)
+    compress(other, Compression(dk=RANK, solver=Solver(sweeps=3)), calibration=None)
     other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True), strict=True)
     assert torch.equal(run(other, batch), expected)
 
@@ -178,7 +178,7 @@ def test_half_precision_is_about_as_near_as_the_stock_models(kin, dtype, dense, 
 
 def test_key_caches_hold_pieces_and_values_heads(generator, build, inputs):
     model = build(generator)
-    compress(model, Compression(dk=RANK, solver=Solver(sweeps=20)), calibration=None)
+    compress(model, Compression(dk=RANK, solver=Solver(sweeps=3)), calibration=None)
     with torch.no_grad():
         cache = model(**inputs(generator), use_cache=True).past_key_values
     family = FAMILIES[model.config.model_type]

@@ -156,7 +156,7 @@ def test_fewer_heads_follow_the_formula(name, dk, model):
     groups = getattr(converted.config, "num_key_value_heads", 4)
     if dk > 8 * groups:
         return
-    compress(converted, Compression(dk=dk, solver=Solver(sweeps=20)), calibration=[batch(seed) for seed in range(3)])
+    compress(converted, Compression(dk=dk, solver=Solver(sweeps=20, refit=False)), [batch(seed) for seed in range(3)])
     slow = Slow(converted.double(), 3e-5)
     with torch.no_grad():
         converted(**batch())
@@ -216,7 +216,7 @@ def test_generation(name, model):
         assert torch.equal(generated(converted, **options), generated(dense, **options)), way
     static = {"cache_implementation": "static", "disable_compile": True, "do_sample": False}
     assert torch.equal(generated(converted, **static), generated(dense, do_sample=False))
-    compress(narrow, Compression(dk=8), calibration=None)
+    compress(narrow, Compression(dk=8, solver=Solver(sweeps=3)), calibration=None)
     expected = generated(narrow, do_sample=False)
     assert torch.equal(generated(narrow, do_sample=False, use_cache=False), expected)
     assert torch.equal(generated(narrow, **static), expected)
@@ -229,7 +229,7 @@ def test_generation(name, model):
 @pytest.mark.parametrize("name", ["llama", "llama-grouped", "mistral-grouped"])
 def test_key_caches_hold_the_shared_heads(name, model):
     converted = model(name)
-    compress(converted, Compression(dk=8), calibration=None)
+    compress(converted, Compression(dk=8, solver=Solver(sweeps=3)), calibration=None)
     with torch.no_grad():
         layers = converted(batch()["input_ids"], use_cache=True).past_key_values.layers
     assert {layer.keys.shape[1] for layer in layers} == {1}
@@ -238,7 +238,7 @@ def test_key_caches_hold_the_shared_heads(name, model):
 
 def test_widths_are_whole_heads(model):
     converted = model("llama-grouped")
-    report = compress(converted, Compression(dk=11), calibration=None)
+    report = compress(converted, Compression(dk=11, solver=Solver(sweeps=3)), calibration=None)
     assert {each.dk for each in report.modules} == {16}
     assert any("dk 11 was rounded up to 16" in warning for warning in report.warnings)
     with pytest.raises(CompressionError, match="dk is 17, but 2 heads × 8 = 16 is exact already"):
@@ -265,7 +265,7 @@ def test_what_rotary_models_lack_is_said_at_once(compression, told, model):
 
 def test_no_form_is_advised_that_there_is_not(model):
     made = model("llama")
-    report = compress(made, Compression(dk=16), calibration=None)
+    report = compress(made, Compression(dk=16, solver=Solver(sweeps=3)), calibration=None)
     assert all(module.per_head_macs == module.macs_before for module in report.modules)
     with pytest.raises(CompressionError, match=r"heads of LlamaForCausalLM are turned .* no narrower ones; save it"):
         to_stock(made)
@@ -273,7 +273,7 @@ def test_no_form_is_advised_that_there_is_not(model):
 
 def test_a_module_alone_needs_its_angles(model):
     converted = model("llama")
-    compress(converted, Compression(dk=16), calibration=[batch()] * 2)
+    compress(converted, Compression(dk=16, solver=Solver(refit=False)), calibration=[batch()] * 2)
     attention = converted.model.layers[0].self_attn
     if attention.q_proj.moved:
         with pytest.raises(UnsupportedModelError, match="needs position_embeddings"):
@@ -297,7 +297,8 @@ def test_every_rotary_family_keeps_the_contracts(name, tmp_path, load_cleanly):
         assert torch.equal(generated(full, do_sample=False), generated(dense, do_sample=False))
     expand(full)
     torch.testing.assert_close(run(full, batch()), expected, atol=1e-4, rtol=1e-3)
-    compress(low, Compression(dk=8, dv=10, solver=Solver(sweeps=5)), calibration=[batch(seed) for seed in range(3)])
+    narrow = Compression(dk=8, dv=10, solver=Solver(sweeps=5, refit=False))
+    compress(low, narrow, calibration=[batch(seed) for seed in range(3)])
     assert all(parameter.is_contiguous() for parameter in low.parameters())
     expected = run(low, batch())
     low.save_pretrained(tmp_path)

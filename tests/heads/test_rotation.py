@@ -272,8 +272,9 @@ def step(model, optimizer, batch):
     optimizer.step()
 
 
-@pytest.mark.parametrize("strategy", ["hard", "random", "soft", "in-layer"])
-@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(
+    ("strategy", "stop"), [*(("random", stop) for stop in range(1, 6)), ("hard", 3), ("soft", 2), ("in-layer", 4)]
+)
 def test_a_resumed_training_rotates_as_if_never_stopped(strategy, stop, calibration):
     rotation = RotationOptions(strategy, epochs=(1, 2, 4, 5), k=2, swap_back_after=1, rest=1)
 
