@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from collab_compress import (
+    CalibrationOptions,
     Compression,
     Solver,
     UnsupportedModelError,
@@ -46,7 +47,8 @@ TEXTS = ["A man is playing a guitar.", "Someone makes music.", "The market fell.
 def converted(tmp_path_factory):
     """MiniLM at dk = 192, as the command saves it."""
     output = tmp_path_factory.mktemp("converted") / "minilm"
-    run(Arguments("minilm", Conversion(dk=192, solver=Solver(sweeps=20)), output=output))
+    few = CalibrationOptions(sequences=64)
+    run(Arguments("minilm", Conversion(dk=192, solver=Solver(sweeps=5)), output=output, calibration_options=few))
     return output
 
 

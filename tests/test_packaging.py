@@ -43,6 +43,7 @@ SHIPPED = (".py", ".yaml", ".html", ".css", ".js")
 EVERYTHING = """
 import importlib, pkgutil, sys
 import collab_compress, collab_compress_cli, torch
+from collab_compress_cli.run import _file
 from transformers import AutoModel
 
 for package in (collab_compress, collab_compress_cli):
@@ -53,6 +54,7 @@ stored = torch.load(sys.argv[1] + "/stored.pt", weights_only=True)
 with torch.no_grad():
     output = AutoModel.from_pretrained(sys.argv[1] + "/model")(**stored["batch"])[0]
 print("equal" if torch.equal(output, stored["output"]) else "not equal")
+print(_file("mrpc.yaml", "recipes"))
 """
 
 
@@ -116,21 +118,17 @@ def test_wheel_gives_the_command(installed):
     assert "--dk N" in installed("collab-compress", "--help")
 
 
-def test_recipes_come_with_the_wheel(installed):
-    """It is found in any directory, and misses the data only."""
-    code = "from collab_compress_cli.run import _file; print(_file('mrpc.yaml', 'recipes'))"
-    found = installed("python", "-I", "-c", code)
-    assert found.strip().endswith("collab_compress_cli/recipes/mrpc.yaml")
-
-
-def test_wheel_has_every_module_and_loads_a_checkpoint(installed, make_tiny, batch, tmp_path):
+def test_wheel_has_every_module_and_recipe_and_loads_a_checkpoint(installed, make_tiny, batch, tmp_path):
+    """Recipes are found in any directory."""
     model = make_tiny("bert")
     compress(model, Compression(dk=5, solver=Solver(sweeps=2)), calibration=None)
     model.save_pretrained(tmp_path / "model")
     with torch.no_grad():
         torch.save({"batch": batch, "output": model(**batch)[0]}, tmp_path / "stored.pt")
     (tmp_path / "code.py").write_text(EVERYTHING, encoding="utf-8")
-    assert installed("python", "-I", tmp_path / "code.py", tmp_path) == "equal\n"
+    outputs, recipe = installed("python", "-I", tmp_path / "code.py", tmp_path).splitlines()
+    assert outputs == "equal"
+    assert recipe.endswith("collab_compress_cli/recipes/mrpc.yaml")
 
 
 def test_editable_install_gives_the_command(tmp_path):

@@ -329,12 +329,15 @@ def test_a_class_that_transformers_lacks_is_refused(fails, model_dir):
     assert "is not run" in fails(model_dir, "--dk", 8)
 
 
-def test_sentence_transformers_files_travel_along(run, tmp_path, minilm_path):
+def test_sentence_transformers_files_travel_along_and_the_model_is_named_as_on_the_hub(run, tmp_path, minilm_path):
     code, *_ = run("minilm", "--dk", 384, "--output", tmp_path / "out", "--calibration", "none")
     assert code == 0
     for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "tokenizer.json"):
         assert (tmp_path / "out" / name).read_bytes() == (minilm_path / name).read_bytes()
     assert AutoModel.from_pretrained(tmp_path / "out").config.model_type == "bert"
+    data = ModelCard.load(tmp_path / "out" / "README.md").data
+    assert data.base_model == "sentence-transformers/all-MiniLM-L6-v2"
+    assert (data.license, data.library_name) == ("apache-2.0", "sentence-transformers")
 
 
 def test_a_report_without_a_place(fails, model_dir, tmp_path):
@@ -386,14 +389,6 @@ def test_a_card_and_the_licence_travel_along(run, model_dir, tmp_path):
     assert str(tmp_path) not in card.content
     assert (tmp_path / "out" / "LICENSE").read_text(encoding="utf-8") == "do as you like"
     assert not (tmp_path / "out" / "customers.csv").exists()
-
-
-def test_the_embedded_model_is_named_as_on_the_hub(run, tmp_path):
-    code, *_ = run("minilm", "--dk", 384, "--output", tmp_path / "out", "--calibration", "none")
-    assert code == 0
-    data = ModelCard.load(tmp_path / "out" / "README.md").data
-    assert data.base_model == "sentence-transformers/all-MiniLM-L6-v2"
-    assert (data.license, data.library_name) == ("apache-2.0", "sentence-transformers")
 
 
 @pytest.mark.parametrize("name", ["texts.txt", "link", "pipe", "/dev/null"])

@@ -83,7 +83,7 @@ def test_calibrated_scores_beat_uncalibrated_ones_on_the_data(family, make_tiny,
     drifts = []
     for data in (None, calibration):
         model = copy.deepcopy(dense)
-        compress(model, Compression(dk=8), calibration=data)
+        compress(model, Compression(dk=8, solver=Solver(sweeps=20)), calibration=data)
         before, after = [], []
         for batch in calibration:
             with torch.no_grad():
@@ -130,7 +130,7 @@ def test_no_calibration_no_drift(make_tiny):
 def test_same_seed_same_bits(family, make_tiny, calibration):
     models = [make_tiny(family) for _ in range(2)]
     for model in models:
-        compress(model, Compression(dk=8), calibration)
+        compress(model, Compression(dk=8, solver=Solver(sweeps=5)), calibration)
     assert equal(state(models[0]), state(models[1]))
 
 

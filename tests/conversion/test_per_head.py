@@ -35,8 +35,7 @@ def family(request):
 
 
 def converted(model, dk, calibration=None):
-    report = compress(model, Compression(dk=dk, form="per-head"), calibration)
-    return model, report
+    return model, compress(model, Compression(dk=dk, form="per-head", solver=Solver(refit=False)), calibration)
 
 
 def hidden(model, batch):

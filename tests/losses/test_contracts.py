@@ -110,7 +110,14 @@ def test_it_computes_in_float32_at_least(name, draw, dtype, autocast):
     assert torch.isfinite(leaf.grad).all()
 
 
-@pytest.mark.parametrize("name", [*sorted(LOSSES), "nuclear growth"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hsic",
+        "nuclear growth",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(LOSSES.keys() - {"hsic"})),
+    ],
+)
 def test_it_compiles_as_one_graph(name, draw):
     if name == "nuclear growth":
         leaf, argument, function = torch.eye(4, requires_grad=True), 0.1, partial(nuclear_growth, previous=4.0)

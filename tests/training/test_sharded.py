@@ -164,7 +164,7 @@ def sharded_process(rank, case, folder):
     return straight, (full(accelerator, again), second.state()["rotation"]["history"])
 
 
-@pytest.mark.parametrize("case", ["collaborative", "dense"], indirect=True)
+@pytest.mark.parametrize("case", ["collaborative", pytest.param("dense", marks=pytest.mark.slow)], indirect=True)
 def test_fsdp2_gives_the_weights_of_one_process(case, tmp_path):
     weights, history = expected(case)
     (straight, resumed), (_, _) = run_both(sharded_process, case, str(tmp_path / "state"))
@@ -283,7 +283,7 @@ def zero_process(rank, case):
     return kept, [(weights, state["rotation"]["history"]) for weights, state in ends]
 
 
-@pytest.mark.parametrize("case", ["collaborative", "dense"], indirect=True)
+@pytest.mark.parametrize("case", ["collaborative", pytest.param("dense", marks=pytest.mark.slow)], indirect=True)
 def test_moments_that_processes_share_move_with_the_heads(case):
     weights, history = expected(case)
     told = run_both(zero_process, case)

@@ -467,7 +467,7 @@ NEWER = {field.name for field in dataclasses.fields(TrainingArguments)} >= {"act
 CHECKPOINTING = "activation_checkpointing" if NEWER else "gradient_checkpointing"
 
 
-@pytest.mark.parametrize("option", [CHECKPOINTING, "torch_compile"])
+@pytest.mark.parametrize("option", [CHECKPOINTING, pytest.param("torch_compile", marks=pytest.mark.slow)])
 def test_checkpointing_and_compilation_change_nothing(option, make_tiny, set_dropout_, tmp_path):
     more = {"torch_compile_backend": "aot_eager"} if option == "torch_compile" else {}
     model, other = (set_dropout_(classifier(make_tiny), 0.0) for _ in range(2))
