@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from forms import mostly_slow
 from transformers import BertForMaskedLM, BertLMHeadModel
 
 from collab_compress import Compression, compress, read_factors
@@ -199,9 +200,7 @@ def test_generation_with_a_cache_equals_dense(make_tiny):
     assert torch.equal(decoder.generate(prompt, **arguments), dense.generate(prompt, **arguments))
 
 
-@pytest.mark.parametrize(
-    "family", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("albert", "distilbert", "marian"))]
-)
+@pytest.mark.parametrize("family", mostly_slow(zip(["albert", "bert", "distilbert", "marian"]), ("bert",)))
 def test_compiles_without_graph_breaks(family, make_tiny, batch):
     model = make_tiny(family)
     compress(model, Compression(dk=8), calibration=None)

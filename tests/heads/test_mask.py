@@ -165,7 +165,6 @@ def test_dtype_of_the_model_is_kept(family, make_tiny, batch):
 @pytest.mark.parametrize(("family", "form"), COMPILED)
 def test_compiles_without_graph_breaks_and_follows_new_masks(family, form, make_tiny, batch):
     model = built(make_tiny, family, form)
-    torch.compiler.reset()
     with torch.no_grad(), HeadMask(model) as mask:
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(hidden(compiled, batch), hidden(model, batch), atol=1e-5, rtol=1e-4)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from forms import mostly_slow
 from transformers import BertForMaskedLM, MarianMTModel
 
 from collab_compress import (
@@ -186,15 +187,9 @@ def test_a_collaborative_model_without_content_bias(make_tiny, batch):
 
 
 @pytest.mark.parametrize(
-    ("family", "form"),
-    [
-        ("bert", "unequal"),
-        *(pytest.param("bert", form, marks=pytest.mark.slow) for form in sorted(FORMS.keys() - {"unequal"})),
-        pytest.param("marian", "low", marks=pytest.mark.slow),
-    ],
+    ("family", "form"), mostly_slow([*(("bert", form) for form in FORMS), ("marian", "low")], ("bert", "unequal"))
 )
 def test_compiles_without_graph_breaks(family, form, make_tiny, batch):
-    torch.compiler.reset()
     model = built(make_tiny, family, form)
     prune_heads_(model, some_heads(model))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

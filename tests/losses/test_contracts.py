@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from forms import mostly_slow
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -111,12 +112,7 @@ def test_it_computes_in_float32_at_least(name, draw, dtype, autocast):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "hsic",
-        "nuclear growth",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(LOSSES.keys() - {"hsic"})),
-    ],
+    "name", mostly_slow(zip([*sorted(LOSSES), "nuclear growth"]), ("hsic",), ("nuclear growth",))
 )
 def test_it_compiles_as_one_graph(name, draw):
     if name == "nuclear growth":

@@ -11,11 +11,15 @@ FORMS = {
     "narrow": Compression(dv=12),
     "unequal": Compression(dk=13, dv=10),  # 4, 3 and 3 channels of values
 }
-COMPILED = [
-    ("bert", "dense"), ("bert", "unequal"),
-    *(pytest.param(*each, marks=pytest.mark.slow)
-      for each in (("bert", "collaborative"), ("bert", "narrow"), ("marian", "collaborative"))),
-]  # fmt: skip
+
+
+def mostly_slow(cases, *quick):
+    """Parameters of a test, of which the normal run takes `quick` alone."""
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
+
+
+BERTS = [("bert", form) for form in FORMS]
+COMPILED = mostly_slow([*BERTS, ("marian", "collaborative")], ("bert", "dense"), ("bert", "unequal"))
 
 
 def convert_(model, form):
