@@ -339,8 +339,10 @@ def refit(
     used: ResidualMoments, held_back: ResidualMoments, weight: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Fit all weights and the bias anew, as a conversion of ours does."""
-    found = [fit(used, damping, True, weight, kept) for damping in DAMPINGS]
-    return min(found, key=lambda each: held_back.squared_error(*each))
+    used, held_back = used.narrowed(weight, kept), held_back.narrowed(weight, kept)
+    found = [fit(used, damping, bias=True) for damping in DAMPINGS]
+    change, shift = min(found, key=lambda each: held_back.squared_error(*each))
+    return (-lost(weight, kept)).index_copy(0, kept, change), shift
 
 
 def scaled(used: ResidualMoments, held_back: ResidualMoments, weight: Tensor, kept: Tensor) -> tuple[Tensor, None]:

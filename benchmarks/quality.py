@@ -3,7 +3,7 @@
     python benchmarks/quality.py measure --data-dir DIR [--classifiers FOLDER] [--rows ROW ...] [--calibration KIND]
     python benchmarks/quality.py table
 
-DIR holds the GLUE tasks in their original TSV layout. Two kinds of tasks are scored: Spearman correlation (×100) of
+DIR holds the GLUE tasks in their original TSV layout, and Multi30k for mixed texts. Two kinds of tasks are scored: Spearman correlation (×100) of
 mean-pooled MiniLM embeddings on STS-B dev, and the dev scores of GLUE classifiers FOLDER/TASK-SEED/tuned/model, which
 `collab-sweep glue.yaml` fine-tunes.
 
@@ -14,9 +14,9 @@ A row is a kind and its widths, such as "shared dk=128", "per-head dk=192 dv=192
 * kwon, k-prune, flap, magnitude, random: the rivals of feed_forward_rivals.py, at the same dff; kwon with labels;
 * dense.
 
-Calibration is on random tokens (synthetic), 512 unlabelled training rows (text), both, as many rows of other tasks
-(mixed), or the weights alone (none); each seed draws its own. Results are appended to the records, and rows that are
-there already are not run again.
+Calibration is on random tokens (synthetic), 512 unlabelled training rows (text), both, 1,024 sentences of other tasks
+and captions (mixed), or the weights alone (none); each seed draws its own. Results are appended to the records, and
+rows that are there already are not run again.
 """
 
 import argparse
@@ -54,6 +54,8 @@ LAYERS, WIDTH, HEADS = 6, 384, 12  # of MiniLM
 DENSE_PARAMETERS = 4 * WIDTH * (WIDTH + 1)  # of one attention layer
 LABELLED_ROWS = 256  # training rows on which the importance of heads is measured
 TEXT_ROWS = 512  # training rows to calibrate on
+MIXED_SENTENCES = 1024
+MIXED = ("sst2", "cola", "mrpc", "rte", "stsb", "multi30k")  # where they come from, but for a task's own
 CALIBRATIONS = ("synthetic", "text", "both", "mixed", "none")
 SMALLER = ((192, 252), (192, 192), (128, 128), (256, 252))
 DEFAULT_ROWS = (
@@ -150,10 +152,9 @@ class Embeddings:
         first, second = (embed(model, tokenizer, list(rows[column])) for column in ("text", "text_pair"))
         return float(100 * spearmanr(torch.cosine_similarity(first, second), rows["label"]).statistic)
 
-    def texts(self, seed: int, task: str = "stsb") -> list[Any]:
-        """Draw training texts of a task, each by itself."""
-        drawn = draw_texts(task, self.data, seed)
-        return [text for each in drawn for text in (each if isinstance(each, tuple) else (each,))]
+    def texts(self, seed: int) -> list[Any]:
+        """Draw training sentences, each of a pair by itself."""
+        return [text for pair in draw_texts(self.own, self.data, seed) for text in pair]
 
     def labelled(self, tokenizer: Any, seed: int, count: int = LABELLED_ROWS) -> tuple[list[dict[str, Tensor]], Any]:
         """Return training pairs, one sentence after the other, and a loss: the squared error of the cosine."""
@@ -204,9 +205,9 @@ class Classifier:
         scores = metric.compute()
         return float(metric.scale * mean(scores[name] for name in metric.scores))
 
-    def texts(self, seed: int, task: str | None = None) -> list[Any]:
-        """Draw training texts or pairs, of the model's own task if not given."""
-        return draw_texts(task or self.name, self.data, seed)
+    def texts(self, seed: int) -> list[Any]:
+        """Draw training texts or pairs."""
+        return draw_texts(self.name, self.data, seed)
 
     def labelled(self, tokenizer: Any, seed: int, count: int = LABELLED_ROWS) -> tuple[list[dict[str, Tensor]], None]:
         """Return training batches; the loss is the model's own."""
@@ -247,15 +248,25 @@ def draw_texts(task: str, data: Path, seed: int) -> list[Any]:
     return list(rows["text"])
 
 
+def mixed_sentences(task: Any, seed: int) -> list[str]:
+    """Draw about equally many training sentences of each task but the given one, and captions."""
+    names = [name for name in MIXED if name != task.own]
+    sentences: list[str] = []
+    for name in names:
+        rows = load_task(name, task.data, splits=["train"])["train"]
+        columns = [column for column in ("text", "text_pair", "target") if column in rows.column_names]
+        found = [text for column in columns for text in rows[column]]
+        sentences += [found[place] for place in draw(len(found), -(-MIXED_SENTENCES // len(names)), seed)]
+    return sentences[:MIXED_SENTENCES]
+
+
 def calibration_data(kind: str, task: Any, model: Any, tokenizer: Any, seed: int) -> list[Batch] | None:
     """Return calibration batches in random order; None for the weights alone."""
     batches: list[Batch] = []
     if kind in ("text", "both"):
         batches += calibration_batches(task.texts(seed), model, tokenizer, length=128, seed=seed)
     if kind == "mixed":
-        others = [name for name in GLUE if name != task.own]
-        texts = [text for name in others for text in task.texts(seed, name)[:: len(others)]]
-        batches += calibration_batches(texts, model, tokenizer, length=128, seed=seed)
+        batches += calibration_batches(mixed_sentences(task, seed), model, tokenizer, length=128, seed=seed)
     if kind in ("synthetic", "both"):
         batches += calibration_batches("synthetic", model, tokenizer, seed=seed)
     return [batches[place] for place in draw(len(batches), len(batches), seed)] or None

@@ -151,7 +151,8 @@ def _curve(
     errors = []
     for width in widths:
         kept = order[block.width - width :].sort().values
-        errors.append(held_back.squared_error(*fit(used, damping, bias, weight, kept)))
+        fitted = fit(used.narrowed(weight, kept), damping, bias)
+        errors.append(held_back.narrowed(weight, kept).squared_error(*fitted))
     return FeedForwardEnergy(torch.tensor(widths), (torch.tensor(errors, dtype=torch.float64) / variance).sqrt())
 
 

@@ -325,16 +325,18 @@ def _solved(fit_of: _Fit, writer: Writer, layer: Any, count: int | None = None) 
         layer: the layer itself.
         count: how many of its inputs it is to go on reading; all if not given, and then it may stay as it is.
     """
-    held_back, biased = fit_of.held_back, layer.bias is not None
+    used, held_back, biased = fit_of.used, fit_of.held_back, layer.bias is not None
     weight = layer.weight.detach() if isinstance(layer, Conv1D) else layer.weight.detach().mT  # (N, D)
     before, scale = held_back.squared / held_back.count, max(fit_of.spread / held_back.count, 1e-30)
-    exact = weight.to(fit_of.used.place, torch.float64)
-    kept = None if count is None else _kept(fit_of.used, exact, writer, biased, count)
-    best = before if kept is None else torch.inf
+    exact = weight.to(used.place, torch.float64)
+    kept, best = None, before
+    if count is not None:
+        kept, best = _kept(used, exact, writer, biased, count), torch.inf
+        used, held_back = used.narrowed(exact, kept), held_back.narrowed(exact, kept)
     change, shift = None, None
     for damping in DAMPINGS if kept is not None or before > ROUNDING**2 * scale else ():
         try:
-            found = fit(fit_of.used, damping, biased, exact, kept)
+            found = fit(used, damping, biased)
         except ValueError:
             continue
         error = held_back.squared_error(*found)
@@ -342,6 +344,8 @@ def _solved(fit_of: _Fit, writer: Writer, layer: Any, count: int | None = None) 
             best, (change, shift) = error, found
     if kept is not None and change is None:
         raise CalibrationError(f"{writer.name}: the data cannot say which neurons to keep; pass more of them")
+    if kept is not None and change is not None:
+        change = (-exact).index_copy(0, kept, change)
     bias = layer.bias.detach() if biased else None
     if change is not None:
         weight = (exact + change).to(weight)

@@ -10,11 +10,14 @@ towards the layer as it is.
 """
 
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from collab_compress.factorization.moments import float64_device
+
+STRIP = 1024  # columns of a symmetric product that are computed together, from the diagonal on
 
 
 class ResidualMoments:
@@ -42,7 +45,9 @@ class ResidualMoments:
         left = inputs - self._near
         self._inputs += left.to(self.place).sum(0, dtype=torch.float64)
         self._residuals += residuals.to(self.place).sum(0, dtype=torch.float64)
-        self._products += (left.mT @ left).to(self.place)
+        for start in range(0, left.shape[1], STRIP):
+            strip = left[:, start : start + STRIP].mT @ left[:, start:]
+            self._products[start : start + STRIP, start:] += strip.to(self.place, torch.float64)
         self._crossed += (left.mT @ residuals).to(self.place)
         self.squared += float(residuals.square().sum())
         self.count += len(inputs)
@@ -66,12 +71,42 @@ class ResidualMoments:
         """Return E[a aᵀ] (N, N) and E[a eᵀ] (N, D), or covariances if `centred`; in float64."""
         assert self._near is not None
         left, residual = self._inputs / self.count, self._residuals / self.count
-        second = self._products / self.count - torch.outer(left, left)
+        second = self._symmetric_products() / self.count - torch.outer(left, left)
         crossed = self._crossed / self.count - torch.outer(left, residual)
         if not centred:
             mean, _ = self.means()
             second, crossed = second.addr_(mean, mean), crossed.addr_(mean, residual)
         return second, crossed
+
+    def _symmetric_products(self) -> Tensor:
+        upper = self._products.triu()
+        return upper + upper.triu(1).mT
+
+    def narrowed(self, weight: Tensor, kept: Tensor) -> Self:
+        """Return the moments of the layer without some inputs: what those added is missing too.
+
+        Args:
+            weight: Wᵀ of the layer, (N, D), in float64.
+            kept: inputs that it goes on reading, in ascending order, (n,).
+        """
+        assert self._near is not None
+        reads = torch.zeros(len(weight), dtype=torch.bool, device=kept.device).index_fill(0, kept, True)
+        lost = weight[~reads]
+        products = self._symmetric_products()
+        # What the lost inputs add is mean + vary; the sum over vectors of (a − near)·vary is `added`.
+        mean = self._near.to(self.place).double()[~reads] @ lost
+        added = products[:, ~reads] @ lost
+        vary = self._inputs[~reads] @ lost
+        narrowed = type(self)()
+        narrowed.count, narrowed.place, narrowed._near = self.count, self.place, self._near[kept]
+        narrowed._inputs = self._inputs[kept]
+        narrowed._products = products[kept][:, kept]
+        narrowed._residuals = self._residuals + vary + self.count * mean
+        narrowed._crossed = (self._crossed + added + torch.outer(self._inputs, mean))[kept]
+        between = (self._crossed[~reads] * lost).sum() + self._residuals @ mean
+        squared = (added[~reads] * lost).sum() + 2 * mean @ vary + self.count * mean @ mean
+        narrowed.squared = self.squared + float(2 * between + squared)
+        return narrowed
 
     def squared_error(self, change: Tensor, shift: Tensor | None) -> float:
         """Return E‖e − Δa − δ‖².
@@ -88,40 +123,22 @@ class ResidualMoments:
         return max(float(error), 0.0)
 
 
-def fit(
-    moments: ResidualMoments,
-    damping: float,
-    bias: bool,
-    weight: Tensor | None = None,
-    kept: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+def fit(moments: ResidualMoments, damping: float, bias: bool) -> tuple[Tensor, Tensor | None]:
     """Return Δᵀ (N, D) and δ (D,), or None for δ where there is no bias.
 
     Args:
         moments: of the layer's inputs and of what is missing.
         damping: λ, as a share of the mean of the inputs' variances.
         bias: whether the layer has one.
-        weight: Wᵀ of the layer, (N, D), in float64; needed with `kept`.
-        kept: inputs that the layer goes on reading, in ascending order; Δ takes the weights of all others away, and
-            makes up for them. All if not given.
 
     Raises:
         ValueError: the moments are singular, or not finite.
     """
     second, crossed = moments.moments(centred=bias)
-    removed = None
-    ridge = damping * second.diagonal().mean()
-    if weight is not None and kept is not None:
-        removed = weight.clone()
-        removed[kept] = 0
-        crossed = (crossed + second @ removed)[kept]
-        second = second[kept][:, kept]
-    second.diagonal().add_(ridge)
+    second.diagonal().add_(damping * second.diagonal().mean())
     root, failed = torch.linalg.cholesky_ex(second)
     if int(failed) or not bool(torch.isfinite(crossed).all()):
         raise ValueError("the inputs' moments are singular; pass a larger damping, or more data")
     change = torch.cholesky_solve(crossed, root)
-    if removed is not None and kept is not None:
-        change = removed.neg_().index_copy_(0, kept, change)
     mean, residual = moments.means()
     return change, residual - mean @ change if bias else None

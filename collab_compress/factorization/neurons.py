@@ -64,16 +64,15 @@ def elimination_order(second: Tensor, crossed: Tensor, least: int = 0, block: in
         raise ValueError("the activations' moments are singular; pass a larger damping, or more data")
     inverse = torch.cholesky_inverse(root)
     weight = inverse @ crossed
-    kept = torch.arange(len(second), device=second.device)
-    left = []
-    while len(kept) > least:
-        cost = weight.square().sum(1) / inverse.diagonal()
-        order = cost.argsort(stable=True)
-        leaving, staying = order.split([min(block, len(kept) - least), max(len(kept) - block, least)])
-        left.append(kept[leaving])
-        staying = staying.sort().values
-        factor = torch.linalg.solve(inverse[leaving][:, leaving], inverse[leaving][:, staying]).mT
-        weight = weight[staying] - factor @ weight[leaving]
-        inverse = inverse[staying][:, staying] - factor @ inverse[leaving][:, staying]
-        kept = kept[staying]
-    return torch.cat([*left, kept])
+    stays = torch.ones(len(second), dtype=torch.bool, device=second.device)
+    order = []
+    for count in range(len(second), least, -block):
+        cost = (weight.square().sum(1) / inverse.diagonal()).where(stays, torch.inf)
+        leaving = cost.argsort(stable=True)[: min(block, count - least)]
+        rows = inverse[leaving]
+        factor = torch.linalg.solve(rows[:, leaving], rows).mT
+        weight.addmm_(factor, weight[leaving], alpha=-1)
+        inverse.addmm_(factor, rows, alpha=-1)  # rows and columns of those that leave become 0
+        stays[leaving] = False
+        order.append(leaving)
+    return torch.cat([*order, stays.nonzero()[:, 0]])

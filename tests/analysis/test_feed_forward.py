@@ -133,7 +133,8 @@ def slow_errors(layer, used, held_back, widths, damping):
     errors = []
     for width in widths:
         kept = sorted(order[len(order) - width :])
-        fitted = solved(inputs[:, kept], inputs @ weight, ridge, weight[kept])
+        own_ridge = damping * (inputs[:, kept] ** 2).sum() / len(kept)
+        fitted = solved(inputs[:, kept], inputs @ weight, own_ridge, weight[kept])
         narrower = (held_back - mean)[:, kept] @ fitted + mean @ weight
         errors.append(np.linalg.norm(narrower - dense) / np.linalg.norm(dense - dense.mean(0)))
     return errors
