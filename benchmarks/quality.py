@@ -3,9 +3,9 @@
     python benchmarks/quality.py measure --data-dir DIR [--classifiers FOLDER] [--rows ROW ...] [--calibration KIND]
     python benchmarks/quality.py table
 
-DIR holds the GLUE tasks in their original TSV layout, and Multi30k for mixed texts. Two kinds of tasks are scored: Spearman correlation (×100) of
-mean-pooled MiniLM embeddings on STS-B dev, and the dev scores of GLUE classifiers FOLDER/TASK-SEED/tuned/model, which
-`collab-sweep glue.yaml` fine-tunes.
+DIR holds the GLUE tasks in their original TSV layout, and Multi30k for mixed texts. Two kinds of tasks are scored:
+Spearman correlation (×100) of mean-pooled MiniLM embeddings on STS-B dev, and the dev scores of GLUE classifiers
+FOLDER/TASK-SEED/tuned/model, which `collab-sweep glue.yaml` fine-tunes.
 
 A row is a kind and its widths, such as "shared dk=128", "per-head dk=192 dv=192" or "shared dk=64 recovered":
 
