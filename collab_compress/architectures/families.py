@@ -58,6 +58,7 @@ class AttentionFamily:
         free_width: attribute of the config that sets the width of a head, whatever the model's width; empty where a
             stock model has none.
         keeps_heads: why heads cannot be removed from it; empty where they can.
+        keeps_scores: why queries and keys cannot be converted, though values can; empty where they can.
         rotary: how the channels of a head that a rotary embedding turns are paired: "halves" (channel j with the one
             half of them further), "neighbours" (2j with 2j + 1), or "neighbours, tables too" where cosines and sines
             come in that order as well; empty where there is no rotary embedding.
@@ -89,12 +90,15 @@ class AttentionFamily:
     key_bias: bool = True
     free_width: str = ""
     keeps_heads: str = ""
+    keeps_scores: str = ""
     rotary: Literal["", "halves", "neighbours", "neighbours, tables too"] = ""
     rotary_width: str = ""
     rotary_where: str = ""
     must_lack: Mapping[str, str] = field(default_factory=dict)
     undescribed: Mapping[str, str] = field(default_factory=dict)
 
+
+NORMALISED = "queries and keys are normalised after their projection (QK-norm)"
 
 # What several families have in common: attribute paths in the attention module.
 _BERT: dict[str, Any] = {
@@ -159,6 +163,16 @@ _MODERNBERT: dict[str, Any] = {  # one layer holds queries, keys and values, in 
     "query": "Wqkv.query", "key": "Wqkv.key", "value": "Wqkv.value", "output": "Wo",
     "heads": "config.num_attention_heads", "head_width": "head_dim", "scaling": "", "rotary": "halves",
     "fused": "Wqkv", "even": True, "keeps_heads": "its config has one number of heads for all layers",
+}  # fmt: skip
+_QK_NORM = {**_LLAMA, "keeps_scores": NORMALISED}
+_SOFT_CAPPED = {**_LLAMA, "keeps_scores": "its scores are soft-capped before the softmax"}
+_PHI3: dict[str, Any] = {  # one layer holds queries, keys and values, in three blocks
+    **_LLAMA, "query": "qkv_proj.query", "key": "qkv_proj.key", "value": "qkv_proj.value", "fused": "qkv_proj",
+    "keeps_scores": "it cuts what one layer makes where queries and keys of full width end",
+}  # fmt: skip
+_STABLELM: dict[str, Any] = {
+    **_LLAMA, "rotary_width": "rotary_ndims", "fixed_heads": True,
+    "keeps_scores": "it views queries and keys as exactly as many heads as its config says",
 }  # fmt: skip
 _SHARE = {"rotary_width": "partial_rotary_factor"}
 _NEIGHBOURS: dict[str, Any] = {**_LLAMA, "rotary": "neighbours"}
@@ -322,22 +336,31 @@ _OWN_ROWS = (
 
 # Those whose queries and keys a rotary embedding turns.
 _ROTARY_ROWS = (
+    _family("Apertus", "apertus", "ApertusAttention", _QK_NORM),
     _family("Arcee", "arcee", "ArceeAttention", _LLAMA),
     _family("Cohere", "cohere", "CohereAttention", {**_LLAMA, "rotary": "neighbours, tables too"}),
+    _family("Cohere 2", "cohere2", "Cohere2Attention",
+            {**_LLAMA, "rotary": "neighbours, tables too", "rotary_where": "sliding_window"}),
     _family("CWM", "cwm", "CwmAttention", _LLAMA),
     _family("ERNIE 4.5 MoE", "ernie4_5_moe", "Ernie4_5_MoeAttention", _NEIGHBOURS),
     _family("ERNIE 4.5", "ernie4_5", "Ernie4_5Attention", _NEIGHBOURS),
     _family("ESM", "esm", "EsmSelfAttention", _ESM),
     _family("EuroBERT", "eurobert", "EuroBertAttention", _LLAMA),
+    _family("EXAONE 4", "exaone4", "Exaone4Attention", _QK_NORM),
     _family("Gemma", "gemma", "GemmaAttention", _LLAMA),
+    _family("Gemma 2", "gemma2", "Gemma2Attention", _SOFT_CAPPED),
+    _family("Gemma 3", "gemma3_text", "Gemma3Attention", _QK_NORM),
     _family("GLM", "glm", "GlmAttention", {**_NEIGHBOURS, **_SHARE}),
     _family("GLM-4", "glm4", "Glm4Attention", {**_NEIGHBOURS, **_SHARE}),
     _family("Granite MoE shared", "granitemoeshared", "GraniteMoeSharedAttention", _LLAMA),
     _family("Granite MoE", "granitemoe", "GraniteMoeAttention", _LLAMA),
     _family("GPT-NeoX", "gpt_neox", "GPTNeoXAttention", _GPT_NEOX),
+    _family("gpt-oss", "gpt_oss", "GptOssAttention",
+            {**_LLAMA, "keeps_scores": "a learned sink takes part in its softmax"}),
     _family("Granite", "granite", "GraniteAttention", _LLAMA),
     _family("GTE", "gte", "GteAttention", _NOMIC),
     _family("Helium", "helium", "HeliumAttention", _NEIGHBOURS),
+    _family("HunYuan dense", "hunyuan_v1_dense", "HunYuanDenseV1Attention", _QK_NORM),
     _family("HyperCLOVA X", "hyperclovax", "HyperCLOVAXAttention", _LLAMA),
     _family("Jais 2", "jais2", "Jais2Attention", _LLAMA),
     _family("Jina embeddings 3", "jina_embeddings_v3", "JinaEmbeddingsV3Attention", _NOMIC),
@@ -349,15 +372,23 @@ _ROTARY_ROWS = (
     _family("ModernBERT decoder", "modernbert-decoder", "ModernBertDecoderAttention", {**_NOMIC, "output": "Wo"}),
     _family("Nemotron", "nemotron", "NemotronAttention", {**_LLAMA, **_SHARE}),
     _family("nomic-bert", "nomic_bert", "NomicBertAttention", _NOMIC),
+    _family("OLMo 2", "olmo2", "Olmo2Attention", _QK_NORM),
+    _family("OLMo 3", "olmo3", "Olmo3Attention", _QK_NORM),
     _family("Phi", "phi", "PhiAttention", _PHI),
+    _family("Phi-3", "phi3", "Phi3Attention", _PHI3),
     _family("PhiMoE", "phimoe", "PhimoeAttention", _LLAMA),
     _family("Qwen2 MoE", "qwen2_moe", "Qwen2MoeAttention", _LLAMA),
     _family("Qwen2", "qwen2", "Qwen2Attention", _LLAMA),
+    _family("Qwen3 MoE", "qwen3_moe", "Qwen3MoeAttention", _QK_NORM),
+    _family("Qwen3-VL text", "qwen3_vl_text", "Qwen3VLTextAttention", _QK_NORM),
+    _family("Qwen3", "qwen3", "Qwen3Attention", _QK_NORM),
     _family("Seed-OSS", "seed_oss", "SeedOssAttention", _LLAMA),
     _family("SmolLM3", "smollm3", "SmolLM3Attention", {**_LLAMA, "rotary_where": "use_rope"}),
     _family("SOLAR Open", "solar_open", "SolarOpenAttention", _LLAMA),
+    _family("StableLM", "stablelm", "StableLmAttention", _STABLELM),
     _family("StarCoder2", "starcoder2", "Starcoder2Attention", _LLAMA),
     _family("UltraBERT", "ultrabert", "UltrabertAttention", _LLAMA),
+    _family("VaultGemma", "vaultgemma", "VaultGemmaAttention", _SOFT_CAPPED),
 )
 
 FAMILIES: dict[str, AttentionFamily] = {

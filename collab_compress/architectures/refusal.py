@@ -1,38 +1,19 @@
 """Explain why a model cannot be converted: the module, the reason, and what can be converted."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from torch import nn
 
-from collab_compress.architectures.families import AttentionFamily
+from collab_compress.architectures.families import NORMALISED, AttentionFamily
 from collab_compress.errors import UnsupportedModelError
 
-# (mark in a class name, mark in a child's name, reason)
-_ROTARY = (
-    "rotaryembedding",
-    "rotary_emb",
-    "a rotary position embedding turns queries and keys after their projection",
-)
-_INTERPOSED = (
-    _ROTARY,
-    ("", "q_norm", "queries and keys are normalised after their projection (QK-norm)"),
-    ("", "query_norm", "queries and keys are normalised after their projection (QK-norm)"),
-    ("", "q_layernorm", "queries and keys are normalised after their projection (QK-norm)"),
-    ("", "query_layernorm", "queries and keys are normalised after their projection (QK-norm)"),
-)
+_NORMS = ("q_norm", "query_norm", "q_layernorm", "query_layernorm")
+_ROTARY_CLASS, _ROTARY_CHILD = "rotaryembedding", "rotary_emb"
+SEE = "docs/families.md lists what can be converted of each family"
 
 
-def convertible(families: dict[str, AttentionFamily]) -> str:
-    """Name the families that can be converted, for messages."""
-    return ", ".join(sorted({family.name for family in families.values()}))
-
-
-def refuse_interposed(
-    model: nn.Module,
-    families: dict[str, AttentionFamily],
-    among: Collection[str] | Mapping[str, AttentionFamily] = (),
-) -> None:
+def refuse_interposed(model: nn.Module, among: Mapping[str, AttentionFamily]) -> None:
     """Refuse a model that does something between projection and dot product which its family does not describe.
 
     The collaborative form factors Wq·Wkᵀ, so nothing may stand between the two, but for a rotary embedding where the
@@ -40,33 +21,35 @@ def refuse_interposed(
 
     Args:
         model: any model.
-        families: what can be converted.
-        among: paths of the modules that count, with the family of each where it has one; all of them if there are
-            none.
+        among: paths of the modules that count, with the family of each.
 
     Raises:
         UnsupportedModelError: naming the first such module and the reason.
     """
-    described = among if isinstance(among, Mapping) else {}
-    turned = {name: family for name, family in described.items() if family.rotary}
+    turned = {name: family for name, family in among.items() if family.rotary}
     for name, module in model.named_modules():
-        if among and name not in among:
+        if name not in among:
             continue
         child = name.rpartition(".")[2].lower()
-        for row in _INTERPOSED:
-            class_mark, child_mark, reason = row
-            if row is _ROTARY and name in turned:
-                continue
-            if child == child_mark or (class_mark and class_mark in type(module).__name__.lower()):
-                raise UnsupportedModelError(
-                    f"{name} ({type(module).__name__}): {reason}, so Wq·Wkᵀ is not what the scores use; "
-                    f"families that can be converted: {convertible(families)}"
-                )
-    if turned and not any(_ROTARY[0] in type(model.get_submodule(name)).__name__.lower() for name in turned):
+        rotary = child == _ROTARY_CHILD or _ROTARY_CLASS in type(module).__name__.lower()
+        reason = NORMALISED if child in _NORMS else ""
+        if rotary and name not in turned:
+            reason = "a rotary position embedding turns queries and keys after their projection"
+        if reason:
+            refuse_scores(name, module, reason)
+    if turned and not any(_ROTARY_CLASS in type(model.get_submodule(name)).__name__.lower() for name in turned):
         raise UnsupportedModelError(
             f"{type(model).__name__} has no rotary embedding, which the {next(iter(turned.values())).name} "
             "description promises; models of this family with other positions cannot be converted"
         )
+
+
+def refuse_scores(name: str, module: nn.Module, reason: str) -> NoReturn:
+    """Raise UnsupportedModelError: queries and keys of this module stay as they are, and what can be narrowed."""
+    raise UnsupportedModelError(
+        f"{name} ({type(module).__name__}): queries and keys cannot be converted, because {reason}; leave out dk, "
+        "and narrow values (dv) and feed-forward blocks (dff)"
+    )
 
 
 def refuse_hooks(path: str, layer: nn.Module, stays: bool = False) -> None:
@@ -97,14 +80,11 @@ def refuse_hooks(path: str, layer: nn.Module, stays: bool = False) -> None:
         )
 
 
-def refuse_unknown(
-    model: nn.Module, families: dict[str, AttentionFamily], part: str = "", part_type: str = ""
-) -> NoReturn:
+def refuse_unknown(model: nn.Module, part: str = "", part_type: str = "") -> NoReturn:
     """Refuse a model of a family that has no description, or that holds a model of such a family.
 
     Args:
         model: the model.
-        families: what can be converted.
         part: path of the first attention module of such a model inside; empty where `model` is one itself.
         part_type: model type of the model inside.
 
@@ -114,8 +94,7 @@ def refuse_unknown(
     if part:
         raise UnsupportedModelError(
             f"{part} ({type(model.get_submodule(part)).__name__}): model type {part_type!r} has no description; "
-            "leave it out with a pattern of module paths (modules='…'); families that can be converted: "
-            f"{convertible(families)}"
+            f"leave it out with a pattern of module paths (modules='…'); {SEE}"
         )
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     first = next(
@@ -127,6 +106,5 @@ def refuse_unknown(
         "",
     )
     raise UnsupportedModelError(
-        f"{type(model).__name__}: model type {model_type!r} has no description{first}; "
-        f"families that can be converted: {convertible(families)}"
+        f"{type(model).__name__}: model type {model_type!r} has no description{first}; {SEE}"
     )

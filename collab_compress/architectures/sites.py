@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures.families import AttentionFamily
-from collab_compress.architectures.refusal import refuse_interposed, refuse_unknown
+from collab_compress.architectures.refusal import refuse_interposed, refuse_scores, refuse_unknown
 from collab_compress.errors import UnsupportedModelError
 from collab_compress.options import KINDS, Kind
 
@@ -90,14 +90,14 @@ def fused_slice(module: Any, family: AttentionFamily, path: str) -> FusedSlice |
     if type(whole) not in (nn.Linear, Conv1D):
         return None
     heads, width = (attrgetter(each)(module) for each in (family.heads, family.head_width))
-    if whole.weight.shape[int(isinstance(whole, Conv1D))] != 3 * heads * width:
+    groups = attrgetter(family.key_value_heads)(module) if family.key_value_heads else heads
+    if whole.weight.shape[int(isinstance(whole, Conv1D))] != (heads + 2 * groups) * width:
         return None
-    place = parts.index(path) * width
-    return (
-        FusedSlice(whole, place, 3 * width, heads, width)
-        if family.interleaved
-        else FusedSlice(whole, place * heads, width, heads, width)
-    )
+    place = parts.index(path)
+    if family.interleaved:
+        return FusedSlice(whole, place * width, 3 * width, heads, width)
+    before = (0, heads, heads + groups)[place]
+    return FusedSlice(whole, before * width, width, groups if place else heads, width)
 
 
 PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # what can be computed with
@@ -183,14 +183,12 @@ def find_attention(
         kinds: only modules of these kinds are listed.
 
     Raises:
-        UnsupportedModelError: unknown family; something between projection and dot product (rotary embedding,
-            query/key normalisation); no module matches; a module lacks an attribute its family promises.
+        UnsupportedModelError: unknown family; no module matches; a module lacks an attribute its family promises.
     """
     model = transformers_model(model)
     owned = _described(model, families)
-    refuse_interposed(model, families, among=owned)
     if not owned:
-        refuse_unknown(model, families)
+        refuse_unknown(model)
     layers = dict.fromkeys(KINDS, 0)
     owners = _owners(model)
     found = []
@@ -245,7 +243,7 @@ def _refuse_undescribed_parts(model: nn.Module, families: dict[str, AttentionFam
     for name in others:
         module = model.get_submodule(name)
         if name and "attention" in type(module).__name__.lower() and fnmatch(name, modules):
-            refuse_unknown(model, families, name, _model_type(_owners(model)[name]))
+            refuse_unknown(model, name, _model_type(_owners(model)[name]))
 
 
 def _kind(name: str, module: nn.Module, family: AttentionFamily) -> Kind:
@@ -392,10 +390,13 @@ def find_dense_attention(
     """List every attention module of `model` that can be converted; as `find_attention`, and checks the projections.
 
     Raises:
-        UnsupportedModelError: as `find_attention`; a query or key projection is no plain `nn.Linear`, is quantized,
-            or is not H·d wide; the family's description leaves this kind of attention out.
+        UnsupportedModelError: as `find_attention`; something stands between projection and dot product (rotary
+            embedding, query/key normalisation) that the family does not describe; a query or key projection is no
+            plain `nn.Linear`, is quantized, or is not H·d wide; the family's description leaves this kind of
+            attention out.
     """
     found = [_dense(site) for site in find_attention(model, families, modules, kinds)]
+    refuse_interposed(transformers_model(model), _described(transformers_model(model), families))
     _refuse_undescribed_parts(model, families, modules)
     return found
 
@@ -418,6 +419,8 @@ def find_dense_values(
 
 
 def _dense(site: AttentionSite) -> DenseSite:
+    if site.family.keeps_scores:
+        refuse_scores(site.name, site.module, site.family.keeps_scores)
     _refuse_undescribed(site)
     query = _projection(site, site.family.query, site.heads)
     key = _projection(site, site.family.key, site.key_value_heads)

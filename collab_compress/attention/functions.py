@@ -18,8 +18,9 @@ from collab_compress.attention.install import FORMS_AT, HeadCall, for_each_head,
 from collab_compress.attention.kernels import softmax
 from collab_compress.errors import UnsupportedModelError
 
-# Arguments of stock attention functions that change the scores or say which keys are read.
-UNSUPPORTED = frozenset(("block_indices", "indices", "s_aux", "sinks", "softcap"))
+# Arguments of stock attention functions that say which keys are read, and those that change the scores.
+CHOOSE_KEYS = frozenset(("block_indices", "indices"))
+CHANGE_SCORES = frozenset(("s_aux", "sinks", "softcap"))
 
 
 def collab_sdpa(
@@ -54,7 +55,7 @@ def collab_sdpa(
     if any(hook.needs_probs for hook in head_hooks(module)):
         outputs, _ = collab_eager(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
         return outputs, None
-    _refuse_unsupported(module, kwargs)
+    _refuse_unsupported(module, kwargs, CHOOSE_KEYS | CHANGE_SCORES)
     form = getattr(module, "score_form", None)
     bias = kwargs.get("position_bias")
     if not head_hooks(module) and reads_cache(query, key, value, dropout, attention_mask, bias):
@@ -93,7 +94,8 @@ def collab_eager(
     Returns:
         Head outputs (B, T, H, dv) and probabilities after dropout (B, H, T, S), as stock eager attention does.
     """
-    _refuse_unsupported(module, kwargs)
+    stock_scores = getattr(module, "score_form", None) is None
+    _refuse_unsupported(module, kwargs, CHOOSE_KEYS if stock_scores else CHOOSE_KEYS | CHANGE_SCORES)
     value = _of_heads(module, value)
     causal = _causal(module, is_causal, attention_mask, query.shape[2])
     wanted = any(hook.needs_probs for hook in head_hooks(module))
@@ -150,14 +152,14 @@ def _eager(
     return (probs @ value).transpose(1, 2).contiguous(), probs
 
 
-def _refuse_unsupported(module: Any, kwargs: dict[str, Any]) -> None:
-    """Raise UnsupportedModelError for a paged cache, and for arguments that change the scores."""
+def _refuse_unsupported(module: Any, kwargs: dict[str, Any], names: frozenset[str]) -> None:
+    """Raise UnsupportedModelError for a paged cache, and for arguments of these names."""
     if kwargs.get("cache") is not None:
         raise UnsupportedModelError(
             f"edited {type(module).__name__} cannot read a paged cache (generate_batch, continuous batching); "
             "use generate"
         )
-    passed = sorted(name for name in UNSUPPORTED if kwargs.get(name) is not None)
+    passed = sorted(name for name in names if kwargs.get(name) is not None)
     if passed:
         raise UnsupportedModelError(
             f"{type(module).__name__} passes {', '.join(passed)} to its attention, which changes the scores "

@@ -156,7 +156,7 @@ class NarrowValues(MapForm):
     @property
     def multiple(self) -> int:
         """What the width of values is padded to a multiple of, for the module to view as heads."""
-        return self.heads * self.head_width if self.fixed_heads else self.head_width
+        return self.dense_key_width if self.fixed_heads else self.head_width
 
     # Parameters: made, filled, put into a module, read.
 

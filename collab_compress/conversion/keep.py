@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import FAMILIES, DenseSite, ValueSite, find_dense_attention, find_dense_values
+from collab_compress.architectures import (
+    FAMILIES,
+    AttentionSite,
+    ValueSite,
+    find_attention,
+    find_dense_attention,
+    find_dense_values,
+)
 from collab_compress.attention import FORMS, NarrowValues, ScoreForm
 from collab_compress.calibration import Batch
 from collab_compress.conversion.feed_forward import FeedForward, block_report, find_feed_forward, narrower_config
@@ -78,7 +85,10 @@ class Layers:
         assert compression.keep is not None
         self.keep, self.asked, self.length = compression.keep, compression, length
         where = (model, FAMILIES, compression.modules, compression.kinds)
-        self.sites = list(zip(find_dense_attention(*where), find_dense_values(*where), strict=True))
+        self.sites = list(zip(find_attention(*where), find_dense_values(*where), strict=True))
+        self.rotary = any(site.family.rotary for site, _ in self.sites)
+        if not self.rotary:
+            find_dense_attention(*where)  # raises where queries and keys cannot be converted
         self.before = [_dense_cost(site, values, length) for site, values in self.sites]
         self.attention = sum(each.macs for each in self.before)
         self.blocks, self.left_out = _narrowable(model, batch)
@@ -89,8 +99,7 @@ class Layers:
     @property
     def forms(self) -> tuple[Form, ...]:
         """Forms to choose from; queries and keys of rotary models stay dense, so there is no choice."""
-        rotary = any(site.family.rotary for site, _ in self.sites)
-        return ("shared",) if rotary else get_args(Form)
+        return ("shared",) if self.rotary else get_args(Form)
 
     def candidate(self, form: Form, attention: float) -> Candidate | None:
         """Return the widths that give attention a share of its operations, and the rest to feed-forward blocks.
@@ -225,20 +234,20 @@ def _narrowable(model: PreTrainedModel, batch: Batch) -> tuple[list[FeedForward]
     return blocks, ""
 
 
-def _widest(site: DenseSite, values: ValueSite, form: Form, share: float, length: int) -> _Widths | None:
+def _widest(site: AttentionSite, values: ValueSite, form: Form, share: float, length: int) -> _Widths | None:
     """Return the largest widths of one module within the share of its operations, with scores no dearer than dense.
 
     Shared channels that cost too much are not narrowed further: they would keep much less than was asked for.
     """
     before = _dense_cost(site, values, length)
-    dense_scores = _dense_scores(site, length)
+    dense_scores = _dense_scores(site, values, length)
     scores_share, values_share = SPLIT[form]
     for channels in range(values.head_width, 0, -1):
         scores, macs = None, dense_scores
         if not site.family.rotary:
             score_channels = min(site.head_width, max(1, round(channels * scores_share / values_share)))
             scores = _scores(site, form, site.heads * score_channels)
-            macs = scores.macs(site.key.in_features, length)
+            macs = scores.macs(values.value.in_features, length)
         dv = values.key_value_heads * channels
         cost = macs + _values(values, dv, length)
         if cost <= share * before.macs:
@@ -250,12 +259,12 @@ def _widest(site: DenseSite, values: ValueSite, form: Form, share: float, length
     return None
 
 
-def _dense_cost(site: DenseSite, values: ValueSite, length: int) -> _Widths:
-    return _Widths(None, values.width, _dense_scores(site, length) + _values(values, values.width, length))
+def _dense_cost(site: AttentionSite, values: ValueSite, length: int) -> _Widths:
+    return _Widths(None, values.width, _dense_scores(site, values, length) + _values(values, values.width, length))
 
 
-def _dense_scores(site: DenseSite, length: int) -> int:
-    return dense_macs(site.key.in_features, site.width, site.key_value_width, length)
+def _dense_scores(site: AttentionSite, values: ValueSite, length: int) -> int:
+    return dense_macs(values.value.in_features, site.width, site.key_value_width, length)
 
 
 def _values(values: ValueSite, dv: int, length: int) -> int:
@@ -263,8 +272,8 @@ def _values(values: ValueSite, dv: int, length: int) -> int:
     return form.macs(values.value.weight.shape[1], length)
 
 
-def _scores(site: DenseSite, form: Form, dk: int) -> ScoreForm:
-    return FORMS[form].of(site, dk, content_bias=site.query.bias is not None)
+def _scores(site: AttentionSite, form: Form, dk: int) -> ScoreForm:
+    return FORMS[form].of(site, dk, content_bias=site.part(site.family.query).bias is not None)
 
 
 def _range(widths: Iterable[int]) -> str:

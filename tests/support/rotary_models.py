@@ -1,4 +1,7 @@
-"""The tiniest model of every family whose queries and keys a rotary embedding turns; grouped queries where it can."""
+"""The tiniest model of every family whose queries and keys a rotary embedding turns; grouped queries where it can.
+
+Those of `KEEPING` keep their queries and keys in any conversion.
+"""
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedModel
@@ -13,14 +16,22 @@ EXPERTS = {
     "num_experts": 2, "num_local_experts": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
     "num_experts_per_tok": 1, "n_routed_experts": 2, "moe_num_experts": 2,
 }  # fmt: skip
+LAYER_KINDS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 OWN = {
     "esm": {"position_embedding_type": "rotary", "mask_token_id": 4, "token_dropout": False},
     "smollm3": {"no_rope_layers": [1, 0]},
     **dict.fromkeys(
-        ("ernie4_5_moe", "granitemoe", "granitemoeshared", "mixtral", "phimoe", "qwen2_moe", "solar_open"), EXPERTS
+        (
+            "ernie4_5_moe", "gpt_oss", "granitemoe", "granitemoeshared", "mixtral", "phimoe", "qwen2_moe",
+            "qwen3_moe", "solar_open",
+        ),
+        EXPERTS,
     ),
-}
-ROTARY = sorted(name for name, family in FAMILIES.items() if family.rotary)
+    **dict.fromkeys(("cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "olmo3"), LAYER_KINDS),
+    "gpt_oss": {**EXPERTS, **LAYER_KINDS},
+}  # fmt: skip
+ROTARY = sorted(name for name, family in FAMILIES.items() if family.rotary and not family.keeps_scores)
+KEEPING = sorted(name for name, family in FAMILIES.items() if family.keeps_scores)
 
 
 def make_rotary(name: str) -> PreTrainedModel:
