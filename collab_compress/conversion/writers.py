@@ -22,11 +22,12 @@ EXACT, ROUNDED = 1e-3, 5e-2  # how far from linear a sum may look, in float32 an
 
 @dataclass(frozen=True)
 class Writer:
-    """A linear layer whose outputs are added to the residual stream.
+    """A linear layer whose outputs are added to the residual stream, as they are or normalised first.
 
     Args:
         name: path of the layer in the model.
-        at: path of the first module that shows the sum.
+        at: path of the first module that shows the sum; the layer itself where its outputs are normalised first, for
+            then they are what there is to compare.
         shown: whether the sum is among its "inputs" or its "outputs".
         gain: what outputs are multiplied by before they are added, for each channel (D,).
         site: attention of the same layer, whose masks say what is padding.
@@ -46,7 +47,7 @@ def find_writers(model: PreTrainedModel, batch: Batch) -> list[Writer]:
 
     Candidates are the output projections of attention, and linear layers as wide of its layers. One of them writes to
     the stream if a change of its outputs appears unchanged, or times a constant for each channel, in what a later
-    module reads or returns, beside something else.
+    module reads or returns, beside something else. So does one whose outputs a normalisation reads, as in Gemma 3.
 
     Args:
         model: in evaluation mode.
@@ -55,7 +56,7 @@ def find_writers(model: PreTrainedModel, batch: Batch) -> list[Writer]:
     batch = first_rows(batch)
     writers = []
     for name, site, calls in _candidates(model, batch):
-        found = _sum_of(model, model.get_submodule(name), batch)
+        found = _sum_of(model, name, batch)
         if found is not None:
             writers.append(Writer(name, *found, site, calls > 1))
     return writers
@@ -107,8 +108,9 @@ def width_out(layer: Any) -> int:
     return int(layer.weight.shape[1 - output_dim(layer)]) if type(layer) in (nn.Linear, Conv1D) else 0
 
 
-def _sum_of(model: PreTrainedModel, layer: nn.Module, batch: Batch) -> tuple[str, str, Tensor] | None:
+def _sum_of(model: PreTrainedModel, layer_name: str, batch: Batch) -> tuple[str, str, Tensor] | None:
     """Find where the outputs of a layer have been added to something: path, "inputs" or "outputs", and gain."""
+    layer = model.get_submodule(layer_name)
     shown: list[tuple[str, str, Tensor]] = []
     with _watched(model, layer, shown):
         run_batch(model, batch)
@@ -124,6 +126,7 @@ def _sum_of(model: PreTrainedModel, layer: nn.Module, batch: Batch) -> tuple[str
         run_batch(model, batch)
     tolerance = ROUNDED if outputs.dtype in (torch.float16, torch.bfloat16) else EXACT
     given = change.float().flatten(0, -2)
+    normalised = False
     for (name, where, before), (*place, after) in zip(shown[1:], changed[1:], strict=False):
         if [name, where] != place or before.shape != after.shape:  # a router sent tokens elsewhere
             return None
@@ -135,7 +138,8 @@ def _sum_of(model: PreTrainedModel, layer: nn.Module, batch: Batch) -> tuple[str
             continue
         if beside.norm() > tolerance * before.float().norm():
             return name, where, gain
-    return None
+        normalised |= where == "inputs" and "norm" in type(model.get_submodule(name)).__name__.lower()
+    return (layer_name, "outputs", torch.ones_like(given[0])) if normalised else None
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
-from rotary_models import ROTARY, make_rotary
+from rotary_models import KEEPING, ROTARY, make_rotary
 
 from collab_compress.architectures import FAMILIES, find_attention
 
@@ -38,6 +38,9 @@ def rows(models):
 
 def limits(family, eager):
     """What cannot be done with a family."""
+    if family.keeps_scores:
+        yield "dv and dff alone"
+        return
     if family.fixed_heads:
         yield "dk up to *H·d − H*" if family.query != "q" else "no smaller key cache"
     if family.rotary:
@@ -53,7 +56,7 @@ def limits(family, eager):
 def table(tinies, build):
     """The whole table, from the tiny models of the tests."""
     head = ["| family | model type | attention | limits |", "|---|---|---|---|"]
-    models = [*map(build, tinies), *map(make_rotary, ROTARY)]
+    models = [*map(build, tinies), *map(make_rotary, [*ROTARY, *KEEPING])]
     return BEGIN + "\n".join([*head, *rows(models)]) + "\n" + END
 
 

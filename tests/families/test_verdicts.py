@@ -25,6 +25,7 @@ STORED = Path(__file__).with_name("verdicts.yaml")
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "families.md"
 CONVERTED = "converted"
 IN_PART = "converted in part"
+KEEPS_SCORES = "values and feed-forward blocks alone"
 # What the source of an attention class says, the gravest first: (verdict, pattern that must be there).
 REASONS = (
     ("rotary", r"rotary|rope\b|cos, ?sin"),
@@ -89,7 +90,8 @@ def verdicts():
             if reasons:
                 found[folder.name] = next((name for name in order if name in reasons), NOT_YET)
         else:
-            found[folder.name] = CONVERTED if described.issuperset(seen) else IN_PART
+            keeps = any(DESCRIBED[folder.name, name].keeps_scores for name in described)
+            found[folder.name] = KEEPS_SCORES if keeps else CONVERTED if described.issuperset(seen) else IN_PART
     return found
 
 

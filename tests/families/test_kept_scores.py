@@ -1,0 +1,79 @@
+"""Families whose queries and keys stay as they are: values and feed-forward blocks become narrower all the same."""
+
+import copy
+
+import pytest
+import torch
+from rotary_models import EXPERTS, KEEPING, OWN, make_rotary
+from transformers import AutoModel, AutoModelForCausalLM
+
+from collab_compress import Compression, Solver, UnsupportedModelError, compress
+from collab_compress.architectures import FAMILIES
+
+WITHOUT_BLOCKS = {name for name in KEEPING if EXPERTS.items() <= OWN.get(name, {}).items()}
+
+
+def batch(seed=0):
+    tokens = torch.randint(5, 61, (2, 11), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    return {"input_ids": tokens, "attention_mask": mask}
+
+
+def outputs(model):
+    with torch.no_grad():
+        return model(**batch())[0][batch()["attention_mask"].bool()]
+
+
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_values_of_full_width_change_nothing(name):
+    dense = make_rotary(name)
+    converted = copy.deepcopy(dense)
+    compress(converted, Compression(dv=16), calibration=None)
+    for implementation in ("eager", "sdpa") if dense._supports_sdpa else ("eager",):
+        for model in (dense, converted):
+            model.set_attn_implementation(implementation)
+        torch.testing.assert_close(outputs(converted), outputs(dense), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_a_narrow_model_is_saved_loaded_and_generates(name, tmp_path):
+    model = make_rotary(name)
+    dff = None if name in WITHOUT_BLOCKS else 16
+    compress(model, Compression(dv=8, dff=dff), [batch(1), batch(2)])
+    model.save_pretrained(tmp_path)
+    generates = model.can_generate()
+    loaded = (AutoModelForCausalLM if generates else AutoModel).from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(outputs(loaded), outputs(model))
+    if generates:
+        texts = [
+            loaded.generate(**batch(), max_new_tokens=8, do_sample=False, use_cache=cached) for cached in (True, False)
+        ]
+        assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_queries_and_keys_are_refused_with_the_reason(name):
+    model = make_rotary(name)
+    with pytest.raises(UnsupportedModelError) as told:
+        compress(model, Compression(dk=16), calibration=None)
+    assert FAMILIES[name].keeps_scores in str(told.value)
+    assert "leave out dk" in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "olmo2"])
+def test_layers_in_front_of_a_normalisation_are_refitted(name):
+    """Their outputs come nearer to the dense ones, though the stream only gets them normalised."""
+    dense = make_rotary(name)
+    refitted, plain = copy.deepcopy(dense), copy.deepcopy(dense)
+    data = [batch(seed) for seed in range(1, 33)]
+    refits = compress(refitted, Compression(dv=8), data).refits
+    compress(plain, Compression(dv=8, solver=Solver(refit=False)), data)
+    assert [each.name.rpartition(".")[2] for each in refits] == ["o_proj", "down_proj"] * 2
+    smaller = [each.error_after < each.error_before for each in refits]
+    assert smaller == [False, True, True, True]  # the first is as the conversion has fitted it
+    errors = [(outputs(model) - outputs(dense)).norm() for model in (refitted, plain)]
+    assert errors[0] < errors[1]
