@@ -105,6 +105,4 @@ def refuse_unknown(model: nn.Module, part: str = "", part_type: str = "") -> NoR
         ),
         "",
     )
-    raise UnsupportedModelError(
-        f"{type(model).__name__}: model type {model_type!r} has no description{first}; {SEE}"
-    )
+    raise UnsupportedModelError(f"{type(model).__name__}: model type {model_type!r} has no description{first}; {SEE}")

@@ -6,8 +6,8 @@ from transformers import (
     GemmaModel,
     GPTNeoConfig,
     GPTNeoModel,
-    PersimmonConfig,
-    PersimmonModel,
+    PhiConfig,
+    PhiModel,
     Qwen3Config,
     Qwen3Model,
 )
@@ -54,16 +54,14 @@ def test_glob_without_match_names_what_there_is(make_tiny):
         find_dense_attention(make_tiny("bert"), FAMILIES, "nowhere")
 
 
-def test_refuses_unknown_family_and_names_those_it_knows():
+def test_refuses_unknown_family_and_names_where_the_others_are():
     model = GPTNeoModel(
         GPTNeoConfig(
             num_layers=1, attention_types=[[["global"], 1]], hidden_size=8, num_heads=2, vocab_size=11,
             max_position_embeddings=8,
         )
     )  # fmt: skip
-    with pytest.raises(
-        UnsupportedModelError, match=r"'gpt_neo' .*h\.0\.attn \(GPTNeoAttention\).*ALBERT, .*BART, .*BERT"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"'gpt_neo' .*h\.0\.attn \(GPTNeoAttention\).*docs/families"):
         find_dense_attention(model, FAMILIES)
 
 
@@ -71,14 +69,14 @@ def test_refuses_unknown_family_and_names_those_it_knows():
     ("model", "message"),
     [
         (
-            lambda: PersimmonModel(PersimmonConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1,
-                                                   vocab_size=11, intermediate_size=8, qk_layernorm=False)),
-            r"rotary_emb \(PersimmonRotaryEmbedding\): a rotary position embedding",
+            lambda: PhiModel(PhiConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=11,
+                                       intermediate_size=8, qk_layernorm=True)),
+            r"layers\.0\.self_attn\.q_layernorm \(LayerNorm\): .*QK-norm",
         ),
         (
             lambda: Qwen3Model(Qwen3Config(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=11,
                                            intermediate_size=8, num_key_value_heads=2, head_dim=4)),
-            r"layers\.0\.self_attn\.q_norm .*QK-norm",
+            r"layers\.0\.self_attn \(Qwen3Attention\): .*QK-norm.* narrow values \(dv\)",
         ),
         (
             lambda: GemmaModel(GemmaConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=11,
@@ -90,6 +88,13 @@ def test_refuses_unknown_family_and_names_those_it_knows():
 def test_refuses_what_cannot_be_converted(model, message):
     with pytest.raises(UnsupportedModelError, match=message):
         find_dense_attention(model(), FAMILIES)
+
+
+def test_a_rotary_embedding_that_is_not_described_is_refused(make_tiny):
+    model = make_tiny("bert")
+    model.encoder.layer[1].attention.self.rotary_emb = torch.nn.Identity()
+    with pytest.raises(UnsupportedModelError, match=r"self\.rotary_emb \(Identity\): .*a rotary position embedding"):
+        find_dense_attention(model, FAMILIES)
 
 
 def test_says_which_attribute_is_missing_where(make_tiny):
