@@ -1,5 +1,6 @@
 # make demo          install what it needs, convert a real model, reload it in a new process
 # make test          install what is missing, run the tests
+# make test-versions the tests that meet Transformers, beside older versions of it
 # make test-extras   the slow tests, and converted models with what they are used with (docs/compatibility.md)
 # make test-lowest   try the lowest versions that pyproject.toml allows, in an environment of their own
 # make check         ruff, mypy, the import contracts and the documentation
@@ -27,7 +28,7 @@ export COLLAB_COMPRESS_DATA
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-extras test-lowest check types docs bench bench-gpu clean
+.PHONY: demo test test-extras test-lowest test-versions check types docs bench bench-gpu clean
 
 demo: $(CORE)
 	rm -rf demo-output
@@ -53,7 +54,11 @@ test-lowest:
 	$(LOWEST)/bin/python tests/support/lowest.py > $(LOWEST)/constraints.txt
 	$(LOWEST)/bin/python -m pip $(PIP_OPTIONS) install "setuptools>=77"
 	$(LOWEST)/bin/python -m pip $(PIP_OPTIONS) install --editable ".[test]" --constraint $(LOWEST)/constraints.txt
-	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q -n auto --dist worksteal -W default $(LOWEST_TESTS)
+	PYTHONPATH=tests/versions OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q -n auto --dist worksteal -W default \
+		-p skip_newer $(LOWEST_TESTS)
+
+test-versions: $(STAMP)
+	$(BIN)/python tests/versions/run.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -101,5 +106,5 @@ $(DOCS): $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(LOWEST) build dist demo-output *.egg-info
+	rm -rf $(VENV) $(VENV)-versions $(LOWEST) build dist demo-output *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -171,7 +171,7 @@ _PHI3: dict[str, Any] = {  # one layer holds queries, keys and values, in three 
     "keeps_scores": "it cuts what one layer makes where queries and keys of full width end",
 }  # fmt: skip
 _STABLELM: dict[str, Any] = {
-    **_LLAMA, "rotary_width": "rotary_ndims", "fixed_heads": True,
+    **_LLAMA, "heads": "num_heads", "rotary_width": "rotary_ndims", "fixed_heads": True,
     "keeps_scores": "it views queries and keys as exactly as many heads as its config says",
 }  # fmt: skip
 _SHARE = {"rotary_width": "partial_rotary_factor"}
@@ -403,3 +403,24 @@ FAMILIES: dict[str, AttentionFamily] = {
     model_type: row for row in (*_ROWS, *_OWN_ROWS, *_ROTARY_ROWS) for model_type in row.model_types
 }
 """`config.model_type` of a model, or of one inside a model, → family. Adding one is a row."""
+
+_SINCE = {
+    "5.5": (
+        "apertus clip_text_model clip_vision_model detr eurobert gpt2 jina_embeddings_v3 metaclip_2_text_model "
+        "metaclip_2_vision_model modernbert mpt musicgen_decoder musicgen_melody_decoder mvp nomic_bert "
+        "owlv2_text_model owlv2_vision_model owlvit_text_model owlvit_vision_model trocr xglm"
+    ),
+    "5.10": (
+        "altclip_text_model altclip_vision_model audio-spectrogram-transformer beit bloom chinese_clip_text_model "
+        "chinese_clip_vision_model clipseg_text_model clipseg_vision_model deit esm hyperclovax idefics3_vision "
+        "ijepa mpnet pixio segformer siglip2_text_model siglip2_vision_model siglip_text_model siglip_vision_model "
+        "smolvlm_vision vit vit_mae vit_msn vivit xclip_text_model"
+    ),
+    "5.15": "mt5 nemotron pix2struct_text_model pix2struct_vision_model switch_transformers t5",
+    "5.20": "dinov2 dinov2_with_registers gte ultrabert umt5 videomae",
+    "5.23": "gemma2 vaultgemma",
+}
+SINCE: dict[str, str] = {
+    model_type: version for version, model_types in _SINCE.items() for model_type in model_types.split()
+}
+"""`config.model_type` → the oldest tried version of Transformers that has the modules as described; else all have."""

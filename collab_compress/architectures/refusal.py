@@ -3,14 +3,16 @@
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+import transformers
+from packaging.version import Version
 from torch import nn
 
-from collab_compress.architectures.families import NORMALISED, AttentionFamily
+from collab_compress.architectures.families import NORMALISED, SINCE, AttentionFamily
 from collab_compress.errors import UnsupportedModelError
 
 _NORMS = ("q_norm", "query_norm", "q_layernorm", "query_layernorm")
 _ROTARY_CLASS, _ROTARY_CHILD = "rotaryembedding", "rotary_emb"
-SEE = "docs/families.md lists what can be converted of each family"
+SEE = "docs/families.md lists what can be converted of each family, and since which version of Transformers"
 
 
 def refuse_interposed(model: nn.Module, among: Mapping[str, AttentionFamily]) -> None:
@@ -41,6 +43,16 @@ def refuse_interposed(model: nn.Module, among: Mapping[str, AttentionFamily]) ->
         raise UnsupportedModelError(
             f"{type(model).__name__} has no rotary embedding, which the {next(iter(turned.values())).name} "
             "description promises; models of this family with other positions cannot be converted"
+        )
+
+
+def refuse_older(model_type: str) -> None:
+    """Raise UnsupportedModelError where the installed Transformers is older than what the family needs."""
+    needed = SINCE.get(model_type)
+    if needed is not None and Version(transformers.__version__) < Version(needed):
+        raise UnsupportedModelError(
+            f"models of type {model_type!r} can be converted with Transformers {needed} and newer, this is "
+            f"{transformers.__version__}; pip install 'transformers>={needed}'"
         )
 
 

@@ -7,15 +7,17 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures.families import AttentionFamily
-from collab_compress.architectures.refusal import refuse_interposed, refuse_scores, refuse_unknown
+from collab_compress.architectures.refusal import refuse_interposed, refuse_older, refuse_scores, refuse_unknown
 from collab_compress.errors import UnsupportedModelError
 from collab_compress.options import KINDS, Kind
+from collab_compress.transformers_parts import VERSIONS
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,9 +228,15 @@ def _model_type(model: Any) -> str:
 
 
 def _described(model: nn.Module, families: dict[str, AttentionFamily]) -> dict[str, AttentionFamily]:
-    """Return the family of each module by its path; modules of unknown families are left out."""
-    kinds = {name: families.get(_model_type(owner)) for name, owner in _owners(model).items()}
-    return {name: family for name, family in kinds.items() if family is not None}
+    """Return the family of each module by its path; modules of unknown families are left out.
+
+    Raises:
+        UnsupportedModelError: the family needs a newer version of Transformers.
+    """
+    types = {name: _model_type(owner) for name, owner in _owners(model).items()}
+    for model_type in dict.fromkeys(types.values()):
+        refuse_older(model_type)
+    return {name: families[model_type] for name, model_type in types.items() if model_type in families}
 
 
 def _refuse_undescribed_parts(model: nn.Module, families: dict[str, AttentionFamily], modules: str) -> None:
@@ -301,7 +309,7 @@ def _attribute(name: str, module: nn.Module, family: AttentionFamily, path: str)
             return whole  # whoever reads it says what it is
     raise UnsupportedModelError(
         f"{name} ({type(module).__name__}) has no attribute {path!r}, which the {family.name} description "
-        "promises; this version of Transformers may have renamed it"
+        f"promises; Transformers {transformers.__version__} may have renamed it: transformers{VERSIONS} was tried"
     )
 
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from collab_compress.attention.projections import Layout, QKVProjection
 from collab_compress.errors import UnsupportedModelError
+from collab_compress.transformers_parts import ALL_ATTENTION_FUNCTIONS
 
 
 def heads_of(projected: Tensor, head_width: int) -> Tensor:

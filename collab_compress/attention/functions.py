@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from collab_compress.attention.decoding import probabilities_, reads_cache, weighted_values
 from collab_compress.attention.form import scaling_of
 from collab_compress.attention.install import FORMS_AT, HeadCall, for_each_head, head_hooks
 from collab_compress.attention.kernels import softmax
 from collab_compress.errors import UnsupportedModelError
+from collab_compress.transformers_parts import sdpa_attention_forward
 
 # Arguments of stock attention functions that say which keys are read, and those that change the scores.
 CHOOSE_KEYS = frozenset(("block_indices", "indices"))
@@ -203,7 +203,7 @@ def _biased(mask: Tensor | None, bias: Tensor | None, causal: bool) -> tuple[Ten
 def _additive(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
     """Turn a mask made for SDPA into the additive one that eager attention takes."""
     if causal:
-        mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+        mask = query.new_ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool).tril()
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)

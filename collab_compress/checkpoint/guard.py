@@ -15,10 +15,9 @@ from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, WeightConverter
 
 from collab_compress.checkpoint.edits import MARK, METHOD, EditConfig, describes_edits, edits_of, models_in
+from collab_compress.transformers_parts import PrefixChange, WeightConverter, weight_conversions_of
 
 # Read in the error of a stock load; names the first version that reads the format `VERSION`.
 GUARD = f"pip-install-collab-compress-0.1.0-and-import-{METHOD}-before-loading.safetensors"
@@ -100,7 +99,7 @@ def save_apart_(model: PreTrainedModel) -> None:
     """
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:  # as `save_pretrained` finds them
-        known = get_model_conversion_mapping(model, add_legacy=False)
+        known = weight_conversions_of(model, add_legacy=False)
         conversions = [conversion for conversion in known if not isinstance(conversion, PrefixChange)]
     if len(kept_conversions(conversions)) < len(conversions):
         model._weight_conversions = kept_conversions(conversions)

@@ -7,12 +7,6 @@ from typing import Any
 
 from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.quantizers.auto import (
-    AUTO_QUANTIZATION_CONFIG_MAPPING,
-    AUTO_QUANTIZER_MAPPING,
-)
-from transformers.quantizers.base import HfQuantizer
 
 from collab_compress.checkpoint.edits import (
     MARK,
@@ -34,6 +28,16 @@ from collab_compress.checkpoint.guard import (
     take_out_guard_,
 )
 from collab_compress.errors import CheckpointError, UnsupportedModelError
+from collab_compress.transformers_parts import (
+    QUANTIZATION_CONFIGS,
+    QUANTIZERS,
+    UPDATES_CONVERSIONS,
+    HfQuantizer,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    weight_conversions_of,
+)
 
 # What else is done to an edited model once its weights are loaded; filled where the package is imported.
 AFTER_LOADING: list[Callable[[PreTrainedModel], None]] = []
@@ -54,26 +58,35 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
                 )
         return config
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+    update_tp_plan = update_attn_implementation  # where older versions show the config first
+
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: PreTrainedModel) -> list[Any]:
         """Drop weight conversions that do not apply to edited checkpoints, and refuse weights that would be lost."""
-        conversions = kept_conversions(super().update_weight_conversions(weight_conversions, model))
-        if self.stored:
-            _refuse_lost_weights(model, self.stored, conversions, self.quantization_config.edits, self.elsewhere)
+        conversions = kept_conversions(super().update_weight_conversions(weight_conversions, *model))
+        self._refuse_lost_weights(conversions)
         return conversions
+
+    def _refuse_lost_weights(self, conversions: list[Any]) -> None:
+        if self.stored:
+            edits = self.quantization_config.edits
+            _refuse_lost_weights(self.model, self.stored, conversions, edits, self.elsewhere)
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> PreTrainedModel:
-        self.stored = _stored_names(checkpoint_files or ())
+        self.model, self.stored = model, _stored_names(checkpoint_files or ())
         edits = [_located(edit, model) for edit in self.quantization_config.edits]
         self.elsewhere = [name for _, names in edits for name in names]
         self.quantization_config.edits = [edit for edit, _ in edits if edit.modules]
         for edit in self.quantization_config.edits:
             edit.apply_(model)
             _keep_whole_(model, edit)
+        if not UPDATES_CONVERSIONS:
+            self._refuse_lost_weights(kept_conversions(weight_conversions_of(model)))
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        del self.model
         edits = self.quantization_config.edits
         for edit in edits:
             keep_edit_(model, edit)
@@ -230,5 +243,5 @@ def _any_layer(path: str) -> str:
 def register_checkpoint() -> None:
     """Make the plug-in known to Transformers."""
     describe_edits_when_saving()
-    AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = EditConfig
-    AUTO_QUANTIZER_MAPPING[METHOD] = EditQuantizer
+    QUANTIZATION_CONFIGS[METHOD] = EditConfig
+    QUANTIZERS[METHOD] = EditQuantizer

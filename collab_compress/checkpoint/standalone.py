@@ -24,7 +24,7 @@ ROOTS = (
     ("collab_compress.attention.functions", "register_attention"),
     ("collab_compress.checkpoint.edits", "EDITS"),
     ("collab_compress.checkpoint.edits", "METHOD"),
-    ("collab_compress.checkpoint.quantizer", "AUTO_QUANTIZER_MAPPING"),
+    ("collab_compress.transformers_parts", "QUANTIZERS"),
     ("collab_compress.checkpoint.quantizer", "register_checkpoint"),
     ("collab_compress.checkpoint.edits", "PreTrainedModel"),
 )
@@ -36,7 +36,7 @@ _HEAD = '''"""Modelling code of a checkpoint made with collab-compress, for load
 '''
 _TAIL = '''
 EDITS.update({{{edits}}})
-if METHOD not in AUTO_QUANTIZER_MAPPING:  # else the package is there, and does all this
+if METHOD not in QUANTIZERS:  # else the package is there, and does all this
     register_attention()
     register_checkpoint()
 
@@ -82,7 +82,7 @@ def forget_standalone_(model: PreTrainedModel) -> None:
 
 def keep_standalone_(model: PreTrainedModel) -> None:
     """Make a model that was loaded from a checkpoint with modelling code save that code again, in place."""
-    if names_our_code(model.config) and not type(model).is_remote_code():
+    if names_our_code(model.config) and type(model)._auto_class is None:
         make_standalone_(model)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from rotary_models import skip_older
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -418,6 +419,8 @@ def make_tiny(name: str, class_name: str = "") -> PreTrainedModel:
     tiny = FAMILIES[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{tiny.name}Config")(**tiny.settings)
+    for part in (config, *vars(config).values()):
+        skip_older(getattr(part, "model_type", ""))
     model = getattr(transformers, class_name or tiny.model or f"{tiny.name}Model")(config)
     for part in model.modules():
         if type(part).__name__ == "ResNetBackbone":

@@ -3,10 +3,14 @@
 Those of `KEEPING` keep their queries and keys in any conversion.
 """
 
+import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from collab_compress.architectures import FAMILIES
+from collab_compress.architectures.families import SINCE
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 32,
@@ -34,8 +38,15 @@ ROTARY = sorted(name for name, family in FAMILIES.items() if family.rotary and n
 KEEPING = sorted(name for name, family in FAMILIES.items() if family.keeps_scores)
 
 
+def skip_older(model_type: str) -> None:
+    """Skip a test of a family that the installed Transformers does not have, or not as described."""
+    if Version(transformers.__version__) < Version(SINCE.get(model_type, "5.0")):
+        pytest.skip(f"{model_type} needs Transformers {SINCE[model_type]}")
+
+
 def make_rotary(name: str) -> PreTrainedModel:
     """A random model in evaluation mode whose biases are not zero; one that generates where there is one."""
+    skip_older(name)
     torch.manual_seed(0)
     groups = {"num_key_value_heads": 2} if FAMILIES[name].key_value_heads else {}
     width = {} if name in ("esm", "gpt_neox", "modernbert") else {"head_dim": 8}
