@@ -460,3 +460,24 @@ def test_one_device_for_all_processes_is_refused(monkeypatch):
     monkeypatch.setattr(command_model, "process_state", lambda: together)
     with pytest.raises(CompressionError, match="'cuda:0' would hold all 2 processes; pass cuda"):
         command_model.device_of("cuda:0")
+
+
+def test_a_plan_is_printed_and_nothing_is_converted(run, model_dir, tmp_path, monkeypatch):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
+    code, printed, error = run(model_dir, "--plan", "--length", 8, "--json", "plan.json")
+    assert code == 0, error
+    header, first, *_ = printed.splitlines()
+    assert header.split()[:3] == ["part", "width", "operations"]
+    assert first.split()[0] == "dk"
+    trials = json.loads((empty / "plan.json").read_text(encoding="utf-8"))["trials"]
+    assert {trial["part"] for trial in trials} == {"dk", "dv", "dff"}
+    knees = " ".join(f"--{trial['part']} {trial['width']}" for trial in trials if trial["knee"])
+    assert (f"At the knees: collab-compress {model_dir} {knees}" in printed) == bool(knees)
+    assert [path.name for path in empty.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize("options", [["--dk", 8], ["--mix"], ["--recover"], ["--output", "out"]])
+def test_a_plan_takes_no_conversion(options, fails, model_dir):
+    assert "--plan converts nothing; leave out --" in fails(model_dir, "--plan", *options)
