@@ -30,7 +30,6 @@ from .command import parse, silence_libraries, stopping_in_one_line, table
 from .model import Made, Source, bar, begin, check_json, finish, load_model, load_source, output_of, put_on
 from .recover import recover, recovery_lines, recovery_note
 
-NOISY = 0.25  # spread of a ratio, beside itself, from which it says nothing
 NEURONS_ON_RANDOM = (
     "Neurons were chosen on random tokens alone, which loses more than texts like yours would: pass --calibration "
     "FILE, one a line, or --calibration generated for a decoder with a language-model head."
@@ -234,7 +233,7 @@ def _whole_model(report: Report, calibrated_on: str, latency: Latency | None) ->
     if latency is not None:
         start = f"Time at {latency.length} tokens, batch of {TIMED_TOGETHER}"
         rounds = f"half of {latency.rounds} rounds between {latency.low:.2f} and {latency.high:.2f} of dense"
-        if latency.high - latency.low > NOISY * latency.ratio:
+        if not latency.is_steady:
             lines.append(f"{start}: cannot be told while this machine does other work ({rounds}).")
         else:
             lines.append(f"{start}: {latency.ratio:.2f} of dense (measured here, {rounds}).")

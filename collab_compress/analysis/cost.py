@@ -25,6 +25,8 @@ from collab_compress.conversion.report import dense_macs, dense_parameters
 from collab_compress.errors import HeadError
 from collab_compress.options import Form
 
+STEADY = 0.25  # spread of a ratio of times, beside itself, up to which it says something
+
 Inputs = Callable[[int], Mapping[str, Tensor]]
 
 
@@ -200,6 +202,11 @@ class Latency:
     low: float
     high: float
     rounds: int
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the ratio says something: its quartiles are near each other, as beside other work they are not."""
+        return self.high - self.low <= STEADY * self.ratio
 
 
 def module_latency(

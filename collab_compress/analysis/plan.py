@@ -20,7 +20,7 @@ from collab_compress.frames import to_frame
 from collab_compress.options import CalibrationOptions, Compression, Effort, Form, Solver
 
 SHARES = (3 / 4, 1 / 2, 3 / 8, 1 / 4)  # of the dense widths
-SEQUENCES = 256  # of the calibration data, for what is tried is thrown away
+SEQUENCES = 128  # of the calibration data, for what is tried is thrown away
 BAR = 20  # characters of the longest bar
 Progress = Callable[[str, int, int], None]
 
@@ -102,7 +102,7 @@ def plan(
 ) -> Plan:
     """Try several widths of queries and keys, of values and of feed-forward blocks, each by itself.
 
-    Every trial is a conversion of a copy that shares the model's tensors, on up to 256 sequences of the calibration
+    Every trial is a conversion of a copy that shares the model's tensors, on up to 128 sequences of the calibration
     data, with the fast settings of the solver; the model stays as it is.
 
     Args:
@@ -205,11 +205,15 @@ def _trial(part: str, width: int, dense_width: int, report: Report, time: float 
 
 
 def _time(dense: PreTrainedModel, converted: PreTrainedModel, length: int) -> float | None:
-    """Return the time of a converted model over that of the dense one; None for a model that reads no tokens."""
+    """Return the time of a converted model over that of the dense one; None where that says nothing.
+
+    So it is for a model that reads no tokens, and on a machine that does other work.
+    """
     try:
-        return model_latency(dense, converted, length).ratio
+        found = model_latency(dense, converted, length)
     except CollabCompressError:
         return None
+    return found.ratio if found.is_steady else None
 
 
 def _with_knee(trials: Sequence[Trial]) -> list[Trial]:

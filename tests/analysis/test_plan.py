@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from collab_compress import CalibrationError, CalibrationOptions, Compression, compress
-from collab_compress.analysis import Plan, Trial, plan
+from collab_compress.analysis import Latency, Plan, Trial, plan
 from collab_compress.analysis.plan import _with_knee
 
 
@@ -37,7 +37,8 @@ def test_trials_are_conversions_of_one_part(make_tiny):
     assert found.length == report.length
 
 
-def test_it_prints_and_becomes_a_table(make_tiny):
+def test_it_prints_and_becomes_a_table(make_tiny, monkeypatch):
+    monkeypatch.setattr(Latency, "is_steady", True)
     found = plan(make_tiny("bert"), tokens(), shares=(1 / 2, 1 / 4))
     frame = found.to_frame()
     assert list(frame["width"]) == [trial.width for trial in found.trials]
