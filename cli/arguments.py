@@ -10,7 +10,8 @@ from collab_compress.errors import CollabCompressError, DataError
 from collab_compress.options import SECTION_NAMES, CalibrationOptions, Compression, Look
 
 AUTO = "auto"
-CALIBRATIONS = "synthetic|generated|none|FILE|synthetic+FILE|DIR"
+CALIBRATIONS = "synthetic|generated|none|FILE[:COLUMN]|synthetic+FILE|DIR"
+RECOVERY_CALIBRATIONS = "synthetic|generated|FILE[:COLUMN]|synthetic+FILE"
 Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
 Device = Annotated[str, tyro.conf.arg(metavar="DEVICE")]
 STEPS = 150  # of 16 sequences, as were tried
@@ -49,7 +50,7 @@ class Inputs:
 
     data: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A text file with one sentence a line, or a source and a target with a tab between them for an encoder–decoder;
-    random tokens (noise, for images) if not given."""
+    FILE:COLUMN of a .csv, .tsv or .jsonl file; random tokens (noise, for images) if not given."""
 
     task: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """A task of classification (cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli, imdb, yelp, yelp_full, ag_news,
@@ -182,8 +183,9 @@ class CompressArguments:
     calibration: Annotated[str, tyro.conf.arg(metavar=CALIBRATIONS)] = "synthetic"
     """Data that says which input directions matter: random tokens (noise for images and sounds), texts that a decoder
     with a language-model head writes itself, none, a file with one text a line (or two, with a tab between, as a
-    classifier of pairs reads them), random tokens beside such a file, or a folder of images or of 16-bit .wav files,
-    which takes the processor beside the model."""
+    classifier of pairs reads them), FILE:COLUMN or FILE:FIRST,SECOND of a .csv, .tsv or .jsonl file, NAME:COLUMN or
+    NAME:CONFIGURATION:COLUMN of a data set's training rows, random tokens beside any of these, or a folder of images
+    or of 16-bit .wav files, which takes the processor beside the model."""
 
     calibration_options: tyro.conf.OmitArgPrefixes[CalibrationOptions] = field(default_factory=CalibrationOptions)
 
@@ -429,9 +431,11 @@ class RecoverArguments:
     steps: Annotated[int, tyro.conf.arg(metavar="N")] = STEPS
     """Steps of 16 sequences at most; of texts there may be fewer."""
 
-    calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|generated|FILE|synthetic+FILE")] = "synthetic"
-    """Texts that both models read: random tokens, texts that the dense one writes, a file with one text a line, or
-    random tokens beside it."""
+    calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|generated|FILE[:COLUMN]|synthetic+FILE")] = (
+        "synthetic"
+    )
+    """Texts that both models read: random tokens, texts that the dense one writes, a file with one text a line,
+    FILE:COLUMN of a .csv, .tsv or .jsonl file, or random tokens beside either."""
 
     learning_rate: Annotated[float | None, tyro.conf.arg(metavar="RATE")] = None
     """At its highest, 1e-3 if not given, or 2e-4 where values are converted; it rises over the first eighth of the

@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.calibration import Batch, calibration_batches, evaluation_mode, run_batch
-from collab_compress.calibration.batches import BATCH_SIZE, Text, read_texts
+from collab_compress.calibration.batches import BATCH_SIZE
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.calibration.random_tokens import fitting
+from collab_compress.calibration.texts import Text, read_texts
 from collab_compress.errors import CalibrationError, DataError
 from collab_compress.report import TaskScore
 

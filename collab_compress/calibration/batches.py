@@ -24,11 +24,11 @@ from collab_compress.calibration.random_tokens import (
     sampled,
     synthetic_batches,
 )
+from collab_compress.calibration.texts import Text, read_texts, split_columns
 from collab_compress.errors import CalibrationError, one_line
 
-__all__ = ["BATCH_SIZE", "Batch", "Calibration", "calibration_batches", "noted_batches", "read_texts"]
+__all__ = ["BATCH_SIZE", "Batch", "Calibration", "calibration_batches", "noted_batches"]
 
-Text: TypeAlias = str | tuple[str, str]
 Calibration: TypeAlias = str | Path | Sequence[Text] | Iterable[Mapping[str, Tensor]] | None
 
 _logger = logging.getLogger(__name__)
@@ -50,16 +50,17 @@ def calibration_batches(
 
     Args:
         calibration: "synthetic" (random tokens; noise for images, clips and sounds), "generated" (texts that a
-            decoder with a language-model head writes itself), "none" or None, the path of a text file as `read_texts`
-            takes it, "synthetic+PATH" for random tokens beside the texts of a file, that of a folder of images or
-            sounds for models that read those, texts or text pairs (a list, a NumPy array, a column of a pandas table
-            or of a `datasets` data set), or ready batches (a list, a `DataLoader`).
+            decoder with a language-model head writes itself), "none" or None, a file of texts, or a column of a file
+            or a data set, as `read_texts` takes it, "synthetic+FILE" for random tokens beside such texts, a folder
+            of images or sounds for models that read those, texts or text pairs (a list, a NumPy array, a column of a
+            pandas table or of a `datasets` data set), or ready batches (a list, a `DataLoader`).
         model: the model they are for; bounds the vocabulary and the length.
         tokenizer: needed for everything but ready batches, none, and models that read no tokens; or the processor
             that holds it.
         sequences: number of random sequences, 384 if not given, or 128 of one length, or of generated texts, 256 if
             not given; of more texts than that a
-            random sample is used, and of ready batches the first, all of them if not given.
+            random sample is used, and of ready batches, and of texts whose number is not known (a stream), the
+            first; all of them if not given.
         length: tokens in a random sequence; 8 to 128 if not given, as `synthetic_batches` draws them; of a generated
             text, 128 if not given. Texts are cut
             there, or else at the model's limit; ready batches are not. Positions of a sound, 64 if not given.
@@ -135,8 +136,11 @@ def noted_batches(
         if length is not None and longest is not None and longest < length:
             notes.append(f"random sequences have {longest} tokens, the most the model takes, and not {length}")
     else:
-        file = text_file(calibration)
-        texts = [_text(place, item) for place, item in enumerate(items or [])] if file is None else read_texts(file)
+        source = _source(calibration)
+        if source is None:
+            texts = [_text(place, item) for place, item in enumerate(items or [])]
+        else:
+            texts = read_texts(source)
         sample = sampled(texts, len(texts) if sequences is None else sequences, seed)
         if len(sample) < len(texts):
             notes.append(f"calibration uses {len(sample)} of {len(texts)} texts, drawn at random")
@@ -144,7 +148,7 @@ def noted_batches(
         batches, cut = text_batches(tokenizer, sample, limit, seed)
         if cut:
             notes.append(f"{cut} of {len(sample)} texts are longer than {limit} tokens and are cut there")
-        if file is not None and str(calibration).startswith(BESIDE):  # printing texts would take a while
+        if source is not None and str(calibration).startswith(BESIDE):  # printing texts would take a while
             batches += synthetic_batches(model, tokenizer, sequences, length, seed)
             batches = sampled(batches, len(batches), seed)
     size = getattr(model.config.get_text_config(), "vocab_size", None)
@@ -240,39 +244,16 @@ def is_generated(calibration: Any) -> bool:
 
 
 def text_file(calibration: Any) -> Path | None:
-    """Return the file of texts that a calibration names, or None."""
+    """Return the file of texts that a calibration names, without its columns, or None."""
+    source = _source(calibration)
+    return None if source is None else Path(split_columns(source)[0])
+
+
+def _source(calibration: Any) -> str | None:
+    """Return what `read_texts` takes of a calibration, or None where it names no texts."""
     if not isinstance(calibration, str | Path) or str(calibration) in ("synthetic", "generated", "none"):
         return None
-    return Path(str(calibration).removeprefix(BESIDE))
-
-
-def read_texts(path: Path) -> list[Text]:
-    """Read one text a line, or a pair of texts with a tab between them; blank lines are left out.
-
-    Raises:
-        CalibrationError: the file is missing, not UTF-8, has no text, or has a line of more than two.
-    """
-    if path.exists() and not path.is_file():
-        raise CalibrationError(f"cannot read calibration texts from {path}: expected a file")
-    try:
-        content = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CalibrationError(f"cannot read calibration texts from {path}: {error}") from error
-    if "\0" in content:
-        raise CalibrationError(f"{path} holds NUL characters, as UTF-16 does; expected texts in UTF-8")
-    lines = [line.strip() for line in content.split("\n") if line.strip()]
-    if not lines:
-        raise CalibrationError(f"{path} has no text; expected one text a line")
-    texts: list[Text] = []
-    for line in lines:
-        first, *rest = (part.strip() for part in line.split("\t"))
-        if len(rest) > 1:
-            raise CalibrationError(
-                f"{path} has a line of {len(rest) + 1} columns, {line[:40]!r}; expected one text a line, or two with "
-                "a tab between them"
-            )
-        texts.append((first, rest[0]) if rest else first)
-    return texts
+    return str(calibration).removeprefix(BESIDE)
 
 
 def _items(calibration: Any, sequences: int | None) -> list[Any]:
@@ -284,11 +265,14 @@ def _items(calibration: Any, sequences: int | None) -> list[Any]:
         )
     items: list[Any] = []
     count = 0
+    stream = not hasattr(calibration, "__len__")
     for place, item in enumerate(calibration):
         batch = isinstance(item, Mapping)
         if items and batch != isinstance(items[0], Mapping):
             raise CalibrationError("calibration mixes batches and texts; pass one or the other")
         items.append(_batch(place, item) if batch else item)
+        if stream and not batch and len(items) == sequences:  # it may have no end
+            break
         count += rows_of(items[-1]) if batch else 0
         if batch and sequences is not None and count >= sequences:
             if divisible(items[-1]):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from collab_compress.calibration.batches import text_file
+from collab_compress.calibration.texts import split_columns
 from collab_compress.checkpoint.directory import TOKENIZER_FILES, write_json
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.recipe import Recipe, expanded
@@ -53,7 +54,9 @@ def settings_of(recipe: Recipe, train: bool) -> dict[str, Any]:
             settings["files"] = None
         file = None if recipe.compression is None else text_file(recipe.calibration)
         if file is not None and expanded(file).is_file():
-            settings["calibration"] = _digests([expanded(file)])
+            columns = split_columns(str(recipe.calibration))[1]
+            digests = _digests([expanded(file)])
+            settings["calibration"] = {"columns": columns, "file": digests} if columns else digests
     except OSError as error:
         raise RecipeError(f"cannot read what {recipe.task} starts from: {error}") from error
     return settings

@@ -1,0 +1,110 @@
+"""Columns of files and data sets as calibration texts."""
+
+import json
+
+import pandas as pd
+import pytest
+from datasets import Dataset
+
+from collab_compress.calibration import calibration_batches
+from collab_compress.calibration.batches import text_file
+from collab_compress.calibration.texts import read_texts, split_columns
+from collab_compress.errors import CalibrationError
+
+ROWS = [
+    {"id": "1", "first": 'a dog, and a "cat"', "second": "two\u2028lines"},
+    {"id": "2", "first": "one more", "second": ""},
+    {"id": "3", "first": "the last", "second": "its pair"},
+]
+FIRST = [row["first"] for row in ROWS]
+PAIRS = [(row["first"], row["second"]) for row in ROWS if row["second"]]
+
+
+@pytest.fixture(params=["csv", "tsv", "jsonl", "folder"])
+def table(request, tmp_path, monkeypatch):
+    frame = pd.DataFrame(ROWS)
+    path = tmp_path / f"rows.{request.param}"
+    if request.param == "csv":
+        frame.to_csv(path, index=False)
+    elif request.param == "tsv":  # as GLUE writes them: nothing is quoted
+        lines = ["\t".join(frame.columns), *("\t".join(row.values()) for row in ROWS)]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    elif request.param == "jsonl":
+        path.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n", encoding="utf-8")
+    else:  # what `datasets` reads
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+        path.mkdir()
+        Dataset.from_pandas(frame).to_parquet(path / "train.parquet")
+    return path
+
+
+def test_columns(table):
+    assert read_texts(f"{table}:first") == FIRST
+    assert read_texts(f"{table}:first,second") == PAIRS  # a row that lacks one is no pair
+    with pytest.raises(CalibrationError, match=r"has the columns id, first, second; say which holds the texts"):
+        read_texts(f"{table}:nothing")
+    with pytest.raises(CalibrationError, match="names 3 columns"):
+        read_texts(f"{table}:id,first,second")
+
+
+def test_a_column_is_calibration_data(tmp_path, minilm, minilm_tokenizer):
+    file = tmp_path / "rows.csv"
+    file.write_text("text,label\na dog runs,1\na cat,0\n", encoding="utf-8")
+    (batch,) = calibration_batches(f"{file}:text", minilm, minilm_tokenizer)
+    (same,) = calibration_batches(["a dog runs", "a cat"], minilm, minilm_tokenizer)
+    assert batch["input_ids"].tolist() == same["input_ids"].tolist()
+    assert len(calibration_batches(f"synthetic+{file}:text", minilm, minilm_tokenizer)) > 1
+    assert text_file(f"{file}:text") == text_file(f"synthetic+{file}:text") == file
+    (from_pandas,) = calibration_batches(pd.read_csv(file)["text"], minilm, minilm_tokenizer)
+    assert from_pandas["input_ids"].tolist() == same["input_ids"].tolist()
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
+def test_a_table_needs_a_column(name, tmp_path):
+    content = {"rows.csv": "text,label\na dog,1\n", "rows.jsonl": '{"text": "a dog", "label": 1}\n'}[name]
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(CalibrationError, match=rf"columns text, label; .* as in .*{name}:text"):
+        read_texts(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "column", "message"),
+    [
+        ("rows.jsonl", '{"text": 1}\n', "text", "rows.jsonl:text holds values of type int; expected texts"),
+        ("rows.jsonl", '{"text": "a"}\n[1]\n', "text", "line 2: a list; expected one JSON object a line"),
+        ("rows.jsonl", '{"text": "a"\n', "text", "line 1: .*; expected one JSON object a line"),
+        ("rows.csv", "text\n\n", "text", "has no texts in text"),
+        ("rows.csv", "", "text", "has no texts in text"),
+        ("rows.csv", "text\n" + "a" * 200_000, "text", "cannot read .*field larger than field limit"),
+        ("rows.txt", "a dog\n", "text", "rows.txt has no columns to choose from"),
+    ],
+)
+def test_tables_that_hold_no_texts(name, content, column, message, tmp_path):
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(CalibrationError, match=message):
+        read_texts(f"{tmp_path / name}:{column}")
+
+
+def test_files_and_data_sets_that_are_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(CalibrationError, match=r"cannot read calibration texts from .*rows\.csv"):
+        read_texts(f"{tmp_path / 'rows.csv'}:text")
+    with pytest.raises(CalibrationError, match="org/nothing is no file, and as a data set it cannot be loaded"):
+        read_texts("org/nothing:text")
+
+
+def test_a_colon_in_a_name_is_no_column(tmp_path):
+    file = tmp_path / "one:two"
+    file.write_text("a dog\n", encoding="utf-8")
+    assert read_texts(file) == ["a dog"]
+    assert split_columns("C:\\missing.txt") == ("C:\\missing.txt", [])
+    assert split_columns("org/name:mrpc:a, b") == ("org/name:mrpc", ["a", "b"])
+
+
+def test_a_stream_of_texts_is_read_as_far_as_asked(minilm, minilm_tokenizer):
+    def endless():
+        while True:
+            yield "a dog runs"
+
+    batches = calibration_batches(endless(), minilm, minilm_tokenizer, sequences=5)
+    assert sum(len(batch["input_ids"]) for batch in batches) == 5
