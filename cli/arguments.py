@@ -190,8 +190,9 @@ class CompressArguments:
     calibration_options: tyro.conf.OmitArgPrefixes[CalibrationOptions] = field(default_factory=CalibrationOptions)
 
     stock: bool = False
-    """Write a plain model with narrower heads, which needs no package, where the family's config has room for it (T5,
-    ViT, DeiT); takes dk and dv, and makes them --form per-head with --equal-heads."""
+    """Write a plain model, which needs no package: with narrower feed-forward blocks (--dff), or with narrower heads
+    where the family's config has room for them (T5, ViT, DeiT); --dk and --dv are then --form per-head with
+    --equal-heads."""
 
     standalone: bool = False
     """Ship the modelling code too: people without this package load it with trust_remote_code=True."""
@@ -239,10 +240,15 @@ class CompressArguments:
 
     def _check_stock(self) -> None:
         asked = self.compression
-        if asked.dk is None or asked.dv is None or self.mix or self.standalone:
-            raise CollabCompressError("--stock takes --dk N and --dv N, and neither --mix nor --standalone")
-        compression = replace(asked, form="per-head", equal_heads=True)
-        object.__setattr__(self, "compression", compression)
+        heads = asked.dk is not None and asked.dv is not None
+        blocks = asked.dff is not None and asked.dk is None and asked.dv is None
+        if not (heads or blocks) or self.mix or self.standalone:
+            raise CollabCompressError(
+                "--stock takes --dff N, or --dk N and --dv N together, and neither --mix nor --standalone"
+            )
+        if heads:
+            compression = replace(asked, form="per-head", equal_heads=True)
+            object.__setattr__(self, "compression", compression)
 
     @property
     def suffix(self) -> str:

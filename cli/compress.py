@@ -68,7 +68,8 @@ def run(arguments: Arguments) -> Report | None:
     data = text_file(arguments.calibration)
     inputs = [] if data is None else [data]
     source = begin(arguments.model, output, saving, arguments.device, inputs=inputs)
-    if arguments.stock:
+    narrow_heads = arguments.stock and arguments.compression.dk is not None
+    if narrow_heads:
         refuse_stock(source.model)
     digest = attention_digest(source.model)
     report, latency = _convert(source, arguments) if arguments.compression.asked else (None, None)
@@ -76,7 +77,7 @@ def run(arguments: Arguments) -> Report | None:
     recovery = None if arguments.recover is None else _recover(source, arguments, refit=not refitted)
     if arguments.mix:
         mix_heads_(source.model)
-    if arguments.stock:
+    if narrow_heads:
         source = replace(source, model=to_stock(source.model))
     lines = [] if report is None else _report_lines(report, arguments.calibration, latency)
     if recovery is not None:

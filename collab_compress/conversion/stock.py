@@ -70,14 +70,15 @@ def refuse_stock(model: PreTrainedModel) -> None:
     if family is not None and family.rotary:
         raise CompressionError(
             f"heads of {type(model).__name__} are turned by a rotary embedding, so there are no narrower ones; "
-            "save it as it is, with its code for people without this package (standalone), or expand it"
+            "narrow its feed-forward blocks alone (dff), which gives a stock model, or save it with its code for "
+            "people without this package (standalone), or expand it"
         )
     if family is None or not family.free_width:
         have = ", ".join(sorted(each.name for each in FAMILIES.values() if each.free_width))
         raise CompressionError(
             f"a stock {type(model).__name__} has heads as wide as its width divided by their number, so it has no "
-            f"room for narrower ones ({have} have); save it as it is, with its code for people without this package "
-            "(standalone), or expand it"
+            f"room for narrower ones ({have} have); narrow its feed-forward blocks alone (dff), which gives a stock "
+            "model, or save it with its code for people without this package (standalone), or expand it"
         )
 
 

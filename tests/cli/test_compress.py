@@ -95,7 +95,14 @@ def test_a_stock_model_needs_no_package(run, model_dir, tmp_path, fails, stock_p
     assert "a stock BertForSequenceClassification has heads as wide" in fails(
         model_dir, "--dk", 12, "--dv", 12, "--stock", "--output", tmp_path / "out"
     )
-    assert "--stock takes --dk N and --dv N" in fails(model_dir, "--dk", 12, "--stock", "--output", tmp_path / "out")
+    for widths in (("--dk", 12), ("--dk", 12, "--dff", 16), ("--dv", 12, "--dff", 16), ("--keep", 0.5)):
+        message = fails(model_dir, *widths, "--stock", "--output", tmp_path / "out")
+        assert "--stock takes --dff N, or --dk N and --dv N together" in message
+    assert run(model_dir, "--dff", 16, "--stock", "--output", tmp_path / "blocks")[0] == 0
+    done = stock_python(
+        "from transformers import AutoModel; AutoModel.from_pretrained(sys.argv[1])", tmp_path / "blocks"
+    )
+    assert done.returncode == 0, done.stderr
     torch.manual_seed(0)
     config = T5Config(vocab_size=61, d_model=24, d_kv=8, num_heads=3, d_ff=32, num_layers=2, decoder_start_token_id=0)
     T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
