@@ -48,7 +48,7 @@ class Saving(Common):
 class Inputs:
     """Data that the model is run on."""
 
-    data: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    data: Annotated[Path | None, tyro.conf.arg(metavar="FILE[:COLUMN]")] = None
     """A text file with one sentence a line, or a source and a target with a tab between them for an encoder–decoder;
     FILE:COLUMN of a .csv, .tsv or .jsonl file; random tokens (noise, for images) if not given."""
 
@@ -437,9 +437,7 @@ class RecoverArguments:
     steps: Annotated[int, tyro.conf.arg(metavar="N")] = STEPS
     """Steps of 16 sequences at most; of texts there may be fewer."""
 
-    calibration: Annotated[str, tyro.conf.arg(metavar="synthetic|generated|FILE[:COLUMN]|synthetic+FILE")] = (
-        "synthetic"
-    )
+    calibration: Annotated[str, tyro.conf.arg(metavar=RECOVERY_CALIBRATIONS)] = "synthetic"
     """Texts that both models read: random tokens, texts that the dense one writes, a file with one text a line,
     FILE:COLUMN of a .csv, .tsv or .jsonl file, or random tokens beside either."""
 

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from math import isinf
+from pathlib import Path
 from typing import Any
 
 from collab_compress import (
@@ -179,8 +180,7 @@ def _made(source: Source, arguments: Arguments, report: Report | None, recovery:
         return Made(record, notes, standalone=arguments.standalone)
     compression = _compression(arguments, report)
     drawn = "random tokens" if source.model.main_input_name == "input_ids" else "noise"
-    file = text_file(arguments.calibration)
-    kind = "files" if file is not None and file.is_dir() else "texts"
+    kind = "files" if Path(arguments.calibration).is_dir() else "texts"
     kind = f"texts and {drawn}" if arguments.calibration.startswith(BESIDE) else kind
     calibration = {"synthetic": drawn, "generated": "texts of its own", "none": None}.get(arguments.calibration, kind)
     return Made(record, notes, compression, calibration, report, arguments.standalone)
