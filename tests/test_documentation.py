@@ -59,8 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, minilm_path: Path, minilm_t
     torch.manual_seed(0)
     vocabulary = len(minilm_tokenizer)
     gpt2 = GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=vocabulary, bos_token_id=101, eos_token_id=102)
-    models = {"gpt2-384": GPT2LMHeadModel(gpt2), "my-classifier": tiny_classifier(vocabulary, heads=4)}
-    converted = tiny_classifier(vocabulary, heads=4)
+    models = {"gpt2-384": GPT2LMHeadModel(gpt2), "my-classifier": tiny_classifier(vocabulary)}
+    converted = tiny_classifier(vocabulary)
     compress(converted, Compression(dk=128), tokenizer=minilm_tokenizer)
     models["my-classifier-128"] = converted
     for name, model in models.items():
@@ -70,9 +70,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, minilm_path: Path, minilm_t
     return folder
 
 
-def tiny_classifier(vocabulary: int, heads: int) -> BertForSequenceClassification:
+def tiny_classifier(vocabulary: int) -> BertForSequenceClassification:
     sizes = {"hidden_size": 12 * 12, "intermediate_size": 32, "num_hidden_layers": 1}
-    return BertForSequenceClassification(BertConfig(vocab_size=vocabulary, num_attention_heads=heads, **sizes))
+    return BertForSequenceClassification(BertConfig(vocab_size=vocabulary, num_attention_heads=4, **sizes))
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
@@ -88,7 +88,7 @@ def test_snippets_run(
     if 'save_pretrained("my-classifier-128")' in snippet:
         (tmp_path / "my-classifier-128").unlink()  # the snippet writes it
     torch.manual_seed(0)
-    classifier = tiny_classifier(len(minilm_tokenizer), heads=12 if page == "README" else 4)
+    classifier = tiny_classifier(len(minilm_tokenizer))
     sizes = {"d_model": 128, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": len(minilm_tokenizer)}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
     model = BartModel(BartConfig(**sizes, **heads)) if page == "embedding_model" else classifier
