@@ -29,8 +29,8 @@ if "COLLAB_COMPRESS_OPTIONS_ONLY" not in os.environ:
     )
     from collab_compress.factorization import Factors
     from collab_compress.heads.alphas import AlphasEdit, alphas_of, merge_alphas_, mix_heads_
+    from collab_compress.heads.hooks import HeadMask
     from collab_compress.heads.importance import head_importance
-    from collab_compress.heads.mask import HeadMask
     from collab_compress.heads.pruning import PrunedEdit, prune_heads_
     from collab_compress.options import CalibrationOptions, Compression, Solver
 

@@ -161,7 +161,7 @@ def real_vectors(reading: Reading, part: Part) -> Tensor:
     vectors: Tensor = getattr(reading, part)
     if part == "probs":
         vectors = vectors.transpose(1, 2)  # (B, T, H, S)
-    mask = reading.real.key if part in ("values", "keys") else reading.real.query
+    mask = reading.mask_of(part)
     return vectors.flatten(0, 1) if mask is None else vectors[mask.to(vectors.device)]
 
 

@@ -1,4 +1,4 @@
-"""How important attention heads are: confidence, distance from the others of the layer, gradient of the loss."""
+"""Importance of attention heads: confidence, distance from the layer's other heads, gradient of the loss."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, TypeAlias
@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from collab_compress.architectures import KINDS, Kind, transformers_model
 from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.errors import HeadError
-from collab_compress.heads.mask import HeadMask
-from collab_compress.heads.tap import Part, Reading, Tap
+from collab_compress.heads.hooks import HeadMask, Part, Reading, Tap
+from collab_compress.heads.sharding import in_process_group
 
 
 def confidence(
@@ -22,22 +22,21 @@ def confidence(
     kinds: Collection[Kind] = KINDS,
     together: bool = False,
 ) -> dict[str, Tensor]:
-    """Measure how much of its attention each head gives to a single token (Multi-Head Rotation, equation 5).
+    """Return the mean over queries of each head's largest attention probability (Multi-Head Rotation, equation 5).
 
-    The mean over query positions of the row's largest attention weight. Padding does not count, nor do the tokens in
-    `exclude`, neither as queries nor as keys: the paper's "maximal attention weight that the head assigns for each
-    word, excluding the eos token" (section 2.4, after Voita et al., 2019) is a weight from word to word, and the end
-    of a sequence is none; heads that look for nothing attend to it. The other weights stay as they are. A module that
-    serves several layers (ALBERT) pools them.
+    Padding does not count, nor do the tokens in `exclude`, neither as queries nor as keys: the paper's "maximal
+    attention weight that the head assigns for each word, excluding the eos token" (section 2.4, after Voita et al.,
+    2019) is a weight from word to word. The other weights are not rescaled. A module that serves several layers
+    (ALBERT) pools them.
 
     Args:
         model: stock or edited; left in the mode it was in.
         batches: keyword arguments for the model; held-out data, in the paper.
         exclude: ids of tokens that do not count; the end-of-sequence tokens of the model's config if not given. Add
-            what the tokenizer ends sequences with where the config does not say, as `tokenizer.sep_token_id`.
-        kinds: which kinds of attention.
-        together: measure on the batches of all processes of a distributed training, each of which must make the call,
-            and give all of them the same. Where FSDP shards the model, with as many batches each.
+            the tokenizer's end where the config names none, as `tokenizer.sep_token_id`.
+        kinds: kinds of attention.
+        together: measure on the batches of all processes of a distributed training, each of which must call this and
+            gets the same result. Where FSDP shards the model, each must pass as many batches.
 
     Returns:
         Path of each module → (H,) in float64, between 0 and 1.
@@ -48,7 +47,7 @@ def confidence(
         CalibrationError: the model does not take such batches.
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
-    return _streamed(model, batches, "probs", _largest, exclude, kinds, together)
+    return _mean_over_queries(_largest, "probs", model, batches, exclude, kinds, together)
 
 
 def average_distance(
@@ -60,17 +59,16 @@ def average_distance(
     kinds: Collection[Kind] = KINDS,
     together: bool = False,
 ) -> dict[str, Tensor]:
-    """Measure how far each head lies from the others of its layer, AVG_L2 (Multi-Head Rotation, equation 6).
+    """Return the mean distance of each head from the layer's other heads, AVG_L2 (Multi-Head Rotation, equation 6).
 
-    The mean over query positions of Σ_{j≠i} ‖H_j − H_i‖₂ / (H − 1). Padding does not count, nor do positions whose
-    tokens are in `exclude`.
+    The mean over queries of Σ_{j≠i} ‖H_j − H_i‖₂ / (H − 1), without padding and the tokens in `exclude`.
 
     Args:
         model: stock or edited; left in the mode it was in.
         batches: keyword arguments for the model; held-out data, in the paper.
-        of: what H_i is: the head's output (dv numbers a position), or its attention row (S numbers).
+        of: what H_i is: the head's output (dv numbers), or its attention probabilities (S numbers).
         exclude: as for `confidence`.
-        kinds: which kinds of attention.
+        kinds: kinds of attention.
         together: as for `confidence`.
 
     Returns:
@@ -83,114 +81,107 @@ def average_distance(
     """
     if of not in ("outputs", "probs"):
         raise HeadError(f"cannot measure distances between heads' {of!r}; expected 'outputs' or 'probs'")
-    return _streamed(model, batches, of, _distances, exclude, kinds, together)
+    return _mean_over_queries(_distances, of, model, batches, exclude, kinds, together)
 
 
-def _largest(reading: Reading, left_out: Tensor | None) -> Tensor:
-    """Largest weight of each attention row on a key that is not left out, (B, T, H)."""
-    assert reading.probs is not None
-    probs = (
-        reading.probs
-        if left_out is None
-        else reading.probs.masked_fill(left_out[:, None, None].to(reading.probs.device), 0.0)
-    )
+Measure: TypeAlias = Callable[[Reading, Tensor | None, list[int]], Tensor]
+"""Function of a reading, its keys' token ids (B, S) and excluded ids, to one number a query and head, (B, T, H)."""
+
+
+def _largest(reading: Reading, key_ids: Tensor | None, excluded: list[int]) -> Tensor:
+    probs = reading.probs
+    assert probs is not None
+    hidden = _is_excluded(reading, key_ids, (len(probs), probs.shape[3]), excluded)
+    if hidden is not None:
+        probs = probs.masked_fill(hidden[:, None, None].to(probs.device), 0.0)
     return probs.amax(-1).transpose(1, 2)
 
 
-def _distances(reading: Reading, left_out: Tensor | None = None) -> Tensor:
-    """Mean distance of each head from the others at each position, (B, T, H)."""
+def _distances(reading: Reading, *_: object) -> Tensor:
     heads = reading.site.heads
     if heads < 2:
         raise HeadError(f"{reading.site.name} has a single head, which has no distance to others; leave its kind out")
     vectors = reading.outputs if reading.probs is None else reading.probs.transpose(1, 2)  # (B, T, H, dv or S)
     assert vectors is not None
-    # by differences: through products, heads that nearly agree would lie apart by rounding alone
-    each = torch.cdist(vectors.float(), vectors.float(), compute_mode="donot_use_mm_for_euclid_dist")
-    return each.sum(-1) / (heads - 1)
+    # By differences: by products, rounding alone would separate heads that nearly agree.
+    distances = torch.cdist(vectors.float(), vectors.float(), compute_mode="donot_use_mm_for_euclid_dist")
+    return distances.sum(-1) / (heads - 1)
 
 
-def _streamed(
+def _mean_over_queries(
+    measure: Measure,
+    part: Part,
     model: PreTrainedModel,
     batches: Iterable[Mapping[str, Tensor]],
-    part: Part,
-    measure: Callable[[Reading, Tensor | None], Tensor],
     exclude: Collection[int] | None,
     kinds: Collection[Kind],
     together: bool,
 ) -> dict[str, Tensor]:
-    """Average `measure` (B, T, H) over all positions that count, keeping only sums.
-
-    It gets a reading, and which of its keys are excluded, (B, S), or None where none is.
-    """
+    """Average a measure over the queries that count, of all processes if `together`."""
     model = transformers_model(model)
     excluded = _end_tokens(model) if exclude is None else sorted(exclude)
-    if not (together and distributed.is_available() and distributed.is_initialized()):
-        return _means([_sums(model, batches, part, measure, excluded, kinds)])
-    told: list[Any] = [None] * distributed.get_world_size()
+    together = together and in_process_group()
+    results: list[Any] = [None] * distributed.get_world_size() if together else [None]
     try:
-        own: Any = _sums(model, batches, part, measure, excluded, kinds)
+        results[0] = result = _sums(measure, part, model, batches, excluded, kinds)
     except Exception as error:
-        distributed.all_gather_object(told, f"{type(error).__name__}: {error}")  # the others wait for an answer
+        if together:
+            distributed.all_gather_object(results, f"{type(error).__name__}: {error}")  # the others wait for it
         raise
-    distributed.all_gather_object(told, own)
-    for rank, each in enumerate(told):
-        if isinstance(each, str):
-            raise HeadError(f"process {rank} could not measure the importance of heads: {each}")
-    return _means(told)
-
-
-Sums: TypeAlias = dict[str, tuple[Tensor, int]]
-"""Path of each module → sum (H,) over positions that count, and their number; empty where there were no batches."""
+    if together:
+        distributed.all_gather_object(results, result)
+    for rank, message in enumerate(results):
+        if isinstance(message, str):
+            raise HeadError(f"process {rank} could not measure the importance of heads: {message}")
+    measured = [sums for sums in results if sums]
+    if not measured:
+        raise HeadError("no batches to measure the importance of heads on; pass some, of held-out data")
+    means = {}
+    for name in measured[0]:
+        total = torch.stack([sums[name] for sums in measured]).sum(0)
+        if total[-1] == 0:
+            raise HeadError(
+                f"{name} saw no token that counts; are all positions padding or excluded, or does nothing call it? "
+                "pass batches with real tokens, or leave its kind out"
+            )
+        if not total.isfinite().all():
+            raise HeadError(
+                f"{name}: the importance of its heads is not finite; look for NaN or infinity in its weights"
+            )
+        means[name] = total[:-1] / total[-1]
+    return means
 
 
 def _sums(
+    measure: Measure,
+    part: Part,
     model: PreTrainedModel,
     batches: Iterable[Mapping[str, Tensor]],
-    part: Part,
-    measure: Callable[[Reading, Tensor | None], Tensor],
     excluded: list[int],
     kinds: Collection[Kind],
-) -> Sums:
-    """Add up `measure` (B, T, H) over all positions that count."""
-    given = False
+) -> dict[str, Tensor]:
+    """Return, for each module, each head's sum over the queries that count and their number, (H + 1,) in float64.
+
+    Empty without batches.
+    """
+    sums: dict[str, Tensor] = {}
     with Tap(model, [part], kinds) as tap, evaluation_mode(model):
-        sums = {site.name: torch.zeros(site.heads, dtype=torch.float64) for site in tap.sites}
-        counts = dict.fromkeys(sums, 0)
         for batch in batches:
-            given = True
+            if not sums:
+                sums = {site.name: torch.zeros(site.heads + 1, dtype=torch.float64) for site in tap.sites}
             run_batch(model, dict(batch))
-            ids = _token_ids(model, batch) if excluded else {}
+            token_ids = _token_ids(model, batch) if excluded else {}
             for reading in tap.take():
-                queries, keys = ids.get(reading.site.kind, (None, None))
-                probs = reading.probs
-                left_out = None if probs is None else _excluded(reading, keys, (len(probs), probs.shape[3]), excluded)
-                values = measure(reading, left_out)  # (B, T, H)
-                values = values[_counting(reading, values, queries, excluded)]  # (N, H)
-                sums[reading.site.name] += values.double().sum(0).cpu()
-                counts[reading.site.name] += len(values)
-    return {name: (sums[name], counts[name]) for name in sums} if given else {}
-
-
-def _means(sums: list[Sums]) -> dict[str, Tensor]:
-    """Divide the sums of all processes by their counts."""
-    given = [each for each in sums if each]
-    if not given:
-        raise HeadError("no batches to measure the importance of heads on; pass some, of held-out data")
-    return {
-        name: _mean(name, torch.stack([each[name][0] for each in given]).sum(0), sum(each[name][1] for each in given))
-        for name in given[0]
-    }
-
-
-def _mean(name: str, total: Tensor, count: int) -> Tensor:
-    if count == 0:
-        raise HeadError(
-            f"{name} saw no token that counts; are all positions padding or excluded, or does nothing call it? "
-            "pass batches with real tokens, or leave its kind out"
-        )
-    if not total.isfinite().all():
-        raise HeadError(f"{name}: the importance of its heads is not finite; look for NaN or infinity in its weights")
-    return total / count
+                query_ids, key_ids = token_ids.get(reading.site.kind, (None, None))
+                values = measure(reading, key_ids, excluded)  # (B, T, H)
+                shape, mask = values.shape[:2], reading.real.query
+                counts = torch.ones(shape, dtype=torch.bool) if mask is None else mask
+                hidden = _is_excluded(reading, query_ids, tuple(shape), excluded)
+                counts = counts if hidden is None else counts & ~hidden.to(counts.device)
+                values = values[counts.to(values.device)]  # (N, H)
+                sums[reading.site.name][:-1] += values.double().sum(0).cpu()
+                sums[reading.site.name][-1] += len(values)
+    return sums
 
 
 def _end_tokens(model: PreTrainedModel) -> list[int]:
@@ -199,26 +190,18 @@ def _end_tokens(model: PreTrainedModel) -> list[int]:
 
 
 def _token_ids(model: Any, batch: Mapping[str, Tensor]) -> dict[Kind, tuple[Tensor | None, Tensor | None]]:
-    """Ids of the tokens that are queries and keys of each kind of attention, (B, T) and (B, S), as far as known."""
-    own = batch.get("input_ids")
+    """Return the token ids of queries (B, T) and keys (B, S) of each kind of attention, where they are known."""
+    source = batch.get("input_ids")
     if not model.config.is_encoder_decoder:
-        return {"encoder": (own, own), "decoder": (own, own), "cross": (own, None)}
+        return {"encoder": (source, source), "decoder": (source, source), "cross": (source, None)}
     target = batch.get("decoder_input_ids")
     if target is None and "labels" in batch and hasattr(model, "prepare_decoder_input_ids_from_labels"):
         target = model.prepare_decoder_input_ids_from_labels(batch["labels"])
-    return {"encoder": (own, own), "decoder": (target, target), "cross": (target, own)}
+    return {"encoder": (source, source), "decoder": (target, target), "cross": (target, source)}
 
 
-def _counting(reading: Reading, values: Tensor, ids: Tensor | None, excluded: list[int]) -> Tensor:
-    """Which of the positions of `values` (B, T, H) count, (B, T)."""
-    shape, device, real = values.shape[:2], values.device, reading.real.query
-    keep = torch.ones(shape, dtype=torch.bool, device=device) if real is None else real.to(device)
-    left_out = _excluded(reading, ids, tuple(shape), excluded)
-    return keep if left_out is None else keep & ~left_out.to(device)
-
-
-def _excluded(reading: Reading, ids: Tensor | None, shape: tuple[int, ...], excluded: list[int]) -> Tensor | None:
-    """Which positions of queries or keys hold excluded tokens, (B, T) or (B, S); None where tokens are not known."""
+def _is_excluded(reading: Reading, ids: Tensor | None, shape: tuple[int, ...], excluded: list[int]) -> Tensor | None:
+    """Return which queries (B, T) or keys (B, S) are excluded tokens; None where token ids are not known."""
     if ids is None:
         return None
     if ids.shape != shape:
@@ -235,22 +218,21 @@ Loss = Callable[[Any, Mapping[str, Any]], Tensor]
 def head_importance(
     model: PreTrainedModel, batches: Iterable[Mapping[str, Any]], loss: Loss | None = None
 ) -> dict[str, Tensor]:
-    """Score heads by how much the loss would change if their outputs were scaled.
+    """Return how much the loss would change if the outputs of a head were scaled.
 
         I_h = E_x |∂L(x)/∂ξ_h| at ξ = 1,   then I ← I / ‖I‖₂ within each module
 
     where ξ_h multiplies the output of head h (Michel et al., "Are Sixteen Heads Really Better than One?", 2019,
-    eq. 2 and section 4.1; "Scheduled DropHead" prunes by it). Each sample has masks of its own, so that one backward
-    pass gives the gradient of every sample: the loss of a batch is the mean over its B samples, so the gradient in
-    the mask of sample b is ∂L_b/∂ξ / B, and is multiplied by B again. Where a loss is a mean over tokens instead, a
-    sample counts by its share of tokens. Runs in evaluation mode; gradients of parameters are neither needed nor
-    touched.
+    eq. 2 and section 4.1; "Scheduled DropHead" prunes by it). Each sample has its own masks, so one backward pass
+    gives the gradients of all samples: the loss of a batch is the mean over its B samples, so the gradient in the
+    mask of sample b is ∂L_b/∂ξ / B, and is multiplied by B. Where a loss is a mean over tokens instead, a sample
+    counts by its share of tokens. Runs in evaluation mode; gradients of parameters are neither needed nor changed.
 
     Args:
         model: stock or edited, with or without other masks on it.
-        batches: arguments of `model` by name, one mapping of tensors (B, …) a batch; read once, one at a time.
-        loss: gives the loss from the model's outputs and the batch: a mean over samples, or one loss a sample (B,).
-            The model's own loss, for which batches need labels, if not given.
+        batches: arguments of `model` by name, tensors (B, …); read once, one at a time.
+        loss: function of the model's outputs and the batch: a mean over samples, or one loss a sample (B,). If not
+            given, the model's loss, for which batches need labels.
 
     Returns:
         Path of the attention module → (H,) on the CPU, of norm 1, or all 0 where the loss does not depend on any
@@ -265,16 +247,16 @@ def head_importance(
         sums = {name: torch.zeros(heads, dtype=torch.float64) for name, heads in mask.heads.items()}
         samples = 0
         for batch in batches:
-            moved = {
+            inputs = {
                 key: value.to(model.device) if isinstance(value, Tensor) else value for key, value in batch.items()
             }
-            size = _samples(moved)
+            size = _batch_size(inputs)
             gates = {
                 name: torch.ones(size, heads, device=model.device, requires_grad=True)
                 for name, heads in mask.heads.items()
             }
             mask.set(gates)
-            total = _total(model, moved, size, loss)
+            total = _summed_loss(model, inputs, size, loss)
             gradients = torch.autograd.grad(total, list(gates.values()), allow_unused=True)
             for name, gradient in zip(gates, gradients, strict=True):
                 if gradient is not None:  # else this batch did not go through the module
@@ -282,11 +264,18 @@ def head_importance(
             samples += size
     if not samples:
         raise HeadError("head importance needs at least one batch, got none")
-    return {name: _normalised(name, values / samples) for name, values in sums.items()}
+    importance = {}
+    for name, values in sums.items():
+        if not values.isfinite().all():
+            raise HeadError(f"{name}: the gradient of the loss in its heads is not finite; check weights and batches")
+        mean = values / samples
+        norm = mean.norm()
+        importance[name] = (mean / norm if norm > 0 else mean).float()
+    return importance
 
 
-def _total(model: PreTrainedModel, batch: Mapping[str, Any], size: int, loss: Loss | None) -> Tensor:
-    """Sum of the losses of all samples."""
+def _summed_loss(model: PreTrainedModel, batch: Mapping[str, Any], size: int, loss: Loss | None) -> Tensor:
+    """Return the sum of the losses of all samples."""
     outputs = model(**batch, return_dict=True)
     value = getattr(outputs, "loss", None) if loss is None else loss(outputs, batch)
     if value is None:
@@ -302,7 +291,7 @@ def _total(model: PreTrainedModel, batch: Mapping[str, Any], size: int, loss: Lo
     return value.sum() if value.shape == (size,) else value.sum() * size
 
 
-def _samples(batch: Mapping[str, Any]) -> int:
+def _batch_size(batch: Mapping[str, Any]) -> int:
     sizes = {len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()}
     if len(sizes) != 1:
         raise HeadError(
@@ -312,8 +301,35 @@ def _samples(batch: Mapping[str, Any]) -> int:
     return sizes.pop()
 
 
-def _normalised(name: str, values: Tensor) -> Tensor:
-    if not bool(values.isfinite().all()):
-        raise HeadError(f"{name}: the gradient of the loss in its heads is not finite; check weights and batches")
-    norm = values.norm()
-    return (values / norm if norm > 0 else values).float()
+def least_important(
+    importance: Mapping[str, Tensor], share: float, *, keep_one: bool = False
+) -> dict[str, list[int]]:
+    """Return the least important heads of all modules.
+
+    Args:
+        importance: module path → (H,), as `head_importance` returns.
+        share: share of all heads to pick, 0 to 1; rounded to whole heads. Of equal heads the first are picked.
+        keep_one: spare the most important head of each module, as removal must; may pick fewer heads.
+
+    Returns:
+        Module path → heads in ascending order, for modules that have any.
+
+    Raises:
+        HeadError: the share is not between 0 and 1, or an importance is no vector of finite numbers.
+    """
+    if not 0 <= share <= 1:
+        raise HeadError(f"share of heads is {share}; expected 0 to 1")
+    ranked: list[tuple[float, str, int]] = []
+    spared = set()
+    for name, values in importance.items():
+        if values.dim() != 1 or not len(values) or not values.isfinite().all():
+            raise HeadError(f"importance of {name}: got {values}; expected one finite number a head")
+        ranked += [(value, name, head) for head, value in enumerate(values.tolist())]
+        if keep_one:
+            spared.add((name, int(values.argmax())))
+    ranked.sort(key=lambda entry: entry[0])
+    candidates = [(name, head) for _, name, head in ranked if (name, head) not in spared]
+    picked: dict[str, list[int]] = {name: [] for name in importance}
+    for name, head in candidates[: round(share * len(ranked))]:
+        picked[name].append(head)
+    return {name: sorted(heads) for name, heads in picked.items() if heads}

@@ -1,4 +1,4 @@
-"""Remove attention heads for good: which ones, how they are cut out, and how a checkpoint does it again."""
+"""Remove attention heads, and the model edit that removes them again when a checkpoint loads."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, AttentionSite, find_attention, transformers_model
@@ -22,7 +22,7 @@ from collab_compress.heads.sharding import refuse_sharded
 def check_heads(
     sites: Sequence[AttentionSite], heads: Mapping[str, Collection[int]]
 ) -> list[tuple[AttentionSite, list[int]]]:
-    """Pair the modules that are named with their heads, in ascending order; those without a head are left out.
+    """Return the named modules that have heads to act on, each with its heads in ascending order.
 
     Raises:
         HeadError: a module or a head is not known.
@@ -39,42 +39,9 @@ def check_heads(
     return [(site, sorted(set(heads[site.name]))) for site in sites if heads.get(site.name)]
 
 
-def least_important(
-    importance: Mapping[str, Tensor], share: float, *, keep_one: bool = False
-) -> dict[str, list[int]]:
-    """Pick the least important heads over all modules.
-
-    Args:
-        importance: module path → (H,), as `head_importance` gives.
-        share: how much of all heads to pick, 0 to 1; rounded to whole heads. Of equals the first are picked.
-        keep_one: spare the most important head of each module, as physical removal must; fewer than the share are
-            picked where nothing else is left.
-
-    Returns:
-        Module path → heads in ascending order; modules without any are left out.
-
-    Raises:
-        HeadError: the share is not between 0 and 1, or an importance is no list of numbers.
-    """
-    if not 0 <= share <= 1:
-        raise HeadError(f"share of heads is {share}; expected 0 to 1")
-    for name, values in importance.items():
-        if values.dim() != 1 or not len(values) or not bool(values.isfinite().all()):
-            raise HeadError(f"importance of {name}: got {values}; expected one finite number a head")
-    spared = {(name, int(values.argmax())) for name, values in importance.items()} if keep_one else set()
-    ranked = sorted(
-        ((float(value), name, head) for name, values in importance.items() for head, value in enumerate(values)),
-        key=lambda entry: entry[0],
-    )
-    picked: dict[str, list[int]] = {}
-    for _, name, head in [entry for entry in ranked if entry[1:] not in spared][: round(share * len(ranked))]:
-        picked.setdefault(name, []).append(head)
-    return {name: sorted(picked[name]) for name in importance if name in picked}
-
-
 @dataclass(frozen=True)
 class KeptHeads:
-    """Which heads of one attention module are left, and where its parts are.
+    """The heads that one attention module keeps, and where its projections are.
 
     Args:
         kept: heads that stay, ascending, counted as before the removal.
@@ -82,10 +49,10 @@ class KeptHeads:
         head_width: width d of one head's queries and keys.
         value_width: width dv of one head's values.
         heads: attribute of the attention module that counts heads.
-        query: attribute path of the query projection in the attention module.
-        key: attribute path of the key projection.
-        value: attribute path of the value projection.
-        output: attribute path of the output projection in the attention module, from the module around it with `..`.
+        query: path of the query projection in the attention module.
+        key: path of the key projection.
+        value: path of the value projection.
+        output: path of the output projection, which starts with `..` where it lies in the parent module.
     """
 
     kept: tuple[int, ...]
@@ -111,10 +78,10 @@ class KeptHeads:
 class PrunedEdit:
     """Attention modules that have lost heads.
 
-    Heads are counted as they were when the edit was made, so several such edits are replayed in their order.
+    Heads are counted as when the edit was made, so several such edits are replayed in their order.
 
     Args:
-        modules: path of each module inside the base model → which of its heads are left.
+        modules: path of each module inside the base model → the heads it keeps.
     """
 
     modules: dict[str, KeptHeads]
@@ -130,64 +97,58 @@ class PrunedEdit:
         """Rebuild the edit from what `to_dict` returned.
 
         Raises:
-            CheckpointError: what is left of a module is described wrongly.
+            CheckpointError: a module is described wrongly.
         """
         return cls({name: from_stored(KeptHeads, kept, name) for name, kept in stored_modules(data).items()})
 
     def apply_(self, model: PreTrainedModel) -> None:
-        """Cut the heads out of `model` in place; its weights may still be empty."""
+        """Remove the heads in place, in modules that still have them; weights may still be empty."""
         with refusing_other_models(self.kind, model):
-            remove_(model, self)
+            cuts: list[Cut] = []
+            for name, kept in self.modules.items():
+                module = model.base_model.get_submodule(name)
+                if getattr(module, _head_count(module, kept)) == kept.before:
+                    parent = model.base_model.get_submodule(name.rpartition(".")[0])
+                    holder = parent if kept.output.startswith("..") else module
+                    cuts += _module_cuts(module, holder.get_submodule(kept.output.removeprefix("..")), kept)
+            for cut in cuts:
+                setattr(cut.owner, cut.name, cut.value)
+            for name in self.modules:
+                module = model.base_model.get_submodule(name)
+                for attribute in FORMS_AT:
+                    if (form := getattr(module, attribute, None)) is not None:
+                        lay_out_(module, form.pieces)
 
     def finish_(self, model: PreTrainedModel) -> None:
-        """Do nothing: what is left of a projection is loaded like any other weight."""
-
-
-def remove_(model: PreTrainedModel, edit: PrunedEdit) -> None:
-    """Cut the heads out of `model`, in place."""
-    for cut in plan_removal(model, edit):
-        setattr(cut.owner, cut.name, cut.value)
-    for name in edit.modules:
-        module = model.base_model.get_submodule(name)
-        for form in (getattr(module, at, None) for at in FORMS_AT):
-            if form is not None:
-                lay_out_(module, form.pieces)
-
-
-def plan_removal(model: PreTrainedModel, edit: PrunedEdit) -> list[Cut]:
-    """Compute what the edit changes, without changing it; modules that have not as many heads as before are done."""
-    cuts = []
-    for name, kept in edit.modules.items():
-        module = model.base_model.get_submodule(name)
-        if getattr(module, _counted(module, kept)) == kept.before:
-            around = kept.output.startswith("..")
-            holder = model.base_model.get_submodule(name.rpartition(".")[0]) if around else module
-            cuts += _module_cuts(module, holder.get_submodule(kept.output.removeprefix("..")), kept)
-    return cuts
+        """Do nothing: cut projections are loaded like any other weight."""
 
 
 def _module_cuts(module: Any, output: Any, kept: KeptHeads) -> list[Cut]:
-    cuts: list[Cut]
+    """List the changes that remove heads from one module."""
     if hasattr(module, "value_form"):
-        cuts = module.value_form.keep_heads(module, output, kept.kept)
+        cuts: list[Cut] = module.value_form.keep_heads(module, output, kept.kept)
     else:
-        values = _channels(kept.kept, kept.value_width)
-        cuts = _output_cuts(module.get_submodule(kept.value), values) + _input_cuts(output, values)
+        channels = _channels(kept.kept, kept.value_width)
+        cuts = _output_cuts(module.get_submodule(kept.value), channels)
+        cuts += [
+            Cut(output, "weight", remaining(output.weight, 1, channels)),
+            Cut(output, "in_features", len(channels)),
+        ]
         if hasattr(module, JOINT_WIDTH):
-            cuts.append(Cut(module, JOINT_WIDTH, len(values)))
+            cuts.append(Cut(module, JOINT_WIDTH, len(channels)))
     if hasattr(module, "score_form"):
         cuts += module.score_form.keep_heads(module, kept.kept)
     else:
         channels = _channels(kept.kept, kept.head_width)
         cuts += _output_cuts(module.get_submodule(kept.query), channels)
         cuts += _output_cuts(module.get_submodule(kept.key), channels)
-    if hasattr(module, "embed_dim"):  # by which some lay outputs out
+    if hasattr(module, "embed_dim"):  # some models reshape outputs by it
         cuts.append(Cut(module, "embed_dim", len(kept.kept) * kept.head_width))
-    return [*cuts, Cut(module, _counted(module, kept), len(kept.kept))]
+    return [*cuts, Cut(module, _head_count(module, kept), len(kept.kept))]
 
 
-def _counted(module: Any, kept: KeptHeads) -> str:
-    """Attribute that holds the number of heads; the stock one may say how many pieces a converted module views."""
+def _head_count(module: Any, kept: KeptHeads) -> str:
+    """Return the attribute that holds the number of heads; a converted module may view another number of them."""
     return STOCK_HEADS if STOCK_HEADS in module.__dict__ else kept.heads
 
 
@@ -196,27 +157,21 @@ def _channels(heads: Sequence[int], width: int) -> list[int]:
 
 
 def _output_cuts(linear: Any, channels: Sequence[int]) -> list[Cut]:
-    cuts = [
-        Cut(linear, name, remaining(parameter, 0, channels))
-        for name, parameter in (("weight", linear.weight), ("bias", linear.bias))
-        if parameter is not None
-    ]
+    cuts = [Cut(linear, "weight", remaining(linear.weight, 0, channels))]
+    if linear.bias is not None:
+        cuts.append(Cut(linear, "bias", remaining(linear.bias, 0, channels)))
     return [*cuts, Cut(linear, "out_features", len(channels))]
-
-
-def _input_cuts(linear: Any, channels: Sequence[int]) -> list[Cut]:
-    return [Cut(linear, "weight", remaining(linear.weight, 1, channels)), Cut(linear, "in_features", len(channels))]
 
 
 @torch.inference_mode(False)
 def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -> None:
     """Remove attention heads from `model`, in place and all or nothing.
 
-    The model computes afterwards what it computed with those heads masked by 0 (`HeadMask`), with fewer parameters
-    and operations: their channels of the query, key and value projections and of the output projection's input go; in
-    a collaborative module their rows of the mixing matrix and their content biases go, and the shared projections
-    stay. The model saves, reloads, converts and expands like any other. Heads that remain are counted anew from 0, so
-    a second call counts those. Parameters that were cut are new ones: make an optimizer afterwards.
+    The model then computes what it computed with those heads masked by 0 (`HeadMask`), with fewer parameters and
+    operations. Removed are their channels of the query, key and value projections and of the output projection's
+    input; in a collaborative module their rows of the mixing matrix and their content biases, while the shared
+    projections stay. The model saves, reloads, converts and expands like any other. Remaining heads are numbered
+    from 0 again. Cut parameters are new objects: make an optimizer afterwards.
 
     Args:
         model: stock or edited; dtype, device and frozenness are kept.
@@ -226,8 +181,7 @@ def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -
     Raises:
         UnsupportedModelError: the model's family is not known, or a module lies outside the base model.
         HeadError: a module or head is not known; no head would be left; a projection is no plain `nn.Linear`, is
-            shared or offloaded; head outputs are mixed, masked or otherwise acted on; the model is quantized or
-            sharded.
+            shared or offloaded; head outputs are mixed, masked or hooked; the model is quantized or sharded.
         CheckpointError: the model was loaded before this package was imported.
     """
     model = transformers_model(model)
@@ -235,17 +189,16 @@ def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -
     chosen = check_heads(find_attention(model, FAMILIES), heads)
     if is_quantized(model):
         raise HeadError(f"{type(model).__name__} is quantized; remove heads from the unquantized checkpoint instead")
-    shared = _shared(model)
-    modules = {path_in_base(model, site.module): _kept(model, site, removed, shared) for site, removed in chosen}
-    if not modules:
+    if not chosen:
         return
-    edit = PrunedEdit(modules)
-    remove_(model, edit)
+    shared = _shared_parts(model)
+    edit = PrunedEdit({path_in_base(model, site.module): _kept(site, heads, shared) for site, heads in chosen})
+    edit.apply_(model)
     record_edit_(model, edit)
 
 
-def _kept(model: PreTrainedModel, site: AttentionSite, removed: Sequence[int], shared: Collection[int]) -> KeptHeads:
-    """Check that heads can be removed from a module, and describe what is left."""
+def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) -> KeptHeads:
+    """Return the heads that a module keeps, or raise if the others cannot be removed."""
     family = site.family
     kept = tuple(head for head in range(site.heads) if head not in removed)
     if not kept:
@@ -262,29 +215,26 @@ def _kept(model: PreTrainedModel, site: AttentionSite, removed: Sequence[int], s
             f"{site.name}: {site.heads} heads share {site.key_value_heads} heads of keys and values, so none can be "
             "removed alone; mask them instead (HeadMask)"
         )
-    output = site.part(family.output)
-    if hasattr(output, "alphas"):
+    if hasattr(site.part(family.output), "alphas"):
         raise HeadError(
             f"{site.path(family.output)} mixes the heads, so each is part of all; call merge_alphas_ first, then "
             "remove heads"
         )
     _check_query_and_key(site, kept, shared)
     form = getattr(site.module, "value_form", None)
-    path = family.value if form is None else f"{family.value}.proj"
-    value = _linear(site, path, site.part(path), shared)
-    _linear(site, family.output, output, shared)
+    value = _linear(site, family.value if form is None else f"{family.value}.proj", shared)
+    output = _linear(site, family.output, shared)
     if (form is None and value.out_features % site.heads) or output.in_features != value.out_features:
         raise HeadError(
             f"{site.name}: values are {value.out_features} wide and the output projection reads "
             f"{output.in_features}; expected the same for {site.heads} heads; the {family.name} description does not "
             "fit this model"
         )
-    value_width = value.out_features // site.heads if form is None else site.head_width
     return KeptHeads(
         kept=kept,
         before=site.heads,
         head_width=site.head_width,
-        value_width=value_width,
+        value_width=value.out_features // site.heads if form is None else site.head_width,
         heads=family.heads,
         query=family.query,
         key=family.key,
@@ -294,16 +244,21 @@ def _kept(model: PreTrainedModel, site: AttentionSite, removed: Sequence[int], s
 
 
 def _check_query_and_key(site: AttentionSite, kept: Sequence[int], shared: Collection[int]) -> None:
-    """Check that channels can be cut from the query and key projections, or heads' rows from what replaces them."""
+    """Raise if heads cannot be cut from the query and key projections, or from what replaces them."""
     if hasattr(site.module, "score_form"):
         form = site.part("score_form")
         projections = {path.removesuffix(".weight") for path, _ in form.head_rows() if path.endswith(".proj.weight")}
         for path in sorted(projections | {f"{form.key}.proj"}):
-            _linear(site, path, site.part(path), shared)
-        _check_room(site, kept)
+            _linear(site, path, shared)
+        try:
+            form.without(kept).multiple  # noqa: B018 (raises where the shared channels do not fit fewer heads)
+        except CompressionError as error:
+            raise HeadError(
+                f"{site.name} cannot do with {len(kept)} heads: {error}; or remove fewer heads"
+            ) from error
         return
     for path in (site.family.query, site.family.key):
-        projection = _linear(site, path, site.part(path), shared)
+        projection = _linear(site, path, shared)
         if projection.out_features != site.width:
             raise HeadError(
                 f"{site.path(path)}: got {projection.out_features} output channels; expected {site.heads} heads × "
@@ -311,21 +266,13 @@ def _check_query_and_key(site: AttentionSite, kept: Sequence[int], shared: Colle
             )
 
 
-def _check_room(site: AttentionSite, kept: Sequence[int]) -> None:
-    """Check that the shared channels still fit where the module lays them out as exactly as many heads as it has."""
-    try:
-        site.part("score_form").without(kept).multiple  # noqa: B018 (raises)
-    except CompressionError as error:
-        raise HeadError(f"{site.name} cannot do with {len(kept)} heads: {error}; or remove fewer heads") from error
-
-
-def _linear(site: AttentionSite, path: str, projection: Any, shared: Collection[int]) -> nn.Linear:
-    """Check that channels can be cut from a projection: it is a plain one, in memory, and nobody else's."""
-    where = site.path(path)
+def _linear(site: AttentionSite, path: str, shared: Collection[int]) -> nn.Linear:
+    """Return a projection, or raise unless it is a plain one, in memory, and not shared with another module."""
+    projection, where = site.part(path), site.path(path)
     plain = isinstance(projection, nn.Linear) and type(projection).forward is nn.Linear.forward
-    kind = type(projection.weight if plain and "weight" in projection._parameters else projection)
-    if kind is not nn.Parameter or not projection.weight.is_floating_point():
-        kind = type(projection) if kind is nn.Parameter else kind
+    weight = projection.weight if plain and "weight" in projection._parameters else None
+    if type(weight) is not nn.Parameter or not weight.is_floating_point():
+        kind = type(projection) if weight is None or type(weight) is nn.Parameter else type(weight)
         raise HeadError(
             f"{where}: got {kind.__name__}, expected a plain nn.Linear; merge adapters, remove "
             "parametrizations and undo quantization before removing heads"
@@ -338,11 +285,10 @@ def _linear(site: AttentionSite, path: str, projection: Any, shared: Collection[
     return projection  # type: ignore[no-any-return]
 
 
-def _shared(model: nn.Module) -> set[int]:
-    """Identities of the parameters and modules that more than one module holds."""
-    held: Counter[int] = Counter()
+def _shared_parts(model: nn.Module) -> set[int]:
+    """Return the identities of parameters and modules that more than one module holds."""
+    holders: Counter[int] = Counter()
     for module in model.modules():
-        held.update(
-            {id(part) for part in (*module._parameters.values(), *module._modules.values()) if part is not None}
-        )
-    return {identity for identity, holders in held.items() if holders > 1}
+        holders.update({id(part) for part in (*module._parameters.values(), *module._modules.values())})
+    holders.pop(id(None), None)
+    return {part for part, count in holders.items() if count > 1}

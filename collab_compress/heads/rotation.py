@@ -1,4 +1,4 @@
-"""Multi-Head Rotation: when heads are swapped during training, how they are paired, and what does it."""
+"""Multi-Head Rotation: swap heads during training, paired by a strategy at given epochs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,129 +13,138 @@ from transformers import PreTrainedModel
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention, transformers_model
 from collab_compress.errors import HeadError
 from collab_compress.heads.importance import average_distance, confidence
-from collab_compress.heads.swap import Head, Pair, check_optimizer, head_blocks, matched_blocks, swap_heads_
+from collab_compress.heads.swap import (
+    Head,
+    HeadBlock,
+    Pair,
+    check_optimizer,
+    head_blocks,
+    match_heads,
+    matched_blocks,
+    swap_heads_,
+)
 
 Strategy = Literal["manual", "hard", "in-layer", "soft", "random"]
-STRATEGY_NAMES: tuple[Strategy, ...] = get_args(Strategy)
 Importance = Literal["distance", "confidence"]
-ROUNDING = 1e-9  # epochs: far below a step, far above what sums of fractions lose
+ROUNDING = 1e-9  # in epochs: far below a step, far above the rounding errors of sums of fractions
 
 
 @dataclass(frozen=True)
 class RotationOptions:
     """Which heads swap places, and when (Multi-Head Rotation, §3.1).
 
-    Heads of different kinds of attention never swap; with several kinds, every strategy but `manual` works on each
-    kind by itself, so that k pairs means k pairs of each kind.
+    Heads of different kinds of attention never swap. Every strategy but `manual` pairs the heads of each kind
+    separately, so k pairs means k pairs of each kind.
     """
 
     strategy: Strategy
     """`manual`: the given pairs. `hard`: the k least important heads of all layers with the k most important.
-    `in-layer`: the same inside each layer, k pairs a layer. `soft`: for i = 1 … t_max, the k least important heads of
-    layer i with those of layer L+1−i. `random`: k pairs drawn from all layers."""
+    `in-layer`: the same within each layer, k pairs a layer. `soft`: for i = 1 … t_max, the k least important heads of
+    layer i with those of layer L+1−i. `random`: k random pairs of all layers."""
 
     epochs: tuple[float, ...]
     """When heads are swapped, in epochs from 0: 1 is the start of the second epoch, 0.5 the middle of the first, or
-    the first step after it. Times that fall while heads are swapped until they swap back, or into the rest after
-    that, are passed over."""
+    the first step after it. Times before heads have swapped back, or in the rest after that, are skipped."""
 
     k: int = 1
     """Number of pairs."""
 
     t_max: int = 1
-    """How many layers from each end `soft` pairs, at most half of the layers."""
+    """Number of layers from each end that `soft` pairs, at most half of the layers."""
 
     printed: bool = False
     """Whether `soft` pairs layer i with L−i as the paper prints it, which leaves the last layer out."""
 
     pairs: tuple[Pair, ...] = ()
-    """What `manual` swaps: pairs of (path of the attention module, number of the head from 0)."""
+    """Pairs that `manual` swaps, of (path of the attention module, number of the head from 0)."""
 
     importance: Importance = "distance"
-    """What `hard`, `in-layer` and `soft` sort heads by: `distance` of their outputs from those of the other heads in
-    the layer (AVG_L2), or `confidence`. The smaller, the less important."""
+    """Importance by which `hard`, `in-layer` and `soft` sort heads: `distance` of their outputs from those of the
+    layer's other heads (AVG_L2), or `confidence`."""
 
     exclude: tuple[int, ...] | None = None
     """Tokens whose positions do not count for importance; the config's end-of-sequence tokens if not given."""
 
     kinds: tuple[Kind, ...] = KINDS
-    """Kinds of attention whose heads rotate, of those that the model has; `manual` goes by its pairs instead."""
+    """Kinds of attention whose heads rotate; not used by `manual`."""
 
     swap_back_after: float | None = None
-    """Swap the same heads back after so many epochs, or such a share of one; never if not given."""
+    """Swap the same heads back after this many epochs, possibly a fraction; never if not given."""
 
     rest: float = 1
     """Epochs after swapping back in which no heads are swapped. With every epoch of a range in `epochs`, swapping
     back after n and resting r gives a cycle of n + r epochs."""
 
     seed: int = 0
-    """Seed of `random`, which depends on nothing else but the epoch."""
+    """Seed of `random`, whose pairs depend only on it and on the epoch."""
 
     def __post_init__(self) -> None:
-        # lists come from JSON and YAML
-        object.__setattr__(self, "epochs", tuple(_plain(epoch) for epoch in self.epochs))
-        object.__setattr__(self, "rest", _plain(self.rest))
-        if self.swap_back_after is not None:
-            object.__setattr__(self, "swap_back_after", _plain(self.swap_back_after))
-        object.__setattr__(self, "kinds", tuple(self.kinds))
-        object.__setattr__(self, "pairs", as_pairs(self.pairs))
-        if self.exclude is not None:
-            object.__setattr__(self, "exclude", tuple(self.exclude))
-        if self.strategy not in STRATEGY_NAMES:
-            raise HeadError(f"strategy is {self.strategy!r}; expected one of {', '.join(STRATEGY_NAMES)}")
+        normalised: dict[str, Any] = {  # lists come from JSON and YAML
+            "epochs": tuple(_as_int(epoch) for epoch in self.epochs),
+            "rest": _as_int(self.rest),
+            "swap_back_after": None if self.swap_back_after is None else _as_int(self.swap_back_after),
+            "kinds": tuple(self.kinds),
+            "pairs": _as_pairs(self.pairs),
+            "exclude": None if self.exclude is None else tuple(self.exclude),
+        }
+        for name, value in normalised.items():
+            object.__setattr__(self, name, value)
+        if self.strategy not in STRATEGIES:
+            raise HeadError(f"strategy is {self.strategy!r}; expected one of {', '.join(STRATEGIES)}")
         if self.importance not in get_args(Importance):
             raise HeadError(f"importance is {self.importance!r}; expected distance or confidence")
-        self._check_numbers()
+        valid = all(0 <= epoch < inf for epoch in self.epochs) and len(set(self.epochs)) == len(self.epochs)
+        if not self.epochs or not valid:
+            raise HeadError(f"epochs are {self.epochs}; expected at least one, each once, counted from 0")
+        for name, least in (("k", 1), ("t_max", 1), ("rest", 0)):
+            if not least <= getattr(self, name) < inf:
+                raise HeadError(f"{name} is {getattr(self, name)}; expected at least {least}")
+        if self.swap_back_after is not None and not 0 < self.swap_back_after < inf:
+            raise HeadError(f"swap_back_after is {self.swap_back_after}; expected more than 0 epochs")
         if (self.strategy == "manual") != bool(self.pairs):
             raise HeadError(
                 f"strategy {self.strategy!r} got {len(self.pairs)} pairs; the manual strategy swaps given pairs, and "
                 "no other takes any"
             )
-        unknown = set(self.kinds) - set(KINDS)
-        if unknown or not self.kinds:
-            raise HeadError(
-                f"kinds are {', '.join(map(str, self.kinds)) or 'none'}; expected some of {', '.join(KINDS)}"
-            )
+        if not self.kinds or set(self.kinds) - set(KINDS):
+            kinds = ", ".join(map(str, self.kinds)) or "none"
+            raise HeadError(f"kinds are {kinds}; expected some of {', '.join(KINDS)}")
 
     @property
     def within_epochs(self) -> bool:
-        """Whether anything may be due between the starts of two epochs."""
+        """Whether heads may swap between the starts of two epochs."""
         times = (*self.epochs, self.rest, self.swap_back_after or 0)
         return any(isinstance(time, float) for time in times)
 
-    def _check_numbers(self) -> None:
-        if (
-            not self.epochs
-            or not all(0 <= epoch < inf for epoch in self.epochs)
-            or len(set(self.epochs)) < len(self.epochs)
-        ):
-            raise HeadError(f"epochs are {self.epochs}; expected at least one, each once, counted from 0")
-        for name, least in (("k", 1), ("t_max", 1), ("rest", 0)):
-            value = getattr(self, name)
-            if not least <= value < inf:
-                raise HeadError(f"{name} is {value}; expected at least {least}")
-        if self.swap_back_after is not None and not 0 < self.swap_back_after < inf:
-            raise HeadError(f"swap_back_after is {self.swap_back_after}; expected more than 0 epochs")
+    @property
+    def measures(self) -> bool:
+        """Whether the strategy measures the importance of heads."""
+        return self.strategy in ("hard", "in-layer", "soft")
+
+    @property
+    def crosses_layers(self) -> bool:
+        """Whether the strategy itself pairs heads of different modules."""
+        return self.strategy in ("hard", "soft", "random")
 
 
-def _plain(epochs: float) -> float:
-    """Make whole numbers integers, so that 1.0 and 1 are one setting everywhere."""
+def _as_int(epochs: float) -> float:
+    """Return whole numbers as integers, so that 1.0 and 1 are one setting everywhere."""
     return int(epochs) if float(epochs).is_integer() else float(epochs)
 
 
-def as_pairs(pairs: Sequence[Sequence[Sequence[str | int]]]) -> tuple[Pair, ...]:
-    """Read pairs of heads that JSON or YAML made lists of.
+def _as_pairs(pairs: Any) -> tuple[Pair, ...]:
+    """Read pairs of heads that may be lists, as from JSON.
 
     Raises:
         HeadError: they are no pairs of (module, head).
     """
     try:
-        return tuple((_head(one), _head(other)) for one, other in pairs)
+        return tuple((_as_head(one), _as_head(other)) for one, other in pairs)
     except (TypeError, ValueError) as error:
         raise HeadError(f"pairs are {pairs!r}; expected ((module, head), (module, head)) for each") from error
 
 
-def _head(head: Sequence[str | int]) -> Head:
+def _as_head(head: Any) -> Head:
     name, number = head
     if not isinstance(name, str) or not isinstance(number, int) or isinstance(number, bool):
         raise TypeError(head)
@@ -143,6 +152,7 @@ def _head(head: Sequence[str | int]) -> Head:
 
 
 Scores = Mapping[str, Tensor]
+"""Path of a module → importance of its heads, (H,)."""
 
 
 def manual(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float) -> list[Pair]:
@@ -153,7 +163,7 @@ def manual(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Sc
 
 def hard(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float) -> list[Pair]:
     """Pair the k least important heads of all layers with the k most important (algorithm 1)."""
-    heads = _from_least(sites, scores)
+    heads = _by_importance(sites, scores)
     _check_k(rotation, len(heads) // 2, sites)
     return list(zip(heads[: rotation.k], heads[::-1], strict=False))
 
@@ -180,8 +190,8 @@ def soft(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scor
     pairs: list[Pair] = []
     for lower, upper in zip(sites[: rotation.t_max], sites[last - 1 :: -1], strict=False):
         _check_k(rotation, min(lower.heads, upper.heads), sites)
-        least = (_from_least([site], scores)[: rotation.k] for site in (lower, upper))
-        pairs += zip(*least, strict=True)
+        lower_heads, upper_heads = _by_importance([lower], scores), _by_importance([upper], scores)
+        pairs += zip(lower_heads[: rotation.k], upper_heads[: rotation.k], strict=True)
     return pairs
 
 
@@ -189,41 +199,27 @@ def random(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Sc
     """Draw k pairs of different heads from all layers (algorithm 3); the same for the same seed, kind and epoch."""
     heads = _heads(sites)
     _check_k(rotation, len(heads) // 2, sites)
-    drawn = Random(f"{rotation.seed} {sites[0].kind} {epoch}").sample(heads, 2 * rotation.k)
-    return list(zip(drawn[::2], drawn[1::2], strict=True))
+    sample = Random(f"{rotation.seed} {sites[0].kind} {epoch}").sample(heads, 2 * rotation.k)
+    return list(zip(sample[::2], sample[1::2], strict=True))
 
 
-@dataclass(frozen=True)
-class Pairing:
-    """A strategy.
-
-    Args:
-        pair: from the settings, the modules of one kind, path → importance (H,) of each, and the epoch to pairs in
-            which no head is twice. Raises HeadError where the settings ask more than the modules have.
-        measures: whether it looks at importance.
-        crosses: whether it may pair heads of different modules.
-    """
-
-    pair: Callable[[RotationOptions, Sequence[AttentionSite], Scores, float], list[Pair]]
-    measures: bool
-    crosses: bool
-
-
-PAIRINGS: dict[Strategy, Pairing] = {
-    "manual": Pairing(manual, measures=False, crosses=False),  # whether they cross is seen from the pairs
-    "hard": Pairing(hard, measures=True, crosses=True),
-    "in-layer": Pairing(in_layer, measures=True, crosses=False),
-    "soft": Pairing(soft, measures=True, crosses=True),
-    "random": Pairing(random, measures=False, crosses=True),
+STRATEGIES: dict[Strategy, Callable[[RotationOptions, Sequence[AttentionSite], Scores, float], list[Pair]]] = {
+    "manual": manual,
+    "hard": hard,
+    "in-layer": in_layer,
+    "soft": soft,
+    "random": random,
 }
+"""Name → function of the options, the modules of one kind, their importance and the epoch, to pairs in which no head
+is twice. Raises HeadError where the options need more heads or layers than there are."""
 
 
 def _heads(sites: Sequence[AttentionSite]) -> list[Head]:
     return [(site.name, head) for site in sites for head in range(site.heads)]
 
 
-def _from_least(sites: Sequence[AttentionSite], scores: Scores) -> list[Head]:
-    """All heads, the least important first; equal ones in the model's order."""
+def _by_importance(sites: Sequence[AttentionSite], scores: Scores) -> list[Head]:
+    """Return all heads, the least important first, equal ones in the model's order."""
     return sorted(_heads(sites), key=lambda head: float(scores[head[0]][head[1]]))
 
 
@@ -237,11 +233,11 @@ def _check_k(rotation: RotationOptions, most: int, sites: Sequence[AttentionSite
 
 @dataclass(frozen=True)
 class RotationEvent:
-    """Heads that swapped places.
+    """One swap of heads.
 
     Args:
-        epoch: when they did, in epochs from 0.
-        reason: whether they were swapped, or swapped back.
+        epoch: when it happened, in epochs from 0.
+        reason: whether heads were swapped, or swapped back.
         pairs: the heads.
     """
 
@@ -257,7 +253,7 @@ def _reached(time: float, now: float) -> bool:
 class Rotator:
     """Swap heads of a model when a `RotationOptions` says so (Multi-Head Rotation, §3.1).
 
-    Between steps the model is always a whole one, which can be saved as it is: a swap changes weights only.
+    A swap changes only weights and optimizer state, so the model can be saved between any two steps.
 
     Args:
         model: stock or edited, whole or sharded by FSDP2; not its `DistributedDataParallel` wrapper.
@@ -272,48 +268,48 @@ class Rotator:
     def __init__(self, model: PreTrainedModel, rotation: RotationOptions) -> None:
         self.model, self.rotation = transformers_model(model), rotation
         self.history: list[RotationEvent] = []
-        self._pairing = PAIRINGS[rotation.strategy]
-        self._latest: float | None = None  # what `epoch` was last called for
-        self._swapped: tuple[Pair, ...] = ()  # what is to be swapped back
-        self._due: float = 0  # when
-        self._awake: float = 0  # when the rest is over
+        self._latest: float | None = None  # epoch of the last call
+        self._swapped: tuple[Pair, ...] = ()  # pairs to swap back
+        self._due: float = 0  # epoch of swapping back
+        self._awake: float = 0  # epoch at which the rest ends
         matched_blocks(model, rotation.pairs)
-        for sites in self._sites().values():
-            for site in sites if not rotation.pairs else ():
-                head_blocks(site, 0)
-                heads = [(site.name, head) for head in range(site.heads)]
-                for start in (0, 1):  # each with the next: heads that differ in width would change places somewhere
-                    matched_blocks(model, list(zip(heads[start::2], heads[start + 1 :: 2], strict=False)))
+        if rotation.strategy == "manual":
+            return
+        for sites in self._sites_by_kind().values():
+            for site in sites:
+                for head in range(site.heads - 1):  # all heads of a module must be alike
+                    match_heads(site, head, site, head + 1)
             zeros = {site.name: torch.zeros(site.heads) for site in sites}
-            self._pairing.pair(rotation, sites, zeros, 0)
-            for site in sites[1:] if self._pairing.crosses else ():
-                matched_blocks(model, [((sites[0].name, 0), (site.name, 0))])
+            STRATEGIES[rotation.strategy](rotation, sites, zeros, 0)
+            if rotation.crosses_layers:
+                for site in sites[1:]:
+                    match_heads(sites[0], 0, site, 0)
 
     def epoch(
         self, epoch: float, optimizer: Any = None, batches: Iterable[Mapping[str, Tensor]] | None = None
     ) -> tuple[RotationEvent, ...]:
-        """Swap what has become due since the call before; nothing where the training was before, as after resuming.
+        """Swap the heads that have become due since the last call; nothing if training was here before.
 
-        Called at the start of each epoch, and for `RotationOptions` with fractions before each step. The first call
-        says where the training begins: what was due earlier is passed over.
+        Call it at the start of each epoch, and before each step if `RotationOptions` has fractions of epochs. Swaps
+        that were due before the epoch of the first call are skipped.
 
-        Every process of a distributed training must call it; where importance decides, it is measured on the batches
-        of all of them, so that all swap the same heads. Where FSDP shards the model, each must give as many batches.
+        Every process of a distributed training must call it; importance is measured on the batches of all of them, so
+        all swap the same heads. Where FSDP shards the model, each must pass as many batches.
 
         Args:
             epoch: from 0; 1.5 is the middle of the second.
-            optimizer: whose state moves with the heads, as for `swap_heads_`.
-            batches: held-out data that importance is measured on, if the strategy looks at it and swaps now.
+            optimizer: its state moves with the heads, as in `swap_heads_`.
+            batches: held-out data to measure importance on, if the strategy does and swaps now.
 
         Returns:
-            What was done, also added to `history`.
+            The swaps, which are also added to `history`.
 
         Raises:
             HeadError: the epoch lies before one that has already begun, importance cannot be measured, or
                 `swap_heads_` refuses.
             CalibrationError: the model does not take such batches.
         """
-        now = _plain(epoch)
+        now = _as_int(epoch)
         if self._latest is not None and int(now) < int(self._latest):
             raise HeadError(
                 f"epoch {now} comes after epoch {self._latest}; when training resumes from a checkpoint, give a "
@@ -324,11 +320,11 @@ class Rotator:
         before = len(self.history)
         if self._swapped and _reached(self._due, now):
             self._swap(RotationEvent(now, "swap-back", self._swapped), optimizer)
-            late = now >= self._due + 1  # epochs that nobody called for
+            late = now >= self._due + 1  # whole epochs without a call
             self._swapped, self._awake = (), (now if late else self._due) + self.rotation.rest
-        time = self._reached_since(self._latest, now)
+        time = self._time_reached(now)
         if time is not None and not self._swapped and _reached(self._awake, time):
-            pairs = self._choose(time, batches)
+            pairs = self._pairs(time, batches)
             self._swap(RotationEvent(now, "swap", pairs), optimizer)
             if self.rotation.swap_back_after is not None:
                 self._swapped, self._due = pairs, time + self.rotation.swap_back_after
@@ -336,17 +332,22 @@ class Rotator:
         return tuple(self.history[before:])
 
     def check(self, optimizer: Any) -> None:
-        """Refuse, before training, an optimizer whose state could not move with the heads.
+        """Raise, before training, if an optimizer's state could not move with the heads.
 
         Raises:
             HeadError: it does not step the parameters of heads that may swap.
         """
-        pairs = [block for blocks in matched_blocks(self.model, self.rotation.pairs) for block in blocks]
-        sites = [] if self.rotation.pairs else [site for sites in self._sites().values() for site in sites]
-        check_optimizer(optimizer, pairs + [block for site in sites for block in head_blocks(site, 0)])
+        blocks: list[HeadBlock] = []
+        for pair in matched_blocks(self.model, self.rotation.pairs):
+            blocks += pair
+        if not self.rotation.pairs:
+            for sites in self._sites_by_kind().values():
+                for site in sites:
+                    blocks += head_blocks(site, 0)
+        check_optimizer(optimizer, blocks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Describe in JSON types all that a resumed training needs beside the model's and optimizer's own states."""
+        """Return, in JSON types, the state that a resumed training needs beside that of model and optimizer."""
         return {
             "latest": self._latest,
             "swapped": self._swapped,
@@ -356,55 +357,53 @@ class Rotator:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave; swaps nothing, for weights saved with it are swapped already.
+        """Restore a state; swaps nothing, for the weights saved with it are swapped already.
 
         Raises:
-            HeadError: the state is none, or names heads that this model does not have.
+            HeadError: the state is malformed, or names heads that this model does not have.
         """
         try:
-            latest, due, awake = state["latest"], _plain(state["due"]), _plain(state["awake"])
-            swapped = as_pairs(state["swapped"])
-            events = [RotationEvent(e["epoch"], e["reason"], as_pairs(e["pairs"])) for e in state["history"]]
+            latest, due, awake = state["latest"], _as_int(state["due"]), _as_int(state["awake"])
+            swapped = _as_pairs(state["swapped"])
+            history = [RotationEvent(e["epoch"], e["reason"], _as_pairs(e["pairs"])) for e in state["history"]]
         except (KeyError, TypeError, ValueError) as error:
             raise HeadError(
                 f"cannot read the state of a Rotator ({error!r}); pass what its state_dict() gave"
             ) from error
         matched_blocks(self.model, swapped)
-        self._latest, self._swapped, self._due, self._awake, self.history = latest, swapped, due, awake, events
+        self._latest, self._swapped, self._due, self._awake, self.history = latest, swapped, due, awake, history
 
-    def _reached_since(self, latest: float | None, now: float) -> float | None:
-        """Return the last swap time after `latest` and not after now; at the first call, only one that is due now."""
+    def _time_reached(self, now: float) -> float | None:
+        """Return the last swap time since the previous call; at the first call, only one that is due now."""
         times = [time for time in self.rotation.epochs if _reached(time, now)]
-        if latest is None:
+        if self._latest is None:
             return next((time for time in times if _reached(now, time)), None)
-        return max((time for time in times if not _reached(time, latest)), default=None)
+        return max((time for time in times if not _reached(time, self._latest)), default=None)
 
     def _swap(self, event: RotationEvent, optimizer: Any) -> None:
         swap_heads_(self.model, event.pairs, optimizer)
         self.history.append(event)
 
-    def _sites(self) -> dict[Kind, list[AttentionSite]]:
-        """Modules of each kind that rotates, by layer."""
-        if self.rotation.strategy == "manual":
-            sites = find_attention(self.model, FAMILIES)
-        else:
-            sites = find_attention(self.model, FAMILIES, kinds=self.rotation.kinds)
-        return {kind: [site for site in sites if site.kind == kind] for kind in dict.fromkeys(s.kind for s in sites)}
+    def _sites_by_kind(self) -> dict[Kind, list[AttentionSite]]:
+        """Return the modules that rotate, of each kind by layer."""
+        kinds = KINDS if self.rotation.strategy == "manual" else self.rotation.kinds
+        by_kind: dict[Kind, list[AttentionSite]] = {}
+        for site in find_attention(self.model, FAMILIES, kinds=kinds):
+            by_kind.setdefault(site.kind, []).append(site)
+        return by_kind
 
-    def _choose(self, epoch: float, batches: Iterable[Mapping[str, Tensor]] | None) -> tuple[Pair, ...]:
-        scores = self._measure(epoch, batches) if self._pairing.measures else {}
-        pairs = [
-            pair
-            for sites in self._sites().values()
-            for pair in self._pairing.pair(self.rotation, sites, scores, epoch)
-        ]
-        return tuple(pairs)  # the same in all processes, which measure together
-
-    def _measure(self, epoch: float, batches: Iterable[Mapping[str, Tensor]] | None) -> dict[str, Tensor]:
-        if batches is None:
-            raise HeadError(
-                f"strategy {self.rotation.strategy!r} swaps heads by importance at epoch {epoch} and got no batches; "
-                "pass batches=, of held-out data"
-            )
-        measure = confidence if self.rotation.importance == "confidence" else average_distance
-        return measure(self.model, batches, exclude=self.rotation.exclude, kinds=self.rotation.kinds, together=True)
+    def _pairs(self, epoch: float, batches: Iterable[Mapping[str, Tensor]] | None) -> tuple[Pair, ...]:
+        """Return the pairs to swap, the same in all processes."""
+        rotation, scores = self.rotation, {}
+        if rotation.measures:
+            if batches is None:
+                raise HeadError(
+                    f"strategy {rotation.strategy!r} swaps heads by importance at epoch {epoch} and got no batches; "
+                    "pass batches=, of held-out data"
+                )
+            measure = confidence if rotation.importance == "confidence" else average_distance
+            scores = measure(self.model, batches, exclude=rotation.exclude, kinds=rotation.kinds, together=True)
+        pairs: list[Pair] = []
+        for sites in self._sites_by_kind().values():
+            pairs += STRATEGIES[rotation.strategy](rotation, sites, scores, epoch)
+        return tuple(pairs)

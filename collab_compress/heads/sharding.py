@@ -1,4 +1,4 @@
-"""Parameters that processes hold in parts: whole ones, writing them back, and refusing parts that cannot be whole."""
+"""Gather, write and reject sharded parameters."""
 
 from typing import Any
 
@@ -7,9 +7,14 @@ from torch import Tensor, distributed, nn
 from collab_compress.errors import CollabCompressError, HeadError
 
 
+def in_process_group() -> bool:
+    """Return whether this process belongs to a group of `torch.distributed`."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether a tensor is sharded over processes, as by FSDP2 (`fully_shard`) or tensor parallelism."""
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not in_process_group():
         return False
     from torch.distributed.tensor import DTensor
 
@@ -17,18 +22,13 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def whole(tensor: Any) -> Tensor:
-    """Return a tensor with all its elements, differentiable. For a sharded tensor every process must call it."""
+    """Return the full tensor, differentiable. For a sharded tensor every process must call it."""
     full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     return full
 
 
 def write_(tensor: Any, full: Tensor) -> None:
-    """Write all elements of a tensor, in place, each process its part.
-
-    Args:
-        tensor: sharded or not.
-        full: the elements, the same in every process.
-    """
+    """Write the full tensor, the same in every process, into a tensor that may be sharded."""
     if full is tensor:
         return
     if is_sharded(tensor):
@@ -36,17 +36,16 @@ def write_(tensor: Any, full: Tensor) -> None:
 
         mesh = tensor.device_mesh
         copies = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        tensor.copy_(copies.redistribute(placements=tensor.placements))
-    else:
-        tensor.copy_(full)
+        full = copies.redistribute(placements=tensor.placements)
+    tensor.copy_(full)
 
 
 def reshard_(model: nn.Module) -> None:
-    """Reshard the parameters of FSDP2 modules that a forward pass left gathered, in place.
+    """Reshard the parameters of FSDP2 modules that a forward pass left gathered.
 
-    What is written into a copy is lost, and an optimizer does not know it.
+    Writes into the gathered copies would be lost, and optimizers do not know them.
     """
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not in_process_group():
         return
     from torch.distributed.fsdp import FSDPModule
 
@@ -55,20 +54,24 @@ def reshard_(model: nn.Module) -> None:
             module.reshard()
 
 
+def _holder(parameter: Any) -> str | None:
+    """Return what keeps a parameter in a flat buffer, or away between passes: FSDP1, DeepSpeed ZeRO-3 or nothing."""
+    flat = getattr(parameter, "_fsdp_flattened", False)  # with use_orig_params
+    view = getattr(getattr(parameter, "_base", None), "_fsdp_flattened", False)  # without
+    return "FSDP1" if flat or view else "DeepSpeed ZeRO-3" if hasattr(parameter, "ds_id") else None
+
+
 def refuse_pieces(where: str, parameter: Any) -> None:
-    """Refuse a parameter that is a piece of a flat buffer, or away between passes.
+    """Raise if FSDP1 or ZeRO-3 holds a parameter.
 
     Args:
-        where: what holds it, for the message.
+        where: the module that holds it, for the message.
         parameter: the parameter, or what a module has in its place.
 
     Raises:
-        HeadError: FSDP1 or ZeRO-3 holds it.
+        HeadError: it does.
     """
-    flat = getattr(parameter, "_fsdp_flattened", False)  # with use_orig_params
-    view = getattr(getattr(parameter, "_base", None), "_fsdp_flattened", False)  # without
-    holder = "FSDP1" if flat or view else "DeepSpeed ZeRO-3" if hasattr(parameter, "ds_id") else None
-    if holder is not None:
+    if holder := _holder(parameter):
         raise HeadError(
             f"{where}: {holder} keeps its weights in pieces that do not follow heads; shard the model with FSDP2 "
             "instead (fully_shard, or fsdp_version=2 in Accelerate)"
@@ -76,20 +79,19 @@ def refuse_pieces(where: str, parameter: Any) -> None:
 
 
 def refuse_sharded(model: nn.Module, what: str, kind: type[CollabCompressError] = HeadError) -> None:
-    """Refuse a change of modules after a model was sharded.
+    """Raise if FSDP, tensor parallelism or ZeRO-3 shards a model whose modules are to change.
 
     Args:
         model: a Transformers model.
         what: the call, for the message.
-        kind: of the error.
+        kind: class of the error.
 
     Raises:
-        CollabCompressError: of that kind; FSDP, tensor parallelism or ZeRO-3 holds it.
+        CollabCompressError: of that class.
     """
     reshard_(model)
     for name, parameter in model.named_parameters():
-        flat = getattr(parameter, "_fsdp_flattened", False) or name.rpartition(".")[2] == "_flat_param"
-        if is_sharded(parameter) or flat or hasattr(parameter, "ds_id"):
+        if is_sharded(parameter) or _holder(parameter) or name.endswith("_flat_param"):
             raise kind(
                 f"{what}: {name} of {type(model).__name__} is sharded, and what is put beside it would not be; call "
                 "it before the model is sharded, or on the whole model that a checkpoint loads"

@@ -81,7 +81,7 @@ class HeadSession:
                 self._rotator = Rotator(model, training.rotation)
                 self._rotator.check(optimizer)
             if training.alphas is not None:
-                mixed = list(mixed_projections(model, training.alphas.kinds).values())
+                mixed = [projection for _, projection in mixed_projections(model, training.alphas.kinds)]
                 self._alphas = AlphasTraining(mixed, training.alphas, optimizer)
             if training.penalties:
                 losses = {name: (each.name, each.acts_on) for name, each in self._penalties.items()}

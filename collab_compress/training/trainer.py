@@ -22,7 +22,6 @@ from transformers.trainer_utils import has_length
 from collab_compress.calibration import evaluation_mode
 from collab_compress.errors import HeadError
 from collab_compress.heads import alphas_of, mix_heads_
-from collab_compress.heads.rotation import PAIRINGS
 from collab_compress.training.head_training import HeadTraining
 from collab_compress.training.session import HeadSession
 
@@ -282,7 +281,7 @@ def _mix_(model: PreTrainedModel, training: HeadTraining) -> None:
 
 
 def _measures(training: HeadTraining) -> bool:
-    return training.rotation is not None and PAIRINGS[training.rotation.strategy].measures
+    return training.rotation is not None and training.rotation.measures
 
 
 def _passes(trainer: Any, items: Tensor | int | None) -> int:

@@ -202,8 +202,8 @@ def test_half_precision_sums_in_full(make_tiny, calibration):
 
 def test_heads_that_nearly_agree_are_near():
     """By products instead of differences, float32 would put them apart by about 0.05."""
+    from collab_compress.heads.hooks import Reading
     from collab_compress.heads.importance import _distances
-    from collab_compress.heads.tap import Reading
 
     class Site:
         name, heads = "site", 32

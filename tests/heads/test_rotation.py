@@ -20,7 +20,7 @@ from collab_compress import Compression, UnsupportedModelError, compress
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.errors import HeadError
 from collab_compress.heads import RotationOptions, Rotator, average_distance, confidence, swap_heads_
-from collab_compress.heads.rotation import PAIRINGS, Strategy
+from collab_compress.heads.rotation import STRATEGIES, Strategy
 
 FIRST, SECOND = "encoder.layer.0.attention.self", "encoder.layer.1.attention.self"
 PAIR = ((FIRST, 0), (SECOND, 1))
@@ -326,7 +326,7 @@ def test_settings_survive_json():
 
 
 def test_every_strategy_has_its_function():
-    assert set(PAIRINGS) == set(get_args(Strategy))
+    assert set(STRATEGIES) == set(get_args(Strategy))
 
 
 @pytest.mark.parametrize(

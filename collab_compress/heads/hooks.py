@@ -1,0 +1,353 @@
+"""Hooks on attention heads while a model runs: read them (`Tap`), mask them (`HeadMask`), drop them (`DropHead`)."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_args
+
+import torch
+from torch import Tensor, distributed, nn
+from transformers import PreTrainedModel
+
+from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention, transformers_model
+from collab_compress.attention.install import HeadCall, add_head_hook_, for_each_head, remove_head_hook_
+from collab_compress.calibration.gather import Masked, RealTokens, fitted, forward_arguments, masks_of, real_tokens
+from collab_compress.errors import HeadError
+from collab_compress.heads.pruning import check_heads
+from collab_compress.heads.sharding import in_process_group
+
+Part = Literal["outputs", "values", "probs", "queries", "keys"]
+PARTS: tuple[Part, ...] = get_args(Part)
+DEFAULT: tuple[Part, ...] = ("outputs",)
+
+
+class HeadHooks:
+    """Base of what hooks on the heads of attention modules, until `remove` or the end of a `with` block."""
+
+    needs_probs = False
+    _sites: Mapping[nn.Module, AttentionSite] = {}
+
+    def _add(self, sites: Sequence[AttentionSite], *, first: bool = False) -> None:
+        self._sites = {site.module: site for site in sites}
+        for module in self._sites:
+            add_head_hook_(module, self, first=first)
+
+    def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
+        """Return the head outputs (B, T, H, dv) that the module continues with."""
+        raise NotImplementedError
+
+    def remove(self) -> None:
+        """Remove the hooks from the model."""
+        for module in self._sites:
+            remove_head_hook_(module, self)
+        self._sites = {}
+
+    def __enter__(self) -> Self:
+        """Return the hooks."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the hooks from the model."""
+        self.remove()
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Tensors recorded in one call of an attention module; parts that were not requested are None.
+
+    Args:
+        site: the module. One that serves several layers (ALBERT) gives a reading for each.
+        outputs: head outputs before other hooks change them, (B, T, H, s); zero-padded where heads differ in width.
+        values: (B, S, H, s).
+        probs: attention probabilities before dropout, (B, H, T, S).
+        queries: (B, T, H, d), or (B, T, H, R) in a converted module.
+        keys: (B, S, H, d).
+        real: padding masks of queries and keys.
+    """
+
+    site: AttentionSite
+    outputs: Tensor | None
+    values: Tensor | None
+    probs: Tensor | None
+    queries: Tensor | None
+    keys: Tensor | None
+    real: RealTokens
+
+    def mask_of(self, part: Part) -> Tensor | None:
+        """Return the padding mask of the positions of a part: (B, S) for values and keys, else (B, T)."""
+        return self.real.key if part in ("values", "keys") else self.real.query
+
+
+class Tap(HeadHooks):
+    """Record the heads of a model during its forward passes, with their gradients.
+
+    `take` returns the readings of the last forward pass of `model` and forgets them. Calls of a part of the model
+    are not recorded, nor the repeated forward passes of gradient checkpointing. Run a tapped model in one thread.
+    Works under `torch.compile`, under `DistributedDataParallel` and in a `Trainer`.
+
+    Args:
+        model: stock or edited; attention runs as `eager` or `sdpa`.
+        parts: what to record. With "probs" attention is computed step by step, as `eager` does.
+        kinds: kinds of attention to record.
+        training: record only passes in training mode with gradients.
+
+    Raises:
+        UnsupportedModelError: the model's family is not known.
+        HeadError: "keys" of a converted module, whose heads share keys or differ in width.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        parts: Part | Collection[Part] = DEFAULT,
+        kinds: Collection[Kind] = KINDS,
+        training: bool = False,
+    ) -> None:
+        self.parts: frozenset[Part] = frozenset((parts,) if isinstance(parts, str) else parts)
+        if unknown := self.parts - set(PARTS):
+            raise HeadError(f"a tap cannot read {', '.join(sorted(unknown))}; it reads {', '.join(PARTS)}")
+        self.training = training
+        self.needs_probs = "probs" in self.parts
+        model = transformers_model(model)
+        self.sites = find_attention(model, FAMILIES, kinds=kinds)
+        for site in self.sites:
+            if "keys" in self.parts and hasattr(site.module, "score_form"):
+                raise HeadError(f"{site.name} is converted: its heads have no keys of one width each to be read")
+        self._readings: list[Reading] = []
+        self._masks: dict[Masked, RealTokens] | None = None  # None between forward passes
+        self._differentiable = False
+        self._argument_names = forward_arguments(model)
+        self._add(self.sites, first=True)
+        self._handles = [
+            model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def take(self) -> list[Reading]:
+        """Return the readings of the last forward pass, in the order of the modules' calls, and forget them."""
+        readings, self._readings = self._readings, []
+        return readings
+
+    def remove(self) -> None:
+        """Remove the hooks from the model."""
+        super().remove()
+        for handle in self._handles:
+            handle.remove()
+        self._readings, self._handles = [], []
+
+    def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.training and not (model.training and torch.is_grad_enabled()):
+            return  # an evaluation in between keeps the readings of the training step
+        self._readings = []
+        self._masks = real_tokens(model, self._argument_names, args, kwargs)
+        self._differentiable = torch.is_grad_enabled()
+
+    def _end(self, *_: object) -> None:
+        self._masks = None
+
+    def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
+        """Record one call of an attention module.
+
+        Raises:
+            HeadError: reentrant gradient checkpointing runs the module without gradients, or a cache adds keys whose
+                padding is not known.
+        """
+        if self._masks is None:
+            return outputs
+        site = self._sites[call.module]
+        if self._differentiable and not torch.is_grad_enabled():
+            raise HeadError(
+                f"{site.name} runs without gradients inside a pass with gradients, as in reentrant gradient "
+                "checkpointing, which would lose the gradient of what is read here; pass "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
+        queries = None
+        if "queries" in self.parts:
+            queries = call.query.transpose(1, 2)  # (B, T, H, d)
+            if hasattr(call.module, "score_form"):
+                queries = call.module.score_form.head_queries(call.module, call.query)
+        self._readings.append(
+            Reading(
+                site=site,
+                outputs=outputs if "outputs" in self.parts else None,
+                values=for_each_head(call.value, site.heads).transpose(1, 2) if "values" in self.parts else None,
+                probs=call.probs if "probs" in self.parts else None,
+                queries=queries,
+                keys=for_each_head(call.key, site.heads).transpose(1, 2) if "keys" in self.parts else None,
+                real=_call_masks(site, call, self._masks),
+            )
+        )
+        return outputs
+
+
+def _call_masks(site: AttentionSite, call: HeadCall, masks: Mapping[Masked, RealTokens]) -> RealTokens:
+    """Return the masks of one call; with a cache there are more keys than queries, and the mask covers all keys."""
+    query, key = masks_of(site, masks)
+    query_count, key_count = call.query.shape[2], call.key.shape[2]
+    if not site.reads_tokens or site.kind == "encoder":
+        query, key = fitted(query, query_count), fitted(key, key_count)
+    if query is not None and site.kind != "cross":
+        query = query[:, -query_count:]
+    for mask, count in ((query, query_count), (key, key_count)):
+        if mask is not None and mask.shape[1] != count:
+            raise HeadError(
+                f"{site.name} attends from {query_count} to {key_count} tokens, and the masks are of "
+                f"{mask.shape[1]}; while reading heads call the model with use_cache=False"
+            )
+    return RealTokens(query, key)
+
+
+class HeadMask(HeadHooks):
+    """Multiply the head outputs of attention modules by masks.
+
+        output of head h = ξ_h · softmax(scores_h) · values_h
+
+    0 silences a head, 1 leaves it unchanged; any number is allowed, and the result is differentiable in the mask. A
+    module that serves several layers (ALBERT) has one mask for all of them. Masks apply before heads are mixed or
+    projected, and after a `Tap`. Works in training and evaluation, on edited modules, and under `torch.compile`.
+
+    Args:
+        model: stock or edited; attention runs as `eager` or `sdpa`.
+        masks: as in `set`; none at first if not given.
+        kinds: kinds of attention that can be masked.
+
+    Raises:
+        UnsupportedModelError: the model's family is not known.
+        HeadError: as in `set`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        masks: Mapping[str, Tensor] | None = None,
+        kinds: Collection[Kind] = KINDS,
+    ) -> None:
+        sites = find_attention(model, FAMILIES, kinds=kinds)
+        self.heads = {site.name: site.heads for site in sites}
+        self._masks = self._checked(masks or {})
+        self._add(sites)
+
+    def set(self, masks: Mapping[str, Tensor]) -> None:
+        """Replace all masks; modules that are not named become unmasked.
+
+        Args:
+            masks: path of the attention module → (H,), one number a head, or (B, H), one a head and sample. Moved to
+                the device and dtype of the head outputs.
+
+        Raises:
+            HeadError: a module is not known or its mask has the wrong shape, and the masks stay as they were; or the
+                masks have been removed.
+        """
+        if not self._sites:
+            raise HeadError("these masks have been removed from the model; make a new HeadMask")
+        self._masks = self._checked(masks)
+
+    def _checked(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        for name, mask in masks.items():
+            if name not in self.heads:
+                raise HeadError(f"no attention module {name!r} to mask; there are {', '.join(self.heads)}")
+            if not isinstance(mask, Tensor) or mask.dim() not in (1, 2) or mask.shape[-1] != self.heads[name]:
+                got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+                raise HeadError(
+                    f"mask of {name}: got {got}; expected a tensor ({self.heads[name]},), one number a head, or "
+                    f"(batch, {self.heads[name]})"
+                )
+        return dict(masks)
+
+    def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
+        """Mask the heads of outputs (B, T, H, dv)."""
+        name = self._sites[call.module].name
+        mask = self._masks.get(name)
+        if mask is None:
+            return outputs
+        if mask.dim() == 2 and len(mask) != len(outputs):
+            raise HeadError(
+                f"mask of {name}: got {len(mask)} rows for {len(outputs)} samples; pass one row a sample "
+                "(for generation with beams, one a beam), or one mask (heads,) for all"
+            )
+        return outputs * mask.to(outputs)[..., None, :, None]  # (B, T, H, dv) · (1 or B, 1, H, 1)
+
+
+def masks_without(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -> dict[str, Tensor]:
+    """Return masks that silence heads: with them a model computes what it computes once the heads are removed.
+
+    Args:
+        model: stock or edited.
+        heads: path of the attention module → heads to silence, from 0.
+
+    Returns:
+        Path → (H,), 0 at those heads and 1 elsewhere; for `HeadMask`.
+
+    Raises:
+        HeadError: a module or a head is not known.
+    """
+    masks = {}
+    for site, removed in check_heads(find_attention(model, FAMILIES), heads):
+        masks[site.name] = torch.ones(site.heads)
+        masks[site.name][removed] = 0.0
+    return masks
+
+
+class DropHead(HeadHooks):
+    """Drop each head of each sample with probability p in training ("Scheduled DropHead", Zhou et al., 2020, §2).
+
+    With ξ_h ∈ {0, 1} kept heads, head outputs become Z_h · ξ_h · H/Σξ. Where all heads of a sample would drop, a
+    random one stays, so the expectation of each head's output is unchanged. Evaluation is not affected.
+
+    Draws come from torch's global generator of the model's device. Trainers seed all processes alike, so each
+    process draws for all of them and uses its own part. Heads are dropped before they are mixed by alphas.
+
+    Args:
+        model: stock or edited.
+        p: probability of dropping a head, in [0, 1); may be set between steps.
+        kinds: kinds of attention.
+        rescale: whether kept heads are scaled up and one always stays. Without, heads are only set to zero, possibly
+            all of them: the "naive" DropHead of "Analyzing and Controlling Inter-Head Diversity in Multi-Head
+            Attention", §4.3.
+
+    Raises:
+        HeadError: p is not in [0, 1).
+        UnsupportedModelError: the model's family is not known.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, p: float = 0.0, kinds: Collection[Kind] = KINDS, rescale: bool = True
+    ) -> None:
+        sites = find_attention(model, FAMILIES, kinds=kinds)
+        # Tensors, so that a schedule does not make `torch.compile` recompile; one a device, to avoid copies.
+        devices = {parameter.device for site in sites for parameter in site.module.parameters()}
+        self._tensors = {device: torch.zeros((), device=device) for device in devices | {torch.device("cpu")}}
+        self.p, self.rescale = p, rescale
+        self.rank, self.processes = 0, 1
+        if in_process_group():
+            self.rank, self.processes = distributed.get_rank(), distributed.get_world_size()
+        self._add(sites)
+
+    @property
+    def p(self) -> float:
+        """Probability of dropping a head."""
+        return self._p
+
+    @p.setter
+    def p(self, p: float) -> None:
+        if not 0 <= p < 1:
+            raise HeadError(f"DropHead's p is {p}; expected a probability of dropping, from 0 to below 1")
+        self._p = p
+        for tensor in self._tensors.values():
+            tensor.fill_(p)
+
+    def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
+        """Drop heads of outputs (B, T, H, dv)."""
+        if not call.module.training:
+            return outputs
+        draws = torch.rand(self.processes, outputs.shape[0], outputs.shape[2], device=outputs.device)[self.rank]
+        p = self._tensors.get(outputs.device)
+        if p is None:  # the model has moved since
+            p = self._tensors[torch.device("cpu")].to(outputs.device)
+        scales = head_scales(draws, p) if self.rescale else draws >= p
+        return outputs * scales.to(outputs.dtype)[:, None, :, None]
+
+
+def head_scales(draws: Tensor, p: Tensor) -> Tensor:
+    """Return the factors of heads, 0 or H/kept, from uniform draws (B, H); the head of the largest draw stays."""
+    kept = (draws >= p) | (draws == draws.amax(1, keepdim=True))
+    return kept * (draws.shape[1] / kept.sum(1, keepdim=True))
