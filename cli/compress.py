@@ -20,9 +20,9 @@ from collab_compress.analysis import Latency, model_latency, plan
 from collab_compress.calibration.batches import BESIDE, text_file
 from collab_compress.checkpoint.directory import atomic_file, to_json
 from collab_compress.conversion.compress import sharing_copy
+from collab_compress.conversion.expand import refuse_stock, to_stock
 from collab_compress.conversion.recovery import attention_digest
 from collab_compress.conversion.report import RefitReport, ValueReport
-from collab_compress.conversion.stock import refuse_stock, to_stock
 from collab_compress.distributed import process_state
 
 from .arguments import STEPS

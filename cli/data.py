@@ -10,10 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.calibration import Batch, calibration_batches, evaluation_mode, run_batch
-from collab_compress.calibration.batches import BATCH_SIZE
+from collab_compress.calibration.files import Text, read_texts
 from collab_compress.calibration.gather import forward_arguments
-from collab_compress.calibration.random_tokens import fitting
-from collab_compress.calibration.texts import Text, read_texts
+from collab_compress.calibration.synthetic import BATCH_SIZE, usable_length
 from collab_compress.errors import CalibrationError, DataError
 from collab_compress.report import TaskScore
 
@@ -74,7 +73,7 @@ def _synthetic(data: Data, model: PreTrainedModel, tokenizer: Any, seed: int) ->
     tokens = model.main_input_name == "input_ids"
     length: int | None = min(data.length, SYNTHETIC_LENGTH)
     if tokens and tokenizer is not None:
-        length = fitting(length, model, tokenizer)
+        length = usable_length(length, model, tokenizer)
     sequences = min(data.sentences, SYNTHETIC)
     batches = calibration_batches("synthetic", model, tokenizer, sequences=sequences, length=length, seed=seed)
     sentence = (data.sentence or SENTENCE) if tokens and not model.config.is_encoder_decoder else None

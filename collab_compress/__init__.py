@@ -16,8 +16,7 @@ if "COLLAB_COMPRESS_OPTIONS_ONLY" not in os.environ:
         register_checkpoint,
     )
     from collab_compress.conversion.compress import compress
-    from collab_compress.conversion.describe import describe, is_converted
-    from collab_compress.conversion.expand import Expansion, expand, read_factors
+    from collab_compress.conversion.expand import Expansion, describe, expand, is_converted, read_factors
     from collab_compress.conversion.from_scratch import FromScratch, from_config
     from collab_compress.conversion.report import Drift, ModuleReport, Report
     from collab_compress.errors import (

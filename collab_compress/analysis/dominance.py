@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.analysis.stream import Batches, Progress, with_progress
 from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
-from collab_compress.calibration.gather import real_tokens
+from collab_compress.calibration.gather import attention_masks
 from collab_compress.conversion.drift import main_output
 from collab_compress.errors import HeadError
 from collab_compress.heads import HeadMask, least_important, masks_without
@@ -217,6 +217,6 @@ def _real_output(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the model's main output in float64, without padding where it has a token axis."""
     output = main_output(model, dict(batch))[1].cpu()
     kind: Kind = "decoder" if model.config.is_encoder_decoder else "encoder"
-    mask = real_tokens(model, (), (), batch)[kind].query
+    mask = attention_masks(model, (), (), batch)[kind].query
     real = mask is not None and output.dim() == 3 and mask.shape == output.shape[:2]
     return (output[mask.cpu()] if real and mask is not None else output).double()

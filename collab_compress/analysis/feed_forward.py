@@ -24,7 +24,7 @@ from collab_compress.calibration.gather import batch_masks, masks_of, unpadded
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.feed_forward import FeedForward, block_report, find_feed_forward
 from collab_compress.conversion.refit import DAMPINGS, ROOM, ROUNDING
-from collab_compress.conversion.writers import remove, width_out
+from collab_compress.conversion.writers import remove_hooks, width_out
 from collab_compress.errors import HeadError
 from collab_compress.factorization.least_squares import ResidualMoments, fit
 from collab_compress.factorization.neurons import choice_moments, elimination_order
@@ -132,7 +132,7 @@ def _moments(
                 masks.update(batch_masks(model, batch))
                 run_batch(model, batch)
     finally:
-        remove(handles)
+        remove_hooks(handles)
     return moments
 
 

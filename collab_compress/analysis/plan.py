@@ -10,13 +10,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from collab_compress.analysis.cost import model_latency
 from collab_compress.architectures import FAMILIES, find_attention, transformers_model
 from collab_compress.calibration import Batch, Calibration, calibration_batches
-from collab_compress.calibration.batches import is_synthetic, rows_of
+from collab_compress.calibration.batches import is_synthetic, sequence_count
 from collab_compress.conversion.compress import compress, sharing_copy
 from collab_compress.conversion.feed_forward import find_feed_forward
 from collab_compress.conversion.keep import typical_length
-from collab_compress.conversion.report import Report
+from collab_compress.conversion.report import Report, to_frame
 from collab_compress.errors import CalibrationError, CollabCompressError, UnsupportedModelError
-from collab_compress.frames import to_frame
 from collab_compress.options import CalibrationOptions, Compression, Effort, Form, Solver
 
 SHARES = (3 / 4, 1 / 2, 3 / 8, 1 / 4)  # of the dense widths
@@ -125,9 +124,9 @@ def plan(
     model, tokenizer = transformers_model(model), tokenizer or getattr(model, "tokenizer", None)
     options = calibration_options or CalibrationOptions()
     batches = calibration_batches(calibration, model, tokenizer, **vars(options))
-    if sum(map(rows_of, batches)) < 2:
+    if sum(map(sequence_count, batches)) < 2:
         raise CalibrationError("a plan takes calibration data of at least two sequences; pass more")
-    batches = batches[:: max(1, math.ceil(sum(map(rows_of, batches)) / SEQUENCES))]
+    batches = batches[:: max(1, math.ceil(sum(map(sequence_count, batches)) / SEQUENCES))]
     length = typical_length(options, batches)
     refit = False if is_synthetic(calibration) else None
     left_out: dict[str, str] = {}

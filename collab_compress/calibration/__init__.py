@@ -1,6 +1,6 @@
-"""Data-aware conversion: what to run the model on, and the moments of its attention inputs."""
+"""Calibration data, and the moments of attention inputs on them."""
 
-from collab_compress.calibration.batches import Batch, Calibration, calibration_batches
-from collab_compress.calibration.gather import evaluation_mode, gather_moments, run_batch
+from collab_compress.calibration.batches import Calibration, calibration_batches
+from collab_compress.calibration.gather import Batch, evaluation_mode, gather_moments, run_batch
 
 __all__ = ["Batch", "Calibration", "calibration_batches", "evaluation_mode", "gather_moments", "run_batch"]

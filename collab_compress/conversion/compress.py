@@ -30,7 +30,7 @@ from collab_compress.architectures import (
 )
 from collab_compress.attention import FormEdit, MapForm, NarrowValues, ScoreForm, form_for, install_, uninstall_
 from collab_compress.calibration import Batch, Calibration
-from collab_compress.calibration.batches import is_none, is_synthetic, noted_batches, rows_of
+from collab_compress.calibration.batches import is_none, is_synthetic, noted_batches, sequence_count
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
 from collab_compress.conversion.drift import measure, split_held_back
 from collab_compress.conversion.feed_forward import (
@@ -326,7 +326,7 @@ def _compress(
     reports = [item.report for item in planned]
     return Report(
         tuple(each for each in reports if isinstance(each, ModuleReport)), parameters_before, model.num_parameters(),
-        length, drift, perf_counter() - started, sum(map(rows_of, work.used)), warnings,
+        length, drift, perf_counter() - started, sum(map(sequence_count, work.used)), warnings,
         tuple(each for each in reports if isinstance(each, ValueReport)), asked,
         reason,
         prepared.calibrating,
@@ -452,7 +452,7 @@ def _choose(work: _Work, compression: Compression) -> tuple[Candidate, str]:
 
 def _part(batches: Sequence[Batch], sequences: int) -> list[Batch]:
     """Return batches of about so many sequences, evenly spaced."""
-    return list(batches[:: max(1, ceil(sum(map(rows_of, batches)) / sequences))])
+    return list(batches[:: max(1, ceil(sum(map(sequence_count, batches)) / sequences))])
 
 
 def _feed_forward(

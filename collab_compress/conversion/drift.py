@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
-from collab_compress.calibration.batches import divisible, rows, rows_of
+from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
 from collab_compress.calibration.gather import batch_masks
 from collab_compress.conversion.report import Drift
 from collab_compress.errors import CalibrationError
@@ -25,13 +25,13 @@ def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]
     held back, and no drift is measured.
     """
     used, held_back = list(batches), []
-    wanted = max(1, sum(map(rows_of, batches)) // HELD_BACK)
+    wanted = max(1, sum(map(sequence_count, batches)) // HELD_BACK)
     while wanted > 0 and used:
-        count = rows_of(used[-1])
-        if count > wanted and divisible(used[-1]):
+        count = sequence_count(used[-1])
+        if count > wanted and is_divisible(used[-1]):
             batch = used.pop()
-            held_back.append(rows(batch, slice(count - wanted, None)))
-            used.append(rows(batch, slice(count - wanted)))
+            held_back.append(slice_batch(batch, slice(count - wanted, None)))
+            used.append(slice_batch(batch, slice(count - wanted)))
         elif len(used) > 1 and (count <= wanted or not held_back):
             held_back.append(used.pop())
         else:

@@ -1,5 +1,6 @@
-"""From converted back to dense: read a converted model's factors, and expand them into stock projections."""
+"""Describe converted models, read their factors, make them dense again: expanded, or with narrower stock heads."""
 
+import copy
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -8,16 +9,23 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import FAMILIES, AttentionFamily, refuse_hooks, transformers_model
+from collab_compress.architectures import (
+    FAMILIES,
+    AttentionFamily,
+    AttentionSite,
+    find_attention,
+    refuse_hooks,
+    transformers_model,
+)
 from collab_compress.attention import (
     FORM_KINDS,
     DenseValues,
     NarrowValues,
     RotaryScores,
     ScoreForm,
-    is_converted,
     uninstall_,
 )
+from collab_compress.attention.install import FORMS_AT
 from collab_compress.attention.values import output_dim
 from collab_compress.checkpoint import edits_of, forget_edits_, forget_standalone_
 from collab_compress.errors import CompressionError
@@ -25,25 +33,52 @@ from collab_compress.factorization import Factors
 from collab_compress.heads.sharding import refuse_sharded
 
 
+def describe(model: PreTrainedModel) -> dict[str, str]:
+    """Return the forms and widths of each converted attention module by path; empty for a stock model.
+
+    Narrower feed-forward blocks are not listed: their width is in the model's config, as in any model.
+
+    Args:
+        model: a Transformers model, or a SentenceTransformer that holds one.
+
+    Raises:
+        UnsupportedModelError: it is no Transformers model.
+    """
+    described = {}
+    for name, module in transformers_model(model).named_modules():
+        scores: Any = getattr(module, ScoreForm.at, None)
+        values: Any = getattr(module, NarrowValues.at, None)
+        words = [] if scores is None else [f"{scores.title}, dk={scores.rank}"]
+        words += [] if values is None else [f"{values.title}, dv={values.dv}"]
+        if words:
+            described[name] = "; ".join(words)
+    return described
+
+
+def is_converted(model: PreTrainedModel) -> bool:
+    """Return whether any attention module of a model is converted; raises as `describe`."""
+    return bool(describe(model))
+
+
 def read_factors(model: PreTrainedModel) -> dict[str, Factors]:
-    """Read the factors of every collaborative attention module.
+    """Return the factors of every collaborative attention module by path; empty for a stock model.
 
     Args:
         model: a converted model.
 
     Returns:
-        Module path → factors: query (D, R), mixing (H, R), key (D, R), content_bias (H, D) or None. The tensors
-        share memory with the parameters; empty for a stock model. Modules in the rotary form have none.
+        query (D, R), mixing (H, R), key (D, R), content_bias (H, D) or None, in the memory of the parameters. Modules
+        in the rotary form have no factors.
 
     Raises:
-        UnsupportedModelError: a projection carries an adapter, is quantized or offloaded.
+        UnsupportedModelError: a projection has an adapter, is quantized or offloaded.
         CheckpointError: the model was loaded before this package was imported.
     """
     model = transformers_model(model)
-    edits_of(model)  # refuses a model whose modules are not this package's
+    edits_of(model)  # refuses a model that was loaded without this package
     factors = {}
     for name, module in model.named_modules():
-        form: Any = getattr(module, "score_form", None)
+        form: Any = getattr(module, ScoreForm.at, None)
         if form is not None and not isinstance(form, RotaryScores):
             factors[name] = Factors(*form.read(name, module))
     return factors
@@ -54,9 +89,8 @@ class Expansion:
     """Report of `expand`.
 
     Args:
-        errors: module path → relative error of the dense form, ‖[T̂_i; v_iᵀ] − [Wq_i; bq_iᵀ]·Wk_iᵀ‖/‖[T̂_i; v_iᵀ]‖
-            over all heads, where queries and keys were converted; at the level of rounding where every head's rank is
-            at most d.
+        errors: module path → relative error of the dense scores over all heads,
+            ‖[T̂_i; v_iᵀ] − [Wq_i; bq_iᵀ]·Wk_iᵀ‖/‖[T̂_i; v_iᵀ]‖; rounding alone if every head's rank is at most d.
     """
 
     errors: dict[str, float]
@@ -69,58 +103,135 @@ class Expansion:
 
 @torch.inference_mode(False)
 def expand(model: PreTrainedModel) -> Expansion:
-    """Turn collaborative attention back into dense per-head attention, in place and all or nothing.
+    """Turn collaborative attention back into dense attention heads, in place and all or nothing.
 
-    The content bias is part of the scores, so each head's context and content are factored together: the
-    (D+1)×D matrix [T̂_i; v_iᵀ] at width d, by truncated singular value decomposition. That is exact where its
-    rank is at most d (always after a conversion at dk = H·d), else the best possible; the error says which. Narrow
-    values fit into dense ones as they are.
+    Each head's (D+1)×D matrix [T̂_i; v_iᵀ] of context and content is factored at width d by truncated singular value
+    decomposition. That is exact if its rank is at most d (always after a conversion at dk = H·d), else the best
+    possible. Narrow values are padded by zeros, which is exact.
 
     Args:
         model: a converted model.
 
     Returns:
-        The error of each module. Without other edits the model is a stock one afterwards and saves as such.
+        The error of each module. Without other edits the model is stock again, and saves as such.
 
     Raises:
-        CompressionError: the model holds no collaborative attention, is sharded, has weights that are not finite, or
-            content biases that its stock form has no query biases for.
-        UnsupportedModelError: a projection carries an adapter, is quantized or offloaded.
+        CompressionError: nothing is converted, the model is sharded, weights are not finite, or there are content
+            biases where the stock queries have no bias.
+        UnsupportedModelError: a projection has an adapter, is quantized or offloaded.
     """
     model = transformers_model(model)
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-        return expand_to_(model, None)
+        return _expand(model, None)
 
 
-def expand_to_(model: PreTrainedModel, head_width: int | None) -> Expansion:
-    """Expand a converted model to dense heads of any width, in place; `expand` uses the width d of the stock model.
+def to_stock(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a stock model with narrower heads that computes what a converted one does, and loads without this package.
+
+    Its config has the narrower width (`d_kv` of T5, `head_dim` of ViT), which is what the widest head needs, its
+    content bias included.
 
     Args:
-        model: a converted model.
-        head_width: width of a head, of which the stock model may know nothing; None for its own.
+        model: both maps of all attention modules converted, queries and keys in the per-head form; best with
+            `equal_heads`, so that no head is wider than the others.
+
+    Returns:
+        A new model on the same device, in the same dtype.
+
+    Raises:
+        CompressionError: the family's config has no head width; a module is not converted, or heads share channels;
+            the model has other edits; heads would not be narrower.
     """
-    edits_of(model)  # refuses a model whose modules are not this package's
+    model = transformers_model(model)
+    refuse_stock(model)
+    sites = find_attention(model, FAMILIES)
+    width = max(_needed_width(site) for site in sites)
+    if width >= sites[0].head_width:
+        raise CompressionError(
+            f"heads of {type(model).__name__} would be {width} wide, as the stock model's are {sites[0].head_width}; "
+            "pass a smaller dk and dv, or expand the model"
+        )
+    expanded = copy.deepcopy(model)
+    scaling = [site.scaling for site in sites]
+    _expand(expanded, width)
+    if edits_of(expanded):
+        kinds = " and ".join(edit.kind for edit in edits_of(expanded))
+        raise CompressionError(f"a stock model has no room for {kinds}; merge the alphas, or leave all heads in")
+    config = copy.deepcopy(expanded.config)
+    setattr(config, sites[0].family.free_width, width)
+    stock: PreTrainedModel = type(model)(config).to(model.device, model.dtype)
+    stock.load_state_dict(expanded.state_dict())
+    with torch.no_grad():
+        for site, old in zip(find_attention(stock, FAMILIES), scaling, strict=True):
+            query = site.part(site.family.query)
+            for parameter in (query.weight, query.bias):
+                if parameter is not None:
+                    parameter.mul_(old / site.scaling)
+    if model.can_generate():
+        stock.generation_config = copy.deepcopy(model.generation_config)
+    return stock.train(model.training)
+
+
+def refuse_stock(model: PreTrainedModel) -> None:
+    """Raise if no stock model can be made of this model, converted or not.
+
+    Raises:
+        CompressionError: the family's config has no head width, or heads have a rotary embedding.
+    """
+    family = FAMILIES.get(model.config.model_type)
+    advice = (
+        "narrow its feed-forward blocks alone (dff), which gives a stock model, or save it with its code for people "
+        "without this package (standalone), or expand it"
+    )
+    if family is not None and family.rotary:
+        raise CompressionError(
+            f"heads of {type(model).__name__} are rotated by a rotary embedding, so there are no narrower ones; "
+            + advice
+        )
+    if family is None or not family.free_width:
+        names = ", ".join(sorted(other.name for other in FAMILIES.values() if other.free_width))
+        raise CompressionError(
+            f"the head width of a stock {type(model).__name__} is its hidden size divided by the number of heads, so "
+            f"heads cannot be narrower ({names} have a width of their own); {advice}"
+        )
+
+
+def _needed_width(site: AttentionSite) -> int:
+    scores, values = (getattr(site.module, at, None) for at in FORMS_AT)
+    if scores is None or values is None or scores.head_sizes is None:
+        raise CompressionError(
+            f"{site.name}: a stock model needs queries, keys and values of all modules narrower, no channels shared; "
+            "convert with dk, dv, form='per-head' and equal_heads=True"
+        )
+    return int(max(max(scores.head_sizes) + scores.content_bias, *values.sizes))
+
+
+def _expand(model: PreTrainedModel, head_width: int | None) -> Expansion:
+    """Expand a converted model in place, to heads of the model's own width or of another."""
+    edits_of(model)  # refuses a model that was loaded without this package
     refuse_sharded(model, "expand", CompressionError)
-    sites = [(name, module) for name, module in model.named_modules() if is_converted(module)]
-    if not sites:
-        raise CompressionError(f"{type(model).__name__} has no converted attention to expand")
-    planned: list[tuple[Any, str, Any]] = []
+    dense_parts: list[tuple[Any, str, Any]] = []
     errors = {}
-    for name, module in sites:
-        _refuse_hooks(model, name, module)
+    for name, module in model.named_modules():
         if hasattr(module, ScoreForm.at):
-            _refuse_bias_without_place(model, name, module)
-            turned = isinstance(module.score_form, RotaryScores)
+            _refuse_hooks(name, module, module.score_form.query, module.score_form.key)
+            _refuse_content_bias(model, name, module)
             try:
-                made = _dense_rotary(name, module) if turned else _dense_projections(model, name, module, head_width)
+                if isinstance(module.score_form, RotaryScores):
+                    query, key, errors[name] = _dense_rotary(name, module)
+                else:
+                    query, key, errors[name] = _dense_projections(model, name, module, head_width)
             except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
                 raise CompressionError(f"{name}: {error} Look for NaN in its weights") from error
-            query, key, errors[name] = made
-            planned.append((module, ScoreForm.at, (query, key)))
+            dense_parts.append((module, ScoreForm.at, (query, key)))
         if hasattr(module, NarrowValues.at):
             parent = model.get_submodule(name.rpartition(".")[0])
-            planned.append((module, NarrowValues.at, _dense_values(name, module, parent, head_width)))
-    for module, at, dense in planned:
+            refuse_hooks(f"{name}: its output projection", module.value_form.output_of(module, parent), stays=True)
+            _refuse_hooks(name, module, module.value_form.value)
+            dense_parts.append((module, NarrowValues.at, _dense_values(name, module, parent, head_width)))
+    if not dense_parts:
+        raise CompressionError(f"{type(model).__name__} has no converted attention to expand")
+    for module, at, dense in dense_parts:
         uninstall_(module, at, dense)
     for kind in FORM_KINDS:
         forget_edits_(model, kind)
@@ -129,43 +240,14 @@ def expand_to_(model: PreTrainedModel, head_width: int | None) -> Expansion:
     return Expansion(errors)
 
 
-def _refuse_hooks(model: PreTrainedModel, name: str, module: Any) -> None:
-    """Refuse hooks on projections that go, or whose inputs become others.
-
-    Raises:
-        UnsupportedModelError: there are some.
-    """
-    paths = []
-    if hasattr(module, ScoreForm.at):
-        paths += [module.score_form.query, module.score_form.key]
-    if hasattr(module, NarrowValues.at):
-        paths.append(module.value_form.value)
-        parent = model.get_submodule(name.rpartition(".")[0])
-        refuse_hooks(f"{name}: its output projection", module.value_form.output_of(module, parent), stays=True)
+def _refuse_hooks(name: str, module: Any, *paths: str) -> None:
     for path in paths:
         for part, layer in module.get_submodule(path).named_modules(prefix=f"{name}.{path}"):
             refuse_hooks(part, layer)
 
 
-def _dense_values(name: str, module: Any, parent: Any, head_width: int | None) -> DenseValues:
-    """Fill the values and the output projection of a module up to their dense width, by zeros: exact."""
-    form: NarrowValues = module.value_form
-    form = form if head_width is None else replace(form, head_width=head_width)
-    output = form.output_of(module, parent)
-    value, bias, weight = form.read(name, module, output)
-    own = None if bias is None else form.widened(bias, 0, form.sizes)
-    dense = _linear(form.widened(value, 1, form.sizes), own, module.get_submodule(form.value).proj.weight)
-    wide = form.widened(weight, 0, form.output_sizes)  # (H·d, D)
-    made = nn.Parameter(wide.T.contiguous() if output_dim(output) else wide, output.weight.requires_grad)
-    return DenseValues(dense, output, made, output.bias)
-
-
-def _refuse_bias_without_place(model: PreTrainedModel, name: str, module: Any) -> None:
-    """Refuse content biases where stock queries have no bias: a reloaded model would lack what they become.
-
-    Raises:
-        CompressionError: there are some.
-    """
+def _refuse_content_bias(model: PreTrainedModel, name: str, module: Any) -> None:
+    """Refuse content biases where stock queries have no bias: a reloaded model would lack them."""
     form: ScoreForm = module.score_form
     family = _family(model, module)
     if not form.content_bias or family is None:
@@ -182,95 +264,54 @@ def _refuse_bias_without_place(model: PreTrainedModel, name: str, module: Any) -
 
 
 def _family(model: PreTrainedModel, module: Any) -> AttentionFamily | None:
-    """Return the family of a module by its own config, which may be that of a part of the model."""
     return FAMILIES.get(getattr(module, "config", model.config).model_type)
+
+
+def _dense_values(name: str, module: Any, parent: Any, head_width: int | None) -> DenseValues:
+    form: NarrowValues = module.value_form
+    form = form if head_width is None else replace(form, head_width=head_width)
+    output = form.output_of(module, parent)
+    value, bias, weight = form.read(name, module, output)
+    dense_bias = None if bias is None else form.widened(bias, 0, form.sizes)
+    dense = _linear(form.widened(value, 1, form.sizes), dense_bias, module.get_submodule(form.value).proj.weight)
+    wide = form.widened(weight, 0, form.output_sizes)  # (H·d, D)
+    output_weight = nn.Parameter(wide.T.contiguous() if output_dim(output) else wide, output.weight.requires_grad)
+    return DenseValues(dense, output, output_weight, output.bias)
 
 
 def _dense_projections(
     model: PreTrainedModel, name: str, module: Any, head_width: int | None
 ) -> tuple[nn.Linear, nn.Linear, float]:
-    """Build dense query and key projections for a collaborative module, and their relative error."""
+    """Return dense query and key projections of a collaborative module, and their relative error."""
     form: ScoreForm = module.score_form
-    room = form.head_width if head_width is None else head_width
+    width = form.head_width if head_width is None else head_width
     *factors, bias = form.read(name, module)
-    query, mixing, key = (part.double() for part in factors)
+    query, mixing, key = (factor.double() for factor in factors)
     content = None if bias is None else bias.double()
     if form.scale is not None:
         mixing = mixing * (form.scale / module.stock_scaling)
         content = None if content is None else content * (form.scale / module.stock_scaling)
-    wq, bq, wk = [], [], []
+    query_weights, query_biases, key_weights = [], [], []
     lost = total = 0.0
     for head in range(form.heads):
-        left, right = _joined(query * mixing[head], key, None if content is None else content[head])
-        u, s, v = _truncated(left, right)
-        width = min(room, len(s))
-        lost, total = lost + float(s[width:].square().sum()), total + float(s.square().sum())
-        root = s[:width].sqrt()
-        pad = (0, room - width)
-        tall = nn.functional.pad(u[:, :width] * root, pad)  # (D+1, d)
-        wk.append(nn.functional.pad(v[:, :width] * root, pad))  # (D, d)
-        wq.append(tall[: len(query)])
-        bq.append(tall[len(query)] if content is not None else tall.new_zeros(room))
+        u, s, v = _svd(*_head_matrix(query * mixing[head], key, None if content is None else content[head]))
+        rank = min(width, len(s))
+        lost, total = lost + float(s[rank:].square().sum()), total + float(s.square().sum())
+        root = s[:rank].sqrt()
+        left = nn.functional.pad(u[:, :rank] * root, (0, width - rank))  # (D+1, d), or (D, d) without content
+        key_weights.append(nn.functional.pad(v[:, :rank] * root, (0, width - rank)))  # (D, d)
+        query_weights.append(left[: len(query)])
+        query_biases.append(left[len(query)] if content is not None else left.new_zeros(width))
     like = module.get_submodule(form.query).proj.weight
-    dense_query = _linear(torch.cat(wq, 1), torch.cat(bq) if content is not None else None, like)
+    dense_query = _linear(torch.cat(query_weights, 1), torch.cat(query_biases) if content is not None else None, like)
     family = _family(model, module)
-    biased = content is not None and (family is None or family.key_bias)
-    zero = torch.zeros(form.heads * room) if biased else None
-    dense_key = _linear(torch.cat(wk, 1), zero, like)
+    has_key_bias = content is not None and (family is None or family.key_bias)
+    dense_key = _linear(torch.cat(key_weights, 1), torch.zeros(form.heads * width) if has_key_bias else None, like)
     return dense_query, dense_key, (lost / total) ** 0.5 if total else 0.0
 
 
-def _dense_rotary(name: str, module: Any) -> tuple[nn.Linear, nn.Linear, float]:
-    """Build dense projections for shared rotary heads: of each head and frequency the nearest slice of rank one."""
-    form: RotaryScores = module.score_form
-    query, mixing, key = form.read_channels(name, module)  # (D, R/2), (G, R/2), (D, R/2)
-    places = form.head_width // 2
-    if form.grouped:  # mixed keys are keys of the group
-        mixed = [_by_frequency(form, key * row.conj()) for row in mixing]
-        sides, error = (query, torch.cat(mixed, 1)), 0.0
-    else:
-        left, right = query.new_zeros(len(query), form.heads * places), key.new_zeros(len(key), form.heads * places)
-        lost = total = 0.0
-        rotated = form.rotated // 2
-        still = [place for place, frequency in enumerate(form.frequencies) if frequency >= rotated]
-        for head, row in enumerate(mixing):
-            if still:  # real channels, any of which may be shared with any
-                u, s, v = _truncated(
-                    torch.cat([query.real[:, still] * row.real[still], query.imag[:, still] * row.imag[still]], 1),
-                    torch.cat([key.real[:, still], key.imag[:, still]], 1),
-                )
-                count = places - rotated
-                kept, columns = min(2 * count, len(s)), slice(head * places + rotated, (head + 1) * places)
-                for side, vectors in ((left, u), (right, v)):
-                    filled = vectors.new_zeros(len(side), 2 * count)
-                    filled[:, :kept] = vectors[:, :kept] * s[:kept].sqrt()
-                    side[:, columns] = torch.complex(filled[:, :count], filled[:, count:])
-                lost, total = lost + float(s[kept:].square().sum()), total + float(s.square().sum())
-            for frequency in range(rotated):
-                own = [place for place, each in enumerate(form.frequencies) if each == frequency]
-                if not own:
-                    continue
-                u, s, v = _truncated(query[:, own] * row[own], key[:, own])
-                column, root = head * places + frequency, s[0].sqrt()
-                left[:, column], right[:, column] = u[:, 0] * root, v[:, 0] * root
-                lost, total = lost + float(s[1:].square().sum()), total + float(s.square().sum())
-        sides, error = (left, right), (lost / total) ** 0.5 if total else 0.0
-    built = []
-    for path, channels, biased in zip((form.query, form.key), sides, (form.query_bias, form.key_bias), strict=True):
-        rows = form.to_heads(channels.real, channels.imag)  # (D, H·d)
-        bias = rows[-1] if biased else None
-        built.append(_linear(rows[:-1] if biased else rows, bias, module.get_submodule(path).proj.weight))
-    return built[0], built[1], error
-
-
-def _by_frequency(form: RotaryScores, channels: Tensor) -> Tensor:
-    """Add up the channels (D, R/2) of each frequency, (D, d/2)."""
-    sums = channels.new_zeros(len(channels), form.head_width // 2)
-    return sums.index_add(1, torch.tensor(form.frequencies, device=channels.device), channels)
-
-
-def _joined(context: Tensor, key: Tensor, content: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Write [T̂_i; v_iᵀ] as a product: left (D+1, R+1) times right (D, R+1) transposed."""
+def _head_matrix(context: Tensor, key: Tensor, content: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return [T̂_i; v_iᵀ] as a product: left (D+1, R+1) times right (D, R+1) transposed."""
     if content is None:
         return context, key
     left = nn.functional.pad(context, (0, 1, 0, 1))
@@ -278,8 +319,64 @@ def _joined(context: Tensor, key: Tensor, content: Tensor | None) -> tuple[Tenso
     return left, torch.cat([key, content[:, None]], 1)
 
 
-def _truncated(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Singular value decomposition of left · right* without forming it."""
+def _dense_rotary(name: str, module: Any) -> tuple[nn.Linear, nn.Linear, float]:
+    """Return dense query and key projections of shared rotary heads, and their relative error."""
+    form: RotaryScores = module.score_form
+    query, mixing, key = form.read_channels(name, module)  # (D, R/2), (G, R/2), (D, R/2)
+    if form.grouped:  # mixed keys are keys of the group
+        frequencies = torch.tensor(form.frequencies, device=key.device)
+        keys = [key.new_zeros(len(key), form.head_width // 2) for _ in mixing]
+        for summed, row in zip(keys, mixing, strict=True):
+            summed.index_add_(1, frequencies, key * row.conj())
+        sides, error = (query, torch.cat(keys, 1)), 0.0
+    else:
+        sides, error = _nearest_rotary_heads(form, query, mixing, key)
+    projections = []
+    for path, channels, biased in zip((form.query, form.key), sides, (form.query_bias, form.key_bias), strict=True):
+        weight = form.to_heads(channels.real, channels.imag)  # (D, H·d), or (D + 1, H·d) with a bias
+        bias = weight[-1] if biased else None
+        like = module.get_submodule(path).proj.weight
+        projections.append(_linear(weight[:-1] if biased else weight, bias, like))
+    return projections[0], projections[1], error
+
+
+def _nearest_rotary_heads(
+    form: RotaryScores, query: Tensor, mixing: Tensor, key: Tensor
+) -> tuple[tuple[Tensor, Tensor], float]:
+    """Return complex queries and keys (D, H·d/2) with one channel for each head and frequency, and their error.
+
+    A frequency of a head gets the nearest matrix of rank one. Channels without rotation are real, and any of them may
+    be shared with any other.
+    """
+    pairs, rotated = form.head_width // 2, form.rotated // 2
+    left, right = query.new_zeros(len(query), form.heads * pairs), key.new_zeros(len(key), form.heads * pairs)
+    lost = total = 0.0
+    still = [channel for channel, frequency in enumerate(form.frequencies) if frequency >= rotated]
+    for head, row in enumerate(mixing):
+        if still:
+            u, s, v = _svd(
+                torch.cat([query.real[:, still] * row.real[still], query.imag[:, still] * row.imag[still]], 1),
+                torch.cat([key.real[:, still], key.imag[:, still]], 1),
+            )
+            count = pairs - rotated
+            rank, columns = min(2 * count, len(s)), slice(head * pairs + rotated, (head + 1) * pairs)
+            for side, vectors in ((left, u), (right, v)):
+                padded = vectors.new_zeros(len(side), 2 * count)
+                padded[:, :rank] = vectors[:, :rank] * s[:rank].sqrt()
+                side[:, columns] = torch.complex(padded[:, :count], padded[:, count:])
+            lost, total = lost + float(s[rank:].square().sum()), total + float(s.square().sum())
+        for frequency in range(rotated):
+            channels = [channel for channel, other in enumerate(form.frequencies) if other == frequency]
+            if channels:
+                u, s, v = _svd(query[:, channels] * row[channels], key[:, channels])
+                column, root = head * pairs + frequency, s[0].sqrt()
+                left[:, column], right[:, column] = u[:, 0] * root, v[:, 0] * root
+                lost, total = lost + float(s[1:].square().sum()), total + float(s.square().sum())
+    return (left, right), (lost / total) ** 0.5 if total else 0.0
+
+
+def _svd(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the singular value decomposition of left · right* without forming the product."""
     left_basis, left_core = torch.linalg.qr(left)
     right_basis, right_core = torch.linalg.qr(right)
     u, s, vh = torch.linalg.svd(left_core @ right_core.mH)
@@ -287,7 +384,7 @@ def _truncated(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _linear(weight: Tensor, bias: Tensor | None, like: Tensor) -> nn.Linear:
-    """Make an `nn.Linear` of mathematical weight (D, H·d), on the device and in the dtype of `like`."""
+    """Return an `nn.Linear` with weight (D, H·d) transposed, on the device and in the dtype of `like`."""
     linear = nn.Linear(weight.shape[0], weight.shape[1], bias is not None, device=like.device, dtype=like.dtype)
     linear.requires_grad_(like.requires_grad)
     with torch.no_grad():

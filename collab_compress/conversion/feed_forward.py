@@ -225,7 +225,14 @@ def block_report(model: PreTrainedModel, block: FeedForward, width: int, length:
             shapes = _cut_shapes(model.get_submodule(name), block.ups.get(name), block.width, to)
             parameters[place] += sum(prod(shape) for shape in shapes.values())
             macs[place] += length * prod(shapes["weight"])
-    return FeedForwardReport(block.down, width, *parameters, *macs)
+    return FeedForwardReport(
+        name=block.down,
+        dff=width,
+        parameters_before=parameters[0],
+        parameters_after=parameters[1],
+        macs_before=macs[0],
+        macs_after=macs[1],
+    )
 
 
 def cut_(model: PreTrainedModel, block: FeedForward, kept: Tensor) -> None:

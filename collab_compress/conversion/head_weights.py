@@ -19,8 +19,8 @@ from transformers.pytorch_utils import Conv1D
 from collab_compress.architectures import AttentionSite
 from collab_compress.attention.install import HeadCall, add_head_hook_, for_each_head, remove_head_hook_
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
-from collab_compress.calibration.batches import rows_of
-from collab_compress.calibration.gather import RealTokens, batch_masks, fitted, masks_of
+from collab_compress.calibration.batches import sequence_count
+from collab_compress.calibration.gather import AttentionMasks, batch_masks, masks_of, resize_mask
 
 ENOUGH = 128  # sequences: there is one number a head to measure
 LEAST = 1e-3  # of the heads' mean square: no head's scores count for nothing
@@ -33,7 +33,7 @@ class _Watch:
 
     def __init__(self, site: AttentionSite) -> None:
         self.site = site
-        self.real = RealTokens(None, None)
+        self.real = AttentionMasks(None, None)
         self.squares = torch.zeros(site.heads, dtype=torch.float64, device="cpu")
 
     def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
@@ -41,7 +41,7 @@ class _Watch:
         values = for_each_head(call.value, self.site.heads)
         moved = _moved(call.probs, values, outputs.transpose(1, 2), self._gram(values.shape[-1]))
         for dim, mask in ((2, self.real.query), (3, self.real.key)):
-            mask = fitted(mask, moved.shape[dim])
+            mask = resize_mask(mask, moved.shape[dim])
             if mask is not None and mask.shape == (moved.shape[0], moved.shape[dim]):
                 moved = moved * mask.to(moved.device).unsqueeze(1).unsqueeze(5 - dim)
         self.squares += moved.sum((0, 2, 3)).double().cpu()
@@ -106,7 +106,7 @@ def head_weights(
         try:
             for watch in watches:
                 add_head_hook_(watch.site.module, watch)
-            for batch in batches[:: max(1, sum(map(rows_of, batches)) // ENOUGH)]:
+            for batch in batches[:: max(1, sum(map(sequence_count, batches)) // ENOUGH)]:
                 real = batch_masks(model, batch)
                 for watch in watches:
                     watch.real = masks_of(watch.site, real)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -266,9 +266,8 @@ def _plan_scores(
     found = result.factors.to(dtype=parts.mixing.dtype)  # where they are: not every device has float64
     made.load_(parts, found.query, found.mixing, found.key, found.content_bias)
     vectors = (0.0, 0.0) if moments is None else (moments[0].count, moments[1].count)
-    report = module_report(site, made, result, length, perf_counter() - started, vectors)
-    if result.sizes is not None:
-        report = replace(report, head_energy=_head_energy(site, result.factors, moments))
+    energy = None if result.sizes is None else _head_energy(site, result.factors, moments)
+    report = module_report(site, made, result, length, perf_counter() - started, vectors, energy)
     return Planned(site, made, parts, _dense(site), report)
 
 

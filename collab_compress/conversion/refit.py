@@ -27,13 +27,13 @@ from collab_compress.architectures import transformers_model
 from collab_compress.attention.projections import width_in
 from collab_compress.attention.values import fill_
 from collab_compress.calibration import Batch, Calibration, calibration_batches, evaluation_mode, run_batch
-from collab_compress.calibration.batches import positions_of
+from collab_compress.calibration.batches import token_count
 from collab_compress.calibration.gather import batch_masks, masks_of, unpadded
 from collab_compress.calibration.stepwise import Passes, current_pass
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.feed_forward import FeedForward, cut_
 from collab_compress.conversion.report import RefitReport
-from collab_compress.conversion.writers import Writer, find_writers, remove, stream_of, width_out
+from collab_compress.conversion.writers import Writer, find_writers, remove_hooks, stream_of, width_out
 from collab_compress.distributed import process_state
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.factorization.least_squares import ResidualMoments, fit
@@ -245,7 +245,7 @@ def _that_fit(model: PreTrainedModel, writers: Sequence[Writer], batches: Sequen
     """Return as many batches, evenly spaced, as have room for their hidden states in both models."""
     layers: list[Any] = [model.get_submodule(writer.name) for writer in writers]
     numbers = max((width_in(layer) + 4 * width_out(layer) for layer in layers), default=1)
-    vectors = [positions_of(batch) for batch in batches]
+    vectors = [token_count(batch) for batch in batches]
     most = ROOM / (2 * numbers * model.dtype.itemsize)
     step = max(1, -(-sum(vectors) // int(max(most, max(vectors)))))
     return list(batches[::step])
@@ -313,7 +313,7 @@ def _stopping(model: PreTrainedModel, writers: Sequence[Writer], inputs: bool = 
     try:
         yield
     finally:
-        remove(handles)
+        remove_hooks(handles)
 
 
 def _solved(fit_of: _Fit, writer: Writer, layer: Any, count: int | None = None) -> _Solution:

@@ -1,66 +1,94 @@
-"""Report of a conversion by module: errors, parameters, multiply-accumulates, break-even length.
+"""Reports of conversions: errors, parameters, multiply-accumulates, break-even length.
 
 Queries and keys are counted as in "Multi-Head Attention: Collaborate Instead of Concatenate", section 3.4; values and
-the output projection apart from them. D input width, H heads, d head width, R shared width, T tokens.
+the output projection separately. D input width, H heads, d head width, R shared width, T tokens.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import Any
 
 from collab_compress.architectures import DenseSite, ValueSite
 from collab_compress.attention import NarrowValues, PerHeadScores, ScoreForm
+from collab_compress.errors import CollabCompressError
 from collab_compress.factorization import Factorization, Narrowing, RotaryFactorization
-from collab_compress.frames import to_frame
 from collab_compress.options import Compression
 
 
 def dense_parameters(width: int, queries: int, keys: int, bias: bool) -> int:
-    """Count parameters of dense projections, D wide, to so many channels of queries and of keys, and their biases."""
+    """Return the parameters of dense projections from width D to `queries` and `keys` channels."""
     return (queries + keys) * (width + bias)
 
 
 def dense_macs(width: int, queries: int, keys: int, length: int) -> int:
-    """Count multiply-accumulates of dense scores over T tokens: T·D for each channel, and T² for each of queries."""
+    """Return the multiply-accumulates of dense scores over T tokens: T·D a channel, and T² a query channel."""
     return length * width * (queries + keys) + length**2 * queries
 
 
+def width_range(widths: Iterable[int]) -> str:
+    """Return one width, or the smallest and the largest, as text."""
+    ordered = sorted(set(widths))
+    return str(ordered[0]) if len(ordered) == 1 else f"{ordered[0]} to {ordered[-1]}"
+
+
+def to_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Return rows as a `pandas.DataFrame`.
+
+    Raises:
+        CollabCompressError: pandas is not installed.
+    """
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise CollabCompressError("tables need pandas: pip install 'collab-compress[data]'") from error
+    return pd.DataFrame(rows)
+
+
 @dataclass(frozen=True)
-class ModuleReport:
-    """One converted attention module.
+class PartReport:
+    """Costs of one converted part of a model.
 
     Args:
-        name: path in the model.
-        dk: shared width R.
-        weight_error: ‖T − T̂‖/‖T‖ over the stacked Wq·Wkᵀ.
-        data_error: the same for the scores on calibration data, or None without.
-        parameters_before: of the query and key projections, dense.
-        parameters_after: of what replaces them.
-        macs_before: multiply-accumulates of the scores of one sequence of `Report.length` tokens, dense.
+        name: path of the module.
+        parameters_before: of its dense layers.
+        parameters_after: of their replacements.
+        macs_before: multiply-accumulates of one sequence of `Report.length` tokens, dense.
         macs_after: the same, converted.
-        break_even_length: T*, the number of tokens beyond which the converted scores cost more.
-        sweeps: passes of the solver; 0 if exact.
-        converged: whether the solver stopped because it made no more progress.
-        breakdowns: how many sweeps of the solver met a system that could not be solved as it was; it then goes on
-            with a slightly different one or, where none helps, stops with the best factors so far.
-        seconds: time the decomposition took, beside others that ran meanwhile.
-        per_head_error: what the minimised error (data_error, or weight_error without data) is in the per-head form.
-        per_head_macs: the multiply-accumulates of the per-head form; those of dense heads where there is none, as
-            with a rotary embedding.
-        sizes: channels of each head in the per-head form, else None.
-        head_energy: share of the energy of each head's scores that is kept in the per-head form, else None.
-        query_vectors: how many vectors the moments of the query projection's inputs were taken from; 0 without data.
-        key_vectors: the same for keys.
     """
 
     name: str
-    dk: int
-    weight_error: float
-    data_error: float | None
     parameters_before: int
     parameters_after: int
     macs_before: int
     macs_after: int
+
+
+@dataclass(frozen=True)
+class ModuleReport(PartReport):
+    """Queries and keys of one converted attention module; its costs as in `PartReport`.
+
+    Args:
+        dk: shared width R.
+        weight_error: ‖T − T̂‖/‖T‖ over the stacked Wq·Wkᵀ.
+        data_error: the same for the scores on calibration data, or None without.
+        break_even_length: number of tokens T* beyond which the converted scores cost more.
+        sweeps: passes of the solver; 0 if exact.
+        converged: whether the solver stopped because it made no more progress.
+        seconds: time of the decomposition, others running at the same time.
+        per_head_error: the minimised error (data_error, or weight_error without data) in the per-head form.
+        per_head_macs: multiply-accumulates of the per-head form; of dense heads if it does not exist (rotary).
+        sizes: channels of each head in the per-head form, else None.
+        query_vectors: number of vectors in the moments of query inputs; 0 without data.
+        key_vectors: the same of key inputs.
+        breakdowns: sweeps of the solver that met a singular system. It continues with a shifted system or, if that
+            fails, stops with the best factors so far.
+        head_energy: share of each head's score energy that the per-head form keeps, else None.
+    """
+
+    dk: int
+    weight_error: float
+    data_error: float | None
     break_even_length: float
     sweeps: int
     converged: bool
@@ -75,77 +103,56 @@ class ModuleReport:
 
     @property
     def vectors(self) -> tuple[int, ...]:
-        """How many vectors were seen, of queries' and of keys' inputs."""
+        """Number of vectors in the moments, of query and of key inputs."""
         return self.query_vectors, self.key_vectors
 
 
 @dataclass(frozen=True)
-class ValueReport:
-    """The values of one converted attention module.
+class ValueReport(PartReport):
+    """Values and output projection of one converted attention module; its costs as in `PartReport`.
 
     Args:
-        name: path in the model.
         dv: channels of values, all heads together.
         weight_error: ‖U − Û‖/‖U‖ over the stacked Wv·Wo.
-        data_error: the same for what the layer adds on calibration data, or None without.
-        parameters_before: of the value and output projections, dense.
-        parameters_after: of what replaces them.
-        macs_before: multiply-accumulates of values and outputs of one sequence of `Report.length` tokens, dense.
-        macs_after: the same, converted.
-        seconds: time the decomposition took, beside others that ran meanwhile.
+        data_error: the same of the layer's outputs on calibration data, or None without.
+        seconds: time of the decomposition, others running at the same time.
         sizes: channels of each head.
-        output_vectors: how many vectors the moments of the output projection's inputs were taken from; 0 without
-            data.
+        output_vectors: number of vectors in the moments of the output projection's inputs; 0 without data.
     """
 
-    name: str
     dv: int
     weight_error: float
     data_error: float | None
-    parameters_before: int
-    parameters_after: int
-    macs_before: int
-    macs_after: int
     seconds: float
     sizes: tuple[int, ...]
     output_vectors: int = 0
 
     @property
     def vectors(self) -> tuple[int, ...]:
-        """How many vectors were seen, of the output projection's inputs."""
+        """Number of vectors in the moments of the output projection's inputs."""
         return (self.output_vectors,)
 
 
 @dataclass(frozen=True)
-class FeedForwardReport:
-    """One feed-forward block that was made narrower.
+class FeedForwardReport(PartReport):
+    """A feed-forward block with fewer neurons; its costs as in `PartReport`, its name that of the second layer.
 
     Args:
-        name: path of the layer that reads its neurons.
-        dff: number of neurons that stayed.
-        parameters_before: of all its layers, dense.
-        parameters_after: of what is left of them.
-        macs_before: multiply-accumulates for one sequence of `Report.length` tokens, dense.
-        macs_after: the same, narrower.
+        dff: number of neurons kept.
     """
 
-    name: str
     dff: int
-    parameters_before: int
-    parameters_after: int
-    macs_before: int
-    macs_after: int
 
 
 @dataclass(frozen=True)
 class RefitReport:
-    """One refitted layer, by the residual stream behind it on held-back calibration sequences.
+    """One refitted layer, by the residual stream after it on held-back calibration sequences.
 
     Args:
-        name: path of the layer in the model.
+        name: path of the layer.
         error_before: ‖converted − dense‖ over the norm of the dense stream less its mean, without any refit.
         error_after: the same, with this layer and those below it refitted.
-        vectors: how many vectors the layer was fitted to.
+        vectors: number of vectors that the layer was fitted to.
     """
 
     name: str
@@ -156,12 +163,12 @@ class RefitReport:
 
 @dataclass(frozen=True)
 class Drift:
-    """How far the converted model's outputs are from the dense model's on held-back calibration batches.
+    """Relative error of the converted model's outputs on held-back calibration batches.
 
     Args:
-        output: which output was compared.
-        relative_error: ‖converted − dense‖/‖dense‖ over real tokens.
-        sequences: how many sequences were held back.
+        output: name of the output.
+        relative_error: ‖converted − dense‖/‖dense‖, padding left out.
+        sequences: number of sequences.
     """
 
     output: str
@@ -174,21 +181,20 @@ class Report:
     """Report of `compress`.
 
     Args:
-        modules: one entry for each module whose queries and keys were converted.
-        parameters_before: of the whole model, as it was given.
+        modules: queries and keys of each converted module.
+        parameters_before: of the whole model, before this conversion.
         parameters_after: of the whole model, converted.
         length: tokens T for which multiply-accumulates are counted.
-        drift: drift of the outputs, or None without calibration data.
-        seconds: time the conversion took, calibration included.
-        sequences: how many sequences the conversion was calibrated on, those held back not counted.
-        values: one entry for each module whose values were converted.
-        compression: what was asked for, with the widths and the form that were chosen.
-        choice: what was chosen and why, where a share to keep was asked for; else empty.
-        warnings: what may have gone otherwise than expected: texts that were cut or left out, modules that saw few
-            vectors, solvers that broke down.
-        calibrating: seconds of the conversion in which the model ran to see its modules' inputs.
-        refits: one entry for each layer that was refitted, in the order of the forward pass.
-        feed_forward: one entry for each feed-forward block that was made narrower.
+        drift: relative error of the outputs, or None without calibration data.
+        seconds: time of the conversion, calibration included.
+        sequences: number of calibration sequences, without those held back.
+        warnings: texts that were cut or left out, modules that saw few vectors, solvers that broke down, and others.
+        values: values of each converted module.
+        compression: as passed, or with the widths and the form that `keep` chose.
+        choice: which widths `keep` chose, and why; empty without `keep`.
+        calibrating: seconds in which the model ran to gather moments.
+        refits: refitted layers, in the order of the forward pass.
+        feed_forward: feed-forward blocks with fewer neurons.
     """
 
     modules: tuple[ModuleReport, ...]
@@ -206,6 +212,9 @@ class Report:
     refits: tuple[RefitReport, ...] = ()
     feed_forward: tuple[FeedForwardReport, ...] = ()
 
+    def _parts(self) -> dict[str, Sequence[PartReport]]:
+        return {"dk": self.modules, "dv": self.values, "dff": self.feed_forward}
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report in JSON types; an infinite break-even length becomes None."""
         data = asdict(self)
@@ -217,15 +226,14 @@ class Report:
 
     def to_frame(self) -> Any:
         """Return a `pandas.DataFrame` with a row for each part of each module: width, errors, parameters and MACs."""
+        columns = [f"{what}_{when}" for what in ("parameters", "macs") for when in ("before", "after")]
         rows = []
-        parts = (("dk", self.modules), ("dv", self.values), ("dff", self.feed_forward))
-        columns = (
-            "weight_error", "data_error", "parameters_before", "parameters_after", "macs_before", "macs_after",
-        )  # fmt: skip
-        for part, entries in parts:
+        for part, entries in self._parts().items():
             for entry in entries:
-                own = {name: getattr(entry, name, None) for name in columns}
-                rows.append({"module": entry.name, "part": part, "width": getattr(entry, part), **own})
+                row = {"module": entry.name, "part": part, "width": getattr(entry, part)}
+                for column in ("weight_error", "data_error", *columns):
+                    row[column] = getattr(entry, column, None)
+                rows.append(row)
         return to_frame(rows)
 
     def __str__(self) -> str:
@@ -233,11 +241,10 @@ class Report:
         lines = [f"{before:,} → {after:,} parameters ({after / before - 1:+.1%})"]
         if self.drift is not None:
             lines.append(f"outputs move by {self.drift.relative_error:.1%} on held-back data")
-        for part, entries in (("dk", self.modules), ("dv", self.values), ("dff", self.feed_forward)):
-            widths = sorted({getattr(entry, part) for entry in entries})
-            if widths:
-                width = str(widths[0]) if len(widths) == 1 else f"{widths[0]} to {widths[-1]}"
-                lines.append(f"{part}={width} in {len(entries)} modules")
+        for part, entries in self._parts().items():
+            if entries:
+                widths = width_range(getattr(entry, part) for entry in entries)
+                lines.append(f"{part}={widths} in {len(entries)} modules")
         return "\n".join([*lines, *self.warnings])
 
 
@@ -247,21 +254,23 @@ def module_report(
     result: Factorization | RotaryFactorization,
     length: int,
     seconds: float,
-    vectors: tuple[float, float] = (0, 0),
+    vectors: tuple[float, float],
+    head_energy: tuple[float, ...] | None = None,
 ) -> ModuleReport:
-    """Return the report of one converted module.
+    """Return the report of one module's queries and keys.
 
     Args:
-        site: the module as it was.
-        form: what it becomes.
-        result: how its heads were decomposed.
+        site: the dense module.
+        form: what replaces them.
+        result: of the solver.
         length: tokens T for which multiply-accumulates are counted.
-        seconds: time it took.
-        vectors: how many inputs of queries and of keys were seen.
+        seconds: time of the decomposition.
+        vectors: number of query and of key inputs in the moments.
+        head_energy: as in `ModuleReport`.
     """
     width = site.key.in_features
     before = dense_macs(width, site.width, site.key_value_width, length)
-    apart = PerHeadScores.of(site, form.rank, form.content_bias).macs(width, length)
+    per_head = PerHeadScores.of(site, form.rank, form.content_bias).macs(width, length)
     return ModuleReport(
         name=site.name,
         dk=form.rank,
@@ -276,25 +285,26 @@ def module_report(
         converged=result.converged,
         seconds=seconds,
         per_head_error=result.per_head_error,
-        per_head_macs=before if site.family.rotary else apart,
+        per_head_macs=before if site.family.rotary else per_head,
         sizes=form.head_sizes,
         query_vectors=int(vectors[0]),
         key_vectors=int(vectors[1]),
         breakdowns=result.breakdowns,
+        head_energy=head_energy,
     )
 
 
 def value_report(
-    site: ValueSite, form: NarrowValues, found: Narrowing, length: int, seconds: float, vectors: float
+    site: ValueSite, form: NarrowValues, result: Narrowing, length: int, seconds: float, vectors: float
 ) -> ValueReport:
-    """Return the report of one module's converted values; arguments as for `module_report`."""
+    """Return the report of one module's values; arguments as for `module_report`."""
     width = site.value.weight.shape[1]
     dense = replace(form, sizes=(site.head_width,) * site.key_value_heads)
     return ValueReport(
         name=site.name,
         dv=form.dv,
-        weight_error=found.weight_error,
-        data_error=found.data_error,
+        weight_error=result.weight_error,
+        data_error=result.data_error,
         parameters_before=dense.parameters(width),
         parameters_after=form.parameters(width),
         macs_before=dense.macs(width, length),

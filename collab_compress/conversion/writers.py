@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from collab_compress.architectures import FAMILIES, AttentionSite, find_attention
 from collab_compress.attention.values import output_dim
 from collab_compress.calibration import Batch, run_batch
-from collab_compress.calibration.batches import rows, rows_of
+from collab_compress.calibration.batches import sequence_count, slice_batch
 
 PROBED = 2  # sequences on which is found out where a layer writes to
 EXACT, ROUNDED = 1e-3, 5e-2  # how far from linear a sum may look, in float32 and in halves
@@ -93,14 +93,14 @@ def _candidates(model: PreTrainedModel, batch: Batch) -> list[tuple[str, Attenti
     try:
         run_batch(model, batch)
     finally:
-        remove(handles)
+        remove_hooks(handles)
     return [(name, near[name], times) for name, times in calls.items()]
 
 
 def first_rows(batch: Batch) -> Batch:
     """Return the first sequences of a batch, as many as show how a model is built."""
-    count = min(PROBED, rows_of(batch))
-    return rows(batch, slice(0, count)) if count < rows_of(batch) else batch
+    count = min(PROBED, sequence_count(batch))
+    return slice_batch(batch, slice(0, count)) if count < sequence_count(batch) else batch
 
 
 def width_out(layer: Any) -> int:
@@ -173,7 +173,7 @@ def _watched(
     try:
         yield
     finally:
-        remove(handles)
+        remove_hooks(handles)
 
 
 def stream_of(values: Any, shape: torch.Size) -> Tensor | None:
@@ -188,7 +188,7 @@ def stream_of(values: Any, shape: torch.Size) -> Tensor | None:
     return next((v for v in floats if v.shape[-1:] == shape[-1:] and v.numel() == shape.numel()), None)
 
 
-def remove(handles: Sequence[Any]) -> None:
+def remove_hooks(handles: Sequence[Any]) -> None:
     """Remove hooks."""
     for handle in handles:
         handle.remove()

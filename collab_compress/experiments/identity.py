@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from collab_compress.calibration.batches import text_file
-from collab_compress.calibration.texts import split_columns
+from collab_compress.calibration.files import split_columns
 from collab_compress.checkpoint.directory import TOKENIZER_FILES, write_json
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.recipe import Recipe, expanded

@@ -10,7 +10,14 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention, transformers_model
 from collab_compress.attention.install import HeadCall, add_head_hook_, for_each_head, remove_head_hook_
-from collab_compress.calibration.gather import Masked, RealTokens, fitted, forward_arguments, masks_of, real_tokens
+from collab_compress.calibration.gather import (
+    AttentionMasks,
+    MaskKind,
+    attention_masks,
+    forward_arguments,
+    masks_of,
+    resize_mask,
+)
 from collab_compress.errors import HeadError
 from collab_compress.heads.pruning import check_heads
 from collab_compress.heads.sharding import in_process_group
@@ -70,7 +77,7 @@ class Reading:
     probs: Tensor | None
     queries: Tensor | None
     keys: Tensor | None
-    real: RealTokens
+    real: AttentionMasks
 
     def mask_of(self, part: Part) -> Tensor | None:
         """Return the padding mask of the positions of a part: (B, S) for values and keys, else (B, T)."""
@@ -113,7 +120,7 @@ class Tap(HeadHooks):
             if "keys" in self.parts and hasattr(site.module, "score_form"):
                 raise HeadError(f"{site.name} is converted: its heads have no keys of one width each to be read")
         self._readings: list[Reading] = []
-        self._masks: dict[Masked, RealTokens] | None = None  # None between forward passes
+        self._masks: dict[MaskKind, AttentionMasks] | None = None  # None between forward passes
         self._differentiable = False
         self._argument_names = forward_arguments(model)
         self._add(self.sites, first=True)
@@ -138,7 +145,7 @@ class Tap(HeadHooks):
         if self.training and not (model.training and torch.is_grad_enabled()):
             return  # an evaluation in between keeps the readings of the training step
         self._readings = []
-        self._masks = real_tokens(model, self._argument_names, args, kwargs)
+        self._masks = attention_masks(model, self._argument_names, args, kwargs)
         self._differentiable = torch.is_grad_enabled()
 
     def _end(self, *_: object) -> None:
@@ -179,12 +186,12 @@ class Tap(HeadHooks):
         return outputs
 
 
-def _call_masks(site: AttentionSite, call: HeadCall, masks: Mapping[Masked, RealTokens]) -> RealTokens:
+def _call_masks(site: AttentionSite, call: HeadCall, masks: Mapping[MaskKind, AttentionMasks]) -> AttentionMasks:
     """Return the masks of one call; with a cache there are more keys than queries, and the mask covers all keys."""
     query, key = masks_of(site, masks)
     query_count, key_count = call.query.shape[2], call.key.shape[2]
     if not site.reads_tokens or site.kind == "encoder":
-        query, key = fitted(query, query_count), fitted(key, key_count)
+        query, key = resize_mask(query, query_count), resize_mask(key, key_count)
     if query is not None and site.kind != "cross":
         query = query[:, -query_count:]
     for mask, count in ((query, query_count), (key, key_count)):
@@ -193,7 +200,7 @@ def _call_masks(site: AttentionSite, call: HeadCall, masks: Mapping[Masked, Real
                 f"{site.name} attends from {query_count} to {key_count} tokens, and the masks are of "
                 f"{mask.shape[1]}; while reading heads call the model with use_cache=False"
             )
-    return RealTokens(query, key)
+    return AttentionMasks(query, key)
 
 
 class HeadMask(HeadHooks):

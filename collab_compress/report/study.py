@@ -19,7 +19,7 @@ from collab_compress.analysis.stream import Observer, Progress, observed
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
 from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch
-from collab_compress.calibration.gather import real_tokens
+from collab_compress.calibration.gather import attention_masks
 from collab_compress.conversion.feed_forward import FeedForward, find_feed_forward
 from collab_compress.errors import HeadError
 from collab_compress.options import Look
@@ -241,7 +241,7 @@ class Study:
         return heatmap(title, list(vectors.values()), self.labels(vectors))
 
     def _tokens(self, batch: Batch) -> int:
-        mask = real_tokens(self.model, (), (), batch)[self.kinds[0]].query
+        mask = attention_masks(self.model, (), (), batch)[self.kinds[0]].query
         if mask is not None:
             return int(mask.sum())
         ids = batch.get("input_ids")

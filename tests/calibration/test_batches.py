@@ -25,7 +25,7 @@ from transformers import (
 from collab_compress import CalibrationOptions, Compression, Solver, compress
 from collab_compress.calibration import calibration_batches
 from collab_compress.calibration.batches import noted_batches
-from collab_compress.calibration.texts import read_texts
+from collab_compress.calibration.files import read_texts
 from collab_compress.errors import CalibrationError
 
 

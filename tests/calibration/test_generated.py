@@ -16,7 +16,7 @@ from transformers import (
 
 from collab_compress import CalibrationOptions, Compression, compress
 from collab_compress.calibration import calibration_batches
-from collab_compress.calibration.random_tokens import likelihoods, ordinary_tokens
+from collab_compress.calibration.synthetic import likelihoods, ordinary_tokens
 from collab_compress.errors import CalibrationError
 
 

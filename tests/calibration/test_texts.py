@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from collab_compress.calibration import calibration_batches
 from collab_compress.calibration.batches import text_file
-from collab_compress.calibration.texts import read_texts, split_columns
+from collab_compress.calibration.files import read_texts, split_columns
 from collab_compress.errors import CalibrationError
 
 ROWS = [

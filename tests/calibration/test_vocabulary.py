@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from collab_compress.calibration import calibration_batches
-from collab_compress.calibration.random_tokens import likelihoods
+from collab_compress.calibration.synthetic import likelihoods
 
 PIECES = ["[PAD]", "[UNK]", "[unused1]", "a", "!", "the", "of", "##ing", "##s", "<0x0A>", "▁was", "▁x", "__"]
 WORDS = ["the", "of", "##ing", "▁was"]  # two characters or more, from the most frequent to the rarest

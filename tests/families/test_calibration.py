@@ -18,7 +18,7 @@ from transformers import (
 from collab_compress import CalibrationError, Compression, Solver, compress
 from collab_compress.calibration import calibration_batches
 from collab_compress.calibration.batches import noted_batches
-from collab_compress.calibration.gather import real_tokens
+from collab_compress.calibration.gather import attention_masks
 
 TOKENS = {"input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", "token_type_ids"}
 
@@ -110,7 +110,7 @@ def test_two_towers_need_a_tokenizer(build):
 def test_padded_sound_is_left_out_of_the_moments(build, inputs):
     """What a mask of samples hides is hidden from the positions that are made of them."""
     model = build("wav2vec2")
-    real = real_tokens(model, (), (), inputs("wav2vec2"))["encoder"].query
+    real = attention_masks(model, (), (), inputs("wav2vec2"))["encoder"].query
     assert real.sum(1).tolist() == model._get_feat_extract_output_lengths(torch.tensor([120, 90, 60])).tolist()
 
 

@@ -8,7 +8,7 @@ import transformers
 
 from collab_compress import Compression, Solver, compress, mix_heads_
 from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.conversion.stock import to_stock
+from collab_compress.conversion.expand import to_stock
 from collab_compress.errors import CompressionError
 
 WIDTHS = ("head_dim", "d_kv", "kv_channels", "attention_head_size", "qkv_dim")  # what configs call it
@@ -58,7 +58,7 @@ def test_equals_the_converted_model_and_loads_without_this_package(
 
 
 def test_what_has_no_stock_form_says_what_could_be_done_instead(build, inputs):
-    with pytest.raises(CompressionError, match=r"a stock BertModel has heads as wide as .*T5.*standalone.*expand"):
+    with pytest.raises(CompressionError, match=r"the head width of a stock BertModel is .*T5.*standalone.*expand"):
         to_stock(build("bert"))
     model, batch = build("t5"), inputs("t5")
     with pytest.raises(CompressionError, match="needs queries, keys and values of all modules narrower"):

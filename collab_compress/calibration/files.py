@@ -1,0 +1,256 @@
+"""Read calibration data from files: texts by line or by column, and folders of images or sounds."""
+
+import csv
+import io
+import json
+import wave
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedModel
+from transformers.image_utils import load_image
+
+from collab_compress.errors import CalibrationError, one_line
+
+Text: TypeAlias = str | tuple[str, str]
+"""A text or a text pair."""
+
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+JSON_LINES = (".jsonl", ".ndjson")
+IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+SOUNDS = (".wav",)
+
+
+def split_columns(source: str | Path) -> tuple[str, list[str]]:
+    """Split `FILE:column` or `FILE:first,second` into the file and its columns.
+
+    A source that exists under its full name, or has no colon, has no columns.
+    """
+    name, _, columns = str(source).rpartition(":")
+    if not name or Path(source).exists() or any(separator in columns for separator in "/\\"):
+        return str(source), []
+    return name, [column.strip() for column in columns.split(",")]
+
+
+def read_texts(source: str | Path) -> list[Text]:
+    """Read texts or text pairs, without blank ones.
+
+    Args:
+        source: a file with one text a line, or two with a tab between them; `FILE:column`, or `FILE:first,second` for
+            pairs, of a csv, tsv or jsonl file; `NAME:column` or `NAME:configuration:column` of the training split of
+            a data set, on the hub or in a folder that `datasets` reads.
+
+    Raises:
+        CalibrationError: the source cannot be read, is not UTF-8, has no text, or lacks the columns.
+    """
+    name, columns = split_columns(source)
+    path = Path(name)
+    suffix = path.suffix.lower()
+    if len(columns) > 2:
+        raise CalibrationError(f"{source} names {len(columns)} columns; expected one of texts, or two of pairs")
+    if columns and not path.is_file() and suffix not in (*SEPARATORS, *JSON_LINES, ".txt"):
+        return _select(_load_data_set(name, columns), name, columns)
+    content = _read(path)
+    if suffix in JSON_LINES:
+        return _select(_parse_json_lines(path, content), name, columns)
+    if suffix == ".csv" or (suffix in SEPARATORS and columns):
+        return _select(_parse_table(path, content, SEPARATORS[suffix]), name, columns)
+    if columns:
+        raise CalibrationError(f"{path} has no columns to choose from; expected a .csv, .tsv or .jsonl file")
+    return _parse_lines(path, content)
+
+
+def _read(path: Path) -> str:
+    if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+        raise CalibrationError(f"cannot read calibration texts from {path}: expected a file")
+    try:
+        content = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CalibrationError(f"cannot read calibration texts from {path}: {error}") from error
+    if "\0" in content:
+        raise CalibrationError(f"{path} holds NUL characters, as UTF-16 does; expected texts in UTF-8")
+    return content
+
+
+def _parse_lines(path: Path, content: str) -> list[Text]:
+    texts: list[Text] = []
+    for line in content.split("\n"):
+        first, *rest = (part.strip() for part in line.strip().split("\t"))
+        if len(rest) > 1:
+            raise CalibrationError(
+                f"{path} has a line of {len(rest) + 1} columns, {line.strip()[:40]!r}; expected one text a line, or "
+                f"two with a tab between them; name columns of a .csv, .tsv or .jsonl file as {path.name}:COLUMN"
+            )
+        if rest:
+            texts.append((first, rest[0]))
+        elif first:
+            texts.append(first)
+    if not texts:
+        raise CalibrationError(f"{path} has no text; expected one text a line")
+    return texts
+
+
+def _parse_table(path: Path, content: str, separator: str) -> list[Mapping[str, Any]]:
+    quotes: dict[str, Any] = (
+        {"quoting": csv.QUOTE_NONE} if separator == "\t" else {}
+    )  # GLUE's tsv files quote nothing
+    try:
+        return list(csv.DictReader(io.StringIO(content, newline=""), delimiter=separator, **quotes))
+    except csv.Error as error:
+        raise CalibrationError(f"cannot read calibration texts from {path}: {error}") from error
+
+
+def _parse_json_lines(path: Path, content: str) -> list[Mapping[str, Any]]:
+    rows = []
+    for number, line in enumerate(content.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise CalibrationError(f"{path}, line {number}: {error}; expected one JSON object a line") from error
+        if not isinstance(row, Mapping):
+            raise CalibrationError(f"{path}, line {number}: a {type(row).__name__}; expected one JSON object a line")
+        rows.append(row)
+    return rows
+
+
+def _load_data_set(name: str, columns: Sequence[str]) -> Any:
+    try:
+        from datasets import load_dataset  # of the extra `data`
+    except ImportError as error:
+        raise CalibrationError(
+            f"{name} is no file, and data sets need the package datasets: pip install 'collab-compress[data]'"
+        ) from error
+    repository, _, configuration = name.partition(":")
+    try:
+        rows = load_dataset(repository, configuration or None, split="train")
+    except Exception as error:  # of many kinds: no network, no such name, a file of another kind
+        raise CalibrationError(
+            f"{name} is no file, and as a data set it cannot be loaded: {one_line(error)}"
+        ) from error
+    _check_columns(name, columns, rows.column_names)
+    return rows.select_columns(list(columns))
+
+
+def _check_columns(name: str, columns: Sequence[str], present: Sequence[str]) -> None:
+    if not columns or not set(columns) <= set(present):
+        raise CalibrationError(
+            f"{name} has the columns {', '.join(map(str, present)) or 'none'}; say which holds the texts, as in "
+            f"{name}:{present[0] if present else 'text'}, or two with a comma between them for pairs"
+        )
+
+
+def _select(rows: Iterable[Mapping[str, Any]], name: str, columns: Sequence[str]) -> list[Text]:
+    """Return the texts of one column or the pairs of two, without rows where one is missing."""
+    texts: list[Text] = []
+    for number, row in enumerate(rows):
+        if number == 0:
+            _check_columns(name, columns, [column for column in row if column is not None])
+        values = [row.get(column) for column in columns]
+        for value in values:
+            if value is not None and not isinstance(value, str):
+                raise CalibrationError(
+                    f"{name}:{','.join(columns)} holds values of type {type(value).__name__}; expected texts"
+                )
+        parts = [value.strip() for value in values if value and value.strip()]
+        if len(parts) == len(columns):
+            texts.append(parts[0] if len(parts) == 1 else (parts[0], parts[1]))
+    if not texts:
+        raise CalibrationError(f"{name} has no texts in {', '.join(columns) or 'it'}")
+    return texts
+
+
+def read_folder(folder: Path, model: PreTrainedModel, count: int | None, seed: int) -> tuple[dict[str, Tensor], int]:
+    """Read the images or sounds of a folder and its subfolders with the model's own processor.
+
+    Args:
+        folder: holds images, or 16-bit `.wav` files at the processor's sampling rate.
+        model: its processor is loaded from where the model was loaded from.
+        count: how many files to draw at random; None for all.
+        seed: of the draw.
+
+    Returns:
+        Keyword arguments for the model, each (N, …), and the number of files in the folder.
+
+    Raises:
+        CalibrationError: there are no files, there is no processor, or a file cannot be read.
+    """
+    has_images = model.main_input_name in ("pixel_values", "input_ids")
+    suffixes = IMAGES if has_images else SOUNDS
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in suffixes)
+    for file in files:
+        if not file.is_file():  # reading a pipe would wait for ever
+            raise CalibrationError(f"cannot read calibration data from {file}: expected a file")
+    if not files:
+        raise CalibrationError(
+            f"{folder} holds no {'images' if has_images else 'sounds'} for {type(model).__name__}; expected files "
+            f"that end in {', '.join(suffixes)}, or pass batches as its processor makes them"
+        )
+    order = torch.randperm(len(files), generator=torch.Generator().manual_seed(seed)).tolist()
+    chosen = [files[place] for place in order[:count]]
+    return (_process_images(model, chosen) if has_images else _process_sounds(model, chosen)), len(files)
+
+
+def _load_processor(model: PreTrainedModel, auto_class: Any) -> Any:
+    try:
+        return auto_class.from_pretrained(model.name_or_path, trust_remote_code=False)
+    except Exception as error:  # Transformers raises many kinds
+        raise CalibrationError(
+            f"{type(model).__name__} has no processor at {model.name_or_path!r} ({one_line(error)}); save it there "
+            "with processor.save_pretrained, or pass batches that it made"
+        ) from error
+
+
+def _process_images(model: PreTrainedModel, files: Sequence[Path]) -> dict[str, Tensor]:
+    processor = _load_processor(model, AutoImageProcessor)
+    images = []
+    for file in files:
+        try:
+            images.append(load_image(str(file)))
+        except ImportError as error:
+            raise CalibrationError("images are read by Pillow: pip install pillow") from error
+        except Exception as error:  # Pillow has a class of errors for each format
+            raise CalibrationError(f"cannot read the image {file}: {one_line(error)}") from error
+    return _processed(model, lambda: processor(images, return_tensors="pt"))
+
+
+def _process_sounds(model: PreTrainedModel, files: Sequence[Path]) -> dict[str, Tensor]:
+    extractor = _load_processor(model, AutoFeatureExtractor)
+    rate = extractor.sampling_rate
+    sounds = [_read_sound(file, rate) for file in files]
+    # Whisper takes features of one length only, to which its extractor pads by default.
+    options = {} if hasattr(extractor, "nb_max_frames") else {"padding": True}
+    return _processed(model, lambda: extractor(sounds, sampling_rate=rate, return_tensors="pt", **options))
+
+
+def _processed(model: PreTrainedModel, process: Callable[[], Any]) -> dict[str, Tensor]:
+    try:
+        return dict(process())
+    except Exception as error:
+        raise CalibrationError(
+            f"the processor of {type(model).__name__} cannot make batches of the files ({one_line(error)}); pass "
+            "batches"
+        ) from error
+
+
+def _read_sound(file: Path, rate: int) -> Any:
+    """Read a 16-bit `.wav` file as floats (samples,) between -1 and 1, averaged over channels."""
+    try:
+        with wave.open(str(file)) as sound:
+            file_rate, channels, width = sound.getframerate(), sound.getnchannels(), sound.getsampwidth()
+            frames = sound.readframes(sound.getnframes())
+    except (OSError, EOFError, wave.Error) as error:
+        raise CalibrationError(f"cannot read the sound {file}: {error}; expected a 16-bit .wav file") from error
+    if width != 2 or file_rate != rate:
+        raise CalibrationError(
+            f"{file} has {8 * width} bits a sample and {file_rate} samples a second; expected 16 and {rate}; "
+            "convert it"
+        )
+    if len(frames) % (width * channels):
+        raise CalibrationError(f"{file} ends in the middle of a sample; save it again")
+    return np.frombuffer(frames, "<i2").reshape(-1, channels).mean(1, dtype=np.float32) / 2**15

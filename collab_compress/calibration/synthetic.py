@@ -1,0 +1,440 @@
+"""Calibration inputs without data: random tokens, noise for images and sounds, texts that a decoder writes itself."""
+
+import re
+from collections.abc import Mapping, Sequence
+from math import inf, prod
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from collab_compress.calibration.gather import Batch, evaluation_mode
+from collab_compress.errors import CalibrationError
+
+BATCH_SIZE = 16
+SHORTEST, LONGEST = 8, 128  # tokens of a random sequence when no length is given
+VARIED, EQUAL = 384, 128  # random sequences of varied and of equal length: 16,000 and 8,000 tokens
+GENERATED = 256  # generated texts
+GENERATED_BATCH = 64
+UNLIMITED = 10**9  # tokenizers without a limit have a larger model_max_length
+MOST_NUMBERS = 10**9  # of 4 or 8 bytes, in memory at once
+PROBES = 50  # texts tried to find out which special tokens a tokenizer adds
+RANK_SHIFT = 2.7  # Mandelbrot's for English
+PLACEHOLDER = re.compile(r"[\[<].+[\]>]")  # [unused7], <extra_id_3>, <0x0A>
+SPECTROGRAM_STD = 0.5  # of what feature extractors return
+
+_Item = TypeVar("_Item")
+SpecialTokens: TypeAlias = tuple[list[int], list[int]]
+"""Ids that a tokenizer puts before and after a text."""
+
+
+def synthetic_batches(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sequences: int | None = None,
+    length: int | None = None,
+    seed: int = 0,
+    source: bool = True,
+) -> list[Batch]:
+    """Draw token ids between the special tokens that the tokenizer adds, frequent ones more often (`likelihoods`).
+
+    Without a length, sequences have 8 to 128 tokens, as often 8 to 16 as 64 to 128. For an encoder whose tokenizer
+    tells pairs of texts apart, half of them are pairs.
+
+    The decoder of an encoder–decoder starts with its start token and what the tokenizer puts before a target (a
+    language code for NLLB, M2M100 and mBART-50). Without `source` there are tokens for the decoder only.
+    """
+    longest = usable_length(length or LONGEST, model, tokenizer) or LONGEST
+    ids = ordinary_tokens(model, tokenizer)
+    prefix, suffix = _special_tokens(tokenizer, ids)
+    generator = torch.Generator().manual_seed(seed)
+    shortest = min(SHORTEST, longest) if length is None else longest
+    if longest <= len(prefix) + len(suffix):
+        raise CalibrationError(f"no room for random tokens in sequences of {longest}; pass a larger length")
+    count = sequences or (VARIED if length is None else EQUAL)
+    _check_size(count * longest, f"{count} random sequences of up to {longest} tokens")
+    lengths = _draw_lengths(count, max(shortest, len(prefix) + len(suffix) + 1), longest, generator)
+    pairs = length is None and not model.config.is_encoder_decoder and not _is_causal(model)
+    between = _separator(tokenizer, ids, (prefix, suffix)) if pairs else None
+    tokens, probabilities = torch.tensor(ids), likelihoods(tokenizer, ids)
+
+    def draw() -> list[Tensor]:
+        places = torch.multinomial(probabilities, int(lengths.sum()), replacement=True, generator=generator)
+        return list(torch.split(tokens[places], lengths.tolist()))
+
+    drawn = [_with_special(row, prefix, between if place % 2 else None, suffix) for place, row in enumerate(draw())]
+    columns = {"input_ids": [row for row, _ in drawn]}
+    if between is not None and "token_type_ids" in tokenizer.model_input_names:
+        columns["token_type_ids"] = [types for _, types in drawn]
+    batches = _pad(columns, "attention_mask", tokenizer)
+    if not source:
+        batches = [{} for _ in batches]
+    if model.config.is_encoder_decoder:
+        prefix, suffix = _special_tokens(tokenizer, ids, target=True)
+        start = torch.tensor([_start_token(model.config, suffix), *prefix])[:longest]
+        targets = draw()
+        for target in targets:
+            target[: len(start)] = start[: len(target)]
+        decoder_batches = _pad({"decoder_input_ids": targets}, "decoder_attention_mask", tokenizer)
+        batches = [{**batch, **target} for batch, target in zip(batches, decoder_batches, strict=True)]
+    return sampled(batches, len(batches), seed)
+
+
+def generated_batches(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sequences: int | None = None,
+    length: int | None = None,
+    seed: int = 0,
+) -> list[Batch]:
+    """Let a decoder write texts: calibration data from its own distribution.
+
+    A text begins with the tokenizer's first special tokens and a random token, and continues with tokens sampled from
+    the model ("LLM-QAT: Data-Free Quantization Aware Training for Large Language Models", Liu et al., 2023, section
+    3.1). Where the model ends a text, the next one follows, as in pretraining.
+
+    Args:
+        model: with a language-model head; left in the mode it was in.
+        tokenizer: of the model.
+        sequences: number of texts, 256 by default.
+        length: tokens of each, 128 by default; fewer if the model takes no more.
+        seed: of all draws.
+
+    Raises:
+        CalibrationError: the model does not generate texts by itself.
+    """
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise CalibrationError(
+            f"{type(model).__name__} writes no texts by itself, which calibration 'generated' takes; pass texts, or "
+            "load a decoder with its language-model head"
+        )
+    count, longest = sequences or GENERATED, usable_length(length or LONGEST, model, tokenizer) or LONGEST
+    _check_size(count * longest, f"{count} texts of {longest} tokens")
+    ids = ordinary_tokens(model, tokenizer)
+    prefix, _ = _special_tokens(tokenizer, ids)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.multinomial(likelihoods(tokenizer, ids), count, replacement=True, generator=generator)
+    prompts = torch.cat([torch.tensor(prefix).expand(count, -1), torch.tensor(ids)[drawn].unsqueeze(1)], 1).long()
+    prompts = prompts[:, :longest]
+    devices = [model.device] if model.device.type == "cuda" else []
+    written = []
+    with torch.random.fork_rng(devices), evaluation_mode(model):
+        torch.manual_seed(seed)
+        for part in prompts.to(model.device).split(GENERATED_BATCH) if prompts.shape[1] < longest else ():
+            texts = model.generate(
+                part,
+                attention_mask=torch.ones_like(part),
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                num_beams=1,
+                repetition_penalty=1.0,
+                eos_token_id=None,
+                max_length=longest,
+                pad_token_id=tokenizer.pad_token_id or 0,
+            )
+            written.append(texts.cpu())
+    tokens = torch.cat(written) if written else prompts
+    return [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in tokens.split(BATCH_SIZE)]
+
+
+def batches_beside_tokens(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    inputs: dict[str, Tensor],
+    length: int,
+    seed: int,
+) -> list[Batch]:
+    """Cut images, clips or sounds into batches, with random tokens for what else the model reads.
+
+    Args:
+        model: the model they are for.
+        tokenizer: needed if the model reads tokens too.
+        inputs: keyword arguments of the model, each (N, …).
+        length: tokens of a random sequence.
+        seed: of the tokens.
+
+    Raises:
+        CalibrationError: tokens are needed, and there is no tokenizer.
+    """
+    count = min((len(part) for part in inputs.values()), default=0)
+    if reads_images_too(model) or model.config.is_encoder_decoder:
+        if tokenizer is None:
+            raise CalibrationError(
+                f"{type(model).__name__} reads tokens beside {', '.join(inputs)}; pass its tokenizer=…, or "
+                "ready batches"
+            )
+        limit = usable_length(length, model, tokenizer) or length
+        drawn = synthetic_batches(model, tokenizer, count, limit, seed, source=reads_images_too(model))
+        inputs = {**{name: torch.cat([batch[name] for batch in drawn]) for name in drawn[0]}, **inputs}
+    starts = range(0, count, BATCH_SIZE)
+    return [{name: part[start : start + BATCH_SIZE] for name, part in inputs.items()} for start in starts]
+
+
+def usable_length(length: int | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the length that model and tokenizer can take, at most `length`; None if nothing limits it.
+
+    Raises:
+        CalibrationError: the tokenizer's limit is no number, or leaves no room beside the special tokens.
+    """
+    limit: Any = tokenizer.model_max_length
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 1:
+        raise CalibrationError(f"model_max_length of the tokenizer is {limit!r}; expected a number of tokens")
+    shortest = min(inf if length is None else length, limit, _position_limit(model))
+    if shortest <= tokenizer.num_special_tokens_to_add():
+        raise CalibrationError(
+            f"length {shortest} leaves no room for texts beside the special tokens of each; pass a larger one"
+        )
+    return int(shortest) if shortest < UNLIMITED else None
+
+
+def _position_limit(model: PreTrainedModel) -> float:
+    tables = (getattr(module, "position_embeddings", None) for module in model.modules())
+    for table in tables:
+        if isinstance(table, nn.Embedding) and table.padding_idx is not None:  # positions begin after padding's
+            return table.num_embeddings - table.padding_idx - 1
+    config = model.config.get_text_config()
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    return next(filter(None, limits), inf)
+
+
+def ordinary_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids, ascending, that both tokenizer and model know and that are not special.
+
+    Raises:
+        CalibrationError: there are none.
+    """
+    size = min(len(tokenizer), getattr(model.config.get_text_config(), "vocab_size", len(tokenizer)))
+    special = set(tokenizer.all_special_ids)
+    ids = [token for token in range(size) if token not in special]
+    if not ids:
+        raise CalibrationError(f"the tokenizer's vocabulary of {size} holds special tokens only")
+    return ids
+
+
+def likelihoods(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Tensor:
+    """Estimate how often tokens occur in texts, from the vocabulary alone.
+
+    WordPiece, BPE and unigram vocabularies list their tokens nearly from the most frequent to the rarest, and
+    frequencies of words fall as 1 / (rank + 2.7) (Zipf; Mandelbrot, "An informational theory of the statistical
+    structure of language", 1953). Half of the weight is spread so over tokens of two characters and more; the other
+    half is uniform over all, so that each is seen. Single characters are in alphabetical order, so they get the
+    uniform half only, and a vocabulary of nothing else is uniform.
+
+    Args:
+        tokenizer: whose vocabulary it is.
+        ids: tokens, ascending.
+
+    Returns:
+        Probabilities (N,), float64.
+    """
+    tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(list(ids))]
+    is_word = torch.tensor(
+        [len(re.sub(r"\W|_", "", token)) > 1 and not PLACEHOLDER.fullmatch(token) for token in tokens]
+    )
+    uniform = torch.full((len(tokens),), 1 / len(tokens), dtype=torch.float64)
+    if not bool(is_word.any()):
+        return uniform
+    zipf = torch.where(is_word, 1 / (is_word.cumsum(0) + RANK_SHIFT), 0.0).double()
+    return (uniform + zipf / zipf.sum()) / 2
+
+
+def sampled(items: Sequence[_Item], count: int, seed: int) -> list[_Item]:
+    """Draw at most `count` items in random order."""
+    order = torch.randperm(len(items), generator=torch.Generator().manual_seed(seed))
+    return [items[place] for place in order[:count].tolist()]
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], target: bool = False) -> SpecialTokens:
+    """Return the special tokens around a text, or around the target of a translation if its language is set."""
+    for text in ("a", *(tokenizer.decode([token]) for token in ids[:PROBES])):
+        plain = _encode(tokenizer, text, target, add_special_tokens=False)
+        full = _encode(tokenizer, text, target, add_special_tokens=True)
+        for start in range(len(full) - len(plain) + 1) if plain else ():
+            if full[start : start + len(plain)] == plain:
+                return full[:start], full[start + len(plain) :]
+    raise CalibrationError("the tokenizer makes no tokens of any text; pass ready batches instead")
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, target: bool = False, **options: bool) -> list[int]:
+    language = getattr(tokenizer, "tgt_lang", None)
+    if target:
+        try:
+            return list(tokenizer(text_target=text, **options)["input_ids"])
+        except (KeyError, ValueError, TypeError):  # the target's language is not set
+            pass
+        finally:
+            if hasattr(tokenizer, "tgt_lang"):
+                tokenizer.tgt_lang = language  # some tokenizers overwrite it
+    return list(tokenizer(text, **options)["input_ids"])
+
+
+def _separator(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], special: SpecialTokens) -> list[int] | None:
+    """Return the special tokens that the tokenizer puts between two texts, or None."""
+    prefix, suffix = special
+    for text in ("a", *(tokenizer.decode([token]) for token in ids[:PROBES])):
+        plain, pair = _encode(tokenizer, text, add_special_tokens=False), list(tokenizer(text, text)["input_ids"])
+        between = pair[len(prefix) + len(plain) : len(pair) - len(plain) - len(suffix)]
+        if plain and [*prefix, *plain, *between, *plain, *suffix] == pair:
+            return between or None
+    return None
+
+
+def _is_causal(model: PreTrainedModel) -> bool:
+    return any(getattr(module, "is_causal", False) for module in model.modules()) or bool(
+        getattr(model.config, "is_decoder", False)
+    )
+
+
+def _draw_lengths(count: int, shortest: int, longest: int, generator: torch.Generator) -> Tensor:
+    """Draw ascending lengths (N,), uniform in their logarithm."""
+    uniform = torch.rand(count, generator=generator, dtype=torch.float64).sort().values
+    return (shortest * ((longest + 1) / shortest) ** uniform).long().clamp(shortest, longest)
+
+
+def _with_special(
+    drawn: Tensor, prefix: Sequence[int], between: Sequence[int] | None, suffix: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Overwrite drawn tokens with special tokens where those belong, and return the token type ids too."""
+    ids, types = drawn.clone(), torch.zeros_like(drawn)
+    ids[: len(prefix)] = torch.tensor(prefix, dtype=ids.dtype)
+    ids[len(ids) - len(suffix) :] = torch.tensor(suffix, dtype=ids.dtype)
+    free = len(ids) - len(prefix) - len(suffix) - len(between or ())
+    if between is not None and free > 1:
+        middle = len(prefix) + free // 2
+        ids[middle : middle + len(between)] = torch.tensor(between, dtype=ids.dtype)
+        types[middle + len(between) :] = 1
+    return ids, types
+
+
+def _pad(columns: Mapping[str, list[Tensor]], mask_name: str, tokenizer: PreTrainedTokenizerBase) -> list[Batch]:
+    """Pad sequences on the right, batch by batch, and add the attention mask; the first column holds token ids."""
+    ids_name = next(iter(columns))
+    batches = []
+    for start in range(0, len(columns[ids_name]), BATCH_SIZE):
+        batch = {}
+        for name, column in columns.items():
+            fill = (tokenizer.pad_token_id or 0) if name == ids_name else 0
+            batch[name] = pad_sequence(column[start : start + BATCH_SIZE], True, fill)
+        ids = columns[ids_name][start : start + BATCH_SIZE]
+        batch[mask_name] = pad_sequence([torch.ones_like(row) for row in ids], True)
+        batches.append(batch)
+    return batches
+
+
+def _start_token(config: Any, suffix: Sequence[int]) -> int:
+    """Return a decoder's start token; if the config names none, the last token of a target (mBART's language)."""
+    start = getattr(config, "decoder_start_token_id", None)
+    names = ("eos_token_id", "bos_token_id", "pad_token_id")
+    tokens = (start, *suffix[-1:], *(getattr(config, name, None) for name in names))
+    return next((token for token in tokens if isinstance(token, int)), 0)
+
+
+def noise_for(model: PreTrainedModel, count: int, length: int, seed: int) -> dict[str, Tensor]:
+    """Draw noise for what a model reads beside tokens, in the size that its config names.
+
+    Args:
+        model: reads what its `main_input_name` says, and images if it has a vision tower.
+        count: number N of images, clips or sounds.
+        length: positions of a sound that may have any length.
+        seed: of the noise.
+
+    Returns:
+        Keyword arguments for the model, each (N, …); empty if it reads only tokens.
+
+    Raises:
+        CalibrationError: the config does not say how large they are.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parts = [getattr(model.config, name, None) for name in ("vision_config", "encoder", "backbone_config")]
+    configs: list[Any] = [config for config in (model.config, *parts) if config is not None]
+    if model.main_input_name == "pixel_values" or reads_images_too(model):
+        return _draw_pixels(model, configs, count, generator)
+    if model.main_input_name in ("input_values", "input_features", "inputs"):
+        return _draw_sounds(model, configs, count, length, generator)
+    return {}
+
+
+def reads_images_too(model: PreTrainedModel) -> bool:
+    """Return whether a model has a tower for texts and one for images."""
+    return model.main_input_name == "input_ids" and all(
+        hasattr(model.config, name) for name in ("text_config", "vision_config")
+    )
+
+
+def _noise(count: int, channels: int, sizes: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Draw noise (N, C, *sizes) with mean 0 and variance 1: a sum of noise on grids of 1, 2, 4, … cells a side.
+
+    The coarse grids keep the means of patches and windows from vanishing.
+    """
+    _check_size(count * channels * prod(sizes), f"{count} images or sounds of noise")
+    noise = torch.zeros(count, channels, *sizes)
+    for power in range(max(sizes).bit_length()):
+        grid = torch.randn(count, channels, *(min(2**power, size) for size in sizes), generator=generator)
+        noise += nn.functional.interpolate(grid, tuple(sizes))
+    return noise / noise.std()
+
+
+def _draw_pixels(
+    model: PreTrainedModel, configs: Sequence[Any], count: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Draw images (N, C, height, width), clips (N, frames, C, height, width), or patches and their number."""
+    config = next((config for config in configs if hasattr(config, "num_channels")), None)
+    if config is not None and hasattr(config, "num_patches"):
+        patches, columns = config.num_patches, int(config.num_patches**0.5)
+        rows = patches // columns
+        sizes = (rows * config.patch_size, columns * config.patch_size)
+        images = _noise(count, config.num_channels, sizes, generator)
+        cut = nn.functional.unfold(images, config.patch_size, stride=config.patch_size).mT  # (N, patches, C·p²)
+        mask = torch.ones(count, patches, dtype=torch.long)
+        mask[:, rows * columns :] = 0
+        return {
+            "pixel_values": nn.functional.pad(cut, (0, 0, 0, patches - rows * columns)),
+            "pixel_attention_mask": mask,
+            "spatial_shapes": torch.tensor([[rows, columns]] * count),
+        }
+    if config is not None and getattr(config, "image_size", None) is not None:
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        frames = getattr(config, "num_frames", None)
+        clip = (height, width) if frames is None else (frames, height, width)
+        pixels = _noise(count, config.num_channels, clip, generator)
+        return {"pixel_values": pixels if frames is None else pixels.transpose(1, 2)}
+    raise CalibrationError(
+        f"the config of {type(model).__name__} does not say image_size and num_channels; pass batches of pixel_values"
+    )
+
+
+def _draw_sounds(
+    model: PreTrainedModel, configs: Sequence[Any], count: int, length: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Draw raw sounds (N, samples), or spectrograms (N, frames, bins) or (N, bins, frames)."""
+    sizes: tuple[int, ...]
+    for config in configs:
+        bins = getattr(config, "num_mel_bins", None)
+        if getattr(config, "inputs_to_logits_ratio", None):
+            name, sizes, std = "input_values", (length * config.inputs_to_logits_ratio,), 1.0
+        elif bins is not None and hasattr(config, "max_length"):  # AST
+            name, sizes, std = "input_values", (config.max_length, bins), SPECTROGRAM_STD
+        elif hasattr(config, "input_feat_per_channel"):  # Speech2Text, whose features are normalised
+            frames = length * 2**config.num_conv_layers
+            name, sizes, std = "input_features", (frames, config.input_feat_per_channel), 1.0
+        elif bins is not None and hasattr(config, "max_source_positions"):  # Whisper, which halves the frames
+            name, sizes, std = "input_features", (bins, 2 * config.max_source_positions), SPECTROGRAM_STD
+        else:
+            continue
+        return {name: std * _noise(count, 1, sizes, generator)[:, 0]}
+    raise CalibrationError(
+        f"the config of {type(model).__name__} does not say how long its {model.main_input_name} are; pass batches "
+        "of them as its processor makes them"
+    )
+
+
+def _check_size(numbers: int, what: str) -> None:
+    if numbers > MOST_NUMBERS:
+        raise CalibrationError(
+            f"{what} are {numbers:.1e} numbers; at most {MOST_NUMBERS:.0e} fit, so pass fewer sequences"
+        )
