@@ -1,7 +1,7 @@
-"""Options of the methods that act on heads during training, and the schedules of their strength."""
+"""Options of the methods that act on heads during training, and their schedules."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,19 +18,19 @@ class DropHeadOptions:
     """Drop heads while training."""
 
     p: float = 0.2
-    """Probability of dropping a head, from 0 to below 1; where the schedule ends, if it grows."""
+    """Probability of dropping a head, from 0 to below 1; the end of a rising schedule."""
 
     schedule: str = "constant"
-    """How p changes: constant, curriculum, anti-curriculum or scheduled."""
+    """Schedule of p: constant, curriculum, anti-curriculum or scheduled."""
 
     start: float | None = None
-    """Where a falling schedule starts; p if not given."""
+    """Start of a falling schedule; p if not given."""
 
     kinds: tuple[Kind, ...] = KINDS
-    """Which attention: encoder, decoder, cross."""
+    """Kinds of attention: encoder, decoder, cross."""
 
     rescale: bool = True
-    """Whether the heads that stay are scaled up, and one always stays; heads are but set to zero if not."""
+    """Whether kept heads are scaled up and one always stays; otherwise heads are only set to zero."""
 
     def __post_init__(self) -> None:
         for name, value in (("p", self.p), ("start", self.start)):
@@ -45,16 +45,16 @@ class PenaltyOptions:
     """Add a loss over heads to the training loss."""
 
     name: str
-    """Which loss: hsic, orthogonality, agreement, bhattacharyya, or a variant (`collab_compress.training.LOSSES`)."""
+    """Loss: hsic, orthogonality, agreement, bhattacharyya, or a variant (`collab_compress.training.LOSSES`)."""
 
     weight: float | None = None
     """Weight of the penalty; the paper's if not given."""
 
     schedule: str = "constant"
-    """How the weight changes: constant, curriculum, anti-curriculum or scheduled."""
+    """Schedule of the weight: constant, curriculum, anti-curriculum or scheduled."""
 
     kinds: tuple[Kind, ...] | None = None
-    """Which attention: encoder, decoder, cross; the paper's choice if not given."""
+    """Kinds of attention: encoder, decoder, cross; the paper's choice if not given."""
 
     def __post_init__(self) -> None:
         _known("loss", self.name, LOSSES)
@@ -72,25 +72,25 @@ class PenaltyOptions:
 
 @dataclass(frozen=True)
 class AlphasOptions:
-    """Mix head outputs by matrices that start as the identity, and train these ("alphas")."""
+    """Mix head outputs by trained matrices ("alphas") that start as the identity."""
 
     frozen_ratio: float = 0.31
-    """Share of training during which they stay the identity."""
+    """Share of training in which they stay frozen."""
 
     growth_weight: float = 0.01
     """Weight of the nuclear growth loss, summed over all matrices, beside the mean loss of a token; 0 for none. The
     authors add 40 times the growth loss to a loss summed over the tokens of a step, about 4,096: 40 / 4,096 here."""
 
     growth: float = 1e-4
-    """Δr: by how much a matrix's nuclear norm should grow in a step; without effect in the `printed` form, where it
-    has no gradient."""
+    """Δr, by which a matrix's nuclear norm should grow in a step; no effect in the `printed` form, where its gradient
+    is zero."""
 
     growth_form: Literal["printed", "hinge"] = "printed"
-    """As the paper prints it and the authors train, which always raises the norm; or `hinge`, which compares with the
-    norm one step before and stops once it has grown by Δr."""
+    """`printed`: as in the paper and the authors' code, which always raises the norm. `hinge`: compares with the norm
+    one step before and stops once it has grown by Δr."""
 
     kinds: tuple[Kind, ...] = KINDS
-    """Which attention has its heads mixed: encoder, decoder, cross."""
+    """Kinds of attention whose heads are mixed: encoder, decoder, cross."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.frozen_ratio <= 1:
@@ -103,13 +103,13 @@ class AlphasOptions:
 
 @dataclass(frozen=True)
 class HeadTraining:
-    """All that acts on heads while a model trains; everything is off by default and may be combined."""
+    """Methods that act on heads while a model trains; all are off by default and may be combined."""
 
     drophead: tuple[DropHeadOptions, ...] = ()
-    """DropHead, once for each kind of attention that has its own probability or schedule."""
+    """DropHead; several for kinds of attention with different probabilities or schedules."""
 
     penalties: tuple[PenaltyOptions, ...] = ()
-    """Losses over heads; one may be given several times, for kinds of attention with weights of their own."""
+    """Losses over heads; one may be given several times, for kinds of attention with different weights."""
 
     alphas: AlphasOptions | None = None
     """Alphas mixing."""
@@ -120,31 +120,36 @@ class HeadTraining:
     loss_normalization: Literal["auto", "stock", "mean"] = "auto"
     """How a Trainer's loss adds up over the passes and processes of a step. `stock`: as in a plain Trainer. `mean`:
     as the mean over passes and processes. `auto`: `mean` for models that ignore `num_items_in_batch`, whose gradients
-    a plain Trainer adds up, so that penalties weigh the same however a step is divided; else `stock`."""
+    a plain Trainer sums, so that the weight of penalties does not depend on their number; else `stock`."""
 
     def __post_init__(self) -> None:
         for name in ("drophead", "penalties"):
-            given = getattr(self, name)
-            if not isinstance(given, tuple | list):
-                raise HeadError(f"{name} is a {type(given).__name__}; expected several of them, as in {name}=(…,)")
-            object.__setattr__(self, name, tuple(given))  # lists come from JSON and YAML
+            methods = getattr(self, name)
+            if not isinstance(methods, tuple | list):
+                raise HeadError(f"{name} is a {type(methods).__name__}; expected several of them, as in {name}=(…,)")
+            object.__setattr__(self, name, tuple(methods))  # lists come from JSON and YAML
         kinds = [kind for options in self.drophead for kind in options.kinds]
         if len(set(kinds)) < len(kinds):
             raise HeadError(f"DropHead acts on {', '.join(kinds)} attention; give each kind once")
-        losses = Counter((each.name, kind) for each in self.penalties for kind in each.acts_on)
+        losses = Counter((options.name, kind) for options in self.penalties for kind in options.acts_on)
         for (name, kind), count in losses.items():
             if count > 1:
                 raise HeadError(f"penalty {name} acts {count} times on {kind} attention; give each kind once")
         _known("loss normalization", self.loss_normalization, ("auto", "stock", "mean"))
 
+    @property
+    def acts(self) -> bool:
+        """Whether any method is on."""
+        return bool(self.drophead or self.penalties or self.alphas or self.rotation)
+
 
 def of_kinds(name: str, kinds: tuple[Kind, ...], usual: tuple[Kind, ...]) -> str:
-    """Name what acts on some kinds of attention, in logs: its name alone where it acts on the usual ones."""
+    """Return the name of a method in logs, with its kinds of attention if they are not the usual ones."""
     return name if set(kinds) == set(usual) else f"{name}/{'+'.join(kind for kind in KINDS if kind in kinds)}"
 
 
 def constant(progress: float, warmup: float, start: float, end: float) -> float:
-    """Stay at `end`."""
+    """Return `end`."""
     return end
 
 
@@ -171,11 +176,11 @@ SCHEDULES: dict[str, Schedule] = {
     "anti-curriculum": anti_curriculum,
     "scheduled": scheduled,
 }
-"""Name → function of progress (0 at the first step, 1 at the last), warmup's share of it, start and end value."""
+"""Name → function of progress (0 at the first step, 1 at the last), share of the warmup, start and end value."""
 
 
-def _known(what: str, name: str, table: object) -> None:
-    known: list[str] = sorted(table)  # type: ignore[call-overload]
+def _known(what: str, name: str, table: Iterable[str]) -> None:
+    known = sorted(table)
     if name not in known:
         raise HeadError(f"unknown {what} {name!r}; expected one of {', '.join(known)}")
 

@@ -1,8 +1,4 @@
-"""Losses over heads by name, and their evaluation on what a tap reads.
-
-A new one is a function of (B, T, H, d) vectors or (B, H, T, S) attention probabilities and a mask (B, T), and a
-line in `LOSSES`.
-"""
+"""The table of losses over heads, and their evaluation on the readings of a tap."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +12,7 @@ from transformers import PreTrainedModel
 from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
 from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.errors import CalibrationError
-from collab_compress.heads import Part, Reading, Tap
+from collab_compress.heads import Part, Tap
 from collab_compress.losses import agreement, agreement_probs, bhattacharyya, hsic, orthogonality
 
 
@@ -25,7 +21,7 @@ class Loss:
     """One loss over heads.
 
     Args:
-        function: of one part of a reading and the mask of its real tokens.
+        function: of one part of a reading, (B, T, H, d) vectors or (B, H, T, S) probabilities, and its mask (B, T).
         part: the part.
         reduction: over attention modules.
         weight: the paper's.
@@ -57,12 +53,12 @@ LOSSES: dict[str, Loss] = {
 
 
 class HeadLosses:
-    """Evaluate losses on each training step's heads.
+    """Evaluate losses on the heads of each forward pass.
 
     Args:
         model: stock or edited.
-        losses: any name → a loss in `LOSSES`, and the kinds of attention it looks at.
-        training: read the model in training mode only.
+        losses: any name → a loss in `LOSSES`, and its kinds of attention.
+        training: evaluate only passes in training mode.
 
     Raises:
         UnsupportedModelError: the model has no attention of a loss's kinds.
@@ -71,61 +67,56 @@ class HeadLosses:
     def __init__(
         self, model: PreTrainedModel, losses: Mapping[str, tuple[str, Collection[Kind]]], training: bool = True
     ) -> None:
-        self.losses = losses
-        read = {kind for _, chosen in losses.values() for kind in chosen}
-        for _, chosen in losses.values():
-            find_attention(model, FAMILIES, kinds=chosen)  # raises where there is none
-        self.tap = Tap(model, {LOSSES[loss].part for loss, _ in losses.values()}, read, training)
+        self.losses = {name: (LOSSES[loss], kinds) for name, (loss, kinds) in losses.items()}
+        tapped: set[Kind] = set()
+        for _, kinds in self.losses.values():
+            find_attention(model, FAMILIES, kinds=kinds)  # raises where there is none
+            tapped |= {*kinds}
+        self.tap = Tap(model, {loss.part for loss, _ in self.losses.values()}, tapped, training)
 
     def values(self) -> dict[str, Tensor]:
-        """Return the unweighted losses of the last forward pass; attention that it did not call has none."""
+        """Return the unweighted losses of the last forward pass; omits losses whose modules were not called."""
         readings = self.tap.take()
-        found = {}
+        losses = {}
         for name, (loss, kinds) in self.losses.items():
-            chosen = [reading for reading in readings if reading.site.kind in kinds]
-            if chosen:
-                found[name] = _value(LOSSES[loss], chosen)
-        return found
+            values: list[Tensor] = []
+            for reading in readings:
+                if reading.site.kind in kinds:
+                    value = loss.function(getattr(reading, loss.part), reading.mask_of(loss.part))
+                    values.append(value.to(values[0].device) if values else value)
+            if values:
+                stacked = torch.stack(values)
+                losses[name] = stacked.mean() if loss.reduction == "mean" else stacked.sum()
+        return losses
 
     def remove(self) -> None:
         """Remove the hooks from the model."""
         self.tap.remove()
 
 
-def _value(loss: Loss, readings: list[Reading]) -> Tensor:
-    """Evaluate one loss on what modules showed."""
-    values = []
-    for reading in readings:
-        part: Tensor = getattr(reading, loss.part)
-        real = reading.real.key if loss.part in ("values", "keys") else reading.real.query
-        values.append(loss.function(part, real))
-    together = torch.stack([value.to(values[0].device) for value in values])
-    return together.mean() if loss.reduction == "mean" else together.sum()
-
-
 def measure(
     model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]], losses: Collection[str]
 ) -> dict[str, float]:
-    """Measure losses over heads without training: the mean over batches, in evaluation mode.
+    """Return the mean over batches of losses over heads, in evaluation mode.
 
     Args:
         model: stock or edited; left as it was.
         batches: keyword arguments for the model.
-        losses: names from `LOSSES`; each looks at the kinds of attention that its paper does.
+        losses: names from `LOSSES`, each on the kinds of attention of its paper.
 
     Raises:
         CalibrationError: there is no batch, or the model does not take it.
         UnsupportedModelError: the model's family is not known, or it has no attention of a loss's kinds.
     """
-    found: list[dict[str, Tensor]] = []
-    heads = HeadLosses(model, {name: (name, LOSSES[name].kinds) for name in losses}, training=False)
+    values: list[dict[str, Tensor]] = []
+    head_losses = HeadLosses(model, {name: (name, LOSSES[name].kinds) for name in losses}, training=False)
     try:
         with evaluation_mode(model):
             for batch in batches:
                 run_batch(model, dict(batch))
-                found.append(heads.values())
+                values.append(head_losses.values())
     finally:
-        heads.remove()
-    if not found:
+        head_losses.remove()
+    if not values:
         raise CalibrationError("there is no batch to measure on")
-    return {name: sum(float(values[name]) for values in found) / len(found) for name in losses}
+    return {name: sum(float(batch_values[name]) for batch_values in values) / len(values) for name in losses}

@@ -1,20 +1,21 @@
-"""One training run with everything that acts on heads: a plain object for any loop."""
+"""One training run with all methods that act on heads, for any training loop."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS
 from collab_compress.errors import HeadError
 from collab_compress.heads import DropHead, Rotator
-from collab_compress.heads.alphas import mixed_projections
-from collab_compress.heads.sharding import reshard_
-from collab_compress.training.growth import AlphasTraining
-from collab_compress.training.head_training import SCHEDULES, HeadTraining, of_kinds
+from collab_compress.heads.alphas import MixedProjection, mixed_projections
+from collab_compress.heads.sharding import in_process_group, is_sharded, refuse_pieces, reshard_, whole
+from collab_compress.losses import nuclear_growth, nuclear_norm
+from collab_compress.training.head_training import SCHEDULES, AlphasOptions, HeadTraining, of_kinds
 from collab_compress.training.penalties import LOSSES, HeadLosses
 
 logger = logging.getLogger(__name__)
@@ -36,21 +37,20 @@ class HeadSession:
                     (loss + session.penalty(loss)).backward()
                     ...
 
-    With gradient accumulation `step` is called once for each optimizer step, `penalty` after each forward pass, and
-    what it gives is divided by the number of passes, as the loss is. Of several passes before `penalty` the last one
-    counts.
+    With gradient accumulation, call `step` once for each optimizer step and `penalty` after each forward pass, and
+    divide its result by the number of passes, like the loss.
 
-    `training.loss_normalization` is a Trainer's; in a loop of one's own the loop decides.
+    `training.loss_normalization` applies to a Trainer only.
 
     Args:
         model: the bare model, not its distributed wrapper; with `training.alphas` it has alphas (`mix_heads_`).
-        training: what acts on its heads.
-        optimizer: the one that trains it; alphas and rotation cannot do without.
+        training: the methods that act on its heads.
+        optimizer: the one that trains it; needed for alphas and rotation.
         warmup: share of the steps in which the learning rate rises, for the schedule of that name.
 
     Raises:
-        HeadError: alphas that the model or the optimizer does not have; no optimizer where one is needed; what
-            `Rotator` or `Tap` refuse; DeepSpeed, with which none of this was tried.
+        HeadError: the model or the optimizer lacks the alphas; an optimizer is needed; `Rotator` or `Tap` refuse; or
+            DeepSpeed is used, which was never tried.
         UnsupportedModelError: the model's family is not known.
     """
 
@@ -58,22 +58,23 @@ class HeadSession:
         self, model: PreTrainedModel, training: HeadTraining, optimizer: Any = None, warmup: float = 0.0
     ) -> None:
         self.training, self.optimizer, self.warmup = training, optimizer, warmup
+        self.penalised = False
         self._alphas: AlphasTraining | None = None
         self._rotator: Rotator | None = None
-        self._penalties = {
-            of_kinds(each.name, each.acts_on, LOSSES[each.name].kinds): each for each in training.penalties
-        }
-        self._weights: dict[str, float] = {}
-        self._sums: dict[str, tuple[Tensor, int]] = {}  # since the last logs, and of how many passes
         self._losses: HeadLosses | None = None
         self._dropheads: list[DropHead] = []
+        self._penalties = {
+            of_kinds(options.name, options.acts_on, LOSSES[options.name].kinds): options
+            for options in training.penalties
+        }
+        self._weights: dict[str, float] = {}
+        self._sums: dict[str, tuple[Tensor, int]] = {}  # name → sum since the last logs, number of passes
         self._warned: set[str] = set()
         self._device = next(model.parameters()).device
-        self.penalised = False
         self._closed = False
-        if training != HeadTraining(loss_normalization=training.loss_normalization):
+        if training.acts:
             _refuse_deepspeed(model, optimizer)
-        reshard_(model)  # an optimizer knows the parameters of FSDP2 that are in place between passes
+        reshard_(model)  # an optimizer knows the sharded parameters of FSDP2, not the gathered ones
         try:
             if training.rotation is not None:
                 if optimizer is None:
@@ -84,7 +85,7 @@ class HeadSession:
                 mixed = [projection for _, projection in mixed_projections(model, training.alphas.kinds)]
                 self._alphas = AlphasTraining(mixed, training.alphas, optimizer)
             if training.penalties:
-                losses = {name: (each.name, each.acts_on) for name, each in self._penalties.items()}
+                losses = {name: (options.name, options.acts_on) for name, options in self._penalties.items()}
                 self._losses = HeadLosses(model, losses)
             for options in training.drophead:
                 self._dropheads.append(DropHead(model, 0.0, options.kinds, options.rescale))
@@ -94,10 +95,10 @@ class HeadSession:
             raise
 
     def step(self, progress: float) -> None:
-        """Begin an optimizer step: set what follows a schedule.
+        """Begin an optimizer step: set the values of all schedules.
 
         Args:
-            progress: share of the training that lies behind, from 0 at the first step to 1 at the last.
+            progress: share of the training that is done, from 0 at the first step to 1 at the last.
         """
         if self._closed:
             raise HeadError("the session is closed; open a new one")
@@ -110,70 +111,72 @@ class HeadSession:
             self._weights[name] = SCHEDULES[penalty.schedule](progress, self.warmup, weight, weight)
         if self._alphas is not None:
             self._alphas.step(progress)
+            self._weights[GROWTH] = self._alphas.options.growth_weight
 
     def epoch(self, epoch: float, batches: Iterable[Mapping[str, Tensor]] | None = None) -> None:
         """Begin an epoch, or a step within one: rotate heads if it is time.
 
         Where `RotationOptions` has fractions of epochs, call it before each step, as in
-        `session.epoch(epoch + number / len(data), validation_batches)`; in between it costs nothing.
+        `session.epoch(epoch + number / len(data), validation_batches)`; without a swap it costs nothing.
 
         Args:
             epoch: from 0; 1.5 is the middle of the second.
-            batches: validation data, on which rotation measures importance; read only where heads are swapped now.
+            batches: validation data to measure importance on; read only where heads are swapped now.
         """
         if self._rotator is not None:
             self._rotator.epoch(epoch, self.optimizer, batches)
 
     def penalty(self, loss: Tensor | None = None) -> Tensor:
-        """Return the weighted sum of all penalties of the last forward pass, to be added to the training loss.
+        """Return the weighted sum of all penalties of the last forward pass, to add to the training loss.
 
         Args:
-            loss: the training loss, to log it, and to warn where a penalty is too faint to act.
+            loss: the training loss, to log it, and to warn if a penalty is too small to act.
         """
         self.penalised = True
-        values = self._losses.values() if self._losses is not None else {}
-        if self._losses is not None and not values:
-            self._warn("nothing", "no head was read in this step, so there is no penalty; is the model in train()?")
-        weights = dict(self._weights)
-        growth = self._alphas.growth() if self._alphas is not None else None
-        if growth is not None and self.training.alphas is not None:
-            values[GROWTH], weights[GROWTH] = growth, self.training.alphas.growth_weight
+        values: dict[str, Tensor] = {}
+        if self._losses is not None:
+            values = self._losses.values()
+            if not values:
+                self._warn(
+                    "nothing", "no head was read in this step, so there is no penalty; is the model in train()?"
+                )
+        growth = None if self._alphas is None else self._alphas.growth()
+        if growth is not None:
+            values[GROWTH] = growth
         if loss is not None:
-            self._note(TASK, loss)
+            self._add(TASK, loss)
         total = torch.zeros((), device=self._device)
         for name, value in values.items():
-            weighted = weights[name] * value
+            weighted = self._weights[name] * value
             total = total + weighted.to(self._device)
-            self._note(name, value)
+            self._add(name, value)
             if loss is not None:
-                self._note(f"{name}/share", (weighted / loss.to(value.device)).abs())
+                self._add(f"{name}/share", (weighted / loss.to(value.device)).abs())
         return total
 
     def logs(self) -> dict[str, float]:
         """Return the unweighted mean of each penalty and its share of the loss, over the passes since the last call.
 
-        The loss without penalties is beside them, as "task_loss".
-
-        The mean is over processes too, so that all of them must call it.
+        The loss without penalties is "task_loss". Means are over all processes, each of which must call it.
         """
-        names = [TASK] + [name + what for name in (*self._penalties, GROWTH) for what in ("", "/share")]
-        pairs = [self._sums.get(name, (torch.zeros(()), 0)) for name in names]
-        totals = torch.stack([total.float().to(self._device) for total, _ in pairs])
-        table = torch.stack([totals, torch.tensor([float(count) for _, count in pairs], device=self._device)], 1)
-        if distributed.is_available() and distributed.is_initialized():
+        names = [TASK] + [name + suffix for name in (*self._penalties, GROWTH) for suffix in ("", "/share")]
+        sums = [self._sums.get(name, (torch.zeros(()), 0)) for name in names]
+        totals = torch.stack([total.float().to(self._device) for total, _ in sums])
+        table = torch.stack([totals, torch.tensor([float(count) for _, count in sums], device=self._device)], 1)
+        if in_process_group():
             distributed.all_reduce(table)
         means = {name: total / count for name, (total, count) in zip(names, table.tolist(), strict=True) if count}
         self._sums = {}
-        for name, share in means.items():
-            penalty = name.removesuffix("/share")
-            if name != penalty and penalty in self._steady and 0 < share < FAINT:
-                self._warn(name, f"penalty {penalty} is {share:.1e} of the loss: raise its weight")
+        for name, penalty in self._penalties.items():
+            share = means.get(f"{name}/share", 0.0)
+            if penalty.schedule == "constant" and 0 < share < FAINT:
+                self._warn(name, f"penalty {name} is {share:.1e} of the loss: raise its weight")
         for drophead, options in zip(self._dropheads, self.training.drophead, strict=True):
             means[of_kinds("drophead", options.kinds, KINDS)] = drophead.p
         return means
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs to continue identically, in JSON types."""
+        """Return, in JSON types, the state that a resumed run needs to continue identically."""
         state: dict[str, Any] = {}
         if self._rotator is not None:
             state["rotation"] = self._rotator.state_dict()
@@ -183,7 +186,7 @@ class HeadSession:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; weights are the checkpoint's."""
+        """Restore a state; weights are those of its checkpoint."""
         if self._rotator is not None and "rotation" in state:
             self._rotator.load_state_dict(state["rotation"])
         if self._alphas is not None:
@@ -192,45 +195,143 @@ class HeadSession:
 
     def close(self) -> None:
         """Remove everything but the trained weights from the model."""
-        parts: list[DropHead | HeadLosses | AlphasTraining | None] = [*self._dropheads, self._losses, self._alphas]
-        for part in parts:
+        for part in (*self._dropheads, self._losses, self._alphas):
             if part is not None:
                 part.remove()
         self._dropheads, self._losses, self._alphas, self._closed = [], None, None, True
 
     def __enter__(self) -> "HeadSession":
-        """Return the session itself."""
+        """Return the session."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove everything but the trained weights from the model."""
+        """Close the session."""
         self.close()
 
     @property
     def penalises(self) -> bool:
-        """Whether anything is to be added to the loss."""
+        """Whether the session adds anything to the loss."""
         alphas = self.training.alphas
         return bool(self.training.penalties) or (alphas is not None and alphas.growth_weight > 0)
-
-    @property
-    def _steady(self) -> set[str]:
-        """Penalties that are meant to act all the time."""
-        return {name for name, each in self._penalties.items() if each.schedule == "constant"}
 
     def _warn(self, once: str, message: str) -> None:
         if once not in self._warned:
             self._warned.add(once)
             logger.warning("%s", message)
 
-    def _note(self, name: str, value: Tensor) -> None:
+    def _add(self, name: str, value: Tensor) -> None:
         total, count = self._sums.get(name, (0.0, 0))
         self._sums[name] = total + value.detach(), count + 1
 
 
+class AlphasTraining:
+    """Freeze alphas for the first part of training, and return the nuclear growth loss after it.
+
+    Frozen alphas stay in the optimizer and in the graph, so that distributed training always sees the same
+    parameters; their gradient is zero, and removed before the optimizer steps.
+
+    Args:
+        projections: the output projections with alphas (H, H).
+        options: when and how alphas train.
+        optimizer: the one that steps them.
+
+    Raises:
+        HeadError: there are none, they do not require gradients, or the optimizer does not step them.
+    """
+
+    def __init__(self, projections: Sequence[MixedProjection], options: AlphasOptions, optimizer: Any) -> None:
+        if not projections:
+            raise HeadError("the model has no alphas to train; call mix_heads_(model) before making the optimizer")
+        for projection in projections:
+            refuse_pieces("alphas", projection.alphas)
+        if not all(projection.alphas.requires_grad for projection in projections):
+            raise HeadError(
+                "alphas do not require gradients (adapters freeze what they do not know); set requires_grad"
+            )
+        if optimizer is None:
+            raise HeadError("alphas are held still through their optimizer; pass optimizer=")
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not all(id(projection.alphas) in stepped for projection in projections):
+            raise HeadError(
+                "the optimizer does not step the alphas; call mix_heads_(model) before making the optimizer"
+            )
+        self.projections, self.options = projections, options
+        self.norms: Tensor | None = None  # at the start of the step, for the hinge, (modules,)
+        self._previous: Tensor | None = None  # one step before
+        self._frozen = False
+        inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+        new = [p.alphas for p in projections if is_sharded(p.alphas) and p.alphas not in inner.state]
+        if new:
+            _init_state_(inner, new)
+        self._handle = inner.register_step_pre_hook(self._drop_gradients)
+
+    def step(self, progress: float) -> None:
+        """Begin an optimizer step."""
+        options = self.options
+        self._freeze(progress < options.frozen_ratio or options.frozen_ratio == 1)  # progress ends at 1
+        if not self._frozen and options.growth_weight > 0 and options.growth_form == "hinge":
+            with torch.no_grad():
+                norms = nuclear_norm(self._stacked())
+            self._previous, self.norms = norms if self.norms is None else self.norms.to(norms), norms
+
+    def growth(self) -> Tensor | None:
+        """Return the unweighted nuclear growth loss, summed over all matrices; None while alphas are frozen."""
+        if self._frozen or self.options.growth_weight == 0:
+            return None
+        return nuclear_growth(self._stacked(), self.options.growth, self._previous).sum()
+
+    def remove(self) -> None:
+        """Restore the modules."""
+        self._freeze(False)
+        self._handle.remove()
+
+    def _freeze(self, frozen: bool) -> None:
+        self._frozen = frozen
+        for projection in self.projections:
+            projection.frozen = frozen
+
+    def _stacked(self) -> Tensor:
+        """Stack all matrices, (modules, H, H), zero-padded to the most heads, which keeps their norms."""
+        matrices = [whole(projection.alphas) for projection in self.projections]
+        most = max(len(matrix) for matrix in matrices)
+        return torch.stack([pad(matrix, (0, most - len(matrix)) * 2).to(matrices[0].device) for matrix in matrices])
+
+    def _drop_gradients(self, *_: object) -> None:
+        if self._frozen:
+            for projection in self.projections:
+                projection.alphas.grad = None
+
+
+def _init_state_(optimizer: Any, alphas: Sequence[nn.Parameter]) -> None:
+    """Initialise zero optimizer state for frozen alphas.
+
+    PyTorch loads a checkpoint of sharded training only if every parameter has a state.
+    """
+    groups = optimizer.param_groups
+    gradients = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
+    rates = [group["lr"] for group in groups]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    for matrix in alphas:
+        matrix.grad = torch.zeros_like(matrix)
+    for group in groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+    for matrix in alphas:
+        for value in optimizer.state[matrix].values():
+            if isinstance(value, Tensor):
+                value.zero_()  # the count of steps too
+
+
 def _refuse_deepspeed(model: PreTrainedModel, optimizer: Any) -> None:
-    """Refuse what DeepSpeed holds, where that can be seen: the optimizer, or weights that are away between passes."""
-    made_by = (type(each).__module__ for each in (optimizer, getattr(optimizer, "optimizer", None)))
-    if any("deepspeed" in module for module in made_by) or any(hasattr(p, "ds_id") for p in model.parameters()):
+    """Raise if the optimizer or the parameters are DeepSpeed's."""
+    optimizers = (optimizer, getattr(optimizer, "optimizer", None))
+    made_by_deepspeed = any("deepspeed" in type(part).__module__ for part in optimizers)
+    if made_by_deepspeed or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise HeadError(
             "DeepSpeed was not tried: ZeRO steps copies of the weights, or keeps them in pieces that do not follow "
             "heads; shard the model with FSDP2 instead (fully_shard), or leave it whole"

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,122 +27,129 @@ from collab_compress.training.session import HeadSession
 
 logger = logging.getLogger(__name__)
 
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object  # the mixin comes before the trainer's class, whose methods it extends
 
-class HeadTrainerMixin:
-    """Mixin that makes a trainer act on the heads of its model; it comes before the trainer's own class.
+
+class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
+    """Mixin that makes a trainer act on the heads of its model; it comes before the trainer's class.
 
         class HeadSFTTrainer(HeadTrainerMixin, SFTTrainer): ...
 
-    Penalties are added to the loss that the trainer computes, so labels, label smoothing and a custom loss function
-    keep their meaning. They are means over a batch, and over the passes and processes of a step. The loss itself adds
-    up as `HeadTraining.loss_normalization` says:
+    Penalties are added to the loss that the trainer computes, so labels, label smoothing and custom loss functions
+    work as before. They are means over a batch, and over the passes and processes of a step. How the loss itself adds
+    up is set by `HeadTraining.loss_normalization`:
 
-    - `stock`: as in the plain trainer. Where the model takes `num_items_in_batch`, losses are added up over passes
-      and processes, for they should be shares of one mean. Many models take it and ignore it (regression, BERT's
-      classifiers, Marian): their gradient grows with the number of passes and processes, and a penalty weighs less
-      beside it.
-    - `mean`: the mean over passes and processes of each batch's own mean. Where tokens count, those of a short batch
-      weigh more. A custom loss function gets None for `num_items_in_batch`.
-    - `auto` (default): `mean` for a model that ignores `num_items_in_batch`, else `stock`. Which it is shows in the
+    - `stock`: as in the plain trainer. Where the model takes `num_items_in_batch`, losses of passes and processes are
+      summed, as shares of one mean. Many models take it and ignore it (regression, BERT's classifiers, Marian): their
+      gradient grows with the number of passes and processes, and a penalty weighs less beside it.
+    - `mean`: the mean over passes and processes of each batch's mean. Tokens of a short batch weigh more. A custom
+      loss function gets None for `num_items_in_batch`.
+    - `auto` (default): `mean` for a model that ignores `num_items_in_batch`, else `stock`. This is tested in the
       first step that has several passes or processes: the loss of its first batch is computed for two numbers of
-      items. Without anything that acts on heads, `stock`.
+      items. Without any method that acts on heads, `stock`.
 
-    Logs hold each penalty, and `loss` is the sum. Checkpoints hold what a resumed run needs. Alphas are put into the
-    model when it is handed over, for the optimizer to find them.
+    Logs hold each penalty, and `loss` is the sum. Checkpoints hold what a resumed run needs. Alphas are added to the
+    model in the constructor, so that the optimizer gets them.
 
     Args:
-        head_training: what acts on heads; nothing if not given.
-        given: as the trainer's own class takes them.
+        head_training: the methods that act on heads; none if not given.
+        kwargs: as the trainer's class takes them.
 
     Raises:
         HeadError: alphas or rotation lack what they need; the trainer replicates its model within one process, or
-            shares it out in a way that cannot work.
+            shards it in a way that cannot work.
     """
 
-    def __init__(self, *args: Any, head_training: HeadTraining | None = None, **given: Any) -> None:
+    def __init__(self, *args: Any, head_training: HeadTraining | None = None, **kwargs: Any) -> None:
         self.head_training = HeadTraining() if head_training is None else head_training
         self._takes_mean: bool | None = {"stock": False, "mean": True}.get(self.head_training.loss_normalization)
-        if self.head_training == HeadTraining():
+        if self._takes_mean is None and not self.head_training.acts:
             self._takes_mean = False
-        super().__init__(*args, **given)
+        super().__init__(*args, **kwargs)
         self._callback = _HeadCallback(self)
-        trainer: Any = self
-        _check(trainer, self.head_training)
-        _mix_(trainer.model, self.head_training)
-        trainer.add_callback(HeadState)
-        trainer.add_callback(self._callback)
+        if self.head_training.acts:
+            _check(self)
+        self._mix(self.model)
+        self.add_callback(HeadState)
+        self.add_callback(self._callback)
+
+    def _mix(self, model: PreTrainedModel) -> None:
+        alphas = self.head_training.alphas
+        if alphas is not None and not alphas_of(model):
+            mix_heads_(model, alphas.kinds)
 
     def call_model_init(self, trial: Any = None) -> PreTrainedModel:
         """Make the model as the trainer does, with alphas if they are to be trained."""
-        trainer: Any = super()
-        model: PreTrainedModel = trainer.call_model_init(trial)
-        _mix_(model, self.head_training)
+        model: PreTrainedModel = super().call_model_init(trial)
+        self._mix(model)
         return model
 
-    def train(self, *args: Any, **given: Any) -> Any:
-        """Train as the trainer does; whatever happens, nothing acts on the model's heads afterwards."""
-        trainer: Any = super()
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the trainer does; afterwards, also after an error, nothing acts on the model's heads."""
         try:
-            return trainer.train(*args, **given)
+            return super().train(*args, **kwargs)
         finally:
             self.close()
 
     def close(self) -> None:
-        """Remove everything but the trained weights from the model; does nothing if called again."""
+        """Remove everything but the trained weights from the model."""
         self._callback.close()
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None, **given: Any) -> Tensor:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Tensor:
         """Run a training pass as the trainer does, with the loss normalized as `loss_normalization` says."""
-        trainer: Any = super()
         if self._takes_mean is None:
             self._takes_mean = self._ignores_items(model, inputs, num_items_in_batch)
         items = None if self._takes_mean else num_items_in_batch
-        loss: Tensor = trainer.training_step(model, inputs, items, **given)
+        loss: Tensor = super().training_step(model, inputs, items, **kwargs)
         return loss
 
     def _ignores_items(self, model: Any, inputs: Any, items: Any) -> bool | None:
         """Return whether the loss is the same for any `num_items_in_batch`; None while that makes no difference."""
-        trainer: Any = self
-        parts = trainer.current_gradient_accumulation_steps * trainer.args.world_size
-        if parts == 1 or items is None:
+        if self.current_gradient_accumulation_steps * self.args.world_size == 1 or items is None:
             return None
-        if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
-            return True  # the trainer takes the mean by itself
-        plain: Any = super()
-        count = torch.as_tensor(items)
+        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
+            return True  # the trainer itself takes the mean
+        losses = []
         with evaluation_mode(model), torch.random.fork_rng():
-            one, other = (
-                plain.compute_loss(model, dict(trainer._prepare_inputs(inputs)), num_items_in_batch=number)
-                for number in (count, 2 * count)
-            )
-        return bool(torch.equal(one, other)) if bool(one.isfinite() & (one != 0)) else None
+            for factor in (1, 2):
+                batch, count = dict(self._prepare_inputs(inputs)), factor * torch.as_tensor(items)
+                losses.append(super().compute_loss(model, batch, num_items_in_batch=count))
+        informative = losses[0].isfinite() & (losses[0] != 0)
+        return torch.equal(*losses) if informative else None
 
     def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **given: Any
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
         """Compute the loss as the trainer does, and add the penalties while the model trains."""
-        trainer: Any = super()
-        result = trainer.compute_loss(
-            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **given
+        result = super().compute_loss(
+            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
         )
         session = self._callback.session
         if not model.training or session is None:
             return result
         loss = result[0] if return_outputs else result
-        passes = _passes(self, num_items_in_batch)
-        if self._takes_mean and getattr(self, "loss_is_scaled_for_ga", None) is None:
+        scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        unknown = scaled is None
+        if unknown:
+            counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            scaled = self.compute_loss_func is not None or counted
+        # The accumulation divisor: the passes of a step, or 1 if the trainer divides the loss itself.
+        passes = int(self.current_gradient_accumulation_steps) if scaled else 1
+        if self._takes_mean and unknown:
             loss = loss / passes
         if session.penalises:
             loss = loss + session.penalty(loss.detach() * passes).to(loss.device) / passes
         return (loss, result[1]) if return_outputs else loss
 
-    def log(self, logs: dict[str, float], *args: Any, **given: Any) -> None:
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log the penalties beside the loss."""
         session = self._callback.session
         if session is not None and "loss" in logs:
             logs |= session.logs()
-        trainer: Any = super()
-        trainer.log(logs, *args, **given)
+        super().log(logs, *args, **kwargs)
 
 
 class HeadTrainer(HeadTrainerMixin, Trainer):  # type: ignore[misc]
@@ -174,44 +181,45 @@ STATE = HeadState.__name__  # Transformers looks for it by the name of the class
 
 
 class _HeadCallback(TrainerCallback):  # type: ignore[misc]
-    """Opens a `HeadSession` when training begins, moves it on with each step and epoch, and closes it."""
+    """Opens a `HeadSession` when training begins, calls it for each step and epoch, and closes it."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.session: HeadSession | None = None
         self.epoch = 0
+        rotation = trainer.head_training.rotation
+        self.rotates_within_epochs = rotation is not None and rotation.within_epochs
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Open the session, and bring it to where a checkpoint left it."""
+        """Open the session, and restore its state from a checkpoint."""
         trainer, steps = self.trainer, max(state.max_steps, 1)
         warmup = args.get_warmup_steps(steps) / steps
         self.session = HeadSession(trainer.model, trainer.head_training, trainer.optimizer, warmup)
         self.epoch = int((state.epoch or 0) + 1e-6)
         if STATE in state.stateful_callbacks:
             self.session.load_state_dict(state.stateful_callbacks[STATE]["attributes"]["saved"])
-        elif trainer.head_training != HeadTraining():
+        elif trainer.head_training.acts:
             logger.warning("the checkpoint was saved without a state of heads; they begin as in a new run")
-        if self._within_epochs and not has_length(given.get("train_dataloader")):
+        if self.rotates_within_epochs and not has_length(kwargs.get("train_dataloader")):
             raise HeadError(
                 "rotation within epochs needs to know how long one is, and the training data have no length; give "
                 "them one (__len__), or let epochs, rest and swap_back_after be whole numbers"
             )
-        self._holder().session = self.session
-        state.stateful_callbacks[STATE] = self._holder().state()
+        self._state_callback().session = self.session
+        state.stateful_callbacks[STATE] = self._state_callback().state()
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Begin an epoch."""
-        if self.session is not None:
-            self._rotate(self.session, self.epoch)
+        self._rotate(self.epoch)
         self.epoch += 1  # `state.epoch` is a share of the steps where the data has no length
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Begin an optimizer step."""
         if self.session is not None:
-            if self._within_epochs:
-                self._rotate(self.session, state.epoch or 0)
+            if self.rotates_within_epochs:
+                self._rotate(state.epoch or 0)
             self.session.step(state.global_step / max(state.max_steps - 1, 1))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -225,40 +233,34 @@ class _HeadCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Export the state for checkpoints that are saved after training."""
-        state.stateful_callbacks[STATE] = self._holder().state()
+        state.stateful_callbacks[STATE] = self._state_callback().state()
 
     def close(self) -> None:
         """Close the session, if one is open."""
         if self.session is not None:
             self.session.close()
-            self.session = self._holder().session = None
+            self.session = self._state_callback().session = None
 
-    def _holder(self) -> "HeadState":
+    def _state_callback(self) -> "HeadState":
         """Return the callback that saves the state; restoring callbacks from a checkpoint creates a new one."""
         callbacks = self.trainer.callback_handler.callbacks
         return next(callback for callback in callbacks if isinstance(callback, HeadState))
 
-    @property
-    def _within_epochs(self) -> bool:
-        rotation = self.trainer.head_training.rotation
-        return rotation is not None and rotation.within_epochs
+    def _rotate(self, epoch: float) -> None:
+        if self.session is not None:
+            with torch.random.fork_rng(devices=[]):  # data loaders draw a seed, which a resumed run would not
+                self.session.epoch(epoch, self._validation_batches())
 
-    def _rotate(self, session: HeadSession, epoch: float) -> None:
-        with torch.random.fork_rng(devices=[]):  # data loaders draw a seed, which a resumed run would not
-            session.epoch(epoch, self._validation())
-
-    def _validation(self) -> Iterable[Mapping[str, Tensor]] | None:
-        if not _measures(self.trainer.head_training):
+    def _validation_batches(self) -> Iterable[Mapping[str, Tensor]] | None:
+        rotation, data = self.trainer.head_training.rotation, self.trainer.eval_dataset
+        if rotation is None or not rotation.measures:
             return None
-        given = self.trainer.eval_dataset
-        names = [(name,) for name in given] if isinstance(given, dict) else [()]
+        names = [(name,) for name in data] if isinstance(data, dict) else [()]
         return chain.from_iterable(self.trainer.get_eval_dataloader(*name) for name in names)  # made when read
 
 
-def _check(trainer: Any, training: HeadTraining) -> None:
-    """Refuse what cannot work."""
-    if training == HeadTraining(loss_normalization=training.loss_normalization):
-        return
+def _check(trainer: Any) -> None:
+    """Raise if a trainer's settings do not go together with methods that act on heads."""
     if trainer.args.n_gpu > 1:
         raise HeadError(
             "DataParallel copies the model in each step; start one process for each GPU instead (torchrun)"
@@ -269,25 +271,8 @@ def _check(trainer: Any, training: HeadTraining) -> None:
             f"{name} keeps weights in pieces that do not follow heads; shard the model with FSDP2 instead "
             "(fsdp_config={'fsdp_version': 2}), or leave it whole"
         )
-    if _measures(training) and trainer.eval_dataset is None:
+    rotation = trainer.head_training.rotation
+    if rotation is not None and rotation.measures and trainer.eval_dataset is None:
         raise HeadError(
             "rotation measures the importance of heads on validation data; pass eval_dataset to the trainer"
         )
-
-
-def _mix_(model: PreTrainedModel, training: HeadTraining) -> None:
-    if training.alphas is not None and not alphas_of(model):
-        mix_heads_(model, training.alphas.kinds)
-
-
-def _measures(training: HeadTraining) -> bool:
-    return training.rotation is not None and training.rotation.measures
-
-
-def _passes(trainer: Any, items: Tensor | int | None) -> int:
-    """Return the accumulation divisor: the passes of a step, or 1 if the trainer divides the loss itself."""
-    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
-    if scaled is None:
-        own = trainer.compute_loss_func is not None
-        scaled = own or (trainer.model_accepts_loss_kwargs and items is not None)
-    return int(trainer.current_gradient_accumulation_steps) if scaled else 1
