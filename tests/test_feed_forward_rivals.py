@@ -10,8 +10,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from collab_compress import Compression, Solver, compress
-from collab_compress.factorization.least_squares import ResidualMoments
-from collab_compress.factorization.neurons import choose_neurons
+from collab_compress.factorization.least_squares import ResidualMoments, choose_neurons
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 try:

@@ -18,8 +18,8 @@ from collab_compress.calibration import gather_moments
 from collab_compress.conversion.expand import read_factors
 from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.factorization import Factors, HeadTensor
-from collab_compress.factorization.moments import Moments, Weighting
-from collab_compress.factorization.narrowing import captured, damp
+from collab_compress.factorization.moments import Moments, Weighting, damp
+from collab_compress.factorization.narrowing import captured
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from collab_compress.conversion.feed_forward import FeedForward, block_report, f
 from collab_compress.conversion.refit import DAMPINGS, ROOM, ROUNDING
 from collab_compress.conversion.writers import remove_hooks, width_out
 from collab_compress.errors import HeadError
-from collab_compress.factorization.least_squares import ResidualMoments, fit
-from collab_compress.factorization.neurons import choice_moments, elimination_order
+from collab_compress.factorization.least_squares import ResidualMoments, choice_moments, elimination_order, fit
 
 GRID = 16  # widths that a block is measured at, evenly spaced
 

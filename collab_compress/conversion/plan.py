@@ -336,7 +336,7 @@ def _plan_rotary(
             key_moments=key_moments,
             damping=compression.solver.damping,
             sweeps=_sweeps(compression.solver, FAST_ROTARY_SWEEPS),
-            turned=site.rotated // 2,
+            rotated=site.rotated // 2,
             device=compression.solver.device,
             check=check,
             head_weights=weights,

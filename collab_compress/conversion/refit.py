@@ -36,8 +36,7 @@ from collab_compress.conversion.report import RefitReport
 from collab_compress.conversion.writers import Writer, find_writers, remove_hooks, stream_of, width_out
 from collab_compress.distributed import process_state
 from collab_compress.errors import CalibrationError, HeadError
-from collab_compress.factorization.least_squares import ResidualMoments, fit
-from collab_compress.factorization.neurons import choice_moments, choose_neurons
+from collab_compress.factorization.least_squares import ResidualMoments, choice_moments, choose_neurons, fit
 
 Progress = Callable[[str, int, int], None]
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # shares of the inputs' mean variance, of which held-back data choose

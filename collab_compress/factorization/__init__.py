@@ -1,12 +1,7 @@
 """Decompose the heads of an attention layer: their scores into shared factors, their values into fewer channels."""
 
-from collab_compress.factorization.decompose import (
-    SOLVERS,
-    centres_queries,
-    factorize,
-)
-from collab_compress.factorization.factors import Factorization, Factors, Solution, SolverOptions
-from collab_compress.factorization.head_tensor import HeadTensor
+from collab_compress.factorization.decompose import SOLVERS, centres_queries, factorize
+from collab_compress.factorization.factors import Factorization, Factors, HeadTensor, Solution, SolverOptions
 from collab_compress.factorization.moments import Moments, has_float64
 from collab_compress.factorization.narrowing import Narrowing, narrow_values
 from collab_compress.factorization.rotary import RotaryFactorization, RotaryFactors, factorize_rotary

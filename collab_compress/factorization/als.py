@@ -1,46 +1,36 @@
 r"""Alternating least squares with momentum, an exact line search, a fading ridge and spare components.
 
-The point is held as coefficients of the heads' own channels (`iterate`); a step's length is the exact minimiser of
-the squared error on its line (`line_search`).
+Least squares move components but hardly ever let two of them change places: which channels of which heads are shared
+is decided in the first sweeps. With a ridge and some spare components more combinations are tried, and the spare ones
+that the ridge makes small are given up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, isfinite
-from typing import TypeAlias
+from math import ceil, isfinite, sqrt
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from collab_compress.factorization.factors import Factors, Solution, SolverOptions
-from collab_compress.factorization.head_tensor import HeadTensor
-from collab_compress.factorization.iterate import SHIFT, Channels, Direction, Iterate
-from collab_compress.factorization.line_search import Line, positive_minimiser
-from collab_compress.factorization.spare import narrowed, widened
+from collab_compress.factorization.factors import Factors, HeadTensor, Solution, SolverOptions
+from collab_compress.factorization.iterate import SHIFT, Channels, Direction, Iterate, Line, positive_minimiser
 from collab_compress.factorization.truncation import singular_channels, strongest, truncation
 
 SWEEPS = 90
 FAST_SWEEPS = 36
-# A run without a number of sweeps goes on beyond `SWEEPS`, while that pays, up to as many.
-MOST_SWEEPS = 200
+MOST_SWEEPS = 200  # limit of a run without a number of sweeps, which goes on beyond `SWEEPS` while that pays
 TOLERANCE = 2e-4
-# Below this the error is rounding: the squares it is the difference of cancel.
-EXACT = 1e-7
-# Sweeps over which progress is averaged before it counts as stalled.
-WINDOW = 3
-# A sweep that moves the point by less, relative to its length, has reached a fixed point: the difference of
-# two points is mostly rounding from here on, and directions built on it would amplify that.
+EXACT = 1e-7  # lower errors are rounding: the squares cancel
+WINDOW = 3  # sweeps over which progress is averaged before it counts as stalled
+# A sweep that moves the point by less, relative to its length, has reached a fixed point: further differences of
+# points are mostly rounding, and directions built on them would amplify it.
 FIXED = 1e-10
-# Coefficients from which products in float32 pay.
-LARGE = 1 << 14
-# Most weight of the last direction in the next one, against directions that amplify rounding.
-LARGEST_TURN = 2.0
-# Blocks of the point's size that a sweep fills: swept point, step, direction, next point.
-BLOCKS = 4
-# What is added to the diagonal of a sweep's systems, by turns, until all of them can be solved; the last is about
-# 1e-6 R, next to a diagonal of 1.
+LARGE = 1 << 14  # coefficients from which products in float32 pay
+LARGEST_TURN = 2.0  # limit of the last direction's weight in the next one, against directions that amplify rounding
+# Tried in turn on the diagonal of a sweep's systems, until all of them can be solved; the last is about 1e-6 R, next
+# to a diagonal of 1.
 SHIFTS = (SHIFT, 1e3 * SHIFT, 1e6 * SHIFT, 1e9 * SHIFT)
 
 
@@ -48,19 +38,19 @@ SHIFTS = (SHIFT, 1e3 * SHIFT, 1e6 * SHIFT, 1e9 * SHIFT)
 class Continuation:
     r"""Schedule of the solver: a fading ridge on the factors, and the number of components.
 
-    Plain least squares drifts into swamps: components that nearly cancel, whose rank is wasted and which take
-    thousands of sweeps to part. A ridge makes cancelling expensive; faded out, it leaves the solver
-    in a better basin. At first, under the largest ridge, there are components to spare (see `widened`).
+    Plain least squares drift into swamps: components that nearly cancel, which waste rank and take thousands of
+    sweeps to part. A ridge makes cancelling expensive; faded out, it leaves the solver in a better basin. At first,
+    under the largest ridge, there are spare components (`Iterate.widened`).
 
     Args:
         first: the ridge up to the end of the search, in units of $\lambda^{4/3}$ with $\lambda$ the smallest singular
             value kept by the start. From about 0.3 a ridge kills components for good.
         start: the ridge after the search, in the same units.
-        end: ratio of the last ridge to that.
+        end: ratio of the last ridge to `start`.
         share: part of the sweeps that have a ridge.
-        widening: part of the sweeps after which there are components to spare.
-        search: part of the sweeps after which the smallest are given up.
-        spare: ratio of components meanwhile to those that are kept.
+        widening: part of the sweeps after which spare components are added.
+        search: part of the sweeps after which the smallest components are given up.
+        spare: ratio of components in between to those that are kept.
     """
 
     first: float = 0.2
@@ -86,7 +76,7 @@ class Continuation:
         return sweep < int(self.search * sweeps)
 
     def width(self, sweep: int, sweeps: int, rank: int, channels: int) -> int:
-        """Return how many components there are in one sweep, of those R that are kept and n channels."""
+        """Return the number of components in one sweep, for R components to be kept of n channels."""
         spare = self.searching(sweep, sweeps) and sweep >= int(self.widening * sweeps)
         return min(ceil(self.spare * rank), channels) if spare else rank
 
@@ -97,8 +87,8 @@ def als(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
     A sweep's step, $p = \mathrm{ALS}(x) - x$, serves as the preconditioned gradient of a nonlinear conjugate
     gradient method (Polak-Ribière, restarted when it turns negative), and the length of each step is
     the exact minimiser of the squared error on the line. A ridge and spare components lead to a good basin
-    (`Continuation`). Products are made in float32 as long as there is a ridge, where problems are large enough for
-    that to pay. Deterministic; never worse than its start.
+    (`Continuation`). In large problems products are made in float32 while there is a ridge. Deterministic; never
+    worse than its start.
 
     Args:
         tensor: the heads, in float64: the error is a difference of squares that cancel.
@@ -118,20 +108,20 @@ def als(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
         raise ValueError("the heads' squared norm overflows float64: their values, or the damping, are too large")
     if norm == 0.0:
         return Solution(truncation(tensor, rank), (), converged=True)
-    own, values = singular_channels(HeadTensor(tensor.query / norm**0.25, tensor.key / norm**0.25))
-    run = _Run(Channels.of(own), values, rank, options)
+    heads, values = singular_channels(HeadTensor(tensor.query / norm**0.25, tensor.key / norm**0.25))
+    run = _Run(Channels.of(heads), values, rank, options)
     run.descend()
     best, errors = run.best, tuple(run.errors)
     if best.values.dtype != torch.float64:  # then errors are rounded
         best = best.seen_by(run.channels)
         lowest = Iterate.at(best).relative_error(run.channels)
         errors = tuple(max(error, lowest) for error in errors)
-    factors = Factors(own.flat_query @ best.query * norm**0.25, best.mixing, own.flat_key @ best.key * norm**0.25)
+    factors = Factors(heads.flat_query @ best.query * norm**0.25, best.mixing, heads.flat_key @ best.key * norm**0.25)
     return Solution(factors, errors, run.converged, run.breakdowns)
 
 
 def _start(channels: Channels, values: Tensor, rank: int) -> Iterate:
-    """The best per-head truncation: channels as they are, each for its own head."""
+    """Return the best per-head truncation: the strongest channels, each for its own head."""
     order = strongest(values, rank)
     place = torch.arange(len(order), device=order.device)
     chosen = values.new_zeros(values.numel(), rank)
@@ -145,81 +135,74 @@ Last: TypeAlias = tuple[Direction, Direction]
 """Step of the last sweep, and the direction taken."""
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """The point that least squares lead to, and the line on which to go there.
+class Sweep(NamedTuple):
+    """Least squares from a point, and the line towards their solution.
 
     Args:
         swept: the point after least squares.
         step: from the point to the swept one.
         line: through the point, in the direction of the step and the last direction.
-        numbers: what decides how far to go: squared lengths of the step and of the swept point, the squared error's
-            seven coefficients along the line, and those with the ridge's part, (16,), in float64.
+        moved: squared length of the step.
+        size: squared length of the swept point.
+        squared: coefficients of the squared error along the line, 7 numbers.
+        penalised: the same with the ridge's part.
     """
 
     swept: Direction
     step: Direction
     line: Line
-    numbers: Tensor
-
-    @classmethod
-    def of(
-        cls,
-        channels: Channels,
-        point: Iterate,
-        last: Last | None,
-        ridge: float,
-        shift: float,
-        blocks: Sequence[Tensor | None] = (None,) * BLOCKS,
-    ) -> Sweep:
-        """Sweep from a point.
-
-        Args:
-            channels: of the heads.
-            point: in the channels' dtype.
-            last: of the last sweep; None goes straight along the step.
-            ridge: as in `Iterate.swept`.
-            shift: as in `Iterate.swept`; numbers that are not finite ask for a larger one.
-            blocks: memory of the point's size for the results; new memory where None.
-        """
-        swept = point.swept(channels, ridge, shift, blocks[0])
-        step = swept.plus(point, -1.0, blocks[1])
-        direction = step if last is None else step.plus(last[1], _turn(step, last[0]), blocks[2])
-        line = Line.of(channels, point, direction, ridge, blocks[3])
-        sizes = torch.stack([step.dot(step), swept.dot(swept)]).double()
-        return cls(swept, step, line, torch.cat([sizes, line.squared, line.squared + line.penalty]))
+    moved: float
+    size: float
+    squared: list[float]
+    penalised: list[float]
 
 
-class Sweeper:
-    """Makes sweeps in two sets of blocks in turn, for a sweep needs only what the last one made."""
+class Memory:
+    """Two sets of four blocks of the point's size, used in turn: a sweep needs only the results of the last one."""
 
     def __init__(self) -> None:
         self.sets: tuple[Tensor, ...] = ()
 
-    def __call__(
-        self, channels: Channels, point: Iterate, last: Last | None, ridge: float, shift: float
-    ) -> tuple[Sweep, list[float]]:
-        """Sweep over the memory of the sweep before the last, and read the numbers; arguments as for `Sweep.of`."""
-        values = point.values
+    def unused(self, values: Tensor) -> Tensor:
+        """Return the set that does not hold the values of the point, (4, 4n + 2H, R)."""
         if not self.sets or (self.sets[0][0].shape, self.sets[0].dtype) != (values.shape, values.dtype):
-            self.sets = tuple(values.new_empty(BLOCKS, *values.shape) for _ in range(2))
-        in_use = values.untyped_storage().data_ptr()
-        free = next(blocks for blocks in self.sets if blocks.untyped_storage().data_ptr() != in_use)
-        sweep = Sweep.of(channels, point, last, ridge, shift, free.unbind())
-        return sweep, sweep.numbers.tolist()
+            self.sets = tuple(values.new_empty(4, *values.shape) for _ in range(2))
+        first, second = self.sets
+        in_use = values.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        return second if in_use else first
 
 
-def _turn(step: Direction, last: Direction) -> Tensor:
-    """Return the weight of the last direction in the next one (Polak-Ribière); 0 restarts."""
-    weight = (step.dot(step) - step.dot(last)) / last.dot(last)
-    return weight.clamp(0.0, LARGEST_TURN)
+def make_sweep(
+    channels: Channels, point: Iterate, last: Last | None, ridge: float, shift: float, memory: Memory
+) -> Sweep:
+    """Sweep from a point, and wait for the device once: for the numbers that decide how far to go.
+
+    Args:
+        channels: of the heads.
+        point: in the channels' dtype.
+        last: of the last sweep; None goes straight along the step.
+        ridge: as in `Iterate.swept`.
+        shift: as in `Iterate.swept`; coefficients that are not finite call for a larger one.
+        memory: for the results.
+    """
+    blocks = memory.unused(point.values)
+    swept = point.swept(channels, ridge, shift, blocks[0])
+    direction = step = swept.plus(point, -1.0, blocks[1])
+    if last is not None:  # Polak-Ribière; a weight of 0 restarts
+        last_step, last_direction = last
+        weight = (step.dot(step) - step.dot(last_step)) / last_step.dot(last_step)
+        direction = step.plus(last_direction, weight.clamp(0.0, LARGEST_TURN), blocks[2])
+    line = Line.of(channels, point, direction, ridge, blocks[3])
+    lengths = torch.stack([step.dot(step), swept.dot(swept)]).double()
+    moved, size, *numbers = torch.cat([lengths, line.squared, line.squared + line.penalty]).tolist()
+    return Sweep(swept, step, line, moved, size, squared=numbers[:7], penalised=numbers[7:])
 
 
 class _Run:
     """One descent on a tensor of norm 1, given by its singular channels and their singular values (H, r)."""
 
     def __init__(self, channels: Channels, values: Tensor, rank: int, options: SolverOptions) -> None:
-        self.channels, self.rank, self.sweeper = channels, rank, Sweeper()
+        self.channels, self.rank, self.memory = channels, rank, Memory()
         self.sweeps = MOST_SWEEPS if options.sweeps is None else options.sweeps
         self.planned = SWEEPS if options.sweeps is None else options.sweeps
         self.tolerance = TOLERANCE if options.tolerance is None else options.tolerance
@@ -234,7 +217,7 @@ class _Run:
         self.last: Last | None = None
 
     def descend(self) -> None:
-        """Sweep until the error is rounding, a further sweep promises too little, or none is left or possible."""
+        """Sweep until the error is rounding, progress stalls, sweeps are used up or none is possible."""
         continuation, faded = Continuation(), False
         recent: list[float] = []  # errors since the ridge has faded
         large = self.point.query.numel() >= LARGE
@@ -259,38 +242,36 @@ class _Run:
             faded = faded or resting
 
     def _resize(self, width: int, channels: Channels) -> None:
-        """Return the point with more or fewer components."""
+        """Give the point more or fewer components."""
         if width == self.point.query.shape[1]:
             return
-        self.point, self.last = narrowed(Iterate.at(self.point.seen_by(channels)), width), None
+        self.point, self.last = Iterate.at(self.point.seen_by(channels)).narrowed(width), None
         missing = width - self.point.query.shape[1]
         if missing > 0:
-            self.point = widened(self.point, channels, missing)
+            self.point = self.point.widened(channels, missing)
 
     def _advance(self, channels: Channels, ridge: float) -> float | None:
-        """Move the point and return its error; None where no shift helps to sweep.
-
-        A device is waited for once: for the numbers that decide, when all that may be needed is under way.
-        """
+        """Move the point and return its error; None where no shift makes the systems solvable."""
         if channels.dtype != self.point.values.dtype:
             self.point = Iterate.at(self.point.seen_by(channels))
             self.last = self.last and (self.last[0].seen_by(channels), self.last[1].seen_by(channels))
         for shift in SHIFTS:
-            found, (moved, size, *squared) = self.sweeper(channels, self.point, self.last, ridge, shift)
-            if isfinite(sum(squared)):
+            sweep = make_sweep(channels, self.point, self.last, ridge, shift, self.memory)
+            if isfinite(sum(sweep.squared + sweep.penalised)):
                 break
             self.breakdowns += shift == SHIFT
         else:
             return None
-        length = positive_minimiser(squared[8:])
-        if not moved > FIXED**2 * size or length == 0.0:
-            self.point = Iterate.at(found.swept)
-            self.last = (found.step, found.step) if moved > FIXED**2 * size else None
-            error = self.point.relative_error(channels)
+        length = positive_minimiser(sweep.penalised[1:])
+        moved = sweep.moved > FIXED**2 * sweep.size
+        if moved and length > 0.0:
+            self.point = sweep.line.at(length)
+            self.last = sweep.step, sweep.line.direction
+            error = sqrt(max(sum(c * length**power for power, c in enumerate(sweep.squared)), 0.0))
         else:
-            self.point = found.line.at(length)
-            self.last = found.step, found.line.direction
-            error = max(sum(c * length**power for power, c in enumerate(squared[:7])), 0.0) ** 0.5
+            self.point = Iterate.at(sweep.swept)
+            self.last = (sweep.step, sweep.step) if moved else None
+            error = self.point.relative_error(channels)
         if error < self.lowest and self.point.query.shape[1] == self.rank:
             self._keep(error)
         self.errors.append(self.lowest)
@@ -299,7 +280,7 @@ class _Run:
         return error
 
     def _keep(self, error: float) -> None:
-        """Copy the point, which has the lowest error so far: sweeps will write over it."""
+        """Copy the point, which has the lowest error so far: later sweeps overwrite its memory."""
         values = self.point.values
         if (self.best.values.shape, self.best.values.dtype) != (values.shape, values.dtype):
             self.best = Direction(torch.empty_like(values), self.point.heads)

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import inf
+from math import isfinite
 
 import torch
 from torch import Tensor
 
 from collab_compress.factorization.als import als
-from collab_compress.factorization.factors import Factorization, Factors, Progress, Solution, SolverOptions
-from collab_compress.factorization.head_tensor import HeadTensor, by_head
+from collab_compress.factorization.factors import (
+    Factorization,
+    Factors,
+    HeadTensor,
+    Progress,
+    Solution,
+    SolverOptions,
+    by_head,
+)
 from collab_compress.factorization.moments import Moments, Weighting, float64_device
 from collab_compress.factorization.parafac import parafac
 from collab_compress.factorization.truncation import concatenation, per_head, per_head_error
 
 Solver = Callable[[HeadTensor, int, SolverOptions], Solution]
 
-SOLVERS: dict[str, Solver] = {
-    "als": als,
-    "parafac": parafac,
-    "per-head": per_head,
-}
+SOLVERS: dict[str, Solver] = {"als": als, "parafac": parafac, "per-head": per_head}
 
 
 def factorize(
@@ -49,10 +52,10 @@ def factorize(
     $$T_i = Q_i K_i^\top \approx \tilde W_Q \,\mathrm{diag}(m_i)\, \tilde W_K^\top$$
 
     as in section 3.3 of "Multi-Head Attention: Collaborate Instead of Concatenate", equations 9 to 11. With
-    moments the error of the scores on such inputs is minimised instead of the error of the weights (see
-    `Weighting`). The content bias $v_i = K_i b_i$ is kept exactly; with centred query moments it also
+    moments the error of the scores on such inputs is minimised instead of the error of the weights
+    (`moments.Weighting`). The content bias $v_i = K_i b_i$ is kept exactly; with centred query moments it also
     takes the residual's part at the mean query, $(T_i - \hat T_i)^\top \mu_Q$. Without a query bias there is no
-    content bias unless `centre` asks for it; queries are weighed by second moments then, which leaves the mean
+    content bias unless `centre` is True; queries are then weighed by second moments, which leaves the mean
     query's part to the factors.
 
     Args:
@@ -62,17 +65,17 @@ def factorize(
         query_bias: $b_i$, (H, d), or None.
         query_moments: moments of the query projection's inputs, width Dq, or None for no weighting there.
         key_moments: moments of the key projection's inputs, width Dk, or None for no weighting there.
-        solver: a name in `SOLVERS`; "per-head" is for channels that belong to one head each, as many as pay.
+        solver: a name in `SOLVERS`; "per-head" shares no channel between heads.
         seed: seed of random starts.
         sweeps: most passes over the three factors; None for the solver's default.
-        tolerance: stop once a sweep lowers the error by less, as in `SolverOptions`; None for the solver's default.
+        tolerance: as in `SolverOptions`; None for the solver's default.
         damping: multiple of the moments' mean diagonal added to their diagonal.
         centre: weigh queries and keys by covariances rather than by second moments; None does so for keys, and for
-            queries where they have a bias.
-        device: where to work and to leave the result; it must have float64. None for where `query` is, or for the
-            CPU where that has none.
+            queries that have a bias.
+        device: device of the work and of the result, with float64; None for the device of `query`, or for the CPU
+            where that has no float64.
         progress: called with the sweep's number and the relative error so far.
-        equal: whether heads that share no channels are to be equally wide, in place of as wide as pays.
+        equal: with "per-head", whether all heads get equally many channels instead of the best number for each.
         head_weights: $w_i > 0$, (H,): the error that is minimised is $\sum_i w_i^2 \|T_i - \hat T_i\|^2$, weighted
             where moments are given. None weighs all heads alike.
 
@@ -85,19 +88,26 @@ def factorize(
     """
     if solver not in SOLVERS:
         raise ValueError(f"unknown solver: got {solver!r}, expected one of {', '.join(sorted(SOLVERS))}")
-    solve = SOLVERS[solver]
     device = float64_device(query.device) if device is None else torch.device(device)
     tensor = HeadTensor(_checked("query", query, device), _checked("key", key, device))
     bias = None if query_bias is None else _checked("query_bias", query_bias, device)
-    _check_sizes(tensor, rank, bias, query_moments, key_moments, damping, sweeps, head_weights)
-    own = None if bias is None else torch.einsum("hkd,hd->hk", tensor.key, bias)
+    _check_sizes(tensor, rank, bias, query_moments, key_moments, head_weights)
+    if not (damping >= 0 and isfinite(damping)):
+        raise ValueError(f"damping is out of range: got {damping}, expected 0 or more, and finite")
+    if sweeps is not None and sweeps < 1:
+        raise ValueError(f"sweeps is out of range: got {sweeps}, expected 1 or more")
+    content_bias = None if bias is None else torch.einsum("hkd,hd->hk", tensor.key, bias)
     if rank == tensor.full_rank:
-        weighed = query_moments is not None or key_moments is not None
         return Factorization(
-            factors=replace(concatenation(tensor), content_bias=own), errors=(), weight_error=0.0,
-            data_error=0.0 if weighed else None, exact=True, sweeps=0, converged=True, per_head_error=0.0,
+            factors=replace(concatenation(tensor), content_bias=content_bias),
+            errors=(),
+            converged=True,
             sizes=(tensor.head_width,) * tensor.heads,
-        )  # fmt: skip
+            weight_error=0.0,
+            data_error=None if query_moments is None and key_moments is None else 0.0,
+            per_head_error=0.0,
+            exact=True,
+        )
     if query_moments is not None:
         query_moments = query_moments.to(device, torch.float64)
     if key_moments is not None:
@@ -108,34 +118,34 @@ def factorize(
     )
     weighted = weighting.apply(tensor)
     if head_weights is not None:
-        head_weights = head_weights.to(device, torch.float64)
-        weighted = HeadTensor(weighted.query * head_weights[:, None, None], weighted.key)
+        head_weights = head_weights.to(device, torch.float64)[:, None]
+        weighted = HeadTensor(weighted.query * head_weights[:, None], weighted.key)
     try:
-        options = SolverOptions(sweeps, tolerance, seed, progress, equal)
-        solution = _compressed(solve, weighted, rank, options)
-        apart = per_head_error(weighted, rank)
+        solution = _solved_in_span(
+            SOLVERS[solver], weighted, rank, SolverOptions(sweeps, tolerance, seed, progress, equal)
+        )
+        without_sharing = per_head_error(weighted, rank)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         raise ValueError(f"the singular value decomposition of the heads failed: {error}") from error
-    found = solution.factors
+    factors = solution.factors
     if head_weights is not None:
-        found = replace(found, mixing=found.mixing / head_weights[:, None])
-    factors = weighting.undo(found).normalised()
+        factors = replace(factors, mixing=factors.mixing / head_weights)
+    factors = weighting.undo(factors).normalised()
     if not all(bool(torch.isfinite(part).all()) for part in (factors.query, factors.mixing, factors.key)):
         raise ValueError("the factors are not finite; the moments are too close to singular: raise the damping")
+    weight_error = tensor.relative_error(factors)
     if centred and query_moments is not None:
         folded = tensor.residual_transpose_times(factors, query_moments.mean)
-        own = folded if own is None else own + folded
+        content_bias = folded if content_bias is None else content_bias + folded
     return Factorization(
-        factors=replace(factors, content_bias=own),
+        factors=replace(factors, content_bias=content_bias),
         errors=solution.errors,
-        weight_error=tensor.relative_error(factors),
-        data_error=None if weighting.identity else weighted.relative_error(solution.factors),
-        exact=False,
-        sweeps=len(solution.errors),
         converged=solution.converged,
-        per_head_error=apart,
-        sizes=solution.sizes,
         breakdowns=solution.breakdowns,
+        sizes=solution.sizes,
+        weight_error=weight_error,
+        data_error=None if weighting.identity else weighted.relative_error(solution.factors),
+        per_head_error=without_sharing,
     )
 
 
@@ -144,8 +154,8 @@ def centres_queries(query_bias: bool, centre: bool | None) -> bool:
     return query_bias if centre is None else centre
 
 
-def _compressed(solver: Solver, tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
-    """Solve in the span of the heads: where H·d < D its coordinates are fewer and the error is the same."""
+def _solved_in_span(solver: Solver, tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
+    """Solve in the span of the heads: where H·d < D it has fewer coordinates, and the error is the same."""
     query_basis, query = _in_span(tensor.query)
     key_basis, key = _in_span(tensor.key)
     solution = solver(HeadTensor(query, key), rank, options)
@@ -156,14 +166,16 @@ def _compressed(solver: Solver, tensor: HeadTensor, rank: int, options: SolverOp
 
 
 def _in_span(heads: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Return an orthonormal basis (D, H·d) of the heads' channels and the heads in it; None for D ≤ H·d."""
     count, width, head_width = heads.shape
     if count * head_width >= width:
         return None, heads
-    basis, core = torch.linalg.qr(heads.transpose(0, 1).reshape(width, -1))
+    basis, core = torch.linalg.qr(heads.transpose(0, 1).flatten(1))
     return basis, by_head(core, count)
 
 
 def _checked(name: str, values: Tensor, device: torch.device) -> Tensor:
+    """Return weights in float64 on the device, once they are known to be finite floats."""
     if not values.is_floating_point():
         raise ValueError(f"{name} is not floating point: got {values.dtype}, expected a floating dtype")
     if not bool(torch.isfinite(values).all()):
@@ -177,31 +189,23 @@ def _check_sizes(
     bias: Tensor | None,
     query_moments: Moments | None,
     key_moments: Moments | None,
-    damping: float,
-    sweeps: int | None,
     head_weights: Tensor | None,
 ) -> None:
+    heads, width = tensor.heads, tensor.head_width
     if not 1 <= rank <= tensor.full_rank:
         raise ValueError(
-            f"rank is out of range: got {rank}, expected 1 to H·d = "
-            f"{tensor.heads}·{tensor.head_width} = {tensor.full_rank}"
+            f"rank is out of range: got {rank}, expected 1 to H·d = {heads}·{width} = {tensor.full_rank}"
         )
-    if bias is not None and tuple(bias.shape) != (tensor.heads, tensor.head_width):
+    if bias is not None and bias.shape != (heads, width):
         raise ValueError(
-            f"query_bias does not fit the heads: got {tuple(bias.shape)}, "
-            f"expected (H, d) = {(tensor.heads, tensor.head_width)}"
+            f"query_bias does not fit the heads: got {tuple(bias.shape)}, expected (H, d) = {(heads, width)}"
         )
-    for side, heads, moments in (
-        ("query", tensor.query, query_moments),
-        ("key", tensor.key, key_moments),
-    ):
-        if moments is not None and moments.width != heads.shape[1]:
+    for side, weights, moments in (("query", tensor.query, query_moments), ("key", tensor.key, key_moments)):
+        if moments is not None and moments.width != weights.shape[1]:
             raise ValueError(
-                f"{side}_moments do not fit the heads: got width {moments.width}, expected {heads.shape[1]}"
+                f"{side}_moments do not fit the heads: got width {moments.width}, expected {weights.shape[1]}"
             )
-    if not 0 <= damping < inf:
-        raise ValueError(f"damping is out of range: got {damping}, expected 0 or more, and finite")
-    if head_weights is not None and (head_weights.shape != (tensor.heads,) or not bool((head_weights > 0).all())):
-        raise ValueError(f"head_weights are {tuple(head_weights.shape)}; expected ({tensor.heads},), all above 0")
-    if sweeps is not None and sweeps < 1:
-        raise ValueError(f"sweeps is out of range: got {sweeps}, expected 1 or more")
+    if head_weights is not None and (head_weights.shape != (heads,) or not bool((head_weights > 0).all())):
+        raise ValueError(
+            f"head_weights do not fit the heads: got {tuple(head_weights.shape)}, expected ({heads},), all above 0"
+        )

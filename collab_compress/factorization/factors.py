@@ -1,12 +1,16 @@
-"""The factors of the collaborative form, shared projections and a mixing vector per head, and what solvers give."""
+"""The heads' query-key products as a tensor that is never formed, and the shared factors that approximate it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+
+Progress = Callable[[int, float], None]
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class Factors:
         query: $\tilde W_Q$, (Dq, R).
         mixing: M, (H, R).
         key: $\tilde W_K$, (Dk, R).
-        content_bias: rows $v_i$ added to the scores as $v_i \cdot y$, (H, Dk), or None for no bias.
+        content_bias: vectors $v_i$ added to the scores as $v_i \cdot y$, (H, Dk), or None.
 
     Raises:
         ValueError: the shapes do not fit together.
@@ -34,39 +38,24 @@ class Factors:
     content_bias: Tensor | None = None
 
     def __post_init__(self) -> None:
-        ranks = {factor.shape[-1] for factor in (self.query, self.mixing, self.key)}
-        dims = {factor.ndim for factor in (self.query, self.mixing, self.key)}
-        if dims != {2} or len(ranks) != 1:
+        shapes = [tuple(factor.shape) for factor in (self.query, self.mixing, self.key)]
+        if {len(shape) for shape in shapes} != {2} or len({shape[1] for shape in shapes}) != 1:
+            query, mixing, key = shapes
             raise ValueError(
-                "factors do not fit together: got "
-                f"query {tuple(self.query.shape)}, mixing {tuple(self.mixing.shape)}, "
-                f"key {tuple(self.key.shape)}; expected (Dq, R), (H, R), (Dk, R) with one R"
+                f"factors do not fit together: got query {query}, mixing {mixing}, key {key}; "
+                "expected (Dq, R), (H, R), (Dk, R) with one R"
             )
-        expected = (self.mixing.shape[0], self.key.shape[0])
+        expected = (len(self.mixing), len(self.key))
         if self.content_bias is not None and tuple(self.content_bias.shape) != expected:
             raise ValueError(
                 f"content bias does not fit the factors: got {tuple(self.content_bias.shape)}, "
                 f"expected (H, Dk) = {expected}"
             )
 
-    @property
-    def rank(self) -> int:
-        """Width R of the shared query and key space."""
-        return self.mixing.shape[1]
-
-    @property
-    def heads(self) -> int:
-        """Number of heads H."""
-        return self.mixing.shape[0]
-
-    def slice(self, head: int) -> Tensor:
-        """Return the approximated query-key product of one head, (Dq, Dk)."""
-        return (self.query * self.mixing[head]) @ self.key.mT
-
     def squared_norm(self) -> Tensor:
         r"""Return $\sum_i \|\hat T_i\|_F^2$ from the three R×R Gram matrices, a scalar."""
-        grams = [factor.mT @ factor for factor in (self.query, self.mixing, self.key)]
-        return (grams[0] * grams[1] * grams[2]).sum()
+        query, mixing, key = (factor.mT @ factor for factor in (self.query, self.mixing, self.key))
+        return (query * mixing * key).sum()
 
     def normalised(self) -> Factors:
         """Return the same products with mixing columns of length 1 and query and key columns of equal length."""
@@ -80,33 +69,117 @@ class Factors:
             self.content_bias,
         )
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Factors:
-        """Return the factors on another device or in another dtype.
-
-        Args:
-            device: where to put them; None leaves them where they are.
-            dtype: their new dtype; None leaves it as it is.
-        """
+    def to(self, *args: Any, **kwargs: Any) -> Factors:
+        """Return the factors on another device or in another dtype; arguments as for `Tensor.to`."""
+        query, mixing, key = (factor.to(*args, **kwargs) for factor in (self.query, self.mixing, self.key))
         bias = self.content_bias
-        return Factors(
-            self.query.to(device=device, dtype=dtype),
-            self.mixing.to(device=device, dtype=dtype),
-            self.key.to(device=device, dtype=dtype),
-            None if bias is None else bias.to(device=device, dtype=dtype),
-        )
+        return Factors(query, mixing, key, None if bias is None else bias.to(*args, **kwargs))
 
 
-Progress = Callable[[int, float], None]
+@dataclass(frozen=True)
+class HeadTensor:
+    r"""The tensor whose slice i is one head's query-key product, never formed.
+
+    $$T_i = Q_i K_i^\top$$
+
+    where $Q_i$ and $K_i$ are the heads' projections; equation 9 of "Multi-Head Attention: Collaborate Instead
+    of Concatenate". Each slice has rank d, so a product with T costs D·Hd multiplications where the dense tensor
+    needs H·D².
+
+    Args:
+        query: $Q_i$, (H, Dq, d).
+        key: $K_i$, (H, Dk, d).
+
+    Raises:
+        ValueError: the two differ in heads or in per-head width, or are not 3-dimensional.
+    """
+
+    query: Tensor
+    key: Tensor
+
+    def __post_init__(self) -> None:
+        query, key = tuple(self.query.shape), tuple(self.key.shape)
+        if (len(query), len(key)) != (3, 3) or query[0::2] != key[0::2]:
+            raise ValueError(
+                f"query and key heads do not fit together: got query {query}, key {key}; "
+                "expected (H, Dq, d) and (H, Dk, d) with one H and one d"
+            )
+
+    @property
+    def heads(self) -> int:
+        """Number of heads H."""
+        return self.query.shape[0]
+
+    @property
+    def head_width(self) -> int:
+        """Per-head query and key width d."""
+        return self.query.shape[2]
+
+    @property
+    def full_rank(self) -> int:
+        """The rank H·d at which concatenation is exact."""
+        return self.heads * self.head_width
+
+    @cached_property
+    def flat_query(self) -> Tensor:
+        """The heads' query projections side by side, (Dq, H·d)."""
+        return self.query.transpose(0, 1).flatten(1)
+
+    @cached_property
+    def flat_key(self) -> Tensor:
+        """The heads' key projections side by side, (Dk, H·d)."""
+        return self.key.transpose(0, 1).flatten(1)
+
+    def squared_norm(self) -> Tensor:
+        r"""Return $\|T\|_F^2 = \sum_i \langle Q_i^\top Q_i, K_i^\top K_i\rangle$, a scalar."""
+        return ((self.query.mT @ self.query) * (self.key.mT @ self.key)).sum()
+
+    def inner(self, factors: Factors) -> Tensor:
+        r"""Return $\langle T, \hat T\rangle$, a scalar."""
+        projected = (self.flat_query.mT @ factors.query) * (self.flat_key.mT @ factors.key)  # (H·d, R)
+        return (projected.view(self.heads, self.head_width, projected.shape[1]).sum(1) * factors.mixing).sum()
+
+    def relative_error(self, factors: Factors) -> float:
+        r"""Return $\|T - \hat T\|_F / \|T\|_F$ without forming either; 0 for a zero tensor and zero factors.
+
+        The squares cancel: in float64 errors below about 1e-7 are rounding.
+        """
+        norm = self.squared_norm().item()
+        residual = norm - 2 * self.inner(factors).item() + factors.squared_norm().item()
+        return relative(residual, norm)
+
+    def residual_transpose_times(self, factors: Factors, vector: Tensor) -> Tensor:
+        r"""Return $(T_i - \hat T_i)^\top x$ of every head, (H, Dk), for one vector x, (Dq,)."""
+        exact = torch.einsum("hkd,hd->hk", self.key, torch.einsum("hqd,q->hd", self.query, vector))
+        approximate = (factors.mixing * (vector @ factors.query)) @ factors.key.mT
+        return exact - approximate
+
+    def dense(self) -> Tensor:
+        """Form the whole tensor, (H, Dq, Dk): for tests and for solvers that need it."""
+        return self.query @ self.key.mT
+
+
+def by_head(flat: Tensor, heads: int) -> Tensor:
+    """Split a projection into heads, (D, H·d) to (H, D, d)."""
+    return flat.view(len(flat), heads, -1).transpose(0, 1).contiguous()
+
+
+def relative(residual: float, norm: float) -> float:
+    """Return the relative error of a squared residual against a squared norm, negative rounding clipped."""
+    residual = max(residual, 0.0)
+    if norm <= 0.0:
+        return 0.0 if residual == 0.0 else float("inf")
+    return float((residual / norm) ** 0.5)
 
 
 @dataclass(frozen=True)
 class SolverOptions:
-    """How long a solver may run.
+    """Options of a solver.
 
     Args:
-        sweeps: most passes over the three factors; None for the solver's own default.
+        sweeps: most passes over the three factors; None for the solver's default.
         tolerance: stop once a sweep lowers the error by less than this share of it, on average (parafac: the relative
-            error by less than this); None for the solver's own default.
+            error by less than this); None for the solver's default.
         seed: seed of random starts; solvers that start deterministically ignore it.
         progress: called after every sweep with the sweep's number and the relative error so far.
         equal: whether heads that share no channels are to be equally wide.
@@ -121,15 +194,15 @@ class SolverOptions:
 
 @dataclass(frozen=True)
 class Solution:
-    """Factors of the tensor a solver was given.
+    """Factors of a tensor of heads, as a solver returns them.
 
     Args:
         factors: the best factors met.
-        errors: relative error after every sweep.
+        errors: relative error of the minimised problem after every sweep; empty where the answer is in closed form.
         converged: whether the tolerance, rather than the number of sweeps, ended the run.
-        breakdowns: how many sweeps met a system that could not be solved as it was. Each is tried again on a
+        breakdowns: number of sweeps that met a system that could not be solved. Each is tried again on a
             slightly different system; a run that cannot go on ends with the best factors so far, not converged.
-        sizes: channels of each head, which lie side by side, where none is shared; else None.
+        sizes: channels of each head, side by side, where no channel is shared; else None.
     """
 
     factors: Factors
@@ -138,33 +211,24 @@ class Solution:
     breakdowns: int = 0
     sizes: tuple[int, ...] | None = None
 
+    @property
+    def sweeps(self) -> int:
+        """Passes over the three factors that were made."""
+        return len(self.errors)
 
-@dataclass(frozen=True)
-class Factorization:
-    r"""The factors of a layer's heads and how well they fit.
+
+@dataclass(frozen=True, kw_only=True)
+class Factorization(Solution):
+    r"""The factors of a layer's heads, in float64 with the content bias, and how well they fit.
 
     Args:
-        factors: $\tilde W_Q$, M, $\tilde W_K$ and the content bias, in float64.
-        errors: relative error $\|T - \hat T\|_F / \|T\|_F$ of the minimised problem after every sweep,
-            weighted where moments were given; empty if exact.
-        weight_error: relative error of the weights, unweighted.
+        weight_error: relative error $\|T - \hat T\|_F / \|T\|_F$ of the weights, unweighted.
         data_error: relative error under the weighting, or None without moments.
+        per_head_error: relative error of the minimised problem where no channel is shared, at the same rank.
         exact: whether the factors are the heads themselves (rank H·d).
-        sweeps: passes over the three factors that were made.
-        converged: whether progress, rather than the number of sweeps, ended the run.
-        breakdowns: how many sweeps met a system that could not be solved as it was (see `Solution`).
-        per_head_error: what the minimised error is where no channel is shared, at the same rank.
-        sizes: channels of each head where none is shared, which lie side by side; None where some
-            may be. At rank H·d none is.
     """
 
-    factors: Factors
-    errors: tuple[float, ...]
     weight_error: float
     data_error: float | None
-    exact: bool
-    sweeps: int
-    converged: bool
     per_head_error: float
-    sizes: tuple[int, ...] | None = None
-    breakdowns: int = 0
+    exact: bool = False

@@ -1,20 +1,30 @@
-r"""Points of the solver: factors as coefficients of the heads' channels, and the least squares that move them.
+r"""Points of the solver, the least squares that move them, and the exact line search between them.
 
 Least squares for a projection always give a combination of the heads' own channels, $\tilde W_Q = F_Q Z_Q$ with
-$F_Q = [Q_1 \dots Q_H]$. So coefficients $Z$ are held, and their products with the channels' Gram matrix,
+$F_Q = [Q_1 \dots Q_H]$. So the solver holds coefficients $Z$, and their products with the channels' Gram matrix,
 $P_Q = F_Q^\top \tilde W_Q = (F_Q^\top F_Q) Z_Q$: one product with the tensor for each projection and sweep.
+
+Along a line the squared error is a polynomial of degree six, whose lowest point is computed exactly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from collab_compress.factorization.head_tensor import HeadTensor
+from collab_compress.factorization.factors import HeadTensor
 
 SHIFT = 16.0
-# Of an entry of a Gram matrix whose products are made in that dtype: in float32 errors of 1e-7 average out.
+# Relative rounding of an entry of a Gram matrix whose products are made in that dtype: in float32 errors of 1e-7
+# average out.
 ROUNDING = {torch.float32: 1e-9, torch.float64: torch.finfo(torch.float64).eps}
+DEAD = 1e-2  # times the median norm of components: a smaller one has been killed by a ridge
+LONGEST_STEP = 100.0
 
 
 class Channels:
@@ -29,7 +39,7 @@ class Channels:
     def __init__(self, query: Tensor, key: Tensor, heads: int) -> None:
         self.query, self.key, self.heads, self.dtype = query, key, heads, query.dtype
         self.grams: tuple[Tensor, Tensor] | None = None
-        # Where heads are many and inputs narrow, the Gram matrices would be the larger ones.
+        # With many heads and narrow inputs the Gram matrices would be larger than the channels.
         if query.shape[1] <= 2 * min(len(query), len(key)):
             self.grams = query.mT @ query, key.mT @ key
 
@@ -39,7 +49,7 @@ class Channels:
         return cls(tensor.flat_query, tensor.flat_key, tensor.heads)
 
     def to(self, dtype: torch.dtype) -> Channels:
-        """Return them in another dtype."""
+        """Return the channels in another dtype."""
         return Channels(self.query.to(dtype), self.key.to(dtype), self.heads)
 
     def project_query(self, coefficients: Tensor, out: Tensor | None = None) -> Tensor:
@@ -59,7 +69,7 @@ class Channels:
         return projected.view(self.heads, len(projected) // self.heads, projected.shape[1])
 
     def mttkrp(self, mixing: Tensor, projected: Tensor) -> Tensor:
-        r"""Matricised tensor times Khatri-Rao product for one side, as coefficients: $P$ with $m_i$ on head i's rows.
+        r"""Matricised tensor times Khatri-Rao product for one side, as coefficients: $P$ scaled by $m_i$ for head i.
 
         $$\sum_i T_i \tilde W_K \mathrm{diag}(m_i) = F_Q\; \mathrm{stack}_i\big((K_i^\top \tilde W_K) \odot m_i\big)$$
 
@@ -78,7 +88,7 @@ class Channels:
 
 
 class Direction:
-    """Three factors, or a step in them, with both projections onto the heads, in one block of numbers.
+    """Three factors, or a step in them, with both projections onto the heads, in one tensor.
 
     Everything is linear in the factors, so sums of directions need no product with the tensor.
 
@@ -91,8 +101,7 @@ class Direction:
     def __init__(self, values: Tensor, heads: int) -> None:
         self.values, self.heads = values, heads
         channels = len(values) // 4 - heads // 2
-        sizes = (channels, channels, heads, channels, channels, heads)
-        self.parts = values.split(sizes)
+        self.parts = values.split((channels, channels, heads) * 2)
         self.query, self.key, self.mixing, self.projected_query, self.projected_key, _ = self.parts
 
     @classmethod
@@ -154,8 +163,8 @@ class Iterate(Direction):
         Args:
             channels: of the heads.
             ridge: weight of the factors' squared norms beside the squared error.
-            shift: as in `least_squares`; NaNs in the point say that a system was singular even so.
-            out: where the values go; into new memory if None.
+            shift: as in `least_squares`; NaNs in the result mean that a system was singular all the same.
+            out: memory for the values; None for new memory.
         """
         swept = Direction(torch.empty_like(self.values) if out is None else out, self.heads)
         query, key, mixing, projected_query, projected_key, mixing_copy = swept.parts
@@ -175,12 +184,46 @@ class Iterate(Direction):
         squares = query_gram.diagonal(), (key * projected_key).sum(0).clamp_min(0), mixing.square().sum(0)
         lengths = torch.stack(squares).sqrt()
         scales = lengths.prod(0).pow(1 / 3) / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
-        for part, scale in zip(
-            (query, key, mixing, projected_query, projected_key), (*scales, *scales[:2]), strict=True
-        ):
+        for part, scale in zip(swept.parts[:5], (*scales, *scales[:2]), strict=True):
             part.mul_(scale)
         mixing_copy.copy_(mixing)
         return swept
+
+    def widened(self, channels: Channels, count: int) -> Iterate:
+        r"""Return a point with further components: the singular channels that it fits worst, each for its own head.
+
+        With $u_j$ and $v_j$ the singular vectors of a channel of head i and $\sigma_j$ its singular value, the point
+        lacks $\delta_j = u_j^\top (T_i - \hat T_i) v_j = \sigma_j - u_j^\top \hat T_i v_j$ there. A component
+        $\delta_j\, u_j \otimes v_j$ of that head alone lowers the squared error by $\delta_j^2$, whatever else is
+        added.
+
+        Args:
+            channels: singular channels of the heads.
+            count: number of components to add, up to the number of channels.
+
+        Returns:
+            The point of R + count components, new ones last, with three columns of one length.
+        """
+        values = channels.query.square().sum(0)
+        tiny = torch.finfo(values.dtype).tiny
+        fitted = channels.by_head(self.projected_query * self.projected_key) * self.mixing[:, None]
+        lacking = values - fitted.sum(-1).flatten() / values.clamp_min(tiny)
+        chosen = lacking.abs().argsort(descending=True, stable=True)[:count]
+        size, place = lacking[chosen].abs().pow(1 / 3), torch.arange(count, device=chosen.device)
+        columns = values.new_zeros(len(values), count)
+        columns[chosen, place] = size / values[chosen].sqrt().clamp_min(tiny)
+        mixing = values.new_zeros(channels.heads, count)
+        heads = chosen.div(len(values) // channels.heads, rounding_mode="floor")
+        mixing[heads, place] = size * lacking[chosen].sign()
+        added = Direction.of(channels, columns, mixing, columns)
+        return Iterate.at(Direction(torch.cat([self.values, added.values], 1), self.heads))
+
+    def narrowed(self, rank: int) -> Iterate:
+        """Return a point with the R components of largest norm, without those that a ridge has killed."""
+        squares = self.grams.diagonal(dim1=1, dim2=2).prod(0)
+        order = squares.argsort(descending=True, stable=True)[:rank]
+        alive = squares[order] > DEAD**2 * squares[order].median()
+        return Iterate.at(Direction(self.values[:, order[alive].sort().values], self.heads))
 
 
 def least_squares(
@@ -193,15 +236,15 @@ def least_squares(
         right: (n, R).
         ridge: added to the diagonal.
         shift: added to the diagonal once it is scaled to 1, in units of R times the rounding of one number.
-        out: where X goes; into new memory if None.
+        out: memory for X; None for new memory.
 
     Returns:
-        (n, R); all NaN where the system has no Cholesky factorization even so, which needs no wait for a device.
+        (n, R); all NaN where even the shifted system has no Cholesky factorization, so that no device is waited for.
     """
     system = gram.to(torch.float64, copy=True)
     diagonal = system.diagonal()
     diagonal.add_(ridge)
-    # With a unit diagonal, rounding of every size of component is covered by one small shift.
+    # With a unit diagonal, one small shift covers the rounding of components of every size.
     scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt()
     system *= scale[:, None] * scale
     diagonal.add_(shift * ROUNDING[gram.dtype] * len(gram))
@@ -210,6 +253,97 @@ def least_squares(
     if len(right) < len(gram):
         solution = (torch.cholesky_solve((right * scale).mT, root).mT * scale).to(right.dtype)
         return solution if out is None else out.copy_(solution)
-    # Of many right sides a product costs less than two triangular solves.
+    # With many right-hand sides one product costs less than two triangular solves.
     inverse = torch.cholesky_inverse(root).mul_(scale[:, None] * scale)
     return torch.matmul(right, inverse.to(right.dtype), out=out)
+
+
+@dataclass(frozen=True)
+class Line:
+    r"""The penalised squared error on the line $x + \alpha p$.
+
+    $$\|T - \hat T(\alpha)\|_F^2 + \rho\,\big(\|\tilde W_Q\|^2 + \|M\|^2 + \|\tilde W_K\|^2\big)$$
+
+    Args:
+        point: x.
+        direction: p.
+        grams: per factor the matrices of $1, \alpha, \alpha^2$ in its Gram matrix along the line, (3, 3, R, R).
+        squared: coefficients of $1$ to $\alpha^6$ of the squared error of heads whose squared norm is 1, (7,).
+        penalty: of $1$ to $\alpha^6$ of the ridge's part, (7,).
+        out: memory for the next point's values; None for new memory.
+    """
+
+    point: Iterate
+    direction: Direction
+    grams: Tensor
+    squared: Tensor
+    penalty: Tensor
+    out: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, channels: Channels, point: Iterate, direction: Direction, ridge: float, out: Tensor | None = None
+    ) -> Line:
+        """Expand the polynomial; two R×R products per projection and none with the tensor."""
+        rank = point.grams.shape[-1]
+        grams = point.grams.new_empty(3, 3, rank, rank)
+        grams[:, 0] = point.grams
+        sides = (
+            (point.query, direction.query, direction.projected_query),
+            (point.mixing, direction.mixing, direction.mixing),
+            (point.key, direction.key, direction.projected_key),
+        )
+        for gram, (factor, step, projected_step) in zip(grams, sides, strict=True):
+            cross = factor.mT @ projected_step
+            torch.add(cross, cross.mT, out=gram[1])
+            torch.matmul(step.mT, projected_step, out=gram[2])
+        query, mixing, key = grams
+        products = grams.new_zeros(5, rank, rank)
+        for power in range(3):
+            products[power : power + 3].addcmul_(query[power : power + 1], mixing)
+        squared = _diagonal_sums(products.flatten(1) @ key.flatten(1).mT)
+        cross = channels.mixing_mttkrp(point.projected_query, direction.projected_key)
+        inner = torch.stack(
+            [
+                channels.mixing_mttkrp(point.projected_query, point.projected_key),
+                cross + channels.mixing_mttkrp(direction.projected_query, point.projected_key),
+                channels.mixing_mttkrp(direction.projected_query, direction.projected_key),
+            ]
+        )
+        heads = torch.stack([point.mixing, direction.mixing])
+        squared[:4] -= 2 * _diagonal_sums(inner.flatten(1) @ heads.flatten(1).mT)
+        squared[0] += 1.0
+        penalty = torch.zeros_like(squared)
+        penalty[:3] = ridge * grams.diagonal(dim1=2, dim2=3).sum((0, 2))
+        return cls(point, direction, grams, squared, penalty, out)
+
+    def at(self, step: float) -> Iterate:
+        """Return the point at one step length, its Gram matrices taken from the expansion."""
+        grams = torch.add(self.grams[:, 1], self.grams[:, 2], alpha=step)
+        grams = torch.add(self.grams[:, 0], grams, alpha=step)
+        return Iterate(self.point.plus(self.direction, step, self.out).values, self.point.heads, grams)
+
+
+def _diagonal_sums(table: Tensor) -> Tensor:
+    """Sum a table of coefficients over i + j = n: the product of two polynomials, in float64."""
+    rows, columns = table.shape
+    sums = table.new_zeros(rows + columns - 1, dtype=torch.float64)
+    for j in range(columns):
+        sums[j : j + rows] += table[:, j]
+    return sums
+
+
+def positive_minimiser(coefficients: Sequence[float]) -> float:
+    r"""Return the $\alpha \in [0, 100]$ minimising $\sum_k c_k \alpha^k$ for k from 1, given the $c_k$."""
+    slope = [power * value for power, value in enumerate(coefficients, 1)]
+    if not all(map(isfinite, slope)):
+        return 0.0
+    least = float(np.finfo(float).eps) * max(map(abs, slope))
+    degree = max((power for power, value in enumerate(slope) if abs(value) > least), default=0)
+    if degree == 0 or not all(isfinite(value / slope[degree]) for value in slope):
+        return 0.0
+    roots: list[complex] = np.roots(slope[degree::-1]).tolist()
+    steps = [min(root.real, LONGEST_STEP) for root in roots if root.real > 0 and abs(root.imag) <= 1e-6 * abs(root)]
+    reached = [(sum(c * step**power for power, c in enumerate(coefficients, 1)), step) for step in steps]
+    value, step = min(reached, default=(0.0, 0.0))
+    return step if value < 0 else 0.0

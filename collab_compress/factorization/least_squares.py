@@ -1,4 +1,4 @@
-r"""Least squares for a linear layer, from moments of its inputs and of what is missing from its outputs.
+r"""Least squares for a linear layer, and the choice of the inputs that it keeps, from moments.
 
 A layer adds $W a + b$ to a sum that should be larger by $e$. Its change
 
@@ -7,6 +7,11 @@ $$\min_{\Delta, \delta}\ \mathbb{E}\,\|e - \Delta a - \delta\|^2 + \lambda\,\|\D
 has a closed form in the covariances of $a$ and $e$: $\Delta^\top = (C_{aa} + \lambda I)^{-1} C_{ae}$ and
 $\delta = \bar e - \Delta \bar a$; without a bias second moments take the place of covariances. The ridge pulls
 towards the layer as it is.
+
+The neurons of a feed-forward block are the inputs of its second layer. With weights fitted to them, leaving neuron j
+out and refitting the others raises the squared error by $\|w_j\|^2 / [C_{aa}^{-1}]_{jj}$ ("Optimal Brain Surgeon",
+Hassibi and Stork, 1993). Blocks of neurons that cost least are eliminated one after the other; $C_{aa}^{-1}$ and $W$
+follow by Schur complements.
 """
 
 from functools import partial
@@ -15,23 +20,23 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from collab_compress.factorization.moments import float64_device
+from collab_compress.factorization.moments import cholesky, float64_device
 
 STRIP = 1024  # columns of a symmetric product that are computed together, from the diagonal on
+BLOCK = 64  # neurons that are eliminated between two rankings
 
 
 class ResidualMoments:
     """Sums over vectors a (n, N) and residuals e (n, D): of the vectors, and of their products.
 
-    Products are made in float32, or in float64 where the vectors are, of what is left of them less a vector near
-    their mean, so that a large mean costs no digits; sums are in float64.
+    Vectors are taken relative to one near their mean, so that a large mean costs no digits. Products are made in
+    float32, or in float64 for such vectors; sums are in float64.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.squared = 0.0
         self.place = torch.device("cpu")
-        self._near: Tensor | None = None
 
     def add(self, inputs: Tensor, residuals: Tensor) -> None:
         """Add vectors a (n, N) and residuals e (n, D)."""
@@ -39,16 +44,15 @@ class ResidualMoments:
             return
         wide = torch.float64 if inputs.dtype == torch.float64 else torch.float32
         inputs, residuals = inputs.to(wide), residuals.to(wide)
-        if self._near is None:
+        if not self.count:
             self._start(inputs, residuals)
-        assert self._near is not None
-        left = inputs - self._near
-        self._inputs += left.to(self.place).sum(0, dtype=torch.float64)
+        centred = inputs - self._near
+        self._inputs += centred.to(self.place).sum(0, dtype=torch.float64)
         self._residuals += residuals.to(self.place).sum(0, dtype=torch.float64)
-        for start in range(0, left.shape[1], STRIP):
-            strip = left[:, start : start + STRIP].mT @ left[:, start:]
+        for start in range(0, centred.shape[1], STRIP):
+            strip = centred[:, start : start + STRIP].mT @ centred[:, start:]
             self._products[start : start + STRIP, start:] += strip.to(self.place, torch.float64)
-        self._crossed += (left.mT @ residuals).to(self.place)
+        self._crossed += (centred.mT @ residuals).to(self.place)
         self.squared += float(residuals.square().sum())
         self.count += len(inputs)
 
@@ -64,18 +68,16 @@ class ResidualMoments:
 
     def means(self) -> tuple[Tensor, Tensor]:
         """Return the means of a (N,) and e (D,), in float64."""
-        assert self._near is not None
         return self._near.to(self.place).double() + self._inputs / self.count, self._residuals / self.count
 
     def moments(self, centred: bool) -> tuple[Tensor, Tensor]:
         """Return E[a aᵀ] (N, N) and E[a eᵀ] (N, D), or covariances if `centred`; in float64."""
-        assert self._near is not None
-        left, residual = self._inputs / self.count, self._residuals / self.count
-        second = self._symmetric_products() / self.count - torch.outer(left, left)
-        crossed = self._crossed / self.count - torch.outer(left, residual)
+        inputs, residuals = self._inputs / self.count, self._residuals / self.count
+        second = self._symmetric_products() / self.count - torch.outer(inputs, inputs)
+        crossed = self._crossed / self.count - torch.outer(inputs, residuals)
         if not centred:
             mean, _ = self.means()
-            second, crossed = second.addr_(mean, mean), crossed.addr_(mean, residual)
+            second, crossed = second.addr_(mean, mean), crossed.addr_(mean, residuals)
         return second, crossed
 
     def _symmetric_products(self) -> Tensor:
@@ -83,38 +85,32 @@ class ResidualMoments:
         return upper + upper.triu(1).mT
 
     def narrowed(self, weight: Tensor, kept: Tensor) -> Self:
-        """Return the moments of the layer without some inputs: what those added is missing too.
+        """Return the moments of the layer without some inputs, whose contribution joins the residuals.
 
         Args:
             weight: Wᵀ of the layer, (N, D), in float64.
-            kept: inputs that it goes on reading, in ascending order, (n,).
+            kept: inputs that remain, in ascending order, (n,).
         """
-        assert self._near is not None
-        reads = torch.zeros(len(weight), dtype=torch.bool, device=kept.device).index_fill(0, kept, True)
-        lost = weight[~reads]
+        removed = torch.ones(len(weight), dtype=torch.bool, device=kept.device).index_fill(0, kept, False)
+        lost = weight[removed]
         products = self._symmetric_products()
-        # What the lost inputs add is mean + vary; the sum over vectors of (a − near)·vary is `added`.
-        mean = self._near.to(self.place).double()[~reads] @ lost
-        added = products[:, ~reads] @ lost
-        vary = self._inputs[~reads] @ lost
+        # The removed inputs add mean + vary; the sum over vectors of (a − near)·vary is `added`.
+        mean = self._near.to(self.place).double()[removed] @ lost
+        added = products[:, removed] @ lost
+        vary = self._inputs[removed] @ lost
         narrowed = type(self)()
         narrowed.count, narrowed.place, narrowed._near = self.count, self.place, self._near[kept]
         narrowed._inputs = self._inputs[kept]
         narrowed._products = products[kept][:, kept]
         narrowed._residuals = self._residuals + vary + self.count * mean
         narrowed._crossed = (self._crossed + added + torch.outer(self._inputs, mean))[kept]
-        between = (self._crossed[~reads] * lost).sum() + self._residuals @ mean
-        squared = (added[~reads] * lost).sum() + 2 * mean @ vary + self.count * mean @ mean
+        between = (self._crossed[removed] * lost).sum() + self._residuals @ mean
+        squared = (added[removed] * lost).sum() + 2 * mean @ vary + self.count * mean @ mean
         narrowed.squared = self.squared + float(2 * between + squared)
         return narrowed
 
     def squared_error(self, change: Tensor, shift: Tensor | None) -> float:
-        """Return E‖e − Δa − δ‖².
-
-        Args:
-            change: Δᵀ, (N, D).
-            shift: δ, (D,), or None for 0.
-        """
+        """Return E‖e − Δa − δ‖² for Δᵀ (N, D) and δ (D,), or None for no bias."""
         second, crossed = self.moments(centred=False)
         mean, residual = self.means()
         error = self.squared / self.count - 2 * (change * crossed).sum() + (change * (second @ change)).sum()
@@ -127,7 +123,7 @@ def fit(moments: ResidualMoments, damping: float, bias: bool) -> tuple[Tensor, T
     """Return Δᵀ (N, D) and δ (D,), or None for δ where there is no bias.
 
     Args:
-        moments: of the layer's inputs and of what is missing.
+        moments: of the layer's inputs and of the residuals.
         damping: λ, as a share of the mean of the inputs' variances.
         bias: whether the layer has one.
 
@@ -135,10 +131,67 @@ def fit(moments: ResidualMoments, damping: float, bias: bool) -> tuple[Tensor, T
         ValueError: the moments are singular, or not finite.
     """
     second, crossed = moments.moments(centred=bias)
+    message = "the inputs' moments are singular; pass a larger damping, or more data"
+    if not bool(torch.isfinite(crossed).all()):
+        raise ValueError(message)
     second.diagonal().add_(damping * second.diagonal().mean())
-    root, failed = torch.linalg.cholesky_ex(second)
-    if int(failed) or not bool(torch.isfinite(crossed).all()):
-        raise ValueError("the inputs' moments are singular; pass a larger damping, or more data")
-    change = torch.cholesky_solve(crossed, root)
+    change = torch.cholesky_solve(crossed, cholesky(second, message))
     mean, residual = moments.means()
     return change, residual - mean @ change if bias else None
+
+
+def choice_moments(
+    moments: ResidualMoments, weight: Tensor, gain: Tensor, damping: float, bias: bool
+) -> tuple[Tensor, Tensor]:
+    """Return what neurons are chosen by: E[a aᵀ], damped, (N, N), and E[a tᵀ] with the outputs wanted, (N, D).
+
+    Args:
+        moments: of the activations and of the residuals of the outputs.
+        weight: Wᵀ of the second layer, (N, D), in float64.
+        gain: factor of each output before it is added to the residual stream, (D,).
+        damping: share of the activations' mean variance that is added to each variance.
+        bias: whether the layer has a bias, which takes the means.
+    """
+    second, crossed = moments.moments(centred=bias)
+    wanted = (crossed + second @ weight) * gain.to(crossed)
+    second.diagonal().add_(damping * second.diagonal().mean())
+    return second, wanted
+
+
+def choose_neurons(second: Tensor, crossed: Tensor, count: int, block: int = BLOCK) -> Tensor:
+    """Return the indices of the neurons to keep, in ascending order, (count,); arguments as for `elimination_order`.
+
+    Raises:
+        ValueError: the moments are singular.
+    """
+    order = elimination_order(second, crossed, count, block)
+    return order[len(order) - count :].sort().values
+
+
+def elimination_order(second: Tensor, crossed: Tensor, least: int = 0, block: int = BLOCK) -> Tensor:
+    """Return the indices of all neurons in the order of elimination, (N,); the last k are the best k to keep.
+
+    Args:
+        second: moments E[a aᵀ] of all N activations, damped, (N, N).
+        crossed: E[a tᵀ] with the outputs wanted, (N, D).
+        least: number of neurons that are never eliminated; these are the last, in ascending order.
+        block: most neurons to eliminate between two rankings.
+
+    Raises:
+        ValueError: the moments are singular.
+    """
+    root = cholesky(second, "the activations' moments are singular; pass a larger damping, or more data")
+    inverse = torch.cholesky_inverse(root)
+    weight = inverse @ crossed
+    remaining = torch.ones(len(second), dtype=torch.bool, device=second.device)
+    order = []
+    for count in range(len(second), least, -block):
+        cost = (weight.square().sum(1) / inverse.diagonal()).where(remaining, torch.inf)
+        leaving = cost.argsort(stable=True)[: min(block, count - least)]
+        rows = inverse[leaving]
+        factor = torch.linalg.solve(rows[:, leaving], rows).mT
+        weight.addmm_(factor, weight[leaving], alpha=-1)
+        inverse.addmm_(factor, rows, alpha=-1)  # rows and columns of eliminated neurons become 0
+        remaining[leaving] = False
+        order.append(leaving)
+    return torch.cat([*order, remaining.nonzero()[:, 0]])

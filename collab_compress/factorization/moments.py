@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from collab_compress.factorization.factors import Factors
-from collab_compress.factorization.head_tensor import HeadTensor, by_head
+from collab_compress.factorization.factors import Factors, HeadTensor, by_head
 
 WITHOUT_FLOAT64 = ("mps",)
 
@@ -21,7 +20,7 @@ class Moments:
     Args:
         mean: $E[x]$, (D,).
         second: $E[x x^\top]$, (D, D), not centred.
-        count: number of vectors behind the two, the weight when pooling.
+        count: number of vectors behind the two.
 
     Raises:
         ValueError: the shapes do not fit, the count is not positive, or a value is not finite.
@@ -45,32 +44,9 @@ class Moments:
 
     @classmethod
     def of(cls, inputs: Tensor) -> Moments:
-        """Return the moments of sampled vectors in float64, on their device or, where it has no float64, on the CPU.
-
-        Args:
-            inputs: (..., D), every leading position one vector.
-        """
-        rows = inputs.reshape(-1, inputs.shape[-1]).to(float64_device(inputs.device)).double()
-        return cls(rows.mean(0), rows.mT @ rows / len(rows), float(len(rows)))
-
-    @classmethod
-    def pool(cls, moments: Iterable[Moments]) -> Moments:
-        """Return the moments of several samples taken together, each weighted by its count.
-
-        Args:
-            moments: at least one, all of the same width D.
-
-        Raises:
-            ValueError: none given, or their widths differ.
-        """
-        parts = list(moments)
-        widths = sorted({part.width for part in parts})
-        if len(widths) != 1:
-            raise ValueError(f"cannot pool moments: got widths {widths}, expected one common width")
-        total = sum(part.count for part in parts)
-        mean = torch.stack([part.mean * (part.count / total) for part in parts]).sum(0)
-        second = torch.stack([part.second * (part.count / total) for part in parts]).sum(0)
-        return cls(mean, second, total)
+        """Return the moments of vectors (..., D), in float64 (on the CPU where their device has none)."""
+        vectors = inputs.reshape(-1, inputs.shape[-1]).to(float64_device(inputs.device)).double()
+        return cls(vectors.mean(0), vectors.mT @ vectors / len(vectors), float(len(vectors)))
 
     @property
     def width(self) -> int:
@@ -82,21 +58,32 @@ class Moments:
         centred = self.second - torch.outer(self.mean, self.mean)
         return (centred + centred.mT) / 2
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Moments:
-        """Return the moments on another device or in another dtype; None leaves either as it is."""
-        return Moments(
-            self.mean.to(device=device, dtype=dtype), self.second.to(device=device, dtype=dtype), self.count
-        )
+    def to(self, *args: Any, **kwargs: Any) -> Moments:
+        """Return the moments on another device or in another dtype; arguments as for `Tensor.to`."""
+        return Moments(self.mean.to(*args, **kwargs), self.second.to(*args, **kwargs), self.count)
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """Return the device itself, or the CPU where it computes nothing in float64 (Apple's MPS)."""
+    """Return the device itself, or the CPU if the device has no float64 (Apple's MPS)."""
     return device if has_float64(device) else torch.device("cpu")
 
 
 def has_float64(device: torch.device) -> bool:
     """Return whether a device supports float64."""
     return device.type not in WITHOUT_FLOAT64
+
+
+def cholesky(matrix: Tensor, message: str, upper: bool = False) -> Tensor:
+    """Return the triangular root of a positive definite matrix.
+
+    Raises:
+        ValueError: with this message, where the matrix is singular or not finite.
+    """
+    root: Tensor
+    root, info = torch.linalg.cholesky_ex(matrix, upper=upper)
+    if int(info) or not bool(root.diagonal().isfinite().all()):  # any other entry that is not finite shows there
+        raise ValueError(message)
+    return root
 
 
 @dataclass(frozen=True)
@@ -128,16 +115,16 @@ class Weighting:
         centre: bool = True,
         centre_query: bool | None = None,
     ) -> Weighting:
-        r"""Build the weighting from the moments of the query and key inputs.
+        r"""Build the weighting from the moments of the query and key inputs; None leaves a side unweighted.
 
         Args:
-            query: moments of the inputs of the query projection, width Dq, or None for no weighting.
-            key: moments of the inputs of the key projection, width Dk, or None for no weighting.
-            damping: multiple of the mean diagonal added to the diagonal. Directions the sample never
-                visits otherwise get no weight at all.
+            query: moments of the inputs of the query projection, width Dq.
+            key: moments of the inputs of the key projection, width Dk.
+            damping: multiple of the mean diagonal added to the diagonal. Without it, directions that the sample
+                never visits get no weight at all.
             centre: weigh by covariances. Softmax ignores what is constant over the keys, and what is
                 constant over the queries goes into the content bias.
-            centre_query: the same for queries alone; as `centre` if not given.
+            centre_query: the same for queries alone; None for the value of `centre`.
 
         Raises:
             ValueError: a moment matrix is singular even after damping, or too large.
@@ -171,16 +158,19 @@ class Weighting:
 
 def _root(side: str, moments: Moments, damping: float, centre: bool) -> Tensor:
     matrix = moments.covariance() if centre else (moments.second + moments.second.mT) / 2
-    damped = matrix.clone()
-    damped.diagonal().add_(damping * matrix.diagonal().mean())
+    damped = damp(matrix, damping)
     if not bool(torch.isfinite(damped).all()):
         raise ValueError(f"the moments of the {side} inputs are not finite with damping {damping}; lower it")
-    root: Tensor
-    root, info = torch.linalg.cholesky_ex(damped, upper=True)
-    if info.item() != 0:
-        kind = "covariance" if centre else "second moment"
-        raise ValueError(
-            f"the {kind} of the {side} inputs is singular: got damping {damping} over {moments.count:g} "
-            "inputs; expected a positive definite matrix: raise the damping or give inputs that vary"
-        )
-    return root
+    kind = "covariance" if centre else "second moment"
+    message = (
+        f"the {kind} of the {side} inputs is singular: got damping {damping} over {moments.count:g} "
+        "inputs; expected a positive definite matrix: raise the damping or give inputs that vary"
+    )
+    return cholesky(damped, message, upper=True)
+
+
+def damp(matrix: Tensor, damping: float) -> Tensor:
+    """Return moments (n, n) with a share of the mean variance added to every direction."""
+    damped = matrix.clone()
+    damped.diagonal().add_(damping * matrix.diagonal().mean())
+    return damped

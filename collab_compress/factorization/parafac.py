@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from collab_compress.factorization.factors import Factors, Solution, SolverOptions
-from collab_compress.factorization.head_tensor import HeadTensor
+from collab_compress.factorization.factors import Factors, HeadTensor, Solution, SolverOptions
 
 SWEEPS = 100
 TOLERANCE = 1e-6
@@ -28,32 +27,38 @@ def parafac(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
 
     Returns:
         The factors, mixing as the first mode's, and the relative error of every sweep. Where a system is singular or
-        gives NaNs, those of the sweep before it, or else the random start's.
+        gives NaNs, the factors are those of the sweep before it, or else the random start's.
 
     Raises:
         ImportError: tensorly is not installed.
+        ValueError: the random start's error is not finite.
     """
-    tl, decompose = _tensorly()
+    try:
+        import tensorly
+        from tensorly import decomposition
+    except ImportError as error:
+        raise ImportError(
+            "the parafac solver needs tensorly, which is not installed; expected `pip install tensorly`, "
+            'or solver="als", which needs nothing more'
+        ) from error
+    points: list[Any] = []  # the last one
     errors: list[float] = []
-    last: Any = None
 
     def record(point: Any, error: Any) -> bool:
-        nonlocal last
         if not isfinite(error):
             return True  # tensorly stops
         errors.append(float(error))
-        last = (point.weights, list(point.factors))  # tensorly puts new tensors into its own list
+        points[:] = [(point.weights, list(point.factors))]  # a copy: tensorly puts new tensors into its own list
         if options.progress is not None and len(errors) > 1:
             options.progress(len(errors) - 1, errors[-1])
         return False
 
     sweeps = SWEEPS if options.sweeps is None else options.sweeps
-    # At tolerance 0 tensorly computes no error for the callback to report.
+    # At tolerance 0 tensorly computes no error for the callback.
     tolerance = TOLERANCE if options.tolerance is None else max(options.tolerance, sys.float_info.min)
-    failed = False
-    with tl.backend_context("pytorch"):
+    with tensorly.backend_context("pytorch"):
         try:
-            weights, factors = decompose(
+            weights, factors = decomposition.parafac(
                 tensor.dense(),
                 rank,
                 n_iter_max=sweeps,
@@ -65,28 +70,15 @@ def parafac(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
             failed = not all(bool(torch.isfinite(factor).all()) for factor in factors)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             failed = True
-    if failed and last is None:
-        raise ValueError("the random start's error is not finite; the heads' values are too large")
     if failed:
-        weights, factors = last
+        if not points:
+            raise ValueError("the random start's error is not finite; the heads' values are too large")
+        weights, factors = points[0]
     mixing, query, key = factors
-    # The first call of the callback is the random start, before any sweep.
-    swept = tuple(errors[1:])
+    swept = tuple(errors[1:])  # the first call of the callback is the random start, before any sweep
     return Solution(
         Factors(query, mixing * weights, key),
         swept,
         converged=len(swept) < sweeps and not failed,
         breakdowns=int(failed),
     )
-
-
-def _tensorly() -> tuple[Any, Any]:
-    try:
-        import tensorly
-        from tensorly.decomposition import parafac as decompose
-    except ImportError as error:
-        raise ImportError(
-            "the parafac solver needs tensorly, which is not installed; expected `pip install tensorly`, "
-            'or solver="als", which needs nothing more'
-        ) from error
-    return tensorly, decompose

@@ -1,6 +1,6 @@
-r"""Shared channels for heads that a rotary embedding turns: a decomposition for each of its frequencies.
+r"""Shared channels for heads with a rotary embedding: a decomposition for each of its frequencies.
 
-Two channels that are turned together are one complex channel, $q_{ij} = x \cdot a_{ij}$ and
+Two channels that are rotated together are one complex channel, $q_{ij} = x \cdot a_{ij}$ and
 $k_{ij} = y \cdot b_{ij}$ of head i and frequency j, and
 the scores of tokens n apart are $\mathrm{Re} \sum_j e^{i\theta_j n} q_{ij} \bar k_{ij}$.
 A channel may be shared by heads within its frequency, with complex mixing:
@@ -19,22 +19,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from collab_compress.factorization.als import als
-from collab_compress.factorization.factors import Factors, SolverOptions
-from collab_compress.factorization.head_tensor import HeadTensor, relative
-from collab_compress.factorization.moments import Moments, float64_device
+from collab_compress.factorization.factors import Factors, HeadTensor, SolverOptions, relative
+from collab_compress.factorization.moments import Moments, cholesky, float64_device
 
-Check = Callable[[], None]
+Check: TypeAlias = Callable[[], None]
 SWEEPS = 100
 FAST_SWEEPS = 25
-ROUGH_SWEEPS = 20  # to see how many channels a frequency is worth
-ROUGH_WIDTHS = 8  # at which the error of unrotated channels is computed for that, and interpolated between
+ROUGH_SWEEPS = 20  # to estimate how many channels a frequency is worth
+ROUGH_WIDTHS = 8  # widths at which that is done for unrotated channels, with interpolation in between
 RIDGE = 1e-2  # fades out over the first 80 % of the sweeps, relative to the mean of the system's diagonal
 SHIFT = 1e-12
 
@@ -50,7 +50,7 @@ class RotaryFactors:
             imaginary part.
         key: $\kappa$, complex (Dk, S).
         frequencies: of each of the S channels, from 0.
-        rotated: how many frequencies rotate, the first.
+        rotated: number of frequencies that rotate, the first.
     """
 
     query: Tensor | None
@@ -68,23 +68,22 @@ class RotaryFactorization:
         factors: in complex128.
         weight_error: relative error of the weights, unweighted.
         data_error: relative error of the scores under the moments, averaged over distances, or None without moments.
+        per_head_error: relative error of the minimised problem where each head, or group of heads that share keys,
+            keeps its strongest channels, as many in all.
         sweeps: passes of the solver over its factors; 0 where the answer is in closed form.
-        converged: whether the solver came to rest, which a closed form always does.
-        per_head_error: what the minimised error is where each head, or group of heads that share keys, keeps its own
-            strongest channels, as many in all.
         exact: whether nothing is lost.
+        converged: always True.
         breakdowns: always 0: a system is shifted before it is solved.
     """
 
     factors: RotaryFactors
     weight_error: float
     data_error: float | None
-    sweeps: int
-    converged: bool
     per_head_error: float
-    exact: bool
+    sweeps: int = 0
+    exact: bool = False
+    converged: bool = True
     breakdowns: int = 0
-    sizes: None = None
 
 
 def factorize_rotary(
@@ -96,19 +95,19 @@ def factorize_rotary(
     key_moments: Moments | None = None,
     damping: float = 1e-3,
     sweeps: int | None = None,
-    turned: int | None = None,
+    rotated: int | None = None,
     equal: bool = False,
     device: torch.device | str | None = None,
     check: Check | None = None,
     head_weights: Tensor | None = None,
 ) -> RotaryFactorization:
-    """Share the complex channels of heads that a rotary embedding turns.
+    """Share the complex channels of heads with a rotary embedding.
 
     Where each head has a key of its own, heads share queries and keys. Where groups of heads share a key already,
     groups share keys, and queries stay as they are: for each frequency a singular value decomposition of the keys,
-    each weighed by the queries of its group.
+    each weighted by the queries of its group.
 
-    How many channels a frequency gets is what lowers the error of all most, unless `equal` asks for one number.
+    Channels are divided among frequencies so that the error is the least, unless `equal` is true.
 
     Args:
         query: complex (H, Dq, J), J frequencies; where queries have biases they are the last of the Dq rows.
@@ -117,19 +116,19 @@ def factorize_rotary(
         query_moments: moments of the queries' inputs; Dq wide, or one less where the last row is a bias.
         key_moments: of the keys' inputs.
         damping: multiple of the moments' mean diagonal added to their diagonal.
-        sweeps: passes of the solver; None for its own number.
-        turned: how many frequencies turn, the first; all if not given. Of the others the softmax ignores what is
-            constant over keys, so keys are centred there.
+        sweeps: passes of the solver; None for its default.
+        rotated: number of frequencies that rotate, the first; None for all. For the others the softmax ignores what
+            is constant over keys, so keys are centred there.
         equal: whether all frequencies get equally many channels, as far as S allows.
-        device: where to work; it must have float64. None for where `query` is, or the CPU.
-        check: called before every sweep; what it raises ends the work.
+        device: device of the work, with float64; None for the device of `query`, or the CPU.
+        check: called before every sweep; an exception that it raises ends the work.
         head_weights: (H,), all above 0; as for `factorize`.
 
     Raises:
         ValueError: shapes do not fit, a value is not finite, or the moments are singular.
     """
     place = float64_device(query.device) if device is None else torch.device(device)
-    query, key = (each.detach().to(place).to(torch.complex128) for each in (query, key))
+    query, key = (side.detach().to(place).to(torch.complex128) for side in (query, key))
     heads, groups, frequencies = len(query), len(key), query.shape[-1]
     if heads % groups or key.shape[-1] != frequencies or not 1 <= channels <= groups * frequencies:
         raise ValueError(
@@ -138,166 +137,300 @@ def factorize_rotary(
         )
     if not bool(torch.isfinite(torch.view_as_real(query)).all() and torch.isfinite(torch.view_as_real(key)).all()):
         raise ValueError("queries or keys are not finite: got nan or inf, expected finite weights")
-    turned = frequencies if turned is None else turned
+    rotated = frequencies if rotated is None else rotated
     query_root = _root("query", query_moments, query.shape[1], damping, place)
-    key_roots = [_root("key", key_moments, key.shape[1], damping, place, each) for each in (False, True)]
+    key_roots = [_root("key", key_moments, key.shape[1], damping, place, centre) for centre in (False, True)]
     weights = (torch.ones(heads) if head_weights is None else head_weights).to(query)[:, None]
-    weighed_query = _weighed(query_root, query) * weights[:, None]
-    weighed_key = torch.cat(
-        [_weighed(root, part) for root, part in zip(key_roots, key.tensor_split([turned], -1), strict=True)], -1
+    weighted_query = _weighted(query_root, query) * weights[:, None]
+    weighted_key = torch.cat(
+        [_weighted(root, keys) for root, keys in zip(key_roots, key.tensor_split([rotated], -1), strict=True)], -1
     )
-    shared = heads == groups
-    exact = channels == groups * frequencies
-    if exact:
-        counts = [groups] * frequencies
-        found = solved = _joined([_own(query, key, j, turned) for j in range(frequencies)], counts, turned)
+    group_queries = weighted_query.norm(dim=1).square().view(groups, -1, frequencies).sum(1)  # (G, J)
+    strengths = (group_queries * weighted_key.norm(dim=1).square()).flatten().sort(descending=True).values
+    per_head_error = relative(strengths[channels:].sum().item(), strengths.sum().item())
+    has_data = query_moments is not None or key_moments is not None
+    if channels == groups * frequencies:
+        factors = _joined(_heads_own(query, key, range(frequencies), rotated), rotated)
+        data_error = 0.0 if has_data else None
+        return RotaryFactorization(_balanced(factors), 0.0, data_error, per_head_error, exact=True)
+    if heads != groups:
+        parts = [_grouped_keys(weighted_query, weighted_key)]
     else:
-        if not shared:
-            parts: list[_Part] = [_Keys(weighed_query, weighed_key)]
-        elif turned == frequencies:
-            parts = [_Shared(weighed_query, weighed_key, sweeps, check)]
-        else:
-            parts = [_Unrotated(weighed_query[..., turned:], weighed_key[..., turned:], sweeps, check)]
-            if turned:
-                parts.insert(0, _Shared(weighed_query[..., :turned], weighed_key[..., :turned], sweeps, check))
-        solved, used_sweeps = _solved(parts, channels, frequencies, turned, equal)
-        still = torch.tensor([frequency >= turned for frequency in solved.frequencies], device=place)
-        keys = [_unweighed(root, solved.key) for root in key_roots]
-        found = replace(
-            solved,
-            query=None if solved.query is None else _unweighed(query_root, solved.query),
-            mixing=solved.mixing if solved.query is None else solved.mixing / weights,
-            key=torch.where(still, keys[1], keys[0]),
-        )
-    weighted = query_moments is not None or key_moments is not None
-    sizes = _strengths(weighed_query, weighed_key).view(groups, -1, frequencies).sum(1)  # (G, J)
-    kept = sizes.flatten().sort(descending=True).values
+        parts = []
+        if rotated:
+            parts.append(_rotated(weighted_query[..., :rotated], weighted_key[..., :rotated], sweeps, check))
+        if rotated < frequencies:
+            parts.append(_unrotated(weighted_query, weighted_key, rotated, sweeps, check))
+    counts = (
+        _equal_counts(channels, parts) if equal else allocated([row for p in parts for row in p.errors], channels)
+    )
+    solved: list[_Channels] = []
+    used_sweeps = 0
+    for part in parts:
+        part_counts, counts = counts[: len(part.errors)], counts[len(part.errors) :]
+        part_channels, part_sweeps = part.solve(part_counts)
+        solved += part_channels
+        used_sweeps = max(used_sweeps, part_sweeps)
+    weighted = _joined(solved, rotated)
+    still = torch.tensor([frequency >= rotated for frequency in weighted.frequencies], device=place)
+    keys = [_unweighted(root, weighted.key) for root in key_roots]
+    factors = replace(
+        weighted,
+        query=None if weighted.query is None else _unweighted(query_root, weighted.query),
+        mixing=weighted.mixing if weighted.query is None else weighted.mixing / weights,
+        key=torch.where(still, keys[1], keys[0]),
+    )
     return RotaryFactorization(
-        factors=_balanced(found),
-        weight_error=0.0 if exact else rotary_error(query, key, found),
-        data_error=None if not weighted else 0.0 if exact else rotary_error(weighed_query, weighed_key, solved),
-        sweeps=0 if exact else used_sweeps,
-        converged=True,
-        per_head_error=relative(kept[channels:].sum().item(), kept.sum().item()),
-        exact=exact,
+        _balanced(factors),
+        weight_error=rotary_error(query, key, factors),
+        data_error=rotary_error(weighted_query, weighted_key, weighted) if has_data else None,
+        per_head_error=per_head_error,
+        sweeps=used_sweeps,
     )
 
 
 def rotary_error(query: Tensor, key: Tensor, factors: RotaryFactors) -> float:
-    """Relative error of all heads' slices, ‖a b* − Σ m χ κ*‖/‖a b*‖, over heads and frequencies; shapes as above."""
+    """Return the relative error ‖a b* − Σ m χ κ*‖/‖a b*‖ over heads and frequencies, (H, Dq, J) and (G, Dk, J)."""
     group = len(query) // len(key)
     lost = total = 0.0
-    apart = query.shape[-1]  # frequencies whose errors add up; the others are one
-    if factors.query is not None and factors.rotated < apart:
-        apart = factors.rotated
-        heads = _real_heads(query[..., apart:], key[..., apart:])
+    separate = query.shape[-1]  # frequencies whose errors add up; the others have one error together
+    if factors.query is not None and factors.rotated < separate:
+        separate = factors.rotated
+        heads = _real_heads(query[..., separate:], key[..., separate:])
         total = 2 * heads.squared_norm().item()  # of |z|² rotation leaves a half in the real part, on average
-        real = _real_factors(factors)
-        lost = total if real.query.shape[1] == 0 else heads.relative_error(real) ** 2 * total
-    for j in range(apart):
-        own = [place for place, frequency in enumerate(factors.frequencies) if frequency == j]
-        mixing = factors.mixing[:, own].repeat_interleave(group, 0)  # (H, n)
-        kappa = factors.key[:, own]
-        for head in range(len(query)):
-            a, b = query[head, :, j], key[head // group, :, j]
-            norm = float((a.norm() * b.norm()) ** 2)
-            total += norm
-            if factors.query is None:
-                lost += float((a.norm() * (b - kappa @ mixing[head].conj()).norm()) ** 2)
-                continue
-            chi = factors.query[:, own] * mixing[head]
-            inner = ((chi.mH @ a) * (kappa.mH @ b).conj()).sum().real
-            squared = ((chi.mH @ chi) * (kappa.mH @ kappa).conj()).sum().real
-            lost += max(norm - 2 * float(inner) + float(squared), 0.0)
+        lost = heads.relative_error(_real_factors(factors)) ** 2 * total
+    for j in range(separate):
+        columns = [column for column, frequency in enumerate(factors.frequencies) if frequency == j]
+        mixing = factors.mixing[:, columns].repeat_interleave(group, 0)  # (H, n)
+        kappa = factors.key[:, columns]
+        a, b = query[..., j].mT, key[..., j].mT.repeat_interleave(group, 1)  # (D, H)
+        norms = (a.norm(dim=0) * b.norm(dim=0)).square()
+        total += norms.sum().item()
+        if factors.query is None:
+            residual = b - kappa @ mixing.mH
+            lost += (a.norm(dim=0) * residual.norm(dim=0)).square().sum().item()
+            continue
+        gram, right = _normal_equations(a, b, factors.query[:, columns], kappa)
+        inner = (mixing.conj() * right.mT).sum(1).real
+        squared = ((mixing @ gram.mT) * mixing.conj()).sum(1).real
+        lost += (norms - 2 * inner + squared).clamp_min(0).sum().item()
     return relative(lost, total)
 
 
 def allocated(errors: Sequence[Tensor] | Tensor, channels: int) -> list[int]:
-    """Share out channels among frequencies so that the sum of their errors is the least possible.
+    """Divide channels among frequencies so that the sum of their errors is the least possible.
 
     Args:
         errors: of each frequency with 0, 1, … channels, (n+1,) each.
-        channels: how many there are, at most as many as all frequencies take.
+        channels: number of channels, at most as many as all frequencies take.
 
     Returns:
-        How many each frequency gets.
+        The number of channels of each frequency.
     """
-    best = errors[0].cpu().new_full((channels + 1,), torch.inf)  # of the frequencies so far, with so many channels
+    best = errors[0].cpu().new_full((channels + 1,), torch.inf)  # least error so far with 0, 1, … channels
     best[0] = 0.0
-    taken = []
-    for row in (each.cpu() for each in errors):
+    choices = []
+    for row in errors:
         tried = best.new_full((len(row), channels + 1), torch.inf)
-        for count in range(min(len(row), channels + 1)):
-            tried[count, count:] = best[: channels + 1 - count] + row[count]
+        for count, error in enumerate(row[: channels + 1].tolist()):
+            tried[count, count:] = best[: channels + 1 - count] + error
         best, choice = tried.min(0)
-        taken.append(choice)
-    counts, left = [], channels
-    for choice in reversed(taken):
-        counts.append(int(choice[left]))
-        left -= counts[-1]
+        choices.append(choice)
+    counts = []
+    for choice in reversed(choices):
+        counts.append(int(choice[channels]))
+        channels -= counts[-1]
     return counts[::-1]
-
-
-def _equal(channels: int, frequencies: int) -> list[int]:
-    return [channels // frequencies + (j < channels % frequencies) for j in range(frequencies)]
 
 
 def _root(
     side: str, moments: Moments | None, width: int, damping: float, place: torch.device, centre: bool = False
 ) -> Tensor | None:
-    """S with SᵀS = E[xxᵀ] + damping, (D, D) upper triangular, for x with a 1 appended where there is a bias.
+    """Return S with SᵀS = E[xxᵀ] + damping, (D, D) upper triangular, for x with a 1 appended where there is a bias.
 
     With `centre` the covariance takes the place of second moments.
     """
     if moments is None:
         return None
-    mean, second = (each.to(place).double() for each in (moments.mean, moments.second))
     if moments.width not in (width, width - 1):
         raise ValueError(f"moments of the {side} inputs are {moments.width} wide; expected {width}")
+    mean, second = moments.mean.to(place).double(), moments.second.to(place).double()
     if moments.width < width:
-        one = second.new_ones(1, 1)
-        second = torch.cat([torch.cat([second, mean[:, None]], 1), torch.cat([mean[None], one], 1)])
-        mean = torch.cat([mean, one[0]])
-    size = damping * second.diagonal().mean()
+        mean, second = torch.cat([mean, mean.new_ones(1)]), pad(second, (0, 1, 0, 1))
+        second[-1] = second[:, -1] = mean
     damped = (second + second.mT) / 2 - (torch.outer(mean, mean) if centre else 0)
-    damped.diagonal().add_(size)
-    root: Tensor
-    root, failed = torch.linalg.cholesky_ex(damped, upper=True)
-    if int(failed) or not bool(torch.isfinite(root).all()):
-        raise ValueError(f"the second moment of the {side} inputs is singular; raise the damping, or give more data")
-    return root.to(torch.complex128)
+    damped.diagonal().add_(damping * second.diagonal().mean())
+    message = f"the second moment of the {side} inputs is singular; raise the damping, or give more data"
+    return cholesky(damped, message, upper=True).to(torch.complex128)
 
 
-def _unweighed(root: Tensor | None, channels: Tensor) -> Tensor:
-    if root is None:
-        return channels
-    solved: Tensor = torch.linalg.solve_triangular(root, channels, upper=True)
-    return solved
+def _weighted(root: Tensor | None, channels: Tensor) -> Tensor:
+    return channels if root is None else root @ channels
 
 
-def _weighed(root: Tensor | None, channels: Tensor) -> Tensor:
-    weighed: Tensor = channels if root is None else root @ channels
-    return weighed
+def _unweighted(root: Tensor | None, channels: Tensor) -> Tensor:
+    if root is not None:
+        channels = torch.linalg.solve_triangular(root, channels, upper=True)
+    return channels
 
 
-def _strengths(query: Tensor, key: Tensor) -> Tensor:
-    """‖a‖²‖b‖² of each head and frequency, (H, J)."""
-    norms = key.norm(dim=1).square().repeat_interleave(len(query) // len(key), 0)
-    strengths: Tensor = query.norm(dim=1).square() * norms
-    return strengths
+class _Channels(NamedTuple):
+    """Complex channels χ (Dq, n) or None, m (G, n) and κ (Dk, n), and the frequency of each."""
+
+    query: Tensor | None
+    mixing: Tensor
+    key: Tensor
+    frequencies: list[int]
 
 
-Channels = tuple[Tensor | None, Tensor, Tensor]
-"""χ (Dq, n) or None, m (G, n) and κ (Dk, n) of one frequency."""
+class _Part(NamedTuple):
+    """Frequencies that are solved together.
+
+    Args:
+        frequencies: how many.
+        errors: of each frequency with 0, 1, … channels; of all together in one tensor where they share channels.
+        solve: returns the channels for given numbers of them, one for each tensor of errors, and the sweeps made.
+    """
+
+    frequencies: int
+    errors: Sequence[Tensor]
+    solve: Callable[[Sequence[int]], tuple[list[_Channels], int]]
 
 
-def _own(query: Tensor, key: Tensor, j: int, rotated: int) -> Channels:
-    """Return the heads' own channels of one frequency, which are exact."""
+def _heads_own(query: Tensor, key: Tensor, frequencies: Sequence[int], rotated: int) -> list[_Channels]:
+    """Return the heads' own channels of some frequencies, which are exact."""
     shared = len(query) == len(key)
-    mixing = torch.eye(len(key), dtype=key.dtype, device=key.device)
-    if shared and j >= rotated:
-        mixing = torch.complex(mixing.real, mixing.real)
-    return (query[:, :, j].mT if shared else None), mixing, key[:, :, j].mT
+    eye = torch.eye(len(key), dtype=key.dtype, device=key.device)
+    both = torch.complex(eye.real, eye.real)  # unrotated channels are two real ones
+    return [
+        _Channels(
+            query[:, :, j].mT if shared else None,
+            both if shared and j >= rotated else eye,
+            key[:, :, j].mT,
+            [j] * len(key),
+        )
+        for j in frequencies
+    ]
+
+
+def _joined(parts: Sequence[_Channels], rotated: int) -> RotaryFactors:
+    """Join the channels of all frequencies."""
+    queries = [part.query for part in parts if part.query is not None]
+    return RotaryFactors(
+        torch.cat(queries, 1) if queries else None,
+        torch.cat([part.mixing for part in parts], 1),
+        torch.cat([part.key for part in parts], 1),
+        tuple(frequency for part in parts for frequency in part.frequencies),
+        rotated,
+    )
+
+
+def _equal_counts(channels: int, parts: Sequence[_Part]) -> list[int]:
+    """Divide channels among frequencies as equally as possible."""
+    frequencies = sum(part.frequencies for part in parts)
+    counts = [channels // frequencies + (j < channels % frequencies) for j in range(frequencies)]
+    joined: list[int] = []
+    for part in parts:
+        part_counts, counts = counts[: part.frequencies], counts[part.frequencies :]
+        joined += part_counts if len(part.errors) == part.frequencies else [sum(part_counts)]
+    return joined
+
+
+def _balanced(factors: RotaryFactors) -> RotaryFactors:
+    """Return the same products with mixing columns of length 1, or keys of length 1 if queries are not shared."""
+    tiny = torch.finfo(torch.float64).tiny
+    if factors.query is None:
+        lengths = factors.key.norm(dim=0).clamp_min(tiny)
+        return replace(factors, mixing=factors.mixing * lengths, key=factors.key / lengths)
+    query, mixing, key = (side.norm(dim=0).clamp_min(tiny) for side in (factors.query, factors.mixing, factors.key))
+    common = (query * mixing * key).sqrt()
+    return replace(
+        factors,
+        query=factors.query * (common / query),
+        mixing=factors.mixing / mixing,
+        key=factors.key * (common / key),
+    )
+
+
+def _grouped_keys(query: Tensor, key: Tensor) -> _Part:
+    """Prepare keys that groups of heads share: a truncated singular value decomposition for each frequency."""
+    groups, frequencies = len(key), key.shape[-1]
+    strength = query.norm(dim=1).square().view(groups, -1, frequencies).sum(1)  # (G, J)
+    least = strength.amax(0).clamp_min(torch.finfo(torch.float64).tiny) * 1e-12
+    weights = strength.maximum(least).sqrt()
+    basis, core = torch.linalg.qr((key * weights[:, None]).permute(2, 1, 0))  # of (J, Dk, G)
+    left, values, right = torch.linalg.svd(core)
+    left = basis @ left[:, :, : values.shape[1]]
+    tails = values.square().flip(1).cumsum(1).flip(1)
+
+    def solve(counts: Sequence[int]) -> tuple[list[_Channels], int]:
+        solved = []
+        for j, count in enumerate(counts):
+            mixing = right[j, :count].mH * values[j, :count] / weights[:, j, None]  # (G, n)
+            solved.append(_Channels(None, mixing, left[j, :, :count], [j] * count))
+        return solved, 0
+
+    return _Part(frequencies, list(pad(tails, (0, 1))), solve)
+
+
+def _rotated(query: Tensor, key: Tensor, sweeps: int | None, check: Check | None) -> _Part:
+    """Prepare queries and keys that heads share: a CP of rank-one slices for each frequency."""
+    sweeps = SWEEPS if sweeps is None else sweeps
+    heads, frequencies = len(query), query.shape[-1]
+    query_basis, query_core = torch.linalg.qr(query.permute(2, 1, 0))  # (J, D, r), (J, r, H)
+    key_basis, key_core = torch.linalg.qr(key.permute(2, 1, 0))
+    norm = (query_core.norm(dim=1) * key_core.norm(dim=1)).square().sum(1)
+    errors = [norm]
+    for count in range(1, heads):
+        *_, error = decomposed(query_core, key_core, count, min(sweeps, ROUGH_SWEEPS), check)
+        errors.append(error.minimum(errors[-1]))
+    errors.append(torch.zeros_like(norm))
+
+    def solve(counts: Sequence[int]) -> tuple[list[_Channels], int]:
+        solved = _heads_own(query, key, range(frequencies), rotated=frequencies)
+        for count in sorted(set(counts) - {heads}):  # frequencies with equally many channels are solved together
+            places = [j for j in range(frequencies) if counts[j] == count]
+            chi, mixing, kappa, _ = decomposed(query_core[places], key_core[places], count, sweeps, check)
+            for place, j in enumerate(places):
+                solved[j] = _Channels(
+                    query_basis[j] @ chi[place], mixing[place], key_basis[j] @ kappa[place], [j] * count
+                )
+        return solved, sweeps
+
+    return _Part(frequencies, list(torch.stack(errors, 1)), solve)
+
+
+def _unrotated(query: Tensor, key: Tensor, rotated: int, sweeps: int | None, check: Check | None) -> _Part:
+    """Prepare queries and keys that heads share where nothing is rotated: one CP of all real channels."""
+    heads = _real_heads(query[..., rotated:], key[..., rotated:])
+    frequencies = query.shape[-1] - rotated
+    full = len(query) * frequencies  # complex channels
+    progress = None if check is None else lambda *_: check()
+    norm = 2 * heads.squared_norm().item()  # as in `rotary_error`
+    errors = {0: norm, full: 0.0}
+    for step in range(1, ROUGH_WIDTHS):
+        count = round(full * step / ROUGH_WIDTHS)
+        if count not in errors:
+            rough = als(heads, 2 * count, SolverOptions(sweeps=ROUGH_SWEEPS, progress=progress)).factors
+            errors[count] = heads.relative_error(rough) ** 2 * norm
+    widths = sorted(errors)
+    interpolated = np.interp(range(full + 1), widths, [errors[width] for width in widths])
+
+    def solve(counts: Sequence[int]) -> tuple[list[_Channels], int]:
+        (count,) = counts
+        exact = _heads_own(query, key, range(rotated, rotated + frequencies), rotated)
+        if count == full:
+            return exact, 0
+        if count == 0:
+            return [], 0
+        solution = als(heads, 2 * count, SolverOptions(sweeps=sweeps, progress=progress))
+        sides = (solution.factors.query, solution.factors.mixing, solution.factors.key)
+        chi, mixing, kappa = (torch.complex(side[:, :count], side[:, count:]) for side in sides)
+        # The channels may take any of their frequencies.
+        labels = [rotated + i % frequencies for i in range(count)]
+        return [_Channels(chi, mixing, kappa, labels)], solution.sweeps
+
+    return _Part(frequencies, [torch.from_numpy(interpolated).cummin(0).values], solve)
 
 
 def _real_heads(query: Tensor, key: Tensor) -> HeadTensor:
@@ -308,193 +441,9 @@ def _real_heads(query: Tensor, key: Tensor) -> HeadTensor:
 def _real_factors(factors: RotaryFactors) -> Factors:
     """Return the unrotated channels of shared heads as real factors."""
     assert factors.query is not None
-    still = [place for place, frequency in enumerate(factors.frequencies) if frequency >= factors.rotated]
-    chosen = (side[:, still] for side in (factors.query, factors.mixing, factors.key))
-    return Factors(*(torch.cat([side.real, side.imag], 1) for side in chosen))
-
-
-class _Part(Protocol):
-    """Solves some of the frequencies."""
-
-    sweeps: int
-
-    def errors(self) -> Tensor | list[Tensor]:
-        """Return the errors of each frequency with 0, 1, … channels."""
-        ...
-
-    def channels(self, counts: Sequence[int]) -> list[Channels]:
-        """Return as many channels of each frequency."""
-        ...
-
-
-def _solved(
-    parts: Sequence[_Part], channels: int, frequencies: int, rotated: int, equal: bool
-) -> tuple[RotaryFactors, int]:
-    """Share out channels among frequencies, solve all of them, and return the sweeps that it took."""
-    errors = [list(part.errors()) for part in parts]
-    joined = sum(map(len, errors)) < frequencies  # unrotated ones count as one
-    if equal:
-        counts = _equal(channels, frequencies)
-        if joined:
-            counts = [*counts[:rotated], sum(counts[rotated:])]
-    else:
-        counts = allocated([row for rows in errors for row in rows], channels)
-    solved: list[Channels] = []
-    for part, rows in zip(parts, errors, strict=True):
-        solved += part.channels(counts[len(solved) : len(solved) + len(rows)])
-    factors = _joined(solved, counts, rotated)
-    if joined:  # which of their places they take does not matter
-        still = frequencies - rotated
-        order = [*factors.frequencies[: channels - counts[-1]], *(rotated + i % still for i in range(counts[-1]))]
-        factors = replace(factors, frequencies=tuple(order))
-    return factors, max(part.sweeps for part in parts)
-
-
-def _joined(parts: Sequence[Channels], counts: Sequence[int], rotated: int) -> RotaryFactors:
-    """Join the channels of all frequencies."""
-    queries = [query for query, _, _ in parts if query is not None]
-    return RotaryFactors(
-        torch.cat(queries, 1) if queries else None,
-        torch.cat([mixing for _, mixing, _ in parts], 1),
-        torch.cat([key for _, _, key in parts], 1),
-        tuple(j for j, count in enumerate(counts) for _ in range(count)),
-        rotated,
-    )
-
-
-def _balanced(factors: RotaryFactors) -> RotaryFactors:
-    """Return the same products with mixing columns of length 1, or keys of length 1 if queries are not shared."""
-    tiny = torch.finfo(torch.float64).tiny
-    query, mixing, key = factors.query, factors.mixing, factors.key
-    if query is None:
-        lengths = key.norm(dim=0).clamp_min(tiny)
-        return replace(factors, mixing=mixing * lengths, key=key / lengths)
-    sides = [each.norm(dim=0).clamp_min(tiny) for each in (query, mixing, key)]
-    common = (sides[0] * sides[1] * sides[2]).sqrt()
-    query, mixing, key = query * (common / sides[0]), mixing / sides[1], key * (common / sides[2])
-    return replace(factors, query=query, mixing=mixing, key=key)
-
-
-class _Keys:
-    """Keys that groups of heads share: a truncated singular value decomposition for each frequency."""
-
-    sweeps = 0
-
-    def __init__(self, query: Tensor, key: Tensor) -> None:
-        groups = len(key)
-        strength = query.norm(dim=1).square().view(groups, -1, query.shape[-1]).sum(1)  # (G, J)
-        least = strength.amax(0).clamp_min(torch.finfo(torch.float64).tiny) * 1e-12
-        self.weights = strength.maximum(least).sqrt()
-        weighed = (key * self.weights[:, None]).permute(2, 1, 0)  # (J, Dk, G)
-        basis, core = torch.linalg.qr(weighed)
-        left, self.values, self.right = torch.linalg.svd(core)
-        self.left = basis @ left[:, :, : self.values.shape[1]]
-
-    def errors(self) -> Tensor:
-        """Errors of each frequency with 0 to G channels, (J, G+1)."""
-        squares = self.values.square()
-        left = squares.flip(1).cumsum(1).flip(1)
-        return torch.cat([left, left.new_zeros(len(left), 1)], 1)
-
-    def channels(self, counts: Sequence[int]) -> list[Channels]:
-        """Return factors with the given number of channels of each frequency."""
-        kept = [self.right[j, :count].mH * self.values[j, :count] for j, count in enumerate(counts)]  # (G, n) each
-        return [
-            (None, mixing / self.weights[:, j, None], self.left[j, :, : mixing.shape[1]])
-            for j, mixing in enumerate(kept)
-        ]
-
-
-class _Shared:
-    """Queries and keys that heads share: a CP of rank-one slices for each frequency, all frequencies at once."""
-
-    def __init__(self, query: Tensor, key: Tensor, sweeps: int | None, check: Check | None) -> None:
-        self.sweeps, self.check = SWEEPS if sweeps is None else sweeps, check
-        self.query_basis, self.query = torch.linalg.qr(query.permute(2, 1, 0))  # (J, D, r), (J, r, H)
-        self.key_basis, self.key = torch.linalg.qr(key.permute(2, 1, 0))
-
-    def errors(self) -> Tensor:
-        """Errors of each frequency with 0 to H channels, (J, H+1), never rising."""
-        heads, none = self.query.shape[2], self._norms()
-        rough = [none]
-        for count in range(1, heads):
-            error = decomposed(self.query, self.key, count, min(self.sweeps, ROUGH_SWEEPS), self.check)[-1]
-            rough.append(error.minimum(rough[-1]))
-        return torch.stack([*rough, torch.zeros_like(none)], 1)
-
-    def _norms(self) -> Tensor:
-        norms: Tensor = (self.query.norm(dim=1) * self.key.norm(dim=1)).square().sum(1)
-        return norms
-
-    def channels(self, counts: Sequence[int]) -> list[Channels]:
-        """Return factors of each frequency; those with equal numbers of channels are solved together."""
-        heads = self.query.shape[2]
-        found: dict[int, Channels] = {}
-        for count in sorted(set(counts)):
-            places = [j for j, own in enumerate(counts) if own == count]
-            if count == heads:
-                eye = torch.eye(heads, dtype=self.query.dtype, device=self.query.device)
-                solved = self.query[places], eye.expand(len(places), -1, -1), self.key[places]
-            else:
-                solved = decomposed(self.query[places], self.key[places], count, self.sweeps, self.check)[:3]
-            chi, mixing, kappa = solved
-            for place, j in enumerate(places):
-                found[j] = self.query_basis[j] @ chi[place], mixing[place], self.key_basis[j] @ kappa[place]
-        return [found[j] for j in range(len(counts))]
-
-
-class _Unrotated:
-    """Queries and keys that heads share where nothing is rotated: one CP of all real channels."""
-
-    def __init__(self, query: Tensor, key: Tensor, sweeps: int | None, check: Check | None) -> None:
-        self.heads, self.check, self.sweeps = _real_heads(query, key), check, 0
-        self.asked = sweeps
-        self.full = len(query) * query.shape[-1]  # complex channels
-
-    def errors(self) -> list[Tensor]:
-        """Return the errors with 0 to all channels, interpolated between some widths and never rising."""
-        norm = 2 * self.heads.squared_norm().item()  # as in `rotary_error`
-        counts = sorted({round(self.full * step / ROUGH_WIDTHS) for step in range(1, ROUGH_WIDTHS)} - {0, self.full})
-        known = {0: norm, self.full: 0.0}
-        for count in counts:
-            known[count] = self.heads.relative_error(self._fitted(count, ROUGH_SWEEPS)) ** 2 * norm
-        places = sorted(known)
-        errors = np.interp(range(self.full + 1), places, [known[place] for place in places])
-        return [torch.from_numpy(errors).cummin(0).values]
-
-    def _fitted(self, count: int, sweeps: int | None) -> Factors:
-        solution = als(self.heads, 2 * count, SolverOptions(sweeps=sweeps, progress=self._progress))
-        self.sweeps = len(solution.errors)
-        return solution.factors
-
-    def _own(self) -> Channels:
-        """Return the heads' own channels, which are exact."""
-        half, heads = self.heads.query.shape[2] // 2, self.heads.heads
-        chi, kappa = (
-            torch.complex(side[..., :half], side[..., half:]).transpose(0, 1).flatten(1)
-            for side in (self.heads.query, self.heads.key)
-        )
-        owner = torch.eye(heads, dtype=torch.float64, device=chi.device).repeat_interleave(half, 1)
-        return chi, torch.complex(owner, owner), kappa
-
-    def _progress(self, _: int, __: float) -> None:
-        if self.check is not None:
-            self.check()
-
-    def channels(self, counts: Sequence[int]) -> list[Channels]:
-        """Return as many complex channels, each two real ones."""
-        (count,) = counts
-        if count == self.full:
-            return [self._own()]
-        if count == 0:
-            empty = [part.new_zeros(len(part), 0) for part in (self.heads.flat_query, self.heads.flat_key)]
-            mixing = empty[0].new_zeros(self.heads.heads, 0)
-            sides = [empty[0], mixing, empty[1]]
-        else:
-            factors = self._fitted(count, self.asked)
-            sides = [factors.query, factors.mixing, factors.key]
-        chi, mixing, kappa = (torch.complex(side[:, :count], side[:, count:]) for side in sides)
-        return [(chi, mixing, kappa)]
+    still = [column for column, frequency in enumerate(factors.frequencies) if frequency >= factors.rotated]
+    channels = (side[:, still] for side in (factors.query, factors.mixing, factors.key))
+    return Factors(*(torch.cat([side.real, side.imag], 1) for side in channels))
 
 
 def decomposed(
@@ -514,29 +463,24 @@ def decomposed(
     Returns:
         χ (J, r, n), m (J, H, n), κ (J, s, n), and the squared error of each problem (J,).
     """
-    if count == 0:
-        empty = query[:, :, :0], query.mT[:, :, :0], key[:, :, :0]
-        return *empty, (query.norm(dim=1) * key.norm(dim=1)).square().sum(1)
     sizes = (query.norm(dim=1) * key.norm(dim=1)).square()  # (J, H)
+    if count == 0:
+        return query[:, :, :0], query.mT[:, :, :0], key[:, :, :0], sizes.sum(1)
     total = sizes.sum(1).clamp_min(torch.finfo(torch.float64).tiny)
     unit = total[:, None, None] ** 0.25
     query, key = query / unit, key / unit
     strongest = sizes.argsort(1, descending=True)[:, None, :count]
-    starts = [
-        [each.gather(2, strongest.expand(-1, each.shape[1], -1)) for each in (query, key)],
-        [_filled(torch.linalg.svd(each)[0][:, :, :count], count) for each in (query, key)],
-    ]
-    found = [_swept(query, key, chi, kappa, sweeps, check) for chi, kappa in starts]
-    better = found[1][3] < found[0][3]
-    chi, mixing, kappa = (
-        torch.where(better[:, None, None], two, one) for one, two in zip(found[0][:3], found[1][:3], strict=True)
+    starts = (
+        [side.gather(2, strongest.expand(-1, side.shape[1], -1)) for side in (query, key)],
+        [pad(torch.linalg.svd(side).U, (0, count - side.shape[1])) for side in (query, key)],  # cut off or zero
     )
-    error = torch.where(better, found[1][3], found[0][3]) * total
+    first, second = (_swept(query, key, chi, kappa, sweeps, check) for chi, kappa in starts)
+    better = second[3] < first[3]
+    chi, mixing, kappa = (
+        torch.where(better[:, None, None], two, one) for one, two in zip(first[:3], second[:3], strict=True)
+    )
+    error = torch.where(better, second[3], first[3]) * total
     return chi * unit, mixing, kappa * unit, error
-
-
-def _filled(columns: Tensor, count: int) -> Tensor:
-    return torch.nn.functional.pad(columns, (0, count - columns.shape[2]))
 
 
 def _swept(
@@ -547,31 +491,34 @@ def _swept(
         if check is not None:
             check()
         ridge = max(RIDGE * (1 - sweep / (0.8 * sweeps)), 0.0) + SHIFT
-        mixing = _mixed(query, key, chi, kappa, ridge)
+        mixing = _mixed(*_normal_equations(query, key, chi, kappa), ridge)
         chi = _side(query, key, kappa, mixing, ridge)
-        mixing = _mixed(query, key, chi, kappa, ridge)
+        mixing = _mixed(*_normal_equations(query, key, chi, kappa), ridge)
         kappa = _side(key, query, chi, mixing.conj(), ridge)
-        lengths = [each.norm(dim=1, keepdim=True).clamp_min(1e-150) for each in (chi, kappa)]
-        common = (lengths[0] * lengths[1]).sqrt()
-        chi, kappa = chi * (common / lengths[0]), kappa * (common / lengths[1])
-    mixing = _mixed(query, key, chi, kappa, SHIFT)
-    right = (chi.mH @ query) * (kappa.mH @ key).conj()  # (J, n, H)
-    gram = (chi.mH @ chi) * (kappa.mH @ kappa).conj()
+        chi_norm, kappa_norm = (side.norm(dim=1, keepdim=True).clamp_min(1e-150) for side in (chi, kappa))
+        common = (chi_norm * kappa_norm).sqrt()
+        chi, kappa = chi * (common / chi_norm), kappa * (common / kappa_norm)
+    gram, right = _normal_equations(query, key, chi, kappa)
+    mixing = _mixed(gram, right, SHIFT)
     inner = (mixing.conj() * right.mT).sum((1, 2)).real
     squared = ((mixing @ gram.mT) * mixing.conj()).sum((1, 2)).real
     return chi, mixing, kappa, (1 - 2 * inner + squared).clamp_min(0)
 
 
-def _mixed(query: Tensor, key: Tensor, chi: Tensor, kappa: Tensor, ridge: float) -> Tensor:
-    """Least-squares mixing (J, H, n)."""
-    right = (chi.mH @ query) * (kappa.mH @ key).conj()  # (J, n, H)
+def _normal_equations(query: Tensor, key: Tensor, chi: Tensor, kappa: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the Gram matrix (…, n, n) of χκ* and its products with the heads' slices (…, n, H)."""
     gram = (chi.mH @ chi) * (kappa.mH @ kappa).conj()
+    return gram, (chi.mH @ query) * (kappa.mH @ key).conj()
+
+
+def _mixed(gram: Tensor, right: Tensor, ridge: float) -> Tensor:
+    """Return the least-squares mixing (J, H, n)."""
     mixing: Tensor = torch.linalg.solve(_shifted(gram, ridge), right).mT
     return mixing
 
 
 def _side(query: Tensor, key: Tensor, kappa: Tensor, mixing: Tensor, ridge: float) -> Tensor:
-    """Least-squares χ (J, r, n), or κ where the sides are exchanged and the mixing is conjugate."""
+    """Return the least-squares χ (J, r, n), or κ where the sides are exchanged and the mixing is conjugate."""
     right = query @ ((key.mH @ kappa) * mixing.conj())  # (J, r, n)
     gram = (kappa.mH @ kappa) * (mixing.mT @ mixing.conj())
     side: Tensor = torch.linalg.solve(_shifted(gram, ridge).mT, right.mT).mT

@@ -1,12 +1,11 @@
-"""Closed-form factors: exact concatenation, and the best per-head truncation to start from."""
+"""Closed-form factors: exact concatenation, and the best per-head truncation."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from collab_compress.factorization.factors import Factors, Solution, SolverOptions
-from collab_compress.factorization.head_tensor import HeadTensor, relative
+from collab_compress.factorization.factors import Factors, HeadTensor, Solution, SolverOptions, relative
 
 
 def concatenation(tensor: HeadTensor) -> Factors:
@@ -14,9 +13,6 @@ def concatenation(tensor: HeadTensor) -> Factors:
 
     Section 3.1 of "Multi-Head Attention: Collaborate Instead of Concatenate": ordinary multi-head attention
     is the collaborative form with this mixing matrix.
-
-    Args:
-        tensor: the heads.
 
     Returns:
         Factors with query (Dq, H·d), mixing (H, H·d) and key (Dk, H·d).
@@ -35,41 +31,35 @@ def truncation(tensor: HeadTensor, rank: int, equal: bool = False) -> Factors:
     Args:
         tensor: the heads.
         rank: R, at most H·min(Dq, Dk, d) triplets exist; further columns are zero.
-        equal: as many triplets for one head as for another, or one more for the first heads.
+        equal: as in `strongest`.
 
     Returns:
         Factors with query (Dq, R), mixing (H, R), key (Dk, R).
     """
-    own, values = singular_channels(tensor)
+    singular, values = singular_channels(tensor)
     order = strongest(values, rank, equal)
     kept = len(order)
-    factors = [tensor.query.new_zeros(rows, rank) for rows in (own.query.shape[1], own.heads, own.key.shape[1])]
-    factors[0][:, :kept] = own.flat_query[:, order]
-    factors[1][order.div(own.head_width, rounding_mode="floor"), torch.arange(kept, device=order.device)] = 1.0
-    factors[2][:, :kept] = own.flat_key[:, order]
-    return Factors(factors[0], factors[1], factors[2])
+    query, mixing, key = (
+        tensor.query.new_zeros(size, rank) for size in (tensor.query.shape[1], tensor.heads, tensor.key.shape[1])
+    )
+    query[:, :kept] = singular.flat_query[:, order]
+    mixing[order.div(singular.head_width, rounding_mode="floor"), torch.arange(kept, device=order.device)] = 1.0
+    key[:, :kept] = singular.flat_key[:, order]
+    return Factors(query, mixing, key)
 
 
 def strongest(values: Tensor, count: int, equal: bool = False) -> Tensor:
-    """Return the places of the largest singular values over all heads, descending, heads side by side.
+    """Return the flat indices of the largest singular values over all heads, descending.
 
     Args:
         values: of each head, descending, (H, r).
         count: how many; all where there are no more.
         equal: as many for one head as for another, or one more for the first heads.
     """
-    weight = values
-    if equal:  # those that are i-th in their head come before those that are i+1-th
+    if equal:  # the i-th of every head before the (i + 1)-th of any
         places = torch.arange(values.shape[1], 0, -1, dtype=values.dtype, device=values.device)
-        weight = places.expand_as(values)
-    return weight.flatten().argsort(descending=True, stable=True)[:count]
-
-
-def singular_values(tensor: HeadTensor) -> Tensor:
-    """Return the singular values of every T_i, descending, (H, r)."""
-    query_core, key_core = (torch.linalg.qr(side, mode="r").R for side in (tensor.query, tensor.key))
-    values: Tensor = torch.linalg.svdvals(query_core @ key_core.mT)
-    return values
+        values = places.expand_as(values)
+    return values.flatten().argsort(descending=True, stable=True)[:count]
 
 
 def singular_channels(tensor: HeadTensor) -> tuple[HeadTensor, Tensor]:
@@ -87,7 +77,7 @@ def singular_channels(tensor: HeadTensor) -> tuple[HeadTensor, Tensor]:
     return HeadTensor(query_basis @ (left * root), key_basis @ (right.mT * root)), values
 
 
-def per_head(tensor: HeadTensor, rank: int, options: SolverOptions | None = None) -> Solution:
+def per_head(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
     r"""Share out R channels among the heads, none of them shared.
 
     The mixing matrix is one-hot, as in figure 2b of "Multi-Head Attention: Collaborate Instead of Concatenate"
@@ -98,19 +88,21 @@ def per_head(tensor: HeadTensor, rank: int, options: SolverOptions | None = None
     Args:
         tensor: the heads, weighted where inputs matter.
         rank: R, from 1 to H·d.
-        options: whether heads are to be equally wide; else they are as wide as pays.
+        options: whether heads are to be equally wide; else sizes are those of the lowest error.
 
     Returns:
         Factors whose channels are sorted by head, and the sizes $r_i$; a size may be 0.
     """
-    found = truncation(tensor, rank, options is not None and options.equal)
-    order = found.mixing.argmax(0).argsort(stable=True)
-    factors = Factors(found.query[:, order], found.mixing[:, order], found.key[:, order])
-    sizes = torch.bincount(factors.mixing.argmax(0), minlength=tensor.heads)
+    factors = truncation(tensor, rank, options.equal)
+    heads, order = factors.mixing.argmax(0).sort(stable=True)
+    factors = Factors(factors.query[:, order], factors.mixing[:, order], factors.key[:, order])
+    sizes = torch.bincount(heads, minlength=tensor.heads)
     return Solution(factors, (), converged=True, sizes=tuple(sizes.tolist()))
 
 
 def per_head_error(tensor: HeadTensor, rank: int) -> float:
     r"""Return $\|T - \hat T\|_F / \|T\|_F$ of `per_head` at this rank, from singular values alone."""
-    squares = singular_values(tensor).flatten().square().sort(descending=True).values
+    query_core, key_core = (torch.linalg.qr(side, mode="r").R for side in (tensor.query, tensor.key))
+    values: Tensor = torch.linalg.svdvals(query_core @ key_core.mT)
+    squares = values.flatten().square().sort(descending=True).values
     return relative(squares[rank:].sum().item(), squares.sum().item())

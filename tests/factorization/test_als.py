@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collab_compress.factorization import HeadTensor, SolverOptions
-from collab_compress.factorization.als import Continuation, Sweep, Sweeper, als
-from collab_compress.factorization.iterate import Channels
+from collab_compress.factorization.als import Continuation, Memory, als, make_sweep
+from collab_compress.factorization.iterate import Channels, Direction, Iterate
 from collab_compress.factorization.truncation import truncation
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
@@ -181,68 +181,93 @@ def test_ridge_fades_and_ends():
         assert max(Continuation().ridge(sweep, sweeps) for sweep in range(sweeps)) <= Continuation().first
 
 
-@pytest.fixture
-def sweep_by(monkeypatch):
-    """Replace what makes the solver's sweeps."""
-    return lambda sweeper: monkeypatch.setattr("collab_compress.factorization.als.Sweeper", lambda: sweeper)
-
-
-def remembering(channels, point, last, ridge, shift):
-    """Make a sweep in new memory, as `Sweeper` does in that of the sweep before the last."""
-    sweep = Sweep.of(channels, point, last, ridge, shift)
-    return sweep, sweep.numbers.tolist()
+def sweep_by(monkeypatch, sweep):
+    """Replace the function that makes the solver's sweeps."""
+    monkeypatch.setattr("collab_compress.factorization.als.make_sweep", sweep)
 
 
 @pytest.mark.parametrize("large", [1, 1 << 14])
 @pytest.mark.parametrize("failing", [(), (4, 7, 8), (30,)])
-def test_memory_that_is_used_again_holds_nothing_that_is_needed(make_heads, monkeypatch, sweep_by, large, failing):
-    """With products in float32 and without, with spare components, and where sweeps are made again."""
-
-    def retrying(sweeper):
-        calls = itertools.count()
-
-        def make(*asked):
-            sweep, numbers = sweeper(*asked)
-            return sweep, [float("nan")] * len(numbers) if next(calls) in failing else numbers
-
-        return make
-
+def test_reused_memory_holds_nothing_that_is_needed(make_heads, monkeypatch, large, failing):
+    """With products in float32 and without, with spare components, and where sweeps are repeated."""
     monkeypatch.setattr("collab_compress.factorization.als.LARGE", large)
     tensor = make_heads(8, 40, 40, 6)
     solutions = []
-    for sweeper in (Sweeper(), remembering):
-        sweep_by(retrying(sweeper))
+    for unused in (Memory.unused, lambda _, values: values.new_empty(4, *values.shape)):
+        calls = itertools.count()
+
+        def sweep(*arguments, calls=calls):
+            made = make_sweep(*arguments)
+            return made._replace(squared=[float("nan")]) if next(calls) in failing else made
+
+        sweep_by(monkeypatch, sweep)
+        monkeypatch.setattr(Memory, "unused", unused)
         solutions.append(als(tensor, 16, SolverOptions(sweeps=60)))
     ours, theirs = solutions
     assert ours.errors == theirs.errors
     assert ours.breakdowns == theirs.breakdowns == len([call for call in failing if call != 8])
     for name in ("query", "mixing", "key"):
-        torch.testing.assert_close(getattr(ours.factors, name), getattr(theirs.factors, name), rtol=0, atol=0)
+        assert torch.equal(getattr(ours.factors, name), getattr(theirs.factors, name))
 
 
-def test_sweeps_take_turns_in_two_sets_of_blocks(make_heads, sweep_by):
-    alone, kept = Sweeper(), []
+def test_sweeps_alternate_between_two_sets_of_blocks(make_heads, monkeypatch):
+    used = []
 
-    def watching(*asked):
-        sweep, numbers = alone(*asked)
-        kept.append(tuple(blocks.data_ptr() for blocks in alone.sets))
-        return sweep, numbers
+    def sweep(*arguments):
+        made, memory = make_sweep(*arguments), arguments[-1]
+        used.append(tuple(blocks.data_ptr() for blocks in memory.sets))
+        return made
 
-    sweep_by(watching)
+    sweep_by(monkeypatch, sweep)
     als(make_heads(8, 40, 40, 6), 16, SolverOptions(sweeps=60))
-    assert len(kept) == 60
-    assert len(list(itertools.groupby(kept))) <= 4  # one more where components become more or fewer, and in float64
+    assert len(used) == 60
+    assert len(list(itertools.groupby(used))) <= 4  # new ones where the number of components or the dtype changes
 
 
-def test_the_best_point_is_not_written_over(make_heads, sweep_by):
-    alone, calls, tensor = Sweeper(), itertools.count(), make_heads(3, 12, 11, 4)
+def test_the_best_point_is_not_overwritten(make_heads, monkeypatch):
+    calls, tensor = itertools.count(), make_heads(3, 12, 11, 4)
 
-    def worse(*asked):
-        sweep, numbers = alone(*asked)
-        numbers[2] += next(calls) >= 10  # the squared error, of every step length
-        return sweep, numbers
+    def worse(*arguments):
+        made = make_sweep(*arguments)
+        made.squared[0] += next(calls) >= 10  # at every step length
+        return made
 
-    sweep_by(worse)
+    sweep_by(monkeypatch, worse)
     solution = als(tensor, 5, SolverOptions(sweeps=20))
     assert len(set(solution.errors[9:])) == 1
     assert tensor.relative_error(solution.factors) == pytest.approx(solution.errors[9], rel=1e-9)
+
+
+def test_spare_components_are_there_for_a_part_of_the_search_only():
+    continuation = Continuation(widening=0.1, search=0.25, spare=1.25)
+    widths = [continuation.width(sweep, 80, 16, 99) for sweep in range(80)]
+    assert [(width, len(list(group))) for width, group in itertools.groupby(widths)] == [(16, 8), (20, 12), (16, 60)]
+    assert continuation.width(10, 80, 16, 18) == 18
+    assert continuation.width(200, 80, 16, 99) == 16
+
+
+@pytest.mark.parametrize("first", [0.2, 10.0])
+def test_components_that_the_first_ridge_kills_are_replaced(make_heads, monkeypatch, first):
+    tensor = make_heads(4, 12, 11, 4)
+    usual = als(tensor, 6, SolverOptions()).errors[-1]
+    monkeypatch.setattr("collab_compress.factorization.als.Continuation", lambda: Continuation(first=first))
+    assert als(tensor, 6, SolverOptions()).errors[-1] == pytest.approx(usual, rel=0.05)
+
+
+def test_the_end_is_a_fixed_point_of_plain_least_squares(make_heads):
+    tensor = make_heads(3, 12, 11, 4)
+    solution = als(tensor, 5, SolverOptions(sweeps=2000, tolerance=0.0))
+    assert solution.converged
+    norm = tensor.squared_norm().item()
+    own = HeadTensor(tensor.query / norm**0.25, tensor.key / norm**0.25)
+    coefficients = [
+        torch.linalg.lstsq(side, factor / norm**0.25).solution
+        for side, factor in ((own.flat_query, solution.factors.query), (own.flat_key, solution.factors.key))
+    ]
+    channels = Channels.of(own)
+    point = Iterate.at(Direction.of(channels, coefficients[0], solution.factors.mixing, coefficients[1]))
+    after = point
+    for _ in range(20):
+        after = Iterate.at(after.swept(channels, 0.0))
+    assert point.relative_error(channels) == pytest.approx(solution.errors[-1], abs=1e-7)
+    assert solution.errors[-1] - 1e-6 <= after.relative_error(channels) <= solution.errors[-1] + 1e-9

@@ -26,10 +26,8 @@ def test_full_rank_is_exact(make_heads, dense_of, shape, weighted, biased):
     tensor = make_heads(*shape)
     bias = bias_of(tensor) if biased else None
     moments = (Moments.of(sample(30, shape[1], 1)), Moments.of(sample(30, shape[2], 2)))
-    result = factorize(
-        tensor.query, tensor.key, tensor.full_rank, query_bias=bias,
-        query_moments=moments[0] if weighted else None, key_moments=moments[1] if weighted else None,
-    )  # fmt: skip
+    moments = {"query_moments": moments[0], "key_moments": moments[1]} if weighted else {}
+    result = factorize(tensor.query, tensor.key, tensor.full_rank, query_bias=bias, **moments)
     torch.testing.assert_close(dense_of(result.factors), tensor.dense())
     assert result.exact
     assert result.converged
@@ -52,10 +50,8 @@ def test_reported_errors_are_the_dense_ones(make_heads, dense_of, shape, rank, c
     if rank < 1:
         return
     query_moments, key_moments = Moments.of(sample(30, shape[1], 1)), Moments.of(sample(30, shape[2], 2))
-    result = factorize(
-        tensor.query, tensor.key, rank, query_moments=query_moments, key_moments=key_moments,
-        centre=centre, sweeps=15,
-    )  # fmt: skip
+    moments = {"query_moments": query_moments, "key_moments": key_moments}
+    result = factorize(tensor.query, tensor.key, rank, centre=centre, sweeps=15, **moments)
     residual = tensor.dense() - dense_of(result.factors)
     assert result.weight_error == pytest.approx((residual.norm() / tensor.dense().norm()).item(), abs=1e-6)
     roots = Weighting.of(query_moments, key_moments, damping=1e-3, centre=centre)
@@ -70,10 +66,8 @@ def test_centred_error_is_the_score_error_up_to_a_constant_per_row(make_heads):
     """Scores of sampled tokens, pair by pair, each row's mean over the keys taken out."""
     tensor = make_heads(3, 7, 6, 2)
     bias, queries, keys = bias_of(tensor), sample(25, 7, 1), sample(30, 6, 2)
-    result = factorize(
-        tensor.query, tensor.key, 3, query_bias=bias, query_moments=Moments.of(queries),
-        key_moments=Moments.of(keys), damping=0.0,
-    )  # fmt: skip
+    moments = {"query_moments": Moments.of(queries), "key_moments": Moments.of(keys)}
+    result = factorize(tensor.query, tensor.key, 3, query_bias=bias, damping=0.0, **moments)
     factors, error, centred = result.factors, 0.0, 0.0
     for head in range(3):
         true = (queries @ tensor.query[head] + bias[head]) @ (keys @ tensor.key[head]).T
@@ -90,14 +84,15 @@ def test_folded_bias_is_the_optimal_one(make_heads, dense_of):
     """No other content bias lowers the row-centred score error: least squares over the samples agrees."""
     tensor = make_heads(2, 6, 5, 2)
     bias, queries, keys = bias_of(tensor), sample(40, 6, 1), sample(40, 5, 2)
-    result = factorize(
-        tensor.query, tensor.key, 2, query_bias=bias, query_moments=Moments.of(queries),
-        key_moments=Moments.of(keys),
-    )  # fmt: skip
+    moments = {"query_moments": Moments.of(queries), "key_moments": Moments.of(keys)}
+    result = factorize(tensor.query, tensor.key, 2, query_bias=bias, **moments)
     centred_keys = keys - keys.mean(0)
     for head in range(2):
         target = (queries @ tensor.query[head] + bias[head]) @ (centred_keys @ tensor.key[head]).T
-        target = target - (queries @ result.factors.slice(head)) @ centred_keys.T
+        target = (
+            target
+            - (queries @ result.factors.query * result.factors.mixing[head]) @ (centred_keys @ result.factors.key).T
+        )
         best = torch.linalg.lstsq(centred_keys, target.mean(0)[:, None]).solution[:, 0]
         torch.testing.assert_close(result.factors.content_bias[head], best, rtol=1e-6, atol=1e-8)
 
@@ -183,13 +178,8 @@ def test_solvers_share_the_contract_and_repeat_bitwise(make_heads, dense_of, sol
     tensor = make_heads(3, 9, 8, 2)
     moments = Moments.of(sample(30, 9, 1))
     told = []
-    runs = [
-        factorize(
-            tensor.query, tensor.key, 4, solver=solver, seed=3, sweeps=12, query_moments=moments,
-            progress=lambda *report: told.append(report),
-        )
-        for _ in range(2)
-    ]  # fmt: skip
+    options = {"seed": 3, "sweeps": 12, "query_moments": moments, "progress": lambda *report: told.append(report)}
+    runs = [factorize(tensor.query, tensor.key, 4, solver=solver, **options) for _ in range(2)]
     assert torch.equal(runs[0].factors.query, runs[1].factors.query)
     assert runs[0].errors == runs[1].errors
     assert told == 2 * list(enumerate(runs[0].errors, start=1))
@@ -247,5 +237,5 @@ def test_head_weights_weigh_the_squared_errors_of_heads(solver, make_heads, dens
 @pytest.mark.parametrize("weights", [torch.ones(2), torch.tensor([1.0, 0.0, 1.0])])
 def test_head_weights_are_one_positive_number_a_head(make_heads, weights):
     tensor = make_heads(3, 6, 5, 4)
-    with pytest.raises(ValueError, match="head_weights are"):
+    with pytest.raises(ValueError, match="head_weights do not fit the heads: got"):
         factorize(tensor.query, tensor.key, 6, head_weights=weights)

@@ -4,7 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collab_compress.factorization import Factors, HeadTensor
-from collab_compress.factorization.iterate import Channels, least_squares
+from collab_compress.factorization.iterate import (
+    Channels,
+    Direction,
+    Iterate,
+    Line,
+    least_squares,
+    positive_minimiser,
+)
+from collab_compress.factorization.truncation import singular_channels
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
 
@@ -120,3 +128,90 @@ def test_least_squares_of_float32_products_are_solved_in_float64():
 
 def _projector(matrix):
     return matrix @ torch.linalg.pinv(matrix)
+
+
+@given(SHAPES, st.integers(1, 5), st.integers(1, 6), st.integers(0, 99))
+def test_what_is_added_is_what_the_dense_residual_lacks(
+    make_heads, make_point, factors_of, dense_of, shape, rank, count, seed
+):
+    """Each component lowers the squared error by the square of the residual's part on its singular pair."""
+    tensor, values = singular_channels(make_heads(*shape, seed=seed))
+    count = min(count, values.numel())
+    point, factors = make_point(tensor, rank, seed=seed + 1)
+    residual = tensor.dense() - dense_of(factors)
+    lacking = [
+        (tensor.query[head, :, place] @ residual[head] @ tensor.key[head, :, place] / value).abs().item() ** 2
+        for head, row in enumerate(values)
+        for place, value in enumerate(row)
+    ]
+    wide = point.widened(Channels.of(tensor), count)
+    assert wide.query.shape[1] == rank + count
+    left = (tensor.dense() - dense_of(factors_of(tensor, wide))).square().sum()
+    expected = residual.square().sum() - sum(sorted(lacking, reverse=True)[:count])
+    torch.testing.assert_close(left, expected, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(wide.values, wide.seen_by(Channels.of(tensor)).values, rtol=1e-6, atol=1e-8)
+
+
+def test_the_largest_components_are_kept_and_dead_ones_never(make_heads, make_point):
+    tensor = make_heads(3, 9, 8, 4)
+    point, factors = make_point(tensor, 6)
+    norms = factors.query.norm(dim=0) * factors.mixing.norm(dim=0) * factors.key.norm(dim=0)
+    kept = norms.argsort(descending=True)[:4].sort().values
+    torch.testing.assert_close(point.narrowed(4).mixing, factors.mixing[:, kept])
+    values = point.values.clone()
+    values[:, kept[:2]] *= 1e-3
+    found = Iterate.at(Direction(values, point.heads)).narrowed(5)
+    assert found.query.shape[1] == 4
+
+
+def value(tensor, factors, dense_of, ridge):
+    penalty = sum(part.square().sum() for part in (factors.query, factors.mixing, factors.key))
+    return ((tensor.dense() - dense_of(factors)).square().sum() + ridge * penalty).item()
+
+
+@given(SHAPES, st.integers(1, 6), st.sampled_from([0.0, 0.3]), st.floats(-2, 2))
+def test_polynomial_matches_the_dense_objective(
+    make_heads, make_point, factors_of, dense_of, shape, rank, ridge, step
+):
+    tensor = make_heads(*shape)
+    scale = tensor.squared_norm() ** 0.25
+    tensor = HeadTensor(tensor.query / scale, tensor.key / scale)
+    point, direction = make_point(tensor, rank, seed=2)[0], make_point(tensor, rank, seed=3)[0]
+    line = Line.of(Channels.of(tensor), point, direction, ridge)
+    there = line.at(step)
+    for penalty, coefficients in ((0.0, line.squared), (ridge, line.squared + line.penalty)):
+        ours = sum(c * step**power for power, c in enumerate(coefficients.tolist()))
+        assert ours == pytest.approx(value(tensor, factors_of(tensor, there), dense_of, penalty), rel=1e-8, abs=1e-8)
+    fresh = Iterate.at(there.seen_by(Channels.of(tensor)))
+    torch.testing.assert_close(there.values, fresh.values, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(there.grams, fresh.grams, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(there.values, point.values + step * direction.values)
+
+
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=5))
+def test_minimiser_beats_a_grid(coefficients):
+    coefficients = [*coefficients, 1.0]
+
+    def at(step):
+        return sum(c * step ** (k + 1) for k, c in enumerate(coefficients))
+
+    step = positive_minimiser(coefficients)
+    lowest = min(at(0.01 * i) for i in range(1001))
+    assert step >= 0.0
+    assert at(step) <= min(lowest, 0.0) + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "expected"),
+    [
+        ([-2.0, 1.0, 0.0], 1.0),
+        ([1.0, 1.0], 0.0),
+        ([0.0, 0.0], 0.0),
+        ([-1.0, 0.0], 0.0),
+        ([float("nan"), 1.0], 0.0),
+        ([-1e6, 1.0], 100.0),
+        ([-1e300, 1e-5, 0.0], 0.0),
+    ],
+)
+def test_minimiser_of_simple_polynomials(coefficients, expected):
+    assert positive_minimiser(coefficients) == pytest.approx(expected)

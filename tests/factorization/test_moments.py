@@ -4,23 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collab_compress.factorization import Moments
+from collab_compress.factorization.moments import Weighting
+
+SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
 
 
 def sample(count, width, seed):
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 1
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 6))
-def test_pooling_equals_the_moments_of_all_samples_together(counts, width):
-    samples = [sample(count, width, seed) for seed, count in enumerate(counts)]
-    together = torch.cat(samples)
-    pooled = Moments.pool(Moments.of(part) for part in samples)
-    assert pooled.count == len(together)
-    assert pooled.width == width
-    torch.testing.assert_close(pooled.mean, sum(row for row in together) / len(together))
-    second = sum(torch.outer(row, row) for row in together) / len(together)
-    torch.testing.assert_close(pooled.second, second)
-    torch.testing.assert_close(pooled.covariance(), torch.cov(together.T, correction=0).reshape(width, width))
 
 
 def test_moments_of_batches_flatten_leading_positions_to_float64():
@@ -46,8 +36,68 @@ def test_bad_moments_are_refused():
         Moments(torch.tensor([1.0, float("nan")]), torch.ones(2, 2), 1)
 
 
-def test_pooling_refuses_nothing_and_mixed_widths():
-    with pytest.raises(ValueError, match=r"cannot pool moments: got widths \[\], expected one common width"):
-        Moments.pool([])
-    with pytest.raises(ValueError, match=r"cannot pool moments: got widths \[2, 3\]"):
-        Moments.pool([Moments.of(torch.ones(4, 2)), Moments.of(torch.ones(4, 3))])
+def inputs(width, seed):
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(width, width, generator=generator, dtype=torch.float64)
+    return torch.randn(40, width, generator=generator, dtype=torch.float64) @ mix + 2
+
+
+@given(SHAPES, st.integers(1, 6), st.booleans(), st.sampled_from([0.0, 1e-3, 0.5]))
+def test_weighted_error_is_the_explicit_score_error(make_heads, make_factors, dense_of, shape, rank, centre, damping):
+    tensor = make_heads(*shape)
+    factors = make_factors(tensor, rank)
+    queries, keys = inputs(shape[1], 1), inputs(shape[2], 2)
+    weighting = Weighting.of(Moments.of(queries), Moments.of(keys), damping=damping, centre=centre)
+    weighted = weighting.apply(tensor)
+    roots = []
+    for rows, root in ((queries, weighting.query), (keys, weighting.key)):
+        rows = rows - rows.mean(0) if centre else rows
+        moment = sum(torch.outer(row, row) for row in rows) / len(rows)
+        moment += damping * moment.diagonal().mean() * torch.eye(len(moment))
+        torch.testing.assert_close(root.T @ root, moment)
+        roots.append(torch.linalg.cholesky(moment).T)
+    explicit = sum(
+        (roots[0] @ (slice_ - other) @ roots[1].T).square().sum()
+        for slice_, other in zip(tensor.dense(), dense_of(factors), strict=True)
+    )
+    mapped = type(factors)(roots[0] @ factors.query, factors.mixing, roots[1] @ factors.key)
+    expected = (explicit / weighted.dense().square().sum()).sqrt().item()
+    assert weighted.relative_error(mapped) == pytest.approx(expected, rel=1e-6)
+    undone = weighting.undo(mapped)
+    torch.testing.assert_close(undone.query, factors.query, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(undone.key, factors.key, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(undone.mixing, factors.mixing)
+
+
+def test_one_side_or_none_may_be_weighted(make_heads, make_factors):
+    tensor = make_heads(2, 4, 5, 2)
+    factors = make_factors(tensor, 3)
+    nothing = Weighting.of(None, None, damping=1e-3, centre=True)
+    assert nothing.identity
+    assert nothing.apply(tensor).query is tensor.query
+    assert nothing.undo(factors).key is factors.key
+    keys_only = Weighting.of(None, Moments.of(inputs(5, 0)), damping=1e-3, centre=True)
+    assert not keys_only.identity
+    assert keys_only.apply(tensor).query is tensor.query
+    assert keys_only.undo(factors).query is factors.query
+
+
+def test_singular_moments_are_refused():
+    constant = Moments.of(torch.ones(5, 3))
+    message = "the covariance of the key inputs is singular: got damping 0.001 over 5 inputs; expected"
+    with pytest.raises(ValueError, match=message):
+        Weighting.of(None, constant, damping=1e-3, centre=True)
+    with pytest.raises(ValueError, match="the second moment of the query inputs is singular: got damping 0"):
+        Weighting.of(constant, None, damping=0.0, centre=False)
+
+
+def test_moments_beyond_float64_are_refused():
+    with pytest.raises(ValueError, match="the moments of the key inputs are not finite with damping 1e"):
+        Weighting.of(None, Moments.of(inputs(3, 0) * 1e10), damping=1e300)
+
+
+def test_queries_may_be_weighed_by_second_moments_and_keys_by_covariances():
+    moments = Moments.of(inputs(4, 0))
+    mixed = Weighting.of(moments, moments, damping=1e-3, centre_query=False)
+    assert torch.equal(mixed.query, Weighting.of(moments, None, damping=1e-3, centre=False).query)
+    assert torch.equal(mixed.key, Weighting.of(None, moments, damping=1e-3).key)

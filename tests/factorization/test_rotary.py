@@ -54,17 +54,17 @@ def slow_error(query, key, factors, angles, distances):
     return (lost / total) ** 0.5
 
 
-@pytest.mark.parametrize("turned", [3, 1, 0])
+@pytest.mark.parametrize("rotated", [3, 1, 0])
 @pytest.mark.parametrize("groups", [4, 2])
-def test_the_error_is_that_of_explicit_rotations_averaged_over_distances(groups, turned):
+def test_the_error_is_that_of_explicit_rotations_averaged_over_distances(groups, rotated):
     """Angles are such that frequencies do not interfere: whole turns over all distances."""
-    if groups == 2 and turned < 3:
+    if groups == 2 and rotated < 3:
         pytest.skip("groups that share keys share those of each frequency apart, for which angles must differ")
     query, key = heads(4, 7, 3), heads(groups, 6, 3, seed=1)
     distances = torch.arange(8, dtype=torch.float64)
     angles = 2 * torch.pi * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) / 8
-    angles[turned:] = 0.0
-    result = factorize_rotary(query, key, 4, turned=turned)
+    angles[rotated:] = 0.0
+    result = factorize_rotary(query, key, 4, rotated=rotated)
     expected = slow_error(query, key, result.factors, angles, distances)
     assert result.weight_error == pytest.approx(expected, rel=1e-6)
     assert rotary_error(query, key, result.factors) == pytest.approx(expected, rel=1e-6)
@@ -146,12 +146,12 @@ def test_moments_weigh_what_inputs_show(groups):
     assert groups == 2 or errors[0] < 0.99 * errors[1]
 
 
-def test_keys_of_what_does_not_turn_are_centred():
+def test_keys_of_unrotated_channels_are_centred():
     """What is constant over keys is ignored by the softmax: it gets no channels."""
     query, key = heads(2, 5, 2), heads(2, 5, 2, seed=1)
     inputs = torch.randn(400, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     far = Moments.of(inputs + 50)
-    found = factorize_rotary(query, key, 2, query_moments=Moments.of(inputs), key_moments=far, turned=1)
+    found = factorize_rotary(query, key, 2, query_moments=Moments.of(inputs), key_moments=far, rotated=1)
     assert found.factors.frequencies == (0, 0)  # the one that turns is worth far more
 
 
@@ -196,7 +196,7 @@ def paired(side):
 
 def test_channels_that_do_not_rotate_are_shared_with_one_another():
     query, key = real_heads(6, 48, 8, 24)
-    result = factorize_rotary(paired(query), paired(key), 12, turned=0)
+    result = factorize_rotary(paired(query), paired(key), 12, rotated=0)
     assert result.weight_error < 1e-4
     assert result.weight_error == pytest.approx(factorize(query, key, 24).weight_error, abs=1e-4)
     factors = result.factors
@@ -212,7 +212,7 @@ def test_rotated_and_other_channels_share_the_width_by_what_they_are_worth():
     query, key = real_heads(6, 48, 8, 24)
     rotated = heads(6, 48, 2, common=6)
     both = [torch.cat([rotated * 3, paired(side)], -1) for side in (query, key)]
-    result = factorize_rotary(*both, 24, turned=2)
+    result = factorize_rotary(*both, 24, rotated=2)
     numbers = [frequency for frequency in result.factors.frequencies if frequency >= 2]
     assert 10 <= len(numbers) <= 14
     assert set(numbers) == {2, 3, 4, 5}
@@ -222,18 +222,18 @@ def test_rotated_and_other_channels_share_the_width_by_what_they_are_worth():
 def test_all_unrotated_channels_are_exact_beside_fewer_rotated_ones():
     query, key = real_heads(3, 20, 4, 12)
     both = [torch.cat([heads(3, 20, 1, seed=seed) * 1e-3, paired(side)], -1) for seed, side in ((0, query), (1, key))]
-    result = factorize_rotary(*both, 7, turned=1)
+    result = factorize_rotary(*both, 7, rotated=1)
     assert result.factors.frequencies.count(0) == 1
     assert result.weight_error < 1e-5
 
 
-@pytest.mark.parametrize("turned", [3, 1])
+@pytest.mark.parametrize("rotated", [3, 1])
 @pytest.mark.parametrize("groups", [4, 2])
-def test_head_weights_weigh_the_errors_of_heads(groups, turned):
+def test_head_weights_weigh_the_errors_of_heads(groups, rotated):
     query, key = heads(4, 6, 3), heads(groups, 5, 3, seed=1)
     weights = torch.tensor([0.1, 1.0, 3.0, 0.5])
-    found = factorize_rotary(query, key, 5, turned=turned, head_weights=weights).factors
-    plain = factorize_rotary(query, key, 5, turned=turned).factors
+    found = factorize_rotary(query, key, 5, rotated=rotated, head_weights=weights).factors
+    plain = factorize_rotary(query, key, 5, rotated=rotated).factors
     scaled = weights[:, None, None] * query
     ours = found if found.query is None else replace(found, mixing=weights[:, None] * found.mixing)
     theirs = plain if plain.query is None else replace(plain, mixing=weights[:, None] * plain.mixing)
