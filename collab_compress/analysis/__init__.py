@@ -1,14 +1,12 @@
-"""Measures of what heads have in common and are worth, and of what layers cost and could do without."""
+"""Measures of attention heads (similarity, diversity, importance) and of layers (energy, cost, latency)."""
 
 from collab_compress.analysis.attention_maps import AttentionMap, attention_maps
-from collab_compress.analysis.cka import cka, sample_cka
-from collab_compress.analysis.content_share import ContentShare, content_share
 from collab_compress.analysis.cost import (
     FormCost,
     Latency,
     MapCost,
     ModuleCost,
-    PaperRow,
+    feed_forward_costs,
     layer_cost,
     model_latency,
     module_costs,
@@ -23,21 +21,29 @@ from collab_compress.analysis.covariance import (
     mean_over_pairs,
     model_covariances,
 )
-from collab_compress.analysis.diversity import (
-    Discrepancy,
-    average_distance,
-    bhattacharyya,
-    confidence,
-    discrepancy,
-    discrepancy_growth,
-)
+from collab_compress.analysis.diversity import Discrepancy, bhattacharyya, discrepancy, discrepancy_growth
 from collab_compress.analysis.dominance import Dominance, PruningPoint, dominant_heads, pruning_curve, split_rows
-from collab_compress.analysis.energy import Energy, ValueEnergy, head_energy, tensor_energy, value_energy
-from collab_compress.analysis.feed_forward import FeedForwardEnergy, feed_forward_costs, feed_forward_energy
-from collab_compress.analysis.mixing import alpha_matrices, effective_rank, mixing_matrices, skew_symmetry
+from collab_compress.analysis.energy import (
+    Energy,
+    FeedForwardEnergy,
+    ValueEnergy,
+    feed_forward_energy,
+    head_energy,
+    tensor_energy,
+    value_energy,
+)
 from collab_compress.analysis.plan import Plan, Trial, plan
+from collab_compress.analysis.sharing import (
+    ContentShare,
+    alpha_matrices,
+    content_share,
+    effective_rank,
+    mixing_matrices,
+    skew_symmetry,
+)
+from collab_compress.analysis.similarity import SVCCA, cka, sample_cka, svcca
 from collab_compress.analysis.stream import with_progress
-from collab_compress.analysis.svcca import SVCCA, svcca
+from collab_compress.heads import average_distance, confidence
 
 __all__ = [
     "SVCCA",
@@ -52,7 +58,6 @@ __all__ = [
     "Latency",
     "MapCost",
     "ModuleCost",
-    "PaperRow",
     "Plan",
     "PruningPoint",
     "Trial",

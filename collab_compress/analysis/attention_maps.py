@@ -1,4 +1,4 @@
-"""Attention maps of one text: how much each token attends to each other, by head."""
+"""Attention maps of one text: how much each token attends to every other token, by head."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from collab_compress.errors import HeadError
 
 @dataclass(frozen=True)
 class AttentionMap:
-    """Attention of one layer, ready for heatmaps.
+    """Attention of one layer to a text.
 
     Args:
-        kind: `encoder`, `decoder` or `cross`.
-        queries: tokens that attend, T of them.
-        keys: tokens that are attended to, S of them.
-        weights: (H, T, S) in float32 on the CPU; probs sum to 1.
+        kind: attention type.
+        queries: the T tokens that attend.
+        keys: the S tokens that are attended to.
+        weights: attention probabilities (H, T, S) in float32 on the CPU.
     """
 
     kind: Kind
@@ -31,13 +31,13 @@ class AttentionMap:
     weights: Tensor
 
     def of(self, token: str) -> Tensor:
-        """Return the weights of the keys for one query token in each head, (H, S), as in Figure 1.
+        """Return the attention probabilities of one query token in each head, (H, S), as in Figure 1.
 
         Args:
             token: one of `queries`; the first of equal ones counts.
 
         Raises:
-            HeadError: there is no such token.
+            HeadError: no query is this token.
         """
         if token not in self.queries:
             raise HeadError(f"no token {token!r} among the queries; there are {' '.join(self.queries)}")
@@ -55,26 +55,26 @@ def attention_maps(
     """Return the attention probabilities of each head in a text ("Inter-Head Diversity", Figure 1).
 
     Args:
-        model: stock or edited token model, with any attention implementation that taps work with.
+        model: stock or edited; reads tokens.
         tokenizer: of the model.
         text: input of the model, or a pair of texts.
         target: input of an encoder–decoder's decoder, after its start token; required there.
-        kinds: which kinds of attention.
+        kinds: attention types.
 
     Returns:
         Module path → map. A module that serves several layers (ALBERT) has one for each use, `path[0]`, `path[1]`, ….
 
     Raises:
-        HeadError: a target is missing or not wanted.
+        HeadError: a target is missing, or the model has no decoder to read it.
         CalibrationError: the model cannot run on the text.
-        UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
+        UnsupportedModelError: the model's family is not known, or it has no attention of these types.
     """
     batch = _batch(model, tokenizer, text, target)
     sources = _tokens(tokenizer, batch["input_ids"])
     targets = _tokens(tokenizer, batch["decoder_input_ids"]) if target is not None else sources
     maps = {}
-    ((shown,),) = read_heads([model], [batch], "probs", kinds=kinds)
-    for use, reading in shown:
+    ((readings,),) = read_heads([model], [batch], "probs", kinds=kinds)
+    for use, reading in readings:
         kind = reading.site.kind
         assert reading.probs is not None
         maps[use] = AttentionMap(
@@ -90,8 +90,8 @@ def _batch(
     model: Any, tokenizer: PreTrainedTokenizerBase, text: str | tuple[str, str], target: str | None
 ) -> dict[str, Tensor]:
     if model.config.is_encoder_decoder != (target is not None):
-        wanted = "pass target=, the text its decoder reads" if target is None else "leave target out"
-        raise HeadError(f"{type(model).__name__}: {wanted}")
+        advice = "pass target=, the text its decoder reads" if target is None else "leave target out"
+        raise HeadError(f"{type(model).__name__}: {advice}")
     texts = (text,) if isinstance(text, str) else text
     known = forward_arguments(model)
     encoded = tokenizer(*texts, return_tensors="pt", truncation=True)

@@ -1,4 +1,4 @@
-"""Cost of attention, dense and converted: parameters, multiply-accumulates, T*, cache, measured latency."""
+"""Cost of attention and feed-forward blocks, dense and converted: parameters, operations, T*, cache, latency."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, 
 from collab_compress.attention import FORMS, NarrowValues, ScoreForm, SharedScores, form_for
 from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
+from collab_compress.conversion.feed_forward import FeedForward, block_report
 from collab_compress.conversion.report import dense_macs, dense_parameters
 from collab_compress.errors import HeadError
 from collab_compress.options import Form
 
-STEADY = 0.25  # spread of a ratio of times, beside itself, up to which it says something
+STEADY = 0.25  # spread of a ratio of times, over the ratio, up to which the ratio is meaningful
 
 Inputs = Callable[[int], Mapping[str, Tensor]]
 
@@ -35,11 +36,11 @@ class FormCost:
     """The cost of a map of an attention module (its scores, or its values and outputs) in one form, or of a layer.
 
     Args:
-        parameters: of scores, those of query and key projections, mixing matrix and content biases included; of
-            values, those of value and output projections, without the bias of the latter.
+        parameters: of scores, those of query and key projections, mixing matrix and content biases; of values, those
+            of value and output projections, without the bias of the latter.
         macs: multiply-accumulates for one sequence.
-        cache_bytes: size of a token's keys or values in a cache, in the model's dtype, padded to whole heads; 0 in
-            an encoder, which has no cache.
+        cache_bytes: size of a token's keys or values in the key-value cache, in the model's dtype, padded to whole
+            heads; 0 in an encoder, which has no cache.
     """
 
     parameters: int
@@ -71,9 +72,9 @@ class ModuleCost:
 
     Args:
         name: path of the module.
-        kind: kind of attention.
+        kind: attention type.
         length: tokens T for which multiply-accumulates are counted.
-        form: whether heads share the channels of scores, or each has its own.
+        form: `shared` or `per-head` scores.
         scores: cost of scores.
         values: cost of values and outputs.
     """
@@ -84,28 +85,6 @@ class ModuleCost:
     form: str
     scores: MapCost
     values: MapCost
-
-
-@dataclass(frozen=True)
-class PaperRow:
-    """One comparison of Table 1 of "Multi-Head Attention: Collaborate Instead of Concatenate", at T = 128.
-
-    Args:
-        width: D, and dense query/key width H·d.
-        heads: number of heads H.
-        dk: shared width R.
-        dense: computed here.
-        collaborative: computed here, content biases not counted.
-        printed: the paper's dense parameters, collaborative parameters (10⁶), dense and collaborative operations
-            (10⁸).
-    """
-
-    width: int
-    heads: int
-    dk: int
-    dense: FormCost
-    collaborative: FormCost
-    printed: tuple[float, float, float, float]
 
 
 def module_costs(
@@ -122,17 +101,17 @@ def module_costs(
     Args:
         model: stock or converted.
         length: tokens T.
-        dk: channels R for dense scores, which content biases add to; converted scores have their own.
-        dv: channels for dense values; narrow values have their own.
-        form: form for dense scores; converted scores have their own.
-        kinds: which kinds of attention.
+        dk: channels R at which dense scores are counted, plus content biases; converted scores keep their width.
+        dv: channels at which dense values are counted; narrow values keep their width.
+        form: form at which dense scores are counted; converted scores keep theirs.
+        kinds: attention types.
 
     Returns:
         One entry a module, in the model's order.
 
     Raises:
         HeadError: the length, dk or dv is not positive, or the form is unknown.
-        UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
+        UnsupportedModelError: the model's family is not known, or it has no attention of these types.
     """
     numbers = {"length": length, "dk": dk, "dv": dv}
     if any(number is not None and number < 1 for number in numbers.values()):
@@ -141,6 +120,86 @@ def module_costs(
     if form not in FORMS:
         raise HeadError(f"unknown form {form!r}; expected one of {', '.join(FORMS)}")
     return [_module_cost(site, length, dk, dv, form) for site in find_attention(model, FAMILIES, kinds=kinds)]
+
+
+def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | None, option: Form) -> ModuleCost:
+    module: Any = site.module
+    family = site.family
+    query, key, value = (_unpadded(site.part(path)) for path in (family.query, family.key, family.value))
+    width, bias, value_bias = key.in_features, query.bias is not None, value.bias is not None
+    scores: ScoreForm | None = None if dk is None else form_for(option, site).of(site, dk, content_bias=True)
+    if hasattr(module, "score_form"):
+        scores = module.score_form
+        bias = value_bias  # dense queries have a bias where values have one
+    values = None if dv is None else NarrowValues.of(site, dv, value_bias)
+    values = getattr(module, "value_form", values)
+    cached_keys, cached_values = _cached_channels(site, scores, values)
+    caches = site.kind != "encoder" and not (family.causal and not hasattr(module, "layer_idx"))
+    number_bytes = query.weight.element_size() if caches else 0
+
+    def cost_of(form: ScoreForm | NarrowValues, cached: int) -> FormCost:
+        return FormCost(form.parameters(width), form.macs(width, length), cached * number_bytes)
+
+    dense = FormCost(
+        dense_parameters(width, site.width, site.key_value_width, bias),
+        dense_macs(width, site.width, site.key_value_width, length),
+        site.key_value_width * number_bytes,
+    )
+    all_values = NarrowValues.of(site, site.key_value_width, value_bias)
+    dense_values = cost_of(all_values, all_values.value_width)
+    score_cost = MapCost(None, dense, dense, None)
+    if scores is not None:
+        score_cost = MapCost(scores.rank, dense, cost_of(scores, cached_keys), scores.break_even(width))
+    value_cost = MapCost(None, dense_values, dense_values, None)
+    if values is not None:
+        value_cost = MapCost(values.dv, dense_values, cost_of(values, cached_values), inf)
+    form = option if scores is None else scores.option
+    return ModuleCost(site.name, site.kind, length, form, scores=score_cost, values=value_cost)
+
+
+def _unpadded(projection: Any) -> Any:
+    """Return a projection without the padding of its channels to whole heads."""
+    return getattr(projection, "proj", projection)
+
+
+def _cached_channels(site: AttentionSite, scores: ScoreForm | None, values: NarrowValues | None) -> tuple[int, int]:
+    """Return the numbers that keys and values of a token take in a cache."""
+    if site.family.pieces and scores is not None and values is not None:  # laid out alike
+        widest = max(scores.rank + scores.content_channels, values.dv)
+        return (widest + -widest % site.head_width,) * 2
+    keys = site.width if scores is None else scores.key_width
+    channels = site.width if values is None else values.value_width
+    return (max(keys, channels),) * 2 if site.family.even else (keys, channels)
+
+
+def feed_forward_costs(
+    model: PreTrainedModel, blocks: Sequence[FeedForward], length: int = 128, *, dff: int | None = None
+) -> dict[str, MapCost]:
+    """Return the cost of feed-forward blocks, as they are and with fewer neurons.
+
+    Args:
+        model: stock or edited.
+        blocks: its feed-forward blocks, from `find_feed_forward`.
+        length: tokens T.
+        dff: neurons to keep in each block; None for all.
+
+    Returns:
+        Path of the layer that reads the neurons → cost of all layers of the block, biases included.
+
+    Raises:
+        HeadError: the length or dff is not positive, or dff is beyond the width of a block.
+    """
+    if length < 1 or (dff is not None and dff < 1):
+        raise HeadError(f"got length {length}, dff {dff}; expected at least 1")
+    costs = {}
+    for block in blocks:
+        if dff is not None and dff > block.width:
+            raise HeadError(f"{block.down} reads {block.width} neurons, and dff is {dff}; pass up to {block.width}")
+        report = block_report(model, block, dff or block.width, length)
+        dense = FormCost(report.parameters_before, report.macs_before)
+        narrower = FormCost(report.parameters_after, report.macs_after)
+        costs[block.down] = MapCost(dff, dense, narrower, None if dff is None else inf)
+    return costs
 
 
 def layer_cost(width: int, heads: int, dk: int | None = None, length: int = 128) -> FormCost:
@@ -168,15 +227,32 @@ def layer_cost(width: int, heads: int, dk: int | None = None, length: int = 128)
     return FormCost(scores.parameters + parameters, scores.macs + macs)
 
 
-def paper_table_1() -> list[PaperRow]:
-    """Recompute Table 1 of "Multi-Head Attention: Collaborate Instead of Concatenate": FairSeq, then BERT-base."""
-    return [
-        PaperRow(width, heads, dk, layer_cost(width, heads), layer_cost(width, heads, dk), printed)
-        for width, heads, dk, printed in (
-            (512, 8, 128, (1.05, 0.66, 1.51, 1.09)),
-            (768, 12, 256, (2.36, 1.58, 3.27, 2.65)),
-        )
-    ]
+def paper_table_1() -> list[dict[str, str | int | float]]:
+    """Return Table 1 of "Multi-Head Attention: Collaborate Instead of Concatenate": FairSeq, then BERT-base.
+
+    Each comparison has two rows, one computed here, without content biases, and one as printed.
+    """
+    rows: list[dict[str, str | int | float]] = []
+    for width, heads, dk, printed in (
+        (512, 8, 128, (1.05, 0.66, 1.51, 1.09)),
+        (768, 12, 256, (2.36, 1.58, 3.27, 2.65)),
+    ):
+        dense, converted = layer_cost(width, heads), layer_cost(width, heads, dk)
+        parameters = dense.parameters / 1e6, converted.parameters / 1e6
+        macs = dense.macs / 1e8, converted.macs / 1e8
+        for origin, numbers in (("computed", (*parameters, *macs)), ("printed", printed)):
+            rows.append(
+                {
+                    "D": width,
+                    "dk": dk,
+                    "from": origin,
+                    "parameters, dense [10⁶]": numbers[0],
+                    "parameters, converted [10⁶]": numbers[1],
+                    "dense [10⁸ MAC]": numbers[2],
+                    "converted [10⁸ MAC]": numbers[3],
+                }
+            )
+    return rows
 
 
 @dataclass(frozen=True)
@@ -205,7 +281,7 @@ class Latency:
 
     @property
     def is_steady(self) -> bool:
-        """Whether the ratio says something: its quartiles are near each other, as beside other work they are not."""
+        """Whether the quartiles of the ratio are near each other; beside other work on the machine they are not."""
         return self.high - self.low <= STEADY * self.ratio
 
 
@@ -223,7 +299,7 @@ def module_latency(
     """Return the latency of every attention module, dense and converted, at several input lengths.
 
     Both modules get the inputs of the dense module and run in turns, in random order, so that other load on the
-    machine falls on both alike. Output projections count, also where they are outside the module.
+    machine affects both alike. Output projections count, also where they are outside the module.
 
     Args:
         dense: the dense model; its mode does not change.
@@ -241,13 +317,13 @@ def module_latency(
 
     Raises:
         HeadError: too few rounds, no common module, or a model that does not read tokens and got no inputs.
-        CalibrationError: the model does not take such inputs, as where a length is beyond its positions.
+        CalibrationError: the model does not take the inputs, as where a length is beyond its positions.
         UnsupportedModelError: a model's family is not known.
     """
     if rounds < 2:
         raise HeadError(f"got {rounds} rounds; quartiles need 2 at least")
-    ours = {site.name: site for site in find_attention(converted, FAMILIES)}
-    sites = [site for site in find_attention(dense, FAMILIES) if site.name in ours]
+    counterparts = {site.name: site for site in find_attention(converted, FAMILIES)}
+    sites = [site for site in find_attention(dense, FAMILIES) if site.name in counterparts]
     if not sites:
         raise HeadError("the two models have no attention module of the same path; pass a model and its conversion")
     draw, latencies = random.Random(seed), []
@@ -255,8 +331,9 @@ def module_latency(
         for length in with_progress(lengths, progress, "lengths"):
             batch = _random_tokens(dense, batch_size, length, seed) if inputs is None else dict(inputs(length))
             for site, args, kwargs in _first_calls(dense, sites, batch):
-                calls = [partial(_call, each, args, kwargs) for each in (site, ours[site.name])]
-                latencies.append(_timed(site.name, length, calls, dense.device, rounds, draw))
+                calls = [partial(_call, either, args, kwargs) for either in (site, counterparts[site.name])]
+                timed = _timed(site.name, length, calls, device=dense.device, rounds=rounds, draw=draw)
+                latencies.append(timed)
     return latencies
 
 
@@ -279,9 +356,6 @@ def model_latency(
         seconds: time to measure for; each model runs 4 to 40 times.
         seed: of the order and the tokens.
 
-    Returns:
-        The times, with an empty module name; quartiles are of the ratio, round by round.
-
     Raises:
         HeadError: the model does not read tokens.
         CalibrationError: the length is beyond the model's positions.
@@ -293,112 +367,7 @@ def model_latency(
         calls = [partial(run_batch, model, batch) for model in (dense, converted)]
         once = sum(_seconds(call, dense.device) for call in calls)
         rounds = min(40, max(4, int(seconds / once)))
-        return _timed("", length, calls, dense.device, rounds, random.Random(seed))
-
-
-def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | None, option: Form) -> ModuleCost:
-    module: Any = site.module
-    family = site.family
-    query, key, value = (_bare(site.part(path)) for path in (family.query, family.key, family.value))
-    width, bias, value_bias = key.in_features, query.bias is not None, value.bias is not None
-    scores: ScoreForm | None = None if dk is None else form_for(option, site).of(site, dk, content_bias=True)
-    if hasattr(module, "score_form"):
-        scores = module.score_form
-        bias = value_bias  # as values have it, queries had it
-    values = None if dv is None else NarrowValues.of(site, dv, value_bias)
-    values = getattr(module, "value_form", values)
-    cached_keys, cached_values = _cached(site, scores, values)
-    caches = site.kind != "encoder" and not (family.causal and not hasattr(module, "layer_idx"))
-    number = query.weight.element_size() if caches else 0
-
-    def cost_of(form: ScoreForm | NarrowValues, cached: int) -> FormCost:
-        return FormCost(form.parameters(width), form.macs(width, length), cached * number)
-
-    dense = FormCost(
-        dense_parameters(width, site.width, site.key_value_width, bias),
-        dense_macs(width, site.width, site.key_value_width, length),
-        site.key_value_width * number,
-    )
-    whole = NarrowValues.of(site, site.key_value_width, value_bias)
-    dense_values = cost_of(whole, whole.value_width)
-    score_cost = MapCost(None, dense, dense, None)
-    if scores is not None:
-        score_cost = MapCost(scores.rank, dense, cost_of(scores, cached_keys), scores.break_even(width))
-    value_cost = MapCost(None, dense_values, dense_values, None)
-    if values is not None:
-        value_cost = MapCost(values.dv, dense_values, cost_of(values, cached_values), inf)
-    form = option if scores is None else scores.option
-    return ModuleCost(site.name, site.kind, length, form, score_cost, value_cost)
-
-
-def _cached(site: AttentionSite, scores: ScoreForm | None, values: NarrowValues | None) -> tuple[int, int]:
-    """Return the numbers that keys and values of a token take in a cache."""
-    if site.family.pieces and scores is not None and values is not None:  # laid out alike
-        widest = max(scores.rank + scores.content_channels, values.dv)
-        return (widest + -widest % site.head_width,) * 2
-    keys = site.width if scores is None else scores.key_width
-    channels = site.width if values is None else values.value_width
-    return (max(keys, channels),) * 2 if site.family.even else (keys, channels)
-
-
-def _bare(part: Any) -> Any:
-    """Return a projection without the padding of its channels to whole heads."""
-    return getattr(part, "proj", part)
-
-
-def _call(site: AttentionSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run a module, and its output projection where it is outside the module."""
-    outputs = site.module(*args, **kwargs)
-    if site.family.output.startswith(".."):
-        site.part(site.family.output)(outputs[0])
-
-
-def _first_calls(
-    model: PreTrainedModel, sites: Sequence[AttentionSite], batch: dict[str, Any]
-) -> list[tuple[AttentionSite, tuple[Any, ...], dict[str, Any]]]:
-    """Return each module with the arguments of its first call while the model runs."""
-    calls: dict[nn.Module, Any] = {}
-
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.setdefault(module, (args, kwargs))
-
-    if "use_cache" in forward_arguments(model):
-        batch = {**batch, "use_cache": False}  # a cache would grow with every call
-    with ExitStack() as hooks:
-        for site in sites:
-            hooks.enter_context(site.module.register_forward_pre_hook(note, with_kwargs=True))
-        run_batch(model, batch)
-    return [(site, *calls[site.module]) for site in sites if site.module in calls]
-
-
-def _timed(
-    name: str,
-    length: int,
-    calls: Sequence[Callable[[], Any]],
-    device: torch.device,
-    rounds: int,
-    draw: random.Random,
-) -> Latency:
-    """Return the latency of a dense and a converted call, timed in turns."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for count in range(rounds + 1):
-        for which in draw.sample((0, 1), 2):
-            seconds = _seconds(calls[which], device)
-            if count:  # the first is for warming up
-                times[which].append(1e3 * seconds)
-    low, middle, high = statistics.quantiles([ours / dense for dense, ours in zip(*times, strict=True)], n=4)
-    dense_ms, converted_ms = map(statistics.median, times)
-    return Latency(name, length, dense_ms, converted_ms, middle, low, high, rounds)
-
-
-def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the time of one call, its work on the GPU included."""
-    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    started = perf_counter()
-    call()
-    wait()
-    return perf_counter() - started
+        return _timed("", length, calls, device=dense.device, rounds=rounds, draw=random.Random(seed))
 
 
 def _random_tokens(model: Any, batch_size: int, length: int, seed: int) -> dict[str, Any]:
@@ -411,3 +380,57 @@ def _random_tokens(model: Any, batch_size: int, length: int, seed: int) -> dict[
     if model.config.is_encoder_decoder:
         batch["decoder_input_ids"] = torch.randint(size, (batch_size, length), generator=generator)
     return batch
+
+
+def _first_calls(
+    model: PreTrainedModel, sites: Sequence[AttentionSite], batch: dict[str, Any]
+) -> list[tuple[AttentionSite, tuple[Any, ...], dict[str, Any]]]:
+    """Return each module with the arguments of its first call while the model runs."""
+    calls: dict[nn.Module, Any] = {}
+
+    def keep_first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.setdefault(module, (args, kwargs))
+
+    if "use_cache" in forward_arguments(model):
+        batch = {**batch, "use_cache": False}  # a cache would grow with every call
+    with ExitStack() as hooks:
+        for site in sites:
+            hooks.enter_context(site.module.register_forward_pre_hook(keep_first, with_kwargs=True))
+        run_batch(model, batch)
+    return [(site, *calls[site.module]) for site in sites if site.module in calls]
+
+
+def _call(site: AttentionSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run a module, and its output projection where it is outside the module."""
+    outputs = site.module(*args, **kwargs)
+    if site.family.output.startswith(".."):
+        site.part(site.family.output)(outputs[0])
+
+
+def _timed(
+    name: str,
+    length: int,
+    calls: Sequence[Callable[[], Any]],
+    *,
+    device: torch.device,
+    rounds: int,
+    draw: random.Random,
+) -> Latency:
+    """Return the latency of a dense and a converted call, timed in turns after a warm-up."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds + 1):
+        for which in draw.sample((0, 1), 2):
+            times[which].append(1e3 * _seconds(calls[which], device))
+    dense, converted = times[0][1:], times[1][1:]
+    low, middle, high = statistics.quantiles([after / before for before, after in zip(dense, converted, strict=True)])
+    return Latency(name, length, statistics.median(dense), statistics.median(converted), middle, low, high, rounds)
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Return the time of one call, its work on the GPU included."""
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    started = perf_counter()
+    call()
+    wait()
+    return perf_counter() - started

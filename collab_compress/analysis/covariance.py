@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from itertools import accumulate
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.stream import Batches, Progress, Shown, Use, by_name, observe, read_heads, real_vectors
+from collab_compress.analysis.stream import (
+    Batches,
+    Progress,
+    Readings,
+    Use,
+    by_name,
+    observe,
+    read_heads,
+    unpadded_vectors,
+)
 from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
 from collab_compress.errors import HeadError
 from collab_compress.heads import Part
@@ -22,28 +30,24 @@ PANEL = 192  # columns in one product: of a symmetric matrix little more than ha
 
 
 def mean_over_pairs(matrix: Tensor) -> float:
-    """Return the mean of a symmetric matrix of heads against heads over the pairs i < j.
+    """Return the mean of a symmetric matrix (H, H) of heads against heads over the pairs i < j.
 
     Equation 6 of "Analyzing and Controlling Inter-Head Diversity in Multi-Head Attention".
-
-    Args:
-        matrix: (H, H).
 
     Raises:
         HeadError: the matrix is not square, or there is a single head, which has no pairs.
     """
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
         raise HeadError(f"got {tuple(matrix.shape)}, expected a matrix (H, H) of heads against heads")
-    heads = len(matrix)
-    if heads < 2:
+    if len(matrix) < 2:
         raise HeadError("a single head has no pairs to average over; compare heads where there are several")
-    rows, columns = torch.triu_indices(heads, heads, 1)
+    rows, columns = torch.triu_indices(len(matrix), len(matrix), 1)
     return float(matrix[rows, columns].mean())
 
 
 @dataclass(frozen=True)
 class JointCovariance:
-    r"""Mean and covariance of representations side by side, $x = [x_1, …, x_n]$, each a block of its own width.
+    r"""Mean and covariance of representations side by side, $x = [x_1, …, x_n]$; each is a block.
 
     Args:
         labels: name of each block.
@@ -51,9 +55,9 @@ class JointCovariance:
         mean: (C,), with C the sum of the widths, in float64.
         matrix: covariance (C, C), divided by the number of tokens less one, in float64.
         count: number of tokens N.
-        precision: spacing of floating-point numbers around 1 in what was measured.
-        leading: how many blocks come first that are to be compared with the others only, as those of one of two
-            models; 0 to compare all with all.
+        precision: machine epsilon of the vectors.
+        leading: number of blocks at the beginning, as those of the first of two models, that are compared with the
+            other blocks only; 0 to compare all with all.
     """
 
     labels: tuple[str, ...]
@@ -66,14 +70,10 @@ class JointCovariance:
 
     @classmethod
     def of(cls, representations: Sequence[Tensor], leading: int = 0) -> JointCovariance:
-        """Return the covariance of given representations.
-
-        Args:
-            representations: (N, d_i) each, of the same N tokens in the same order.
-            leading: as for the class.
+        """Return the covariance of representations (N, d_i) of the same N tokens in the same order.
 
         Raises:
-            HeadError: they are not matrices of equal length, fewer than two tokens, or not finite.
+            HeadError: they are not matrices of equal length, have fewer than two tokens, or are not finite.
         """
         if not representations or any(x.ndim != 2 or len(x) != len(representations[0]) for x in representations):
             shapes = ", ".join(str(tuple(x.shape)) for x in representations)
@@ -92,33 +92,27 @@ class JointCovariance:
         """Blocks that `rows` are compared with; the same blocks where all are compared with all."""
         return range(self.leading, len(self.widths))
 
-    @cached_property
-    def _places(self) -> Tensor:
-        """Columns of the matrix that belong to each block, (n, w), filled up with −1 to the widest block, w."""
-        widths = torch.tensor(self.widths)[:, None]
-        offsets = torch.arange(max(self.widths))
-        return torch.where(offsets < widths, widths.cumsum(0) - widths + offsets, -1)
+    @property
+    def slices(self) -> list[slice]:
+        """Where each block lies in `mean` and `matrix`."""
+        return [slice(stop - width, stop) for stop, width in zip(accumulate(self.widths), self.widths, strict=True)]
 
-    def cross(self, row: int, columns: Sequence[int]) -> Tensor:
-        """Return the covariance of one block with others, (n, w, w), zero-padded to the widest block, w."""
-        start, width = int(self._places[row, 0]), self.widths[row]
-        block = pad(self.matrix[start : start + width], (0, 1, 0, max(self.widths) - width))  # the last column is 0
-        return block[:, self._places[list(columns)]].transpose(0, 1)
+    def sum_blocks(self, values: Tensor) -> Tensor:
+        """Sum (…, C) over the columns of each block, (…, n)."""
+        return torch.stack([block.sum(-1) for block in values.split(self.widths, -1)], -1)
 
-    def own(self) -> Tensor:
-        """Return the covariance of each block with itself, (n, w, w); 0 for one that varies by rounding only."""
-        own = torch.cat([self.cross(block, [block]) for block in range(len(self.widths))])
-        varies = own.diagonal(dim1=1, dim2=2).sum(1) > self.floor() * torch.tensor(self.widths)
-        return own * varies[:, None, None]
-
-    def floor(self) -> Tensor:
+    def rounding(self) -> Tensor:
         """Return the variance that rounding alone may give to a direction of each block, (n,)."""
-        squares = pad(self.matrix.diagonal() + self.mean.square(), (0, 1))
-        return rounding_variance(squares[self._places].sum(1), torch.tensor(self.widths), self.precision)
+        power = self.sum_blocks(self.matrix.diagonal() + self.mean.square())
+        return rounding_variance(power, torch.tensor(self.widths), self.precision)
+
+    def varies(self) -> Tensor:
+        """Return which blocks vary by more than rounding, (n,)."""
+        return self.sum_blocks(self.matrix.diagonal()) > self.rounding() * torch.tensor(self.widths)
 
     def only(self, blocks: range) -> JointCovariance:
-        """Return neighbouring blocks alone, all to be compared with all: the heads of one of several layers."""
-        part = slice(sum(self.widths[: blocks.start]), sum(self.widths[: blocks.stop]))
+        """Return neighbouring blocks alone, as the heads of one layer, all to be compared with all."""
+        part = slice(self.slices[blocks.start].start, self.slices[blocks.stop - 1].stop)
         return replace(
             self,
             labels=self.labels[blocks.start : blocks.stop],
@@ -129,15 +123,15 @@ class JointCovariance:
         )
 
     def merged(self, sizes: Sequence[int], labels: Sequence[str], leading: int = 0) -> JointCovariance:
-        """Join neighbouring blocks into wider ones: heads into layers.
+        """Join neighbouring blocks into wider ones, as heads into layers.
 
         Args:
-            sizes: how many blocks make each new one, in order; all of them together.
+            sizes: number of blocks in each new one, in order; all of them together.
             labels: names of the new blocks.
             leading: as for the class, in new blocks.
 
         Raises:
-            HeadError: there are not as many blocks as that.
+            HeadError: the sizes do not add up to the number of blocks.
         """
         if sum(sizes) != len(self.widths) or len(labels) != len(sizes):
             raise HeadError(f"cannot join {len(self.widths)} blocks into {len(labels)} of {list(sizes)}")
@@ -151,7 +145,7 @@ def rounding_variance(power: Tensor, width: Tensor | int, precision: float) -> T
     Args:
         power: mean squared length of the vectors, mean included.
         width: their width.
-        precision: spacing of floating-point numbers around 1 where the vectors were computed.
+        precision: machine epsilon of the vectors.
     """
     single = torch.finfo(torch.float32).eps
     return power * ((4 * precision) ** 2 / width + (16 * min(precision, single)) ** 2)
@@ -176,7 +170,7 @@ class RunningCovariance:
         """Add one batch: the name of each module and its vectors (N, H, d).
 
         Raises:
-            HeadError: the modules see different numbers of tokens.
+            HeadError: the modules have different numbers of tokens.
         """
         if len({len(vectors) for _, vectors in modules}) > 1:
             lengths = ", ".join(f"{name}: {len(vectors)}" for name, vectors in modules)
@@ -207,13 +201,10 @@ class RunningCovariance:
         self.count += len(joined)
 
     def result(self, name: str) -> JointCovariance:
-        """Return mean and covariance of all vectors, on the CPU.
-
-        Args:
-            name: what was measured, for messages.
+        """Return mean and covariance of all vectors, on the CPU; `name` is what messages call them.
 
         Raises:
-            HeadError: fewer than two vectors, or they are not finite.
+            HeadError: there are fewer than two vectors, or they are not finite.
         """
         if self.count < 2:
             raise HeadError(f"{name}: got {self.count} tokens that are no padding; similarity needs two at least")
@@ -239,11 +230,11 @@ class Covariances:
         self.part, self.kinds = part, kinds
         self._running: dict[Use, RunningCovariance] = {}
 
-    def take(self, shown: Shown) -> None:
-        """Add one more batch."""
-        for use, reading in shown:
+    def add(self, readings: Readings) -> None:
+        """Add the readings of one batch."""
+        for use, reading in readings:
             if reading.site.kind in self.kinds:
-                vectors = real_vectors(reading, self.part)  # (N, H, d)
+                vectors = unpadded_vectors(reading, self.part)
                 self._running.setdefault(use, RunningCovariance()).add([("", vectors)])
 
     def result(self) -> dict[str, JointCovariance]:
@@ -262,9 +253,9 @@ class LayerCovariance:
         self.part, self.kinds = part, kinds
         self._running = RunningCovariance(unit)
 
-    def take(self, shown: Shown) -> None:
-        """Add one more batch."""
-        vectors = {use: real_vectors(read, self.part) for use, read in shown if read.site.kind in self.kinds}
+    def add(self, readings: Readings) -> None:
+        """Add the readings of one batch."""
+        vectors = {use: unpadded_vectors(read, self.part) for use, read in readings if read.site.kind in self.kinds}
         self._running.add(list(by_name(vectors).items()))
 
     def result(self) -> JointCovariance:
@@ -279,20 +270,20 @@ class Samples:
         if tokens < 1:
             raise HeadError(f"got {tokens} tokens to draw; expected at least 1")
         self.tokens, self.seed, self.part = tokens, seed, part
-        self._draws: dict[Use, tuple[torch.Generator, Tensor, Tensor]] = {}
+        self._draws: dict[Use, tuple[torch.Generator, Tensor, Tensor]] = {}  # generator, lots, vectors
 
-    def take(self, shown: Shown) -> None:
-        """Draw from one more batch."""
-        for use, reading in shown:
-            found = real_vectors(reading, self.part).cpu()
-            new = torch.Generator().manual_seed(self.seed), torch.empty(0), found[:0]
+    def add(self, readings: Readings) -> None:
+        """Draw from one more batch: every token gets a random lot, and the lowest are kept."""
+        for use, reading in readings:
+            vectors = unpadded_vectors(reading, self.part).cpu()
+            new = torch.Generator().manual_seed(self.seed), torch.empty(0), vectors[:0]
             generator, lots, kept = self._draws.get(use, new)
-            lots = torch.cat([lots, torch.rand(len(found), generator=generator)])
-            best = lots.argsort()[: self.tokens]
-            self._draws[use] = generator, lots[best], torch.cat([kept, found])[best]
+            lots = torch.cat([lots, torch.rand(len(vectors), generator=generator)])
+            lowest = lots.argsort()[: self.tokens]
+            self._draws[use] = generator, lots[lowest], torch.cat([kept, vectors])[lowest]
 
     def result(self) -> dict[str, Tensor]:
-        """Return what `head_samples` returns."""
+        """Return the drawn vectors of each module, (N, H, d)."""
         return by_name({use: kept for use, (_, _, kept) in self._draws.items()})
 
 
@@ -307,15 +298,15 @@ def head_covariances(
 ) -> dict[str, JointCovariance]:
     """Return the covariance of all heads of each layer, for `svcca` and `cka` between the heads of one layer.
 
-    Memory is (H·d)² numbers a layer for any number of tokens; padding does not count.
+    Padding does not count. Memory is (H·d)² numbers a layer for any number of tokens.
 
     Args:
-        model: stock or edited; left in the mode it was in.
+        model: stock or edited; its mode does not change.
         batches: keyword arguments for the model; read once.
-        part: what to compare: `outputs`, `queries`, `values` or `keys`.
-        kinds: which kinds of attention.
+        part: `outputs`, `queries`, `values` or `keys` of heads.
+        kinds: attention types.
         modules: glob on module paths.
-        progress: True for a bar, or a function of how many batches are done and how many there are (or None).
+        progress: True for a bar, or a function of the number of finished batches and the total (None if unknown).
 
     Returns:
         Module path → covariance, a block a head, labelled `0`, `1`, …. A module that serves several layers (ALBERT)
@@ -323,8 +314,8 @@ def head_covariances(
 
     Raises:
         HeadError: no batches, fewer than two tokens, keys of a collaborative module, or numbers that are not finite.
-        CalibrationError: the model does not take such batches.
-        UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
+        CalibrationError: the model does not take the batches.
+        UnsupportedModelError: the model's family is not known, or it has no attention of these types.
     """
     return observe(model, batches, Covariances(part), kinds, modules, progress).result()
 
@@ -340,13 +331,13 @@ def head_samples(
     modules: str = "*",
     progress: Progress = False,
 ) -> dict[str, Tensor]:
-    """Return the outputs of heads at tokens drawn at random, without replacement.
+    """Return the outputs of heads at random tokens, drawn without replacement.
 
     Other arguments and errors are those of `head_covariances`.
 
     Args:
-        tokens: number of tokens to draw, at least 1; all if there are fewer.
-        seed: of the draw. Layers that see the same tokens draw the same ones.
+        tokens: number of tokens, at least 1; all if there are fewer.
+        seed: layers that see the same tokens draw the same ones.
 
     Returns:
         Module path → (N, H, d), in the model's dtype, on the CPU; keys as for `head_covariances`.
@@ -374,8 +365,7 @@ def layer_covariance(
         unit: a block is a `layer` with all its heads, or each `head` of each layer.
 
     Returns:
-        The covariance, labelled with module paths (`path[0]`, `path[1]`, … where one serves several layers), or with
-        `path:head`.
+        The covariance, labelled with the keys of `head_covariances`, or with `key:head`.
 
     Raises:
         HeadError: layers see different tokens.
@@ -396,7 +386,7 @@ def model_covariances(
     """Return the covariance of each layer of one model with one of another, for `svcca` and `cka` between models.
 
     Both models read the same batches, so they must share a tokenizer. They may differ in heads and widths; modules of
-    the same kind and place are compared. Other arguments and errors are those of `head_covariances`.
+    the same type and position are compared. Other arguments and errors are those of `head_covariances`.
 
     Args:
         model: stock or edited; its layers are the rows of the results.
@@ -410,28 +400,26 @@ def model_covariances(
     Raises:
         HeadError: the models differ in their number of layers, or see different tokens.
     """
-    ours, theirs = (
-        {(site.kind, site.layer): site.name for site in find_attention(each, FAMILIES, kinds=kinds)}
-        for each in (model, other)
-    )
-    if ours.keys() != theirs.keys():
+    paths = [
+        {(site.kind, site.layer): site.name for site in find_attention(either, FAMILIES, kinds=kinds)}
+        for either in (model, other)
+    ]
+    if paths[0].keys() != paths[1].keys():
         raise HeadError(
-            f"the models have {len(ours)} and {len(theirs)} attention modules, which do not pair by kind and place; "
-            "compare models of the same depth"
+            f"the models have {len(paths[0])} and {len(paths[1])} attention modules, which do not pair by kind and "
+            "place; compare models of the same depth"
         )
-    paths = {ours[place]: theirs[place] for place in ours}
-    gathered: dict[Use, RunningCovariance] = {}
+    counterparts = {path: paths[1][place] for place, path in paths[0].items()}
+    sums: dict[Use, RunningCovariance] = {}
     leading: dict[Use, int] = {}
     for first, second in read_heads([model, other], batches, part, kinds=kinds, progress=progress):
-        counterparts = dict(second)
+        others = dict(second)
         for use, reading in first:
-            match = Use(paths[use.name], use.number)
-            if match not in counterparts:
+            match = Use(counterparts[use.name], use.number)
+            if match not in others:
                 raise HeadError(f"{use.name} has no counterpart: no {match.name!r} ran in the other model")
-            vectors = real_vectors(reading, part)
+            vectors = unpadded_vectors(reading, part)
             leading[use] = vectors.shape[1] if unit == "head" else 1
-            running = gathered.setdefault(use, RunningCovariance(unit))
-            running.add([(use.name, vectors), (match.name, real_vectors(counterparts[match], part))])
-    return by_name(
-        {use: replace(running.result(use.name), leading=leading[use]) for use, running in gathered.items()}
-    )
+            running = sums.setdefault(use, RunningCovariance(unit))
+            running.add([(use.name, vectors), (match.name, unpadded_vectors(others[match], part))])
+    return by_name({use: replace(running.result(use.name), leading=leading[use]) for use, running in sums.items()})

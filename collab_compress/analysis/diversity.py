@@ -1,4 +1,4 @@
-"""How different the heads of a layer are: confidence, distances, discrepancy, and overlap of their attention."""
+"""How different the heads of a layer are: distances, discrepancy, and overlap of their attention."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.stream import Batches, Progress, Shown, Use, by_name, observe, real_vectors
+from collab_compress.analysis.stream import (
+    Batches,
+    Progress,
+    Readings,
+    Use,
+    by_name,
+    observe,
+    unpadded_vectors,
+)
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.errors import HeadError
-from collab_compress.heads import Part, average_distance, confidence
+from collab_compress.heads import Part
 
 Measure = Literal["cosine", "difference", "l2"]
-
-__all__ = ["Discrepancy", "average_distance", "bhattacharyya", "confidence", "discrepancy", "discrepancy_growth"]
 
 
 @dataclass(frozen=True)
@@ -39,10 +45,7 @@ class Discrepancy:
         return 2 - self.cosine
 
     def norm(self, measure: Measure) -> float:
-        """Return the L₁,₁ norm: the layer's total discrepancy, diagonal included.
-
-        Args:
-            measure: `cosine`, `difference` or `l2`.
+        """Return the L₁,₁ norm by `cosine`, `difference` or `l2`: the layer's discrepancy, diagonal included.
 
         Raises:
             HeadError: the measure is unknown.
@@ -53,32 +56,15 @@ class Discrepancy:
         return float(matrix.abs().sum())
 
 
-def discrepancy(
-    model: PreTrainedModel,
-    batches: Batches,
-    *,
-    kinds: Collection[Kind] = KINDS,
-    progress: Progress = False,
-) -> dict[str, Discrepancy]:
-    """Return the distances between the outputs of the heads of each layer ("Multi-Head Rotation", section 5.3).
-
-    Arguments, keys and errors are those of `head_covariances`.
-
-    Returns:
-        Module path → matrices in float64. A vector of zeros has cosine 0 with every other, itself too.
-    """
-    return observe(model, batches, Discrepancies(), kinds, progress=progress).result()
-
-
 def discrepancy_growth(
-    found: Mapping[str, Discrepancy], baseline: Mapping[str, Discrepancy], measure: Measure = "l2"
+    model: Mapping[str, Discrepancy], baseline: Mapping[str, Discrepancy], measure: Measure = "l2"
 ) -> dict[str, float]:
-    """Return by how many percent each layer's total discrepancy differs from a baseline model's.
+    """Return by how many percent each layer's discrepancy exceeds that of a baseline model.
 
     Figures 6 and 7 of "Multi-Head Rotation".
 
     Args:
-        found: `discrepancy` of the model.
+        model: `discrepancy` of the model.
         baseline: `discrepancy` of the model to compare with, on the same batches.
         measure: `l2` (Fig. 7), `difference` (Fig. 6), or `cosine` for cosine + 1.
 
@@ -88,11 +74,11 @@ def discrepancy_growth(
     Raises:
         HeadError: the models' modules differ, or a baseline is 0.
     """
-    if found.keys() != baseline.keys():
-        odd = sorted(found.keys() ^ baseline.keys())
+    if model.keys() != baseline.keys():
+        odd = sorted(model.keys() ^ baseline.keys())
         raise HeadError(f"the models do not have the same attention modules: {', '.join(odd)} in one of them only")
     growths = {}
-    for name, ours in found.items():
+    for name, ours in model.items():
         growth = percent_growth(ours.norm(measure), baseline[name].norm(measure))
         if growth is None:
             raise HeadError(f"{name}: the baseline's {measure} discrepancy is 0, so no growth can be given in %")
@@ -101,18 +87,95 @@ def discrepancy_growth(
 
 
 def percent_growth(norm: float, baseline: float) -> float | None:
-    """Return by how many percent a total discrepancy exceeds a baseline's; None where that is 0."""
+    """Return by how many percent a discrepancy exceeds a baseline's; None where that is 0."""
     return 100 * (norm / baseline - 1) if baseline else None
 
 
+class _Means:
+    """An `Observer` that averages matrices (H, H) of each module over positions that are no padding.
+
+    Args:
+        part: what to measure.
+        measure: from vectors (N, H, w) in float64, the sum over positions of matrices, (k, H, H).
+    """
+
+    def __init__(self, part: Part, measure: Callable[[Tensor], Tensor]) -> None:
+        self.part, self._measure = part, measure
+        self._sums: dict[Use, Tensor] = {}
+        self._counts: dict[Use, int] = {}
+
+    def add(self, readings: Readings) -> None:
+        """Add the readings of one batch."""
+        for use, reading in readings:
+            vectors = unpadded_vectors(reading, self.part)
+            sums = self._measure(vectors.double()).cpu()
+            self._sums[use] = self._sums[use] + sums if use in self._sums else sums
+            self._counts[use] = self._counts.get(use, 0) + len(vectors)
+
+    def means(self) -> dict[str, Tensor]:
+        """Return the means of each module.
+
+        Raises:
+            HeadError: a module saw only padding, or the sums are not finite.
+        """
+        for use, sums in self._sums.items():
+            if not self._counts[use]:
+                raise HeadError(f"{use.name} saw no token that is no padding; pass batches with tokens")
+            if not bool(sums.isfinite().all()):
+                raise HeadError(
+                    f"{use.name}: what its heads compute is not finite; look for NaN or infinity in weights"
+                )
+        return by_name({use: sums / self._counts[use] for use, sums in self._sums.items()})
+
+
+class Discrepancies(_Means):
+    """The `Observer` behind `discrepancy`."""
+
+    def __init__(self) -> None:
+        super().__init__("outputs", _distances)
+
+    def result(self) -> dict[str, Discrepancy]:
+        """Return the matrices of each module."""
+        return {name: Discrepancy(cosine + 1, l2) for name, (cosine, l2) in self.means().items()}
+
+
+class Coefficients(_Means):
+    """The `Observer` behind `bhattacharyya`."""
+
+    def __init__(self) -> None:
+        super().__init__("probs", _coefficients)
+
+    def result(self) -> dict[str, Tensor]:
+        """Return the matrix of each module."""
+        return {name: means[0] for name, means in self.means().items()}
+
+
+def discrepancy(
+    model: PreTrainedModel, batches: Batches, *, kinds: Collection[Kind] = KINDS, progress: Progress = False
+) -> dict[str, Discrepancy]:
+    """Return the distances between the outputs of the heads of each layer ("Multi-Head Rotation", section 5.3).
+
+    Arguments, keys and errors are those of `head_covariances`.
+
+    Returns:
+        Module path → matrices in float64. A vector of zeros has cosine 0 with every vector, also with itself.
+    """
+    return observe(model, batches, Discrepancies(), kinds, progress=progress).result()
+
+
+def _distances(vectors: Tensor) -> Tensor:
+    """Return sums over positions of cosines and distances, (2, H, H), from vectors (N, H, w)."""
+    norms = vectors.norm(dim=2, keepdim=True)
+    units = torch.where(norms > 0, vectors / torch.where(norms > 0, norms, 1.0), 0.0)
+    # by differences: through products, heads that nearly agree would lie apart by rounding alone
+    distances = torch.cdist(vectors, vectors, compute_mode="donot_use_mm_for_euclid_dist")
+    return torch.stack([torch.einsum("nhw,ngw->hg", units, units), distances.sum(0)])
+
+
 def bhattacharyya(
-    model: PreTrainedModel,
-    batches: Batches,
-    *,
-    kinds: Collection[Kind] = KINDS,
-    progress: Progress = False,
+    model: PreTrainedModel, batches: Batches, *, kinds: Collection[Kind] = KINDS, progress: Progress = False
 ) -> dict[str, Tensor]:
-    r"""Return how much the attention of any two heads overlaps: the Bhattacharyya coefficient of their probs.
+    r"""Return the Bhattacharyya coefficients of heads: how much the attention of any two of a layer overlaps.
 
     $$BC(a, b) = \sum_j \sqrt{p_j^a \, p_j^b}$$
 
@@ -126,76 +189,7 @@ def bhattacharyya(
     return observe(model, batches, Coefficients(), kinds, progress=progress).result()
 
 
-def _distances(vectors: Tensor) -> tuple[Tensor, ...]:
-    """Return sums over positions of cosines and distances, (H, H) each, from vectors (N, H, w)."""
-    lengths = vectors.norm(dim=2, keepdim=True)
-    units = torch.where(lengths > 0, vectors / torch.where(lengths > 0, lengths, 1.0), 0.0)
-    # by differences: through products, heads that nearly agree would lie apart by rounding alone
-    apart = torch.cdist(vectors, vectors, compute_mode="donot_use_mm_for_euclid_dist")
-    return torch.einsum("nhw,ngw->hg", units, units), apart.sum(0)
-
-
-def _coefficients(probs: Tensor) -> tuple[Tensor, ...]:
-    """Return sums over queries of Bhattacharyya coefficients, (H, H), from attention probabilities (N, H, S)."""
+def _coefficients(probs: Tensor) -> Tensor:
+    """Return sums over queries of coefficients, (1, H, H), from attention probabilities (N, H, S)."""
     roots = probs.sqrt()
-    return (torch.einsum("nhs,ngs->hg", roots, roots),)
-
-
-class Means:
-    """An `Observer` that averages a measure of each module's heads over positions that are no padding.
-
-    Args:
-        part: what to measure.
-        measure: from vectors (N, H, w) in float64, sums over positions of one or more matrices (H, H).
-    """
-
-    def __init__(self, part: Part, measure: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
-        self.part, self._measure = part, measure
-        self._sums: dict[Use, list[Tensor]] = {}
-        self._counts: dict[Use, int] = {}
-
-    def take(self, shown: Shown) -> None:
-        """Add one more batch."""
-        for use, reading in shown:
-            vectors = real_vectors(reading, self.part)  # (N, H, w)
-            sums = [matrix.cpu() for matrix in self._measure(vectors.double())]
-            previous = self._sums.get(use, [torch.zeros_like(matrix) for matrix in sums])
-            self._sums[use] = [old + new for old, new in zip(previous, sums, strict=True)]
-            self._counts[use] = self._counts.get(use, 0) + len(vectors)
-
-    def means(self) -> dict[str, tuple[Tensor, ...]]:
-        """Return the means.
-
-        Raises:
-            HeadError: a module saw no real token, or the sums are not finite.
-        """
-        for use, totals in self._sums.items():
-            if not self._counts[use]:
-                raise HeadError(f"{use.name} saw no token that is no padding; pass batches with tokens")
-            if not all(bool(total.isfinite().all()) for total in totals):
-                raise HeadError(
-                    f"{use.name}: what its heads compute is not finite; look for NaN or infinity in weights"
-                )
-        return by_name({use: tuple(t / self._counts[use] for t in totals) for use, totals in self._sums.items()})
-
-
-class Discrepancies(Means):
-    """The `Observer` behind `discrepancy`."""
-
-    def __init__(self) -> None:
-        super().__init__("outputs", _distances)
-
-    def result(self) -> dict[str, Discrepancy]:
-        """Return the matrices of each module."""
-        return {name: Discrepancy(cosine + 1, l2) for name, (cosine, l2) in self.means().items()}
-
-
-class Coefficients(Means):
-    """The `Observer` behind `bhattacharyya`."""
-
-    def __init__(self) -> None:
-        super().__init__("probs", _coefficients)
-
-    def result(self) -> dict[str, Tensor]:
-        """Return the matrix of each module."""
-        return {name: coefficients for name, (coefficients,) in self.means().items()}
+    return torch.einsum("nhs,ngs->hg", roots, roots)[None]

@@ -30,9 +30,9 @@ class Dominance:
 
     Args:
         baseline: the score with all heads.
-        changes: module path → score without head h, less the baseline, (H,) in float64; nan for heads that were not
+        changes: module path → score without head h, less the baseline, (H,) in float64; NaN for heads that were not
             silenced.
-        kinds: module path → kind of attention.
+        kinds: module path → attention type.
         greater_is_better: whether a greater score is a better one.
     """
 
@@ -48,10 +48,10 @@ class Dominance:
         return {name: int((sign * changes).nan_to_num(nan=inf).argmin()) for name, changes in self.changes.items()}
 
     def mean_change(self, heads: Mapping[str, int]) -> dict[Kind, float]:
-        """Return the mean change over layers without one head of each, for each kind of attention (Table 4).
+        """Return the mean change over layers without one head of each, for each attention type (Table 4).
 
         Args:
-            heads: module path → head. Take `dominant` of a `Dominance` measured on other rows: on the rows that
+            heads: module path → head. Take `dominant` of a `Dominance` measured on other data: on the data that
                 chose them, the change without the dominant heads looks larger than it is.
         """
         changes: dict[Kind, list[float]] = {}
@@ -96,16 +96,15 @@ def dominant_heads(
         batches: in place of a score: keyword arguments for the model, read once. The score is then the drift of the
             outputs, ‖without − with‖ / ‖with‖ over tokens that are no padding; less is better.
         greater_is_better: whether a greater `score` is better; False for perplexity.
-        kinds: which kinds of attention.
-        heads: module path → the one head to silence there, such as those that are dominant on other rows; every head
-            of every module, one at a time, if not given.
-        progress: True for a bar, or a function of how many scores (of batches, for drift) are done and how many
-            there are.
+        kinds: attention types.
+        heads: module path → the one head to silence there, as a dominant head on other data; every head of every
+            module if not given.
+        progress: as for `with_progress`, over scores, or over batches for the drift.
 
     Raises:
         HeadError: neither or both of score and batches, or a score that is no finite number.
-        CalibrationError: the model does not take such batches.
-        UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
+        CalibrationError: the model does not take the batches.
+        UnsupportedModelError: the model's family is not known, or it has no attention of these types.
     """
     sites = find_attention(model, FAMILIES, kinds=kinds)
     every = [(site.name, head) for site in sites for head in range(site.heads)]
@@ -131,44 +130,43 @@ def pruning_curve(
     """Return the score without more and more heads, the least important first.
 
     Figure 3 of "Scheduled DropHead", with the importance of Michel et al., 2019. Masks silence the heads, which gives
-    the same outputs as `prune_heads_`; the model stays as it is. Other arguments and errors are those of
+    the same outputs as `prune_heads_`; the model does not change. Other arguments and errors are those of
     `dominant_heads`.
 
     Args:
-        importance: module path → (H,) from `head_importance`, measured on other rows than the score; modules that
-            are not named keep their heads.
-        shares: shares of the heads, 0 to 1, each rounded to whole heads.
+        importance: module path → (H,) from `head_importance`, measured on other data than the score; modules without
+            importance keep their heads.
+        shares: shares of the heads, 0 to 1, each rounded to a number of heads.
 
     Raises:
         HeadError: a share, a module or an importance is wrong.
     """
-    chosen = [least_important(importance, share) for share in shares]
-    scores = _scores(model, [masks_without(model, heads) for heads in chosen], score, batches, progress)
+    silenced = [least_important(importance, share) for share in shares]
+    scores = _scores(model, [masks_without(model, heads) for heads in silenced], score, batches, progress)
     return [
         PruningPoint(share, heads, sum(map(len, heads.values())), value)
-        for share, heads, value in zip(shares, chosen, scores, strict=True)
+        for share, heads, value in zip(shares, silenced, scores, strict=True)
     ]
 
 
 def split_rows(batches: Batches) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return two halves of the rows of batches: one to choose heads on, one to score the model without them.
+    """Return two halves of the sequences of batches: one to choose heads on, one to score the model without them.
 
-    Batches of several rows are split in two; those of a single row go to one side and the other in turn.
+    Batches of several sequences are split in two; those of a single one go to one side and the other in turn.
     """
     choosing: list[dict[str, Any]] = []
     scoring: list[dict[str, Any]] = []
     for batch in batches:
-        rows = max(len(value) for value in batch.values() if isinstance(value, Tensor))
-        if rows == 1:
+        count = max(len(value) for value in batch.values() if isinstance(value, Tensor))
+        if count == 1:
             (choosing if len(choosing) <= len(scoring) else scoring).append(dict(batch))
             continue
-        for side, part in ((choosing, slice(0, None, 2)), (scoring, slice(1, None, 2))):
-            side.append(
-                {
-                    name: value[part] if isinstance(value, Tensor) and len(value) == rows else value
-                    for name, value in batch.items()
-                }
-            )
+        for side, start in ((choosing, 0), (scoring, 1)):
+            half = dict(batch)
+            for name, value in batch.items():
+                if isinstance(value, Tensor) and len(value) == count:
+                    half[name] = value[start::2]
+            side.append(half)
     return choosing, scoring
 
 
@@ -202,21 +200,22 @@ def _drifts(
     differences, norm = [0.0] * len(masks), 0.0
     for batch in with_progress(batches, progress, "batches"):
         mask.set({})
-        whole = _real_output(model, batch)
-        norm += float(whole.square().sum())
+        dense = _unpadded_output(model, batch)
+        norm += float(dense.square().sum())
         for place, silenced in enumerate(masks):
             if silenced:
                 mask.set(silenced)
-                differences[place] += float((_real_output(model, batch) - whole).square().sum())
+                differences[place] += float((_unpadded_output(model, batch) - dense).square().sum())
     if not norm:
         raise HeadError("no drift can be measured: there are no batches, or the outputs are all zero")
     return [(difference / norm) ** 0.5 for difference in differences]
 
 
-def _real_output(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+def _unpadded_output(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the model's main output in float64, without padding where it has a token axis."""
-    output = main_output(model, dict(batch))[1].cpu()
+    output = main_output(model, dict(batch))[1].cpu().double()
     kind: Kind = "decoder" if model.config.is_encoder_decoder else "encoder"
     mask = attention_masks(model, (), (), batch)[kind].query
-    real = mask is not None and output.dim() == 3 and mask.shape == output.shape[:2]
-    return (output[mask.cpu()] if real and mask is not None else output).double()
+    if mask is None or output.dim() != 3 or mask.shape != output.shape[:2]:
+        return output
+    return output[mask.cpu()]

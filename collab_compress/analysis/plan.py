@@ -1,4 +1,4 @@
-"""Look before converting: what several widths of queries and keys, values and feed-forward blocks cost and lose."""
+"""Try several widths of queries and keys, values and feed-forward blocks: what each costs and loses."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,12 +14,12 @@ from collab_compress.calibration.batches import is_synthetic, sequence_count
 from collab_compress.conversion.compress import compress, sharing_copy
 from collab_compress.conversion.feed_forward import find_feed_forward
 from collab_compress.conversion.keep import typical_length
-from collab_compress.conversion.report import Report, to_frame
+from collab_compress.conversion.report import PartReport, Report, to_frame
 from collab_compress.errors import CalibrationError, CollabCompressError, UnsupportedModelError
-from collab_compress.options import CalibrationOptions, Compression, Effort, Form, Solver
+from collab_compress.options import CalibrationOptions, Compression, Form, Solver
 
 SHARES = (3 / 4, 1 / 2, 3 / 8, 1 / 4)  # of the dense widths
-SEQUENCES = 128  # of the calibration data, for what is tried is thrown away
+SEQUENCES = 128  # of the calibration data: few, because the trials are thrown away
 BAR = 20  # characters of the longest bar
 Progress = Callable[[str, int, int], None]
 
@@ -30,14 +30,14 @@ class Trial:
 
     Args:
         part: "dk", "dv" or "dff".
-        width: of it.
+        width: width of the part.
         share: of the dense width.
-        drift: how far the model's outputs move on held-back data, relative to their norm.
-        parameters: of the whole model, over dense.
+        drift: relative error of the model's outputs on held-back data.
+        parameters: of the model, over dense.
         operations: of the part, over dense, at the plan's length.
-        time: of the whole model, over dense, measured; None where it was not.
-        knee: whether it is the trial whose squared drift is furthest below the line from dense to the narrowest: from
-            there on the same saving costs more.
+        time: of the model, over dense, measured; None where it was not.
+        knee: whether this trial's squared drift is furthest below the line from dense to the narrowest trial:
+            beyond it the same saving costs more.
     """
 
     part: str
@@ -57,7 +57,7 @@ class Plan:
     Args:
         trials: by part, the widest first.
         length: tokens for which operations are counted and time was measured.
-        left_out: part that cannot be converted → why.
+        left_out: part that cannot be converted → reason.
     """
 
     trials: tuple[Trial, ...]
@@ -74,11 +74,11 @@ class Plan:
         return to_frame([asdict(trial) for trial in self.trials])
 
     def __str__(self) -> str:
-        most = max((trial.drift for trial in self.trials), default=0.0) or 1.0
+        largest = max((trial.drift for trial in self.trials), default=0.0) or 1.0
         lines = [f"part  width  operations  parameters  time at {self.length} tokens  outputs move by"]
         for trial in self.trials:
             time = "" if trial.time is None else f"{trial.time:.2f}"
-            bar = "█" * max(1, round(BAR * trial.drift / most))
+            bar = "█" * max(1, round(BAR * trial.drift / largest))
             knee = "  ← knee" if trial.knee else ""
             lines.append(
                 f"{trial.part:<4}  {trial.width:>5}  {trial.operations:>9.0%}   {trial.parameters:>9.1%}   "
@@ -102,20 +102,17 @@ def plan(
     """Try several widths of queries and keys, of values and of feed-forward blocks, each by itself.
 
     Every trial is a conversion of a copy that shares the model's tensors, on up to 128 sequences of the calibration
-    data, with the fast settings of the solver; the model stays as it is.
+    data, with the fast settings of the solver; the model does not change.
 
     Args:
         model: dense.
         calibration: as for `compress`.
         tokenizer: as for `compress`.
-        progress: called with what is tried, how many trials are done, and how many there are.
+        progress: called with the trial, the number of finished trials and their total.
         calibration_options: as for `compress`.
         form: of queries and keys.
         shares: of the dense widths; widths are rounded up.
-        timed: whether to measure the latency of each trial beside the dense model's, 8 sequences in a batch.
-
-    Returns:
-        The trials, and why a part that cannot be converted is left out.
+        timed: whether to measure the latency of each trial and of the dense model, with 8 sequences in a batch.
 
     Raises:
         UnsupportedModelError: the model's family is not known.
@@ -124,40 +121,44 @@ def plan(
     model, tokenizer = transformers_model(model), tokenizer or getattr(model, "tokenizer", None)
     options = calibration_options or CalibrationOptions()
     batches = calibration_batches(calibration, model, tokenizer, **vars(options))
-    if sum(map(sequence_count, batches)) < 2:
+    sequences = sum(map(sequence_count, batches))
+    if sequences < 2:
         raise CalibrationError("a plan takes calibration data of at least two sequences; pass more")
-    batches = batches[:: max(1, math.ceil(sum(map(sequence_count, batches)) / SEQUENCES))]
+    batches = batches[:: max(1, math.ceil(sequences / SEQUENCES))]
     length = typical_length(options, batches)
     refit = False if is_synthetic(calibration) else None
+    site = find_attention(model, FAMILIES)[0]
+    step = site.head_width if site.family.rotary else 1  # with a rotary embedding dk is a number of heads
     left_out: dict[str, str] = {}
-    full = _full_widths(model, batches, left_out)
-    steps = {"dk": _step(model)}
+    dense_widths = _dense_widths(model, batches, left_out)
+    total = len(dense_widths) * len(shares)
     trials: list[Trial] = []
-    for number, (part, width) in enumerate(full.items()):
-        found: list[Trial] = []
-        for place, narrower in enumerate(_shares_of(width, shares, steps.get(part, 1))):
+    for number, (part, dense_width) in enumerate(dense_widths.items()):
+        rounding = step if part == "dk" else 1
+        widths = {rounding * math.ceil(share * dense_width / rounding) for share in shares}
+        trials_of_part: list[Trial] = []
+        for place, width in enumerate(sorted(widths, reverse=True)):
             if progress is not None:
-                progress(f"{part}={narrower}", number * len(shares) + place, len(full) * len(shares))
+                progress(f"{part}={width}", number * len(shares) + place, total)
             try:
                 converted = sharing_copy(model)
-                report = compress(converted, _compression(part, narrower, form, refit), batches, tokenizer)
-                found.append(
-                    _trial(part, narrower, width, report, _time(model, converted, length) if timed else None)
-                )
+                report = compress(converted, _compression(part, width, form, refit), batches, tokenizer)
+                time = _relative_time(model, converted, length) if timed else None
             except CollabCompressError as error:
-                left_out[part], found = str(error), []
+                left_out[part], trials_of_part = str(error), []
                 break
-        trials += _with_knee(found)
+            trials_of_part.append(_trial(part, width, width / dense_width, report, time))
+        trials += _with_knee(trials_of_part)
     if progress is not None:
-        progress("", len(full) * len(shares), len(full) * len(shares))
+        progress("", total, total)
     return Plan(tuple(trials), length, left_out)
 
 
-def _full_widths(model: PreTrainedModel, batches: Sequence[Batch], left_out: dict[str, str]) -> dict[str, int]:
+def _dense_widths(model: PreTrainedModel, batches: Sequence[Batch], left_out: dict[str, str]) -> dict[str, int]:
     """Return part → its dense width, the least of the modules'; note why feed-forward blocks are left out."""
     sites = find_attention(model, FAMILIES)
     keys = min(site.key_value_width for site in sites)
-    widths = {"dk": keys if _step(model) > 1 else min(site.width for site in sites), "dv": keys}
+    widths = {"dk": keys if sites[0].family.rotary else min(site.width for site in sites), "dv": keys}
     try:
         widths["dff"] = min(block.width for block in find_feed_forward(model, batches[0]))
     except UnsupportedModelError as error:
@@ -165,37 +166,27 @@ def _full_widths(model: PreTrainedModel, batches: Sequence[Batch], left_out: dic
     return widths
 
 
-def _step(model: PreTrainedModel) -> int:
-    """Return what dk is a multiple of: whole heads with a rotary embedding."""
-    site = find_attention(model, FAMILIES)[0]
-    return site.head_width if site.family.rotary else 1
-
-
 def _compression(part: str, width: int, form: Form, refit: bool | None) -> Compression:
-    """Return the conversion of one part to a width, solved fast."""
+    """Return the conversion of one part to a width, with the fast settings of the solver."""
     if part == "dff":
         return Compression(dff=width)
     if part == "dv":
         return Compression(dv=width, solver=Solver(refit=refit))
-    effort: Effort = "fast" if form == "shared" else "best"
-    return Compression(dk=width, form=form, solver=Solver(refit=refit, effort=effort))
+    return Compression(dk=width, form=form, solver=Solver(refit=refit, effort="fast" if form == "shared" else "best"))
 
 
-def _shares_of(width: int, shares: Sequence[float], step: int) -> list[int]:
-    return sorted({step * math.ceil(share * width / step) for share in shares}, reverse=True)
-
-
-def _trial(part: str, width: int, dense_width: int, report: Report, time: float | None) -> Trial:
-    entries = [
-        *((entry.macs_before, entry.macs_after) for entry in report.modules),
-        *((entry.macs_before, entry.macs_after) for entry in report.values),
-        *((entry.macs_before, entry.macs_after) for entry in report.feed_forward),
+def _trial(part: str, width: int, share: float, report: Report, time: float | None) -> Trial:
+    entries: list[PartReport] = [
+        *report.modules,
+        *report.values,
+        *report.feed_forward,
     ]
-    before, after = map(sum, zip(*entries, strict=True))
+    before = sum(entry.macs_before for entry in entries)
+    after = sum(entry.macs_after for entry in entries)
     return Trial(
         part=part,
         width=width,
-        share=width / dense_width,
+        share=share,
         drift=math.nan if report.drift is None else report.drift.relative_error,
         parameters=report.parameters_after / report.parameters_before,
         operations=after / before,
@@ -203,16 +194,16 @@ def _trial(part: str, width: int, dense_width: int, report: Report, time: float 
     )
 
 
-def _time(dense: PreTrainedModel, converted: PreTrainedModel, length: int) -> float | None:
-    """Return the time of a converted model over that of the dense one; None where that says nothing.
+def _relative_time(dense: PreTrainedModel, converted: PreTrainedModel, length: int) -> float | None:
+    """Return the time of a converted model over that of the dense one.
 
-    So it is for a model that reads no tokens, and on a machine that does other work.
+    None for a model that reads no tokens, and where times vary too much, as on a machine that does other work.
     """
     try:
-        found = model_latency(dense, converted, length)
+        latency = model_latency(dense, converted, length)
     except CollabCompressError:
         return None
-    return found.ratio if found.is_steady else None
+    return latency.ratio if latency.is_steady else None
 
 
 def _with_knee(trials: Sequence[Trial]) -> list[Trial]:
@@ -222,8 +213,8 @@ def _with_knee(trials: Sequence[Trial]) -> list[Trial]:
     last = trials[-1]
 
     def below(trial: Trial) -> float:
-        lost = (trial.drift / last.drift) ** 2 if last.drift else 1.0
-        return (1 - trial.share) / (1 - last.share) - lost - 1e-9
+        loss = (trial.drift / last.drift) ** 2 if last.drift else 1.0
+        return (1 - trial.share) / (1 - last.share) - loss - 1e-9
 
     knee = max(trials, key=below)
     return [replace(trial, knee=trial is knee and below(knee) > 0) for trial in trials]

@@ -1,4 +1,4 @@
-"""Run a model over batches and pass on the readings of its heads, one batch at a time."""
+"""Run a model over batches and hand on what its attention heads computed, one batch at a time."""
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
@@ -22,22 +22,23 @@ _Value = TypeVar("_Value")
 
 
 class Use(NamedTuple):
-    """One use of an attention module in a forward pass: a module that serves several layers (ALBERT) has several.
+    """One use of an attention module in a forward pass; a module that serves several layers (ALBERT) has several.
 
     Args:
         name: path of the module in the model.
-        number: which use it is, from 0.
+        number: index of the use, from 0.
     """
 
     name: str
     number: int
 
 
-Shown: TypeAlias = list[tuple[Use, Reading]]
+Readings: TypeAlias = list[tuple[Use, Reading]]
+"""What the attention modules of a model computed in one forward pass, in the order in which they ran."""
 
 
 def with_progress(items: Iterable[_Item], progress: Progress, label: str) -> Iterator[_Item]:
-    """Yield `items`, and report each finished one.
+    """Yield `items` and report each finished one.
 
     Args:
         items: batches, or other work.
@@ -58,33 +59,30 @@ def with_progress(items: Iterable[_Item], progress: Progress, label: str) -> Ite
 def read_heads(
     models: Sequence[PreTrainedModel],
     batches: Batches,
-    parts: Part | Collection[Part],
+    part: Part,
     *,
     kinds: Collection[Kind] = KINDS,
     modules: str = "*",
     progress: Progress = False,
-) -> Iterator[list[Shown]]:
-    """Run every model on each batch, without gradients or dropout, and yield the readings of their heads.
+) -> Iterator[list[Readings]]:
+    """Run every model on each batch, without gradients or dropout, and yield each model's readings of the batch.
 
     Args:
         models: stock or edited; their mode does not change.
         batches: keyword arguments for the models; read once, one at a time.
-        parts: what to read, as for `Tap`.
-        kinds: which kinds of attention.
-        modules: glob on module paths; only matching modules are passed on.
+        part: what to read, as for `Tap`.
+        kinds: attention types.
+        modules: glob on module paths.
         progress: as for `with_progress`.
-
-    Yields:
-        For each batch the readings of each model, in the order in which modules ran.
 
     Raises:
         HeadError: there are no batches, or no module matches.
-        CalibrationError: a model does not take such batches.
-        UnsupportedModelError: a model's family is not known, or it has no attention of these kinds.
+        CalibrationError: a model does not take the batches.
+        UnsupportedModelError: a model's family is not known, or it has no attention of these types.
     """
     ran = False
     with ExitStack() as stack:
-        taps = [stack.enter_context(Tap(model, parts, kinds)) for model in models]
+        taps = [stack.enter_context(Tap(model, part, kinds)) for model in models]
         for model, tap in zip(models, taps, strict=True):
             if not any(fnmatch(site.name, modules) for site in tap.sites):
                 paths = ", ".join(site.name for site in tap.sites[:3])
@@ -94,18 +92,18 @@ def read_heads(
             ran = True
             for model in models:
                 run_batch(model, dict(batch))
-            yield [_uses(tap.take(), modules) for tap in taps]
+            yield [_number_uses(tap.take(), modules) for tap in taps]
     if not ran:
         raise HeadError("no batches to run the model on; pass some, and a list where they are read more than once")
 
 
 class Observer(Protocol):
-    """Collects readings of heads."""
+    """Sums up readings of heads."""
 
     part: Part
 
-    def take(self, shown: Shown) -> None:
-        """Add the readings of one batch, in the order in which modules ran."""
+    def add(self, readings: Readings) -> None:
+        """Add the readings of one batch."""
 
 
 _Observer = TypeVar("_Observer", bound=Observer)
@@ -119,45 +117,36 @@ def observe(
     modules: str = "*",
     progress: Progress = False,
 ) -> _Observer:
-    """Run a model on all batches for one observer, and return it; other arguments and errors as for `read_heads`."""
-    for (shown,) in read_heads([model], batches, observer.part, kinds=kinds, modules=modules, progress=progress):
-        observer.take(shown)
+    """Run a model on all batches for one observer and return it; arguments and errors are those of `read_heads`."""
+    for (readings,) in read_heads([model], batches, observer.part, kinds=kinds, modules=modules, progress=progress):
+        observer.add(readings)
     return observer
 
 
 def observed(
     model: PreTrainedModel, batches: Batches, observers: Sequence[Observer]
 ) -> Generator[Mapping[str, Tensor], None, None]:
-    """Yield batches for another measure and pass the readings of each to observers, so that one pass serves all.
+    """Yield batches to another measure, and pass its readings to observers, so that one pass serves all.
 
-    The model has hooks until the generator ends: wrap it in `contextlib.closing`, as the other measure may fail.
-
-    Args:
-        model: runs on each batch, in the other measure, before the next is requested.
-        batches: keyword arguments for the model.
-        observers: get the readings.
+    The other measure must run the model on each batch before it takes the next. The model has hooks until the
+    generator is closed; wrap it in `contextlib.closing`, as the other measure may fail.
     """
     with Tap(model, {observer.part for observer in observers}) as tap:
         for batch in batches:
             yield batch
-            shown = _uses(tap.take())
+            readings = _number_uses(tap.take())
             for observer in observers:
-                observer.take(shown)
+                observer.add(readings)
 
 
 def by_name(values: Mapping[Use, _Value]) -> dict[str, _Value]:
-    """Return values by name: the module's path, with `[0]`, `[1]`, … for a module with several uses."""
+    """Return values by module path, followed by `[0]`, `[1]`, … for a module with several uses."""
     shared = {use.name for use in values if use.number}
     return {f"{use.name}[{use.number}]" if use.name in shared else use.name: value for use, value in values.items()}
 
 
-def real_vectors(reading: Reading, part: Part) -> Tensor:
-    """Return the vectors of one part without padding, (N, H, w).
-
-    Args:
-        reading: of a module.
-        part: `outputs`, `queries`, `values`, `keys`, or `probs` (whose vectors are as long as there are keys).
-    """
+def unpadded_vectors(reading: Reading, part: Part) -> Tensor:
+    """Return the vectors of each head without padding, (N, H, w); of `probs`, w is the number of keys."""
     vectors: Tensor = getattr(reading, part)
     if part == "probs":
         vectors = vectors.transpose(1, 2)  # (B, T, H, S)
@@ -165,12 +154,12 @@ def real_vectors(reading: Reading, part: Part) -> Tensor:
     return vectors.flatten(0, 1) if mask is None else vectors[mask.to(vectors.device)]
 
 
-def _uses(readings: Iterable[Reading], modules: str = "*") -> Shown:
+def _number_uses(readings: Iterable[Reading], modules: str = "*") -> Readings:
     counts: dict[str, int] = {}
-    shown = []
+    numbered = []
     for reading in readings:
         name = reading.site.name
         counts[name] = counts.get(name, -1) + 1
         if fnmatch(name, modules):
-            shown.append((Use(name, counts[name]), reading))
-    return shown
+            numbered.append((Use(name, counts[name]), reading))
+    return numbered

@@ -49,8 +49,11 @@ def real_responses() -> Callable[..., dict[str, list[Tensor]]]:
             seen: dict[str, list[Tensor]] = {}
             handles = []
             for site in find_attention(model, FAMILIES):
-                mask = batch["attention_mask" if site.kind == "encoder" or "decoder_attention_mask" not in batch
-                             else "decoder_attention_mask"]  # fmt: skip
+                mask = batch[
+                    "attention_mask"
+                    if site.kind == "encoder" or "decoder_attention_mask" not in batch
+                    else "decoder_attention_mask"
+                ]
 
                 def keep(_, args, site=site, mask=mask, seen=seen):
                     heads = args[0].unflatten(-1, (site.heads, -1))

@@ -29,8 +29,10 @@ def assert_energy(found, queries, keys, atol=1e-9):
     joined = [np.concatenate(list(each), 1) for each in (queries, keys)]
     total = sum(queries[head] @ keys[head].T for head in range(heads))
     for measured, matrix in (
-        (found.joined_query, joined[0]), (found.joined_key, joined[1]), (found.joined_product, total),
-    ):  # fmt: skip
+        (found.joined_query, joined[0]),
+        (found.joined_key, joined[1]),
+        (found.joined_product, total),
+    ):
         right = curve(matrix)
         shared = min(len(measured), len(right))
         np.testing.assert_allclose(measured[:shared], right[:shared], atol=atol)
@@ -56,8 +58,10 @@ def real_inputs(model, site, batches):
     for batch in batches:
         encoder = batch["attention_mask"]
         decoder = batch.get("decoder_attention_mask", encoder)
-        masks = {"query": encoder if site.kind == "encoder" else decoder,
-                 "key": decoder if site.kind == "decoder" else encoder}  # fmt: skip
+        masks = {
+            "query": encoder if site.kind == "encoder" else decoder,
+            "key": decoder if site.kind == "decoder" else encoder,
+        }
 
         def keep(side, masks=masks):
             return lambda _, args: seen[side].append(args[0][masks[side].bool()])

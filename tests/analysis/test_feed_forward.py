@@ -52,7 +52,7 @@ MODELS = {
         lambda: T5Model(T5Config(vocab_size=20, feed_forward_proj="gated-gelu", **T5)),
         "encoder.block.{}.layer.1.DenseReluDense.wo",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(params=MODELS)
@@ -165,7 +165,7 @@ def test_errors_are_those_of_least_squares_on_the_activations(kind, model):
 def test_moments_in_several_passes_give_the_same(kind, model, monkeypatch):
     data = batches(model)
     expected = feed_forward_energy(model, data)
-    monkeypatch.setattr("collab_compress.analysis.feed_forward.ROOM", 1)
+    monkeypatch.setattr("collab_compress.analysis.energy.ROOM", 1)
     done = []
     found = feed_forward_energy(model, iter(data), progress=lambda *args: done.append(args))
     assert done == [(count, len(expected)) for count in range(1, len(expected) + 1)]

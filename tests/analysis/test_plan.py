@@ -22,8 +22,13 @@ def test_trials_are_conversions_of_one_part(make_tiny):
     done = []
     found = plan(model, tokens(), shares=(1 / 2, 1 / 4), timed=False, progress=lambda *args: done.append(args))
     assert [(trial.part, trial.width) for trial in found.trials] == [
-        ("dk", 12), ("dk", 6), ("dv", 12), ("dv", 6), ("dff", 16), ("dff", 8),
-    ]  # fmt: skip
+        ("dk", 12),
+        ("dk", 6),
+        ("dv", 12),
+        ("dv", 6),
+        ("dff", 16),
+        ("dff", 8),
+    ]
     assert [each[1:] for each in done] == [(count, 6) for count in range(7)]
     after = model.state_dict()
     assert before.keys() == after.keys()

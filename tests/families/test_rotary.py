@@ -259,7 +259,7 @@ def test_widths_are_whole_heads(model):
 def test_what_rotary_models_lack_is_said_at_once(compression, told, model):
     with pytest.raises(CompressionError, match=told):
         compress(model("llama"), compression, calibration=None)
-    with pytest.raises(UnsupportedModelError, match="so Wq·Wkᵀ is not what the scores use"):
+    with pytest.raises(UnsupportedModelError, match="so the scores do not use Wq·Wkᵀ"):
         score_parts(model("llama"))
 
 

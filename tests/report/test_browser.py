@@ -37,11 +37,24 @@ def browse(tmp_path):
         file = tmp_path / "index.html"
         file.write_text(page, encoding="utf-8")
         done = subprocess.run(
-            [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr",
-             f"--user-data-dir={tmp_path / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND", *options,
-             file.as_uri()],
-            capture_output=True, text=True, timeout=120, check=True, env={**os.environ, "HOME": str(tmp_path)},
-        )  # fmt: skip
+            [
+                CHROMIUM,
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--hide-scrollbars",
+                "--enable-logging=stderr",
+                f"--user-data-dir={tmp_path / 'profile'}",
+                "--host-resolver-rules=MAP * ~NOTFOUND",
+                *options,
+                file.as_uri(),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+            env={**os.environ, "HOME": str(tmp_path)},
+        )
         return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
     return open_page
@@ -89,9 +102,11 @@ def test_light_and_dark(findings, browse, tmp_path):
     for scheme, setting in (("light", 1), ("dark", 0)):
         shot = tmp_path / f"{scheme}.png"
         browse(
-            render_page(findings), f"--screenshot={shot}", "--window-size=1000,3000",
+            render_page(findings),
+            f"--screenshot={shot}",
+            "--window-size=1000,3000",
             f"--blink-settings=preferredColorScheme={setting}",
-        )  # fmt: skip
+        )
         with Image.open(shot) as image:
             pixels = numpy.asarray(image.convert("RGB"), dtype=float)
         grounds[scheme] = pixels[5, 5].mean()

@@ -83,9 +83,16 @@ def test_narrow_values(family, dk, dv, make_tiny, make_batch):
 
 def test_images():
     torch.manual_seed(0)
-    model = ViTModel(ViTConfig(
-        hidden_size=24, num_attention_heads=3, num_hidden_layers=2, intermediate_size=32, image_size=8, patch_size=4
-    )).eval()  # fmt: skip
+    model = ViTModel(
+        ViTConfig(
+            hidden_size=24,
+            num_attention_heads=3,
+            num_hidden_layers=2,
+            intermediate_size=32,
+            image_size=8,
+            patch_size=4,
+        )
+    ).eval()
     for layer in model.layers:
         up = layer.mlp.fc1
         up.weight.data[1:] = up.weight.data[0]  # neurons that are alike
@@ -148,9 +155,15 @@ def test_what_cannot_be_looked_at_is_refused(study, bert, make_tiny):
 
 
 WRONG = [
-    {"dk": 0}, {"dv": 0}, {"dff": 0}, {"head_sequences": 0}, {"input_sequences": 0}, {"kernel_tokens": 3},
-    {"rounds": 1}, {"lengths": (0,)},
-]  # fmt: skip
+    {"dk": 0},
+    {"dv": 0},
+    {"dff": 0},
+    {"head_sequences": 0},
+    {"input_sequences": 0},
+    {"kernel_tokens": 3},
+    {"rounds": 1},
+    {"lengths": (0,)},
+]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: next(iter(wrong)))

@@ -141,25 +141,36 @@ def test_cells_lie_where_their_values_are_and_are_as_strong():
             assert cell.get("width") == cell.get("height") == "1"
             cells[int(cell.get("y")), int(cell.get("x"))] = float(shades.get("fill-opacity")), cell[0].text
     assert cells == {
-        (0, 0): (0, "a × x: 0"), (0, 1): (0.5, "a × y: 0.500"), (1, 0): (1, "b × x: 1.00"),
-        (1, 1): (0, "b × y: −3.00"), (1, 2): (0.25, "b × z: 0.250"),
-    }  # fmt: skip
+        (0, 0): (0, "a × x: 0"),
+        (0, 1): (0.5, "a × y: 0.500"),
+        (1, 0): (1, "b × x: 1.00"),
+        (1, 1): (0, "b × y: −3.00"),
+        (1, 2): (0.25, "b × z: 0.250"),
+    }
 
 
 def test_large_maps_are_drawn_in_runs():
     values = tuple(tuple(float(column >= 20) for column in range(40)) for _ in range(30))
     heat = Heatmap("m", values)
-    paths = {each.get("fill-opacity"): each.get("d") for each in drawn(draw_heatmap(
-        heat, Heatmaps("P", "R.", "S", (heat,), 0.0, 1.0), 4)).iter("path")}  # fmt: skip
+    paths = {
+        each.get("fill-opacity"): each.get("d")
+        for each in drawn(draw_heatmap(heat, Heatmaps("P", "R.", "S", (heat,), 0.0, 1.0), 4)).iter("path")
+    }
     assert paths["0"] == "".join(f"M0 {row}h20v1h-20z" for row in range(30))
     assert paths["1"] == "".join(f"M20 {row}h20v1h-20z" for row in range(30))
 
 
 @pytest.mark.parametrize(
     ("value", "low", "high", "diverging", "expected"),
-    [(0.5, 0, 1, False, ("plus", 12)), (2, 0, 1, False, ("plus", 24)), (5, 5, 5, False, ("plus", 0)),
-     (-1, -2, 1, True, ("minus", 12)), (1, -2, 1, True, ("plus", 12)), (0, 0, 0, True, ("plus", 0))],
-)  # fmt: skip
+    [
+        (0.5, 0, 1, False, ("plus", 12)),
+        (2, 0, 1, False, ("plus", 24)),
+        (5, 5, 5, False, ("plus", 0)),
+        (-1, -2, 1, True, ("minus", 12)),
+        (1, -2, 1, True, ("plus", 12)),
+        (0, 0, 0, True, ("plus", 0)),
+    ],
+)
 def test_shades(value, low, high, diverging, expected):
     assert shade(value, low, high, diverging) == expected
 

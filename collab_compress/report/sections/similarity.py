@@ -19,7 +19,7 @@ from collab_compress.analysis import (
     sample_cka,
     svcca,
 )
-from collab_compress.analysis.cka import Kernel
+from collab_compress.analysis.similarity import Kernel
 from collab_compress.errors import HeadError
 from collab_compress.report.section import (
     Cell,

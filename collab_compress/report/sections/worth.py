@@ -77,7 +77,8 @@ def cost(study: Study) -> Section | Omitted:
         table, picture = _latency(study, latencies)
         tables.append(table)
         pictures.append(picture)
-    tables.append(_paper_table())
+    title = "Table 1 of Collaborate: a whole layer at T = 128, without biases"
+    tables.append(Table.of("table-1", title, paper_table_1()))
     requested = " and ".join(f"{name} = {width}" for name, width in widths.items())
     subject = f"dense modules, modules with {requested}" if requested else "converted modules as they are"
     narrower = next((block.width for block in blocks.values() if block.width is not None), None)
@@ -326,26 +327,6 @@ def _latency(study: Study, latencies: list[Latency]) -> tuple[Table, Curves]:
         log=True,
     )
     return Table.of("latency", "Latency of attention modules, batch of one", records), picture
-
-
-def _paper_table() -> Table:
-    records: list[dict[str, Cell]] = []
-    for row in paper_table_1():
-        parameters = row.dense.parameters / 1e6, row.collaborative.parameters / 1e6
-        macs = row.dense.macs / 1e8, row.collaborative.macs / 1e8
-        for origin, numbers in (("computed", (*parameters, *macs)), ("printed", row.printed)):
-            records.append(
-                {
-                    "D": row.width,
-                    "dk": row.dk,
-                    "from": origin,
-                    "parameters, dense [10⁶]": numbers[0],
-                    "parameters, converted [10⁶]": numbers[1],
-                    "dense [10⁸ MAC]": numbers[2],
-                    "converted [10⁸ MAC]": numbers[3],
-                }
-            )
-    return Table.of("table-1", "Table 1 of Collaborate: a whole layer at T = 128, without biases", records)
 
 
 def _macs(study: Study, widths: Mapping[str, int], with_blocks: bool) -> Curves:

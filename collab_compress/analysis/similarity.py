@@ -1,0 +1,245 @@
+"""Similarity of pairs of heads, layers or models: SVCCA, and centred kernel alignment (CKA)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from collab_compress.analysis.covariance import JointCovariance, mean_over_pairs, rounding_variance
+from collab_compress.errors import HeadError
+
+Kernel = Literal["linear", "rbf"]
+ROWS = 256  # rows of the kernels that are in memory at a time
+PROBES = 1000  # tokens whose distances set the default bandwidth
+
+
+@dataclass(frozen=True)
+class SVCCA:
+    """Canonical correlations of pairs of representations; n rows against m columns.
+
+    Args:
+        rows: names of the representations along the rows.
+        coefficients: (n, m, w), between 0 and 1, descending; 0 beyond the number of directions of the narrower one
+            and below the threshold.
+        directions: number of coefficients of each pair that count, (n, m).
+        within: whether rows and columns are the same representations.
+    """
+
+    rows: tuple[str, ...]
+    coefficients: Tensor
+    directions: Tensor
+    within: bool
+
+    @property
+    def similarity(self) -> Tensor:
+        """Mean coefficient of each pair, (n, m); 0 where one of the two never varies."""
+        return self.coefficients.sum(-1) / self.directions.clamp(min=1)
+
+    @property
+    def mean(self) -> float:
+        """Mean similarity over pairs: i < j, or all where rows and columns differ.
+
+        Raises:
+            HeadError: there is no pair.
+        """
+        return mean_over_pairs(self.similarity) if self.within else float(self.similarity.mean())
+
+    @property
+    def curve(self) -> Tensor:
+        """Mean over pairs of the first, second, … coefficient, (k,); "Inter-Head Diversity", Figs. 2–4.
+
+        Pairs with fewer coefficients than others count with zeros at the end.
+
+        Raises:
+            HeadError: there is no pair.
+        """
+        pairs = torch.ones_like(self.directions, dtype=torch.bool)
+        if self.within:
+            pairs = pairs.triu(1)
+        if not pairs.any():
+            raise HeadError("a single head has no pairs to average over; compare heads where there are several")
+        return self.coefficients[pairs].mean(0)[: int(self.directions[pairs].max())]
+
+
+def svcca(responses: JointCovariance, variance: float = 0.99, threshold: float = 0.0) -> SVCCA:
+    r"""Return SVCCA (singular vector canonical correlation analysis) of all pairs of representations.
+
+    The singular value decomposition of the centred $X_i$ (N×d) keeps the directions with the most variance that
+    together hold the share `variance` of it. The canonical correlations of these are, by the covariance C,
+
+    $$\rho_{ij} = \operatorname{sv}\big(\Lambda_i^{-1/2} V_i^\top C_{ij} V_j \Lambda_j^{-1/2}\big), \quad
+      C_{ii} \approx V_i \Lambda_i V_i^\top$$
+
+    Raghu et al., "SVCCA", 2017; equation 3 of "Analyzing and Controlling Inter-Head Diversity in Multi-Head
+    Attention". It does not change under rotations, scalings and shifts, nor, with `variance=1`, under any invertible
+    affine map. With fewer than about ten tokens a direction all coefficients come out too high, and with no more
+    tokens than directions they are 1.
+
+    Args:
+        responses: covariance from `head_covariances` or `JointCovariance.of`.
+        variance: share of each representation's variance to keep, above 0, up to 1. Directions whose variance is no
+            more than rounding are never kept.
+        threshold: least coefficient that counts in means and curves ("top SVCCA coefficients with a threshold such
+            that covers all meaningful subspaces", section 3.2, which does not give it). All count at 0.
+
+    Returns:
+        All coefficients; `similarity`, `mean` and `curve` sum them up. A representation that never varies has no
+        directions and similarity 0, also with itself; so has a pair without a coefficient above the threshold.
+
+    Raises:
+        HeadError: the share or the threshold is not in range.
+    """
+    if not 0 < variance <= 1:
+        raise HeadError(f"share of variance to keep is {variance}; expected above 0, up to 1")
+    if not 0 <= threshold < 1:
+        raise HeadError(f"threshold of coefficients is {threshold}; expected from 0 to below 1")
+    slices, whitening = responses.slices, _whitening(responses, variance)
+    rows, columns, within = responses.rows, responses.columns, not responses.leading
+    coefficients = torch.zeros(len(rows), len(columns), max(responses.widths), dtype=torch.float64)
+    directions = torch.zeros(len(rows), len(columns), dtype=torch.long)
+    for i, row in enumerate(rows):
+        for j, column in enumerate(columns):
+            if within and j < i:  # symmetric
+                coefficients[i, j], directions[i, j] = coefficients[j, i], directions[j, i]
+                continue
+            cross = responses.matrix[slices[row], slices[column]]
+            values = torch.linalg.svdvals(whitening[row].mT @ cross @ whitening[column])
+            values = values[values >= threshold].clamp(max=1)
+            coefficients[i, j, : len(values)], directions[i, j] = values, len(values)
+    return SVCCA(tuple(responses.labels[row] for row in rows), coefficients, directions, within)
+
+
+def _whitening(responses: JointCovariance, variance: float) -> list[Tensor]:
+    """Return a whitening matrix (d, k) of each block, of its k kept directions."""
+    matrices = []
+    for block, rounding, varies in zip(responses.slices, responses.rounding(), responses.varies(), strict=True):
+        values, vectors = torch.linalg.eigh(responses.matrix[block, block] * varies)  # ascending
+        values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
+        before = values.cumsum(0) - values  # variance of the directions ahead of each one
+        floor = torch.maximum(rounding, values[0] * torch.finfo(values.dtype).eps * len(values))
+        kept = (before < variance * values.sum() * (1 - 1e-12)) & (values > floor)
+        matrices.append(vectors[:, kept] * values[kept].rsqrt())
+    return matrices
+
+
+def cka(responses: JointCovariance) -> Tensor:
+    r"""Return linear CKA of all pairs of representations, computed from their covariance.
+
+    $$\mathrm{CKA}(i, j) = \frac{\|C_{ij}\|_F^2}{\|C_{ii}\|_F \, \|C_{jj}\|_F}$$
+
+    equals equation 5 of "Analyzing and Controlling Inter-Head Diversity in Multi-Head Attention" (Kornblith et al.,
+    2019) with $K_i = X_i X_i^\top$. It is invariant under rotations, isotropic scalings and shifts. For independent
+    representations it is not 0 but about $\sqrt{d_i d_j} / N$ (d directions of equal variance), so use many more
+    tokens than directions, or `sample_cka(…, unbiased=True)`.
+
+    Args:
+        responses: covariance from `head_covariances` or `JointCovariance.of`.
+
+    Returns:
+        (n, m) in float64, between 0 and 1; 0 for a representation that never varies, also with itself.
+    """
+    squares = responses.sum_blocks(responses.sum_blocks(responses.matrix.square()).mT)  # (n, n)
+    norms = squares.diagonal().sqrt() * responses.varies()
+    rows, columns = responses.rows, responses.columns
+    return _ratio(squares[: rows.stop, columns.start :], norms[: rows.stop], norms[columns.start :])
+
+
+def sample_cka(tokens: Tensor | Sequence[Tensor], kernel: Kernel = "rbf", *, unbiased: bool = False) -> Tensor:
+    r"""Return CKA of all pairs of heads on a sample of tokens, with the linear or the radial kernel.
+
+    The radial kernel is $\kappa(y, z) = \exp(-\|y - z\|^2 / 2 \sigma^2)$, with σ each head's median distance between
+    two of its first 1000 tokens. The cost is O(H d N²) operations and O(H N) memory, so N should be at most a few
+    thousand tokens.
+
+    Args:
+        tokens: (N, H, d) from `head_samples`, or several representations (N, d_i) of the same tokens, as of layers
+            or models; N is at least 4.
+        kernel: `rbf` or `linear`.
+        unbiased: estimate the dependence by HSIC₁ (Song et al., "Feature Selection via Dependence Maximization",
+            2012). The ordinary estimate (equation 4 of "Inter-Head Diversity") is of order 1/N too high, and more so
+            the narrower the kernel: independent heads do not come out at 0.
+
+    Returns:
+        (H, H) in float64; 0 for a head that never varies. The ordinary estimate is between 0 and 1; the unbiased one
+        may lie a little outside.
+
+    Raises:
+        HeadError: too few tokens or not the same number, or an unknown kernel.
+    """
+    if kernel not in get_args(Kernel):
+        raise HeadError(f"unknown kernel {kernel!r}; expected one of {', '.join(get_args(Kernel))}")
+    centred = _centre(tokens if isinstance(tokens, Tensor) else _stack(tokens))
+    widths = None if kernel == "linear" else _bandwidths(centred)
+    dependence = _hsic(centred, widths, unbiased)
+    norms = dependence.diagonal().clamp(min=0).sqrt()
+    return _ratio(dependence, norms, norms)
+
+
+def _centre(tokens: Tensor) -> Tensor:
+    """Subtract each head's mean; return (H, N, d) in float64 on the CPU, 0 for heads that vary only by rounding."""
+    if tokens.ndim != 3 or len(tokens) < 4:
+        raise HeadError(f"got tokens {tuple(tokens.shape)}; expected (N, H, d) with N at least 4")
+    heads = tokens.detach().double().cpu().transpose(0, 1)
+    if not bool(heads.isfinite().all()):
+        raise HeadError("what heads compute is not finite; look for NaN or infinity in the weights")
+    centred = heads - heads.mean(1, keepdim=True)
+    power, width = heads.square().sum(2).mean(1), heads.shape[2]
+    noise = width * rounding_variance(power, width, torch.finfo(tokens.dtype).eps)
+    return centred * (centred.square().sum(2).mean(1) > noise)[:, None, None]
+
+
+def _bandwidths(centred: Tensor) -> Tensor:
+    """Return σ of each head, (H, 1, 1)."""
+    medians = torch.stack([torch.nn.functional.pdist(head).median() for head in centred[:, :PROBES]])
+    return torch.where(medians > 0, medians, 1.0)[:, None, None]
+
+
+def _hsic(centred: Tensor, widths: Tensor | None, unbiased: bool) -> Tensor:
+    """Return HSIC of all pairs of heads, (H, H), except for a common factor in the ordinary estimate.
+
+    Kernels are computed in blocks of rows, of which only products and sums are kept: O(H·N) memory.
+
+    Args:
+        centred: vectors (H, N, d).
+        widths: σ of each head, (H, 1, 1), or None for the linear kernel.
+        unbiased: HSIC₁ (Song et al., 2012) in place of tr(K C L C).
+    """
+    count = centred.shape[1]
+    joint = centred.new_zeros(len(centred), len(centred))
+    sums = []
+    for start in range(0, count, ROWS):
+        block = centred[:, start : start + ROWS]
+        if widths is None:
+            kernels = block @ centred.mT  # (H, rows, N)
+        else:
+            # a constant offset changes nothing, and with -1 a head that never varies gives 0 exactly
+            kernels = torch.expm1(-(torch.cdist(block, centred) / widths).square() / 2)
+        if unbiased:
+            kernels.diagonal(start, 1, 2).zero_()
+        sums.append(kernels.sum(2))
+        joint += torch.einsum("hrn,grn->hg", kernels, kernels)
+    rows = torch.cat(sums, 1)  # (H, N)
+    totals = rows.sum(1)
+    if not unbiased:
+        return joint - 2 / count * rows @ rows.mT + torch.outer(totals, totals) / count**2
+    middle = torch.outer(totals, totals) / ((count - 1) * (count - 2))
+    return (joint + middle - 2 / (count - 2) * rows @ rows.mT) / (count * (count - 3))
+
+
+def _stack(representations: Sequence[Tensor]) -> Tensor:
+    """Stack matrices (N, d_i) as heads (N, n, d), padded with zeros, which change no kernel."""
+    if len({(x.ndim, len(x)) for x in representations}) != 1 or representations[0].ndim != 2:
+        shapes = ", ".join(str(tuple(x.shape)) for x in representations)
+        raise HeadError(f"representations do not fit together: got {shapes}; expected (N, d), all of the same N")
+    width = max(x.shape[1] for x in representations)
+    return torch.stack([torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in representations], 1)
+
+
+def _ratio(squares: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Divide (n, m) by (n,) and (m,), 0 where one of these is 0."""
+    norms = rows[:, None] * columns
+    return torch.where(norms > 0, squares / torch.where(norms > 0, norms, 1.0), 0.0)
