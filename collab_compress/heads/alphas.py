@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention, transformers_model
-from collab_compress.attention.stored import refusing_other_models, stored_modules
+from collab_compress.attention.stored import LARGEST, refusing_other_models, stored_modules
 from collab_compress.checkpoint import (
     edits_of,
     forget_edits_,
@@ -83,7 +83,7 @@ class AlphasEdit:
         """
         modules = stored_modules(data)
         for name, heads in modules.items():
-            if type(heads) is not int or heads < 1:
+            if type(heads) is not int or not 1 <= heads < LARGEST:
                 raise CheckpointError(f"the stored edit of {name} is {heads!r:.80}; expected its number of heads")
         return cls(modules)
 

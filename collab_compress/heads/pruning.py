@@ -15,7 +15,7 @@ from collab_compress.attention.install import FORMS_AT, STOCK_HEADS, head_hooks,
 from collab_compress.attention.stored import from_stored, refusing_other_models, stored_modules
 from collab_compress.attention.values import JOINT_WIDTH
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
-from collab_compress.errors import CompressionError, HeadError
+from collab_compress.errors import CheckpointError, CompressionError, HeadError
 from collab_compress.heads.sharding import refuse_sharded
 
 
@@ -128,8 +128,9 @@ def _module_cuts(module: Any, output: Any, kept: KeptHeads) -> list[Cut]:
     if hasattr(module, "value_form"):
         cuts: list[Cut] = module.value_form.keep_heads(module, output, kept.kept)
     else:
-        channels = _channels(kept.kept, kept.value_width)
-        cuts = _output_cuts(module.get_submodule(kept.value), channels)
+        value = module.get_submodule(kept.value)
+        channels = _channels(kept, kept.value_width, value)
+        cuts = _output_cuts(value, channels)
         cuts += [
             Cut(output, "weight", remaining(output.weight, 1, channels)),
             Cut(output, "in_features", len(channels)),
@@ -139,8 +140,9 @@ def _module_cuts(module: Any, output: Any, kept: KeptHeads) -> list[Cut]:
     if hasattr(module, "score_form"):
         cuts += module.score_form.keep_heads(module, kept.kept)
     else:
-        channels = _channels(kept.kept, kept.head_width)
-        cuts += _output_cuts(module.get_submodule(kept.query), channels)
+        query = module.get_submodule(kept.query)
+        channels = _channels(kept, kept.head_width, query)
+        cuts += _output_cuts(query, channels)
         cuts += _output_cuts(module.get_submodule(kept.key), channels)
     if hasattr(module, "embed_dim"):  # some models reshape outputs by it
         cuts.append(Cut(module, "embed_dim", len(kept.kept) * kept.head_width))
@@ -152,8 +154,18 @@ def _head_count(module: Any, kept: KeptHeads) -> str:
     return STOCK_HEADS if STOCK_HEADS in module.__dict__ else kept.heads
 
 
-def _channels(heads: Sequence[int], width: int) -> list[int]:
-    return [head * width + channel for head in heads for channel in range(width)]
+def _channels(kept: KeptHeads, width: int, linear: Any) -> list[int]:
+    """Return the output channels of `linear` that belong to the kept heads.
+
+    Raises:
+        CheckpointError: it has not as many channels as the heads need, so the edit is of another model.
+    """
+    if kept.before * width != len(linear.weight):
+        raise CheckpointError(
+            f"a stored edit has {kept.before} heads, each {width} wide; the model's projection has "
+            f"{len(linear.weight)} channels; take the config.json that was saved with the weights"
+        )
+    return [head * width + channel for head in kept.kept for channel in range(width)]
 
 
 def _output_cuts(linear: Any, channels: Sequence[int]) -> list[Cut]:

@@ -63,7 +63,7 @@ def read(kind, modules):
 @pytest.mark.parametrize("kind", STORED)
 def test_whole_ones_are_read_and_others_are_told(kind):
     assert read(kind, {NAME: STORED[kind]}).edits[0].modules
-    for modules in (None, [], {}, {NAME: None}, {NAME: [3]}):
+    for modules in (None, [], {}, {NAME: None}, {NAME: [3]}, {NAME: 2**40}):
         with pytest.raises(CheckpointError, match="stored edit of") as caught:
             read(kind, modules)
         assert "expected" in str(caught.value)
@@ -90,7 +90,15 @@ def test_a_list_that_is_none(edits):
 
 @pytest.mark.parametrize(
     ("change", "entries"),
-    [("shared", {"head_width": 5}), ("values", {"head_width": 5}), ("shared", {}), ("alphas", {}), ("pruned", {})],
+    [
+        ("shared", {"head_width": 5}),
+        ("values", {"head_width": 5}),
+        ("pruned", {"head_width": 10**9}),
+        ("pruned", {"value_width": 10**9}),
+        ("shared", {}),
+        ("alphas", {}),
+        ("pruned", {}),
+    ],
 )
 def test_edits_of_another_model_are_refused(change, entries, make_tiny, tmp_path):
     model = make_tiny("bert")
@@ -109,7 +117,9 @@ def test_edits_of_another_model_are_refused(change, entries, make_tiny, tmp_path
         edit["modules"] = {f"nowhere.{name}": form for name, form in edit["modules"].items()}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     kind = edit["kind"]
-    if entries:
+    if entries and change == "pruned":
+        error, words = CheckpointError, "3 heads, each 1000000000 wide; the model's projection has 24 channels"
+    elif entries:
         error, words = CheckpointError, "3 heads, each 5 wide, so .* would have 15 channels; the model has 24"
     elif kind == "pruned":  # the tensors are of another shape than the model's, as Transformers says
         error, words = RuntimeError, "ignore_mismatched_sizes"
