@@ -208,6 +208,8 @@ class CompressArguments:
         if self.compression.asked:
             if self.recover is not None and self.calibration == "none":
                 raise CollabCompressError("--recover trains on calibration data; leave --calibration none out")
+            if self.recover is not None and self.compression.keeps_attention:
+                raise CollabCompressError("--recover trains converted attention; pass --dk or --dv too")
             return
         if not self.mix:
             raise CollabCompressError(

@@ -185,6 +185,11 @@ class Compression:
         if (self.dff is not None or self.keep is not None) and self.solver.refit is False:
             raise CompressionError("dff and keep refit the layers that read the neurons; leave out refit")
 
+    @property
+    def keeps_attention(self) -> bool:
+        """Whether attention stays dense, as where only feed-forward blocks become narrower."""
+        return self.dk is None and self.dv is None and self.keep is None
+
     def with_solver(self, **changes: Any) -> "Compression":
         """Return a copy with other settings of the solver."""
         return replace(self, solver=replace(self.solver, **changes))

@@ -396,6 +396,7 @@ def _prepare(work: _Work, compression: Compression, modules: Mapping[str, Compre
     compression = compression.with_solver(device=device)
     modules = {name: own.with_solver(device=device) for name, own in modules.items()}
     blocks, config = _feed_forward(model, compression, work.used, work.held_back)
+    refits = bool(blocks) or _refits(compression, work.calibration, work.used, work.held_back)
     calibrating: list[float] = []
     weights: dict[str, Tensor | None] = {}
 
@@ -408,8 +409,8 @@ def _prepare(work: _Work, compression: Compression, modules: Mapping[str, Compre
     with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
         weights.update(head_weights(model, [site for site in sites if isinstance(site, DenseSite)], work.used))
         planned = plan_distributed(sites, decompose) if work.distributed else decompose(sites)
-        refits, notes = _refit(work, compression, planned, blocks)
-    return _Prepared(work, planned, refits, blocks, config, notes, sum(calibrating))
+        refitted, notes = _refit(work, compression, planned, blocks) if refits else ([], ())
+    return _Prepared(work, planned, refitted, blocks, config, notes, sum(calibrating))
 
 
 def _refit(
@@ -418,8 +419,6 @@ def _refit(
     """Return the layers with new weights, and a note if those that nobody asked for cannot be had."""
     refits: list[Refitted] = []
     notes: tuple[str, ...] = ()
-    if not blocks and not _refits(compression, work.calibration, work.used, work.held_back):
-        return refits, notes
     dense = sharing_copy(work.model)
     narrower = {block.down: compression.dff or block.width for block in blocks}
     try:
@@ -525,9 +524,12 @@ def install_unset_(
     """
     options = options or CalibrationOptions()
     batches, _ = _data(model, compression, calibration, tokenizer, options)
+    used, held_back = split_held_back(batches)
+    _feed_forward(model, compression, used, held_back)
+    _refits(compression, calibration, used, held_back)
     modules: Mapping[str, Compression] = {}
     if compression.keep is not None:
-        if not batches:
+        if not (used and held_back):
             raise CompressionError(NO_DATA)
         length = typical_length(options, () if is_synthetic(calibration) else batches)
         first = next(Layers(model, compression, length, batches[0]).starts())

@@ -3,8 +3,8 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from itertools import chain
@@ -272,6 +272,8 @@ class Recipe:
             raise RecipeError(
                 "recovery trains a converted model on calibration data; give compression and calibration"
             )
+        if self.recovery is not None and self.compression is not None and self.compression.keeps_attention:
+            raise RecipeError("recovery trains converted attention; give compression.dk, dv or keep, or leave it out")
         if not self.trains and self.heads != HeadTraining():
             raise RecipeError(
                 "heads acts in fine-tuning, and there is none; give tuning or again, or leave heads out"
@@ -354,15 +356,30 @@ def _dataclasses_in(kind: Any) -> set[Any]:
     return found.union(*map(_dataclasses_in, inner))
 
 
+def _field_paths(kind: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of all fields of a dataclass, and of the dataclasses in them."""
+    if not is_dataclass(kind):
+        for inner in get_args(kind):
+            yield from _field_paths(inner, place)
+        return
+    for name, inner in get_type_hints(kind).items():
+        yield (*place, name)
+        yield from _field_paths(inner, (*place, name))
+
+
 def _problem(error: Mapping[str, Any], described: Any) -> str:
     """Return where a value is wrong, and what is expected there."""
     *_, name = place = list(map(str, error["loc"]))
     if error["type"] == "unexpected_keyword_argument":
-        kinds = _dataclasses_in(described) if len(place) > 1 else {described}
-        names = {field.name for kind in kinds for field in fields(kind)}
-        near = get_close_matches(name, names, n=1, cutoff=0.7)
-        return f"there is no field {'.'.join(place)}" + (f"; did you mean {near[0]}?" if near else "")
-    if error["type"] == "missing_argument":
+        paths = {
+            path[-1]: path
+            for path in _field_paths(described)
+            if (len(path) == 1 if len(place) == 1 else path[0] == place[0])
+        }
+        near = get_close_matches(name, paths, n=1, cutoff=0.7)
+        hint = "".join(f"; did you mean {'.'.join(paths[each])}?" for each in near)
+        return f"there is no field {'.'.join(place)}{hint}"
+    if error["type"] in ("missing", "missing_argument"):
         return f"{'.'.join(place)} is missing"
     value = repr(error["input"])[:60]
     if error["type"] in ("list_type", "tuple_type"):

@@ -220,6 +220,7 @@ def test_default_output_is_beside_the_person(run, monkeypatch, model_dir, tmp_pa
         (["--dk", "8", "--calibration", "nowhere.txt"], "cannot read calibration texts from nowhere.txt"),
         (["--dk", "8", "--modules", "nothing"], "matches 'nothing'"),
         (["--dk", "8", "--device", "abacus"], "device 'abacus' cannot be used"),
+        (["--dff", "8", "--recover"], "--recover trains converted attention"),
     ],
 )
 def test_bad_arguments(fails, model_dir, tmp_path, arguments, message):

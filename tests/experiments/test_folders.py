@@ -113,6 +113,9 @@ DK = "compression={dk: 12}"
     [
         (["compression.dk=1000"], "dk is 1000, but"),
         (["compression.keep=0.0001"], "keep"),
+        (["compression={dff: 1000}", "calibration=synthetic"], "reads 32 neurons, and dff is 1000"),
+        (["compression={dff: 8}", "recovery={}", "calibration=synthetic"], "recovery trains converted attention"),
+        (["compression={dk: 12, solver: {refit: true}}", "calibration=none"], "refit takes calibration data"),
         (["compression={dk: 12, modules: nothing*}"], "nothing"),
         (["compression={dk: 12, kinds: cross}"], "cross"),
         (["compression={dk: 12, solver: {device: 'cuda:9'}}"], "cuda:9"),

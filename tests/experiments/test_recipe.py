@@ -62,7 +62,12 @@ def test_every_recipe_in_the_repository_reads():
     [
         ("xyzzy=1", "there is no field xyzzy$"),
         ("modle=x", r"there is no field modle; did you mean model\?$"),
-        ("tuning.learningrate=1", r"no field tuning\.learningrate; did you mean learning_rate\?$"),
+        ("tuning.learningrate=1", r"no field tuning\.learningrate; did you mean tuning\.learning_rate\?$"),
+        (
+            "compression={dk: 8, sweeps: 3}",
+            r"no field compression\.sweeps; did you mean compression\.solver\.sweeps\?$",
+        ),
+        ("heads.rotation={}", r"heads\.rotation\.strategy is missing; heads\.rotation\.epochs is missing$"),
         ("heads.penalties=[{name: hsic, wt: 1}]", r"there is no field heads\.penalties\.0\.wt$"),
         ("seed=a", "seed is 'a'; expected a valid integer"),
         ("task=foo", "unknown task 'foo'; expected one of ag_news"),
