@@ -52,6 +52,11 @@ class Factors:
                 f"expected (H, Dk) = {expected}"
             )
 
+    @property
+    def rank(self) -> int:
+        """Width R of the shared query and key space."""
+        return self.mixing.shape[1]
+
     def squared_norm(self) -> Tensor:
         r"""Return $\sum_i \|\hat T_i\|_F^2$ from the three R×R Gram matrices, a scalar."""
         query, mixing, key = (factor.mT @ factor for factor in (self.query, self.mixing, self.key))
