@@ -38,7 +38,7 @@ def factors_of(module):
 def products(module):
     """T̂_i and v_i of every head, (H, D + 1, D)."""
     factors = factors_of(module)
-    slices = torch.stack([factors.slice(head) for head in range(factors.heads)])
+    slices = (factors.query * factors.mixing[:, None]) @ factors.key.mT  # (H, D, D)
     return torch.cat([slices, factors.content_bias[:, None]], 1).detach()
 
 
