@@ -7,15 +7,19 @@ $$\min_{W', b'}\ \mathbb{E}\,\|(h + y)_\text{dense} - (h' + W' a' + b')\|^2 + \l
 
 where h is what y is added to, and ' marks the converted model, whose lower layers are refitted already. So each layer
 also repairs what those below it lost.
+
+The models run on all batches side by side: each forward pass waits in a thread at every layer to be refitted, and
+then continues with the refitted layer. So the data pass through each model once, whatever its architecture.
 """
 
 import ctypes
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import broadcast
@@ -29,7 +33,6 @@ from collab_compress.attention.values import fill_
 from collab_compress.calibration import Batch, Calibration, calibration_batches, evaluation_mode, run_batch
 from collab_compress.calibration.batches import token_count
 from collab_compress.calibration.gather import batch_masks, masks_of, unpadded
-from collab_compress.calibration.stepwise import Passes, current_pass
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.feed_forward import FeedForward, cut_
 from collab_compress.conversion.report import RefitReport
@@ -39,79 +42,26 @@ from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.factorization.least_squares import ResidualMoments, choice_moments, choose_neurons, fit
 
 Progress = Callable[[str, int, int], None]
-DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # shares of the inputs' mean variance, of which held-back data choose
-ROUNDING = 1e-5  # relative error of the stream that is none
-ROOM = 2 * 2**30  # bytes that hidden states of both models may take together
+DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # shares of the inputs' mean variance, chosen by held-back data
+ROUNDING = 1e-5  # relative error of the stream that is rounding alone
+ROOM = 2 * 2**30  # bytes of hidden states, of both models together
 
 
 @dataclass(frozen=True)
 class Refitted:
-    """New weights of one layer, and what they change.
+    """New weights of one layer.
 
     Args:
         report: path of the layer, errors, vectors.
         weight: in the layer's own layout and dtype.
-        bias: likewise, or None where the layer has none.
-        kept: neurons that it goes on reading, in ascending order; None for all.
+        bias: likewise, or None if the layer has none.
+        kept: neurons that it still reads, ascending; None for all.
     """
 
     report: RefitReport
     weight: Tensor
     bias: Tensor | None
     kept: Tensor | None = None
-
-
-class _Solution(NamedTuple):
-    """What comes of fitting a layer: its change Δᵀ (N, D) and δ (D,), None for none, and what it becomes."""
-
-    change: Tensor | None
-    shift: Tensor | None
-    result: Refitted
-
-
-class _Seen(NamedTuple):
-    """What one batch shows of a writer, padding left out, in the units of its outputs.
-
-    Args:
-        inputs: a', (n, N).
-        residuals: what the stream lacks, (n, D).
-        stream: of the dense model, (n, D).
-    """
-
-    inputs: Tensor
-    residuals: Tensor
-    stream: Tensor
-
-    @classmethod
-    def of(cls, here: Any, there: Any, writer: Writer, mask: Tensor | None) -> Self:
-        stream, own = (_vectors(notes["sum"]).float() for notes in (there, here))
-        gain = torch.where(writer.gain == 0, torch.inf, writer.gain).to(stream)
-        values = (here["inputs"], (stream - own) / gain, stream / gain)
-        return cls(*(unpadded(value, mask) for value in values))
-
-
-def _vectors(values: Tensor) -> Tensor:
-    return values.reshape(-1, values.shape[-1])
-
-
-@dataclass
-class _Fit:
-    """What is gathered of one layer: moments of the sequences to fit to, and of those held back."""
-
-    used: ResidualMoments = field(default_factory=ResidualMoments)
-    held_back: ResidualMoments = field(default_factory=ResidualMoments)
-    unfitted: float = 0.0  # squared error on held-back sequences where no layer is refitted
-    spread: float = 0.0  # of the dense stream on held-back sequences, Σ‖x − mean‖²
-
-    def add(self, seen: _Seen, group: str) -> None:
-        """Add what a batch shows: one that is "used", one "held back", or one held back with nothing refitted."""
-        if group == "used":
-            self.used.add(seen.inputs, seen.residuals)
-        elif group == "held back":
-            self.held_back.add(seen.inputs, seen.residuals)
-            self.spread += float((seen.stream - seen.stream.mean(0)).square().sum())
-        else:
-            self.unfitted += float(seen.residuals.square().sum())
 
 
 def refit(
@@ -126,16 +76,15 @@ def refit(
     """Compute new weights for the layers that write to the residual stream; neither model is changed.
 
     Each layer is fitted with the damping that leaves the smallest error on the held-back sequences, and stays as it
-    is where none makes that smaller than it was. Of the neurons that the second layer of a feed-forward block reads,
-    those are kept whose loss would cost most.
+    is if none lowers that error. A feed-forward block keeps the neurons whose loss would cost most.
 
     Args:
         model: converted.
-        dense: what it was converted from; another object, which may share tensors.
+        dense: the model it was converted from; another object, which may share tensors.
         used: batches to fit to.
         held_back: batches to choose the damping and to measure errors on.
         progress: called with a layer's name, how many are done, and how many there are.
-        narrower: path of the second layer of a feed-forward block → how many neurons to keep.
+        narrower: path of the second layer of a feed-forward block → number of neurons to keep.
 
     Raises:
         CalibrationError: there are no batches, or they take different ways through the model.
@@ -146,51 +95,52 @@ def refit(
     with evaluation_mode(model), evaluation_mode(dense):
         writers = find_writers(model, used[0])
         _check_same(writers, model, dense)
-        used = _that_fit(model, writers, used)
-        batches = [*used, *held_back, *held_back]  # the last as they are without any refit
-        fitted_to, last = len(used), len(batches) - len(held_back)
+        used = _fit_memory(model, writers, used)
+        batches = [*used, *held_back, *held_back]  # the last ones run without any refit
+        unfitted = len(used) + len(held_back)
         masks = [batch_masks(model, batch) for batch in batches]
         fits = [_Fit() for _ in writers]
         results: dict[int, Refitted] = {}
-        counts = narrower or {}
+
+        def solve(place: int) -> "_Solution":
+            writer = writers[place]
+            solution = _solve(
+                fits[place], writer, model.get_submodule(writer.name), (narrower or {}).get(writer.name)
+            )
+            results[place] = solution.result
+            return solution
+
         with (
-            _stopping(model, writers, inputs=True),
-            _stopping(dense, writers),
-            Passes([partial(_run, dense, batch) for batch in batches[:last]]) as targets,
-            Passes([partial(_run, model, batch) for batch in batches]) as passes,
+            _stops_at(model, writers, inputs=True),
+            _stops_at(dense, writers),
+            _forward_passes(dense, batches[:unfitted]) as dense_passes,
+            _forward_passes(model, batches) as passes,
         ):
-            while True:
-                places = {*targets.go_on(), *passes.go_on()}
-                _give_back()
-                if len(places) != 1:
-                    raise CalibrationError("batches take different ways through the model; pass batches of one kind")
-                (place,) = places
-                if place is None:
-                    break
+            while (place := _advance([*dense_passes, *passes])) is not None:
                 writer = writers[place]
-                layer = model.get_submodule(writer.name)
                 if progress is not None:
                     progress(writer.name, len(results), len(writers))
-                others = [*targets.all, *targets.all[fitted_to:]]
-                notes = [
-                    (here.notes[place], there.notes[place]) for here, there in zip(passes.all, others, strict=True)
-                ]
-                for number, (here, there) in enumerate(notes):
-                    seen = _Seen.of(here, there, writer, masks_of(writer.site, masks[number]).query)
-                    fits[place].add(seen, "used" if number < fitted_to else "held back" if number < last else "")
-                if writer.shared:  # its other calls show it the dense model's stream, so that errors do not add up
-                    for here, there in notes[:last]:
-                        here["sum"].copy_(there["sum"])
+                pairs = list(zip(passes, [*dense_passes, *dense_passes[len(used) :]], strict=True))
+                calls = [(converted.calls[place], target.calls[place]) for converted, target in pairs]
+                for number, (call, target) in enumerate(calls):
+                    vectors = _vectors(call, target, writer, masks_of(writer.site, masks[number]).query)
+                    if number < len(used):
+                        fits[place].used.add(vectors.inputs, vectors.residuals)
+                    elif number < unfitted:
+                        fits[place].add_held_back(vectors)
+                    else:
+                        fits[place].unfitted += float(vectors.residuals.square().sum())
+                if writer.shared:  # its other calls start from the dense stream, so that errors do not add up
+                    for call, target in calls[:unfitted]:
+                        call.stream.copy_(target.stream)
                 else:
-                    solution = _solved(fits[place], writer, layer, counts.get(writer.name))
-                    results[place] = solution.result
-                    for here, _ in notes[:last]:
-                        _apply(here, writer, solution.change, solution.shift)
-                    fits[place] = _Fit()
+                    solution = solve(place)
+                    for call, _ in calls[:unfitted]:
+                        _apply(call, writer, solution)
+                    fits[place] = _Fit()  # gives its memory back
         for place, writer in enumerate(writers):
             if writer.shared and fits[place].used.count:
-                layer = model.get_submodule(writer.name)
-                results[place] = _solved(fits[place], writer, layer, counts.get(writer.name)).result
+                solve(place)
     return [results[place] for place in sorted(results)]
 
 
@@ -208,25 +158,25 @@ def refit_(
     """Refit the layers of a converted model that write to the residual stream, in place, without labels.
 
     Args:
-        model: converted, in whatever form.
+        model: converted, in any form.
         dense: the model it was converted from; another object, which may share tensors.
         tokenizer: of both; as for `compress`.
         calibration: texts, batches or others, as for `compress`; an eighth is held back to choose the damping.
-        sequences: how many; all texts if not given.
+        sequences: number of sequences; all texts by default.
         length: where texts are cut, or tokens of a random sequence.
-        seed: of what is drawn.
+        seed: of random tokens and samples.
         progress: called with a layer's name, how many are done, and how many there are.
 
     Returns:
-        Errors of the residual stream behind each layer, in the order of the forward pass.
+        Errors of the residual stream after each layer, in the order of the forward pass.
 
     Raises:
         CalibrationError: the data are missing or unusable, or fewer than two sequences.
-        HeadError: a model holds values that are not finite, or the two have other layers.
+        HeadError: a model holds values that are not finite, or the two have different layers.
     """
     model, dense = transformers_model(model), transformers_model(dense)
-    for role, part in (("converted", model), ("dense", dense)):
-        check_finite(part, role)
+    check_finite(model, "converted")
+    check_finite(dense, "dense")
     batches = calibration_batches(calibration, dense, tokenizer, sequences=sequences, length=length, seed=seed)
     results = refit(model, dense, *split_held_back(batches), progress)
     install_refits(model, results)
@@ -234,116 +184,277 @@ def refit_(
 
 
 def check_finite(model: PreTrainedModel, role: str) -> None:
-    """Raise HeadError where the converted or the dense model, as `role` says, has values that are not finite."""
+    """Raise HeadError if the converted or the dense model (its `role`) has weights that are not finite."""
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise HeadError(f"{name} of the {role} model holds NaN or infinite values; load it again")
 
 
-def _that_fit(model: PreTrainedModel, writers: Sequence[Writer], batches: Sequence[Batch]) -> list[Batch]:
-    """Return as many batches, evenly spaced, as have room for their hidden states in both models."""
+def _fit_memory(model: PreTrainedModel, writers: Sequence[Writer], batches: Sequence[Batch]) -> list[Batch]:
+    """Return as many batches, evenly spaced, as there is memory for their hidden states in both models."""
     layers: list[Any] = [model.get_submodule(writer.name) for writer in writers]
-    numbers = max((width_in(layer) + 4 * width_out(layer) for layer in layers), default=1)
-    vectors = [token_count(batch) for batch in batches]
+    numbers = max((width_in(layer) + 4 * width_out(layer) for layer in layers), default=1)  # for each token
+    tokens = [token_count(batch) for batch in batches]
     most = ROOM / (2 * numbers * model.dtype.itemsize)
-    step = max(1, -(-sum(vectors) // int(max(most, max(vectors)))))
+    step = max(1, -(-sum(tokens) // int(max(most, max(tokens)))))
     return list(batches[::step])
 
 
 def _check_same(writers: Sequence[Writer], model: PreTrainedModel, dense: PreTrainedModel) -> None:
-    theirs = dict(dense.named_modules())
+    dense_modules = dict(dense.named_modules())
     for writer in writers:
-        layer, other = model.get_submodule(writer.name), theirs.get(writer.name)
-        if width_out(layer) != width_out(other):
+        width, dense_width = width_out(model.get_submodule(writer.name)), width_out(dense_modules.get(writer.name))
+        if width != dense_width:
             raise HeadError(
-                f"{writer.name} has {width_out(layer)} outputs, and {width_out(other) or 'none'} in the dense "
-                "model; pass the dense model that was converted"
+                f"{writer.name} has {width} outputs, and {dense_width or 'none'} in the dense model; pass the dense "
+                "model that was converted"
             )
 
 
-def _give_back() -> None:
-    """Give memory that was freed to the system: of hidden states in many threads glibc would keep as much again."""
+class _Pass:
+    """A forward pass in a thread of its own, which a hook can stop; one pass runs at a time.
+
+    Args:
+        run: runs the model.
+
+    Attributes:
+        place: of the writer at which the pass waits; None when it is done.
+        calls: place of a writer → its latest call.
+    """
+
+    running = threading.local()
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self.place: int | None = None
+        self.calls: dict[int, _Call] = {}
+        self.pending: set[int] = set()  # writers whose outputs are not added yet
+        self._run = run
+        self._error: BaseException | None = None
+        self._ended = self._done = False
+        self._may_run, self._waits = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._target, daemon=True)
+
+    def _target(self) -> None:
+        _Pass.running.current = self
+        self._may_run.acquire()
+        try:
+            if not self._ended:
+                self._run()
+        except _Ended:
+            pass
+        except BaseException as error:  # raised again by `go_on`
+            self._error = error
+        self.place, self._done = None, True
+        self._waits.release()
+
+    def go_on(self) -> None:
+        """Run to the next stop or to the end; raise what the forward pass raises."""
+        if self._done:
+            return
+        if self._thread.ident is None:
+            self._thread.start()
+        self._may_run.release()
+        self._waits.acquire()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def stop(self, place: int) -> None:
+        """Wait, in the thread of the pass, until it is to go on."""
+        self.place = place
+        self._waits.release()
+        self._may_run.acquire()
+        if self._ended:
+            raise _Ended
+
+    def end(self) -> None:
+        """End the pass where it waits."""
+        self._ended = True
+        if self._thread.ident is not None:
+            self._may_run.release()
+            self._thread.join()
+
+
+class _Ended(BaseException):
+    """Raised in a pass that is to end."""
+
+
+@dataclass
+class _Call:
+    """One call of a writer: what it read, if needed, and the stream that its outputs were added to."""
+
+    shape: torch.Size
+    inputs: Any
+    stream: Any = None
+
+
+def _current_pass() -> _Pass | None:
+    return getattr(_Pass.running, "current", None)
+
+
+@contextmanager
+def _forward_passes(model: PreTrainedModel, batches: Sequence[Batch]) -> Iterator[list[_Pass]]:
+    """Yield a forward pass for each batch, not begun yet, and end them all afterwards."""
+
+    def run(batch: Batch) -> None:
+        with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
+            run_batch(model, batch)
+
+    passes = [_Pass(partial(run, batch)) for batch in batches]
+    try:
+        yield passes
+    finally:
+        for each in passes:
+            each.end()
+
+
+def _advance(passes: Sequence[_Pass]) -> int | None:
+    """Run all passes to their next stop, one after the other, and return which writer that is; None at the end."""
+    for each in passes:
+        each.go_on()
+    _trim_memory()
+    places = {each.place for each in passes}
+    if len(places) != 1:
+        raise CalibrationError("batches take different ways through the model; pass batches of one kind")
+    return places.pop()
+
+
+def _trim_memory() -> None:
+    """Return freed memory to the system; glibc keeps as much as the hidden states of many threads."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # not in musl
         if trim is not None:
             trim(0)
 
 
-def _run(model: PreTrainedModel, batch: Batch) -> None:
-    with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
-        run_batch(model, batch)
-
-
 @contextmanager
-def _stopping(model: PreTrainedModel, writers: Sequence[Writer], inputs: bool = False) -> Iterator[None]:
-    """Make passes of `model` stop where a writer's outputs have been added."""
+def _stops_at(model: PreTrainedModel, writers: Sequence[Writer], inputs: bool = False) -> Iterator[None]:
+    """Make passes of `model` stop where a writer's outputs have been added; keep the writer's inputs if wanted."""
 
-    def wrote(place: int, _: nn.Module, args: Any, output: Tensor) -> None:
-        passing = current_pass()
-        if passing is not None:
-            passing.notes[place] = {"shape": output.shape, "inputs": args[0] if inputs else None}
+    def on_call(place: int, _: nn.Module, args: Any, output: Tensor) -> None:
+        current = _current_pass()
+        if current is not None:
+            current.calls[place] = _Call(output.shape, args[0] if inputs else None)
+            current.pending.add(place)
 
-    def stop(at: tuple[str, str], values: Any) -> None:
-        passing = current_pass()
-        if passing is None:
+    def on_stream(at: tuple[str, str], values: Any) -> None:
+        current = _current_pass()
+        if current is None:
             return
-        for place in sorted(passing.notes):
-            found = stream_of(values, passing.notes[place]["shape"])
-            if (writers[place].at, writers[place].shown) == at and found is not None:
-                passing.notes[place]["sum"] = found
-                passing.stop(place)
-                del passing.notes[place]
+        for place in sorted(current.pending):
+            call = current.calls[place]
+            stream = stream_of(values, call.shape)
+            if (writers[place].at, writers[place].shown) == at and stream is not None:
+                call.stream = stream
+                current.pending.remove(place)
+                current.stop(place)
+                del current.calls[place]
 
-    def before(at: tuple[str, str], _: nn.Module, args: Any, kwargs: Any) -> None:
-        stop(at, (*args, *kwargs.values()))
+    def on_inputs(at: tuple[str, str], _: nn.Module, args: Any, kwargs: Any) -> None:
+        on_stream(at, (*args, *kwargs.values()))
 
-    def after(at: tuple[str, str], _: nn.Module, __: Any, output: Any) -> None:
-        stop(at, output)
+    def on_outputs(at: tuple[str, str], _: nn.Module, __: Any, output: Any) -> None:
+        on_stream(at, output)
 
     handles: list[Any] = []
     for place, writer in enumerate(writers):
-        handles.append(model.get_submodule(writer.name).register_forward_hook(partial(wrote, place)))
+        handles.append(model.get_submodule(writer.name).register_forward_hook(partial(on_call, place)))
     for at in dict.fromkeys((writer.at, writer.shown) for writer in writers):
         module = model.get_submodule(at[0])
         if at[1] == "inputs":
-            handles.append(module.register_forward_pre_hook(partial(before, at), with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(partial(on_inputs, at), with_kwargs=True))
         else:
-            handles.append(module.register_forward_hook(partial(after, at)))
+            handles.append(module.register_forward_hook(partial(on_outputs, at)))
     try:
         yield
     finally:
         remove_hooks(handles)
 
 
-def _solved(fit_of: _Fit, writer: Writer, layer: Any, count: int | None = None) -> _Solution:
-    """Fit a layer with the damping that held-back sequences like best.
+class _Vectors(NamedTuple):
+    """One batch at a writer, padding left out, in the units of its outputs.
 
     Args:
-        fit_of: what was gathered of it.
-        writer: the layer's place.
-        layer: the layer itself.
-        count: how many of its inputs it is to go on reading; all if not given, and then it may stay as it is.
+        inputs: a', (n, N).
+        residuals: what the stream lacks, (n, D).
+        stream: of the dense model, (n, D).
     """
-    used, held_back, biased = fit_of.used, fit_of.held_back, layer.bias is not None
+
+    inputs: Tensor
+    residuals: Tensor
+    stream: Tensor
+
+
+def _vectors(call: _Call, target: _Call, writer: Writer, mask: Tensor | None) -> _Vectors:
+    stream = target.stream.reshape(-1, target.stream.shape[-1]).float()
+    converted = call.stream.reshape(-1, call.stream.shape[-1]).float()
+    gain = torch.where(writer.gain == 0, torch.inf, writer.gain).to(stream)
+    values = (call.inputs, (stream - converted) / gain, stream / gain)
+    return _Vectors(*(unpadded(value, mask) for value in values))
+
+
+@dataclass
+class _Fit:
+    """What is gathered for one layer.
+
+    Args:
+        used: moments of the sequences to fit to.
+        held_back: moments of those held back.
+        unfitted: squared error on the held-back sequences if no layer is refitted.
+        spread: of the dense stream on the held-back sequences, Σ‖x − mean‖².
+    """
+
+    used: ResidualMoments = field(default_factory=ResidualMoments)
+    held_back: ResidualMoments = field(default_factory=ResidualMoments)
+    unfitted: float = 0.0
+    spread: float = 0.0
+
+    def add_held_back(self, vectors: _Vectors) -> None:
+        self.held_back.add(vectors.inputs, vectors.residuals)
+        self.spread += float((vectors.stream - vectors.stream.mean(0)).square().sum())
+
+
+class _Solution(NamedTuple):
+    """The change of a layer, Δᵀ (N, D) and δ (D,) or None for no change, and its new weights."""
+
+    change: Tensor | None
+    shift: Tensor | None
+    result: Refitted
+
+
+def _solve(gathered: _Fit, writer: Writer, layer: Any, neurons: int | None) -> _Solution:
+    """Fit a layer with the damping that has the smallest error on held-back sequences.
+
+    Args:
+        gathered: of the layer.
+        writer: where the layer writes to.
+        layer: linear.
+        neurons: number of its inputs to keep; None for all, and then it may stay as it is.
+    """
+    used, held_back, biased = gathered.used, gathered.held_back, layer.bias is not None
     weight = layer.weight.detach() if isinstance(layer, Conv1D) else layer.weight.detach().mT  # (N, D)
-    before, scale = held_back.squared / held_back.count, max(fit_of.spread / held_back.count, 1e-30)
     exact = weight.to(used.place, torch.float64)
+    before, scale = held_back.squared / held_back.count, max(gathered.spread / held_back.count, 1e-30)
     kept, best = None, before
-    if count is not None:
-        kept, best = _kept(used, exact, writer, biased, count), torch.inf
+    if neurons is not None:
+        try:
+            kept = choose_neurons(*choice_moments(used, exact, writer.gain, DAMPINGS[0], biased), neurons)
+        except ValueError as error:
+            raise CalibrationError(f"{writer.name}: {error}") from error
+        best = torch.inf
         used, held_back = used.narrowed(exact, kept), held_back.narrowed(exact, kept)
     change, shift = None, None
     for damping in DAMPINGS if kept is not None or before > ROUNDING**2 * scale else ():
         try:
-            found = fit(used, damping, biased)
+            candidate = fit(used, damping, biased)
         except ValueError:
             continue
-        error = held_back.squared_error(*found)
-        if error < best:
-            best, (change, shift) = error, found
-    if kept is not None and change is None:
-        raise CalibrationError(f"{writer.name}: the data cannot say which neurons to keep; pass more of them")
-    if kept is not None and change is not None:
+        candidate_error = held_back.squared_error(*candidate)
+        if candidate_error < best:
+            best, (change, shift) = candidate_error, candidate
+    if kept is not None:
+        if change is None:
+            raise CalibrationError(f"{writer.name}: the data cannot say which neurons to keep; pass more of them")
         change = (-exact).index_copy(0, kept, change)
     bias = layer.bias.detach() if biased else None
     if change is not None:
@@ -353,48 +464,41 @@ def _solved(fit_of: _Fit, writer: Writer, layer: Any, count: int | None = None) 
     if kept is not None:
         weight = weight[kept.to(weight.device)]
     weight = (weight if isinstance(layer, Conv1D) else weight.mT).contiguous()
-    without = before * held_back.count if writer.shared else fit_of.unfitted
-    errors = (without / held_back.count / scale) ** 0.5, (best / scale) ** 0.5
-    report = RefitReport(writer.name, *errors, fit_of.used.count)
+    without = before * held_back.count if writer.shared else gathered.unfitted
+    report = RefitReport(
+        name=writer.name,
+        error_before=(without / held_back.count / scale) ** 0.5,
+        error_after=(best / scale) ** 0.5,
+        vectors=gathered.used.count,
+    )
     return _Solution(change, shift, Refitted(report, weight, bias, kept))
 
 
-def _kept(moments: ResidualMoments, weight: Tensor, writer: Writer, biased: bool, count: int) -> Tensor:
-    """Choose which inputs a layer goes on reading, by what its outputs add to the stream."""
-    try:
-        return choose_neurons(*choice_moments(moments, weight, writer.gain, DAMPINGS[0], biased), count)
-    except ValueError as error:
-        raise CalibrationError(f"{writer.name}: {error}") from error
-
-
-def _apply(notes: dict[str, Any], writer: Writer, change: Tensor | None, shift: Tensor | None) -> None:
-    """Change the stream of one pass to what the refitted layer makes of it."""
-    inputs, stream = notes["inputs"], notes["sum"]
-    if change is None:
+def _apply(call: _Call, writer: Writer, solution: _Solution) -> None:
+    """Change the stream of one pass, in place, to that of the refitted layer."""
+    if solution.change is None:
         return
-    added = inputs.to(torch.float32) @ change.to(inputs.device, torch.float32)
-    if shift is not None:
-        added += shift.to(added)
-    stream.add_((added * writer.gain.to(added)).to(stream.dtype).view(stream.shape))
+    added = call.inputs.to(torch.float32) @ solution.change.to(call.inputs.device, torch.float32)
+    if solution.shift is not None:
+        added += solution.shift.to(added)
+    call.stream.add_((added * writer.gain.to(added)).to(call.stream.dtype).view(call.stream.shape))
 
 
 def of_first_process(results: Sequence[Refitted]) -> list[Refitted]:
-    """Return what the first of several processes has computed; all of them must call this with as many layers."""
+    """Return the results of the first of several processes; all must call this with as many layers."""
     device = process_state().device
-    sent: list[Refitted] = []
-    for result in results:
-        weight = broadcast(result.weight.to(device)).to(result.weight.device)
-        bias = None if result.bias is None else broadcast(result.bias.to(device)).to(result.bias.device)
-        kept = None if result.kept is None else broadcast(result.kept.to(device)).to(result.kept.device)
-        sent.append(Refitted(result.report, weight, bias, kept))
-    return sent
+
+    def sent(tensor: Tensor | None) -> Any:
+        return None if tensor is None else broadcast(tensor.to(device)).to(tensor.device)
+
+    return [Refitted(each.report, sent(each.weight), sent(each.bias), sent(each.kept)) for each in results]
 
 
 @contextmanager
 def refitted(
     model: PreTrainedModel, results: Sequence[Refitted], blocks: Sequence[FeedForward] = ()
 ) -> Iterator[None]:
-    """Give the model its refitted layers for a while."""
+    """Install the refitted layers, and the dense ones again afterwards."""
     names = [*(result.report.name for result in results), *(name for block in blocks for name in block.ups)]
     layers: list[Any] = [model.get_submodule(name) for name in names]
     before = [dict(layer.__dict__, _parameters=dict(layer._parameters)) for layer in layers]
@@ -407,12 +511,12 @@ def refitted(
 
 
 def install_refits(model: PreTrainedModel, results: Sequence[Refitted], blocks: Sequence[FeedForward] = ()) -> None:
-    """Give the model its refitted layers, in place; parameters are replaced, so that those of others stay.
+    """Install refitted layers in place; parameters are replaced, so that models that share them keep theirs.
 
     Args:
-        model: the model.
-        results: what its layers become.
-        blocks: feed-forward blocks, of which those get narrower that a result keeps some neurons of.
+        model: converted.
+        results: new weights.
+        blocks: feed-forward blocks; one becomes narrower if its result keeps some of its neurons.
     """
     by_name = {block.down: block for block in blocks}
     for result in results:

@@ -17,7 +17,6 @@ from collab_compress import (
     mix_heads_,
     prune_heads_,
 )
-from collab_compress.calibration import stepwise
 from collab_compress.conversion import refit as module
 from collab_compress.conversion.refit import DAMPINGS, find_writers, install_refits, refit, refit_
 from collab_compress.errors import CalibrationError, HeadError
@@ -282,11 +281,11 @@ def test_an_error_ends_all_passes(error, make_tiny, monkeypatch):
     def failing(*_):
         raise error("no")
 
-    monkeypatch.setattr(module, "_solved", failing)
+    monkeypatch.setattr(module, "_solve", failing)
     with pytest.raises(error):
         refit(model, dense, batches(), batches(2))
     assert set(threading.enumerate()) == threads
-    assert stepwise.current_pass() is None
+    assert module._current_pass() is None
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in dense.modules())
 
