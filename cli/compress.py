@@ -1,6 +1,5 @@
-"""`collab-compress`: convert a pretrained model's attention into collaborative form, or let its heads mix."""
+"""`collab-compress`: make layers of a pretrained model smaller, or let its heads mix."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from math import isinf
@@ -27,66 +26,73 @@ from collab_compress.distributed import process_state
 
 from .arguments import STEPS
 from .arguments import CompressArguments as Arguments
-from .command import parse, silence_libraries, stopping_in_one_line, table
-from .model import Made, Source, bar, begin, check_json, finish, load_model, load_source, output_of, put_on
+from .command import main_of, table
+from .model import Made, Source, begin, check_json, finish, load_model, load_source, progress_bar, put_on
 from .recover import recover, recovery_lines, recovery_note
 
 NEURONS_ON_RANDOM = (
-    "Neurons were chosen on random tokens alone, which loses more than texts like yours would: pass --calibration "
+    "Neurons were chosen on random tokens alone, which loses more than on texts like yours: pass --calibration "
     "FILE, one a line, or --calibration generated for a decoder with a language-model head."
 )
 NOT_REFITTED = (
-    "Converted on random tokens alone. Texts like yours (--calibration FILE, one a line, or --calibration generated "
-    "for a decoder with a language-model head) also refit the layers that write to the hidden states, so that they "
-    "repair part of what is lost."
+    "Converted on random tokens alone. With texts like yours (--calibration FILE, one a line, or --calibration "
+    "generated for a decoder with a language-model head) the layers that write to the hidden states are refitted "
+    "too, which repairs part of the loss."
 )
-TIMED_TOGETHER = 8  # sequences in the batch that is timed
+TIMED_BATCH = 8  # sequences in the batch that is timed
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command; errors are one line on standard error and exit code 2."""
-    with stopping_in_one_line("collab-compress"):
-        run(parse(Arguments, "collab-compress", with_steps(sys.argv[1:] if argv is None else argv)))
-
-
-def with_steps(argv: Sequence[str]) -> list[str]:
+def with_steps(words: Sequence[str]) -> list[str]:
     """Insert the default number of steps after a bare `--recover`."""
-    given = list(argv)
-    for place in reversed([place for place, word in enumerate(given) if word == "--recover"]):
-        if not "".join(given[place + 1 : place + 2]).lstrip("-").isdecimal():
-            given.insert(place + 1, str(STEPS))
-    return given
+    words = list(words)
+    for place in reversed([place for place, word in enumerate(words) if word == "--recover"]):
+        if not "".join(words[place + 1 : place + 2]).lstrip("-").isdecimal():
+            words.insert(place + 1, str(STEPS))
+    return words
 
 
 def run(arguments: Arguments) -> Report | None:
-    """Load, convert or mix or both, save and print; returns the report of the conversion."""
-    silence_libraries()
-    saving = arguments.saving
+    """Load, convert or mix or both, save and print; return the report of the conversion, if any."""
     if arguments.plan:
         _plan(arguments)
         return None
-    output = output_of(arguments.output, arguments.model, arguments.suffix)
     data = text_file(arguments.calibration)
-    inputs = [] if data is None else [data]
-    source = begin(arguments.model, output, saving, arguments.device, inputs=inputs)
+    source, output = begin(arguments, arguments.suffix, edited=False, inputs=[] if data is None else [data])
     narrow_heads = arguments.stock and arguments.compression.dk is not None
     if narrow_heads:
         refuse_stock(source.model)
     digest = attention_digest(source.model)
-    report, latency = _convert(source, arguments) if arguments.compression.asked else (None, None)
-    refitted = report is not None and bool(report.refits)
-    recovery = None if arguments.recover is None else _recover(source, arguments, refit=not refitted)
+    lines: list[str] = []
+    report = None
+    if arguments.compression.asked:
+        report, latency = _convert(source, arguments)
+        lines += _report_lines(report, arguments.calibration, latency)
+    recovery = None
+    if arguments.recover is not None:
+        recovery = recover(
+            source,
+            load_model(source.directory),
+            arguments.calibration,
+            steps=arguments.recover,
+            length=arguments.calibration_options.length,
+            seed=arguments.compression.solver.seed,
+            device=arguments.device,
+            quiet=arguments.saving.quiet,
+            refit=report is None or not report.refits,
+        )
+        lines += recovery_lines(recovery, arguments.calibration)
     if arguments.mix:
         mix_heads_(source.model)
     if narrow_heads:
         source = replace(source, model=to_stock(source.model))
-    lines = [] if report is None else _report_lines(report, arguments.calibration, latency)
-    if recovery is not None:
-        lines += recovery_lines(recovery, arguments.calibration)
+    mixed = {name: len(alphas) for name, alphas in alphas_of(source.model).items()}
     made = _made(source, arguments, report, recovery)
-    made.record["source_digest"] = digest
-    finish(source, output, saving, made, lines + _mixing_lines(_mixed(source)))
+    made.record.update(mixed_heads=mixed, source_digest=digest)
+    finish(source, output, arguments.saving, made, lines + _mixing_lines(mixed))
     return report
+
+
+main = main_of("collab-compress", Arguments, run, with_steps)
 
 
 def _plan(arguments: Arguments) -> None:
@@ -95,105 +101,83 @@ def _plan(arguments: Arguments) -> None:
     check_json(saving.json)
     source = load_source(arguments.model, revision=saving.revision)
     put_on(source.model, arguments.device)
-    with bar("planning", "trial", saving.quiet) as show:
-        found = plan(
+    with progress_bar("trial", saving.quiet) as progress:
+        trials = plan(
             source.model,
             arguments.calibration,
             source.tokenizer,
-            lambda name, done, total: show(done, total, f"trying {name}" if name else "done"),
+            lambda name, done, total: progress(f"trying {name}" if name else "done", done, total),
             calibration_options=arguments.calibration_options,
             form=arguments.compression.form,
         )
     if saving.json is not None:
-        with atomic_file(saving.json) as described:
-            described.write_text(to_json(asdict(found)), encoding="utf-8")
-    options = " ".join(f"--{part} {width}" for part, width in found.knees.items())
+        with atomic_file(saving.json) as file:
+            file.write_text(to_json(asdict(trials)), encoding="utf-8")
+    options = " ".join(f"--{part} {width}" for part, width in trials.knees.items())
     data = "" if arguments.calibration == "synthetic" else f" --calibration {arguments.calibration}"
     saving.say(
-        str(found),
-        "\nEach part was tried by itself, on a part of the data. --keep SHARE chooses widths of all parts together.",
+        str(trials),
+        "\nEach part was tried separately, on a part of the data. --keep SHARE chooses widths of all parts together.",
         *([f"At the knees: collab-compress {arguments.model} {options}{data}"] if options else []),
     )
 
 
 def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | None]:
-    """Convert the model, and time it beside the dense one where it reads tokens and works alone."""
+    """Convert the model, and time it beside the dense one if it reads tokens and this is the only process."""
     compression = Compression(**vars(arguments.compression))
-    together = process_state().num_processes > 1
+    distributed = process_state().num_processes > 1
     dense = None
-    if not together and not arguments.saving.quiet:
-        dense = sharing_copy(source.model)  # no weight twice
-    with bar("calibrating", "module", arguments.saving.quiet) as show:
-        show(0, 0, "running the model to see the inputs of attention")
+    if not distributed and not arguments.saving.quiet:
+        dense = sharing_copy(source.model)  # holds no weight twice
+    with progress_bar("module", arguments.saving.quiet) as progress:
+        progress("running the model to see the inputs of attention", 0, None)
         report = compress(
             source.model,
             compression,
             arguments.calibration,
             tokenizer=source.tokenizer,
-            progress=lambda name, done, total: show(done, total, f"fitting {name}" if name else "done"),
+            progress=lambda name, done, total: progress(f"fitting {name}" if name else "done", done, total),
             calibration_options=arguments.calibration_options,
-            distributed=together,
+            distributed=distributed,
         )
     if dense is None:
         return report, None
     try:
-        return report, model_latency(dense, source.model, report.length, batch_size=TIMED_TOGETHER)
+        return report, model_latency(dense, source.model, report.length, batch_size=TIMED_BATCH)
     except CollabCompressError:  # the model reads no tokens, or fewer than that
         return report, None
 
 
-def _recover(source: Source, arguments: Arguments, refit: bool) -> dict[str, Any]:
-    dense = load_model(source.directory)
-    steps = STEPS if arguments.recover is None else arguments.recover
-    return recover(
-        source,
-        dense,
-        arguments.calibration,
-        steps=steps,
-        length=arguments.calibration_options.length,
-        seed=arguments.compression.solver.seed,
-        device=arguments.device,
-        quiet=arguments.saving.quiet,
-        refit=refit,
-    )
-
-
-def _mixed(source: Source) -> dict[str, int]:
-    """Attention modules whose heads mix → number of heads."""
-    return {name: len(alphas) for name, alphas in alphas_of(source.model).items()}
-
-
 def _made(source: Source, arguments: Arguments, report: Report | None, recovery: dict[str, Any] | None) -> Made:
-    record = {
-        "model": arguments.model,
-        **({} if arguments.saving.revision is None else {"revision": arguments.saving.revision}),
-        "class": type(source.model).__name__,
-        "compression": None if report is None else asdict(_compression(arguments, report)),
-        "calibration": None if report is None else arguments.calibration,
-        "calibration_options": None if report is None else asdict(arguments.calibration_options),
-        "report": None if report is None else report.to_dict(),
-        "mixed_heads": _mixed(source),
-        **({} if recovery is None else {"recovery": recovery}),
-    }
+    """Return the record of the model, and what its card says."""
+    record: dict[str, Any] = {"model": arguments.model, "class": type(source.model).__name__}
+    if arguments.saving.revision is not None:
+        record["revision"] = arguments.saving.revision
+    if recovery is not None:
+        record["recovery"] = recovery
     notes = [] if recovery is None else [recovery_note(recovery)]
     if report is None:
+        record |= dict.fromkeys(("compression", "calibration", "calibration_options", "report"))
         return Made(record, notes, standalone=arguments.standalone)
-    compression = _compression(arguments, report)
-    drawn = "random tokens" if source.model.main_input_name == "input_ids" else "noise"
+    compression = report.compression or arguments.compression  # with the widths and the form that --keep chose
+    compression = compression.with_solver(device=arguments.device)
+    record |= {
+        "compression": asdict(compression),
+        "calibration": arguments.calibration,
+        "calibration_options": asdict(arguments.calibration_options),
+        "report": report.to_dict(),
+    }
+    random = "random tokens" if source.model.main_input_name == "input_ids" else "noise"
+    known = {"synthetic": random, "generated": "texts of its own", "none": None}
     kind = "files" if Path(arguments.calibration).is_dir() else "texts"
-    kind = f"texts and {drawn}" if arguments.calibration.startswith(BESIDE) else kind
-    calibration = {"synthetic": drawn, "generated": "texts of its own", "none": None}.get(arguments.calibration, kind)
+    kind = f"texts and {random}" if arguments.calibration.startswith(BESIDE) else kind
+    calibration = known.get(arguments.calibration, kind)
     return Made(record, notes, compression, calibration, report, arguments.standalone)
 
 
-def _compression(arguments: Arguments, report: Report) -> Compression:
-    """How the model was converted, with what was chosen where a share to keep was asked for."""
-    return (report.compression or arguments.compression).with_solver(device=arguments.device)
-
-
-def _report_lines(report: Report, calibrated_on: str, latency: Latency | None = None) -> list[str]:
-    """Return what a conversion did: the whole model first, then attention, then a table of modules."""
-    lines = [*([report.choice, ""] if report.choice else []), *_whole_model(report, calibrated_on, latency), ""]
+def _report_lines(report: Report, calibration: str, latency: Latency | None) -> list[str]:
+    """Return the lines to print about a conversion: the whole model, then attention, then a table of modules."""
+    lines = [*([report.choice, ""] if report.choice else []), *_whole_model(report, calibration, latency), ""]
     lines += [*_parts(report), "", *_calibration(report), ""]
     length = f"MMACs at T={report.length}"
     scores = [
@@ -216,7 +200,7 @@ def _report_lines(report: Report, calibrated_on: str, latency: Latency | None = 
 
 
 def _errors_and_sizes(module: ModuleReport | ValueReport) -> list[str]:
-    """Columns that tables of scores and of values have in common."""
+    """Return the columns that the tables of scores and of values have in common."""
     return [
         "–" if module.data_error is None else f"{module.data_error:.4f}",
         f"{module.weight_error:.4f}",
@@ -225,66 +209,57 @@ def _errors_and_sizes(module: ModuleReport | ValueReport) -> list[str]:
     ]
 
 
-def _whole_model(report: Report, calibrated_on: str, latency: Latency | None) -> list[str]:
-    """Return size, time and drift of the whole model beside the dense one's."""
+def _whole_model(report: Report, calibration: str, latency: Latency | None) -> list[str]:
+    """Return size, time and drift of the whole model, compared with the dense one."""
     lines = [
         f"Whole model: {report.parameters_before:,} → {report.parameters_after:,} parameters "
         f"({report.parameters_after / report.parameters_before - 1:+.1%})."
     ]
     if latency is not None:
-        start = f"Time at {latency.length} tokens, batch of {TIMED_TOGETHER}"
         rounds = f"half of {latency.rounds} rounds between {latency.low:.2f} and {latency.high:.2f} of dense"
-        if not latency.is_steady:
-            lines.append(f"{start}: cannot be told while this machine does other work ({rounds}).")
+        if latency.is_steady:
+            measured = f"{latency.ratio:.2f} of dense (measured here, {rounds})"
         else:
-            lines.append(f"{start}: {latency.ratio:.2f} of dense (measured here, {rounds}).")
+            measured = f"not measurable while this machine does other work ({rounds})"
+        lines.append(f"Time at {latency.length} tokens, batch of {TIMED_BATCH}: {measured}.")
     if report.refits:
         lines.append(refit_line(report.refits, narrower=bool(report.feed_forward)))
-    if calibrated_on == "synthetic":
+    if calibration == "synthetic":
         lines.append(NEURONS_ON_RANDOM if report.feed_forward else NOT_REFITTED)
     if report.drift is not None:
         lines.append(
             f"Drift of {report.drift.output}: {report.drift.relative_error:.2%} of its norm, on "
-            f"{report.drift.sequences} held-back sequences ({calibrated_on})."
+            f"{report.drift.sequences} held-back sequences ({calibration})."
         )
     return lines
 
 
 def refit_line(refits: Sequence[RefitReport], narrower: bool = False) -> str:
-    """Return what refitting did to the last hidden states that a layer writes to.
+    """Return the error of the hidden states after the last refitted layer, before and after refitting.
 
     Args:
         refits: one or more.
-        narrower: whether feed-forward blocks are narrower too, so that there is no error without refitting.
+        narrower: whether feed-forward blocks are narrower too; there is then no error before refitting.
     """
     last = refits[-1]
     before = "" if narrower else f"{last.error_before:.1%} → "
     return (
-        f"Refitted {len(refits)} layers towards the dense model's hidden states: error behind the last of them "
+        f"Refitted {len(refits)} layers towards the dense model's hidden states: error after the last of them "
         f"{before}{last.error_after:.1%}."
     )
 
 
 def _parts(report: Report) -> list[str]:
     """Return the size of each part, and the length up to which scores take fewer operations."""
-    parts: dict[str, Any] = {"Query/key": report.modules, "Value/output": report.values}
-    sizes = {
-        name: [sum(getattr(module, f"parameters_{when}") for module in modules) for when in ("before", "after")]
-        for name, modules in parts.items()
-        if modules
-    }
-    if len(sizes) == 2 and len(report.modules) == len(report.values):
-        sizes = {"Attention": [sum(column) for column in zip(*sizes.values(), strict=True)], **sizes}
-    if report.feed_forward:
-        blocks = report.feed_forward
-        sizes["Feed-forward"] = [
-            sum(block.parameters_before for block in blocks),
-            sum(block.parameters_after for block in blocks),
-        ]
-    lines = [
-        f"{name} parameters {before:,} → {after:,} ({after / before - 1:+.0%})."
-        for name, (before, after) in sizes.items()
-    ]
+    parts: dict[str, Sequence[Any]] = {"Query/key": report.modules, "Value/output": report.values}
+    if report.values and len(report.modules) == len(report.values):
+        parts = {"Attention": [*report.modules, *report.values], **parts}
+    lines = []
+    for name, modules in {**parts, "Feed-forward": report.feed_forward}.items():
+        before = sum(module.parameters_before for module in modules)
+        after = sum(module.parameters_after for module in modules)
+        if modules:
+            lines.append(f"{name} parameters {before:,} → {after:,} ({after / before - 1:+.0%}).")
     if report.feed_forward:
         lines.append(
             f"{len(report.feed_forward)} feed-forward blocks have {report.feed_forward[0].dff} neurons each."
@@ -301,27 +276,27 @@ def _parts(report: Report) -> list[str]:
 
 
 def _calibration(report: Report) -> list[str]:
-    """Return what the conversion was calibrated on, and how long it took."""
-    vectors = [module.vectors for module in report.modules] + [module.vectors for module in report.values]
-    seen = min(map(min, vectors), default=0)
-    took = f"Converted in {report.seconds:.1f} s"
-    if not report.sequences or not seen:
-        return [f"{took}."]
+    """Return how much data the conversion was calibrated on, and how long it took."""
+    counts = [module.vectors for module in report.modules] + [module.vectors for module in report.values]
+    vectors = min(map(min, counts), default=0)
+    time = f"Converted in {report.seconds:.1f} s"
+    if not report.sequences or not vectors:
+        return [f"{time}."]
     return [
-        f"Calibrated on {report.sequences:,} sequences; each module saw {seen:,} vectors or more.",
-        f"{took}, of which the model ran for {report.calibrating:.1f} s to see its inputs.",
+        f"Calibrated on {report.sequences:,} sequences; each module saw at least {vectors:,} vectors.",
+        f"{time}; {report.calibrating:.1f} s of it ran the model on calibration data.",
     ]
 
 
 def _mixing_lines(heads: dict[str, int]) -> list[str]:
-    """Return a line about added head mixing: module → number of heads; empty without mixing."""
+    """Return the lines to print about head mixing, given module → number of heads."""
     if not heads:
         return []
     shapes = " and ".join(f"{h}×{h}" for h in sorted(set(heads.values())))
     return [
         f"Heads mix in {len(heads)} attention module{'s' if len(heads) > 1 else ''}: alphas {shapes}, "
         f"{sum(h * h for h in heads.values()):,} parameters more.",
-        "They are the identity until trained, so outputs are as without them; merge_alphas_(model) folds them in.",
+        "They are the identity until they are trained, so outputs stay the same; merge_alphas_(model) folds them in.",
     ]
 
 

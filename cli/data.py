@@ -19,20 +19,20 @@ from collab_compress.report import TaskScore
 from .arguments import Data
 
 SYNTHETIC, SYNTHETIC_LENGTH = 256, 64  # random sequences at most, and their tokens
-SHORT = (5, 14)  # words of a sentence whose attention maps can be read
+SHORT = (5, 14)  # least and most words of a sentence whose attention maps are legible
 SENTENCE = "The animal did not cross the street because it was too tired."
-SPLITS = ("validation", "validation_matched", "test", "train")  # of a task: the first that is there is read
-LABELLED = 256  # rows that the gradient of the loss is taken on
+SPLITS = ("validation", "validation_matched", "test", "train")  # of a task: the first that exists is read
+LABELLED = 256  # rows for the gradient of the loss
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Data that are ready for a study.
+    """Data for a study.
 
     Args:
         batches: keyword arguments for the model.
-        words: what they are.
-        sentence: whose attention is shown, if any.
+        words: description of the batches.
+        sentence: text whose attention is shown, if any.
         score: of the task, if there is one.
     """
 
@@ -43,11 +43,11 @@ class Loaded:
 
 
 def load_data(data: Data, model: PreTrainedModel, tokenizer: Any, seed: int) -> Loaded:
-    """Read what was asked for.
+    """Read the data that the arguments name.
 
     Raises:
-        CalibrationError: a file that cannot be read or has no text, no tokenizer, or a model that reads no texts.
-        DataError: a task that is not there, malformed, or of another kind.
+        CalibrationError: a file cannot be read or has no text, the model has no tokenizer, or it reads no texts.
+        DataError: the task is unknown or not a classification, or its data are missing or malformed.
     """
     if data.task is not None:
         return _labelled(data.task, data, model, tokenizer, seed)
@@ -59,12 +59,10 @@ def load_data(data: Data, model: PreTrainedModel, tokenizer: Any, seed: int) -> 
     texts = read_texts(data.data)
     if model.config.is_encoder_decoder and tokenizer is not None:
         pairs = _pairs(data.data, texts)
-        drawn = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))[: data.sentences].tolist()
-        return Loaded(
-            list(_translated([pairs[place] for place in drawn], model, tokenizer, data.length)),
-            words,
-            next((pair for pair in pairs if SHORT[0] <= len(pair[0].split()) <= SHORT[1]), pairs[0]),
-        )
+        order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))[: data.sentences].tolist()
+        batches = list(_translated([pairs[row] for row in order], model, tokenizer, data.length))
+        short = next((pair for pair in pairs if SHORT[0] <= len(pair[0].split()) <= SHORT[1]), pairs[0])
+        return Loaded(batches, words, short)
     batches = calibration_batches(texts, model, tokenizer, sequences=data.sentences, length=data.length, seed=seed)
     return Loaded(batches, words, data.sentence or _short(texts))
 
@@ -81,10 +79,10 @@ def _synthetic(data: Data, model: PreTrainedModel, tokenizer: Any, seed: int) ->
 
 
 def _pairs(path: Path, texts: Sequence[Text]) -> list[tuple[str, str]]:
-    """Return batches of pairs: the text of the encoder and that of the decoder.
+    """Return pairs of source and target.
 
     Raises:
-        CalibrationError: a line is no such pair.
+        CalibrationError: a line is not a pair.
     """
     pairs = []
     for text in texts:
@@ -115,23 +113,23 @@ def _translated(
 
 
 def _labelled(name: str, data: Data, model: PreTrainedModel, tokenizer: Any, seed: int) -> Loaded:
-    """Load a task's validation data, and say how a model is scored on them.
+    """Load a task's validation data, and the score of a model on them.
 
     Raises:
-        DataError: no such task, one that is not classification or regression, data that are not there or malformed,
-            or a model that does not answer it.
+        DataError: the task is unknown or not a classification, its data are missing or malformed, or the model is
+            not a classifier for it.
     """
-    # what `data` installs is needed for a task alone
+    # only tasks need the extra `data`
     from collab_compress.metrics import load_metric
     from collab_compress.tasks import TASKS, encode_classification, load_task
 
     try:
         rows = load_task(name, data.data_dir, train=False)
-    except DataError:
-        rows = load_task(name, data.data_dir)  # where there are none but training data
+    except DataError:  # there are only training data
+        rows = load_task(name, data.data_dir)
     task = TASKS[name]
     _check(name, model, tokenizer)
-    split = next(each for each in SPLITS if each in rows)
+    split = next(split for split in SPLITS if split in rows)
     chosen = rows[split].shuffle(seed=seed).select(range(min(len(rows[split]), data.sentences)))
     encoded = encode_classification(chosen, tokenizer, max_length=min(data.length, tokenizer.model_max_length))
     if "labels" not in encoded.column_names:
@@ -163,40 +161,37 @@ def _scorer(metric: Any, batches: Sequence[Batch]) -> Callable[[PreTrainedModel]
 
     def score(model: PreTrainedModel) -> float:
         predicted = torch.cat([_predicted(model, batch) for batch in inputs])
-        found = metric.compute(predictions=predicted, references=labels)
-        return float(metric.scale * sum(found[key] for key in metric.scores) / len(metric.scores))
+        scores = metric.compute(predictions=predicted, references=labels)
+        return float(metric.scale * sum(scores[key] for key in metric.scores) / len(metric.scores))
 
     return score
 
 
 def _short(texts: Sequence[Text]) -> Text:
-    """Choose the first text, or pair, whose attention maps can be read."""
+    """Return the first text, or pair, that is short enough for legible attention maps."""
     return next((text for text in texts if SHORT[0] <= len(str(text).split()) <= SHORT[1]), texts[0])
 
 
 def _check(name: str, model: PreTrainedModel, tokenizer: Any) -> None:
-    """Refuse what would give a score that means nothing."""
+    """Refuse tasks, and models for them, whose score would mean nothing."""
     from collab_compress.tasks import TASKS
 
     task = TASKS[name]
     if task.num_labels is None:
-        kinds = ", ".join(sorted(each.name for each in TASKS.values() if each.num_labels is not None))
-        raise DataError(f"{task.name} is {task.kind}, on which single heads are not scored; expected one of {kinds}")
+        names = ", ".join(sorted(other.name for other in TASKS.values() if other.num_labels is not None))
+        raise DataError(f"{task.name} is {task.kind}, on which single heads are not scored; expected one of {names}")
     config: Any = model.config
-    if (
-        tokenizer is None
-        or "SequenceClassification" not in type(model).__name__
-        or config.num_labels != task.num_labels
-    ):
+    is_classifier = "SequenceClassification" in type(model).__name__
+    if tokenizer is None or not is_classifier or config.num_labels != task.num_labels:
         raise DataError(
             f"{type(model).__name__} does not answer {task.name}, which takes a sequence classifier of "
             f"{task.num_labels} outputs with its tokenizer; fine-tune one, or pass sentences by --data"
         )
-    order = [str(label).lower() for _, label in sorted(config.id2label.items())]
-    wanted = [label.lower() for label in task.labels]
-    if order != wanted and sorted(order) == sorted(wanted):
+    labels = [str(label).lower() for _, label in sorted(config.id2label.items())]
+    expected = [label.lower() for label in task.labels]
+    if labels != expected and sorted(labels) == sorted(expected):
         raise DataError(
-            f"the model has its classes in the order {', '.join(order)}; {task.name} has {', '.join(wanted)}"
+            f"the model has its classes in the order {', '.join(labels)}; {task.name} has {', '.join(expected)}"
         )
 
 
@@ -208,6 +203,6 @@ def _predicted(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 def _padded(rows: Any, tokenizer: Any, known: Collection[str]) -> Iterator[Batch]:
     for start in range(0, len(rows), BATCH_SIZE):
-        part = [rows[place] for place in range(start, min(start + BATCH_SIZE, len(rows)))]
-        padded = tokenizer.pad(part, return_tensors="pt")
+        batch = [rows[row] for row in range(start, min(start + BATCH_SIZE, len(rows)))]
+        padded = tokenizer.pad(batch, return_tensors="pt")
         yield {key: value for key, value in padded.items() if key in known}

@@ -1,4 +1,4 @@
-"""Second half of `make demo`: reload the result in a new process and use it next to the dense model."""
+"""Second half of `make demo`: reload the result in a new process and use it beside the dense model."""
 
 import sys
 from pathlib import Path
@@ -17,7 +17,7 @@ SENTENCES = (
 
 
 def embed(path: Path) -> torch.Tensor:
-    """Mean-pooled, normalised sentence embeddings, (sentences, width)."""
+    """Return mean-pooled, normalised sentence embeddings, (sentences, width)."""
     tokenizer, (model, _) = load_tokenizer(path), load_model(AutoModel, path)
     batch = tokenizer(list(SENTENCES), padding=True, return_tensors="pt")
     with torch.no_grad():
@@ -27,7 +27,7 @@ def embed(path: Path) -> torch.Tensor:
 
 
 def main() -> None:
-    """Print similarities of three sentences under the dense and the converted model."""
+    """Print the similarities of three sentences under the dense and the converted model."""
     disable_progress_bar()
     converted = Path(sys.argv[1])
     dense_vectors, vectors = embed(find_directory(EMBEDDED)), embed(converted)

@@ -1,8 +1,8 @@
 """`collab-evaluate`: score a model on MTEB or on the LM evaluation harness."""
 
+import importlib
 import io
 import logging
-from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -15,67 +15,61 @@ from collab_compress.errors import CheckpointError
 from collab_compress.external_evaluation import Score, lm_eval_scores, mteb_scores
 
 from .arguments import EvaluateArguments as Arguments
-from .command import parse, silence_libraries, stopping_in_one_line, table
-from .model import check_json, device_of, load_source, put_on
-from .outputs import check_outputs
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command; errors are one line on standard error and exit code 2."""
-    with stopping_in_one_line("collab-evaluate"):
-        run(parse(Arguments, "collab-evaluate", argv))
+from .command import main_of, table
+from .model import check_json, check_outputs, device_of, load_source, put_on
 
 
 def run(arguments: Arguments) -> list[Score]:
-    """Load, score, print."""
-    silence_libraries()
-    common, package = arguments.common, arguments.package
-    __import__(package)  # before anything takes long
+    """Load, score and print."""
+    common, package = arguments.common, "mteb" if arguments.mteb else "lm_eval"
+    importlib.import_module(package)  # before anything takes long
     directory = pretrained.find_directory(arguments.model, common.revision)
     check_json(common.json)
     check_outputs({"--json": common.json}, directory, arguments.include)
     record: dict[str, Any] = {"model": arguments.model, package: None}
     with suppress(PackageNotFoundError):
         record[package] = version(package)
-    score = _mteb if arguments.mteb else _lm_eval
-    for name in ("lm_eval", "mteb"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    with redirect_stderr(io.StringIO()) if common.quiet else nullcontext():  # their bars
-        scores = score(arguments, directory, record)
+    if arguments.lm_eval:
+        record |= {"shots": arguments.shots, "limit": arguments.limit}
+    logging.getLogger(package).setLevel(logging.ERROR)
+    with redirect_stderr(io.StringIO()) if common.quiet else nullcontext():  # progress bars of the package
+        scores = _mteb(arguments, directory) if arguments.mteb else _lm_eval(arguments)
     record["scores"] = [asdict(score) for score in scores]
     if common.json is not None:
         with atomic_file(common.json) as file:
             file.write_text(to_json(record), encoding="utf-8")
-    rows = [
-        [each.task, each.metric, f"{each.value:.4f}", "" if each.error is None else f"{each.error:.4f}"]
-        for each in scores
-    ]
+    rows = []
+    for score in scores:
+        error = "" if score.error is None else f"{score.error:.4f}"
+        rows.append([score.task, score.metric, f"{score.value:.4f}", error])
     common.say(*table(["task", "metric", "score", "± (standard error)"], rows))
     return scores
 
 
-def _mteb(arguments: Arguments, directory: Path, record: dict[str, Any]) -> list[Score]:
+main = main_of("collab-evaluate", Arguments, run)
+
+
+def _mteb(arguments: Arguments, directory: Path) -> list[Score]:
     from sentence_transformers import SentenceTransformer
 
     if not (directory / MODULES).is_file():
         raise CheckpointError(
-            f"{directory} has no {MODULES}, so how it pools is not known; save it by sentence-transformers"
+            f"{directory} has no {MODULES}, so its pooling is unknown; save it by sentence-transformers"
         )
-    model = SentenceTransformer(
-        str(directory), device=device_of(arguments.device), trust_remote_code=False, local_files_only=True
-    )
+    device = device_of(arguments.device)
+    model = SentenceTransformer(str(directory), device=device, trust_remote_code=False, local_files_only=True)
     return mteb_scores(model, arguments.mteb, batch_size=arguments.batch_size, progress=not arguments.common.quiet)
 
 
-def _lm_eval(arguments: Arguments, directory: Path, record: dict[str, Any]) -> list[Score]:
+def _lm_eval(arguments: Arguments) -> list[Score]:
     source = load_source(arguments.model, edited=True, revision=arguments.common.revision)
     put_on(source.model, arguments.device)
-    record |= {"shots": arguments.shots, "limit": arguments.limit}
     return lm_eval_scores(
-        source.model, source.tokenizer, arguments.lm_eval, batch_size=arguments.batch_size, shots=arguments.shots,
-        limit=arguments.limit, include=arguments.include,
-    )  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()
+        source.model,
+        source.tokenizer,
+        arguments.lm_eval,
+        batch_size=arguments.batch_size,
+        shots=arguments.shots,
+        limit=arguments.limit,
+        include=arguments.include,
+    )

@@ -1,4 +1,4 @@
-"""Help of every command: what its parser prints, or its usage and the fields of its file, read from the source."""
+"""Help of every command: what its parser prints; for recipes and sweeps, usage and fields, read from the source."""
 
 import ast
 import io
@@ -6,14 +6,14 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from functools import cache, partial
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from shutil import get_terminal_size
 
+import collab_compress
+
 from . import arguments
 from .command import parse
-from .start import COMMANDS
 
 WIDTH = min(100, get_terminal_size().columns)
 fill = partial(textwrap.fill, width=WIDTH, break_on_hyphens=False, break_long_words=False)
@@ -27,12 +27,12 @@ SOURCES = (
     "experiments.recipe",
     "experiments.sweep",
 )
-"""Modules of the library that define recipes, sweeps and the dataclasses in them."""
+"""Modules of the library that define recipes, sweeps and the dataclasses of their fields."""
 
 RUN = """usage: collab-run [RECIPE.yaml] [FIELD=VALUE ...] [--revision REV] [--json FILE] [--quiet]
 
-Fine-tune a model on a task, convert it, and fine-tune it again; evaluate after each. What is finished in the output
-is not done again, and what was interrupted goes on. Several processes: torchrun or accelerate launch, with
+Fine-tune a model on a task, convert it, fine-tune it again, and evaluate after each stage. Stages that are finished
+in the output are skipped, and an interrupted one resumes. Several processes: torchrun or accelerate launch, with
 -m collab_compress_cli.run.
 
 Examples:
@@ -41,22 +41,21 @@ Examples:
   collab-run task=rte model=minilm output=outputs/rte 'tuning={epochs: 5}' 'compression={dk: 128}'
 
 arguments:
-  RECIPE.yaml          a file with fields and their values, or one that comes with the package (mrpc.yaml, ptb.yaml,
-                       trec.yaml, multi30k.yaml, llama-ptb.yaml, modernbert-ptb.yaml); without it, all fields are
-                       given here
+  RECIPE.yaml          a file with fields and their values, or one of the package (mrpc.yaml, ptb.yaml, trec.yaml,
+                       multi30k.yaml, llama-ptb.yaml, modernbert-ptb.yaml); without it, set all fields here
   FIELD=VALUE          sets a field of the recipe, with dots between nested ones; values are YAML (quote brackets and
                        braces in a shell); --FIELD VALUE is the same
-  --revision REV       branch, tag or commit of a model on the hub; its main branch if not given
-  --json FILE          write the record of each stage as JSON as well
-  --quiet              no progress bars and no lines, but errors
+  --revision REV       branch, tag or commit of a model on the hub (default: its main branch)
+  --json FILE          also write the record of each stage as JSON
+  --quiet              print errors only, without progress bars
   -h, --help           show this
   --version            show the version
 """
 SWEEP = """usage: collab-sweep SWEEP.yaml [FIELD=VALUE ...] [--revision REV] [--json FILE] [--quiet]
 
-Run every task with every conversion, method and seed that a file describes, skipping what is finished. It can be
-stopped at any point and started again; collab-results OUTPUT shows what there is so far. Where some of the runs fail
-the others go on, and the exit code is 1. Several workers share a sweep, on any machines that see its output.
+Run every task with every conversion, method and seed that a file describes, skipping finished runs. A sweep can be
+stopped at any point and started again; collab-results OUTPUT shows the results so far. If a run fails, the others
+continue, and the exit code is 1. Several workers can share a sweep, on any machines that see its output.
 
 Examples:
   collab-sweep glue.yaml output=outputs/glue base.data_dir=glue
@@ -65,35 +64,34 @@ Examples:
   collab-sweep glue.yaml output=outputs/glue base.data_dir=glue --shard 2/4
 
 arguments:
-  SWEEP.yaml           a file with the fields of a sweep, or one that comes with the package (glue.yaml and those of
-                       the papers)
+  SWEEP.yaml           a file with the fields of a sweep, or one of the package (glue.yaml and those of the papers)
   FIELD=VALUE          sets a field, with dots between nested ones; values are YAML (quote brackets and braces in a
                        shell); --FIELD VALUE is the same
-  --shard I/N          be the I-th of N workers: do a part, then what others that were killed have left
-  --revision REV       branch, tag or commit of a model on the hub, as base.revision=REV; its main branch if not given
-  --json FILE          write what failed as JSON as well
-  --quiet              no progress bars and no lines, but errors
+  --shard I/N          be the I-th of N workers: do every N-th run, then those that other workers left unfinished
+  --revision REV       as base.revision=REV: branch, tag or commit of a model on the hub (default: its main branch)
+  --json FILE          also write the failed runs as JSON
+  --quiet              print errors only, without progress bars
   -h, --help           show this
   --version            show the version
 """
 
 
 def help_text(name: str) -> str:
-    """Return the help of a command, as wide as the terminal."""
+    """Return the help of a command, as wide as the terminal, at most 100 columns."""
     if name == "collab-run":
         return "\n".join([RUN, "fields of a recipe:", *_fields("Recipe")])
     if name == "collab-sweep":
-        more = "fields of base, tasks, methods and conversions are those of a recipe: collab-run --help"
-        return "\n".join([SWEEP, "fields of a sweep:", *_fields("Sweep"), "", more])
-    kind = getattr(arguments, f"{COMMANDS[name].capitalize()}Arguments")
+        recipe_fields = "fields of base, tasks, methods and conversions are those of a recipe: collab-run --help"
+        return "\n".join([SWEEP, "fields of a sweep:", *_fields("Sweep"), "", recipe_fields])
+    arguments_class = getattr(arguments, f"{name.removeprefix('collab-').capitalize()}Arguments")
     printed = io.StringIO()
     with redirect_stdout(printed), suppress(SystemExit):
-        parse(kind, name, ["--help"])
+        parse(arguments_class, name, ["--help"])
     return "\n".join(_filled([line.rstrip() for line in printed.getvalue().strip().splitlines()]))
 
 
 def _filled(lines: Sequence[str]) -> Iterator[str]:
-    """Yield the lines with the description of each option filled, as the parser keeps line breaks of docstrings."""
+    """Yield the lines of a help text with option descriptions rewrapped: the parser keeps docstrings' line breaks."""
     column = max(len(line) - len(line.lstrip()) for line in lines)  # where descriptions begin
     indent = " " * column
     start, words = indent, list[str]()
@@ -110,7 +108,7 @@ def _filled(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _fields(name: str, prefix: str = "") -> Iterator[str]:
-    """Yield a paragraph for each field of a dataclass, and of dataclasses in it, from the docstrings below them."""
+    """Yield a paragraph for each field of a dataclass and of nested ones, from the docstrings of the fields."""
     classes = _classes()
     for field, docstring in pairwise(classes[name].body):
         if not isinstance(field, ast.AnnAssign) or not isinstance(docstring, ast.Expr):
@@ -135,13 +133,11 @@ def _default(field: ast.AnnAssign) -> str:
 
 @cache
 def _classes() -> dict[str, ast.ClassDef]:
-    """Return the classes of `SOURCES`, which are parsed, not imported."""
-    spec = find_spec("collab_compress")
-    assert spec is not None
-    assert spec.origin is not None
+    """Return the classes of `SOURCES`, parsed instead of imported."""
+    library = Path(collab_compress.__file__).parent
     classes = {}
     for source in SOURCES:
-        file = Path(spec.origin).parent.joinpath(*source.split(".")).with_suffix(".py")
+        file = library.joinpath(*source.split(".")).with_suffix(".py")
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
                 classes[node.name] = node

@@ -1,12 +1,13 @@
-"""MODEL in, DIR out: options of the commands that read or write models, what they do before the work and after it."""
+"""Models and outputs of the commands: what they load and check before the work, and what they save after it."""
 
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from collab_compress.checkpoint.directory import (
     copy_companions,
     has_tokenizer,
     push_to_hub,
+    refuse_place,
     to_json,
 )
 from collab_compress.checkpoint.edits import METHOD
@@ -33,24 +35,23 @@ from collab_compress.conversion.card import CARD, Origin, edited_words, loading_
 from collab_compress.distributed import process_state
 from collab_compress.errors import CompressionError, one_line
 
-from .arguments import AUTO, Saving
-from .outputs import check_outputs
+from .arguments import AUTO, EditArguments, Saving
 
 _logger = logging.getLogger(__name__)
 RECORD = "collab_compress.json"
-RUNS_AS = (None, "eager", "sdpa")  # attention that can be read from a config
+RUNS_AS = (None, "eager", "sdpa")  # attention implementations that a config may name
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model as it was found.
+    """A loaded model.
 
     Args:
         name: short name for titles and output directories.
         directory: where its files are.
         model: in its own class and dtype, in evaluation mode.
-        tokenizer: its tokenizer, or None where it has none.
-        repository: its name on the hub, where that is where it is from.
+        tokenizer: its tokenizer, or None if it has none.
+        repository: its name on the hub, if it is from there.
     """
 
     name: str
@@ -65,12 +66,12 @@ class Made:
     """Description of an edited model, for its record and its card.
 
     Args:
-        record: what `collab_compress.json` says of it.
-        notes: what the card says of it, a paragraph each.
+        record: content of `collab_compress.json`.
+        notes: paragraphs for the card.
         compression: how it was converted, if it was.
-        calibration: what on, in words.
+        calibration: calibration data in words.
         report: of the conversion.
-        standalone: whether the modelling code goes with it.
+        standalone: whether the modelling code is saved with it.
     """
 
     record: dict[str, Any]
@@ -81,60 +82,89 @@ class Made:
     standalone: bool = False
 
 
-def output_of(given: Path | None, model: str, suffix: str) -> Path:
-    """Return the requested output, or one in the current directory named after MODEL."""
-    return given or Path(title_of(model) + suffix)
-
-
 def begin(
-    model: str, output: Path, saving: Saving, device: str = "cpu", edited: bool = False, inputs: Sequence[Path] = ()
-) -> Source:
-    """Check the outputs, then load MODEL.
+    arguments: EditArguments, suffix: str, edited: bool = True, inputs: Sequence[Path] = ()
+) -> tuple[Source, Path]:
+    """Check the outputs of a command, then load its model.
 
     Args:
-        model: what was typed.
-        output: the directory that the command writes.
-        saving: its further outputs.
-        device: where to put the model, as torch names it, or "auto".
+        arguments: of the command.
+        suffix: of the default output, after the name of the model.
         edited: whether the model may be converted already.
-        inputs: what is read beside MODEL, in which no output may lie.
+        inputs: what is read beside the model, in which no output may lie.
+
+    Returns:
+        The model, and the output directory.
 
     Raises:
         CheckpointError: there is no such model, or no place for an output.
         CollabCompressError: the report has no place.
     """
-    directory = find_directory(model, saving.revision)
+    saving = arguments.saving
+    output = arguments.output or Path(title_of(arguments.model) + suffix)
+    directory = find_directory(arguments.model, saving.revision)
     check_json(saving.json)
     check_outputs({"--output": output, "--json": saving.json}, directory, *inputs)
     if saving.push_to_hub is not None:
         check_upload(saving.push_to_hub)
     companions_of(directory)
-    source = load_source(model, edited, saving.revision)
-    put_on(source.model, device)
-    return source
+    source = load_source(arguments.model, edited, saving.revision)
+    put_on(source.model, arguments.device)
+    return source, output
 
 
 def check_json(path: Path | None) -> None:
-    """Refuse a report whose directory does not exist.
+    """Refuse a report that is a directory, or whose directory does not exist.
 
     Raises:
-        CollabCompressError: it has none.
+        CollabCompressError: it is one, or has none.
     """
     final = "" if path is None else os.path.realpath(path)
     if path is not None and (os.path.isdir(final) or not os.path.isdir(os.path.dirname(final))):
         raise CollabCompressError(f"--json {path}: expected a file in a directory that exists")
 
 
+def check_outputs(outputs: Mapping[str, Path | None], *inputs: Path | None) -> None:
+    """Refuse outputs that exist, that cannot be written, or that lie in an input or in one another.
+
+    Args:
+        outputs: option → its path, if given.
+        inputs: files and directories that the command reads.
+
+    Raises:
+        CheckpointError: the path exists, lies in an input, or cannot be written.
+        CollabCompressError: two outputs are the same, or one lies in the other.
+    """
+    refuse_nested(outputs)
+    for path in outputs.values():
+        if path is not None:
+            refuse_place(path, *(read for read in inputs if read is not None))
+
+
+def refuse_nested(outputs: Mapping[str, Path | None]) -> None:
+    """Refuse outputs that are the same or lie in one another.
+
+    Raises:
+        CollabCompressError: two of them do.
+    """
+    places = {option: Path(os.path.realpath(path)) for option, path in outputs.items() if path is not None}
+    for (inner, path), (outer, directory) in permutations(places.items(), 2):
+        if path == directory:
+            raise CollabCompressError(f"{inner} and {outer} are both {outputs[outer]}; choose two places")
+        if path.is_relative_to(directory):
+            raise CollabCompressError(f"{inner} {outputs[inner]} lies in {outer} {outputs[outer]}; choose two places")
+
+
 def load_source(name: str, edited: bool = False, revision: str | None = None) -> Source:
     """Load MODEL: `minilm`, a local directory, or a name on the hub.
 
     Args:
-        name: what was typed.
-        edited: whether a model may be converted already.
+        name: as typed by the user.
+        edited: whether the model may be converted already.
         revision: of a model on the hub.
 
     Raises:
-        CheckpointError: it cannot be found, read, or trusted to be whole.
+        CheckpointError: it cannot be found or read, or is incomplete.
     """
     directory = find_directory(name, revision)
     model = load_model(directory, edited)
@@ -153,24 +183,23 @@ def load_model(directory: Path, edited: bool = False) -> PreTrainedModel:
     """
     config = pretrained.load_config(directory)
     _refuse_quantized(directory, config, edited)
-    runs_as = getattr(config, "_attn_implementation", None)
-    if runs_as not in RUNS_AS:
+    implementation = getattr(config, "_attn_implementation", None)
+    if implementation not in RUNS_AS:
         raise CheckpointError(
-            f"{directory / 'config.json'}: attn_implementation is {runs_as!r}; collaborative attention runs as eager "
-            "or sdpa, so take that entry out"
+            f"{directory / 'config.json'}: attn_implementation is {implementation!r}; expected eager or sdpa, so "
+            "remove that entry"
         )
     model_class = _model_class(directory, config)
-    model, found = pretrained.load_model(model_class, directory, dtype="auto")
-    if found["missing_keys"]:
+    model, loading = pretrained.load_model(model_class, directory, dtype="auto")
+    missing, unexpected = sorted(loading["missing_keys"]), sorted(loading["unexpected_keys"])
+    if missing:
         raise CheckpointError(
-            f"{directory} lacks weights that {model_class.__name__} needs, such as "
-            f"{min(found['missing_keys'])}; converting random weights would be meaningless"
+            f"{directory} lacks weights that {model_class.__name__} needs, such as {missing[0]}, which would be "
+            "random; use a complete checkpoint"
         )
-    if found["unexpected_keys"]:
-        _logger.warning(
-            "%s: left out what %s does not use, %r first (tensors: %d)",
-            directory, model_class.__name__, min(found["unexpected_keys"]), len(found["unexpected_keys"]),
-        )  # fmt: skip
+    if unexpected:
+        message = "%s: ignored %d tensors that %s does not use, such as %s"
+        _logger.warning(message, directory, len(unexpected), model_class.__name__, unexpected[0])
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"{directory}: {name} holds NaN or infinite values; the checkpoint is damaged")
@@ -189,26 +218,27 @@ def _refuse_quantized(directory: Path, config: Any, edited: bool) -> None:
         raise CheckpointError(
             f"{directory} is already converted, or its heads mixed or pruned; start from the dense checkpoint"
         )
-    raise CheckpointError(f"{directory} is quantized ({method}); take the unquantized checkpoint instead")
+    raise CheckpointError(f"{directory} is quantized ({method}); use the unquantized checkpoint instead")
 
 
 def _model_class(directory: Path, config: Any) -> type[PreTrainedModel]:
-    """Return the model class that a config names, which must fit the config.
+    """Return the model class that a config names.
 
     Raises:
-        CheckpointError: it names none of Transformers, or one for another kind of model.
+        CheckpointError: it is not a class of Transformers, or belongs to another kind of config.
     """
     names = config.architectures or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CheckpointError(f"{directory / 'config.json'}: architectures is {names!r}; expected names of classes")
     named = [getattr(transformers, name, None) for name in names]
-    found = [each for each in named if isinstance(each, type) and issubclass(each, PreTrainedModel)]
-    if names and not found:
+    classes = [named_class for named_class in named if isinstance(named_class, type)]
+    classes = [model_class for model_class in classes if issubclass(model_class, PreTrainedModel)]
+    if names and not classes:
         raise CheckpointError(
-            f"{directory} wants the class {names[0]}, which is no model of Transformers; code that a model brings "
-            "along is not run"
+            f"{directory} needs the class {names[0]}, which is no model of Transformers; code that comes with a "
+            "model is not run"
         )
-    model_class: type[PreTrainedModel] = found[0] if found else transformers.AutoModel
+    model_class: type[PreTrainedModel] = classes[0] if classes else transformers.AutoModel
     expected = getattr(model_class, "config_class", None)
     if expected is not None and not isinstance(config, expected):
         raise CheckpointError(
@@ -219,45 +249,45 @@ def _model_class(directory: Path, config: Any) -> type[PreTrainedModel]:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Load the tokenizer, or what holds one; None where the model has none."""
+    """Load the tokenizer, from its processor if there is one; None if the model has none."""
     if not has_tokenizer(directory):
         return None
     processor = pretrained.load_processor(directory)
     return getattr(processor, "tokenizer", processor)
 
 
-def device_of(asked: str) -> str:
+def device_of(device: str) -> str:
     """Return the device of this process; each of several processes on one machine has its own.
 
     Args:
-        asked: as torch names it; auto for the accelerator, or the CPU where there is none.
+        device: as torch names it; "auto" for the accelerator, or the CPU if there is none.
 
     Raises:
         CompressionError: one device is named for several processes.
     """
-    if asked == AUTO:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        asked = "cpu" if found is None else found.type
-    together = process_state()
-    if together.num_processes == 1 or asked == "cpu":
-        return asked
-    kind, _, number = asked.partition(":")
+    if device == AUTO:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = "cpu" if accelerator is None else accelerator.type
+    state = process_state()
+    if state.num_processes == 1 or device == "cpu":
+        return device
+    kind, _, number = device.partition(":")
     if number:
         raise CompressionError(
-            f"device {asked!r} would hold all {together.num_processes} processes; pass {kind}, and each takes its own"
+            f"device {device!r} would hold all {state.num_processes} processes; pass {kind}, and each takes its own"
         )
-    return f"{kind}:{together.local_process_index}"
+    return f"{kind}:{state.local_process_index}"
 
 
-def put_on(model: PreTrainedModel, asked: str) -> None:
-    """Move a model, in place, to what `device_of` says.
+def put_on(model: PreTrainedModel, device: str) -> None:
+    """Move a model, in place, to the device that `device_of` returns.
 
     Raises:
         CompressionError: there is no such device, it is full, or one is named for several processes.
     """
-    device = device_of(asked)
+    device = device_of(device)
     try:
-        torch.zeros(1, device=device).item()  # a device that is there, and holds values
+        torch.zeros(1, device=device).item()  # fails on devices without memory, such as meta
         model.to(device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         hint = "" if device == "cpu" else "; --device cpu does without"
@@ -265,37 +295,40 @@ def put_on(model: PreTrainedModel, asked: str) -> None:
 
 
 @contextmanager
-def bar(description: str, unit: str, quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """Show a progress bar on the main process; it takes what is done, how much there is, and a name for it."""
-    hidden = True if quiet or not process_state().is_main_process else None  # None: where there is no terminal
-    with tqdm(desc=description, unit=unit, disable=hidden, leave=False) as shown:
+def progress_bar(unit: str, quiet: bool = False) -> Iterator[Callable[[str, int, int | None], None]]:
+    """Show a progress bar on the main process; it takes the name of the work, what is done, and the total."""
+    disable = True if quiet or not process_state().is_main_process else None  # None: unless there is a terminal
+    with tqdm(unit=unit, disable=disable, leave=False) as bar:
 
-        def progress(done: int, total: int, name: str = "") -> None:
-            shown.total, shown.n = total, done
-            shown.set_description_str(name or description)
+        def progress(name: str, done: int, total: int | None) -> None:
+            if done < bar.n:  # other work begins
+                bar.reset()
+            bar.total = total
+            bar.set_description_str(name, refresh=done == 0)
+            bar.update(done - bar.n)
 
         yield progress
 
 
 def finish(source: Source, output: Path, saving: Saving, made: Made, lines: Sequence[str]) -> None:
-    """Save the model, what travels along with it, its card, and how it was made; say so, and put it on the hub.
+    """Save the model with its companion files, its card and its record; print lines; upload it if `saving` says so.
 
-    Where several processes work, the main one does it.
+    Only the main one of several processes does this.
 
     Raises:
         CheckpointError: it cannot be written, or the hub does not take it.
     """
-    together = process_state()
-    together.wait_for_everyone()
-    if not together.is_main_process:
+    state = process_state()
+    state.wait_for_everyone()
+    if not state.is_main_process:
         return
     record = {**made.record, "versions": _versions()}
     with ExitStack() as both:
-        described = None if saving.json is None else both.enter_context(atomic_file(saving.json))
+        report_file = None if saving.json is None else both.enter_context(atomic_file(saving.json))
         partial = both.enter_context(atomic_directory(output))
         _save(source, partial, output.name, made, record)
-        if described is not None:
-            described.write_text(to_json(record), encoding="utf-8")
+        if report_file is not None:
+            report_file.write_text(to_json(record), encoding="utf-8")
     saving.say(*lines, f"\nSaved to {output}.")
     if edited_words(source.model) and not made.standalone:
         saving.say("Wherever it is loaded: pip install collab-compress (or convert with --standalone).")
@@ -314,7 +347,7 @@ def _save(source: Source, directory: Path, title: str, made: Made, record: dict[
     copy_companions(source.directory, directory)
     try:
         source.model.save_pretrained(directory)
-    except ValueError as error:  # settings of generation that Transformers reads, but does not write
+    except ValueError as error:  # generation settings that Transformers reads, but refuses to write
         raise CheckpointError(f"{source.directory} cannot be saved again: {one_line(error)}") from error
     origin = Origin(source.name, source.directory, source.repository)
     card = model_card(source.model, title, origin, made.compression, made.calibration, made.report, made.notes)
@@ -331,9 +364,9 @@ def _versions() -> dict[str, str]:
 
 
 def read_record(directory: Path) -> dict[str, Any]:
-    """Read what stands beside a converted model; empty where nothing does."""
+    """Return the record beside a converted model; empty if there is none."""
     with suppress(OSError, ValueError):
-        found = json.loads((directory / RECORD).read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
+        record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
+        if isinstance(record, dict):
+            return record
     return {}

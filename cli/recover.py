@@ -1,7 +1,7 @@
 """`collab-recover`: bring a converted model nearer to the dense one by a short distillation, without labels."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from math import inf
 from pathlib import Path
@@ -20,28 +20,20 @@ from collab_compress.conversion.refit import refit_
 from collab_compress.distributed import process_state
 
 from .arguments import RecoverArguments as Arguments
-from .command import parse, silence_libraries, stopping_in_one_line
-from .model import Made, Source, bar, begin, finish, load_model, output_of, read_record
+from .command import main_of
+from .model import Made, Source, begin, finish, load_model, progress_bar, read_record
 
-TIMED = 3  # steps after which the time of all is told; the first is slower than the others
-MEASURED = 64  # sequences that the drift is measured on
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command; errors are one line on standard error and exit code 2."""
-    with stopping_in_one_line("collab-recover"):
-        run(parse(Arguments, "collab-recover", argv))
+TIMED = 3  # steps after which the total time is estimated, without the first, slower one
+MEASURED = 64  # sequences on which drift is measured
 
 
 def run(arguments: Arguments) -> dict[str, Any]:
-    """Load both models, train, save and print; returns what is known of the recovery."""
-    silence_libraries()
-    output = output_of(arguments.output, arguments.model, "-recovered")
+    """Load both models, train, save and print; return the record of the recovery."""
     record = read_record(find_directory(arguments.model, arguments.saving.revision))
     dense_directory = _dense_directory(arguments, record)
     data = text_file(arguments.calibration)
     inputs = [dense_directory] if data is None else [dense_directory, data]
-    source = begin(arguments.model, output, arguments.saving, arguments.device, True, inputs)
+    source, output = begin(arguments, "-recovered", inputs=inputs)
     dense = load_model(dense_directory)
     recorded = record.get("source_digest")
     if arguments.dense is None and recorded is not None and attention_digest(dense) != recorded:
@@ -50,18 +42,29 @@ def run(arguments: Arguments) -> dict[str, Any]:
             "weights than that; pass --dense with the model that was converted"
         )
     recovery = recover(
-        source, dense, arguments.calibration, arguments.steps, arguments.length,
-        arguments.seed, arguments.device, arguments.saving.quiet, arguments.learning_rate,
-    )  # fmt: skip
+        source,
+        dense,
+        arguments.calibration,
+        steps=arguments.steps,
+        length=arguments.length,
+        seed=arguments.seed,
+        device=arguments.device,
+        quiet=arguments.saving.quiet,
+        learning_rate=arguments.learning_rate,
+    )
     made = Made({**record, "recovered_from": arguments.model, "recovery": recovery}, [recovery_note(recovery)])
     finish(source, output, arguments.saving, made, recovery_lines(recovery, arguments.calibration))
     return recovery
+
+
+main = main_of("collab-recover", Arguments, run)
 
 
 def recover(
     source: Source,
     dense: PreTrainedModel,
     calibration: str,
+    *,
     steps: int,
     length: int | None,
     seed: int,
@@ -70,7 +73,7 @@ def recover(
     learning_rate: float | None = None,
     refit: bool = True,
 ) -> dict[str, Any]:
-    """Recover the model of `source`, in place, with a bar; say after the first steps how long it takes.
+    """Recover the model of `source` in place, with a progress bar, and print an estimate of the time.
 
     Given texts, layers are refitted to them first, unless the conversion has done so (`refit`).
 
@@ -78,7 +81,7 @@ def recover(
         Steps, seconds, mean divergence of attention probabilities, and the drift of outputs before and after.
 
     Raises:
-        CollabCompressError: the steps or the learning rate are none, or there is nothing to recover.
+        CollabCompressError: steps or learning rate are out of range, or nothing is converted.
     """
     texts = not is_synthetic(calibration)
     if steps < 0 or (steps == 0 and not texts):
@@ -92,53 +95,52 @@ def recover(
         calibration, dense, source.tokenizer, sequences=MEASURED, length=length, seed=seed + 2000
     )
     dense.to(model.device)
-    before, began = drift_of(model, dense, batches), time.perf_counter()
-    options: dict[str, Any] = {"use_cpu": True} if device.startswith("cpu") else {}
-    found: dict[str, Any] = {"steps": steps}
+    before, start = drift_of(model, dense, batches), time.perf_counter()
+    recovery: dict[str, Any] = {"steps": steps}
+    training_arguments: dict[str, Any] = {"use_cpu": True} if device.startswith("cpu") else {}
     if texts and refit:
-        with bar("refitting", "layer", quiet) as show:
-            refits = refit_(
+        with progress_bar("layer", quiet) as progress:
+            refits = refit_(model, dense, source.tokenizer, calibration, length=length, seed=seed, progress=progress)
+        recovery["refits"] = [asdict(report) for report in refits]
+    if steps:
+        with progress_bar("step", quiet) as progress:
+            training = recover_(
                 model,
                 dense,
                 source.tokenizer,
                 calibration,
-                length=length,
+                steps=steps,
+                learning_rate=learning_rate,
                 seed=seed,
-                progress=lambda name, done, total: show(done, total, name),
+                length=length,
+                progress=_timed(progress, quiet),
+                **training_arguments,
             )
-        found["refits"] = [asdict(each) for each in refits]
-    if steps:
-        with bar("recovering", "step", quiet) as show:
-            done = recover_(
-                model, dense, source.tokenizer, calibration, steps=steps, learning_rate=learning_rate, seed=seed,
-                length=length, progress=_timed(show, quiet), **options,
-            )  # fmt: skip
-        found.update(steps=done.global_step, mean_divergence=done.training_loss)
-    seconds = time.perf_counter() - began
+        recovery.update(steps=training.global_step, mean_divergence=training.training_loss)
+    recovery["seconds"] = time.perf_counter() - start
     dense.to(model.device)
     after = drift_of(model, dense, batches)
-    drifts: dict[str, Any] = {}
     if before is not None and after is not None:
-        drifts = {"output": before.output, "drift_before": before.relative_error, "drift": after.relative_error}
-    return {**found, "seconds": seconds, **drifts}
+        recovery.update(output=before.output, drift_before=before.relative_error, drift=after.relative_error)
+    return recovery
 
 
 def recovery_lines(recovery: dict[str, Any], calibration: str) -> list[str]:
-    """Return the lines that report the gain of a recovery."""
-    what = [f"{recovery['steps']} step{'s' if recovery['steps'] > 1 else ''}"] if recovery["steps"] else []
-    if recovery.get("refits"):
-        what.insert(0, f"{len(recovery['refits'])} layers refitted")
-    lines = [f"Recovered in {recovery['seconds']:.0f} s: {', '.join(what)} on {calibration}."]
+    """Return the lines to print about a recovery."""
+    work = [f"{len(recovery['refits'])} layers refitted"] if recovery.get("refits") else []
+    if recovery["steps"]:
+        work.append(f"{recovery['steps']} step{'s' if recovery['steps'] > 1 else ''}")
+    lines = [f"Recovered in {recovery['seconds']:.0f} s: {', '.join(work)} on {calibration}."]
     if "drift" in recovery:
         lines.append(
-            f"Drift of {recovery['output']} on {MEASURED} sequences at most: {recovery['drift_before']:.2%} → "
+            f"Drift of {recovery['output']} on up to {MEASURED} sequences: {recovery['drift_before']:.2%} → "
             f"{recovery['drift']:.2%} of its norm."
         )
     return lines
 
 
 def recovery_note(recovery: dict[str, Any]) -> str:
-    """Return the gain of a recovery for a model card."""
+    """Return the sentences about a recovery for a model card."""
     sentences = []
     if recovery.get("refits"):
         sentences.append(
@@ -147,30 +149,25 @@ def recovery_note(recovery: dict[str, Any]) -> str:
     if recovery["steps"]:
         sentences.append(
             f"Its attention was then brought nearer to the source's in {recovery['steps']} steps of distillation "
-            "without labels; nothing but the shared projections and mixing matrices was trained."
+            "without labels, which trained the shared projections and mixing matrices alone."
         )
     return " ".join(sentences)
 
 
-def _timed(show: Callable[[int, int, str], None], quiet: bool) -> Callable[[int, int], None]:
-    """Show the expected total time on a progress bar, once it is known."""
-    started: list[float] = []
-    told = quiet or not process_state().is_main_process
+def _timed(show: Callable[[str, int, int | None], None], quiet: bool) -> Callable[[int, int], None]:
+    """Return a progress function that also prints the expected total time once, after the first steps."""
+    times: list[float] = []
+    silent = quiet or not process_state().is_main_process
 
     def progress(done: int, total: int) -> None:
-        nonlocal told
-        show(done, total, "recovering")
-        started.append(time.perf_counter())
-        if not told and len(started) == 1 + TIMED and total > TIMED:
-            told = True
-            each = (started[-1] - started[0]) / TIMED
-            tqdm.write(f"Recovery: {total} steps take about {_words(each * total)}.")
+        show("recovering", done, total)
+        times.append(time.perf_counter())
+        if not silent and len(times) == 1 + TIMED and total > TIMED:
+            seconds = total * (times[-1] - times[0]) / TIMED
+            expected = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+            tqdm.write(f"Recovery: {total} steps take about {expected}.")
 
     return progress
-
-
-def _words(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def _dense_directory(arguments: Arguments, record: dict[str, Any]) -> Path:
@@ -178,7 +175,9 @@ def _dense_directory(arguments: Arguments, record: dict[str, Any]) -> Path:
         return find_directory(arguments.dense)
     name = record.get("model")
     if not isinstance(name, str):
-        raise CollabCompressError(f"{arguments.model} does not say what it was converted from; pass --dense MODEL")
+        raise CollabCompressError(
+            f"{arguments.model} does not name the model it was converted from; pass --dense MODEL"
+        )
     try:
         return find_directory(name, record.get("revision"))
     except CollabCompressError as error:

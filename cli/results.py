@@ -1,56 +1,60 @@
-"""`collab-results`: a table of what experiments found, with the papers' numbers beside it."""
+"""`collab-results`: tables of what experiments found, beside the papers' numbers; pages; parts of a Markdown file."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
+
+from collab_compress.checkpoint.directory import atomic_file, to_json
+from collab_compress.errors import CheckpointError, RecipeError
+from collab_compress.experiments.claims import Verdict, tried
+from collab_compress.experiments.comparison import compare
+from collab_compress.experiments.pages import verdicts_of, write_pages
+from collab_compress.experiments.recipe import parse as parse_settings
+from collab_compress.experiments.record import read_records, record_lines
+from collab_compress.experiments.results import Result, read_papers, read_results, select_tables
 
 from .arguments import ResultsArguments as Arguments
-from .command import parse, stopping_in_one_line, table
+from .command import main_of, table
+from .model import check_outputs
+from .tables import (
+    comparison_blocks,
+    comparison_lines,
+    csv_text,
+    papers_blocks,
+    papers_lines,
+    plain,
+    significance_blocks,
+    to_markdown,
+)
 
-if TYPE_CHECKING:
-    from .tables import Grid
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command; errors are one line on standard error and exit code 2."""
-    with stopping_in_one_line("collab-results"):
-        run(parse(Arguments, "collab-results", argv))
+PART = re.compile(r"<!-- (records|claims): (.*?) -->(\r?\n).*?<!-- end -->", re.DOTALL)
+PART_START = re.compile(r"<!-- (?:records|claims):")
+NONE = "No records yet."
 
 
 def run(arguments: Arguments) -> None:
-    """Read, compare and print or write."""
-    from collab_compress.checkpoint.directory import atomic_file, to_json
-    from collab_compress.errors import RecipeError
-    from collab_compress.experiments.comparison import compare
-    from collab_compress.experiments.record import read_records, record_lines
-    from collab_compress.experiments.results import read_papers, read_results, select_tables
-
-    from .outputs import check_editable, check_outputs, edit
-    from .tables import (
-        comparison_blocks,
-        comparison_lines,
-        csv_text,
-        papers_blocks,
-        papers_lines,
-        plain,
-        significance_blocks,
-        to_markdown,
-    )
-
+    """Read, compare, and print or write."""
     paths = arguments.records_in
     if arguments.significance and (len(paths) != 1 or arguments.format == "csv"):
-        raise RecipeError("--significance makes a table to read of a folder's translations; give one, and no csv")
+        raise RecipeError(
+            "--significance compares the translations of one folder; give one PATH, and not --format csv"
+        )
     check_outputs({f"--{name}": getattr(arguments, name) for name in ("output", "json", "records", "pages")})
     if arguments.markdown is not None:
         check_editable(arguments.markdown)
-    chosen = arguments.paper is not None or arguments.table is not None
-    tables = select_tables(read_papers(), arguments.paper, arguments.table) if arguments.papers or chosen else []
+    selected = arguments.paper is not None or arguments.table is not None
+    tables = select_tables(read_papers(), arguments.paper, arguments.table) if arguments.papers or selected else []
+    results: list[Result] = []
     if not paths:
-        of_results = (arguments.against, arguments.records, arguments.pages, arguments.markdown)
-        if not tables or any(option is not None for option in of_results):
+        need_results = (arguments.against, arguments.records, arguments.pages, arguments.markdown)
+        if not tables or any(option is not None for option in need_results):
             raise RecipeError("no results: give a folder with the outputs of experiments, or --papers alone")
         lines, blocks = papers_lines(tables), list(papers_blocks(tables))
     else:
@@ -59,42 +63,142 @@ def run(arguments: Arguments) -> None:
         names = [column.name for column in comparison.columns]
         shown = [table for table in tables if table.rows_for(names)]
         if tables and not shown:
-            missing = f"no table of the papers that was asked for has {' or '.join(names)}"
-            if chosen:
-                raise RecipeError(f"{missing}; leave the folder out to print what they have")
+            missing = f"no selected table of the papers has {' or '.join(names)}"
+            if selected:
+                raise RecipeError(f"{missing}; leave the folder out to print the tables")
             print(f"collab-results: {missing}", file=sys.stderr)
         lines, blocks = comparison_lines(comparison, shown), comparison_blocks(comparison, shown)
         if arguments.significance:
             blocks += significance_blocks(paths[0], arguments.against)
-        if arguments.markdown is not None:
-            from .generated import regenerated
-
-            page = regenerated(arguments.markdown, results)
+    page = "" if arguments.markdown is None else regenerated(arguments.markdown, results)
     text = f"{to_markdown(blocks)}\n" if arguments.format == "markdown" else csv_text(lines)
-    numbers = to_json([{name: plain(value) for name, value in line.items()} for line in lines])
-    with ExitStack() as all_files:  # which are there when the last is written, or not at all
-        contents = [(arguments.output, text), (arguments.json, numbers)]
+    with ExitStack() as files:  # all of them are written, or none
+        contents = {arguments.output: text}
+        contents[arguments.json] = to_json([{name: plain(value) for name, value in line.items()} for line in lines])
         if arguments.records is not None:
-            found = (record for path in paths for record in read_records(path).values())
-            contents.append((arguments.records, record_lines(found)))
-        for path, content in contents:
+            records = (record for path in paths for record in read_records(path).values())
+            contents[arguments.records] = record_lines(records)
+        for path, content in contents.items():
             if path is not None:
-                all_files.enter_context(atomic_file(path)).write_text(content, encoding="utf-8")
+                files.enter_context(atomic_file(path)).write_text(content, encoding="utf-8")
         if arguments.pages is not None:
-            from collab_compress.experiments.pages import write_pages
-
             write_pages(results, arguments.pages)
         if arguments.markdown is not None:
             edit(arguments.markdown, page)
-    if arguments.output is None and not arguments.quiet:
-        _print(blocks if arguments.format == "markdown" and sys.stdout.isatty() else [text])
-
-
-def _print(blocks: Iterable[str | Grid]) -> None:
+    if arguments.output is not None or arguments.quiet:
+        return
+    if arguments.format == "csv" or not sys.stdout.isatty():
+        print(text, end="")
+        return
     for block in blocks:
-        lines = [block.rstrip("\n")] if isinstance(block, str) else table(block.header, block.rows, block.words)
-        print(*lines, sep="\n")
+        print(*([block] if isinstance(block, str) else table(block.header, block.rows, block.text_columns)), sep="\n")
 
 
-if __name__ == "__main__":
-    main()
+main = main_of("collab-results", Arguments, run)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Records that a generated table shows, as in `<!-- records: {"tasks": ["mrpc", "rte"]} -->`."""
+
+    tasks: tuple[str, ...]
+    """Columns, named as in tables; an average is over these."""
+
+    methods: tuple[str, ...] = ()
+    """Methods; all if empty."""
+
+    stages: tuple[str, ...] = ()
+    """Stages; all if empty."""
+
+    models: tuple[str, ...] = ()
+    """Models, named as in tables; all if empty."""
+
+    def holds(self, result: Result) -> bool:
+        """Return whether a record is selected."""
+        variant = result.variant
+        return (
+            result.column.name in self.tasks
+            and (not self.methods or variant.method in self.methods)
+            and (not self.stages or variant.stage in self.stages)
+            and (not self.models or variant.model in self.models)
+        )
+
+
+def regenerated(path: Path, results: Sequence[Result]) -> str:
+    """Return the text of a Markdown file with its generated parts made from results.
+
+    Args:
+        path: of the file; each part stands between `<!-- records: … -->` or `<!-- claims: PAPER -->` and
+            `<!-- end -->`.
+        results: of experiments.
+
+    Raises:
+        RecipeError: the file cannot be read, has no generated part, or an incomplete or unknown one.
+    """
+    try:
+        text = path.read_bytes().decode()  # with its line ends
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"cannot read {path}: {error}") from error
+    complete = len(PART.findall(text))
+    if not complete or len(PART_START.findall(text)) != complete:
+        raise RecipeError(
+            f"{path} has {complete} complete generated parts; expected at least one, each between "
+            '<!-- records: {"tasks": […]} --> or <!-- claims: PAPER --> and <!-- end -->'
+        )
+    verdicts = verdicts_of(results)
+
+    def generate(part: re.Match[str]) -> str:
+        kind, about, line_end = part.groups()
+        body = _scores(about, results, path) if kind == "records" else _claims(about, verdicts, path)
+        return f"<!-- {kind}: {about} -->\n\n{body}\n\n<!-- end -->".replace("\n", line_end)
+
+    return PART.sub(generate, text)
+
+
+def _scores(about: str, results: Sequence[Result], path: Path) -> str:
+    try:
+        settings = json.loads(about)
+    except ValueError as error:
+        raise RecipeError(f"{path}: cannot read {about!r}: {error}") from error
+    if not isinstance(settings, dict):
+        raise RecipeError(f'{path}: cannot read {about!r}: expected {{"tasks": […]}}')
+    selection = parse_settings(Selection, settings, str(path))
+    selected = [result for result in results if selection.holds(result)]
+    return to_markdown(comparison_blocks(compare(selected), [])) if selected else NONE
+
+
+def _claims(about: str, verdicts: dict[str, list[Verdict]], path: Path) -> str:
+    if about not in verdicts:
+        raise RecipeError(f"{path}: unknown paper {about!r}; expected one of {', '.join(verdicts)}")
+    others = [f"{verdict.compared} on {verdict.where}" for verdict in verdicts[about] if verdict.difference is None]
+    lines = [f"* {verdict.sentence}" for verdict in tried(verdicts[about])]
+    if others:
+        lines.append(f"* Not tried on one seed or more: {'; '.join(others)}.")
+    return "\n".join(lines)
+
+
+def check_editable(path: Path) -> None:
+    """Refuse a text file that cannot be edited in place.
+
+    Raises:
+        CheckpointError: it is not a regular file, or it is write-protected.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"cannot edit {path}: expected a file that exists")
+    if not path.stat().st_mode & 0o222 or not os.access(path, os.W_OK):
+        raise CheckpointError(f"cannot edit {path}: it is write-protected")
+
+
+def edit(path: Path, text: str) -> None:
+    """Replace the text of a file in place, which keeps its mode, its owner and its hard links.
+
+    Raises:
+        CheckpointError: it cannot be written; its content is then as before.
+    """
+    check_editable(path)
+    content, before = text.encode(), path.read_bytes()
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        path.write_bytes(before)
+        raise CheckpointError(f"cannot edit {path}: {error.strerror}") from error

@@ -18,14 +18,14 @@ from collab_compress.experiments import read_recipe, read_sweep, run, run_sweep
 from collab_compress.experiments.protocol import summary
 from collab_compress.tasks import TASKS
 
-from .command import silence_libraries, stopping_in_one_line
+from .command import errors_in_one_line, silence_libraries
 from .help import RUN, SWEEP
-from .outputs import refuse_nested
+from .model import refuse_nested
 
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments besides fields of the recipe."""
+    """Options besides fields of the recipe."""
 
     json: Path | None = None
     quiet: bool = False
@@ -33,27 +33,25 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `collab-run`; errors are one line on standard error and exit code 2."""
-    run_script(RUN, TASKS, None if argv is None else list(argv), "collab-run")
+    run_script(RUN, TASKS, argv, "collab-run")
 
 
 def sweep_main(argv: Sequence[str] | None = None) -> None:
     """Run `collab-sweep`; errors are one line on standard error and exit code 2."""
-    run_sweep_script(SWEEP, None if argv is None else list(argv), "collab-sweep")
+    run_sweep_script(SWEEP, argv, "collab-sweep")
 
 
-def run_script(usage: str, tasks: Collection[str], arguments: list[str] | None = None, name: str = "error") -> None:
+def run_script(usage: str, tasks: Collection[str], argv: Sequence[str] | None = None, name: str = "error") -> None:
     """Run the recipe that the command line gives, and print a line for each stage.
 
-    Errors are one line on standard error and exit code 2; an interrupt is one and 130.
-
     Args:
-        usage: what to print where there are no arguments.
-        tasks: what the script is for.
-        arguments: a recipe file, and settings as `field=value` or `--field value`; those of the process if not given.
-        name: what errors begin with.
+        usage: printed if there are no arguments.
+        tasks: that the script is for.
+        argv: a recipe file, and settings as `field=value` or `--field value`; by default those of the process.
+        name: first word of error messages.
     """
-    with stopping_in_one_line(name, hold_warnings=False), _bars_closed():
-        path, settings, options = _arguments(usage, arguments, "recipes")
+    with errors_in_one_line(name, hold_warnings=False), _bars_closed():
+        path, settings, options = _arguments(usage, argv, "recipes")
         recipe = read_recipe(path, settings)
         refuse_nested({"--json": options.json, "output": recipe.output})
         if recipe.task not in tasks:
@@ -66,33 +64,33 @@ def run_script(usage: str, tasks: Collection[str], arguments: list[str] | None =
                 print(f"{record['task']:10} {record['stage']:14} {summary(record)}  {record['metrics']}")
 
 
-def run_sweep_script(usage: str, arguments: list[str] | None = None, name: str = "error") -> None:
-    """Run the sweep that the command line gives, with a line for each stage as it is done.
+def run_sweep_script(usage: str, argv: Sequence[str] | None = None, name: str = "error") -> None:
+    """Run the sweep that the command line gives, and print a line for each finished stage.
 
-    Where some of the runs fail the exit code is 1; where the sweep cannot be run at all it is 2, with one line.
+    The exit code is 1 if some runs fail, and 2 if the sweep cannot be run at all.
     """
-    with stopping_in_one_line(name, hold_warnings=False), _bars_closed():
-        path, settings, options = _arguments(usage, arguments, "sweeps")
+    with errors_in_one_line(name, hold_warnings=False), _bars_closed():
+        path, settings, options = _arguments(usage, argv, "sweeps")
         if path is None:
             raise RecipeError("give the file of a sweep")
-        settings = [f"base.{each}" if each.startswith("revision=") else each for each in settings]
+        settings = [f"base.{setting}" if setting.startswith("revision=") else setting for setting in settings]
         sweep = read_sweep(path, [*settings, *(["base.progress=false"] if options.quiet else [])])
         refuse_nested({"--json": options.json, "output": sweep.output})
         silence_libraries()
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
-        level = logging.ERROR if options.quiet else logging.INFO
-        level = level if process_state().is_main_process else logging.CRITICAL
+        is_main = process_state().is_main_process
+        level = logging.CRITICAL if not is_main else logging.ERROR if options.quiet else logging.INFO
         logging.getLogger("collab_compress.experiments.sweep").setLevel(level)
         failed = run_sweep(sweep)
-        if process_state().is_main_process:
+        if is_main:
             _write(options, failed)
         if failed:
-            sys.exit("failed:\n" + "\n".join(failed) if process_state().is_main_process else 1)
+            sys.exit("failed:\n" + "\n".join(failed) if is_main else 1)
 
 
 @contextmanager
 def _bars_closed() -> Iterator[None]:
-    """Close progress bars before an error is printed, which would stand behind one otherwise."""
+    """Close progress bars before an error is printed, so that it starts on a new line."""
     try:
         yield
     except BaseException:
@@ -102,7 +100,7 @@ def _bars_closed() -> Iterator[None]:
 
 
 def tasks_of(*kinds: str) -> list[str]:
-    """Name the tasks of some kinds."""
+    """Return the names of the tasks of some kinds."""
     return [name for name, task in TASKS.items() if task.kind in kinds]
 
 
@@ -111,25 +109,28 @@ def _write(options: Options, result: Any) -> None:
         write_new(options.json, to_json(result))
 
 
-def _arguments(usage: str, arguments: list[str] | None, kind: str) -> tuple[Path | None, list[str], Options]:
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if not given:
+def _arguments(usage: str, argv: Sequence[str] | None, kind: str) -> tuple[Path | None, list[str], Options]:
+    """Return the file, the settings of its fields, and the options."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
         sys.exit(usage)
-    if {"-h", "--help"} & set(given):
+    if {"-h", "--help"} & set(words):
         print(usage)
         sys.exit()
-    path = None if "=" in given[0] or given[0].startswith("--") else _file(given.pop(0), kind)
-    quiet = "--quiet" in given
-    settings = list(_settings([word for word in given if word != "--quiet"]))
-    files = [Path(setting.partition("=")[2]) for setting in settings if setting.startswith("json=")]
-    for file in files:
-        refuse_place(file)
-    kept = [setting for setting in settings if not setting.startswith("json=")]
-    return path, kept, Options(files[-1] if files else None, quiet)
+    path = None if "=" in words[0] or words[0].startswith("--") else _file(words.pop(0), kind)
+    quiet = "--quiet" in words
+    settings, json = [], None
+    for setting in _settings([word for word in words if word != "--quiet"]):
+        if setting.startswith("json="):
+            json = Path(setting.removeprefix("json="))
+            refuse_place(json)
+        else:
+            settings.append(setting)
+    return path, settings, Options(json, quiet)
 
 
 def _file(name: str, kind: str) -> Path:
-    """Return the path of a recipe or a sweep: a file, or else one that comes with the package."""
+    """Return the path of a recipe or a sweep: a file, or one that comes with the package."""
     path = Path(name)
     if path.exists() or path.name != name:
         return path
@@ -140,17 +141,19 @@ def _file(name: str, kind: str) -> Path:
     return Path(str(shipped)) if shipped.is_file() else path
 
 
-def _settings(given: list[str]) -> Iterator[str]:
-    """Return settings as `field=value`, from `field=value`, `--field=value` or `--field value`."""
-    words = iter(given)
-    for word in words:
+def _settings(words: Sequence[str]) -> Iterator[str]:
+    """Yield settings as `field=value`, from `field=value`, `--field=value` or `--field value`."""
+    remaining = iter(words)
+    for word in remaining:
         if not word.startswith("--"):
             yield word
             continue
         name, equals, value = word[2:].partition("=")
-        if not equals and (value := next(words, "--")).startswith("--"):
-            raise RecipeError(f"{word} sets nothing; expected a value after it")
-        text = to_json(value).strip() if name == "revision" else value  # 1.0 is a name too
+        if not equals:
+            value = next(remaining, "--")
+            if value.startswith("--"):
+                raise RecipeError(f"{word} sets nothing; expected a value after it")
+        text = to_json(value).strip() if name == "revision" else value  # a name such as 1.0 stays text
         yield f"{name if '.' in name else name.replace('-', '_')}={text}"
 
 

@@ -1,4 +1,4 @@
-"""Where the commands start: signals stop them quietly, and help is printed, before large libraries are loaded.
+"""Entry points of the commands: signals stop them, and help is printed, before large libraries are loaded.
 
 What takes time to import is imported in functions, so that signals are handled from the first moment.
 """
@@ -6,69 +6,29 @@ What takes time to import is imported in functions, so that signals are handled 
 import os
 import signal
 import sys
+import warnings
+from functools import partial
 
 COMMANDS = {
-    f"collab-{name}": name
-    for name in ("analyze", "compress", "evaluate", "expand", "merge", "prune", "recover", "results", "run", "sweep")
+    "collab-analyze": "analyze.main",
+    "collab-compress": "compress.main",
+    "collab-evaluate": "evaluate.main",
+    "collab-expand": "edit.expand_main",
+    "collab-merge": "edit.merge_main",
+    "collab-prune": "edit.prune_main",
+    "collab-recover": "recover.main",
+    "collab-results": "results.main",
+    "collab-run": "run.main",
+    "collab-sweep": "run.sweep_main",
 }
-"""Command → its module, and its function here."""
+"""Command → the function that runs it, in this package."""
 
 
-def analyze() -> None:
-    """Run `collab-analyze`."""
-    _start("analyze")
-
-
-def compress() -> None:
-    """Run `collab-compress`."""
-    _start("compress")
-
-
-def evaluate() -> None:
-    """Run `collab-evaluate`."""
-    _start("evaluate")
-
-
-def expand() -> None:
-    """Run `collab-expand`."""
-    _start("expand")
-
-
-def merge() -> None:
-    """Run `collab-merge`."""
-    _start("merge")
-
-
-def prune() -> None:
-    """Run `collab-prune`."""
-    _start("prune")
-
-
-def recover() -> None:
-    """Run `collab-recover`."""
-    _start("recover")
-
-
-def results() -> None:
-    """Run `collab-results`."""
-    _start("results")
-
-
-def run() -> None:
-    """Run `collab-run`."""
-    _start("run")
-
-
-def sweep() -> None:
-    """Run `collab-sweep`."""
-    _start("sweep")
-
-
-def _start(module: str) -> None:
-    name = f"collab-{module}"
+def start(name: str) -> None:
+    """Run a command with the arguments of the process."""
 
     def stop(*_: object) -> None:
-        """Stop at once: nothing is written yet, or all is."""
+        """Exit at once: nothing is written before libraries are loaded."""
         os.write(2, f"{name}: interrupted; nothing half-written is left\n".encode())
         os._exit(130)
 
@@ -78,43 +38,49 @@ def _start(module: str) -> None:
     from importlib import import_module
     from importlib.metadata import version
 
-    from .command import stopping_in_one_line
+    from .command import errors_in_one_line
 
-    with stopping_in_one_line(name, stop):
+    with errors_in_one_line(name, stop):
         if sys.argv[1:] == ["--version"]:
             print(f"{name} {version('collab-compress')}")
             return
         if {"-h", "--help"} & set(sys.argv[1:]):
             print_help(name)
             return
-        _quiet_libraries()
-        main = import_module(f".{module}", __package__).main
+        if not sys.warnoptions:  # PYTHONWARNINGS=default shows them
+            warnings.simplefilter("ignore")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        module, function = COMMANDS[name].split(".")
+        main = getattr(import_module(f".{module}", __package__), function)
     main()
 
 
 def _open_streams() -> None:
-    """Open standard streams that are closed, and let the others print what their encoding has no character for."""
+    """Open standard streams that are closed, and escape what the encoding of the others cannot print."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = getattr(sys, name)
         if stream is None:
-            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest that is free, which is this one
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free one, which is that of this stream
             setattr(sys, name, open(descriptor, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115
         elif number:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _quiet_libraries() -> None:
-    """Silence warnings of libraries, which tell a user of a command nothing; `PYTHONWARNINGS=default` shows them."""
-    import warnings
-
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-
 def print_help(name: str) -> None:
-    """Print the help of a command, without torch and Transformers."""
+    """Print the help of a command, without importing torch and Transformers."""
     os.environ["COLLAB_COMPRESS_OPTIONS_ONLY"] = "1"  # this process ends when the help is printed
     from .help import help_text
 
     print(help_text(name))
+
+
+analyze = partial(start, "collab-analyze")
+compress = partial(start, "collab-compress")
+evaluate = partial(start, "collab-evaluate")
+expand = partial(start, "collab-expand")
+merge = partial(start, "collab-merge")
+prune = partial(start, "collab-prune")
+recover = partial(start, "collab-recover")
+results = partial(start, "collab-results")
+run = partial(start, "collab-run")
+sweep = partial(start, "collab-sweep")

@@ -1,15 +1,15 @@
-"""Tables of results, as text for people and as lines of CSV and JSON for programs."""
+"""Tables of results: Markdown to read, and one line for each number as CSV and JSON."""
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from collab_compress.experiments.comparison import AVERAGE, REFERENCE, Comparison, Line
 from collab_compress.experiments.results import Column, PaperRow, PaperTable
@@ -40,69 +40,71 @@ MILLIONS = "parameters (M)"
 
 @dataclass(frozen=True)
 class Grid:
-    """A table whose first `words` columns hold text, and whose other columns hold numbers."""
+    """A table whose first columns hold text, and whose other columns hold numbers."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-    words: int
+    text_columns: int
 
     def markdown(self) -> str:
         """Return the table in Markdown, with aligned columns."""
         lines = [[cell.replace("|", "\\|") for cell in line] for line in (self.header, *self.rows)]
-        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-        lines.insert(
-            1, ["-" * width if place < self.words else "-" * (width - 1) + ":" for place, width in enumerate(widths)]
-        )
-        return "\n".join(self._line(cells, widths) for cells in lines)
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        rule = ["-" * width for width in widths[: self.text_columns]]
+        rule += ["-" * (width - 1) + ":" for width in widths[self.text_columns :]]
+        return "\n".join(self._line(line, widths) for line in (lines[0], rule, *lines[1:]))
 
-    def _line(self, cells: Sequence[str], widths: Sequence[int]) -> str:
-        words = [cell.ljust(width) for cell, width in zip(cells[: self.words], widths, strict=False)]
-        numbers = [cell.rjust(width) for cell, width in zip(cells[self.words :], widths[self.words :], strict=True)]
-        return f"| {' | '.join(words + numbers)} |"
+    def _line(self, line: Sequence[str], widths: Sequence[int]) -> str:
+        cells = [
+            cell.ljust(width) if column < self.text_columns else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        return f"| {' | '.join(cells)} |"
 
 
 def to_markdown(blocks: Iterable[str | Grid]) -> str:
-    """Return text and tables as one page of Markdown, without a newline at its end."""
+    """Return texts and tables as one page of Markdown, without a final newline."""
     return "\n\n".join(block if isinstance(block, str) else block.markdown() for block in blocks)
 
 
 def comparison_blocks(comparison: Comparison, papers: Sequence[PaperTable]) -> list[str | Grid]:
-    """Format scores, differences and notes, with the papers' rows on the same tasks below ours."""
+    """Return scores, differences and notes, with the papers' rows on the same tasks below ours."""
     lines = comparison_lines(comparison, papers)
     differences = [line for line in lines if "difference" in line]
-    named = [*(["from"] if papers else []), "model", "method", "stage"]
+    names = [*(["from"] if papers else []), "model", "method", "stage"]
     about = " A paper's number is the mean of the two it prints for a task with two metrics." if papers else ""
     blocks: list[str | Grid] = [
         f"Mean ± sample standard deviation over seeds (number of seeds).{about}",
-        _grid(lines, [*named, MILLIONS], comparison.columns, _score, "lower"),
+        _grid(lines, [*names, MILLIONS], comparison.columns, _score, "lower"),
     ]
     if differences:
-        theirs = any(line["from"] != "ours" for line in differences)
-        about = " A paper's is to the baseline of its table." if theirs else ""
+        has_papers = any(line["from"] != "ours" for line in differences)
+        about = " A paper's is to the baseline of its table." if has_papers else ""
         blocks += [
             f"Difference to {comparison.reference} of the same model, task and seed: mean ± half of its "
             f"95 % t-interval (number of pairs).{about}",
-            _grid(differences, named, comparison.columns, _difference, "negative"),
+            _grid(differences, names, comparison.columns, _difference, "negative"),
         ]
-    if notes := [f"{note}." for note in comparison.notes] + list(map(_conditions, papers)):
+    notes = [f"{note}." for note in comparison.notes] + list(map(_conditions, papers))
+    if notes:
         blocks.append("\n".join(f"* {note}" for note in notes))
     return blocks
 
 
 def _grid(
-    lines: Sequence[Line], named: Sequence[str], columns: Sequence[Column], cell: Callable[[Line], str], better: str
+    lines: Sequence[Line], names: Sequence[str], columns: Sequence[Column], cell: Callable[[Line], str], better: str
 ) -> Grid:
-    """Return a table with a row for each name of lines, and a column for each task."""
-    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    """Return a table with a row for each combination of names, and a column for each task."""
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
     for line in lines:
-        names = {**line, MILLIONS: _millions(line)}
-        rows.setdefault(tuple(names[name] for name in named), {})[line["task"]] = cell(line)
-    header = list(named)
+        row = {**line, MILLIONS: _millions(line)}
+        cells.setdefault(tuple(row[name] for name in names), {})[line["task"]] = cell(line)
+    header = list(names)
     for column in columns:
         direction = "" if column.greater_is_better else f", {better} is better"
         header.append(f"{column.name} ({column.metric}{direction})")
-    cells = [[*names, *(found.get(column.name, "") for column in columns)] for names, found in rows.items()]
-    return Grid(header, cells, words=len(named) - (MILLIONS in named))
+    rows = [[*key, *(scores.get(column.name, "") for column in columns)] for key, scores in cells.items()]
+    return Grid(header, rows, text_columns=len(names) - (MILLIONS in names))
 
 
 def _millions(line: Line) -> str:
@@ -126,7 +128,7 @@ def _difference(line: Line) -> str:
 
 
 def papers_blocks(tables: Sequence[PaperTable]) -> Iterator[str | Grid]:
-    """Format the papers' tables as they are printed."""
+    """Yield the papers' tables as printed."""
     for table in tables:
         columns = [f"{name} ({metric})" for name, metric in table.columns.items()]
         header = ["model", "method", "stage", MILLIONS, *columns, "average"]
@@ -136,10 +138,10 @@ def papers_blocks(tables: Sequence[PaperTable]) -> Iterator[str | Grid]:
             + [_text(row.average)]
             for row in table.rows
         ]
-        used = [place for place in range(len(header)) if any(row[place] for row in rows)]
-        filled = [[line[place] for place in used] for line in (header, *rows)]
+        used = [column for column in range(len(header)) if any(row[column] for row in rows)]
+        header, *rows = ([line[column] for column in used] for line in (header, *rows))
         yield _conditions(table)
-        yield Grid(filled[0], filled[1:], words=sum(place < 3 for place in used))
+        yield Grid(header, rows, text_columns=sum(column < 3 for column in used))
 
 
 def _printed(row: PaperRow, column: str) -> str:
@@ -151,13 +153,13 @@ def _text(number: Decimal | None) -> str:
 
 
 def _conditions(table: PaperTable) -> str:
-    """Return a table's source, the conditions of its numbers, and what is doubtful about them."""
-    doubts = f" **But:** {table.note}" if table.note else ""
-    return f"{table.place} (“{table.title}”, {table.source}): {table.about}{doubts}"
+    """Return a table's source, the conditions of its numbers, and doubts about them."""
+    doubt = f" **But:** {table.note}" if table.note else ""
+    return f"{table.place} (“{table.title}”, {table.source}): {table.about}{doubt}"
 
 
 def comparison_lines(comparison: Comparison, papers: Sequence[PaperTable]) -> list[Line]:
-    """Return each of our scores, as `compare` does, then the papers' scores on the same tasks."""
+    """Return our scores, as `compare` does, then the papers' scores on the same tasks."""
     lines = list(comparison.lines)
     for table in papers:
         for row in table.rows:
@@ -167,29 +169,33 @@ def comparison_lines(comparison: Comparison, papers: Sequence[PaperTable]) -> li
 
 def papers_lines(tables: Sequence[PaperTable]) -> list[Line]:
     """Return the papers' numbers; `mean` averages the two that are printed for a task with two metrics."""
-    lines = []
-    for table in tables:
-        for row in table.rows:
-            lines += [_paper_line(table, row, column, row.score(column)) for column in row.scores]
-    return lines
+    return [
+        _paper_line(table, row, column, row.score(column))
+        for table in tables
+        for row in table.rows
+        for column in row.scores
+    ]
 
 
 def _beside_ours(table: PaperTable, row: PaperRow, comparison: Comparison) -> list[Line]:
     """Return a paper's numbers in our columns; its average is over the tasks of our results.
 
-    Differences are to the baseline of the paper's table, where ours are to plain fine-tuning too.
+    Differences are to the baseline of the paper's table, but only if ours are to plain fine-tuning.
     """
     base = table.baseline(row) if comparison.reference == REFERENCE else None
     tasks = [column.name for column in comparison.columns if column.name != AVERAGE]
     lines = []
     for column in comparison.columns:
         mean = _number(row, column.name, tasks)
-        before = None if base is None else _number(base, column.name, tasks)
-        if mean is not None:
-            line = _paper_line(table, row, column.name, mean)
-            line |= {"metric": table.columns.get(column.name, column.metric)}
-            line |= {"greater_is_better": column.greater_is_better}
-            lines.append(line if before is None else {**line, "difference": mean - before})
+        baseline = None if base is None else _number(base, column.name, tasks)
+        if mean is None:
+            continue
+        line = _paper_line(table, row, column.name, mean)
+        line["metric"] = table.columns.get(column.name, column.metric)
+        line["greater_is_better"] = column.greater_is_better
+        if baseline is not None:
+            line["difference"] = mean - baseline
+        lines.append(line)
     return lines
 
 
@@ -212,35 +218,32 @@ def _paper_line(table: PaperTable, row: PaperRow, column: str, mean: Decimal | N
 
 
 def plain(value: Any) -> Any:
-    """Return a value for JSON: a decimal as a float, and None for a number that is not finite."""
+    """Return a value for JSON: decimals become floats, and numbers that are not finite None."""
     number = float(value) if isinstance(value, Decimal) else value
     return None if isinstance(number, float) and not math.isfinite(number) else number
 
 
-def csv_text(lines: Iterable[Line]) -> str:
+def csv_text(lines: Sequence[Line]) -> str:
     """Return lines as CSV with the columns `FIELDS`."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, FIELDS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()
+    text: str = pd.DataFrame(lines, columns=FIELDS, dtype=object).to_csv(index=False, lineterminator="\n")
+    return text
 
 
 def significance_blocks(folder: Path, against: str | None) -> list[str | Grid]:
-    """Compare the translations in a folder with those of a reference run, and format scores, differences and p."""
+    """Compare the translations in a folder with those of a reference run; return scores, differences and p."""
     compared = significance(folder, against)
-    named = ["model", "method", "stage", "task", "split", "seed"]
+    names = ["model", "method", "stage", "task", "split", "seed"]
     rows = []
     for line in compared:
         difference = "" if line["difference"] is None else f"{line['difference']:+.2f}"
         p = "" if line["p"] is None else f"{line['p']:.3f}"
         score = f"{line['score']:.2f} ± {line['interval']:.2f}"
-        rows.append([*(str(line[name]) for name in named), score, difference, p])
+        rows.append([*(str(line[name]) for name in names), score, difference, p])
     references = dict.fromkeys(line["reference"] for line in compared)
     signatures = dict.fromkeys(line["signature"] for line in compared)
     return [
         "BLEU ± half of its 95 % interval over resamples of the sentences, and the difference to "
         f"{' or '.join(references)} of the same model, task and seed with its p by paired bootstrap: chance in the "
         f"test set, not in training. sacreBLEU: {', '.join(signatures)}.",
-        Grid([*named, "BLEU", "difference", "p"], rows, words=len(named)),
+        Grid([*names, "BLEU", "difference", "p"], rows, text_columns=len(names)),
     ]

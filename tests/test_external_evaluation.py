@@ -128,7 +128,7 @@ def test_mteb_without_the_task_or_its_data(mteb, monkeypatch):
 def test_how_it_pools_is_not_guessed(mteb, run, decoder):
     code, _, error = run(decoder, "--mteb", "Local")
     assert code == 2
-    assert "has no modules.json, so how it pools is not known" in error
+    assert "has no modules.json, so its pooling is unknown" in error
 
 
 def test_lm_eval(lm_eval, run, decoder, tmp_path):

@@ -199,24 +199,3 @@ def test_nothing_is_written_into_a_model(folder, capsys, monkeypatch):
         assert stop.value.code == 2
         assert f"{place} lies in" in capsys.readouterr().err
         assert not os.path.exists(place)
-
-
-def test_a_bar_is_shown_and_taken_away(monkeypatch, capsys):
-    shown = []
-
-    class Bar:
-        def __init__(self, **options):
-            self.n = 0
-            shown.append(options["desc"])
-
-        def update(self, more):
-            self.n += more
-
-        def close(self):
-            shown.append(self.n)
-
-    monkeypatch.setattr(command, "tqdm", Bar)
-    with command.Bars() as bars:
-        for label, done in (("energy", 1), ("energy", 3), ("cost", 2)):
-            bars(label, done, 3)
-    assert shown == ["energy", 3, "cost", 2]

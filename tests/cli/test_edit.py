@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from collab_compress_cli import compress, expand, merge, prune, recover
+from collab_compress_cli import compress, edit, recover
 from collab_compress_cli import model as command_model
 from collab_compress_cli.compress import with_steps
 from collab_compress_cli.model import load_model
@@ -16,7 +16,13 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertFor
 from collab_compress import Compression, mix_heads_
 from collab_compress import compress as convert
 
-COMMANDS = {"compress": compress, "expand": expand, "merge": merge, "prune": prune, "recover": recover}
+COMMANDS = {
+    "compress": compress.main,
+    "expand": edit.expand_main,
+    "merge": edit.merge_main,
+    "prune": edit.prune_main,
+    "recover": recover.main,
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +63,7 @@ def run(folder, tmp_path, capsys, monkeypatch):
         monkeypatch.chdir(tmp_path)
         words = [str(folder / each) if (folder / str(each)).exists() else str(each) for each in arguments]
         try:
-            COMMANDS[command].main(words)
+            COMMANDS[command](words)
             code = 0
         except SystemExit as stop:
             code = stop.code
@@ -197,7 +203,7 @@ def test_the_number_of_steps_may_be_left_out():
     [
         (["expand", "dense"], "has no converted attention to expand"),
         (["merge", "dense"], "has no alphas to merge"),
-        (["prune", "dense"], "say which heads go"),
+        (["prune", "dense"], "say which heads to remove"),
         (["prune", "dense", "--share", 0.3], "--share ranks heads by data"),
         (["prune", "dense", "--share", 1.5, "--data", "texts.txt"], "expected a number above 0 and below 1"),
         (["prune", "dense", "--heads", "layer"], "expected MODULE=H,H"),
@@ -229,7 +235,7 @@ def test_narrower_feed_forward_blocks_are_a_stock_model(run, tmp_path):
     assert code == 0
     assert "Feed-forward parameters" in printed
     assert "2 feed-forward blocks have 16 neurons each." in printed
-    assert re.search(r"Refitted 4 layers .* behind the last of them [0-9.]+%\.", printed)
+    assert re.search(r"Refitted 4 layers .* after the last of them [0-9.]+%\.", printed)
     assert "pip install collab-compress" not in printed
     output = tmp_path / "dense-dff16"
     config = json.loads((output / "config.json").read_text())

@@ -1,13 +1,14 @@
 """Parts of a Markdown file that are made of records; RESULTS.md is what its records make."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from collab_compress_cli import results as command
-from collab_compress_cli.generated import regenerated
+from collab_compress_cli.results import edit, regenerated
 
-from collab_compress.errors import RecipeError
+from collab_compress.errors import CheckpointError, RecipeError
 from collab_compress.experiments.results import read_results
 
 RUNS = Path(__file__).parents[2] / "glue_runs"
@@ -17,13 +18,14 @@ TABLE = '<!-- records: {"tasks": ["mrpc"]} -->\nold\n<!-- end -->'
 @pytest.fixture
 def records(tmp_path):
     path = tmp_path / "records.jsonl"
+    scores = {("mrpc", "plain"): 80.0, ("mrpc", "drophead"): 81.0, ("rte", "plain"): 60.0}
+    scores |= {("trec", "plain"): 85.0, ("trec", "drophead"): 87.0}
+    common = {"conversion": None, "again": False, "stage": "tuned", "recipe": {"model": "minilm"}}
     lines = [
-        {"task": task, "method": method, "conversion": None, "again": False, "stage": "tuned", "seed": seed,
-         "score": score + seed, "recipe": {"model": "minilm"}}
-        for task, method, score in (("mrpc", "plain", 80.0), ("mrpc", "drophead", 81.0), ("rte", "plain", 60.0),
-                                    ("trec", "plain", 85.0), ("trec", "drophead", 87.0))
+        {"task": task, "method": method, "seed": seed, "score": score + seed, **common}
+        for (task, method), score in scores.items()
         for seed in range(3)
-    ]  # fmt: skip
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -63,10 +65,10 @@ def test_parts_are_made_anew_and_the_rest_stays(tmp_path, records, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nothing", "has 0 whole parts to write anew"),
-        ('<!-- records: {"tasks": ["mrpc"]} -->\nno end', "has 0 whole parts"),
-        (f"{TABLE}\n<!-- claims: drophead -->\nno end", "has 1 whole parts"),
-        (f"<!-- claims: drophead -->\n{TABLE}", "has 1 whole parts"),
+        ("nothing", "has 0 complete generated parts; expected at least one"),
+        ('<!-- records: {"tasks": ["mrpc"]} -->\nno end', "has 0 complete generated parts"),
+        (f"{TABLE}\n<!-- claims: drophead -->\nno end", "has 1 complete generated parts"),
+        (f"<!-- claims: drophead -->\n{TABLE}", "has 1 complete generated parts"),
         ("<!-- claims: bert -->\n<!-- end -->", "unknown paper 'bert'; expected one of collaborate"),
         ('<!-- records: {"task": ["mrpc"]} -->\n<!-- end -->', "tasks"),
         ("<!-- records: {[ -->\n<!-- end -->", "cannot read"),
@@ -102,3 +104,31 @@ def test_line_ends_stay_and_other_outputs_are_not_written_beside_a_mistake(tmp_p
 def test_a_file_that_is_not_there(tmp_path, records):
     with pytest.raises(RecipeError, match="cannot read"):
         regenerated(tmp_path / "none.md", read_results(records))
+
+
+def test_an_edited_file_keeps_its_mode_and_links(tmp_path):
+    path, link = tmp_path / "page.md", tmp_path / "link.md"
+    path.write_bytes(b"a long text\r\n")
+    path.chmod(0o600)
+    os.link(path, link)
+    edit(path, "short\r\n")
+    assert link.read_bytes() == b"short\r\n"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert sorted(os.listdir(tmp_path)) == ["link.md", "page.md"]
+
+
+def test_what_is_not_edited(tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text("text")
+    path.chmod(0o444)
+    with pytest.raises(CheckpointError, match="write-protected"):
+        edit(path, "other")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "none"):
+        with pytest.raises(CheckpointError, match="expected a file that exists"):
+            edit(tmp_path / name, "other")
+    assert path.read_text() == "text"
+    path.chmod(0o644)
+    with pytest.raises(UnicodeEncodeError):
+        edit(path, "no \ud800")
+    assert path.read_text() == "text"

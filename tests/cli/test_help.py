@@ -38,7 +38,7 @@ assert not loaded, loaded
 def printed(name):
     """What a command prints for `--help`, and the processor seconds it took, which other work does not lengthen."""
     began = os.times()
-    program = [sys.executable, "-c", PROGRAM.format(COMMANDS[name])]
+    program = [sys.executable, "-c", PROGRAM.format(name.removeprefix("collab-"))]
     done = subprocess.run(program, env={**os.environ, **TERMINAL}, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     ended = os.times()
@@ -51,7 +51,7 @@ def help_text(name):
 
 def test_every_command_is_installed():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
-    assert scripts == {name: f"collab_compress_cli.start:{module}" for name, module in COMMANDS.items()}
+    assert scripts == {name: f"collab_compress_cli.start:{name.removeprefix('collab-')}" for name in COMMANDS}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -66,7 +66,7 @@ def test_help_is_printed_at_once(name):
 
 def described(name):
     """The dataclass of a command's arguments, if it has one; recipes and sweeps are YAML."""
-    return getattr(arguments, f"{COMMANDS[name].capitalize()}Arguments", None)
+    return getattr(arguments, f"{name.removeprefix('collab-').capitalize()}Arguments", None)
 
 
 CHECKED = [  # options whose values are looked up in tables, and what they may be

@@ -223,7 +223,7 @@ def test_tasks_that_no_paper_has(capsys, write):
     for path in folder.rglob("result.json"):
         path.write_text(path.read_text().replace('"mrpc"', '"wnli"'))
     code, printed, error = run(capsys, folder, "--papers")
-    assert (code, error) == (0, "collab-results: no table of the papers that was asked for has wnli\n")
+    assert (code, error) == (0, "collab-results: no selected table of the papers has wnli\n")
     assert printed == run(capsys, folder)[1]
 
 
@@ -233,7 +233,7 @@ def test_tasks_that_no_paper_has(capsys, write):
         (["{runs}/nowhere"], "nowhere is no folder"),
         (["{empty}"], "holds no result.json"),
         (["{runs}", "--against", "hsic/tuned"], "no result is 'hsic/tuned'; expected one of plain/dk128-again"),
-        (["{runs}", "--paper", "rotation"], "no table of the papers that was asked for has mrpc"),
+        (["{runs}", "--paper", "rotation"], "no selected table of the papers has mrpc"),
         (["{runs}", "--paper", "bert"], "unknown paper 'bert'"),
         (["--paper", "rotation", "--table", "9"], "no table '9'"),
         ([], "no results: give a folder"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from collab_compress_cli import compress
-from collab_compress_cli.command import stopping_in_one_line
+from collab_compress_cli.command import errors_in_one_line
 from collab_compress_cli.start import COMMANDS
 from tokenizers import Tokenizer, models
 from transformers import BertForSequenceClassification, PreTrainedTokenizerFast
@@ -48,7 +48,7 @@ sys.meta_path.insert(0, Slow())
 @pytest.fixture
 def run(python):
     def in_a_process(command, *arguments, before="", **options):
-        return python(before + START.format(COMMANDS[command]), *arguments, **options)
+        return python(before + START.format(command.removeprefix("collab-")), *arguments, **options)
 
     return in_a_process
 
@@ -58,10 +58,9 @@ def run(python):
 )
 def test_an_interrupt_while_libraries_are_loaded(tmp_path, name, signum):
     code = HEARING + SLOW.format(name=name) + START.format("compress")
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "minilm", "--dk", "8"], cwd=tmp_path, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    command = [sys.executable, "-c", code, "minilm", "--dk", "8"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, cwd=tmp_path, text=True, **pipes)
     try:
         assert process.stdout.readline() == "importing\n"
         time.sleep(0.1)
@@ -135,7 +134,7 @@ def test_yes_runs_nothing(run, make_tiny, tmp_path):
 def interrupted(work, capsys):
     """Run what a signal stops; everything about it must be as it is for a command."""
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(SystemExit) as stop, stopping_in_one_line("x"):
+    with pytest.raises(SystemExit) as stop, errors_in_one_line("x"):
         work()
     assert stop.value.code == 130
     assert capsys.readouterr().err == "x: interrupted; nothing half-written is left\n"
@@ -188,19 +187,19 @@ def test_every_error_is_one_line(capsys, monkeypatch, error, code, words):
         logging.getLogger("collab_compress.calibration").warning("not beside an error")
         raise error
 
-    with pytest.raises(SystemExit) as stop, stopping_in_one_line("x"):
+    with pytest.raises(SystemExit) as stop, errors_in_one_line("x"):
         fail()
     shown = capsys.readouterr().err
     assert (stop.value.code, shown.count("\n")) == (code, 1)
     assert words in shown
     monkeypatch.setenv("COLLAB_COMPRESS_TRACEBACK", "1")
-    with pytest.raises(SystemExit), stopping_in_one_line("x"):
+    with pytest.raises(SystemExit), errors_in_one_line("x"):
         raise error
     assert "Traceback" in capsys.readouterr().err
 
 
 def test_warnings_are_shown_once_at_the_end(capsys):
-    with stopping_in_one_line("x"):
+    with errors_in_one_line("x"):
         for _ in range(2):
             logging.getLogger("collab_compress.calibration").warning("3 texts are cut")
         assert capsys.readouterr().err == ""
@@ -228,7 +227,7 @@ def test_an_error_after_a_signal_is_an_interrupt(capsys, hang_up):
 
 def test_under_nohup_a_hang_up_is_ignored(hang_up):
     hang_up(signal.SIG_IGN)
-    with stopping_in_one_line("x"):
+    with errors_in_one_line("x"):
         signal.raise_signal(signal.SIGHUP)
 
 

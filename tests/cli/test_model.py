@@ -1,0 +1,83 @@
+"""Outputs that collide, devices, and the progress bar."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from collab_compress_cli import model as command_model
+from collab_compress_cli.model import check_outputs, device_of, progress_bar
+
+from collab_compress.errors import CollabCompressError, CompressionError
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ({"--output": "out", "--json": "out"}, "--output and --json are both out"),
+        ({"--output": "out", "--json": "new/../out"}, "--output and --json are both"),
+        ({"--json": "out/report.json", "--output": "out"}, "--json out/report.json lies in --output out"),
+        ({"--pages": "a", "--records": "a/b/c"}, "--records a/b/c lies in --pages a"),
+        ({"--output": "read/out", "--json": None}, "read/out lies in read, which is read"),
+        ({"--json": "read/text"}, "exists"),
+    ],
+)
+def test_places_that_collide(tmp_path, monkeypatch, outputs, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "read").mkdir()
+    (tmp_path / "read" / "text").write_text("x")
+    paths = {option: None if path is None else Path(path) for option, path in outputs.items()}
+    with pytest.raises(CollabCompressError, match=message):
+        check_outputs(paths, Path("read"), None)
+    check_outputs({"--output": Path("out"), "--json": Path("out.json"), "--pages": None}, Path("read"))
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Set the number of processes, of which this one is the second on its machine."""
+
+    def set_processes(number):
+        state = SimpleNamespace(num_processes=number, local_process_index=1)
+        monkeypatch.setattr(command_model, "process_state", lambda: state)
+
+    return set_processes
+
+
+@pytest.mark.parametrize(
+    ("device", "number", "expected"),
+    [("cpu", 2, "cpu"), ("cuda", 2, "cuda:1"), ("cuda:0", 1, "cuda:0"), ("cuda", 1, "cuda")],
+)
+def test_each_process_has_its_own_device(processes, device, number, expected):
+    processes(number)
+    assert device_of(device) == expected
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "number", "expected"), [(None, 2, "cpu"), ("cuda", 1, "cuda"), ("cuda", 2, "cuda:1")]
+)
+def test_auto_is_the_accelerator_if_there_is_one(monkeypatch, processes, accelerator, number, expected):
+    device = None if accelerator is None else torch.device(accelerator)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
+    processes(number)
+    assert device_of("auto") == expected
+
+
+def test_one_device_for_all_processes_is_refused(processes):
+    processes(2)
+    with pytest.raises(CompressionError, match="'cuda:0' would hold all 2 processes; pass cuda"):
+        device_of("cuda:0")
+
+
+def test_a_progress_bar_shows_each_kind_of_work_and_goes_away(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)
+    with progress_bar("it") as progress:
+        for name, done, total in (("energy", 1, 3), ("energy", 3, 3), ("cost", 0, None), ("cost", 2, None)):
+            progress(name, done, total)
+    shown = capsys.readouterr().err
+    assert "energy" in shown
+    assert "cost" in shown
+    assert shown.endswith("\r")
+    with progress_bar("it", quiet=True) as progress:
+        progress("energy", 1, 3)
+    assert capsys.readouterr().err == ""
