@@ -48,7 +48,8 @@ def converted(tmp_path_factory):
     """MiniLM at dk = 192, as the command saves it."""
     output = tmp_path_factory.mktemp("converted") / "minilm"
     few = CalibrationOptions(sequences=64)
-    run(Arguments("minilm", Conversion(dk=192, solver=Solver(sweeps=5)), output=output, calibration_options=few))
+    conversion = Conversion(dk=192, solver=Solver(sweeps=5))
+    run(Arguments(model="minilm", compression=conversion, output=output, calibration_options=few))
     return output
 
 

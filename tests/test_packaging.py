@@ -29,7 +29,10 @@ MODULES = {  # requirement → module, where they are not named alike
 OURS = {"collab_compress", "collab_compress_cli"}
 CORE = {MODULES.get(name, name) for line in PROJECT["dependencies"] for name in [re.split("[<>=]", line)[0]]}
 TREES = [  # files, and the extras they may import from beside the core
-    (["collab_compress/experiments", "collab_compress/metrics.py", "collab_compress/tasks"], ["data"]),
+    (
+        ["collab_compress/experiments", "collab_compress/metrics.py", "collab_compress/tasks", "cli/tables.py"],
+        ["data"],
+    ),
     (["collab_compress/external_evaluation.py", "cli/evaluate.py"], ["data", "eval"]),
     (["collab_compress", "cli"], []),
     (["tests", "glue_runs", "benchmarks"], ["minilm", "parafac", "data", "test"]),

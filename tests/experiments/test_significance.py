@@ -107,7 +107,7 @@ def test_the_command_shows_it(runs, capsys):
     for wrong in ([str(runs), "--significance", "--format", "csv"], ["--papers", "--significance"]):
         with pytest.raises(SystemExit):
             command.main(wrong)
-        assert "--significance makes a table to read of a folder's translations" in capsys.readouterr().err
+        assert "--significance compares the translations of one folder" in capsys.readouterr().err
 
 
 def test_what_cannot_be_compared_is_told(runs, tmp_path):

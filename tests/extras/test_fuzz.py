@@ -115,7 +115,7 @@ def pickled(path: str) -> Callable[[], object]:
 # The command line of collab-compress.
 for line, words in {
     "": "missing MODEL",
-    "model": "nothing to do: pass --dk N",
+    "model": "nothing to do: pass --dk, --dv or --dff N",
     "--dk 8": "missing MODEL",
     "model --dk": "Missing value for argument '--dk'",
     "model --dk abc": "--dk: expected INT, got 'abc'",
@@ -123,12 +123,12 @@ for line, words in {
     "model --dk 0": "dk is 0; expected at least 1",
     "model --dk=-4": "dk is -4; expected at least 1",
     "model --dk 25": "pass dk between 1 and 24",
-    f"model --dk {10**30}": "pass dk between 1 and 24",
+    f"model --dk {10**30}": "got a number of 31 digits; expected at most 30",
     "model --dk 8 --colour 3": "Unrecognized options: --colour, 3",
     "model extra --dk 8": "Unrecognized options: extra",
     "model --dk 8 --form odd": "invalid choice 'odd' for argument '--form'",
     "model --dk 8 --form per-head --sweeps 5": "leave out solver, sweeps, tolerance",
-    "model --dk 8 --solver magic": "unknown solver 'magic'",
+    "model --dk 8 --solver magic": "invalid choice 'magic' for argument '--solver'",
     "model --dk 8 --sweeps 0": "sweeps is 0",
     "model --dk 8 --sweeps many": "--sweeps: expected INT, got 'many'",
     "model --dk 8 --tolerance nan": "tolerance is nan",
@@ -150,7 +150,7 @@ for line, words in {
     "model --dk 8 --modules nothing": "matches 'nothing'",
     "model --dk 8 --calibration nowhere.txt": "cannot read calibration texts from nowhere.txt",
     "model --dk 8 --calibration model": "cannot read calibration texts from model",
-    "model --dk 8 --calibration /dev/null": "/dev/null has no text",
+    "model --dk 8 --calibration /dev/null": "cannot read calibration texts from /dev/null: expected a file",
     "model --mix --solver parafac": "--solver belongs to a conversion",
     "model --mix --calibration none": "--calibration belongs to a conversion",
     "model --mix --dk 0": "dk is 0",
@@ -168,10 +168,10 @@ for line, words in {
 for arguments, words in (
     (["model", "--dk", ""], "--dk: expected INT, got ''"),
     (["", "--dk", "8"], ". has no config.json"),
-    (["mod\0el", "--dk", "8"], "neither a directory nor a model on the hub"),
+    (["mod\0el", "--dk", "8"], "expected UTF-8 text without NUL characters"),
     (["model", "--dk", "8", "--modules", ""], "matches ''"),
     (["model", "--dk", "8", "--device", ""], "device '' cannot be used"),
-    (["model", "--dk", "8", "--calibration", ""], "cannot read calibration texts"),
+    (["model", "--dk", "8", "--calibration", ""], "lies in ., which is read"),
 ):
     add("collab-compress", arguments, words)
 add("collab-compress", "model --dk 8 --calibration t", "t has no text", write("t", " \n\n"))
@@ -216,7 +216,7 @@ for place, words in {
 }.items():
     add("collab-compress", f"model --dk 8 --output {place}", words, *LINKS)
 add("collab-compress", "model --dk 8 --calibration texts.txt --json texts.txt", "texts.txt exists")
-add("collab-compress", ["model", "--dk", "8", "--output", "a\0b"], "null byte")
+add("collab-compress", ["model", "--dk", "8", "--output", "a\0b"], "expected UTF-8 text without NUL characters")
 add("collab-compress", "model --dk 8", "model-dk8 exists", lambda: Path("model-dk8").mkdir())
 
 # config.json
@@ -240,12 +240,12 @@ for entries, words in (
     ({"architectures": [3]}, "architectures"),
     ({"architectures": {"BertModel": 1}}, "architectures"),
     ({"architectures": "BertModel"}, "architectures"),
-    ({"architectures": ["BertTokenizer"]}, "wants the class BertTokenizer, which is no model of Transformers"),
-    ({"architectures": ["pipeline"]}, "wants the class pipeline, which is no model"),
-    ({"architectures": ["Trainer"]}, "wants the class Trainer, which is no model"),
-    ({"architectures": ["utils"]}, "wants the class utils, which is no model"),
+    ({"architectures": ["BertTokenizer"]}, "needs the class BertTokenizer, which is no model of Transformers"),
+    ({"architectures": ["pipeline"]}, "needs the class pipeline, which is no model"),
+    ({"architectures": ["Trainer"]}, "needs the class Trainer, which is no model"),
+    ({"architectures": ["utils"]}, "needs the class utils, which is no model"),
     ({"architectures": [""]}, "which is no model"),
-    ({"architectures": ["SomeoneElses"]}, "wants the class SomeoneElses, which is no model"),
+    ({"architectures": ["SomeoneElses"]}, "needs the class SomeoneElses, which is no model"),
     ({"architectures": ["T5Model"]}, "names T5Model, which takes a T5Config, but describes a bert"),
     ({"architectures": ["PreTrainedModel"]}, "PreTrainedModel"),
     ({"hidden_size": "x"}, "hidden_size"),
