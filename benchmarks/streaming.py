@@ -98,13 +98,14 @@ def measure(rows: int, steps: int, tokens: int, num_proc: int | None, kind: str)
         workload = Translation(recipe)
     with meter.part("vocabulary"):
         make_fresh(recipe.fresh, workload.task, workload.texts["train"], 0, folder / "start")
-        tokenizer = load_tokenizer(folder / "start")
+        workload.tokenizer = load_tokenizer(folder / "start")
     with meter.part("tokenize"):
-        encoded = workload.encode(workload.texts, tokenizer)
-    lengths = row_lengths(encoded["train"], "input_ids") + row_lengths(encoded["train"], "labels")
+        workload.encode_splits()
+    train = workload.data["train"]
+    lengths = row_lengths(train, "input_ids") + row_lengths(train, "labels")
     model = workload.load_model(folder / "start")
     with meter.part("train"):
-        fine_tune(workload, model, encoded, tokenizer, recipe.tuning, folder / "tuned")
+        fine_tune(workload, model, recipe.tuning, folder / "tuned")
     total = int(lengths.sum())
     for part, count in (("tokenize", total), ("train", steps * tokens)):
         meter.found[part]["tokens"] = count / meter.found[part]["seconds"]

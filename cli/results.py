@@ -13,12 +13,12 @@ from pathlib import Path
 
 from collab_compress.checkpoint.directory import atomic_file, to_json
 from collab_compress.errors import CheckpointError, RecipeError
-from collab_compress.experiments.claims import Verdict, tried
 from collab_compress.experiments.comparison import compare
+from collab_compress.experiments.outputs import read_records, record_lines
 from collab_compress.experiments.pages import verdicts_of, write_pages
+from collab_compress.experiments.papers import Verdict, read_papers, select_tables, tried
 from collab_compress.experiments.recipe import parse as parse_settings
-from collab_compress.experiments.record import read_records, record_lines
-from collab_compress.experiments.results import Result, read_papers, read_results, select_tables
+from collab_compress.experiments.results import Result, read_results
 
 from .arguments import ResultsArguments as Arguments
 from .command import main_of, table

@@ -11,9 +11,9 @@ from typing import Any
 
 import pandas as pd
 
-from collab_compress.experiments.comparison import AVERAGE, REFERENCE, Comparison, Line
-from collab_compress.experiments.results import Column, PaperRow, PaperTable
-from collab_compress.experiments.significance import significance
+from collab_compress.experiments.comparison import AVERAGE, REFERENCE, Comparison, Line, significance
+from collab_compress.experiments.papers import PaperRow, PaperTable
+from collab_compress.experiments.results import Column
 
 FIELDS = (
     "from",

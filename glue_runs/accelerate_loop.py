@@ -24,7 +24,7 @@ from collab_compress import mix_heads_
 from collab_compress.checkpoint.pretrained import find_directory, load_model, load_tokenizer
 from collab_compress.errors import CollabCompressError, RecipeError
 from collab_compress.experiments import Recipe, read_recipe
-from collab_compress.experiments.trackers import check_trackers
+from collab_compress.experiments.tuning import check_trackers
 from collab_compress.metrics import Metric, load_metric
 from collab_compress.tasks import TASKS, encode_classification, load_task
 from collab_compress.training import HeadSession

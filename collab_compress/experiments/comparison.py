@@ -1,19 +1,23 @@
-"""Results side by side: means over seeds, differences paired by seed, and what is doubtful about them."""
+"""Results side by side: means over seeds, differences paired by seed, and the significance of those in BLEU."""
 
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
+from sacrebleu.metrics import BLEU
+from sacrebleu.significance import PairedTest
 from scipy import stats
 
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.results import FRESH, UNSHAPED, Column, Result, Variant
+from collab_compress.experiments.results import FRESH, UNSHAPED, Column, Result, Variant, read_results
+from collab_compress.experiments.workload import REFERENCES, target_language
 from collab_compress.tasks import TASKS
 
 Line: TypeAlias = dict[str, Any]
@@ -23,6 +27,9 @@ AS_IT_IS = "plain/given"
 ALIKE = ("files", "fresh", "max_length", "translation", "tuning")
 """Settings in which rows are expected not to differ."""
 
+ROUNDING = 0.01
+"""Largest difference in BLEU that rounding explains."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -31,7 +38,7 @@ class Estimate:
     Args:
         mean: of the values.
         deviation: their sample standard deviation, √(Σ (x − mean)² / (n − 1)); None for one value.
-        count: how many there are, n.
+        count: number of values, n.
     """
 
     mean: float
@@ -55,18 +62,25 @@ class Estimate:
         return None if half is None else (self.mean - half, self.mean + half)
 
 
+def estimate(values: Iterable[float]) -> Estimate:
+    """Return mean and sample standard deviation; NaN if a value is NaN or infinite."""
+    numbers = np.array(list(values), dtype=np.float64)
+    with np.errstate(invalid="ignore"):
+        deviation = float(numbers.std(ddof=1)) if len(numbers) > 1 else None
+        return Estimate(float(numbers.mean()), deviation, len(numbers))
+
+
 @dataclass(frozen=True)
 class Comparison:
     """A table of results.
 
     Args:
-        columns: tasks, and `AVERAGE` over all of them last, where there is one.
-        lines: a score each, with its difference to the reference: see `compare`. Of one model after another; within
-            one the reference's method first, and within a method the model before conversion, then conversions,
-            without and with a second fine-tuning.
-        reference: what differences are to, as method/stage; None if no variant is it. Untrained models of another
-            shape are compared with the one of their shape that has its recipe otherwise.
-        notes: what is doubtful about the results.
+        columns: tasks, and last `AVERAGE` over all of them, where there is one.
+        lines: one for each score, as `compare` describes. They are sorted by model, with the reference's method
+            first; within a method the dense model comes first, then conversions, each before its second fine-tuning.
+        reference: baseline of the differences, as method/stage; None if no variant is it. Untrained models of another
+            shape have a baseline of their shape, whose recipe is the same otherwise.
+        notes: doubts about the results.
     """
 
     columns: tuple[Column, ...]
@@ -76,10 +90,10 @@ class Comparison:
 
 
 def compare(results: Sequence[Result], against: str | None = None) -> Comparison:
-    """Compare results: a line for each variant and task.
+    """Return a line for each variant and task.
 
-    The average is over tasks first, for each seed that has all of them, and over seeds then; there is one where
-    there are several tasks and all are scored in one unit.
+    The average is over tasks first, for each seed that has all of them, and then over seeds; there is one if there
+    are several tasks and all are scored in one unit.
 
     A line has `mean`, sample deviation `sd` and number `n` of the scores; `difference`, the mean over the `pairs` of
     seeds that the `reference` has too of score − the reference's score; and `low` and `high`, the ends of its 95 %
@@ -87,8 +101,7 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
 
     Args:
         results: no two of the same variant, task and seed.
-        against: method/stage of the variant that others of the same model are compared with; plain/tuned or
-            plain/given, the first there is, if not given.
+        against: method/stage of the baseline; if not given, plain/tuned or else plain/given.
 
     Raises:
         RecipeError: no result is of `against`.
@@ -96,15 +109,18 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
     grouped: dict[Variant, list[Result]] = defaultdict(list)
     for result in results:
         grouped[result.variant].append(result)
-    tasks = sorted({result.column for result in results}, key=_place)
-    reference = _reference(grouped, against)
+    tasks = sorted({result.column for result in results}, key=_task_order)
+    labels = sorted({variant.label for variant in grouped})
+    if against is not None and against not in labels:
+        raise RecipeError(f"nothing to compare with: no result is {against!r}; expected one of {', '.join(labels)}")
+    reference = against or next((label for label in (REFERENCE, AS_IT_IS) if label in labels), None)
     references = _references(grouped, reference)
     scores = _scores(results, tasks)
     means, differences = _estimates(scores), _estimates(_paired(scores, references))
     columns = (*tasks, *(column for column in dict.fromkeys(scores["column"]) if column.name == AVERAGE))
     lines = []
     for variant in sorted(grouped, key=lambda variant: _order(variant, references.get(variant.model))):
-        other = references.get(variant.model)
+        baseline = references.get(variant.model)
         counts = [result.parameters for result in grouped[variant] if result.parameters is not None]
         for column in columns:
             if (score := means.get((variant, column))) is None:
@@ -122,126 +138,116 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
                 "sd": score.deviation,
                 "n": score.count,
             }
-            if other is not None and (difference := differences.get((variant, column))) is not None:
-                line |= {"reference": other.label, "difference": difference.mean, "pairs": difference.count}
+            if baseline is not None and (difference := differences.get((variant, column))) is not None:
+                line |= {"reference": baseline.label, "difference": difference.mean, "pairs": difference.count}
                 if difference.ends is not None:
                     line["low"], line["high"] = difference.ends
             lines.append(line)
     notes = (
-        *_compared_otherwise(grouped, references, reference),
-        *_no_numbers(results),
-        *_seeds_apart(grouped),
-        *_rows_apart(grouped, references),
+        *_notes_on_shapes(grouped, references, reference),
+        *_notes_on_numbers(results),
+        *_notes_on_seeds(grouped),
+        *_notes_on_rows(grouped, references),
     )
     return Comparison(columns, tuple(lines), reference, notes)
 
 
-def estimate(values: Iterable[float]) -> Estimate:
-    """Return mean and sample standard deviation; NaN if a value is NaN or infinite."""
-    found = np.array(list(values), dtype=np.float64)
-    with np.errstate(invalid="ignore"):
-        deviation = float(found.std(ddof=1)) if len(found) > 1 else None
-        return Estimate(float(found.mean()), deviation, len(found))
-
-
-def _place(column: Column) -> tuple[int, str]:
+def _task_order(column: Column) -> tuple[int, str]:
     return list(TASKS).index(column.name.split()[0]), column.name
+
+
+def _order(variant: Variant, reference: Variant | None) -> tuple[object, ...]:
+    """Return a key that sorts conversions by the numbers in their names, the largest, such as a rank, first."""
+    method = REFERENCE.rpartition("/")[0] if reference is None else reference.method
+    return (
+        variant.model,
+        variant.method != method,
+        variant.method,
+        variant.conversion is not None,
+        variant.stage != "tuned",
+        [-int(number) for number in re.findall(r"\d+", variant.conversion or "")],
+        variant.conversion or "",
+        variant.again,
+        variant.stage,
+    )
 
 
 def _scores(results: Sequence[Result], tasks: Sequence[Column]) -> pd.DataFrame:
     """Return a row for each score, and for the average of each seed that has all tasks."""
-    lines = [(result.variant, result.column, result.seed, result.score) for result in results]
-    scores = pd.DataFrame(lines, columns=["variant", "column", "seed", "score"])
+    rows = [(result.variant, result.column, result.seed, result.score) for result in results]
+    scores = pd.DataFrame(rows, columns=["variant", "column", "seed", "score"])
     if len(tasks) == 1 or len({column.unit for column in tasks}) > 1:
         return scores
     average = Column(AVERAGE, tasks[0].unit, tasks[0].greater_is_better)
-    whole = [
-        (variant, average, seed, float(found.to_numpy().mean()))
-        for (variant, seed), found in scores.groupby(["variant", "seed"], sort=False)["score"]
-        if len(found) == len(tasks)
+    averages = [
+        (variant, average, seed, float(of_seed.to_numpy().mean()))
+        for (variant, seed), of_seed in scores.groupby(["variant", "seed"], sort=False)["score"]
+        if len(of_seed) == len(tasks)
     ]
-    return pd.concat([scores, pd.DataFrame(whole, columns=scores.columns)]) if whole else scores
+    return pd.concat([scores, pd.DataFrame(averages, columns=scores.columns)]) if averages else scores
 
 
 def _paired(scores: pd.DataFrame, references: Mapping[str, Variant]) -> pd.DataFrame:
     """Return a row for each score whose baseline has the same column and seed, with the difference."""
-    others = [references.get(variant.model) for variant in scores["variant"]]
-    compared = [other not in (None, variant) for variant, other in zip(scores["variant"], others, strict=True)]
-    keys = ["reference", "column", "seed"]
-    pairs = scores.assign(reference=others)[compared].merge(
-        scores.rename(columns={"variant": "reference", "score": "theirs"}), on=keys
+    baselines = [references.get(variant.model) for variant in scores["variant"]]
+    compared = [base not in (None, variant) for variant, base in zip(scores["variant"], baselines, strict=True)]
+    pairs = scores.assign(baseline=baselines)[compared].merge(
+        scores.rename(columns={"variant": "baseline", "score": "theirs"}), on=["baseline", "column", "seed"]
     )
     return pairs.assign(score=pairs["score"] - pairs["theirs"])
 
 
 def _estimates(scores: pd.DataFrame) -> dict[tuple[Variant, Column], Estimate]:
     """Return means over seeds."""
-    return {key: estimate(found) for key, found in scores.groupby(["variant", "column"], sort=False)["score"]}
-
-
-def _reference(variants: Iterable[Variant], against: str | None) -> str | None:
-    there = sorted({variant.label for variant in variants})
-    if against is not None and against not in there:
-        raise RecipeError(f"nothing to compare with: no result is {against!r}; expected one of {', '.join(there)}")
-    return against or next((name for name in (REFERENCE, AS_IT_IS) if name in there), None)
+    return {key: estimate(values) for key, values in scores.groupby(["variant", "column"], sort=False)["score"]}
 
 
 def _references(grouped: Mapping[Variant, Sequence[Result]], reference: str | None) -> dict[str, Variant]:
     """Return the baseline of each model.
 
-    An untrained model of another shape has the method of the reference under another name: it is the variant whose
-    recipe is the reference's but for the shape.
+    An untrained model of another shape has the reference's method under another name: its baseline is the variant
+    whose recipe is the reference's except for the shape.
     """
-    found = {variant.model: variant for variant in grouped if variant.label == reference}
-    theirs = [
-        (variant.stage, column, _unshaped(recipes[0]))
-        for variant in found.values()
-        for column, recipes in _recipes_of(grouped[variant]).items()
-        if recipes[0].get("fresh")
+    references = {variant.model: variant for variant in grouped if variant.label == reference}
+    recipes = [
+        (variant.stage, column, _unshaped(of_column[0]))
+        for variant in references.values()
+        for column, of_column in _recipes_of(grouped[variant]).items()
+        if of_column[0].get("fresh")
     ]
     for variant in sorted(grouped, key=lambda variant: variant.method):
-        for column, recipes in _recipes_of(grouped[variant]).items():
-            if variant.model not in found and (variant.stage, column, _unshaped(recipes[0])) in theirs:
-                found[variant.model] = variant
-    return found
+        for column, of_column in _recipes_of(grouped[variant]).items():
+            if variant.model not in references and (variant.stage, column, _unshaped(of_column[0])) in recipes:
+                references[variant.model] = variant
+    return references
 
 
 def _unshaped(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {**recipe, "fresh": {name: (recipe.get("fresh") or {}).get(name) for name in UNSHAPED}}
 
 
-def _order(variant: Variant, reference: Variant | None) -> tuple[object, ...]:
-    """Sort conversions by the numbers in their names, largest first: those of ranks come with less and less of it."""
-    method = REFERENCE.rpartition("/")[0] if reference is None else reference.method
-    sizes = [-int(number) for number in re.findall(r"\d+", variant.conversion or "")]
-    return (
-        variant.model, variant.method != method, variant.method, variant.conversion is not None,
-        variant.stage != "tuned", sizes, variant.conversion or "", variant.again, variant.stage,
-    )  # fmt: skip
-
-
-def _compared_otherwise(
+def _notes_on_shapes(
     grouped: Iterable[Variant], references: Mapping[str, Variant], reference: str | None
 ) -> Iterator[str]:
-    """Note which untrained models are compared with another shape, or with nothing."""
+    """Yield the untrained models that are compared with another variant than the reference, or with nothing."""
     for model in sorted({variant.model for variant in grouped}):
-        other = references.get(model)
-        if other is not None and other.label != reference:
-            yield f"{model} is compared with {other.label}, which is {reference} in its shape"
-        if other is None and reference is not None and model.startswith(FRESH):
+        baseline = references.get(model)
+        if baseline is not None and baseline.label != reference:
+            yield f"{model} is compared with {baseline.label}, which is {reference} in its shape"
+        if baseline is None and reference is not None and model.startswith(FRESH):
             yield f"{model} is compared with nothing: no result is {reference} in its shape"
 
 
-def _no_numbers(results: Iterable[Result]) -> Iterator[str]:
-    """Name the scores that are no finite numbers."""
+def _notes_on_numbers(results: Iterable[Result]) -> Iterator[str]:
+    """Yield the scores that are not finite."""
     for result in results:
         if not math.isfinite(result.score):
             where = f"{result.variant.label} of {result.variant.model} on {result.column.name}"
             yield f"{where}: the score of seed {result.seed} is {result.score}, and so is what is made of it"
 
 
-def _seeds_apart(grouped: Mapping[Variant, Sequence[Result]]) -> Iterator[str]:
-    """Name the settings in which seeds differ that are averaged."""
+def _notes_on_seeds(grouped: Mapping[Variant, Sequence[Result]]) -> Iterator[str]:
+    """Yield the settings in which seeds differ that are averaged."""
     for variant, results in grouped.items():
         for column, recipes in _recipes_of(results).items():
             differing = _differing(recipes, {name for recipe in recipes for name in recipe})
@@ -249,33 +255,141 @@ def _seeds_apart(grouped: Mapping[Variant, Sequence[Result]]) -> Iterator[str]:
                 yield f"{variant.label} of {variant.model} on {column.name}: seeds differ in {differing}"
 
 
-def _rows_apart(grouped: Mapping[Variant, Sequence[Result]], references: Mapping[str, Variant]) -> Iterator[str]:
-    """Name the settings, other than what a row is about, in which it differs from what it is compared with."""
+def _notes_on_rows(grouped: Mapping[Variant, Sequence[Result]], references: Mapping[str, Variant]) -> Iterator[str]:
+    """Yield the settings of `ALIKE` in which a row differs from its baseline."""
     for variant, results in grouped.items():
-        if (other := references.get(variant.model)) is None:
+        if (baseline := references.get(variant.model)) is None:
             continue
-        theirs = _recipes_of(grouped[other])
+        theirs = _recipes_of(grouped[baseline])
         for column, recipes in _recipes_of(results).items():
             both = [_flat(recipe) for recipe in (*recipes[:1], *theirs.get(column, [])[:1])]
             differing = _differing(both, set.intersection(*map(set, both)))
             if differing:
-                yield f"{variant.label} and {other.label} of {variant.model} on {column.name} differ in {differing}"
+                pair = f"{variant.label} and {baseline.label} of {variant.model}"
+                yield f"{pair} on {column.name} differ in {differing}"
 
 
 def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that should be equal in compared rows; those of an untrained model one by one."""
+    """Return the settings of `ALIKE`, with one entry for each setting of an untrained model."""
     flat = {name: recipe[name] for name in ALIKE if name in recipe}
     fresh = flat.pop("fresh", None) or {}
     return flat | {f"fresh.{name}": value for name, value in fresh.items() if name != "attention"}
 
 
 def _recipes_of(results: Iterable[Result]) -> dict[Column, list[Mapping[str, Any]]]:
-    """Group the recipes of results by task."""
-    found: dict[Column, list[Mapping[str, Any]]] = defaultdict(list)
+    """Return the recipes of results by task."""
+    recipes: dict[Column, list[Mapping[str, Any]]] = defaultdict(list)
     for result in results:
-        found[result.column].append(result.recipe)
-    return dict(found)
+        recipes[result.column].append(result.recipe)
+    return dict(recipes)
 
 
 def _differing(recipes: Sequence[Mapping[str, Any]], fields: Iterable[str]) -> str:
     return ", ".join(name for name in sorted(fields) if any(r.get(name) != recipes[0].get(name) for r in recipes))
+
+
+def significance(folder: Path, against: str | None = None) -> list[Line]:
+    """Test differences in BLEU by sacreBLEU's paired bootstrap over sentences.
+
+    Runs of one model, task and seed are compared if the reference is among them, with 1,000 resamples of sacreBLEU's
+    seed (12345, or SACREBLEU_SEED of the environment).
+
+    Args:
+        folder: with the outputs of experiments, translations and references included.
+        against: method/stage of the reference; if not given, plain/tuned or else plain/given.
+
+    Returns:
+        For each run and split: `model`, `method`, `stage`, `task`, `split`, `seed`; `score`, its BLEU; `interval`,
+        half of its 95 % interval over resamples of the sentences; `difference` to the score of the `reference`, and
+        its two-sided `p` by paired bootstrap resampling (Koehn, 2004, "Statistical Significance Tests for Machine
+        Translation Evaluation"), both None for the reference itself; and sacreBLEU's `signature`. p leaves out the
+        randomness of training.
+
+    Raises:
+        RecipeError: there are no translations, nothing to compare them with, or they are not those that were scored.
+    """
+    if not folder.is_dir():
+        raise RecipeError(f"{folder} has no translations; significance needs the folder with the outputs themselves")
+    groups: dict[tuple[str, Column, int], dict[str, Result]] = defaultdict(dict)
+    for result in read_results(folder):
+        if result.column.metric == "bleu":
+            groups[result.variant.model, result.column, result.seed][result.variant.label] = result
+    labels = [against] if against is not None else [REFERENCE, AS_IT_IS]
+    lines = []
+    for group in groups.values():
+        reference = next((label for label in labels if label in group), None)
+        if reference is not None and len(group) > 1:
+            first = group.pop(reference)
+            lines += _paired_bootstrap([first, *group.values()])
+    if not lines:
+        raise RecipeError(
+            f"{folder} has no translations of one model, task and seed by {' or '.join(labels)} and by another; "
+            "choose what others are compared with by --against METHOD/STAGE"
+        )
+    return lines
+
+
+def _paired_bootstrap(results: Sequence[Result]) -> list[Line]:
+    """Compare results with the first of them."""
+    first = results[0]
+    folders = [Path(result.place).parent for result in results]
+    translation, task = first.recipe.get("translation") or {}, TASKS[first.column.name.split()[0]]
+    bleu = BLEU(tokenize="zh" if target_language(task, translation.get("target")) == "zh" else "13a")
+    lines: list[Line] = []
+    for split in _scored_splits(folders[0]):
+        references = _text_lines(folders[0] / f"{split}{REFERENCES}")
+        systems = [(folder.as_posix(), _translations(folder, split, references)) for folder in folders]
+        signatures, scores = PairedTest(systems, {"BLEU": bleu}, [references], test_type="bs")()
+        for result, score in zip(results, scores["BLEU"], strict=True):
+            is_other = result is not first
+            lines.append(
+                {
+                    "model": result.variant.model,
+                    "method": result.variant.method,
+                    "stage": result.variant.stage,
+                    "task": result.column.name,
+                    "split": split,
+                    "seed": result.seed,
+                    "score": float(score.score),
+                    "interval": float(score.ci),
+                    "difference": float(score.score - scores["BLEU"][0].score) if is_other else None,
+                    "p": float(score.p_value) if is_other else None,
+                    "reference": first.variant.label,
+                    "signature": str(signatures["BLEU"]),
+                }
+            )
+    for number, result in enumerate(results):
+        mean = fmean(line["score"] for line in lines[number :: len(results)])
+        if not abs(mean - result.score) < ROUNDING:
+            raise RecipeError(
+                f"{folders[number]} was scored {result.score:.2f}, and its translations are {mean:.2f}: they, or the "
+                "references beside them, are not those that were scored"
+            )
+    return lines
+
+
+def _scored_splits(folder: Path) -> list[str]:
+    """Return the splits with references that count for the score: the tests, or all where there is none."""
+    splits = sorted(path.name.removesuffix(REFERENCES) for path in folder.glob(f"*{REFERENCES}"))
+    if not splits:
+        raise RecipeError(
+            f"{folder} has no references beside its translations; write them to test{REFERENCES}, one a line"
+        )
+    return [split for split in splits if split.startswith("test")] or splits
+
+
+def _translations(folder: Path, split: str, references: Sequence[str]) -> list[str]:
+    """Return the translations of a split, which must have these references beside them."""
+    if _text_lines(folder / f"{split}{REFERENCES}") != references:
+        raise RecipeError(f"{folder} has other references in {split}{REFERENCES} than the run it is compared with")
+    written = _text_lines(folder / f"{split}.txt")
+    if len(written) != len(references):
+        raise RecipeError(f"{folder}/{split}.txt has {len(written)} lines, its references {len(references)}")
+    return written
+
+
+def _text_lines(path: Path) -> list[str]:
+    try:
+        return path.read_bytes().decode().removesuffix("\n").split("\n")  # splitlines splits at other characters too
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"cannot read the translations in {path}: {error}") from error

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from collab_compress.checkpoint.directory import atomic_directory
-from collab_compress.experiments.claims import (
+from collab_compress.experiments.comparison import REFERENCE, Estimate, estimate
+from collab_compress.experiments.figures import FIGURES
+from collab_compress.experiments.papers import (
     FAILS,
     HOLDS,
     OPEN,
     SEEDS,
     WITHDRAWN,
+    PaperRow,
+    PaperTable,
     Verdict,
     differences,
     judge,
@@ -21,14 +25,13 @@ from collab_compress.experiments.claims import (
     model_with_most,
     of_model,
     read_claims,
+    read_papers,
     readings,
     signed,
     tried,
     unit_of,
 )
-from collab_compress.experiments.comparison import REFERENCE, Estimate, estimate
-from collab_compress.experiments.figures import FIGURES
-from collab_compress.experiments.results import PaperRow, PaperTable, Result, read_papers
+from collab_compress.experiments.results import Result
 from collab_compress.report import Findings, Section, render_page
 from collab_compress.report.section import Cell, Column, Picture, Table, short
 
@@ -124,7 +127,7 @@ def _page(
             omitted[f"Ours beside {table.name}"] = lacking
     pictures: list[Picture] = []
     for figure in FIGURES[first.paper]:
-        found = figure.draw(results)
+        found = figure.pictures(results)
         pictures += found
         if not found:
             omitted[f"{figure.name}, {figure.shows}"] = f"needs: {figure.needs}"
@@ -199,9 +202,8 @@ def _claims(verdicts: Sequence[Verdict]) -> Table:
         difference = verdict.difference
         mean, count = (None, 0) if difference is None else (difference.mean, difference.count)
         low, high = (difference and difference.ends) or (None, None)
-        rows.append((
-            verdict.claim.says, verdict.found, verdict.where, verdict.compared, mean, low, high, count, verdict.model,
-        ))  # fmt: skip
+        outcome = (verdict.claim.says, verdict.outcome, verdict.where, verdict.compared)
+        rows.append((*outcome, mean, low, high, count, verdict.model))
     return Table("claims", "Claims", tuple(map(Column, columns)), tuple(rows))
 
 
@@ -212,7 +214,7 @@ def _index(
     rows: list[tuple[Cell, ...]] = []
     highlights = []
     for key, tables in papers.items():
-        found = Counter(verdict.found for verdict in verdicts[key])
+        found = Counter(verdict.outcome for verdict in verdicts[key])
         printed, ours = sum(len(table.rows) for table in tables), sum(1 for _ in _repeated(tables, results))
         lacking = sum(name.startswith("Figure") for name in pages[key].omitted)
         drawn = len(FIGURES[key]) - lacking

@@ -18,7 +18,7 @@ from collab_compress.errors import BusyError, CollabCompressError, RecipeError
 from collab_compress.experiments.measures import check_measures
 from collab_compress.experiments.protocol import run, summary
 from collab_compress.experiments.recipe import Recipe, expanded, parse, read_settings, set_field
-from collab_compress.experiments.trackers import check_trackers
+from collab_compress.experiments.tuning import check_trackers
 
 logger = logging.getLogger(__name__)
 Settings = dict[str, Any]

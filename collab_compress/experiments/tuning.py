@@ -1,10 +1,11 @@
-"""Fine-tune a workload's model with a Trainer, and evaluate it."""
+"""Fine-tune the model of a workload with a Trainer, and evaluate it."""
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,18 +14,22 @@ from typing import Any, get_args, get_type_hints
 from zipfile import BadZipFile, ZipFile
 
 import torch
-from datasets import DatasetDict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import (
+    TensorBoardCallback,
+    get_available_reporting_integrations,
+    get_reporting_integration_callbacks,
+)
 
 from collab_compress.checkpoint.directory import atomic_directory
 from collab_compress.checkpoint.pretrained import load_model
 from collab_compress.distributed import on_main_process
 from collab_compress.errors import CollabCompressError, RecipeError, one_line
 from collab_compress.experiments.batches import grouping
-from collab_compress.experiments.recipe import Tuning
-from collab_compress.experiments.record import discard, mark, write_record
+from collab_compress.experiments.outputs import write_record
+from collab_compress.experiments.recipe import Recipe, Tuning
 from collab_compress.experiments.sharding import (
     is_to_shard,
     keep_whole_checkpoints,
@@ -32,7 +37,6 @@ from collab_compress.experiments.sharding import (
     sharding,
     whole_weights,
 )
-from collab_compress.experiments.trackers import keep_logs, log_scores
 from collab_compress.experiments.workload import Workload
 from collab_compress.training import HeadSession, HeadTraining
 
@@ -40,102 +44,91 @@ logger = logging.getLogger(__name__)
 STATE = "trainer_state.json"  # written last
 STATE_FIELDS = {"global_step", "max_steps", "log_history", "best_model_checkpoint"}
 LOG = "log.json"
+CHECKPOINTS = "checkpoints"
 OPTIMIZERS = {False: "optimizer.pt", True: "optimizer.bin"}
-"""Whether FSDP shards the model → what the optimizer is saved as."""
+"""Whether FSDP shards the model → file of the optimizer's state."""
 CHECKPOINT_FILES = ((STATE,), tuple(OPTIMIZERS.values()), ("scheduler.pt",))
-"""Of each, a checkpoint that is whole has one."""
+"""A whole checkpoint has one file of each group."""
 EVALUATION = {
-    "per_device_eval_batch_size", "eval_accumulation_steps", "dataloader_num_workers", "dataloader_pin_memory",
-    "use_cpu", "disable_tqdm",
-}  # fmt: skip
-"""Training arguments that also hold while a model is evaluated; how it searches, `translation` of a recipe says."""
+    "per_device_eval_batch_size",
+    "eval_accumulation_steps",
+    "dataloader_num_workers",
+    "dataloader_pin_memory",
+    "use_cpu",
+    "disable_tqdm",
+}
+"""Training arguments that also hold during evaluation; generation is set by the recipe's `translation`."""
 POSITIVE = {"per_device_eval_batch_size", "gradient_accumulation_steps", "generation_num_beams"}
-PLAIN: dict[Any, Callable[[Any], bool]] = {
+CHECKS: dict[Any, Callable[[Any], bool]] = {
     NoneType: lambda value: value is None,
     bool: lambda value: isinstance(value, bool),
     int: lambda value: isinstance(value, int) and not isinstance(value, bool),
     float: lambda value: isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value),
     str: lambda value: isinstance(value, str),
 }
-"""Type of a training argument → whether a value is one."""
+"""Type of a training argument → whether a value has it."""
 
 
 @sharding(allowed=True)
-def fine_tune(
-    workload: Workload,
-    model: PreTrainedModel,
-    data: DatasetDict,
-    tokenizer: PreTrainedTokenizerBase,
-    tuning: Tuning,
-    folder: Path,
-) -> None:
-    """Fine-tune and save into `folder/model`, going on where an earlier run stopped.
+def fine_tune(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder: Path) -> None:
+    """Fine-tune a model in place and save it into `folder/model`, from the last checkpoint if there is one.
 
-    What the Trainer logged is kept in `folder/log.json`, with the seconds it took, null where it was interrupted.
+    The Trainer's log is written to `folder/log.json`, with the seconds of training, null if it was interrupted.
 
     Args:
-        workload: the task, and the recipe with what acts on heads.
-        model: what to train, in place.
-        data: encoded; split train.
-        tokenizer: pads, and is saved with the model.
-        tuning: how long and how.
-        folder: holds checkpoints while it runs, and logs.
+        workload: the task, and the recipe with the methods that act on heads.
+        model: is trained.
+        tuning: length and options.
+        folder: of the stage; holds checkpoints until the model is saved.
 
     Raises:
-        RecipeError: the training arguments are none, or no such tracker; the run that was interrupted sharded its
-            model and this one does not, or the other way round.
+        RecipeError: the training arguments are invalid, or the last checkpoint was sharded and this run does not
+            shard, or the reverse.
     """
-    checkpoints, recipe = folder / "checkpoints", workload.recipe
-    on_main_process(lambda: mark(checkpoints))
-    trainer = _trainer(workload, model, data, tokenizer, tuning, checkpoints, recipe.heads)
+    checkpoints, recipe = folder / CHECKPOINTS, workload.recipe
+    trainer = _trainer(workload, model, tuning, checkpoints, recipe.heads)
     keep_whole_checkpoints(trainer)
     keep_logs(trainer, recipe, folder)
     model_class, weights, seconds = type(model), None, None
     latest = on_main_process(lambda: last_checkpoint(checkpoints))
     best = trainer.args.load_best_model_at_end
-    chosen = None if latest is None else on_main_process(lambda: _chosen(latest, best))
-    if chosen is not None:  # killed before it was saved
-        trained, _ = load_model(model_class, chosen, dtype=model.dtype)
-        history = _state(chosen)["log_history"]
+    final = None if latest is None else on_main_process(lambda: _final_checkpoint(latest, best))
+    if final is not None:  # the run was killed between its last step and saving the model
+        trained, _ = load_model(model_class, final, dtype=model.dtype)
+        history = _state(final)["log_history"]
     else:
         if latest is not None:
             on_main_process(lambda: _check_optimizer(latest, trainer.is_fsdp_enabled))
-        with _writing(checkpoints):
+        with _naming_full_disks(checkpoints):
             done = trainer.train(resume_from_checkpoint=None if latest is None else str(latest))
         seconds, history = None if latest else done.metrics["train_runtime"], trainer.state.log_history
         trained, weights = trainer.accelerator.unwrap_model(trainer.model), whole_weights(trainer)
 
     def save() -> None:
-        made, state = trained, weights
+        saved, state = trained, weights
         if tuning.average > 1:
-            made, state = _averaged(model_class, trained.dtype, checkpoints, tuning.average), None
+            saved, state = _averaged(model_class, trained.dtype, checkpoints, tuning.average), None
         write_record(folder / LOG, {"seconds": seconds, "history": history})
         with atomic_directory(folder / "model") as directory:
-            made.save_pretrained(directory, state_dict=state)
-            tokenizer.save_pretrained(directory)
-        discard(checkpoints)
+            saved.save_pretrained(directory, state_dict=state)
+            workload.tokenizer.save_pretrained(directory)
+        shutil.rmtree(checkpoints, ignore_errors=True)
 
     on_main_process(save)
 
 
 @sharding(allowed=True)
-def rehearse(
-    workload: Workload,
-    model: PreTrainedModel,
-    data: DatasetDict,
-    tokenizer: PreTrainedTokenizerBase,
-    tuning: Tuning,
-) -> None:
-    """Set up a fine-tuning as `fine_tune` does, without a step of it, and leave nothing behind but alphas in `model`.
+def rehearse(workload: Workload, model: PreTrainedModel, tuning: Tuning) -> None:
+    """Set up a fine-tuning as `fine_tune` does, without a training step; only alphas stay in the model.
 
     Raises:
-        RecipeError: trainer, optimizer, schedule or data loader cannot be made with these settings.
-        HeadError: what acts on heads does not fit the model.
+        RecipeError: the trainer, optimizer, schedule or data loader cannot be made with these settings.
+        HeadError: a method that acts on heads does not fit the model.
     """
     heads = workload.recipe.heads
     try:
         with TemporaryDirectory() as folder:
-            trainer = _trainer(workload, model, data, tokenizer, tuning, Path(folder), heads)
+            trainer = _trainer(workload, model, tuning, Path(folder), heads)
             keep_whole_checkpoints(trainer)
             trainer.create_optimizer_and_scheduler(num_training_steps=1000)
             trainer.get_train_dataloader()
@@ -144,41 +137,35 @@ def rehearse(
             HeadSession(trainer.model, heads, trainer.optimizer, tuning.warmup).close()
     except CollabCompressError:
         raise
-    except Exception as error:
+    except Exception as error:  # whatever Transformers, Accelerate and PyTorch raise
         raise RecipeError(
             f"the fine-tuning cannot be set up with these settings: {type(error).__name__}: {one_line(error)}"
         ) from error
 
 
 @sharding(allowed=False)
-def evaluate(
-    workload: Workload,
-    model: PreTrainedModel,
-    data: DatasetDict,
-    tokenizer: PreTrainedTokenizerBase,
-    tuning: Tuning,
-    folder: Path,
-) -> dict[str, dict[str, float]]:
+def evaluate(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder: Path) -> dict[str, dict[str, float]]:
     """Return the task's metrics on each labelled split except the training data, in full precision.
 
     Each process has the whole model, whether training shards it or not.
     """
     kept = {name: value for name, value in tuning.arguments.items() if name in EVALUATION}
-    trainer = _trainer(workload, model, data, tokenizer, Tuning(arguments=kept), folder, precise=True)
-    results = {split: workload.score(trainer, split, data[split], folder) for split in workload.scored()}
+    trainer = _trainer(workload, model, Tuning(arguments=kept), folder)
+    results = {split: workload.score(trainer, split, workload.data[split], folder) for split in workload.scored()}
     log_scores(trainer, workload.recipe, folder, results)
-    on_main_process(lambda: discard(folder / "checkpoints"))  # where the process was killed after it saved the model
+    # they are still there if the process was killed after it saved the model
+    on_main_process(lambda: shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True))
     return results
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """Return the latest checkpoint that is whole; one that was being written when the process died is not."""
+    """Return the latest whole checkpoint; one that was being written when the process died is not whole."""
     checkpoints = whole_checkpoints(folder)
     return checkpoints[-1] if checkpoints else None
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints that are whole, in the order of their steps; damaged ones are logged as warnings."""
+    """Return the whole checkpoints in the order of their steps; log a warning for each damaged one."""
     checkpoints = []
     for path in folder.glob("checkpoint-*"):
         number = path.name.rpartition("-")[2]
@@ -188,7 +175,7 @@ def whole_checkpoints(folder: Path) -> list[Path]:
         if (damaged := _damaged_file(path)) is None:
             checkpoints.append((int(number), path))
         else:
-            logger.warning("%s is damaged and not used; earlier checkpoints are, or training starts anew", damaged)
+            logger.warning("%s is damaged; an earlier checkpoint is used, or training starts anew", damaged)
     return [path for _, path in sorted(checkpoints)]
 
 
@@ -212,13 +199,18 @@ def _damaged_file(checkpoint: Path) -> Path | None:
     return None
 
 
-def _chosen(checkpoint: Path, best: bool) -> Path | None:
-    """Return the checkpoint of the last training step; None if the given one is of another step."""
-    state = _state(checkpoint)
+def _final_checkpoint(latest: Path, best: bool) -> Path | None:
+    """Return the checkpoint whose weights are the result if training is complete, else None.
+
+    Args:
+        latest: the last checkpoint.
+        best: whether the best checkpoint is the result, not the last one.
+    """
+    state = _state(latest)
     if not state["global_step"] >= state["max_steps"] > 0:
         return None
     named = state["best_model_checkpoint"] if best else None
-    return checkpoint if named is None else checkpoint.parent / Path(named).name
+    return latest if named is None else latest.parent / Path(named).name
 
 
 def _state(checkpoint: Path) -> dict[str, Any]:
@@ -227,11 +219,7 @@ def _state(checkpoint: Path) -> dict[str, Any]:
 
 
 def _check_optimizer(checkpoint: Path, sharded: bool) -> None:
-    """Refuse a checkpoint that a trainer cannot go on from.
-
-    Raises:
-        RecipeError: the run that wrote it sharded its model and this one does not, or the other way round.
-    """
+    """Refuse a checkpoint that was written with FSDP if training goes on without it, and the reverse."""
     if not (checkpoint / OPTIMIZERS[sharded]).is_file():
         was, now = ("without", "with") if sharded else ("with", "without")
         raise RecipeError(
@@ -244,7 +232,7 @@ def _averaged(model_class: type[PreTrainedModel], dtype: torch.dtype, checkpoint
     """Return a model whose weights are the mean of the last checkpoints.
 
     Raises:
-        RecipeError: there are not as many checkpoints.
+        RecipeError: there are fewer checkpoints.
     """
     paths = whole_checkpoints(checkpoints)[-count:]
     if len(paths) < count:
@@ -263,26 +251,25 @@ def _averaged(model_class: type[PreTrainedModel], dtype: torch.dtype, checkpoint
 
 
 def _trainer(
-    workload: Workload,
-    model: PreTrainedModel,
-    data: DatasetDict,
-    tokenizer: PreTrainedTokenizerBase,
-    tuning: Tuning,
-    folder: Path,
-    heads: HeadTraining | None = None,
-    precise: bool = False,
+    workload: Workload, model: PreTrainedModel, tuning: Tuning, folder: Path, heads: HeadTraining | None = None
 ) -> Trainer:
+    """Return a trainer; without `heads` it evaluates in full precision."""
     arguments = training_arguments(workload, tuning, folder)
-    tokenizer = deepcopy(tokenizer)  # batches leave their padding in it, which would be saved with the model
-    if precise:
-        arguments.mixed_precision = "no"  # whatever `accelerate launch` was told
-    validation = next((rows for split, rows in data.items() if split.startswith("validation")), None)
+    if heads is None:
+        arguments.mixed_precision = "no"  # even under `accelerate launch --mixed_precision`
+    tokenizer, data = workload.new_tokenizer(), workload.data
     trainer: Trainer = grouping(workload.trainer_class, tuning.batch_tokens)(
-        model, arguments, train_dataset=data.get("train"), eval_dataset=validation, processing_class=tokenizer,
-        data_collator=workload.collator(model, tokenizer), head_training=heads, **workload.options(tokenizer),
-    )  # fmt: skip
+        model,
+        arguments,
+        train_dataset=data.get("train"),
+        eval_dataset=next((rows for split, rows in data.items() if split.startswith("validation")), None),
+        processing_class=tokenizer,
+        data_collator=workload.collator(model, tokenizer),
+        head_training=heads,
+        **workload.options(tokenizer),
+    )
     if not workload.recipe.progress:
-        trainer.remove_callback(PrinterCallback)  # which prints the logs where there is no bar
+        trainer.remove_callback(PrinterCallback)  # it prints the logs where there is no progress bar
     return trainer
 
 
@@ -290,31 +277,38 @@ def training_arguments(workload: Workload, tuning: Tuning, folder: Path) -> Trai
     """Return a trainer's arguments, checked as far as possible before training.
 
     Raises:
-        RecipeError: one is not known, or its value is none for it.
+        RecipeError: one is unknown, or its value is invalid.
     """
-    given: dict[str, Any] = {
-        "num_train_epochs": tuning.epochs, "max_steps": tuning.max_steps, "learning_rate": tuning.learning_rate,
-        "warmup_steps": tuning.warmup, "per_device_train_batch_size": tuning.batch_size,
-        "per_device_eval_batch_size": 64, "save_strategy": "epoch", "save_total_limit": tuning.average,
-        "report_to": list(workload.recipe.trackers) or "none", "logging_steps": 50,
-        "disable_tqdm": not workload.recipe.progress,
-        "dataloader_pin_memory": torch.accelerator.is_available(),
-        "use_cpu": not torch.accelerator.is_available(),  # said so, several processes meet on the CPU
-    }  # fmt: skip
+    recipe, has_accelerator = workload.recipe, torch.accelerator.is_available()
+    defaults: dict[str, Any] = {
+        "num_train_epochs": tuning.epochs,
+        "max_steps": tuning.max_steps,
+        "learning_rate": tuning.learning_rate,
+        "warmup_steps": tuning.warmup,
+        "per_device_train_batch_size": tuning.batch_size,
+        "per_device_eval_batch_size": 64,
+        "save_strategy": "epoch",
+        "save_total_limit": tuning.average,
+        "report_to": list(recipe.trackers) or "none",
+        "logging_steps": 50,
+        "disable_tqdm": not recipe.progress,
+        "dataloader_pin_memory": has_accelerator,
+        "use_cpu": not has_accelerator,  # without it, several processes could not communicate on the CPU
+    }
     if workload.task.kind == "regression" and tuning.arguments.get("label_smoothing_factor"):
         raise RecipeError(f"{workload.task.name} has scores, not classes; leave label_smoothing_factor out")
     refuse_deepspeed(tuning.arguments)
     hints = get_type_hints(workload.arguments_class)
     for name, value in tuning.arguments.items():
-        hint = bool if name == "fsdp" else hints.get(name)  # its hint is of a form that Transformers drops
-        kinds = set(get_args(hint) or (hint,))
-        if kinds <= PLAIN.keys() and not any(PLAIN[kind](value) for kind in kinds):
-            expected = " or ".join(sorted("null" if kind is NoneType else kind.__name__ for kind in kinds))
+        hint = bool if name == "fsdp" else hints.get(name)  # its hint allows strings, which are deprecated
+        types = set(get_args(hint) or (hint,))
+        if types <= CHECKS.keys() and not any(CHECKS[kind](value) for kind in types):
+            expected = " or ".join(sorted("null" if kind is NoneType else kind.__name__ for kind in types))
             raise RecipeError(f"training arguments: {name} is {value!r}; expected {expected}")
         if name in POSITIVE and isinstance(value, int) and value < 1:
             raise RecipeError(f"training arguments: {name} is {value}; expected at least 1")
     try:
-        arguments = workload.arguments_class(str(folder), seed=workload.recipe.seed, **(given | tuning.arguments))
+        arguments = workload.arguments_class(str(folder), seed=recipe.seed, **(defaults | tuning.arguments))
     except Exception as error:  # whatever Transformers, Accelerate and PyTorch raise
         raise RecipeError(f"training arguments: {one_line(error)}") from error
     if arguments.eval_strategy != "no" and not any(split.startswith("validation") for split in workload.texts):
@@ -327,13 +321,67 @@ def training_arguments(workload: Workload, tuning: Tuning, folder: Path) -> Trai
 
 
 @contextmanager
-def _writing(checkpoints: Path) -> Iterator[None]:
-    """Turn what is raised where a disk is full into one line."""
+def _naming_full_disks(checkpoints: Path) -> Iterator[None]:
+    """Raise what libraries raise when a disk is full as one line.
+
+    Raises:
+        RecipeError: a checkpoint cannot be written.
+    """
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        raise RecipeError(f"training stopped, cannot write {checkpoints}: {error}") from error
-    except RuntimeError as error:
-        if "PytorchStreamWriter" not in str(error) and "inline_container" not in str(error):
+    except (OSError, SafetensorError, RuntimeError) as error:
+        of_torch = any(name in str(error) for name in ("PytorchStreamWriter", "inline_container"))
+        if isinstance(error, RuntimeError) and not of_torch:
             raise
-        raise RecipeError(f"training stopped, cannot write {checkpoints}: {str(error).splitlines()[0]}") from error
+        raise RecipeError(f"training stopped, cannot write {checkpoints}: {one_line(error)}") from error
+
+
+def check_trackers(names: tuple[str, ...]) -> None:
+    """Refuse trackers that the Trainer does not know, or whose package is not installed.
+
+    Raises:
+        RecipeError: naming those that are available.
+    """
+    available = get_available_reporting_integrations()
+    for name in names:
+        if name not in available:
+            raise RecipeError(
+                f"no tracker {name!r} here; install its package, or set trackers to some of: "
+                f"{', '.join(available) or '[]'}"
+            )
+
+
+def keep_logs(trainer: Trainer, recipe: Recipe, folder: Path) -> list[TrainerCallback]:
+    """Name a trainer's run after the recipe and the stage, and let TensorBoard write into `folder/logs`.
+
+    Returns:
+        The callbacks of the recipe's trackers.
+    """
+    trainer.args.run_name = f"{recipe.task}-{recipe.method}-seed{recipe.seed}-{folder.name}"
+    classes = tuple(get_reporting_integration_callbacks(trainer.args.report_to))
+    reporting = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, classes)]
+    for callback in reporting:
+        if isinstance(callback, TensorBoardCallback):
+            callback.logging_dir = str(folder / "logs")
+    return reporting
+
+
+def log_scores(trainer: Trainer, recipe: Recipe, folder: Path, metrics: Mapping[str, Mapping[str, float]]) -> None:
+    """Log the metrics of a finished stage as the Trainer does, as eval/f1 and test/bleu, and end its run.
+
+    Args:
+        trainer: has evaluated the stage.
+        recipe: names the trackers.
+        folder: of the stage.
+        metrics: split → name → value.
+    """
+    logs: dict[str, float] = {}
+    for split, values in metrics.items():
+        prefix = split.replace("validation", "eval", 1)
+        logs |= {f"{prefix}_{name}": value for name, value in values.items()}
+    for callback in keep_logs(trainer, recipe, folder):
+        state = (trainer.args, trainer.state, trainer.control)
+        callback.on_log(*state, logs=dict(logs), model=trainer.model)
+        callback.on_train_end(*state, model=trainer.model, processing_class=trainer.processing_class)
+    if "wandb" in trainer.args.report_to:
+        sys.modules["wandb"].finish()  # otherwise the next stage would continue this run

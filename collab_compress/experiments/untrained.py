@@ -1,4 +1,4 @@
-"""Models that start from nothing: a tokenizer trained on the task's own texts, and untrained weights."""
+"""Untrained models, with a tokenizer trained on the task's own texts."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -27,26 +27,26 @@ from transformers import (
     set_seed,
 )
 
-from collab_compress.checkpoint.directory import atomic_directory
 from collab_compress.checkpoint.pretrained import load_config
 from collab_compress.conversion.from_scratch import FromScratch, from_config
 from collab_compress.errors import CheckpointError, RecipeError, one_line
-from collab_compress.experiments.record import mark
 from collab_compress.tasks import Task, train_tokenizer
 
 BATCH = 1000
 MOST_LAYERS = 10_000
-HEADS: dict[str, Any] = {
+MODEL_CLASSES: dict[str, Any] = {
     "translation": AutoModelForSeq2SeqLM,
     "language modelling": AutoModelForCausalLM,
     "masked language modelling": AutoModelForMaskedLM,
 }
+SIZES = ("layers", "width", "heads", "feed_forward", "dropout", "attention_dropout")
+"""Fields that a config replaces."""
 
 
 @dataclass(frozen=True)
 class Fresh:
     """An untrained model: Marian's encoder–decoder for translation, BERT otherwise, as a decoder for language
-    modelling, with a classifier where there are labels, or a head for spans; or what another model's config says.
+    modelling, with a classifier where there are labels; or what another model's config says.
     """
 
     config: str | dict[str, Any] | None = None
@@ -70,7 +70,7 @@ class Fresh:
     """Dropout of embeddings and of each layer's outputs."""
 
     attention_dropout: float = 0.0
-    """Dropout of attention weights."""
+    """Dropout of attention probabilities."""
 
     max_length: int = 512
     """Most tokens of a text."""
@@ -79,10 +79,10 @@ class Fresh:
     """Kind of tokenizer: bpe, unigram or word."""
 
     vocab_size: int | None = 8000
-    """Tokens at most; None for all words of "word"."""
+    """Most tokens of the vocabulary; None for all words of "word"."""
 
     lowercase: bool = False
-    """Whether texts are put in lower case."""
+    """Whether texts are lowercased."""
 
     attention: FromScratch | None = None
     """Collaborative attention from the start; dense if not given."""
@@ -91,10 +91,9 @@ class Fresh:
         for name in ("layers", "width", "heads", "max_length"):
             if getattr(self, name) < 1:
                 raise RecipeError(f"{name} is {getattr(self, name)}; expected at least 1")
-        sizes = ("layers", "width", "heads", "feed_forward", "dropout", "attention_dropout")
-        doubled = [f.name for f in fields(self) if f.name in sizes and getattr(self, f.name) != f.default]
-        if self.config is not None and doubled:
-            raise RecipeError(f"{doubled[0]} is what the config says; leave it or config out")
+        replaced = [f.name for f in fields(self) if f.name in SIZES and getattr(self, f.name) != f.default]
+        if self.config is not None and replaced:
+            raise RecipeError(f"{replaced[0]} is what the config says; leave it or config out")
         if self.width % self.heads:
             raise RecipeError(f"width {self.width} cannot be shared out evenly among {self.heads} heads")
 
@@ -103,43 +102,44 @@ def make_fresh(fresh: Fresh, task: Task, train: Dataset, seed: int, folder: Path
     """Save a tokenizer trained on a task's texts and an untrained model into `folder`.
 
     Args:
-        fresh: what the model is like.
+        fresh: settings of the model.
         task: decides the architecture, and the number of labels.
         train: texts, in the task's columns.
         seed: of the weights.
-        folder: where both are saved; must not exist.
+        folder: where both are saved.
 
     Raises:
         DataError: the tokenizer cannot be trained.
-        RecipeError: the config is none for the task.
+        RecipeError: the config does not fit the task.
     """
     tokenizer = train_tokenizer(
-        _texts(train, task.text_columns), fresh.vocab_size, fresh.tokenizer, lowercase=fresh.lowercase,
+        _texts(train, task.text_columns),
+        fresh.vocab_size,
+        fresh.tokenizer,
+        lowercase=fresh.lowercase,
         start=task.num_labels is not None,
         mask=task.kind == "masked language modelling",
-    )  # fmt: skip
+    )
     tokenizer.model_max_length = fresh.max_length
-    model_class, config = (_usual if fresh.config is None else _like)(fresh, task, tokenizer)
+    model_class, config = (_default if fresh.config is None else _from_config)(fresh, task, tokenizer)
     _check_size(model_class, config)
     set_seed(seed)
     model = model_class(config) if fresh.attention is None else from_config(config, fresh.attention, model_class)
     if task.kind == "translation":
-        model.generation_config.suppress_tokens = [tokenizer.pad_token_id]  # what a decoder starts with
-    with atomic_directory(folder) as directory:
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
-        mark(directory)
+        model.generation_config.suppress_tokens = [tokenizer.pad_token_id]  # the decoder's start token
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _check_size(model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
-    """Refuse a model that has too many layers to be built, or more parameters than memory holds."""
+    """Refuse a config that no model can be built from, and more parameters than memory holds."""
     for name, value in config.to_dict().items():
         if "layer" in name and isinstance(value, int) and value > MOST_LAYERS:
             raise RecipeError(f"the config of the fresh model has {name} {value}; expected at most {MOST_LAYERS}")
     try:
         with torch.device("meta"):
             size = 4 * model_class(config).num_parameters()
-    except Exception as error:  # fields of other families than ours, in any combination
+    except Exception as error:  # any family of Transformers raises its own
         raise RecipeError(f"no {model_class.__name__} can be built from the config: {one_line(error)}") from error
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if size > memory:
@@ -150,29 +150,31 @@ def _check_size(model_class: type[PreTrainedModel], config: PretrainedConfig) ->
 
 
 def _texts(rows: Dataset, columns: Iterable[str]) -> Iterator[str]:
-    """Go through the texts of one column after another, of which some are in memory at a time."""
+    """Yield the texts of one column after another, with a batch of them in memory at a time."""
     for name in columns:
         for batch in rows.select_columns([name]).iter(BATCH):
             yield from batch[name]
 
 
-def _like(
+def _from_config(
     fresh: Fresh, task: Task, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[type[PreTrainedModel], PretrainedConfig]:
-    """Adapt a config to another vocabulary; a decoder starts with the end token if it did before, else with padding.
+    """Return the task's model class, and the config with the vocabulary and special tokens of the tokenizer.
+
+    A decoder starts with the end token if it did before, else with padding.
 
     Raises:
-        RecipeError: it cannot be read, is that of a converted or quantized model, or its family does no such task.
+        RecipeError: it cannot be read, belongs to a converted or quantized model, or its family does no such task.
     """
     config = _described(fresh.config) if isinstance(fresh.config, dict) else _read(str(fresh.config))
-    family = HEADS.get(task.kind, AutoModelForSequenceClassification)._model_mapping
+    family = MODEL_CLASSES.get(task.kind, AutoModelForSequenceClassification)._model_mapping
     if type(config) not in family:
         name = "config" if isinstance(fresh.config, dict) else fresh.config
         raise RecipeError(f"{name} is a {config.model_type}, which Transformers has not for {task.kind}")
     tokens = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    for name, stand_in in (("cls_token_id", "bos_token_id"), ("sep_token_id", "eos_token_id")):
+    for name, source in (("cls_token_id", "bos_token_id"), ("sep_token_id", "eos_token_id")):
         if hasattr(config, name):
-            tokens[name] = tokens[stand_in]
+            tokens[name] = tokens[source]
     if config.is_encoder_decoder:
         ends = getattr(config, "decoder_start_token_id", None) == config.eos_token_id
         tokens["decoder_start_token_id"] = tokens["eos_token_id" if ends else "pad_token_id"]
@@ -180,8 +182,7 @@ def _like(
         tokens["forced_eos_token_id"] = tokens["eos_token_id"]
     if task.num_labels is not None:
         config.num_labels = task.num_labels
-    for name, value in {**tokens, "vocab_size": len(tokenizer)}.items():
-        setattr(config, name, value)
+    config.update({**tokens, "vocab_size": len(tokenizer)})
     return family[type(config)], config
 
 
@@ -195,24 +196,25 @@ def _read(source: str) -> PretrainedConfig:
     return config
 
 
-def _described(given: dict[str, Any]) -> PretrainedConfig:
-    """Build a config from its fields; one that the family does not have would have no effect, so it is refused."""
-    if (family := given.get("model_type")) not in CONFIG_MAPPING:
+def _described(settings: dict[str, Any]) -> PretrainedConfig:
+    """Return a config with these fields; one that the family does not have would have no effect, so it is refused."""
+    if (family := settings.get("model_type")) not in CONFIG_MAPPING:
         raise RecipeError(f"config says model_type {family!r}; expected a family of Transformers, such as llama")
-    kind = CONFIG_MAPPING[family]
-    unknown = given.keys() - kind().to_dict().keys() - kind.attribute_map.keys()
+    config_class = CONFIG_MAPPING[family]
+    unknown = settings.keys() - config_class().to_dict().keys() - config_class.attribute_map.keys()
     if unknown:
         raise RecipeError(f"the config of {family} has no field {min(unknown)}")
     try:
-        return kind(**{name: value for name, value in given.items() if name != "model_type"})
+        return config_class(**{name: value for name, value in settings.items() if name != "model_type"})
     except (TypeError, ValueError, StrictDataclassError) as error:
-        raise RecipeError(f"the config of {family}: {' '.join(str(error).split())}") from error
+        raise RecipeError(f"the config of {family}: {one_line(error)}") from error
 
 
-def _usual(
+def _default(
     fresh: Fresh, task: Task, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[type[PreTrainedModel], PretrainedConfig]:
-    inner = fresh.feed_forward or 4 * fresh.width
+    """Return Marian for translation, else BERT, with the sizes of the recipe."""
+    feed_forward = fresh.feed_forward or 4 * fresh.width
     deviation = fresh.width**-0.5  # Xavier's for square matrices; the usual 0.02 is too little for narrow models
     shared: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -223,19 +225,36 @@ def _usual(
     }
     if task.kind == "translation":
         return MarianMTModel, MarianConfig(
-            **shared, d_model=fresh.width, encoder_layers=fresh.layers, decoder_layers=fresh.layers,
-            encoder_attention_heads=fresh.heads, decoder_attention_heads=fresh.heads, encoder_ffn_dim=inner,
-            decoder_ffn_dim=inner, dropout=fresh.dropout, attention_dropout=fresh.attention_dropout,
-            activation_function="relu", scale_embedding=True, init_std=deviation,
-            decoder_start_token_id=tokenizer.pad_token_id, forced_eos_token_id=tokenizer.eos_token_id,
-        )  # fmt: skip
-    bert = {
-        **shared, "hidden_size": fresh.width, "num_hidden_layers": fresh.layers, "num_attention_heads": fresh.heads,
-        "intermediate_size": inner, "hidden_dropout_prob": fresh.dropout,
-        "attention_probs_dropout_prob": fresh.attention_dropout, "initializer_range": deviation,
-    }  # fmt: skip
+            **shared,
+            d_model=fresh.width,
+            encoder_layers=fresh.layers,
+            decoder_layers=fresh.layers,
+            encoder_attention_heads=fresh.heads,
+            decoder_attention_heads=fresh.heads,
+            encoder_ffn_dim=feed_forward,
+            decoder_ffn_dim=feed_forward,
+            dropout=fresh.dropout,
+            attention_dropout=fresh.attention_dropout,
+            activation_function="relu",
+            scale_embedding=True,
+            init_std=deviation,
+            decoder_start_token_id=tokenizer.pad_token_id,
+            forced_eos_token_id=tokenizer.eos_token_id,
+        )
+    config = BertConfig(
+        **shared,
+        hidden_size=fresh.width,
+        num_hidden_layers=fresh.layers,
+        num_attention_heads=fresh.heads,
+        intermediate_size=feed_forward,
+        hidden_dropout_prob=fresh.dropout,
+        attention_probs_dropout_prob=fresh.attention_dropout,
+        initializer_range=deviation,
+    )
     if task.kind == "language modelling":
-        return BertLMHeadModel, BertConfig(**bert, is_decoder=True, use_cache=False)
+        config.update({"is_decoder": True, "use_cache": False})
+        return BertLMHeadModel, config
     if task.kind == "masked language modelling":
-        return BertForMaskedLM, BertConfig(**bert)
-    return BertForSequenceClassification, BertConfig(**bert, num_labels=task.num_labels)
+        return BertForMaskedLM, config
+    config.num_labels = task.num_labels
+    return BertForSequenceClassification, config

@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,9 +31,9 @@ from transformers import (
 from collab_compress.checkpoint import pretrained
 from collab_compress.checkpoint.directory import has_tokenizer, write_atomically
 from collab_compress.checkpoint.pretrained import load_config
-from collab_compress.distributed import process_state
+from collab_compress.distributed import on_every_process, on_main_process, process_state
 from collab_compress.errors import CheckpointError, RecipeError
-from collab_compress.experiments.recipe import Recipe, Tuning
+from collab_compress.experiments.recipe import Recipe
 from collab_compress.metrics import Metric, load_metric, token_losses
 from collab_compress.tasks import (
     TASKS,
@@ -45,43 +46,63 @@ from collab_compress.tasks import (
 )
 from collab_compress.training import HeadSeq2SeqTrainer, HeadTrainer
 
+MASK_SEED = 0
+"""Seed of the masked tokens that are scored, whatever the recipe's seed is."""
+
+REFERENCES = ".ref.txt"
+"""Ending of the file of references beside the translations of a split."""
+
 
 class Workload(ABC):
-    """A recipe's task, loaded.
+    """The task of a recipe, with its texts.
 
     Args:
-        recipe: of the experiment.
+        recipe: the experiment.
 
     Raises:
-        DataError: the data are not there, or malformed.
+        DataError: the data are missing or malformed.
     """
 
     model_class: ClassVar[Any]
     trainer_class: ClassVar[type[Trainer]] = HeadTrainer
     arguments_class: ClassVar[type[TrainingArguments]] = TrainingArguments
+    tokenizer: PreTrainedTokenizerBase
+    """The tokenizer as it is saved with models; set once the model to start from is known."""
+    data: DatasetDict
+    """The encoded splits, by `encode_splits`."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        languages = recipe.translation
-        self.progress = recipe.progress and process_state().is_main_process
+        self.task: Task = TASKS[recipe.task]
+        progress = recipe.progress and process_state().is_main_process
+        self.encoding: dict[str, Any] = {"progress": progress, "num_proc": recipe.num_proc}
         self.texts: DatasetDict = load_task(
-            recipe.task, recipe.data_dir, source=languages.source, target=languages.target, files=recipe.files,
-            train=recipe.trains, progress=self.progress, num_proc=recipe.num_proc,
-        )  # fmt: skip
-        self.work: dict[str, Any] = {"progress": self.progress, "num_proc": recipe.num_proc}
+            recipe.task,
+            recipe.data_dir,
+            source=recipe.translation.source,
+            target=recipe.translation.target,
+            files=recipe.files,
+            train=recipe.trains,
+            **self.encoding,
+        )
         self.metric: Metric = load_metric(self.task.metric, **self.metric_options())
 
-    @property
-    def task(self) -> Task:
-        """The task."""
-        return TASKS[self.recipe.task]
+    def encode_splits(self) -> None:
+        """Encode all splits into `data`; all processes call it together."""
+        if self.recipe.num_proc is not None and process_state().num_processes > 1:
+            on_main_process(lambda: bool(self.encode(self.texts)))  # once, into the cache of `datasets`
+        self.data = on_every_process(lambda: self.encode(self.texts))
+
+    def new_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return a copy of the tokenizer: padding and truncation change it, and that would be saved."""
+        return deepcopy(self.tokenizer)
 
     def load_model(self, directory: str | Path, trained: bool = True) -> PreTrainedModel:
         """Load a model with a head for the task.
 
         Args:
             directory: of the model.
-            trained: whether the head must be there; otherwise it is drawn with the seed.
+            trained: whether the checkpoint must have the head's weights; otherwise they are drawn with the seed.
 
         Raises:
             RecipeError: weights are missing, or the model does not fit the task or the recipe.
@@ -90,15 +111,15 @@ class Workload(ABC):
         chosen = self.recipe.attn_implementation
         attention = {} if chosen is None else {"attn_implementation": chosen}
         try:
-            model, found = pretrained.load_model(
+            model, info = pretrained.load_model(
                 self.model_class, directory, dtype=torch.float32, **attention, **self.head()
             )
         except CheckpointError as error:
             raise RecipeError(f"{directory} cannot be loaded for {self.task.name}: {error}") from error
-        if trained and found["missing_keys"]:
+        if trained and info["missing_keys"]:
             raise RecipeError(
                 f"{directory} was not trained for {self.task.name}: it lacks weights, such as "
-                f"{min(found['missing_keys'])}; give tuning"
+                f"{min(info['missing_keys'])}; give tuning"
             )
         return model
 
@@ -111,43 +132,43 @@ class Workload(ABC):
         return {}
 
     @abstractmethod
-    def encode(self, texts: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
-        """Turn texts into rows of tokens and labels."""
+    def encode(self, texts: DatasetDict) -> DatasetDict:
+        """Return token ids and labels."""
 
     @abstractmethod
     def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
         """Return the data collator."""
 
     def scored(self) -> list[str]:
-        """Name the splits that have labels, but for the training data."""
-        return [name for name, rows in self.texts.items() if name != "train" and _labelled(rows)]
+        """Return the names of the splits with labels, except the training data."""
+        return [name for name, rows in self.texts.items() if name != "train" and _is_labelled(rows)]
 
     def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Return further options of the trainer, such as `compute_metrics`."""
         return {"compute_metrics": self.compute_metrics}
 
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        """Score what the model predicted for a split."""
+        """Return the scores of the predictions for a split."""
         raise NotImplementedError
 
     def score(self, trainer: Trainer, split: str, rows: Dataset, folder: Path) -> dict[str, float]:
-        """Score a trainer's model on a split.
+        """Return the scores of a trainer's model on a split.
 
         Args:
-            trainer: its model is scored.
+            trainer: holds the model.
             split: name of the split.
-            rows: encoded.
-            folder: where predictions worth reading are kept.
+            rows: the encoded split.
+            folder: where translations are written.
         """
-        found = trainer.predict(rows, metric_key_prefix="").metrics
-        return {name: found[f"_{name}"] for name in self.metric.scores}
+        metrics = trainer.predict(rows, metric_key_prefix="").metrics
+        return {name: metrics[f"_{name}"] for name in self.metric.scores}
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer; Transformers makes one without words where a directory has none.
+    """Load a model's tokenizer.
 
     Raises:
-        RecipeError: there is none.
+        RecipeError: there is none; Transformers would make one without vocabulary.
     """
     if Path(source).is_dir() and not has_tokenizer(Path(source)):
         raise RecipeError(f"{source} has no tokenizer; save it there too, by tokenizer.save_pretrained")
@@ -158,12 +179,12 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _labelled(rows: Dataset) -> bool:
+def _is_labelled(rows: Dataset) -> bool:
     return "label" not in rows.column_names or (bool(len(rows)) and min(rows["label"]) >= 0)
 
 
 class Classification(Workload):
-    """Scored by the task's own metrics."""
+    """Classification and regression, scored by the task's own metrics."""
 
     model_class = AutoModelForSequenceClassification
 
@@ -178,56 +199,56 @@ class Classification(Workload):
         }
 
     def load_model(self, directory: str | Path, trained: bool = True) -> PreTrainedModel:
-        """Load a model whose classes are in the task's order.
+        """Load a model; if it is trained, its classes must be in the task's order.
 
         Raises:
-            RecipeError: also if they are in another.
+            RecipeError: also if they are in another order.
         """
         if trained and self.task.kind == "classification":
             try:
-                names = load_config(directory).label2id
+                numbers = load_config(directory).label2id
             except CheckpointError as error:
                 raise RecipeError(f"{directory} cannot be loaded for {self.task.name}: {error}") from error
-            order = [label.lower() for label in sorted(names, key=names.__getitem__)]
-            wanted = [label.lower() for label in self.task.labels]
-            if order != wanted and sorted(order) == sorted(wanted):
+            order = [label.lower() for label in sorted(numbers, key=numbers.__getitem__)]
+            expected = [label.lower() for label in self.task.labels]
+            if order != expected and sorted(order) == sorted(expected):
                 raise RecipeError(
                     f"{directory} has its classes in the order {', '.join(order)}; {self.task.name} has "
-                    f"{', '.join(wanted)}"
+                    f"{', '.join(expected)}"
                 )
         return super().load_model(directory, trained)
 
-    def encode(self, texts: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
-        """Encode texts, or pairs of them, with their labels."""
-        return encode_classification(texts, tokenizer, max_length=self.recipe.max_length, **self.work)
+    def encode(self, texts: DatasetDict) -> DatasetDict:
+        """Return texts, or pairs of them, with their labels."""
+        return encode_classification(texts, self.new_tokenizer(), max_length=self.recipe.max_length, **self.encoding)
 
     def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
-        """Pad texts to the longest of a batch."""
+        """Return a collator that pads to the longest text of a batch."""
         return DataCollatorWithPadding(tokenizer)
 
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        """Score the likeliest classes, or the regression's outputs; NaN where outputs are not finite."""
+        """Return the metrics of the likeliest classes, or of the regression; NaN if a logit is not finite."""
         logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
-        if not np.isfinite(logits).all():  # the first class would be the likeliest
+        if not np.isfinite(logits).all():  # argmax would choose the first class
             return dict.fromkeys(self.metric.scores, math.nan)
         predicted = np.squeeze(logits, -1) if self.task.kind == "regression" else logits.argmax(-1)
-        found: dict[str, float] = self.metric.compute(predictions=predicted, references=prediction.label_ids)
-        return found
+        scores: dict[str, float] = self.metric.compute(predictions=predicted, references=prediction.label_ids)
+        return scores
 
 
 class TokenModel(Workload):
     """Scored by perplexity over all labels of a split."""
 
     shift: ClassVar[bool]
-    """Whether a position predicts the next label, not its own."""
+    """Whether a position predicts the label of the next one."""
 
     def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Reduce the logits of a row to two numbers, so that they need not be kept."""
+        """Reduce the logits of each row to its loss and number of labels before they are gathered."""
         return {**super().options(tokenizer), "preprocess_logits_for_metrics": partial(_losses, shift=self.shift)}
 
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        """Score the sums of the rows' losses."""
-        return _of_losses(self.metric, prediction.predictions)
+        """Return the perplexity."""
+        return _perplexity(self.metric, prediction.predictions)
 
 
 class LanguageModel(TokenModel):
@@ -237,10 +258,10 @@ class LanguageModel(TokenModel):
     model_class = AutoModelForCausalLM
 
     def load_model(self, directory: str | Path, trained: bool = True) -> PreTrainedModel:
-        """Load a model that sees no tokens but those before the one it predicts.
+        """Load a causal model.
 
         Raises:
-            RecipeError: also if it sees others, as an encoder does.
+            RecipeError: also if a logit depends on a later token, as in an encoder.
         """
         model = super().load_model(directory, trained)
         tokens = torch.tensor([[0, 1, 2, 0], [0, 1, 2, 1]], device=model.device)
@@ -252,94 +273,95 @@ class LanguageModel(TokenModel):
             )
         return model
 
-    def encode(self, texts: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
-        """Cut running text into blocks."""
-        return encode_language_model(texts, tokenizer, length=self.recipe.max_length, **self.work)
+    def encode(self, texts: DatasetDict) -> DatasetDict:
+        """Return running text cut into blocks."""
+        return encode_language_model(texts, self.new_tokenizer(), length=self.recipe.max_length, **self.encoding)
 
     def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
-        """Pad tokens and labels to the longest of a batch."""
+        """Return a collator that pads tokens and labels to the longest of a batch."""
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token  # labels are padded with −100, so it is never predicted as such
         return DataCollatorForSeq2Seq(tokenizer)
 
 
 class MaskedLanguageModel(TokenModel):
-    """Scored over 15 % of a split's tokens, the same ones in every run; masked anew in every epoch of training."""
+    """Scored over 15 % of a split's tokens, the same in every run; training data are masked anew in each epoch."""
 
     shift = False
     model_class = AutoModelForMaskedLM
 
-    def encode(self, texts: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
-        """Cut running text into blocks, and mask those that are scored."""
-        found = {}
+    def encode(self, texts: DatasetDict) -> DatasetDict:
+        """Return running text cut into blocks, with masks where it is scored."""
+        encoded = {}
         for split, rows in texts.items():
-            seed = None if split == "train" else MASKS
-            found[split] = encode_masked_language_model(
-                rows, tokenizer, length=self.recipe.max_length, seed=seed, **self.work
+            encoded[split] = encode_masked_language_model(
+                rows,
+                self.new_tokenizer(),
+                length=self.recipe.max_length,
+                seed=None if split == "train" else MASK_SEED,
+                **self.encoding,
             )
-        return DatasetDict(found)
+        return DatasetDict(encoded)
 
     def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
-        """Mask rows that have no labels yet, and pad them to the longest of a batch."""
+        """Return a collator that masks rows without labels, and pads to the longest of a batch."""
         mask, pad = DataCollatorForLanguageModeling(tokenizer), DataCollatorForSeq2Seq(tokenizer)
-        return partial(_masked, mask, pad)
+        return partial(_pad_or_mask, pad, mask)
 
 
-def _losses(logits: Tensor | tuple[Tensor, ...], labels: Tensor, *, shift: bool) -> Tensor:
-    return token_losses(logits[0] if isinstance(logits, tuple) else logits, labels, shift=shift)
-
-
-def _of_losses(metric: Metric, losses: np.ndarray) -> dict[str, float]:
-    """Score what `_losses` left of each row."""
-    found: dict[str, float] = metric.compute(predictions=losses[:, 0], references=losses[:, 1].astype(int))
-    return found
-
-
-MASKS = 0  # seed of the masks that are scored, whatever the recipe's seed is
-
-
-def _masked(mask: Any, pad: Any, rows: list[dict[str, Any]]) -> Any:
+def _pad_or_mask(pad: Any, mask: Any, rows: list[dict[str, Any]]) -> Any:
     return pad(rows) if "labels" in rows[0] else mask(rows)
 
 
-REFERENCES = ".ref.txt"  # after the name of a split
+def _losses(logits: Tensor | tuple[Tensor, ...], labels: Tensor, *, shift: bool) -> Tensor:
+    """Return the summed loss and the number of labels of each row; (rows, 2)."""
+    return token_losses(logits[0] if isinstance(logits, tuple) else logits, labels, shift=shift)
+
+
+def _perplexity(metric: Metric, losses: np.ndarray) -> dict[str, float]:
+    scores: dict[str, float] = metric.compute(predictions=losses[:, 0], references=losses[:, 1].astype(int))
+    return scores
 
 
 def target_language(task: Task, target: str | None) -> str:
-    """Name the language that a task translates to, or the one that is asked for, without its country."""
+    """Return the language that is translated to, without its country: the given one, or the task's own."""
     return (target or (task.languages or ("", ""))[1]).partition("_")[0]
 
 
 class Translation(Workload):
-    """Scored by sacreBLEU against the reference as it is written, not as its tokens spell it; and its perplexity."""
+    """Scored by sacreBLEU against the references as written, and by their perplexity."""
 
     model_class = AutoModelForSeq2SeqLM
     trainer_class = HeadSeq2SeqTrainer
     arguments_class = Seq2SeqTrainingArguments
 
     def load_model(self, directory: str | Path, trained: bool = True) -> PreTrainedModel:
-        """Load a model that searches as the recipe says."""
+        """Load a model that generates with the recipe's beams, length penalty and length."""
         model = super().load_model(directory, trained)
         search = self.recipe.translation
-        most = getattr(model.config, "max_position_embeddings", None)
-        if most is not None and search.max_length > most:
-            raise RecipeError(f"translation.max_length is {search.max_length}; the model has positions for {most}")
+        positions = getattr(model.config, "max_position_embeddings", None)
+        if positions is not None and search.max_length > positions:
+            raise RecipeError(
+                f"translation.max_length is {search.max_length}; the model has positions for {positions}"
+            )
         model.generation_config.update(
             num_beams=search.beams, length_penalty=search.length_penalty, max_length=search.max_length
         )
         return model
 
-    def encode(self, texts: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
-        """Encode sentences, with their translations as labels."""
+    def encode(self, texts: DatasetDict) -> DatasetDict:
+        """Return sentences, with their translations as labels."""
         length = self.recipe.max_length
-        return encode_translation(texts, tokenizer, max_source_length=length, max_target_length=length, **self.work)
+        return encode_translation(
+            texts, self.new_tokenizer(), max_source_length=length, max_target_length=length, **self.encoding
+        )
 
     def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
-        """Pad sentences and labels to the longest of a batch, and shift labels for the decoder."""
+        """Return a collator that pads, and shifts labels for the decoder."""
         return DataCollatorForSeq2Seq(tokenizer, model)
 
     def metric_options(self) -> dict[str, Any]:
-        """Split Chinese into characters, which have no spaces between words."""
+        """Split Chinese into characters; it has no spaces between words."""
         return {"tokenize": "zh"} if self._target == "zh" else {}
 
     @property
@@ -347,11 +369,10 @@ class Translation(Workload):
         return target_language(self.task, self.recipe.translation.target)
 
     def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Compute no metric in training, for the search takes long, unless `predict_with_generate` asks for it."""
-        tuning = self.recipe.tuning or Tuning()
-        if not tuning.arguments.get("predict_with_generate"):
+        """Compute BLEU during training only if `predict_with_generate` asks for it: generation is slow."""
+        if self.recipe.tuning is None or not self.recipe.tuning.arguments.get("predict_with_generate"):
             return {}
-        split = next(name for name in self.texts if name.startswith("validation"))  # the one that a trainer is given
+        split = next(name for name in self.texts if name.startswith("validation"))  # the trainer's eval_dataset
 
         def bleu(prediction: EvalPrediction) -> dict[str, float]:
             written = self._read(prediction.predictions, tokenizer, split)
@@ -362,29 +383,28 @@ class Translation(Workload):
     def _read(self, tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase, split: str) -> list[str]:
         """Return the translations of a split, without rows repeated to fill the last batches."""
         tokens = tokens[: len(self.texts[split])]
-        read: list[str] = tokenizer.batch_decode(
-            np.where(tokens < 0, tokenizer.pad_token_id, tokens), skip_special_tokens=True
-        )
-        return read
+        tokens = np.where(tokens < 0, tokenizer.pad_token_id, tokens)
+        written: list[str] = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        return written
 
     def score(self, trainer: Trainer, split: str, rows: Dataset, folder: Path) -> dict[str, float]:
-        """Translate a split, keep the translations in `folder/SPLIT.txt`, references beside them, and score them.
+        """Translate and score a split; write `folder/SPLIT.txt`, and the references beside it.
 
-        The perplexity is that of the references' tokens, ends of sentences included, each after those before it.
-        German has BLEU with compounds split too.
+        The perplexity is over the tokens of the references, ends of sentences included. German also has BLEU with
+        compounds split.
         """
+        references = self.texts[split]["target"]
         trainer.args.predict_with_generate = True
         trainer.compute_metrics = trainer.preprocess_logits_for_metrics = None
         written = self._read(trainer.predict(rows).predictions, trainer.processing_class, split)
         if trainer.is_world_process_zero():
-            for ending, lines in ((".txt", written), (REFERENCES, self.texts[split]["target"])):
+            for ending, lines in ((".txt", written), (REFERENCES, references)):
                 write_atomically(folder / f"{split}{ending}", "".join(f"{line}\n" for line in lines))
-        found = self.metric.compute(predictions=written, references=self.texts[split]["target"])
+        bleu = self.metric.compute(predictions=written, references=references)
+        scores = {name: bleu[name] for name in ("bleu", "brevity_penalty", "length_ratio")}
+        if self._target == "de":
+            scores |= load_metric("bleu-compounds-split").compute(predictions=written, references=references)
         trainer.args.predict_with_generate = False
         trainer.preprocess_logits_for_metrics = partial(_losses, shift=False)
-        known = _of_losses(load_metric("perplexity"), trainer.predict(rows).predictions[: len(rows)])
-        scores = {name: found[name] for name in ("bleu", "brevity_penalty", "length_ratio")}
-        if self._target == "de":
-            split_up = load_metric("bleu-compounds-split")
-            scores |= split_up.compute(predictions=written, references=self.texts[split]["target"])
-        return {**scores, "perplexity": known["perplexity"]}
+        losses = trainer.predict(rows).predictions[: len(rows)]
+        return {**scores, "perplexity": _perplexity(load_metric("perplexity"), losses)["perplexity"]}

@@ -17,7 +17,7 @@ from collab_compress_cli.start import COMMANDS
 from collab_compress.architectures import KINDS
 from collab_compress.attention import FORMS
 from collab_compress.experiments import Recipe, Sweep
-from collab_compress.experiments.results import read_papers
+from collab_compress.experiments.papers import read_papers
 from collab_compress.options import SECTION_NAMES, Method
 from collab_compress.report import SECTIONS
 from collab_compress.tasks import TASKS

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.claims import (
+from collab_compress.experiments.papers import (
     FAILS,
     HOLDS,
     OPEN,
@@ -18,10 +18,11 @@ from collab_compress.experiments.claims import (
     Claim,
     judge,
     read_claims,
+    read_papers,
     readings,
     tried,
 )
-from collab_compress.experiments.results import read_papers, read_results
+from collab_compress.experiments.results import read_results
 from collab_compress.tasks import TASKS
 
 CLAIM = Claim("Heads are better.", ("mrpc",), "drophead", "plain")
@@ -80,22 +81,22 @@ def test_verdicts_are_those_of_the_paired_t_test(write, ours, expected, by):
         low = high = 0.0
     assert found.difference.mean - found.difference.interval == pytest.approx(low)
     assert found.difference.mean + found.difference.interval == pytest.approx(high)
-    assert found.found == (HOLDS if low > by else FAILS if high <= by else OPEN)
+    assert found.outcome == (HOLDS if low > by else FAILS if high <= by else OPEN)
     if by == 0:
-        assert found.found == expected
+        assert found.outcome == expected
 
 
 @pytest.mark.parametrize(("expect", "verdicts"), [("better", FAILS), ("higher", HOLDS), ("lower", FAILS)])
 def test_lower_perplexity_is_better(write, expect, verdicts):
     write("plain", [100.0, 104.0, 99.0], task="ptb")
     path = write("drophead", [110.1, 114.0, 109.0], task="ptb")
-    assert verdict(path, replace(CLAIM, tasks=("ptb",), expect=expect)).found == verdicts
+    assert verdict(path, replace(CLAIM, tasks=("ptb",), expect=expect)).outcome == verdicts
 
 
 def test_fewer_than_three_seeds_tell_nothing(write):
     write("plain", [80.0, 82.0])
     found = verdict(write("drophead", [90.0, 92.1, 95.0]))
-    assert (found.found, found.difference.count) == (OPEN, 2)
+    assert (found.outcome, found.difference.count) == (OPEN, 2)
     assert found.sentence.endswith("2 seeds; a verdict takes 3).")
     assert (
         "No seed has records of both sides" in verdict(write("hsic", [1.0]), replace(CLAIM, than="hsic/dk8")).sentence
@@ -105,14 +106,14 @@ def test_fewer_than_three_seeds_tell_nothing(write):
 def test_a_withdrawn_claim_has_a_reason_in_place_of_a_verdict(write):
     write("plain", [80.0, 82.0, 81.0])
     found = verdict(write("drophead", [81.0, 83.2, 82.1]), replace(CLAIM, withdrawn="The weight was wrong."))
-    assert found.found == WITHDRAWN
+    assert found.outcome == WITHDRAWN
     assert found.sentence == "Withdrawn: Heads are better. The weight was wrong."
     assert tried([found]) == [found]
 
 
 def test_what_is_no_number_tells_nothing(write):
     write("plain", [80.0, 82.0, 81.0])
-    assert verdict(write("drophead", [90.0, math.nan, 92.0])).found == OPEN
+    assert verdict(write("drophead", [90.0, math.nan, 92.0])).outcome == OPEN
 
 
 def test_the_mean_is_over_tasks_of_one_seed(write):
@@ -135,9 +136,9 @@ def test_models_do_not_mix_and_the_one_with_most_pairs_counts(write):
     write("drophead", [90.0], model="other")
     path = write("drophead", [81.0, 83.2, 82.1])
     found = verdict(path)
-    assert (found.model, found.difference.count, found.found) == ("minilm", 3, HOLDS)
+    assert (found.model, found.difference.count, found.outcome) == ("minilm", 3, HOLDS)
     found = verdict(path, replace(CLAIM, model="other"))
-    assert (found.model, found.difference.mean, found.found) == ("other", 80.0, OPEN)
+    assert (found.model, found.difference.mean, found.outcome) == ("other", 80.0, OPEN)
     assert verdict(path, replace(CLAIM, model="another")).difference is None
 
 
@@ -145,7 +146,7 @@ def test_stages_are_told_apart(write):
     write("plain", [80.0, 82.0, 81.0])
     path = write("plain", [79.0, 80.9, 79.9], stage="dk128")
     found = verdict(path, replace(CLAIM, method="plain/dk128"))
-    assert found.found == FAILS
+    assert found.outcome == FAILS
     assert found.sentence.startswith(
         "Does not hold: Heads are better. plain/dk128 − plain is −1.07 points on mrpc (95 % "
     )
@@ -208,7 +209,7 @@ def test_what_stands_beside_the_papers_is_known():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "cannot read the papers' claims"),
+        ("a: [", "cannot read .*claims.yaml"),
         ("a: 3", "is not laid out as the papers' claims are"),
         ("a: [{says: b, tasks: [mrpc], method: c}]", "a claim of a: .*than"),
         ("a: [{says: b., tasks: [mrpc], method: c, than: d, of: e}]", "'e' is no quantity; expected one of score"),

@@ -10,7 +10,7 @@ from datasets import Dataset, DatasetDict
 
 from collab_compress.errors import RecipeError
 from collab_compress.experiments import Recipe, Tuning, run
-from collab_compress.experiments.record import hub_commits
+from collab_compress.experiments.outputs import hub_commits
 from collab_compress.options import Compression
 
 COMMITS = {"v1": "1" * 40, "v2": "2" * 40}

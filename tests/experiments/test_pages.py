@@ -14,7 +14,8 @@ from scipy import stats
 from collab_compress.errors import CollabCompressError
 from collab_compress.experiments.figures import FIGURES
 from collab_compress.experiments.pages import paper_pages, write_pages
-from collab_compress.experiments.results import read_papers, read_results
+from collab_compress.experiments.papers import read_papers
+from collab_compress.experiments.results import read_results
 
 PAPERS = tuple(dict.fromkeys(table.paper for table in read_papers()))
 SWEEPS = Path(__file__).parents[2] / "glue_runs" / "sweeps"

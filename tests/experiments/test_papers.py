@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.results import PAPERS, PaperRow, read_papers, select_tables
+from collab_compress.experiments.papers import PAPERS, PaperRow, read_papers, select_tables
 from collab_compress.tasks import TASKS
 
 ROOT = Path(__file__).parents[2]
@@ -176,7 +176,7 @@ def test_choosing():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "cannot read the papers' numbers"),
+        ("a: [", "cannot read .*papers.yaml"),
         ("a: {title: A, source: B}", "is not laid out as the papers' numbers are: 'tables'"),
         ("a: {tables: {T: {columns: {x: y}, rows: [{model: m, scores: [1, 2]}]}}}", "a, T, m: 2 scores; expected 1"),
         ("a: {title: A, source: B, tables: {T: {columns: {}, rows: [], nots: x}}}", "'nots'"),

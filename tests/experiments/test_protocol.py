@@ -67,7 +67,7 @@ def test_ranks_share_the_dense_model(start, data_dir, tmp_path):
         record = evaluated(tmp_path / "out" / stage / "model", data_dir, tmp_path / stage)
         assert (record["stage"], record["metrics"]) == ("given", first[0]["metrics"])
         assert {path.name for path in (tmp_path / stage).iterdir()} == {
-            "recipe.json", "given", ".collab-experiment.json",
+            "given", ".collab-experiment.json",
         }  # fmt: skip
 
 

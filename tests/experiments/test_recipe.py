@@ -1,4 +1,3 @@
-import os
 from pathlib import Path
 
 import pytest
@@ -74,11 +73,8 @@ def test_every_recipe_in_the_repository_reads():
         ("heads.penalties=[{name: q}]", "unknown loss 'q'"),
         ("compression.dk=0", "dk is 0; expected at least 1"),
         ("compression.solver.sweeps=1e30", r"compression\.solver\.sweeps is 1e\+30; expected a valid integer"),
-        ('output="a\\0"', r"'a\\x00' holds NUL characters or surrogates"),
-        ('tuning={arguments: {run_name: "\\ud800"}}', r"'\\ud800' holds NUL characters or surrogates"),
-        (f"tuning.batch_size={'9' * 31}", r"'9+' has more than 30 digits"),
         ("calibration_options.sequences=0", "sequences is 0; expected at least 1"),
-        ("recovery={steps: 0}", "recovery takes 0 steps; expected 1 to"),
+        ("recovery={steps: 0}", "steps is 0; expected a number from 1 to 1000000000"),
         ("recovery={learning_rate: 2}", r"learning_rate is 2\.0; expected a number above 0, up to 1"),
         ("recovery={}", "recovery trains a converted model on calibration data"),
         ("model=null", "either a model to start from, or"),
@@ -90,20 +86,13 @@ def test_every_recipe_in_the_repository_reads():
         ("tuning.arguments.report_to=wandb", "report_to, which the recipe's field trackers sets"),
         ("tuning.arguments.resume_from_checkpoint=x", "resume_from_checkpoint, but a run resumes from its own"),
         ("tuning.arguments.batch_eval_metrics=true", "batch_eval_metrics, but metrics are computed over whole"),
-        (f"tuning.max_steps={10**20}", r"max_steps is 1e\+20; expected at most 1e\+09"),
-        ("tuning.epochs=1e30", r"epochs is 1e\+30; expected at most 1e\+09"),
-        (f"recovery={{steps: {10**20}}}", "expected 1 to"),
+        (f"tuning.max_steps={10**20}", r"max_steps is 1e\+20; expected a number from -inf to 1000000000"),
+        ("tuning.epochs=1e30", r"epochs is 1e\+30; expected a number from 0 to 1000000000"),
         ("seed=true", "seed is True; expected a valid integer"),
         ("compression.dk=true", r"compression\.dk is True; expected a valid integer"),
         ("compression.kinds=encodr", "kinds"),
-        ("files={train: &a [x, *a]}", "more than 100,000 values"),
-        (
-            "files={a: &a [x, x, x, x, x, x, x, x, x], b: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a, *a], "
-            "c: &c [*b, *b, *b, *b, *b, *b, *b, *b, *b], d: &d [*c, *c, *c, *c, *c, *c, *c, *c, *c], "
-            "e: &e [*d, *d, *d, *d, *d, *d, *d, *d, *d], f: [*e, *e, *e, *e, *e, *e, *e]}",
-            "more than 100,000 values",
-        ),
-        ("tuning.average=0", "average is 0; expected at least 1"),
+        ("files={train: &a [x, *a]}", "Circular reference"),
+        ("tuning.average=0", "average is 0; expected a number from 1 to"),
         ("tuning.epochs=x", "epochs is 'x'; expected a valid number"),
         ("tuning.warmup=2", "warmup is 2.0; expected a share"),
         ("tuning.arguments.seed=2", "arguments hold seed, which the recipe's field seed sets"),
@@ -111,12 +100,12 @@ def test_every_recipe_in_the_repository_reads():
         ("task.name=x", "task is 'mrpc', which has no fields"),
         ("seed=[", "the value is not YAML"),
         ("seed=" + "[" * 3000, "it is nested too deeply"),
-        ("seed=-1", r"seed is -1; expected a number from 0 to 2\*\*32 - 1"),
+        ("seed=-1", "seed is -1; expected a number from 0 to 4294967295"),
         (f"seed={2**70}", "expected a number from 0"),
         ("tuning.learning_rate=.nan", "learning_rate is nan; expected a finite number"),
-        ("tuning.epochs=-1", "epochs is -1.0; expected a number that is not negative"),
-        ("files={validation: 3}", "files of validation are 3; expected a path, or a list of paths"),
-        ("files={validation: [a, 3]}", "files of validation are"),
+        ("tuning.epochs=-1", "epochs is -1; expected a number from 0 to"),
+        ("files={validation: 3}", r"files\.validation\.str is 3; expected a valid string; .* expected a list"),
+        ("files={validation: [a, 3]}", r"files\.validation\.list\[str\]\.1 is 3; expected a valid string"),
         ("output=~nobody-here/x", "home directory"),
         ("tuning.epochs=yes", r"tuning\.epochs is True; expected a valid number"),
         ("heads.penalties=[{name: hsic, weight: .inf}]", r"heads\.penalties\.0\.weight is inf; expected a finite"),
@@ -176,12 +165,6 @@ def test_a_file_that_is_no_recipe(tmp_path):
     (tmp_path / "twice.yaml").write_text("task: mrpc\nmodel: a\noutput: b\nseed: 1\nseed: 2\n")
     with pytest.raises(RecipeError, match=r"twice\.yaml: seed stands there twice .*line 1"):
         read_recipe(tmp_path / "twice.yaml")
-    os.mkfifo(tmp_path / "pipe.yaml")
-    with pytest.raises(RecipeError, match=r"pipe\.yaml: it is no regular file"):
-        read_recipe(tmp_path / "pipe.yaml")
-    (tmp_path / "long.yaml").write_text("# " + "x" * 2**20)
-    with pytest.raises(RecipeError, match="bytes; expected at most 1048576"):
-        read_recipe(tmp_path / "long.yaml")
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(RecipeError, match="holds a list; expected fields"):
         read_recipe(tmp_path / "list.yaml")

@@ -13,9 +13,10 @@ from scipy import stats
 from collab_compress.errors import RecipeError
 from collab_compress.experiments import read_sweep
 from collab_compress.experiments.comparison import compare, estimate
+from collab_compress.experiments.outputs import read_records, record_lines
+from collab_compress.experiments.papers import read_papers
 from collab_compress.experiments.recipe import Recipe, parse
-from collab_compress.experiments.record import read_records, record_lines
-from collab_compress.experiments.results import read_papers, read_results
+from collab_compress.experiments.results import read_results
 
 SWEEPS = Path(__file__).parents[2] / "glue_runs" / "sweeps"
 
@@ -307,20 +308,17 @@ def test_settings_that_differ_from_those_of_the_reference_are_noted(write, tmp_p
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"score": "84"}, "score is '84'; expected float or int"),
-        ({"seed": True}, "seed is True; expected int"),
-        ({"conversion": 128}, "conversion is 128; expected str or null"),
+        ({"score": "84"}, "score is '84'; expected a valid number"),
+        ({"seed": True}, "seed is True; expected a valid integer"),
+        ({"conversion": 128}, "conversion is 128; expected a valid string"),
         ({"task": "swag"}, "unknown task 'swag'; expected one of ag_news"),
-        ({"recipe": None}, "recipe is None; expected dict"),
-        ({"recipe": {"model": 3}}, r"recipe\.model is 3; expected str or null"),
-        ({"recipe": {"model": ["a"]}}, r"recipe\.model is .*; expected str or null"),
-        ({"recipe": {"translation": "de"}}, r"recipe\.translation is 'de'; expected dict or null"),
-        ({"recipe": {"fresh": 1}}, r"recipe\.fresh is 1; expected dict or null"),
-        ({"score": 10**400}, "score has 1329 bits; expected at most 63"),
-        ({"parameters": 10**400}, "parameters has 1329 bits"),
-        ({"metrics": {"test": 5}}, r"metrics\.test is 5; expected dict"),
-        ({"measures": {"svcca": 5}}, r"measures\.svcca is 5; expected dict"),
-        ({"history": [{}, 5]}, "a line of history is 5; expected dict"),
+        ({"recipe": None}, "recipe is None; expected a valid dictionary"),
+        ({"recipe": {"model": 3}}, r"recipe\.model is 3; expected a valid string"),
+        ({"recipe": {"translation": "de"}}, r"recipe\.translation is 'de'; expected a valid dictionary"),
+        ({"recipe": {"fresh": 1}}, r"recipe\.fresh is 1; expected a valid dictionary"),
+        ({"metrics": {"test": 5}}, r"metrics\.test is 5; expected a valid dictionary"),
+        ({"measures": {"svcca": 5}}, r"measures\.svcca is 5; expected a valid dictionary"),
+        ({"history": [{}, 5]}, r"history\.1 is 5; expected a valid dictionary"),
     ],
 )
 def test_malformed_records_are_named(write, tmp_path, change, message):
@@ -338,7 +336,7 @@ def test_malformed_records_are_named(write, tmp_path, change, message):
         ("{", "cannot read the record"),
         ("[" * 100_000, "cannot read the record"),
         ("[1]", "holds a list; expected the record of an experiment"),
-        ('{"accuracy": 0.8}', "is no record of an experiment: it has no task"),
+        ('{"accuracy": 0.8}', "is no record of an experiment: task is missing"),
     ],
 )
 def test_foreign_files_are_named(write, tmp_path, text, message):
@@ -373,10 +371,9 @@ def test_a_file_of_records_is_read_as_the_folder_it_is_of(write, tmp_path):
     [
         ("", "holds no records; expected one a line"),
         ("[1]\n", "line 1 holds a list; expected the record of an experiment"),
-        ("\n{}\n", "line 2 is no record of an experiment: it has no task"),
+        ("\n{}\n", "line 2 is no record of an experiment: task is missing"),
         ("{\n", "cannot read the record .*line 1: Expecting"),
         ("\udcff", "cannot read the record"),
-        ('{"task": "\\ud800"}\n', "cannot read the record .*surrogates not allowed"),
     ],
 )
 def test_malformed_files_of_records_are_named(tmp_path, text, message):

@@ -9,7 +9,7 @@ import sacrebleu
 from collab_compress_cli import results as command
 
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.significance import significance
+from collab_compress.experiments.comparison import significance
 
 WORDS = ["the", "a", "dog", "cat", "sat", "on", "mat", "runs", "over", "under", "red", "blue", "house", ".", ","]
 SENTENCES = 8
@@ -129,7 +129,7 @@ def test_what_cannot_be_compared_is_told(runs, tmp_path):
         significance(runs)
     (folder / "test.txt").write_text(whole)
     (folder / "test.ref.txt").write_text(whole)
-    with pytest.raises(RecipeError, match=r"have other references in test\.ref\.txt"):
+    with pytest.raises(RecipeError, match=r"has other references in test\.ref\.txt"):
         significance(runs)
     (folder / "test.ref.txt").unlink()
     with pytest.raises(RecipeError, match=r"cannot read the translations in .*test\.ref\.txt"):

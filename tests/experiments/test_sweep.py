@@ -281,7 +281,7 @@ def test_two_workers_of_which_one_is_killed_find_what_one_finds(python, path, tm
     arguments = ["only.seeds=[0]", "conversions={dk12: {compression: {dk: 12}}}"]
     process = python.start(SCRIPT, path, *arguments, "shard=1/2")
     deadline = time.monotonic() + 120
-    while not list((tmp_path / "out").rglob("recipe.json")) and process.poll() is None:
+    while not list((tmp_path / "out").rglob(".collab-experiment.json")) and process.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     killer = threading.Timer(2.0, process.kill)

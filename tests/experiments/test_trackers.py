@@ -8,7 +8,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from collab_compress.experiments import Recipe
-from collab_compress.experiments.trackers import keep_logs, log_scores
+from collab_compress.experiments.tuning import keep_logs, log_scores
 
 METRICS = {"validation": {"f1": 0.5}, "validation_matched": {"accuracy": 0.25}, "test": {"bleu": 30.0}}
 

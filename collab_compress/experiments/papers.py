@@ -1,0 +1,471 @@
+"""The papers' printed numbers and claims, and the verdicts of our records: differences paired by seed."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal, TypeAlias
+
+import yaml
+
+from collab_compress.errors import RecipeError
+from collab_compress.experiments.comparison import Estimate, estimate
+from collab_compress.experiments.recipe import parse
+from collab_compress.experiments.results import Result
+from collab_compress.report.section import short
+
+PAPERS = Path(__file__).with_name("papers.yaml")
+CLAIMS = Path(__file__).with_name("claims.yaml")
+SEEDS = 3
+"""Least number of pairs of a verdict."""
+
+HOLDS, FAILS, OPEN, WITHDRAWN = "holds", "does not hold", "cannot be told", "withdrawn"
+Readings: TypeAlias = dict[tuple[str, int], float]
+"""Model and seed → number."""
+
+
+@dataclass(frozen=True)
+class PaperRow:
+    """A row of a paper's table.
+
+    Args:
+        model: the model, or what else the row is about.
+        scores: column → the printed number, or two where the paper gives both metrics of a task; columns without
+            one are left out.
+        method: what acts on heads, in the paper's words.
+        stage: tuned, or the conversion, as ours are called; empty where the paper does not convert.
+        parameters: in millions.
+        average: over the columns, as printed.
+        baseline: whether rows of the same model in this table are compared with it.
+        ours: our names of the same, as method or method/stage, the most fitting first.
+    """
+
+    model: str
+    scores: Mapping[str, tuple[Decimal, ...]]
+    method: str = ""
+    stage: str = ""
+    parameters: Decimal | None = None
+    average: Decimal | None = None
+    baseline: bool = False
+    ours: tuple[str, ...] = ()
+
+    def score(self, column: str) -> Decimal | None:
+        """Return one number for a column: the mean of two metrics, as ours is; None without any."""
+        printed = self.scores.get(column)
+        return None if printed is None else sum(printed, Decimal()) / len(printed)
+
+    def mean(self, columns: Sequence[str]) -> Decimal | None:
+        """Return the mean over columns; None if there are none or one is missing."""
+        scores = [score for score in map(self.score, columns) if score is not None]
+        return sum(scores, Decimal()) / len(scores) if scores and len(scores) == len(columns) else None
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A table of a paper, or a figure or section whose text gives numbers.
+
+    Args:
+        paper: the paper's key.
+        title: of the paper.
+        source: authors, and where it appeared.
+        name: as in "Table 2".
+        columns: name → metric; those of tasks are named as ours are.
+        rows: as printed.
+        about: the conditions.
+        note: where the paper contradicts itself; empty if it does not.
+        beside: our columns that stand beside the paper's, as they are at our scale.
+        of: the quantities of ours in these columns, of `QUANTITIES`.
+        sweep: the sweep that makes such rows, with its scale; empty if there is none.
+    """
+
+    paper: str
+    title: str
+    source: str
+    name: str
+    columns: Mapping[str, str]
+    rows: tuple[PaperRow, ...]
+    about: str = ""
+    note: str = ""
+    beside: tuple[str, ...] = ()
+    of: tuple[str, ...] = ("score",)
+    sweep: str = ""
+
+    @property
+    def place(self) -> str:
+        """The paper's key and the table's name."""
+        return f"{self.paper}, {self.name}"
+
+    def baseline(self, row: PaperRow) -> PaperRow | None:
+        """Return the baseline of a row; None for a baseline itself, or without one."""
+        baselines = [other for other in self.rows if other.baseline and other.model == row.model]
+        return baselines[0] if baselines and row is not baselines[0] else None
+
+    def rows_for(self, columns: Sequence[str]) -> list[PaperRow]:
+        """Return the rows that have a number in one of the columns."""
+        return [row for row in self.rows if any(column in row.scores for column in columns)]
+
+
+def read_papers(path: Path = PAPERS) -> list[PaperTable]:
+    """Read the tables of all papers; numbers keep the digits they are printed with.
+
+    Raises:
+        RecipeError: the file cannot be read, or a table in it is malformed.
+    """
+    papers = _read_yaml(path, _DecimalLoader)
+    try:
+        return [_table(key, papers[key], name) for key in papers for name in papers[key]["tables"]]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise RecipeError(f"{path} is not laid out as the papers' numbers are: {error}") from error
+
+
+def select_tables(
+    tables: Sequence[PaperTable], paper: str | None = None, table: str | None = None
+) -> list[PaperTable]:
+    """Return some of the tables of papers.
+
+    Args:
+        tables: to choose from.
+        paper: key of the paper; all papers if not given.
+        table: its number or name: "2", "Table 2", "Figure 3"; all of them if not given.
+
+    Raises:
+        RecipeError: there is no such paper or table; the message names the others.
+    """
+    papers = dict.fromkeys(one.paper for one in tables)
+    if paper is not None and paper not in papers:
+        raise RecipeError(f"unknown paper {paper!r}; expected one of {', '.join(papers)}")
+    of_paper = [one for one in tables if paper in (None, one.paper)]
+    if table is None:
+        return of_paper
+    chosen = [one for one in of_paper if table.casefold() in (one.name.casefold(), one.name.removeprefix("Table "))]
+    if not chosen:
+        names = dict.fromkeys(one.name for one in of_paper)
+        raise RecipeError(f"no table {table!r}; expected one of {', '.join(names)}")
+    return chosen
+
+
+class _DecimalLoader(yaml.SafeLoader):
+    """Reads numbers as decimals, which keep their digits."""
+
+
+def _decimal(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Decimal:
+    return Decimal(loader.construct_scalar(node))
+
+
+for tag in ("int", "float"):
+    _DecimalLoader.add_constructor(f"tag:yaml.org,2002:{tag}", _decimal)
+
+
+def _read_yaml(path: Path, loader: type[yaml.SafeLoader]) -> Any:
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecipeError(f"cannot read {path}: {error}") from error
+
+
+def _table(key: str, paper: Mapping[str, Any], name: str) -> PaperTable:
+    table = paper["tables"][name]
+    rows = tuple(_row(row, list(table["columns"]), f"{key}, {name}") for row in table["rows"])
+    lists = {field: tuple(table[field]) for field in ("beside", "of") if field in table}
+    return PaperTable(key, paper["title"], paper["source"], name, **{**table, **lists, "rows": rows})
+
+
+def _row(row: Mapping[str, Any], columns: Sequence[str], place: str) -> PaperRow:
+    scores = row["scores"]
+    if len(scores) != len(columns):
+        raise RecipeError(f"{place}, {row['model']}: {len(scores)} scores; expected {len(columns)}, null for none")
+    printed = {}
+    for column, score in zip(columns, scores, strict=True):
+        if score is not None:
+            printed[column] = tuple(score if isinstance(score, list) else [score])
+    ours = row.get("ours", ())
+    return PaperRow(**{**row, "scores": printed, "ours": (ours,) if isinstance(ours, str) else tuple(ours)})
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number in a record.
+
+    Args:
+        read: record → number; None where it has none.
+        unit: of the number; None for the unit of the task's score.
+        greater_is_better: None where it is neither, or as for the task's score.
+    """
+
+    read: Callable[[Result], float | None]
+    unit: str | None = None
+    greater_is_better: bool | None = None
+
+
+def _metric(name: str, result: Result) -> float | None:
+    """Return a metric of the test set, or of the validation set where there is no test set."""
+    tests = [split for split in result.metrics if split.startswith("test")]
+    splits = (result.metrics[split] for split in tests or result.metrics)
+    return next((float(metrics[name]) for metrics in splits if name in metrics), None)
+
+
+def _logged(name: str, result: Result) -> float | None:
+    """Return the last logged value."""
+    return next((float(line[name]) for line in reversed(result.history) if name in line), None)
+
+
+def _similarity(name: str, kind: str | None, result: Result) -> float | None:
+    """Return the mean over layers, of one kind of attention or of all."""
+    kinds = result.measures.get(name, {}).get("layers", {})
+    return _mean(chain(*kinds.values()) if kind is None else kinds.get(kind, ()))
+
+
+def _overlap(result: Result) -> float | None:
+    return _mean(chain(*result.measures.get("overlap", {}).values()))
+
+
+def _distance(name: str, result: Result) -> float | None:
+    return _mean(layer[name] for layer in chain(*result.measures.get("discrepancy", {}).values()))
+
+
+def _dominant(kind: str, result: Result) -> float | None:
+    """Return the change of the score without the dominant heads of a kind."""
+    scores = result.measures.get("dominance", {})
+    return scores[kind] - scores["score"] if {kind, "score"} <= scores.keys() else None
+
+
+def _half_pruned(result: Result) -> float | None:
+    """Return the change of the score without half of the heads, at the nearest share."""
+    curve = result.measures.get("pruning")
+    if not curve:
+        return None
+    points = list(zip(curve["shares"], curve["scores"], strict=True))
+    half = min(points, key=lambda point: abs(point[0] - 0.5))
+    return float(half[1] - min(points)[1])
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    numbers = list(values)
+    return fmean(numbers) if numbers else None
+
+
+QUANTITIES: dict[str, Quantity] = {
+    "score": Quantity(lambda result: result.score),
+    "perplexity": Quantity(partial(_metric, "perplexity"), "", False),
+    "parameters": Quantity(lambda result: result.parameters, "", False),
+    "seconds": Quantity(lambda result: result.seconds, "s", False),
+    "task loss": Quantity(partial(_logged, "task_loss"), "nats", False),
+    "training overlap": Quantity(partial(_logged, "bhattacharyya"), ""),
+    "overlap": Quantity(_overlap, ""),
+    "svcca": Quantity(partial(_similarity, "svcca", None), ""),
+    "svcca cross": Quantity(partial(_similarity, "svcca", "cross"), ""),
+    "cka": Quantity(partial(_similarity, "cka", None), ""),
+    "cka cross": Quantity(partial(_similarity, "cka", "cross"), ""),
+    "cosine": Quantity(partial(_distance, "cosine"), ""),
+    "l2": Quantity(partial(_distance, "l2"), ""),
+    "dominant encoder": Quantity(partial(_dominant, "encoder")),
+    "dominant cross": Quantity(partial(_dominant, "cross")),
+    "dominant decoder": Quantity(partial(_dominant, "decoder")),
+    "half pruned": Quantity(_half_pruned),
+}
+"""Name → quantity."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A paper's claim, in terms of records."""
+
+    says: str
+    """The claim, a sentence."""
+
+    tasks: tuple[str, ...]
+    """Our columns on which it is tested, each by itself."""
+
+    method: str
+    """Subject of the claim, as method or method/stage."""
+
+    than: str
+    """Baseline, as method or method/stage."""
+
+    expect: Literal["better", "higher", "lower"] = "better"
+    """Claimed difference; the quantity says which direction is better."""
+
+    by: float = 0.0
+    """By more than this; below 0, by how much it may miss."""
+
+    of: str = "score"
+    """Compared quantity, one of `QUANTITIES`."""
+
+    mean: bool = False
+    """Whether it is tested on the mean of its tasks."""
+
+    model: str | None = None
+    """The model, named as in tables; the one with most pairs if not given."""
+
+    withdrawn: str = ""
+    """Why the records cannot decide it, a sentence; empty where they can."""
+
+    def __post_init__(self) -> None:
+        if self.of not in QUANTITIES:
+            raise RecipeError(f"{self.says} {self.of!r} is no quantity; expected one of {', '.join(QUANTITIES)}")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Verdict of the records on a claim.
+
+    Args:
+        claim: the claim.
+        where: the task, or the mean of several.
+        model: of the records; empty where there are none.
+        difference: of the method to the baseline, over the seeds that both have; None without any.
+        unit: of the difference.
+        outcome: holds, where the whole interval is on the claim's side of its bound; does not hold, where it is on
+            the other side; cannot be told otherwise, and with fewer than three pairs; or withdrawn.
+    """
+
+    claim: Claim
+    where: str
+    model: str
+    difference: Estimate | None
+    unit: str
+    outcome: str
+
+    @property
+    def compared(self) -> str:
+        """Subject and baseline of the comparison."""
+        of = "" if self.claim.of == "score" else f"{self.claim.of} of "
+        return f"{of}{self.claim.method} − {self.claim.than}"
+
+    @property
+    def sentence(self) -> str:
+        """The verdict with its numbers."""
+        start = f"{self.outcome.capitalize()}: {self.claim.says}"
+        if self.claim.withdrawn:
+            return f"{start} {self.claim.withdrawn}"
+        if self.difference is None:
+            return f"{start} No seed has records of both sides of {self.compared} on {self.where}."
+        pairs = f"{self.difference.count} seed{'s' * (self.difference.count != 1)}"
+        unit = f" {self.unit}" if self.unit else ""
+        numbers = f"{self.compared} is {signed(self.difference.mean)}{unit} on {self.where}"
+        few = f"; a verdict takes {SEEDS}" if self.difference.count < SEEDS else ""
+        interval = self.difference.ends
+        ends = "" if interval is None else f"95 % interval {signed(interval[0])} to {signed(interval[1])}, "
+        return f"{start} {numbers} ({ends}{pairs}{few})."
+
+
+def tried(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """Return the verdicts with one seed or more: those that hold, do not hold, cannot be told, are withdrawn."""
+    tested = [verdict for verdict in verdicts if verdict.difference is not None]
+    return sorted(tested, key=lambda verdict: (HOLDS, FAILS, OPEN, WITHDRAWN).index(verdict.outcome))
+
+
+def read_claims(path: Path = CLAIMS) -> dict[str, list[Claim]]:
+    """Read the papers' claims: the paper's key → its claims.
+
+    Raises:
+        RecipeError: the file cannot be read, or a claim in it is malformed.
+    """
+    claims = _read_yaml(path, yaml.SafeLoader)
+    try:
+        return {paper: [parse(Claim, claim, f"a claim of {paper}") for claim in claims[paper]] for paper in claims}
+    except (AttributeError, TypeError) as error:
+        raise RecipeError(f"{path} is not laid out as the papers' claims are: {error}") from error
+
+
+def judge(claim: Claim, results: Sequence[Result]) -> list[Verdict]:
+    """Return the verdicts of the records on a claim, for each of its tasks or for their mean.
+
+    Where there are several models and the claim names none, the one with most pairs counts.
+    """
+    groups = [claim.tasks] if claim.mean else [(task,) for task in claim.tasks]
+    return [_verdict(claim, tasks, results) for tasks in groups]
+
+
+def readings(results: Sequence[Result], label: str, task: str, of: str = "score") -> Readings:
+    """Return a quantity of one method and stage on one task, from all records that have it.
+
+    Args:
+        results: all records.
+        label: method or method/stage; the stage is tuned if not given.
+        task: name of the column.
+        of: the quantity, of `QUANTITIES`.
+    """
+    values: Readings = {}
+    for result in results:
+        if (result.variant.label, result.column.name) == (labelled(label), task):
+            value = QUANTITIES[of].read(result)
+            if value is not None:
+                values[result.variant.model, result.seed] = float(value)
+    return values
+
+
+def labelled(name: str) -> str:
+    """Return a method as method/stage; the stage is tuned if not given."""
+    return name if "/" in name else f"{name}/tuned"
+
+
+def differences(ours: Readings, baseline: Readings) -> Readings:
+    """Return the differences of readings of the same model and seed."""
+    return {key: value - baseline[key] for key, value in ours.items() if key in baseline}
+
+
+def model_with_most(values: Readings) -> str:
+    """Return the model with most seeds, the first by name on ties; empty without readings."""
+    counts = Counter(model for model, _ in values)
+    return min(counts, key=lambda model: (-counts[model], model), default="")
+
+
+def of_model(values: Readings, model: str) -> list[float]:
+    """Return the numbers of one model, one a seed."""
+    return [value for (name, _), value in values.items() if name == model]
+
+
+def signed(value: float) -> str:
+    """Return a difference as text, with its sign."""
+    return f"+{short(value)}" if value > 0 else short(value)
+
+
+def unit_of(of: str, task: str, results: Sequence[Result]) -> str:
+    """Return the unit of a quantity on a task."""
+    if (unit := QUANTITIES[of].unit) is not None:
+        return unit
+    return next((result.column.unit for result in results if result.column.name == task), "").replace("bleu", "BLEU")
+
+
+def _verdict(claim: Claim, tasks: Sequence[str], results: Sequence[Result]) -> Verdict:
+    where = tasks[0] if len(tasks) == 1 else f"the mean of {', '.join(tasks)}"
+    by_task = []
+    for task in tasks:
+        ours, baseline = (readings(results, label, task, claim.of) for label in (claim.method, claim.than))
+        by_task.append(differences(ours, baseline))
+    shared = [key for key in by_task[0] if all(key in values for values in by_task)]
+    means = {key: fmean(values[key] for values in by_task) for key in shared}
+    model = model_with_most(means) if claim.model is None else claim.model
+    values = of_model(means, model)
+    difference = estimate(values) if values else None
+    unit = unit_of(claim.of, tasks[0], results).replace("%", "points")
+    outcome = WITHDRAWN if claim.withdrawn else _outcome(claim, difference, _sign(claim, tasks[0], results))
+    return Verdict(claim, where, model, difference, unit, outcome)
+
+
+def _sign(claim: Claim, task: str, results: Sequence[Result]) -> int:
+    """Return 1 if the claim is that a quantity is greater, −1 if it is less."""
+    if claim.expect != "better":
+        return 1 if claim.expect == "higher" else -1
+    better = QUANTITIES[claim.of].greater_is_better
+    if better is None:
+        columns = (result.column for result in results if result.column.name == task)
+        better = next((column.greater_is_better for column in columns), True)
+    return 1 if better else -1
+
+
+def _outcome(claim: Claim, difference: Estimate | None, sign: int) -> str:
+    if difference is None or difference.count < SEEDS or difference.ends is None:
+        return OPEN
+    low, high = sorted(sign * end for end in difference.ends)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return OPEN
+    return HOLDS if low > claim.by else FAILS if high <= claim.by else OPEN
