@@ -47,7 +47,7 @@ def confidence(
         CalibrationError: the model does not take such batches.
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
-    return _mean_over_queries(_largest, "probs", model, batches, exclude, kinds, together)
+    return _mean_over_queries(model, batches, "probs", _largest, exclude=exclude, kinds=kinds, together=together)
 
 
 def average_distance(
@@ -81,7 +81,7 @@ def average_distance(
     """
     if of not in ("outputs", "probs"):
         raise HeadError(f"cannot measure distances between heads' {of!r}; expected 'outputs' or 'probs'")
-    return _mean_over_queries(_distances, of, model, batches, exclude, kinds, together)
+    return _mean_over_queries(model, batches, of, _distances, exclude=exclude, kinds=kinds, together=together)
 
 
 Measure: TypeAlias = Callable[[Reading, Tensor | None, list[int]], Tensor]
@@ -109,10 +109,11 @@ def _distances(reading: Reading, *_: object) -> Tensor:
 
 
 def _mean_over_queries(
-    measure: Measure,
-    part: Part,
     model: PreTrainedModel,
     batches: Iterable[Mapping[str, Tensor]],
+    part: Part,
+    measure: Measure,
+    *,
     exclude: Collection[int] | None,
     kinds: Collection[Kind],
     together: bool,
@@ -123,7 +124,7 @@ def _mean_over_queries(
     together = together and in_process_group()
     results: list[Any] = [None] * distributed.get_world_size() if together else [None]
     try:
-        results[0] = result = _sums(measure, part, model, batches, excluded, kinds)
+        results[0] = result = _sums(model, batches, part, measure, excluded=excluded, kinds=kinds)
     except Exception as error:
         if together:
             distributed.all_gather_object(results, f"{type(error).__name__}: {error}")  # the others wait for it
@@ -153,10 +154,11 @@ def _mean_over_queries(
 
 
 def _sums(
-    measure: Measure,
-    part: Part,
     model: PreTrainedModel,
     batches: Iterable[Mapping[str, Tensor]],
+    part: Part,
+    measure: Measure,
+    *,
     excluded: list[int],
     kinds: Collection[Kind],
 ) -> dict[str, Tensor]:

@@ -1,11 +1,10 @@
-"""The dataclass of a task, and the table of tasks: GLUE and other classification, translation,
-language modelling.
+"""The table of tasks: GLUE and other classification, translation, language modelling.
 
 GLUE: Wang et al. 2019, "GLUE: A multi-task benchmark and analysis platform for natural language understanding".
-The files are the benchmark's own: columns split at tabs, quotes are text, test splits without labels.
+Its files have columns split at tabs, quotes that are text, and test splits without labels.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -31,22 +30,22 @@ Kind: TypeAlias = Literal[
     "language modelling",
     "masked language modelling",
 ]
-SCORES = (0.0, 5.0)  # of STS-B, the one task of regression
+SCORES = (0.0, 5.0)  # range of STS-B, the only regression task
 NO_LABEL = -1
 _TEXT = Value("string")
 
 
 @dataclass(frozen=True)
 class Hub:
-    """Where a data set is on the hub.
+    """A data set on the hub.
 
     Args:
         path: name of the repository.
-        columns: canonical column → columns there whose texts, joined by spaces, it holds; a dot goes into a nested
-            one. `{source}`, `{target}` and `{foreign}` (that of the two which is not English) are filled in.
-        config: which of the repository's data sets; filled in the same way.
+        columns: canonical column → the data set's columns, whose texts are joined by spaces; a dot separates a nested
+            one. `{source}`, `{target}` and `{foreign}` (the language that is not English) are replaced.
+        config: name of the configuration; placeholders are replaced as in `columns`.
         exported: whether only its conversion to Parquet can be read, because the data set itself is a script; the
-            config is then a folder there.
+            config is then a folder of it.
     """
 
     path: str
@@ -61,22 +60,22 @@ class Task:
 
     Args:
         name: as in `load_task(name)`.
+        layouts: possible layouts of its files; the first that fits is used.
         kind: decides the columns: text, label (and text_pair) for classification and regression; source, target for
             translation; text for language modelling, masked or not.
         metric: its name in `collab_compress.metrics.METRICS`.
-        layouts: how its files may be laid out; the first that fits counts.
-        hub: where it is on the hub, if it is.
+        hub: its data set on the hub.
         labels: names of the classes, in the order of their numbers.
         pair: whether there is a second text.
-        languages: source and target, where none are given.
+        languages: default source and target language.
         escaped: whether texts have line ends and quotes written with a backslash.
-        folders: where its folder may be within a folder of tasks.
+        folders: possible paths of its folder within a folder of tasks.
     """
 
     name: str
-    kind: Kind
-    metric: str
     layouts: tuple[Layout, ...]
+    kind: Kind = "classification"
+    metric: str = "accuracy"
     hub: Hub | None = None
     labels: tuple[str, ...] = ()
     pair: bool = False
@@ -86,7 +85,7 @@ class Task:
 
     @property
     def num_labels(self) -> int | None:
-        """Outputs that a model's head needs: a class each, one for regression, None without a head."""
+        """Outputs of the model's head: one for each class, one for regression, None without a head."""
         return {"classification": len(self.labels), "regression": 1}.get(self.kind)
 
     @property
@@ -107,15 +106,11 @@ class Task:
         return Features(features)
 
     def clean(self, text: str) -> str:
-        """Return a text with its escapes undone."""
+        """Return a text with its backslash escapes replaced."""
         return text.replace("\\n", "\n").replace('\\"', '"') if self.escaped else text
 
     def number(self, label: int | str) -> int:
-        """Return the number of a class from its name or number on the hub; −1 without a label.
-
-        Raises:
-            DataError: there is no such class.
-        """
+        """Return the number of a class from its name or number on the hub; −1 without a label."""
         if isinstance(label, str) and label in self.labels:
             return self.labels.index(label)
         if isinstance(label, str) or not NO_LABEL <= label < len(self.labels):
@@ -123,15 +118,17 @@ class Task:
         return label
 
     def label(self, written: Any, layout: Layout, place: Place) -> int | float:
-        """Turn a label as a file has it into the number of its class, or a score; None becomes −1.
-
-        Raises:
-            DataError: there is no such label.
-        """
+        """Return the number of a class, or the score, from its text in a file; −1 for None."""
         if written is None:
             return NO_LABEL
         if self.kind == "regression":
-            return _score(written, place)
+            try:
+                score = float(written)
+            except ValueError:
+                raise malformed(place, f"score {written!r} is no number") from None
+            if not SCORES[0] <= score <= SCORES[1]:
+                raise malformed(place, f"score {written} is out of range; expected {SCORES[0]:g} to {SCORES[1]:g}")
+            return score
         if layout.first_label is None:
             if written not in self.labels:
                 raise malformed(place, self._unknown(written))
@@ -145,18 +142,8 @@ class Task:
         return f"unknown label {label!r}; expected one of {', '.join(self.labels)}"
 
 
-def _score(written: str, place: Place) -> float:
-    try:
-        score = float(written)
-    except ValueError:
-        raise malformed(place, f"score {written!r} is no number") from None
-    if not SCORES[0] <= score <= SCORES[1]:
-        raise malformed(place, f"score {written} is out of range; expected {SCORES[0]:g} to {SCORES[1]:g}")
-    return score
-
-
-FILES = {"train": ("train.tsv",), "validation": ("dev.tsv",), "test": ("test.tsv",)}
-MNLI_FILES = {
+TSV = {"train": ("train.tsv",), "validation": ("dev.tsv",), "test": ("test.tsv",)}
+MNLI_TSV = {
     "train": ("train.tsv",),
     "validation_matched": ("dev_matched.tsv",),
     "validation_mismatched": ("dev_mismatched.tsv",),
@@ -164,104 +151,102 @@ MNLI_FILES = {
     "test_mismatched": ("test_mismatched.tsv",),
 }
 TESTS = ("test", "test_matched", "test_mismatched")
+SENTENCES = ("sentence1", "sentence2")
 NLI = ("entailment", "neutral", "contradiction")
 RTE = ("entailment", "not_entailment")
+SENTIMENT = ("negative", "positive")
 
 
-def _task(
+def _glue(
     folder: str,
-    table: Table,
     labels: tuple[str, ...],
-    columns: tuple[str, ...],
+    texts: tuple[str, ...],
+    label: str = "label",
+    *,
+    hub: tuple[str, ...] | None = None,
     metric: str = "accuracy",
     kind: Kind = "classification",
+    **table: Any,
 ) -> Task:
-    """Describe one of GLUE's tasks: `folder` is its name in the archive, `columns` name its texts on the hub."""
+    """Describe a task of GLUE: `folder` is its name in the archive, `hub` names its text columns there."""
     name = folder.lower().replace("-", "")
-    there = {canonical: (column,) for canonical, column in zip(("text", "text_pair"), columns, strict=False)}
+    text, pair = texts[0], texts[1] if len(texts) > 1 else None
+    table = {"files": TSV, **table, "optional": TESTS, "unlabelled": TESTS}
+    hub_columns = {key: (column,) for key, column in zip(("text", "text_pair"), hub or texts, strict=False)}
     return Task(
         name=name,
         kind=kind,
         metric=metric,
-        layouts=(replace(table, optional=TESTS, unlabelled=TESTS),),
-        hub=Hub("nyu-mll/glue", {**there, "label": ("label",)}, config=name),
+        layouts=(Table(text=(text,), pair=pair, label=label, **table),),
+        hub=Hub("nyu-mll/glue", {**hub_columns, "label": ("label",)}, config=name),
         labels=labels,
-        pair=table.pair is not None,
+        pair=pair is not None,
         folders=(folder, f"glue/{folder}"),
     )
 
 
-def _pairs(
-    text: str,
-    pair: str,
-    label: str = "label",
-    first_label: int | None = None,
-    files: Mapping[str, tuple[str, ...]] = FILES,
-    broken: bool = False,
-) -> Table:
-    return Table(files=files, text=(text,), pair=pair, label=label, first_label=first_label, broken=broken)
-
-
-SENTENCES = ("sentence1", "sentence2")
+COLA = ("source", "label", "mark", "sentence")  # its columns, which its files do not name
 GLUE = (
-    _task(
-        "CoLA",
-        Table(
-            files=FILES, text=("sentence",), label="label", first_label=0,
-            columns=("source", "label", "mark", "sentence"),
-        ),
-        ("unacceptable", "acceptable"), ("sentence",), metric="matthews",
-    ),
-    _task(
-        "SST-2", Table(files=FILES, text=("sentence",), label="label", first_label=0),
-        ("negative", "positive"), ("sentence",),
-    ),
-    _task(
-        "MRPC", _pairs("#1 String", "#2 String", "Quality", 0), ("not_equivalent", "equivalent"), SENTENCES,
+    _glue("CoLA", ("unacceptable", "acceptable"), ("sentence",), metric="matthews", first_label=0, columns=COLA),
+    _glue("SST-2", SENTIMENT, ("sentence",), first_label=0),
+    _glue(
+        "MRPC",
+        ("not_equivalent", "equivalent"),
+        ("#1 String", "#2 String"),
+        "Quality",
+        hub=SENTENCES,
         metric="accuracy+f1",
+        first_label=0,
     ),
-    _task("STS-B", _pairs(*SENTENCES, "score"), (), SENTENCES, metric="correlation", kind="regression"),
+    _glue("STS-B", (), SENTENCES, "score", metric="correlation", kind="regression"),
     # Questions of QQP hold line ends, which break their rows in the official files; the benchmark leaves these out.
-    _task(
-        "QQP", _pairs("question1", "question2", "is_duplicate", 0, broken=True), ("not_duplicate", "duplicate"),
-        ("question1", "question2"), metric="accuracy+f1",
+    _glue(
+        "QQP",
+        ("not_duplicate", "duplicate"),
+        ("question1", "question2"),
+        "is_duplicate",
+        metric="accuracy+f1",
+        first_label=0,
+        broken=True,
     ),
-    _task("MNLI", _pairs(*SENTENCES, "gold_label", files=MNLI_FILES), NLI, ("premise", "hypothesis")),
-    _task("QNLI", _pairs("question", "sentence"), RTE, ("question", "sentence")),
-    _task("RTE", _pairs(*SENTENCES), RTE, SENTENCES),
-    _task("WNLI", _pairs(*SENTENCES, first_label=0), RTE[::-1], SENTENCES),
-)  # fmt: skip
+    _glue("MNLI", NLI, SENTENCES, "gold_label", hub=("premise", "hypothesis"), files=MNLI_TSV),
+    _glue("QNLI", RTE, ("question", "sentence")),
+    _glue("RTE", RTE, SENTENCES),
+    _glue("WNLI", RTE[::-1], SENTENCES, first_label=0),
+)
 
 
 CSV = {"train": ("train.csv",), "test": ("test.csv",)}
-SENTIMENT = ("negative", "positive")
 STARS = ("1 star", "2 stars", "3 stars", "4 stars", "5 stars")
 NEWS = ("World", "Sports", "Business", "Sci/Tech")
 ENTITIES = (
-    "Company", "EducationalInstitution", "Artist", "Athlete", "OfficeHolder", "MeanOfTransportation", "Building",
-    "NaturalPlace", "Village", "Animal", "Plant", "Album", "Film", "WrittenWork",
-)  # fmt: skip
+    "Company EducationalInstitution Artist Athlete OfficeHolder MeanOfTransportation Building NaturalPlace Village "
+    "Animal Plant Album Film WrittenWork"
+)
 TOPICS = (
-    "Society & Culture", "Science & Mathematics", "Health", "Education & Reference", "Computers & Internet",
-    "Sports", "Business & Finance", "Entertainment & Music", "Family & Relationships", "Politics & Government",
-)  # fmt: skip
+    "Society & Culture, Science & Mathematics, Health, Education & Reference, Computers & Internet, Sports, "
+    "Business & Finance, Entertainment & Music, Family & Relationships, Politics & Government"
+)
 QUESTIONS = ("DESC", "ENTY", "ABBR", "HUM", "LOC", "NUM")  # in the order of the numbered files
 
 
-def _zhang(name: str, labels: tuple[str, ...], texts: tuple[str, ...], folders: tuple[str, ...], hub: Hub) -> Task:
-    """Describe a data set of Zhang et al. 2015 (arXiv 1509.01626): rows of class, counted from 1, and texts."""
-    layout = Table(
-        files=CSV, text=texts, label="class", columns=("class", *texts), delimiter=",", quoted=True, first_label=1
-    )
-    escaped = name.startswith(("yelp", "yahoo"))
+def _zhang(
+    name: str, labels: Sequence[str], folder: str, hub: str, *texts: str, joined: bool = True, label: str = "label"
+) -> Task:
+    """Describe a data set of Zhang et al. 2015 (arXiv 1509.01626): rows of class, counted from 1, and texts.
+
+    On the hub, texts are columns of the same names, or already joined in one.
+    """
+    columns = ("class", *texts)
+    layout = Table(files=CSV, text=texts, label="class", columns=columns, delimiter=",", quoted=True, first_label=1)
     return Task(
-        name=name, kind="classification", metric="accuracy", layouts=(layout,), hub=hub, labels=labels,
-        escaped=escaped, folders=(*folders, name),
-    )  # fmt: skip
-
-
-def _columns(*text: str, label: str = "label") -> dict[str, tuple[str, ...]]:
-    return {"text": text, "label": (label,)}
+        name=name,
+        layouts=(layout,),
+        hub=Hub(hub, {"text": ("text",) if joined else texts, "label": (label,)}),
+        labels=tuple(labels),
+        escaped=name.startswith(("yelp", "yahoo")),
+        folders=(folder, name),
+    )
 
 
 def _snli_files(ending: str) -> dict[str, tuple[str, ...]]:
@@ -271,112 +256,64 @@ def _snli_files(ending: str) -> dict[str, tuple[str, ...]]:
     }
 
 
+# Pairs on whose label the annotators did not agree are left out, as everyone does.
+SNLI: dict[str, Any] = {"pair": "sentence2", "label": "gold_label", "optional": ("test",), "left_out": ("-",)}
+
 CLASSIFICATION = (
     Task(
-        name="imdb", kind="classification", metric="accuracy", labels=SENTIMENT,
+        name="imdb",
         layouts=(
             Folders(files={"train": ("train",), "test": ("test",)}, classes=("neg", "pos"), first_label=0),
             Table(files=CSV, text=("text",), label="label", delimiter=",", quoted=True, first_label=0),
         ),
-        hub=Hub("stanfordnlp/imdb", _columns("text")), folders=("aclImdb", "imdb"),
+        hub=Hub("stanfordnlp/imdb", {"text": ("text",), "label": ("label",)}),
+        labels=SENTIMENT,
+        folders=("aclImdb", "imdb"),
     ),
+    _zhang("yelp", SENTIMENT, "yelp_review_polarity_csv", "fancyzhx/yelp_polarity", "text"),
+    _zhang("yelp_full", STARS, "yelp_review_full_csv", "Yelp/yelp_review_full", "text"),
+    _zhang("ag_news", NEWS, "ag_news_csv", "fancyzhx/ag_news", "title", "description"),
+    _zhang("dbpedia", ENTITIES.split(), "dbpedia_csv", "fancyzhx/dbpedia_14", "title", "content", joined=False),
     _zhang(
-        "yelp", SENTIMENT, ("text",), ("yelp_review_polarity_csv",),
-        Hub("fancyzhx/yelp_polarity", _columns("text")),
-    ),
-    _zhang("yelp_full", STARS, ("text",), ("yelp_review_full_csv",), Hub("Yelp/yelp_review_full", _columns("text"))),
-    _zhang(
-        "ag_news", NEWS, ("title", "description"), ("ag_news_csv",), Hub("fancyzhx/ag_news", _columns("text")),
-    ),
-    _zhang(
-        "dbpedia", ENTITIES, ("title", "content"), ("dbpedia_csv",),
-        Hub("fancyzhx/dbpedia_14", _columns("title", "content")),
-    ),
-    _zhang(
-        "yahoo", TOPICS, ("question_title", "question_content", "best_answer"), ("yahoo_answers_csv",),
-        Hub(
-            "community-datasets/yahoo_answers_topics",
-            _columns("question_title", "question_content", "best_answer", label="topic"),
-        ),
+        "yahoo",
+        TOPICS.split(", "),
+        "yahoo_answers_csv",
+        "community-datasets/yahoo_answers_topics",
+        *("question_title", "question_content", "best_answer"),
+        joined=False,
+        label="topic",
     ),
     Task(
-        name="trec", kind="classification", metric="accuracy", labels=QUESTIONS,
+        name="trec",
         layouts=(
             LabelFirst(
-                files={"train": ("TREC.train.all",), "test": ("TREC.test.all",)}, first_label=0, encoding="latin-1",
+                files={"train": ("TREC.train.all",), "test": ("TREC.test.all",)}, first_label=0, encoding="latin-1"
             ),
             LabelFirst(files={"train": ("train_5500.label",), "test": ("TREC_10.label",)}, encoding="latin-1"),
         ),
-        hub=Hub("SetFit/TREC-QC", _columns("text", label="label_coarse_original")), folders=("trec", "TREC"),
+        hub=Hub("SetFit/TREC-QC", {"text": ("text",), "label": ("label_coarse_original",)}),
+        labels=QUESTIONS,
+        folders=("trec", "TREC"),
     ),
     Task(
-        name="snli", kind="classification", metric="accuracy", labels=NLI, pair=True,
+        name="snli",
         layouts=(
-            # Pairs on whose label the annotators did not agree are left out, as everyone does.
-            JsonLines(
-                files=_snli_files("jsonl"), optional=("test",), left_out=("-",),
-                text="sentence1", pair="sentence2", label="gold_label",
-            ),
-            *(
-                Table(
-                    files=_snli_files(ending), optional=("test",), left_out=("-",),
-                    text=("sentence1",), pair="sentence2", label="gold_label",
-                )
-                for ending in ("txt", "tsv")
-            ),
+            JsonLines(files=_snli_files("jsonl"), text="sentence1", **SNLI),
+            Table(files=_snli_files("txt"), text=("sentence1",), **SNLI),
+            Table(files=_snli_files("tsv"), text=("sentence1",), **SNLI),
         ),
-        hub=Hub(
-            "stanfordnlp/snli", {"text": ("premise",), "text_pair": ("hypothesis",), "label": ("label",)},
-        ),
+        hub=Hub("stanfordnlp/snli", {"text": ("premise",), "text_pair": ("hypothesis",), "label": ("label",)}),
+        labels=NLI,
+        pair=True,
         folders=("snli_1.0", "SNLI", "snli"),
     ),
-)  # fmt: skip
+)
 
 
 NESTED = {"source": ("translation.{source}",), "target": ("translation.{target}",)}
 
 
-def _prepared(validation: str = "", test: str = "", optional: tuple[str, ...] = ("test",)) -> Parallel:
-    """Describe files of one sentence a line, which may have the names of well-known sets."""
-    names = {
-        "train": ("train", "train.{pair}"),
-        "validation": (validation, "valid", "val", "dev", "valid.{pair}", "dev.{pair}"),
-        "test": (test, "test", "test.{pair}"),
-    }
-    files = {split: ("|".join(f"{name}.{{lang}}" for name in those if name),) for split, those in names.items()}
-    return Parallel(files=files, optional=optional)
-
-
-def _iwslt(name: str, campaign: str, validation: tuple[str, ...], test: tuple[str, ...], hub: Hub | None) -> Task:
-    """Describe a campaign's TED talks as given out: tagged training files, development and test sets in XML."""
-
-    def parts(sets: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(f"{campaign}.{part}.{{pair}}.{{lang}}.xml" for part in sets)
-
-    official = Parallel(
-        files={"train": ("train.tags.{pair}.{lang}",), "validation": parts(validation), "test": parts(test)},
-        optional=("test",),
-    )
-    return _translation(name, (official, _prepared()), hub)
-
-
-def _wmt(name: str, year: str, commentary: tuple[str, ...], more: tuple[str, ...], development: str) -> Task:
-    """Describe the news task of a year as its archives unpack, for German and English.
-
-    The archives of other pairs differ; join their files into train, valid and test.
-    """
-    corpora = ("training/europarl-v7.{pair}.{lang}", "commoncrawl.{pair}.{lang}", "|".join(commentary), *more)
-    test = f"newstest{year}"
-    markup = "{set}-{{tight}}-{{side}}.{{lang}}.sgm"
-    dev = f"dev/{development}-{{side}}.{{lang}}.sgm|dev/{markup.format(set=development)}"
-    tests = "|".join(f"{folder}/{markup.format(set=test)}" for folder in ("test", "test-full", "dev"))
-    official = Parallel(files={"train": corpora, "validation": (dev,), "test": (tests,)}, optional=("test",))
-    return _translation(
-        name, (official, _prepared(development, test)), Hub(f"wmt/{name}", NESTED, config="{foreign}-en")
-    )
-
-
-def _translation(name: str, layouts: tuple[Parallel, ...], hub: Hub | None) -> Task:
+def _translation(name: str, *layouts: Parallel, hub: Hub | None = None) -> Task:
     return Task(
         name=name,
         kind="translation",
@@ -388,61 +325,100 @@ def _translation(name: str, layouts: tuple[Parallel, ...], hub: Hub | None) -> T
     )
 
 
+def _prepared(validation: str = "", test: str = "", optional: tuple[str, ...] = ("test",)) -> Parallel:
+    """Describe files of one sentence a line; the validation and test sets may have other names than these."""
+    names = {
+        "train": ("train", "train.{pair}"),
+        "validation": (validation, "valid", "val", "dev", "valid.{pair}", "dev.{pair}"),
+        "test": (test, "test", "test.{pair}"),
+    }
+    files = {split: ("|".join(f"{name}.{{lang}}" for name in those if name),) for split, those in names.items()}
+    return Parallel(files=files, optional=optional)
+
+
+def _iwslt(name: str, validation: Sequence[str], test: Sequence[str], hub: Hub | None) -> Task:
+    """Describe a campaign's TED talks as given out: tagged training files, development and test sets in XML."""
+    xml = f"{name.upper()}.{{}}.{{{{pair}}}}.{{{{lang}}}}.xml"
+    files = {
+        "train": ("train.tags.{pair}.{lang}",),
+        "validation": tuple(xml.format(talks) for talks in validation),
+        "test": tuple(xml.format(talks) for talks in test),
+    }
+    return _translation(name, Parallel(files=files, optional=("test",)), _prepared(), hub=hub)
+
+
+def _wmt(year: int, validation: str, *corpora: str) -> Task:
+    """Describe the news task of a year as its archives unpack, for German and English.
+
+    The archives of other pairs differ; join their files into train, valid and test.
+    """
+    name, test = f"wmt{year % 100}", f"newstest{year}"
+    sgm = "{set}-{{tight}}-{{side}}.{{lang}}.sgm"
+    files = {
+        "train": ("training/europarl-v7.{pair}.{lang}", "commoncrawl.{pair}.{lang}", *corpora),
+        "validation": (f"dev/{validation}-{{side}}.{{lang}}.sgm|dev/{sgm.format(set=validation)}",),
+        "test": ("|".join(f"{folder}/{sgm.format(set=test)}" for folder in ("test", "test-full", "dev")),),
+    }
+    official = Parallel(files=files, optional=("test",))
+    hub = Hub(f"wmt/{name}", NESTED, config="{foreign}-en")
+    return _translation(name, official, _prepared(validation, test), hub=hub)
+
+
 TRANSLATION = (
     _translation(
-        "multi30k", (_prepared("val", "test_2016_flickr"),),
-        Hub("bentrevett/multi30k", {"source": ("{source}",), "target": ("{target}",)}),
+        "multi30k",
+        _prepared("val", "test_2016_flickr"),
+        hub=Hub("bentrevett/multi30k", {"source": ("{source}",), "target": ("{target}",)}),
     ),
     _iwslt(
-        "iwslt14", "IWSLT14",
-        ("TED.dev2010", "TEDX.dev2012"), ("TED.tst2010", "TED.tst2011", "TED.tst2012"),
+        "iwslt14",
+        ("TED.dev2010", "TEDX.dev2012"),
+        ("TED.tst2010", "TED.tst2011", "TED.tst2012"),
         None,  # the copies on the hub are programs to be run, or have other splits
     ),
     _iwslt(
-        "iwslt17", "IWSLT17", ("TED.dev2010",), tuple(f"TED.tst{year}" for year in range(2010, 2016)),
+        "iwslt17",
+        ("TED.dev2010",),
+        [f"TED.tst{year}" for year in range(2010, 2016)],
         Hub("IWSLT/iwslt2017", NESTED, config="iwslt2017-{foreign}-en", exported=True),
     ),
-    _wmt("wmt14", "2014", ("training/news-commentary-v9.{pair}.{lang}",), (), "newstest2013"),
+    _wmt(2014, "newstest2013", "training/news-commentary-v9.{pair}.{lang}"),
     _wmt(
-        "wmt16", "2016",
-        ("training-parallel-nc-v11/news-commentary-v11.{pair}.{lang}", "training/news-commentary-v11.{pair}.{lang}"),
-        (), "newstest2015",
+        2016,
+        "newstest2015",
+        "training-parallel-nc-v11/news-commentary-v11.{pair}.{lang}|training/news-commentary-v11.{pair}.{lang}",
     ),
-    _wmt(
-        "wmt17", "2017", ("training/news-commentary-v12.{pair}.{lang}",), ("rapid2016.{pair}.{lang}",),
-        "newstest2016",
-    ),
-    Task(name="parallel", kind="translation", metric="bleu", folders=("parallel",),
+    _wmt(2017, "newstest2016", "training/news-commentary-v12.{pair}.{lang}", "rapid2016.{pair}.{lang}"),
+    Task(
+        name="parallel",
+        kind="translation",
+        metric="bleu",
         layouts=(_prepared(optional=("validation", "test")),),
+        folders=("parallel",),
     ),
-)  # fmt: skip
+)
 
 
+def _language(name: str, layout: Text, folders: tuple[str, ...], hub: Hub | None = None) -> tuple[Task, Task]:
+    """Describe texts as a task of language modelling, and of masked language modelling."""
+    task = Task(
+        name=name, kind="language modelling", metric="perplexity", layouts=(layout,), hub=hub, folders=folders
+    )
+    return task, replace(task, name=f"{name}_masked", kind="masked language modelling")
+
+
+PTB = {"train": ("ptb.train.txt",), "validation": ("ptb.valid.txt",), "test": ("ptb.test.txt",)}
+TEXT = {"train": ("train.txt",), "validation": ("valid.txt|val.txt|dev.txt",), "test": ("test.txt",)}
 LANGUAGE = (
-    Task(
-        name="ptb", kind="language modelling", metric="perplexity",
-        layouts=(
-            Text(
-                files={"train": ("ptb.train.txt",), "validation": ("ptb.valid.txt",), "test": ("ptb.test.txt",)},
-                strip=True,
-            ),
-        ),
-        hub=Hub("ptb-text-only/ptb_text_only", {"text": ("sentence",)}, config="penn_treebank", exported=True),
-        folders=("ptb", "simple-examples/data"),
+    *_language(
+        "ptb",
+        Text(files=PTB, strip=True),
+        ("ptb", "simple-examples/data"),
+        Hub("ptb-text-only/ptb_text_only", {"text": ("sentence",)}, config="penn_treebank", exported=True),
     ),
-    Task(
-        name="text", kind="language modelling", metric="perplexity",
-        layouts=(
-            Text(
-                files={"train": ("train.txt",), "validation": ("valid.txt|val.txt|dev.txt",), "test": ("test.txt",)},
-                optional=("validation", "test"),
-            ),
-        ),
-        folders=("text",),
-    ),
-)  # fmt: skip
-MASKED = [replace(task, name=f"{task.name}_masked", kind="masked language modelling") for task in LANGUAGE]
+    *_language("text", Text(files=TEXT, optional=("validation", "test")), ("text",)),
+)
 
 
-TASKS: dict[str, Task] = {task.name: task for task in (*GLUE, *CLASSIFICATION, *TRANSLATION, *LANGUAGE, *MASKED)}
+TASKS: dict[str, Task] = {task.name: task for task in (*GLUE, *CLASSIFICATION, *TRANSLATION, *LANGUAGE)}
 """Name → task."""

@@ -1,4 +1,4 @@
-"""How data sets lay out rows in text files; whatever is wrong in one is told with its file and line."""
+"""Layouts of data sets in text files; errors name file and line."""
 
 import csv
 import gzip
@@ -8,6 +8,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeAlias
 from xml.sax.saxutils import unescape
@@ -19,19 +20,15 @@ Place: TypeAlias = tuple[Path, int]
 
 
 def malformed(place: Place, what: str) -> DataError:
-    """Make the error for something wrong at a line of a file."""
+    """Return the error for a line of a file."""
     return DataError(f"{place[0]}, line {place[1]}: {what}")
 
 
 def read_lines(path: Path, encoding: str = "utf-8") -> Iterator[tuple[Place, str]]:
     r"""Read the lines of a file, gzipped where its name ends in .gz.
 
-    Lines end at \n or \r\n only: other characters that Unicode counts as line ends stay in the text, where parallel
-    files would otherwise fall out of step. A byte-order mark is left out.
-
-    Args:
-        path: the file.
-        encoding: of its text.
+    Lines end at \n or \r\n only: at other characters that Unicode counts as line ends, parallel files would fall out
+    of step. A byte-order mark is left out.
 
     Yields:
         The place of each line, and the line without its end.
@@ -66,8 +63,8 @@ class Layout:
 
     Args:
         files: split → its parts, read one after another; a part is a path in the task's folder, plain or with .gz
-            added, or several separated by `|` of which the first there is counts.
-        optional: splits that need not be there.
+            added, or several separated by `|`, of which the first that exists is read.
+        optional: splits that may be missing.
         unlabelled: splits that may lack labels; these become −1.
         first_label: number of the first class where labels are numbers; None where they are names.
         left_out: labels whose rows are left out.
@@ -82,11 +79,11 @@ class Layout:
     encoding: str = "utf-8"
 
     def candidates(self, part: str, languages: tuple[str, str] | None) -> list[tuple[str, ...]]:
-        """List what a part of a split may be: each a tuple of files that belong together."""
+        """List the possible files of a part of a split, each a tuple of files that belong together."""
         return [(name,) for name in part.split("|")]
 
     def rows(self, paths: Sequence[Path], unlabelled: bool) -> Iterator[Placed]:
-        """Read the rows of a part; the label is None where there may be none and is none."""
+        """Read the rows of a part; the label is None for rows of unlabelled splits."""
         raise NotImplementedError
 
 
@@ -98,10 +95,10 @@ class Table(Layout):
         text: columns whose texts, joined by spaces, are the text.
         pair: column with the second text.
         label: column with the label.
-        columns: names of the columns where no first line has them; unlabelled splits always have that line.
+        columns: names of the columns where the first line does not name them; in unlabelled splits it always does.
         delimiter: between columns.
-        quoted: whether quotes hold a field together; otherwise they are text.
-        broken: whether rows with another number of columns are left out rather than refused.
+        quoted: whether quotes enclose fields; otherwise they are text.
+        broken: whether rows with another number of columns are left out instead of raising.
     """
 
     text: tuple[str, ...]
@@ -113,12 +110,20 @@ class Table(Layout):
     broken: bool = False
 
     def rows(self, paths: Sequence[Path], unlabelled: bool) -> Iterator[Placed]:
-        """Read the rows of a file; the columns that matter are found by name."""
+        """Read the rows of a file."""
         records = self._records(paths[0])
         columns = list(self.columns)
         if not columns or unlabelled:
             place, columns = next(records, ((paths[0], 1), []))
-            self._check(columns, place, unlabelled)
+            needed = [*self.text, *([self.pair] if self.pair else []), *([] if unlabelled else [self.label])]
+            if not columns:
+                names = ", ".join(needed)
+                raise malformed(place, f"the file is empty; expected a line that names columns: {names}")
+            for name in needed:
+                if name not in columns:
+                    raise malformed(
+                        place, f"no column {name!r}; expected {', '.join(needed)}, got {', '.join(columns)}"
+                    )
         broken = 0
         for place, record in records:
             if len(record) != len(columns):
@@ -127,21 +132,12 @@ class Table(Layout):
                     continue
                 raise malformed(place, f"{len(record)} columns; expected {len(columns)}: {', '.join(columns)}")
             row = dict(zip(columns, record, strict=True))
-            parts = (row[name] for name in self.text)
-            canonical = {"text": " ".join(part for part in parts if part)}
+            texts = {"text": " ".join(row[name] for name in self.text if row[name])}
             if self.pair:
-                canonical["text_pair"] = row[self.pair]
-            yield place, {**canonical, "label": row.get(self.label)}
+                texts["text_pair"] = row[self.pair]
+            yield place, {**texts, "label": row.get(self.label)}
         if broken:
             logger.warning("%s: left out %d lines that do not have %d columns", paths[0], broken, len(columns))
-
-    def _check(self, columns: list[str], place: Place, unlabelled: bool) -> None:
-        needed = [*self.text, *([self.pair] if self.pair else []), *([] if unlabelled else [self.label])]
-        if not columns:
-            raise malformed(place, f"the file is empty; expected a line that names columns: {', '.join(needed)}")
-        for name in needed:
-            if name not in columns:
-                raise malformed(place, f"no column {name!r}; expected {', '.join(needed)}, got {', '.join(columns)}")
 
     def _records(self, path: Path) -> Iterator[tuple[Place, list[str]]]:
         """Split the lines of a file into columns; blank lines are left out."""
@@ -169,7 +165,7 @@ class Folders(Layout):
     classes: tuple[str, ...]
 
     def rows(self, paths: Sequence[Path], unlabelled: bool) -> Iterator[Placed]:
-        """Read the texts in the classes' folders; other folders are left alone."""
+        """Read the texts in the folders of the classes."""
         for number, name in enumerate(self.classes, start=self.first_label or 0):
             folder = paths[0] / name
             files = [path for path in folder.glob("*.txt") if path.is_file()]
@@ -234,46 +230,40 @@ ENTITIES = {"&quot;": '"', "&apos;": "'"}
 class Parallel(Layout):
     """A file for each language, line for line.
 
-    In the names, `{lang}` is the language, `{pair}` both joined by a hyphen (in either order), `{tight}` both joined
-    without, and `{side}` src or ref. Files that the shared tasks give out in markup (.sgm, .xml, train.tags) are read
-    for their sentences.
+    In file names, `{lang}` is the language, `{pair}` both joined by a hyphen (in either order), `{tight}` both joined
+    without, and `{side}` src or ref. Of files in markup (.sgm, .xml, train.tags) the sentences are read.
     """
 
     def candidates(self, part: str, languages: tuple[str, str] | None) -> list[tuple[str, ...]]:
-        """List what a part of a split may be: a file of the source and a file of the target language."""
+        """List pairs of a source and a target file."""
         if languages is None:
             raise DataError("parallel files need a source and a target language; pass source=… and target=…")
         source, target = languages
-        found = []
+        candidates: dict[tuple[str, ...], None] = {}  # an ordered set
         for name in part.split("|"):
             for pair in (f"{source}-{target}", f"{target}-{source}"):
-                files = tuple(
-                    _filled(name, lang=lang, side=side, pair=pair, tight=source + target)
-                    for lang, side in ((source, "src"), (target, "ref"))
-                )
-                found += [files] if files not in found else []
-        return found
+                words = {"pair": pair, "tight": source + target}
+                try:
+                    source_file = name.format(lang=source, side="src", **words)
+                    target_file = name.format(lang=target, side="ref", **words)
+                except (KeyError, IndexError, ValueError) as error:
+                    raise DataError(
+                        f"file name {name!r} cannot be filled in; it may have {{lang}}, {{side}}, {{pair}}, {{tight}}"
+                    ) from error
+                candidates[source_file, target_file] = None
+        return list(candidates)
 
     def rows(self, paths: Sequence[Path], unlabelled: bool) -> Iterator[Placed]:
         """Read two files side by side."""
         sources, targets = (read_sentences(path, self.encoding) for path in paths)
-        count = 0
-        for place, source in sources:
-            other = next(targets, None)
-            if other is None:
-                raise _unequal(place, paths, count + 1 + sum(1 for _ in sources), count)
-            count += 1
-            yield place, {"source": source, "target": other[1]}
-        for place, _ in targets:
-            raise _unequal(place, paths, count, count + 1 + sum(1 for _ in targets))
-
-
-def _filled(name: str, **words: str) -> str:
-    try:
-        return name.format(**words)
-    except (KeyError, IndexError, ValueError) as error:
-        known = ", ".join(f"{{{word}}}" for word in words)
-        raise DataError(f"file name {name!r} cannot be filled in; it may have {known}") from error
+        for count, (source, target) in enumerate(zip_longest(sources, targets)):
+            if source is None or target is None:
+                longer = count + 1 + sum(1 for _ in (targets if source is None else sources))
+                lengths = (count, longer) if source is None else (longer, count)
+                counts = f"{paths[0].name} has {lengths[0]} sentences and {paths[1].name} has {lengths[1]}"
+                place = (source or target)[0]
+                raise malformed(place, f"no counterpart: {counts}; parallel files go line for line")
+            yield source[0], {"source": source[1], "target": target[1]}
 
 
 def read_sentences(path: Path, encoding: str = "utf-8") -> Iterator[tuple[Place, str]]:
@@ -292,17 +282,12 @@ def read_sentences(path: Path, encoding: str = "utf-8") -> Iterator[tuple[Place,
             yield place, unescape(line, ENTITIES).strip()
 
 
-def _unequal(place: Place, paths: Sequence[Path], sources: int, targets: int) -> DataError:
-    counts = f"{paths[0].name} has {sources} sentences and {paths[1].name} has {targets}"
-    return malformed(place, f"no counterpart: {counts}; parallel files go line for line")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Text(Layout):
     """A text a line.
 
     Args:
-        strip: whether white space at the ends of a line goes.
+        strip: whether white space at the ends of a line is removed.
     """
 
     strip: bool = False

@@ -1,11 +1,11 @@
-"""Turn a task's texts into what a Trainer takes, with a model's tokenizer or one that is trained on these texts.
+"""Encode a task's texts for a Trainer, with a model's tokenizer or one trained on these texts.
 
-Token ids and labels are of each row's own length. Rows are padded when they are batched: by `DataCollatorWithPadding`
-for classification, by `DataCollatorForSeq2Seq`, which pads labels too, for translation and language modelling; where
-that is masked, `DataCollatorForLanguageModeling` masks rows anew whenever they are batched.
+Rows keep their length, and are padded when they are batched: by `DataCollatorWithPadding` for classification, by
+`DataCollatorForSeq2Seq`, which pads labels too, for translation and language modelling. For masked language modelling
+`DataCollatorForLanguageModeling` masks tokens anew in each batch.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,7 +16,7 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBas
 
 from collab_compress.errors import DataError
 from collab_compress.tasks.catalogue import NO_LABEL
-from collab_compress.tasks.load import progress_bars, shared
+from collab_compress.tasks.load import process_count, progress_bars
 
 PAD, UNKNOWN, START, END = SPECIAL = ("<pad>", "<unk>", "<s>", "</s>")
 MASK = "<mask>"
@@ -34,28 +34,25 @@ def train_tokenizer(
     lowercase: bool = False,
     progress: bool = False,
 ) -> PreTrainedTokenizerFast:
-    """Train a tokenizer: subwords that never cross spaces or punctuation and join to the text again, or words.
+    """Train a tokenizer of words, or of subwords that never cross spaces or punctuation and can be decoded again.
 
     Special tokens are `<pad>`, `<unk>`, `<s>` and `</s>`, numbered 0 to 3. Every encoded text ends in `</s>`, as an
     encoder–decoder needs; language modelling sets its own ends. The same texts give the same tokenizer, except for
-    "unigram", whose scores the `tokenizers` library adds up in an order that differs from run to run: the pieces may
-    differ by a few. Processes that work together should load one that was saved.
+    "unigram", where the `tokenizers` library sums scores in an order that differs from run to run, so a few subwords
+    may differ. Distributed processes should load a saved tokenizer.
 
     Args:
-        texts: to train on; those of both languages for a shared vocabulary.
-        vocab_size: tokens at most, special ones included; None for all words of "word".
-        kind: "bpe" (byte-pair encoding of characters), "unigram", or "word" (what stands between spaces).
+        texts: training data; texts of both languages for a shared vocabulary.
+        vocab_size: largest number of tokens, including special ones; None for all words of "word".
+        kind: "bpe" (byte-pair encoding of characters), "unigram", or "word" (text between spaces).
         start: whether every encoded text, and the first of a pair, also starts with `<s>`, as a classifier that reads
             the first position needs.
         mask: whether there is a fifth special token, `<mask>`, for masked language modelling.
-        lowercase: whether texts are put in lower case.
+        lowercase: whether texts are lowercased.
         progress: whether to show a progress bar.
 
-    Returns:
-        The tokenizer; `save_pretrained` and `AutoTokenizer.from_pretrained` save and load it.
-
     Raises:
-        DataError: no such kind, a vocabulary with no room, or no text.
+        DataError: the kind is unknown, the vocabulary is too small, or there is no text.
     """
     if kind not in KINDS:
         raise DataError(f"unknown kind of tokenizer {kind!r}; expected one of {', '.join(KINDS)}")
@@ -64,7 +61,26 @@ def train_tokenizer(
     special = [*SPECIAL, MASK] if mask else [*SPECIAL]
     if vocab_size is not None and vocab_size <= len(special):
         raise DataError(f"vocab_size is {vocab_size}; expected more than the {len(special)} special tokens")
-    tokenizer, trainer = _blank(kind, vocab_size, special, progress)
+    options: dict[str, Any] = {
+        "vocab_size": 2**31 - 1 if vocab_size is None else vocab_size,
+        "special_tokens": special,
+        "show_progress": progress,
+    }
+    if kind == "word":
+        tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
+        trainer: Any = trainers.WordLevelTrainer(**options)
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    elif kind == "bpe":
+        tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
+        trainer = trainers.BpeTrainer(**options)
+    else:
+        tokenizer = Tokenizer(models.Unigram())
+        trainer = trainers.UnigramTrainer(unk_token=UNKNOWN, **options)
+    if kind != "word":
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation("isolated")]
+        )
+        tokenizer.decoder = decoders.Metaspace()
     steps = [normalizers.NFC(), *([normalizers.Lowercase()] if lowercase else [])]
     tokenizer.normalizer = normalizers.Sequence(steps)
     tokenizer.train_from_iterator(texts, trainer)
@@ -90,6 +106,17 @@ def train_tokenizer(
     )
 
 
+def _renumbered(words: Tokenizer, special: list[str]) -> Tokenizer:
+    """Remove the second number that training gives to words written like special tokens, such as PTB's `<unk>`."""
+    vocabulary = words.get_vocab(with_added_tokens=False)
+    ordinary = [word for word in sorted(vocabulary, key=vocabulary.__getitem__) if word not in special]
+    numbers = {word: number for number, word in enumerate([*special, *ordinary])}
+    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token=UNKNOWN))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = words.normalizer, words.pre_tokenizer
+    tokenizer.add_special_tokens(special)
+    return tokenizer
+
+
 def encode_classification(
     data: Data,
     tokenizer: PreTrainedTokenizerBase,
@@ -98,26 +125,25 @@ def encode_classification(
     progress: bool = False,
     num_proc: int | None = None,
 ) -> Data:
-    """Encode texts, or pairs of them, with their labels.
+    """Encode texts, or pairs of texts, with their labels.
 
     Args:
-        data: columns text, text_pair where there are pairs, and label; a data set or one for each split.
+        data: columns text, text_pair for pairs, and label; a data set or one for each split.
         tokenizer: the model's.
-        max_length: tokens of a row; longer ones are cut, of a pair the longer text first.
+        max_length: tokens of a row; longer texts are truncated, of a pair the longer one first.
         progress: whether to show progress bars.
-        num_proc: processes that share the work; one if not given.
+        num_proc: number of processes; one if not given.
 
     Returns:
-        Columns input_ids, attention_mask, what else the tokenizer gives, and labels where there are any.
+        Columns input_ids, attention_mask, others of the tokenizer, and labels if there are any.
 
     Raises:
-        DataError: columns are missing, or the length cannot be.
+        DataError: columns are missing, or the length is impossible.
     """
-    check_length(max_length, tokenizer, 1 + tokenizer.num_special_tokens_to_add(pair=True))
-    arguments = {"tokenizer": tokenizer, "max_length": max_length}
-    return each_split(
-        data, lambda part: map_rows(part, _classification, ("text", "label"), arguments, progress, num_proc)
-    )
+    _check_length(max_length, tokenizer, 1 + tokenizer.num_special_tokens_to_add(pair=True))
+
+    options = {"tokenizer": tokenizer, "max_length": max_length}
+    return _encode(data, _classification, ("text", "label"), options, progress=progress, num_proc=num_proc)
 
 
 def encode_translation(
@@ -134,23 +160,23 @@ def encode_translation(
     Args:
         data: columns source and target; a data set or one for each split.
         tokenizer: the model's; takes targets by `text_target`, as Marian's has a vocabulary for each side.
-        max_source_length: tokens of a source sentence; longer ones are cut.
+        max_source_length: tokens of a source sentence; longer ones are truncated.
         max_target_length: tokens of a target sentence.
         progress: whether to show progress bars.
-        num_proc: processes that share the work; one if not given.
+        num_proc: number of processes; one if not given.
 
     Returns:
         Columns input_ids, attention_mask and labels.
 
     Raises:
-        DataError: columns are missing, or a length cannot be.
+        DataError: columns are missing, or a length is impossible.
     """
-    for length in (max_source_length, max_target_length):
-        check_length(length, tokenizer, 1 + tokenizer.num_special_tokens_to_add())
-    arguments = {"tokenizer": tokenizer, "lengths": (max_source_length, max_target_length)}
-    return each_split(
-        data, lambda part: map_rows(part, _translation, ("source", "target"), arguments, progress, num_proc)
-    )
+    lengths = (max_source_length, max_target_length)
+    for length in lengths:
+        _check_length(length, tokenizer, 1 + tokenizer.num_special_tokens_to_add())
+
+    options = {"tokenizer": tokenizer, "lengths": lengths}
+    return _encode(data, _translation, ("source", "target"), options, progress=progress, num_proc=num_proc)
 
 
 def encode_language_model(
@@ -164,37 +190,41 @@ def encode_language_model(
 ) -> Data:
     """Encode texts for a model that predicts each next token.
 
-    Every text ends in the tokenizer's end token. All of them on end, after a start token, are cut into blocks; a
-    block starts with the token that the one before ended with. So every token after the start, ends of texts
-    included, is predicted exactly once whatever the length, and the perplexity is over all of them. The last block
-    may be shorter. A model's own loss shifts the labels.
+    Every text ends in the tokenizer's end token. All texts, concatenated after a start token, are cut into blocks; a
+    block starts with the last token of the previous one. So every token after the start, ends of texts included, is
+    predicted exactly once whatever the length, and the perplexity is over all of them. The last block may be shorter.
+    A model's own loss shifts the labels.
 
     Args:
         data: column text; a data set or one for each split.
         tokenizer: the model's; has an end token, which also starts where it has no start token.
         length: tokens of a block, or of a line.
-        lines: whether each text is a row of its own, cut where it is longer; not what perplexity is reported on.
+        lines: whether each text is its own row, truncated; perplexities are not reported on such rows.
         progress: whether to show progress bars.
-        num_proc: processes that share the work; one if not given.
+        num_proc: number of processes; one if not given.
 
     Returns:
         Columns input_ids and labels.
 
     Raises:
-        DataError: columns are missing, the tokenizer has no end token, or the length cannot be.
+        DataError: columns are missing, the tokenizer has no end token, or the length is impossible.
     """
-    check_length(length, tokenizer, 2)
+    _check_length(length, tokenizer, 2)
     end = tokenizer.eos_token_id
     if end is None:
         raise DataError("the tokenizer has no end token (eos), which language modelling needs after each text")
     start = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    arguments = {"tokenizer": tokenizer, "end": end}
+
+    def blocks(rows: Dataset) -> Dataset:
+        stream = np.concatenate([np.array([start]), _stream(rows)])
+        cut = list(_cut(stream, length, length - 1))
+        return _block_data(rows, input_ids=cut, labels=cut)
+
+    options = {"tokenizer": tokenizer, "end": end}
     if lines:
-        arguments |= {"start": start, "length": length}
-        return each_split(data, lambda part: map_rows(part, _lines, ("text",), arguments, progress, num_proc))
-    return each_split(
-        data, lambda part: _blocks(map_rows(part, _tokens, ("text",), arguments, progress, num_proc), start, length)
-    )
+        options |= {"start": start, "length": length}
+        return _encode(data, _lines, ("text",), options, progress=progress, num_proc=num_proc)
+    return _encode(data, _text_tokens, ("text",), options, blocks, progress=progress, num_proc=num_proc)
 
 
 def encode_masked_language_model(
@@ -207,93 +237,62 @@ def encode_masked_language_model(
     progress: bool = False,
     num_proc: int | None = None,
 ) -> Data:
-    """Encode texts for a model that fills in what is masked.
+    """Encode texts for a model that predicts masked tokens.
 
-    All texts on end, each with the tokenizer's special tokens, are cut into blocks; the last may be shorter. With a
-    seed they are masked here, once, as `DataCollatorForLanguageModeling` does it: what is scored so is scored on the
-    same tokens every time. Special tokens, and with them unknown words, are never masked.
+    All texts, each with the tokenizer's special tokens, are concatenated and cut into blocks; the last may be
+    shorter. With a seed they are masked here, once, as `DataCollatorForLanguageModeling` does it, so that every
+    evaluation scores the same tokens. Special tokens, and with them unknown words, are never masked.
 
     Args:
         data: column text; a data set or one for each split.
         tokenizer: the model's; has a mask token.
         length: tokens of a block.
-        share: of tokens that are to be predicted, where there is a seed; of these 80 % are masked, 10 % are another
-            token, and 10 % stay.
-        seed: of the masks; if not given, the blocks are left for the collator.
+        share: share of tokens to predict, with a seed; of these 80 % are masked, 10 % are replaced by another token,
+            and 10 % stay.
+        seed: of the masks; if not given, blocks are not masked, for a collator to do it.
         progress: whether to show progress bars.
-        num_proc: processes that share the work; one if not given.
+        num_proc: number of processes; one if not given.
 
     Returns:
         Columns input_ids and, with a seed, labels, −100 where nothing is to be predicted.
 
     Raises:
-        DataError: columns are missing, the tokenizer has no mask token, or the length cannot be.
+        DataError: columns are missing, the tokenizer has no mask token, or the length is impossible.
     """
-    check_length(length, tokenizer, 1)
+    _check_length(length, tokenizer, 1)
     if tokenizer.mask_token_id is None:
         raise DataError("the tokenizer has no mask token, which masked language modelling needs")
 
-    def encode(part: Dataset) -> Dataset:
-        blocks = _cut(
-            _stream(map_rows(part, _whole, ("text",), {"tokenizer": tokenizer}, progress, num_proc)), length, length
-        )
+    def blocks(rows: Dataset) -> Dataset:
+        cut = list(_cut(_stream(rows), length, length))
         if seed is None:
-            return _rows(part, input_ids=blocks)
+            return _block_data(rows, input_ids=cut)
         mask = DataCollatorForLanguageModeling(tokenizer, mlm_probability=share, seed=seed)
-        masked = [mask([{"input_ids": block}]) for block in blocks]
-        return _rows(part, **{name: [row[name][0].numpy() for row in masked] for name in ("input_ids", "labels")})
+        masked = [mask([{"input_ids": block}]) for block in cut]
+        columns = {name: [row[name][0].numpy() for row in masked] for name in ("input_ids", "labels")}
+        return _block_data(rows, **columns)
 
-    return each_split(data, encode)
-
-
-def _blank(kind: str, vocab_size: int | None, special: list[str], progress: bool) -> tuple[Tokenizer, Any]:
-    """Make a tokenizer with no vocabulary yet, and what trains it."""
-    size = 2**31 - 1 if vocab_size is None else vocab_size
-    options: dict[str, Any] = {"vocab_size": size, "special_tokens": special, "show_progress": progress}
-    if kind == "word":
-        tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        return tokenizer, trainers.WordLevelTrainer(**options)
-    if kind == "bpe":
-        tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
-        trainer: Any = trainers.BpeTrainer(**options)
-    else:
-        tokenizer = Tokenizer(models.Unigram())
-        trainer = trainers.UnigramTrainer(unk_token=UNKNOWN, **options)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation("isolated")]
+    return _encode(
+        data, _with_special_tokens, ("text",), {"tokenizer": tokenizer}, blocks, progress=progress, num_proc=num_proc
     )
-    tokenizer.decoder = decoders.Metaspace()
-    return tokenizer, trainer
 
 
-def _renumbered(words: Tokenizer, special: list[str]) -> Tokenizer:
-    """Number words anew: one written like a special token, as PTB's `<unk>`, has been given a second number."""
-    vocabulary = words.get_vocab(with_added_tokens=False)
-    ordinary = [word for word in sorted(vocabulary, key=vocabulary.__getitem__) if word not in special]
-    numbers = {word: number for number, word in enumerate([*special, *ordinary])}
-    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token=UNKNOWN))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = words.normalizer, words.pre_tokenizer
-    tokenizer.add_special_tokens(special)
-    return tokenizer
-
-
-def each_split(data: Data, encode: Callable[[Dataset], Dataset]) -> Data:
-    """Encode a data set, or each split of one."""
-    if isinstance(data, DatasetDict):
-        return DatasetDict({split: encode(part) for split, part in data.items()})
-    return encode(data)
-
-
-def map_rows(
-    data: Dataset,
+def _encode(
+    data: Data,
     encode: Callable[..., dict[str, Any]],
     columns: Sequence[str],
-    arguments: dict[str, Any],
+    options: dict[str, Any],
+    finish: Callable[[Dataset], Dataset] | None = None,
+    *,
     progress: bool,
     num_proc: int | None,
-) -> Dataset:
-    """Encode a data set batch by batch; only what was encoded stays."""
+) -> Data:
+    """Replace the columns of a data set, or of each split, by those of `encode`, batch by batch; then finish it."""
+    if isinstance(data, DatasetDict):
+        splits = {}
+        for split, part in data.items():
+            splits[split] = _encode(part, encode, columns, options, finish, progress=progress, num_proc=num_proc)
+        return DatasetDict(splits)
     for name in columns:
         if name not in data.column_names:
             raise DataError(
@@ -304,26 +303,28 @@ def map_rows(
     if "label" in data.column_names and min(data["label"]) == NO_LABEL:
         data = data.remove_columns("label")
     with progress_bars(progress):
-        # A tokenizer changes when it is first used, and what it is names the cache of data sets on disk.
-        encode(data[:1], **arguments)
-        return data.map(
+        # The state of the tokenizer names the cache of data sets on disk, and its first use changes it.
+        encode(data[:1], **options)
+        rows = data.map(
             encode,
             batched=True,
-            fn_kwargs=arguments,
+            fn_kwargs=options,
             remove_columns=data.column_names,
-            num_proc=shared(data, num_proc),
+            num_proc=process_count(data, num_proc),
         )
+    return rows if finish is None else finish(rows)
 
 
-def check_length(length: int, tokenizer: PreTrainedTokenizerBase, least: int) -> None:
-    """Refuse rows of fewer tokens than `least`, or of more than the model takes."""
+def _check_length(length: int, tokenizer: PreTrainedTokenizerBase, least: int) -> None:
+    """Raise if rows would have fewer than `least` tokens, or more than the model takes."""
     most = tokenizer.model_max_length
     if not least <= length <= most:
-        raise DataError(f"length {length}: expected {least} tokens or more{f', {most} at most' * (most < 1e9)}")
+        limit = f", {most} at most" if most < 1e9 else ""
+        raise DataError(f"length {length}: expected {least} tokens or more{limit}")
 
 
 def _classification(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, max_length: int) -> dict[str, Any]:
-    texts = (batch["text"], batch["text_pair"]) if "text_pair" in batch else (batch["text"],)
+    texts = [batch[name] for name in ("text", "text_pair") if name in batch]
     labels = {"labels": batch["label"]} if "label" in batch else {}
     return {**tokenizer(*texts, truncation=True, max_length=max_length), **labels}
 
@@ -331,58 +332,47 @@ def _classification(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, m
 def _translation(
     batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, lengths: tuple[int, int]
 ) -> dict[str, Any]:
-    encoded = tokenizer(batch["source"], truncation=True, max_length=lengths[0], return_token_type_ids=False)
+    inputs = tokenizer(batch["source"], truncation=True, max_length=lengths[0], return_token_type_ids=False)
     targets = tokenizer(text_target=batch["target"], truncation=True, max_length=lengths[1])
-    return {**encoded, "labels": targets["input_ids"]}
+    return {**inputs, "labels": targets["input_ids"]}
 
 
-def _tokens(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, end: int) -> dict[str, Any]:
-    return {"input_ids": [[*ids, end] for ids in _ids(batch, tokenizer)]}
+def _text_tokens(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, end: int) -> dict[str, Any]:
+    texts = tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"]
+    return {"input_ids": [[*ids, end] for ids in texts]}
 
 
 def _lines(
     batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, end: int, start: int, length: int
 ) -> dict[str, Any]:
-    rows = [[start, *ids, end][:length] for ids in _ids(batch, tokenizer)]
+    rows = [[start, *ids][:length] for ids in _text_tokens(batch, tokenizer, end)["input_ids"]]
     return {"input_ids": rows, "labels": rows}
 
 
-def _ids(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Tokenize texts however long, without special tokens."""
-    encoded: list[list[int]] = tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"]
-    return encoded
-
-
-def _whole(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _with_special_tokens(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return {"input_ids": tokenizer(batch["text"], verbose=False)["input_ids"]}
 
 
-def _blocks(data: Dataset, start: int, length: int) -> Dataset:
-    """Cut the rows' tokens, put on end, into blocks that share a token with their neighbours."""
-    stream = np.concatenate([np.array([start]), _stream(data)])
-    blocks = _cut(stream, length, length - 1)
-    return _rows(data, input_ids=blocks, labels=blocks)
-
-
-def _stream(data: Dataset) -> np.ndarray:
-    """Concatenate the tokens of the rows."""
-    chunks = data.data.column("input_ids").chunks
+def _stream(rows: Dataset) -> np.ndarray:
+    """Concatenate the tokens of all rows."""
+    chunks = rows.data.column("input_ids").chunks
     stream = np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks])
     if not len(stream):
-        raise DataError(f"the tokenizer finds no token in the {len(data)} rows; expected text in some of them")
+        raise DataError(f"the tokenizer finds no token in the {len(rows)} rows; expected text in some of them")
     return stream
 
 
-def _cut(stream: np.ndarray, length: int, step: int) -> list[np.ndarray]:
+def _cut(stream: np.ndarray, length: int, step: int) -> Iterator[np.ndarray]:
     """Cut blocks that start `step` tokens apart."""
-    return [stream[first : first + length] for first in range(0, max(len(stream) - length + step, 1), step)]
+    for first in range(0, max(len(stream) - length + step, 1), step):
+        yield stream[first : first + length]
 
 
-def _rows(data: Dataset, **columns: list[np.ndarray]) -> Dataset:
-    """Make a data set of a split's blocks."""
-    return Dataset(pa.table({name: _lists(blocks) for name, blocks in columns.items()}), split=data.split)
-
-
-def _lists(blocks: list[np.ndarray]) -> pa.ListArray:
-    ends = np.cumsum([0, *map(len, blocks)])
-    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(np.concatenate(blocks), pa.int32()))
+def _block_data(rows: Dataset, **columns: list[np.ndarray]) -> Dataset:
+    """Return blocks as a data set of the rows' split."""
+    lists = {}
+    for name, blocks in columns.items():
+        offsets = np.cumsum([0, *map(len, blocks)])
+        values = pa.array(np.concatenate(blocks), pa.int32())
+        lists[name] = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values)
+    return Dataset(pa.table(lists), split=rows.split)
