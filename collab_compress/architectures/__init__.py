@@ -1,7 +1,6 @@
 """Where attention is in each family of models, and in a live model."""
 
 from collab_compress.architectures.families import FAMILIES, AttentionFamily
-from collab_compress.architectures.refusal import refuse_hooks
 from collab_compress.architectures.sites import (
     AttentionSite,
     DenseSite,
@@ -10,6 +9,7 @@ from collab_compress.architectures.sites import (
     find_attention,
     find_dense_attention,
     find_dense_values,
+    refuse_hooks,
     split_heads,
     transformers_model,
 )

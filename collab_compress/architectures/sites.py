@@ -1,33 +1,39 @@
-"""Find the attention modules of a live model, and read their projections, separate or fused."""
+"""Find the attention modules of a live model, read their projections, separate or fused, and refuse all others."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress.architectures.families import AttentionFamily
-from collab_compress.architectures.refusal import refuse_interposed, refuse_older, refuse_scores, refuse_unknown
+from collab_compress.architectures.families import NORMALISED, AttentionFamily
 from collab_compress.errors import UnsupportedModelError
 from collab_compress.options import KINDS, Kind
 from collab_compress.transformers_parts import VERSIONS
 
+PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes that can be computed with
+NORMS = ("q_norm", "query_norm", "q_layernorm", "query_layernorm")
+SEE = "docs/families.md lists what can be converted of each family, and since which version of Transformers"
+
+Families: TypeAlias = dict[str, AttentionFamily]
+
 
 @dataclass(frozen=True, eq=False)
 class FusedSlice:
-    """One of the projections in a fused layer, seen as the `nn.Linear` it would be by itself.
+    """One of the projections in a fused layer, viewed as an `nn.Linear` of its own.
 
     Args:
         whole: the layer, with weight (3·H·d, D), or (D, 3·H·d) in a transposed layer, and bias (3·H·d,) or None.
-        first: where the projection's first head begins.
-        step: how far one head's channels begin after those of the one before.
+        first: first channel of the projection's first head.
+        step: distance between the first channels of two heads.
         heads: number of heads H.
         head_width: width d of one head.
     """
@@ -57,25 +63,25 @@ class FusedSlice:
     def weight(self) -> Tensor:
         """The weight in the layout of `nn.Linear`, (H·d, D); a view where heads lie side by side."""
         whole: Tensor = self.whole.weight
-        return self._taken(whole.T if self.dim else whole)
+        return self._select(whole.T if self.dim else whole)
 
     @property
     def bias(self) -> Tensor | None:
         """The bias, (H·d,), or None; a view where heads lie side by side."""
-        return None if self.whole.bias is None else self._taken(self.whole.bias)
+        return None if self.whole.bias is None else self._select(self.whole.bias)
 
     def rows(self, head: int) -> range:
-        """Which channels of the layer one head has."""
+        """Return the channels of one head in the layer."""
         start = self.first + head * self.step
         return range(start, start + self.head_width)
 
-    def _taken(self, rows: Tensor) -> Tensor:
+    def _select(self, channels: Tensor) -> Tensor:
         if self.step == self.head_width:
-            return rows[self.first : self.first + self.out_features]
-        return torch.cat([rows[own.start : own.stop] for own in map(self.rows, range(self.heads))])
+            return channels[self.first : self.first + self.out_features]
+        return torch.cat([channels[rows.start : rows.stop] for rows in map(self.rows, range(self.heads))])
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield weight and bias, where it has one."""
+        """Yield the weight, and the bias where there is one."""
         yield "weight", self.weight
         if self.bias is not None:
             yield "bias", self.bias
@@ -86,23 +92,20 @@ class FusedSlice:
 
 
 def fused_slice(module: Any, family: AttentionFamily, path: str) -> FusedSlice | None:
-    """Return the part of a stock module's fused layer that a path of the family names, or None."""
-    parts = (family.query, family.key, family.value)
-    whole: Any = getattr(module, family.fused, None) if family.fused and path in parts else None
+    """Return the projection at a path of the family in a stock module's fused layer, or None."""
+    paths = (family.query, family.key, family.value)
+    whole: Any = getattr(module, family.fused, None) if family.fused and path in paths else None
     if type(whole) not in (nn.Linear, Conv1D):
         return None
-    heads, width = (attrgetter(each)(module) for each in (family.heads, family.head_width))
+    heads, width = attrgetter(family.heads, family.head_width)(module)
     groups = attrgetter(family.key_value_heads)(module) if family.key_value_heads else heads
     if whole.weight.shape[int(isinstance(whole, Conv1D))] != (heads + 2 * groups) * width:
         return None
-    place = parts.index(path)
+    place = paths.index(path)
     if family.interleaved:
         return FusedSlice(whole, place * width, 3 * width, heads, width)
     before = (0, heads, heads + groups)[place]
     return FusedSlice(whole, before * width, width, groups if place else heads, width)
-
-
-PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # what can be computed with
 
 
 @dataclass(frozen=True)
@@ -112,15 +115,15 @@ class AttentionSite:
     Args:
         name: path of the module in the model.
         module: the attention module.
-        family: which attributes hold what.
-        kind: self-attention that sees all positions ("encoder") or only earlier ones ("decoder"), or "cross".
-        layer: place among the sites of its kind, from 0.
+        family: its description.
+        kind: self-attention to all positions ("encoder") or only to earlier ones ("decoder"), or "cross".
+        layer: index among the sites of its kind.
         heads: number of heads H.
         head_width: width d of one head's keys.
-        scaling: what the scores are multiplied by.
+        scaling: factor of the scores.
         parent: the module that holds it.
-        key_value_heads: number of heads of keys and values, of which each serves as many heads of queries.
-        reads_tokens: whether the model that it belongs to has a vocabulary, as a tower of images has not.
+        key_value_heads: number of heads of keys and values Hkv; each serves H / Hkv heads of queries.
+        reads_tokens: whether its model has a vocabulary, unlike an image tower.
     """
 
     name: str
@@ -137,17 +140,17 @@ class AttentionSite:
 
     @property
     def width(self) -> int:
-        """H·d: how wide queries of all heads are, and what the output projection reads."""
+        """H·d: width of the queries of all heads, and of the input of the output projection."""
         return self.heads * self.head_width
 
     @property
     def key_value_width(self) -> int:
-        """How wide keys are, and values: H·d, or less where queries are grouped."""
+        """Hkv·d: width of the keys, and of the values, of all heads."""
         return self.key_value_heads * self.head_width
 
     @property
     def rotated(self) -> int:
-        """How many channels of a head a rotary embedding turns, its first."""
+        """Number of channels of a head that a rotary embedding rotates, its first."""
         family = self.family
         if not family.rotary or (family.rotary_where and not self.part(family.rotary_where)):
             return 0
@@ -157,25 +160,97 @@ class AttentionSite:
         return int(self.part(family.rotary_width)) if family.rotary_width else self.head_width
 
     def part(self, path: str) -> Any:
-        """Read an attribute by a path of the family's: `query`, `key`, `value` and `output` are such."""
+        """Read an attribute by a path of the family's, such as `query`, `key`, `value` or `output`."""
         if path.startswith(".."):
             return _attribute(self.name, self.parent, self.family, path[2:])
         return _attribute(self.name, self.module, self.family, path)
 
     def path(self, path: str) -> str:
-        """Path in the model of an attribute that the family gives relative to the module."""
+        """Return the path in the model of an attribute that the family describes relative to the module."""
         return f"{self.name.rpartition('.')[0]}.{path[2:]}" if path.startswith("..") else f"{self.name}.{path}"
 
 
+@dataclass(frozen=True, eq=False)
+class DenseSite(AttentionSite):
+    """An attention module whose queries and keys are dense.
+
+    Args:
+        query: projection of queries, weight (H·d, D), storage layout of `nn.Linear`; its slice of a fused layer.
+        key: projection of keys, weight (Hkv·d, D).
+    """
+
+    query: nn.Linear | FusedSlice
+    key: nn.Linear | FusedSlice
+
+    @property
+    def inputs(self) -> tuple[tuple[Any, str], ...]:
+        """Pairs of (projection, side of the attention mask) whose input moments weight the errors of a conversion."""
+        return (self.query, "query"), (self.key, "key")
+
+    def query_heads(self) -> Tensor:
+        """Return Wq of each head in mathematical layout, (H, D, d)."""
+        return split_heads(self.query.weight, self.heads)
+
+    def key_heads(self) -> Tensor:
+        """Return Wk of each head of keys in mathematical layout, (Hkv, D, d)."""
+        return split_heads(self.key.weight, self.key_value_heads)
+
+    def query_bias(self) -> Tensor | None:
+        """Return the query bias of each head, (H, d), or None where the projection has none."""
+        bias = self.query.bias
+        return None if bias is None else bias.detach().reshape(self.heads, self.head_width)
+
+
+@dataclass(frozen=True, eq=False)
+class ValueSite(AttentionSite):
+    """An attention module whose values and output projection are dense.
+
+    Args:
+        value: projection of values, weight (Hkv·d, D), storage layout of `nn.Linear`; its slice of a fused layer.
+        output: the output projection, weight (D, H·d), or (H·d, D) in a transposed layer.
+    """
+
+    value: nn.Linear | FusedSlice
+    output: nn.Linear | Conv1D
+
+    @property
+    def width(self) -> int:
+        """Hkv·d: the width of dense values."""
+        return self.key_value_width
+
+    @property
+    def inputs(self) -> tuple[tuple[Any, str], ...]:
+        """Pair of (projection, side of the attention mask) whose input moments weight the errors of a conversion."""
+        return ((self.output, "query"),)
+
+    def value_heads(self) -> Tensor:
+        """Return Wv of each head of values in mathematical layout, (Hkv, D, d)."""
+        return split_heads(self.value.weight, self.key_value_heads)
+
+    def value_bias(self) -> Tensor | None:
+        """Return the value bias of each head of values, (Hkv, d), or None where the projection has none."""
+        bias = self.value.bias
+        return None if bias is None else bias.detach().reshape(self.key_value_heads, self.head_width)
+
+    def output_heads(self) -> Tensor:
+        """Return Wo of each head in mathematical layout, (H, d, D)."""
+        weight: Tensor = self.output.weight.detach()
+        if not isinstance(self.output, Conv1D):
+            weight = weight.T
+        return weight.reshape(self.heads, -1, weight.shape[1])
+
+
+def split_heads(weight: Tensor, heads: int) -> Tensor:
+    """Split an `nn.Linear` weight (H·d, D) into per-head matrices (H, D, d)."""
+    return weight.detach().view(heads, -1, weight.shape[1]).transpose(1, 2)
+
+
 def find_attention(
-    model: nn.Module,
-    families: dict[str, AttentionFamily],
-    modules: str = "*",
-    kinds: Collection[Kind] = KINDS,
+    model: nn.Module, families: Families, modules: str = "*", kinds: Collection[Kind] = KINDS
 ) -> list[AttentionSite]:
     """List the attention modules of `model`, in the model's order, each once.
 
-    Each is described by the family of the model inside `model` that it belongs to: a model of two towers, or an
+    Each is described by the family of the innermost model that it belongs to: a model of two towers, or an
     encoder and a decoder put together, has several.
 
     Args:
@@ -188,70 +263,71 @@ def find_attention(
         UnsupportedModelError: unknown family; no module matches; a module lacks an attribute its family promises.
     """
     model = transformers_model(model)
-    owned = _described(model, families)
-    if not owned:
-        refuse_unknown(model)
-    layers = dict.fromkeys(KINDS, 0)
     owners = _owners(model)
-    found = []
+    described = _described(owners, families)
+    if not described:
+        attention = [(name, module) for name, module in model.named_modules() if _is_attention(module)]
+        first = "".join(
+            f"; its first attention module is {name} ({_class(module)})" for name, module in attention[:1]
+        )
+        raise UnsupportedModelError(f"{_class(model)}: model type {_type(model)!r} has no description{first}; {SEE}")
+    layers = dict.fromkeys(KINDS, 0)
+    sites = []
     for name, module in model.named_modules():
-        family = owned.get(name)
-        if family is not None and type(module).__name__ in family.attention_classes:
+        family = described.get(name)
+        if family is not None and _class(module) in family.attention_classes:
             kind = _kind(name, module, family)
             parent = model.get_submodule(name.rpartition(".")[0])
             reads_tokens = hasattr(getattr(owners[name], "config", None), "vocab_size")
-            found.append(_site(name, module, parent, family, kind, layers[kind], reads_tokens))
+            sites.append(_site(name, module, parent, family, kind, layers[kind], reads_tokens))
             layers[kind] += 1
-    chosen = [site for site in found if fnmatch(site.name, modules) and site.kind in kinds]
+    chosen = [site for site in sites if fnmatch(site.name, modules) and site.kind in kinds]
     if not chosen:
-        have = ", ".join(f"{site.name} ({site.kind})" for site in found[:3]) + (", …" if len(found) > 3 else "")
-        classes = dict.fromkeys(name for family in owned.values() for name in family.attention_classes)
+        have = ", ".join(f"{site.name} ({site.kind})" for site in sites[:3]) + (", …" if len(sites) > 3 else "")
+        classes = dict.fromkeys(name for family in described.values() for name in family.attention_classes)
         wanted = repr(modules) + ("" if set(kinds) == set(KINDS) else f" with kind {' or '.join(kinds)}")
         raise UnsupportedModelError(
-            f"no {' or '.join(classes)} of {type(model).__name__} matches {wanted}; "
-            + (f"the attention modules are {have}" if found else "the model contains none")
+            f"no {' or '.join(classes)} of {_class(model)} matches {wanted}; "
+            + (f"the attention modules are {have}" if sites else "the model contains none")
         )
     return chosen
+
+
+def _class(module: Any) -> str:
+    return type(module).__name__
+
+
+def _type(model: Any) -> str | None:
+    return getattr(getattr(model, "config", None), "model_type", None)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return "attention" in _class(module).lower()
 
 
 def _owners(model: nn.Module) -> dict[str, nn.Module]:
     """Return the innermost model that holds each module of `model`, by the path of the module."""
     owners: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        own = not name or isinstance(module, PreTrainedModel)
-        owners[name] = module if own else owners[name.rpartition(".")[0]]
+        is_model = not name or isinstance(module, PreTrainedModel)
+        owners[name] = module if is_model else owners[name.rpartition(".")[0]]
     return owners
 
 
-def _model_type(model: Any) -> str:
-    return str(getattr(getattr(model, "config", None), "model_type", ""))
-
-
-def _described(model: nn.Module, families: dict[str, AttentionFamily]) -> dict[str, AttentionFamily]:
-    """Return the family of each module by its path; modules of unknown families are left out.
+def _described(owners: dict[str, nn.Module], families: Families) -> Families:
+    """Return the family of each module by its path, without modules of unknown families.
 
     Raises:
         UnsupportedModelError: the family needs a newer version of Transformers.
     """
-    types = {name: _model_type(owner) for name, owner in _owners(model).items()}
-    for model_type in dict.fromkeys(types.values()):
-        refuse_older(model_type)
-    return {name: families[model_type] for name, model_type in types.items() if model_type in families}
-
-
-def _refuse_undescribed_parts(model: nn.Module, families: dict[str, AttentionFamily], modules: str) -> None:
-    """Refuse attention that `modules` asks for in a model inside `model` that has no description.
-
-    Raises:
-        UnsupportedModelError: naming the first such module.
-    """
-    model = transformers_model(model)
-    owned = _described(model, families)
-    others = [name for name, _ in model.named_modules() if name not in owned]
-    for name in others:
-        module = model.get_submodule(name)
-        if name and "attention" in type(module).__name__.lower() and fnmatch(name, modules):
-            refuse_unknown(model, name, _model_type(_owners(model)[name]))
+    described = {name: families[type_] for name, owner in owners.items() if (type_ := _type(owner)) in families}
+    for name, family in described.items():
+        if family.since and Version(transformers.__version__) < Version(family.since):
+            raise UnsupportedModelError(
+                f"models of type {_type(owners[name])!r} can be converted with Transformers {family.since} and newer "
+                f"versions, not {transformers.__version__}; pip install 'transformers>={family.since}'"
+            )
+    return described
 
 
 def _kind(name: str, module: nn.Module, family: AttentionFamily) -> Kind:
@@ -270,9 +346,9 @@ def _site(
     layer: int,
     reads_tokens: bool,
 ) -> AttentionSite:
-    # A converted module may hold H there, for its own attribute says how many pieces it views.
-    counted = "stock_heads" if "stock_heads" in module.__dict__ else family.heads
-    heads, head_width = (read(name, module, family, path, int) for path in (counted, family.head_width))
+    # A converted module may keep H in `stock_heads`, where its own attribute holds the number of key groups.
+    heads = read(name, module, family, "stock_heads" if "stock_heads" in module.__dict__ else family.heads, int)
+    head_width = read(name, module, family, family.head_width, int)
     path = "scaling" if hasattr(module, "scaling") else family.scaling
     scaling = float(read(name, module, family, path, (int, float))) if path else head_width**-0.5
     groups = read(name, module, family, family.key_value_heads, int) if family.key_value_heads else heads
@@ -284,136 +360,58 @@ def _site(
 
 
 def read(name: str, module: nn.Module, family: AttentionFamily, path: str, kind: Any) -> Any:
-    """Read `module.path` and check its type; the message names the attribute that is missing and where."""
+    """Read `module.path`, the attribute of an attention module at path `name`, and check its type.
+
+    Raises:
+        UnsupportedModelError: it is missing or of another type.
+    """
     value = _attribute(name, module, family, path)
     own_forward = isinstance(value, nn.Linear) and type(value).forward is not nn.Linear.forward
     if not isinstance(value, kind | FusedSlice if kind is nn.Linear else kind) or own_forward:
         expected = f"a plain {kind.__name__}" if isinstance(kind, type) else "a number"
         raise UnsupportedModelError(
-            f"{name}.{path}: got {type(value).__name__}, expected {expected}; "
+            f"{name}.{path}: got {_class(value)}, expected {expected}; "
             "adapters must be merged and quantization undone before converting"
         )
     return value
 
 
 def _attribute(name: str, module: nn.Module, family: AttentionFamily, path: str) -> Any:
-    """Read `module.path`, or the part of a fused layer that the path stands for."""
+    """Read `module.path`, or the slice of a fused layer for such a path."""
     try:
         return attrgetter(path)(module)
     except AttributeError:
-        found = fused_slice(module, family, path)
+        projection = fused_slice(module, family, path)
+        if projection is not None:
+            return projection
         whole = getattr(module, family.fused, None) if family.fused else None
-        if found is not None:
-            return found
         if whole is not None and type(whole) not in (nn.Linear, Conv1D):
-            return whole  # whoever reads it says what it is
+            return whole  # for the message about its type
     raise UnsupportedModelError(
-        f"{name} ({type(module).__name__}) has no attribute {path!r}, which the {family.name} description "
+        f"{name} ({_class(module)}) has no attribute {path!r}, which the {family.name} description "
         f"promises; Transformers {transformers.__version__} may have renamed it: transformers{VERSIONS} was tried"
     )
 
 
-@dataclass(frozen=True, eq=False)
-class DenseSite(AttentionSite):
-    """An attention module whose queries and keys are dense.
-
-    Args:
-        query: projection of queries, weight (H·d, D), storage layout of `nn.Linear`; the part that is it where the
-            model keeps several in one layer.
-        key: projection of keys, weight (Hkv·d, D).
-    """
-
-    query: nn.Linear | FusedSlice
-    key: nn.Linear | FusedSlice
-
-    @property
-    def inputs(self) -> tuple[tuple[Any, str], ...]:
-        """Pairs of (projection, side of the attention mask) whose input moments weight the errors of a conversion."""
-        return (self.query, "query"), (self.key, "key")
-
-    def query_heads(self) -> Tensor:
-        """Wq of each head in mathematical layout, (H, D, d)."""
-        return split_heads(self.query.weight, self.heads)
-
-    def key_heads(self) -> Tensor:
-        """Wk of each head of keys in mathematical layout, (Hkv, D, d)."""
-        return split_heads(self.key.weight, self.key_value_heads)
-
-    def query_bias(self) -> Tensor | None:
-        """Query bias of each head, (H, d), or None where the projection has none."""
-        bias = self.query.bias
-        return None if bias is None else bias.detach().reshape(self.heads, self.head_width)
-
-
-@dataclass(frozen=True, eq=False)
-class ValueSite(AttentionSite):
-    """An attention module whose values and output projection are dense.
-
-    Args:
-        value: projection of values, weight (Hkv·d, D), storage layout of `nn.Linear`; the part that is it where the
-            model keeps several in one layer.
-        output: the output projection, weight (D, H·d), or (H·d, D) in a transposed layer.
-    """
-
-    value: nn.Linear | FusedSlice
-    output: nn.Linear | Conv1D
-
-    @property
-    def width(self) -> int:
-        """Hkv·d: the widest values, and the width at which a conversion is exact."""
-        return self.key_value_width
-
-    @property
-    def inputs(self) -> tuple[tuple[Any, str], ...]:
-        """Pair of (projection, side of the attention mask) whose input moments weight the errors of a conversion."""
-        return ((self.output, "query"),)
-
-    def value_heads(self) -> Tensor:
-        """Wv of each head of values in mathematical layout, (Hkv, D, d)."""
-        return split_heads(self.value.weight, self.key_value_heads)
-
-    def value_bias(self) -> Tensor | None:
-        """Value bias of each head of values, (Hkv, d), or None where the projection has none."""
-        bias = self.value.bias
-        return None if bias is None else bias.detach().reshape(self.key_value_heads, self.head_width)
-
-    def output_heads(self) -> Tensor:
-        """Wo of each head in mathematical layout, (H, d, D)."""
-        weight = self.output.weight.detach()
-        rows: Tensor = weight if isinstance(self.output, Conv1D) else weight.T
-        return rows.reshape(self.heads, -1, rows.shape[1])
-
-
-def split_heads(weight: Tensor, heads: int) -> Tensor:
-    """Turn an `nn.Linear` weight (H·d, D) into per-head matrices (H, D, d)."""
-    return weight.detach().view(heads, -1, weight.shape[1]).transpose(1, 2)
-
-
 def find_dense_attention(
-    model: nn.Module,
-    families: dict[str, AttentionFamily],
-    modules: str = "*",
-    kinds: Collection[Kind] = KINDS,
+    model: nn.Module, families: Families, modules: str = "*", kinds: Collection[Kind] = KINDS
 ) -> list[DenseSite]:
     """List every attention module of `model` that can be converted; as `find_attention`, and checks the projections.
 
     Raises:
-        UnsupportedModelError: as `find_attention`; something stands between projection and dot product (rotary
-            embedding, query/key normalisation) that the family does not describe; a query or key projection is no
+        UnsupportedModelError: as `find_attention`; an operation between projection and dot product (rotary
+            embedding, query/key normalisation) is not described by the family; a query or key projection is no
             plain `nn.Linear`, is quantized, or is not H·d wide; the family's description leaves this kind of
             attention out.
     """
-    found = [_dense(site) for site in find_attention(model, families, modules, kinds)]
-    refuse_interposed(transformers_model(model), _described(transformers_model(model), families))
-    _refuse_undescribed_parts(model, families, modules)
-    return found
+    sites = [_dense_scores(site) for site in find_attention(model, families, modules, kinds)]
+    _refuse_interposed(transformers_model(model), families)
+    _refuse_unknown_parts(transformers_model(model), families, modules)
+    return sites
 
 
 def find_dense_values(
-    model: nn.Module,
-    families: dict[str, AttentionFamily],
-    modules: str = "*",
-    kinds: Collection[Kind] = KINDS,
+    model: nn.Module, families: Families, modules: str = "*", kinds: Collection[Kind] = KINDS
 ) -> list[ValueSite]:
     """List every attention module of `model` whose values can be converted; as `find_dense_attention`.
 
@@ -421,14 +419,14 @@ def find_dense_values(
         UnsupportedModelError: as `find_attention`; the value or output projection is no plain layer, is quantized,
             or is not H·d wide; heads are mixed before it; the family's description leaves this kind out.
     """
-    found = [_dense_values(site) for site in find_attention(model, families, modules, kinds)]
-    _refuse_undescribed_parts(model, families, modules)
-    return found
+    sites = [_dense_values(site) for site in find_attention(model, families, modules, kinds)]
+    _refuse_unknown_parts(transformers_model(model), families, modules)
+    return sites
 
 
-def _dense(site: AttentionSite) -> DenseSite:
+def _dense_scores(site: AttentionSite) -> DenseSite:
     if site.family.keeps_scores:
-        refuse_scores(site.name, site.module, site.family.keeps_scores)
+        _refuse_scores(site.name, site.module, site.family.keeps_scores)
     _refuse_undescribed(site)
     query = _projection(site, site.family.query, site.heads)
     key = _projection(site, site.family.key, site.key_value_heads)
@@ -437,55 +435,135 @@ def _dense(site: AttentionSite) -> DenseSite:
 
 def _dense_values(site: AttentionSite) -> ValueSite:
     _refuse_undescribed(site)
-    value, path = _projection(site, site.family.value, site.key_value_heads), site.family.output
-    output = site.part(path)
+    value = _projection(site, site.family.value, site.key_value_heads)
+    output, path = site.part(site.family.output), site.path(site.family.output)
     if hasattr(output, "alphas"):
-        raise UnsupportedModelError(
-            f"{site.path(path)} mixes the heads; call merge_alphas_ first, then convert values"
-        )
+        raise UnsupportedModelError(f"{path} mixes the heads; call merge_alphas_ first, then convert values")
     plain = type(output) in (nn.Linear, Conv1D)
     inputs = output.weight.shape[0 if isinstance(output, Conv1D) else 1] if plain else 0
-    if not plain or inputs != site.width:
-        got = f"a plain layer that reads {inputs} channels" if plain else type(output).__name__
+    if inputs != site.width:
+        got = f"a plain layer that reads {inputs} channels" if plain else _class(output)
         raise UnsupportedModelError(
-            f"{site.path(path)}: got {got}; expected a plain nn.Linear that reads {site.heads} heads × "
-            f"{site.head_width} = {site.width}; adapters must be merged and quantization undone before converting"
+            f"{path}: got {got}; expected a plain nn.Linear that reads {site.heads} heads × {site.head_width} = "
+            f"{site.width}; adapters must be merged and quantization undone before converting"
         )
-    _refuse_quantized(site.path(path), output.weight)
+    _refuse_quantized(path, output.weight)
     return ValueSite(**vars(site), value=value, output=output)
 
 
-def _refuse_undescribed(site: AttentionSite) -> None:
-    if site.kind in site.family.undescribed:
-        raise UnsupportedModelError(
-            f"{site.name}: {site.kind} attention of {site.family.name} cannot be converted, because "
-            f"{site.family.undescribed[site.kind]}; leave it out with a pattern of module paths, or by kinds"
-        )
-    for name, reason in site.family.must_lack.items():
-        if getattr(site.module, name, None):
-            raise UnsupportedModelError(
-                f"{site.name}: this {site.family.name} cannot be converted, because {reason} "
-                f"({name} is {getattr(site.module, name)})"
-            )
-
-
 def _projection(site: AttentionSite, path: str, heads: int) -> nn.Linear | FusedSlice:
-    """Read a dense projection that is as wide as so many heads and holds plain floats."""
-    found: nn.Linear | FusedSlice = read(site.name, site.module, site.family, path, nn.Linear)
-    if found.out_features != heads * site.head_width:
+    """Read a dense projection, and check that it is as wide as the heads and holds plain floats."""
+    projection: nn.Linear | FusedSlice = read(site.name, site.module, site.family, path, nn.Linear)
+    width = heads * site.head_width
+    if projection.out_features != width:
         raise UnsupportedModelError(
-            f"{site.name}.{path}: got {found.out_features} output channels; expected {heads} heads × "
-            f"{site.head_width} = {heads * site.head_width}; the {site.family.name} description does not fit this "
-            "model"
+            f"{site.name}.{path}: got {projection.out_features} output channels; expected {heads} heads × "
+            f"{site.head_width} = {width}; the {site.family.name} description does not fit this model"
         )
-    _refuse_quantized(f"{site.name}.{path}", found.weight)
-    return found
+    _refuse_quantized(f"{site.name}.{path}", projection.weight)
+    return projection
 
 
 def _refuse_quantized(path: str, weight: Tensor) -> None:
     if weight.dtype not in PLAIN or type(weight) not in (Tensor, nn.Parameter):
         kind = f"{type(weight).__module__}.{type(weight).__qualname__} of {weight.dtype}"
         raise UnsupportedModelError(f"{path}: weights are {kind}; convert before quantizing")
+
+
+def _refuse_undescribed(site: AttentionSite) -> None:
+    """Refuse a kind or a variant of attention that the family's description leaves out."""
+    family = site.family
+    if site.kind in family.undescribed:
+        raise UnsupportedModelError(
+            f"{site.name}: {site.kind} attention of {family.name} cannot be converted, because "
+            f"{family.undescribed[site.kind]}; leave it out with a pattern of module paths, or by kinds"
+        )
+    for name, reason in family.must_lack.items():
+        value = getattr(site.module, name, None)
+        if value:
+            raise UnsupportedModelError(
+                f"{site.name}: this {family.name} cannot be converted, because {reason} ({name} is {value})"
+            )
+
+
+def _refuse_scores(name: str, module: nn.Module, reason: str) -> NoReturn:
+    raise UnsupportedModelError(
+        f"{name} ({_class(module)}): queries and keys cannot be converted, because {reason}; leave out dk, "
+        "and narrow values (dv) and feed-forward blocks (dff)"
+    )
+
+
+def _refuse_interposed(model: nn.Module, families: Families) -> None:
+    """Refuse operations between projection and dot product, other than a rotary embedding that the family describes.
+
+    The collaborative form factors Wq·Wkᵀ, so nothing else may stand between the two.
+
+    Raises:
+        UnsupportedModelError: naming the first such module and the reason.
+    """
+    described = _described(_owners(model), families)
+    has_rotary = False
+    for name, module in model.named_modules():
+        if name not in described:
+            continue
+        child, is_rotary = name.rpartition(".")[2].lower(), "rotaryembedding" in _class(module).lower()
+        if child in NORMS:
+            _refuse_scores(name, module, NORMALISED)
+        if described[name].rotary:
+            has_rotary |= is_rotary
+        elif is_rotary or child == "rotary_emb":
+            _refuse_scores(
+                name, module, "a rotary position embedding rotates queries and keys after their projection"
+            )
+    promised = [family.name for family in described.values() if family.rotary]
+    if promised and not has_rotary:
+        raise UnsupportedModelError(
+            f"{_class(model)} has no rotary embedding, which the {promised[0]} description promises; models of this "
+            "family with other positions cannot be converted"
+        )
+
+
+def _refuse_unknown_parts(model: nn.Module, families: Families, modules: str) -> None:
+    """Refuse selected attention in a model inside `model` whose family has no description.
+
+    Raises:
+        UnsupportedModelError: naming the first such module.
+    """
+    for name, owner in _owners(model).items():
+        module = model.get_submodule(name)
+        if name and _type(owner) not in families and _is_attention(module) and fnmatch(name, modules):
+            raise UnsupportedModelError(
+                f"{name} ({_class(module)}): model type {_type(owner)!r} has no description; "
+                f"leave it out with a pattern of module paths (modules='…'); {SEE}"
+            )
+
+
+def refuse_hooks(path: str, layer: nn.Module, stays: bool = False) -> None:
+    """Refuse a projection with hooks or its own forward pass, which a conversion would lose or feed other values.
+
+    Weight reparametrizations by hooks (`torch.nn.utils.prune`, `weight_norm`) are refused too. Accelerate's forward
+    passes only move tensors, and are allowed.
+
+    Args:
+        path: of the layer, for the message.
+        layer: the projection.
+        stays: whether the layer stays in the model with the same outputs, so that hooks on them may stay too.
+
+    Raises:
+        UnsupportedModelError: there is one.
+    """
+    hooks: dict[str, Any] = {
+        "a forward pre-hook": layer._forward_pre_hooks,
+        "a forward hook": {} if stays else layer._forward_hooks,
+        "a backward hook": {} if stays else {**layer._backward_hooks, **layer._backward_pre_hooks},
+        "a forward pass set on the instance": "forward" in vars(layer) and not hasattr(layer, "_hf_hook"),
+    }
+    present = [name for name, hook in hooks.items() if hook]
+    if present:
+        raise UnsupportedModelError(
+            f"{path} ({_class(layer)}) has {present[0]}, which would not survive; remove it (torch.nn.utils.prune."
+            "remove and torch.nn.utils.remove_weight_norm make such weights plain), then register it anew"
+        )
 
 
 def transformers_model(model: Any) -> PreTrainedModel:
@@ -503,15 +581,14 @@ def transformers_model(model: Any) -> PreTrainedModel:
     if hasattr(model, "get_base_model"):  # of PEFT; paths must be those of the model without the wrapper
         return transformers_model(model.get_base_model())
     if isinstance(model, nn.Sequential) and len(model):
-        inner = getattr(next(iter(model)), "auto_model", None)
+        inner = getattr(model[0], "auto_model", None)
         if isinstance(inner, nn.Module):
             return transformers_model(inner)
     if isinstance(model, nn.Module) and isinstance(getattr(model, "config", None), PretrainedConfig):
         return model
-    inside = next((name for name in ("module", "_orig_mod") if hasattr(getattr(model, name, None), "config")), None)
-    hint = (
-        f"pass the model inside, model.{inside}"
-        if inside
-        else "pass a transformers.PreTrainedModel, or a SentenceTransformer that holds one"
-    )
-    raise UnsupportedModelError(f"{type(model).__name__} is no Transformers model; {hint}")
+    hint = "pass a transformers.PreTrainedModel, or a SentenceTransformer that holds one"
+    for name in ("module", "_orig_mod"):  # of DistributedDataParallel and of torch.compile
+        if hasattr(getattr(model, name, None), "config"):
+            hint = f"pass the model inside, model.{name}"
+            break
+    raise UnsupportedModelError(f"{_class(model)} is no Transformers model; {hint}")

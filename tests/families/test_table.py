@@ -10,13 +10,11 @@ from collections import Counter
 from pathlib import Path
 
 import yaml
-from packaging.version import Version
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 from rotary_models import KEEPING, ROTARY, make_rotary
 
 from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.architectures.families import SINCE
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 VERDICTS = Path(__file__).with_name("verdicts.yaml")
@@ -40,9 +38,8 @@ def rows(models):
 
 def limits(family, eager):
     """What cannot be done with a family."""
-    since = {SINCE[model_type] for model_type in family.model_types if model_type in SINCE}
-    if since:
-        yield f"Transformers {max(since, key=Version)}"
+    if family.since:
+        yield f"Transformers {family.since}"
     if family.keeps_scores:
         yield "dv and dff alone"
         return

@@ -10,7 +10,6 @@ from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from collab_compress.architectures import FAMILIES
-from collab_compress.architectures.families import SINCE
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 32,
@@ -40,8 +39,9 @@ KEEPING = sorted(name for name, family in FAMILIES.items() if family.keeps_score
 
 def skip_older(model_type: str) -> None:
     """Skip a test of a family that the installed Transformers does not have, or not as described."""
-    if Version(transformers.__version__) < Version(SINCE.get(model_type, "5.0")):
-        pytest.skip(f"{model_type} needs Transformers {SINCE[model_type]}")
+    since = FAMILIES[model_type].since if model_type in FAMILIES else ""
+    if since and Version(transformers.__version__) < Version(since):
+        pytest.skip(f"{model_type} needs Transformers {since}")
 
 
 def make_rotary(name: str) -> PreTrainedModel:
