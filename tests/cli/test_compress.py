@@ -90,7 +90,7 @@ def test_a_share_to_keep_is_said_in_widths(run, loaded, model_dir, tmp_path):
 
 
 def test_a_stock_model_needs_no_package(run, model_dir, tmp_path, fails, stock_python):
-    assert "a stock BertForSequenceClassification has heads as wide" in fails(
+    assert "the head width of a stock BertForSequenceClassification" in fails(
         model_dir, "--dk", 12, "--dv", 12, "--stock", "--output", tmp_path / "out"
     )
     for widths in (("--dk", 12), ("--dk", 12, "--dff", 16), ("--dv", 12, "--dff", 16), ("--keep", 0.5)):
