@@ -231,6 +231,8 @@ def _expected_error(error: BaseException) -> str | None:
         package = (getattr(cause, "name", None) or "").partition(".")[0]
         extra = EXTRAS.get(package)
         return None if extra is None else f"{package} is not installed; pip install 'collab-compress[{extra}]'"
+    if isinstance(error, ImportError) and error.name is None:  # a library's advice on what to install
+        return str(error)
     if isinstance(error, OSError):
         if error.strerror is None:
             return str(error)

@@ -104,10 +104,11 @@ def failing_together() -> Iterator[None]:
     Raises:
         RecipeError: what went wrong in the process that failed first, which raises the error itself.
     """
+    alone = process_state().num_processes == 1
     try:
         yield
     except BaseException as error:
-        if process_state().num_processes == 1 or getattr(error, EVERYWHERE, False) or not can_meet():
+        if alone or getattr(error, EVERYWHERE, False) or not can_meet():
             raise
         if (first := _part(error)) is None:
             raise

@@ -230,6 +230,10 @@ class Recipe:
                 object.__setattr__(self, place, expanded(Path(path)))
         _check_range(self, 0, 2**32 - 1, "seed")
         _check_range(self, 1, MOST_STEPS, "num_proc")
+        if self.files and self.trains and "train" not in self.files:
+            raise RecipeError("files names no training data; give files.train too, or leave tuning and again out")
+        if self.files and set(self.files) == {"train"}:
+            raise RecipeError("files names only training data; give data to score too, as files.validation")
         if self.task not in TASKS:
             raise RecipeError(f"unknown task {self.task!r}; expected one of {', '.join(sorted(TASKS))}")
         if (self.model is None) == (self.fresh is None):

@@ -131,7 +131,7 @@ def rehearse(workload: Workload, model: PreTrainedModel, tuning: Tuning) -> None
             trainer = _trainer(workload, model, tuning, Path(folder), heads)
             keep_whole_checkpoints(trainer)
             trainer.create_optimizer_and_scheduler(num_training_steps=1000)
-            trainer.get_train_dataloader()
+            next(iter(trainer.get_train_dataloader()))
             if trainer.args.eval_strategy != "no":
                 trainer.get_eval_dataloader()
             HeadSession(trainer.model, heads, trainer.optimizer, tuning.warmup).close()

@@ -319,8 +319,8 @@ def _check_length(length: int, tokenizer: PreTrainedTokenizerBase, least: int) -
     """Raise if rows would have fewer than `least` tokens, or more than the model takes."""
     most = tokenizer.model_max_length
     if not least <= length <= most:
-        limit = f", {most} at most" if most < 1e9 else ""
-        raise DataError(f"length {length}: expected {least} tokens or more{limit}")
+        limit = f"{least} to {most:,}" if most < 1e9 else f"at least {least}"
+        raise DataError(f"max_length is {length} tokens; expected {limit}")
 
 
 def _classification(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, max_length: int) -> dict[str, Any]:

@@ -177,6 +177,7 @@ class PanicException(BaseException):
         (ZeroDivisionError("a\nb"), 70, "unexpected ZeroDivisionError in command.py, line"),
         (PanicException("no token"), 70, "unexpected PanicException"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 2, "out of memory: "),
+        (ImportError("pip install liger-kernel"), 2, "x: pip install liger-kernel\n"),
         (OverflowError("int too big"), 2, "a number is too large: int too big"),
         (OSError(2, "No such file", "a\x1b[2J"), 2, "x: a\\x1b[2J: No such file\n"),
         (CheckpointError("a\x07b"), 2, "x: a\\x07b\n"),

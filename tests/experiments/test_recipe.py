@@ -111,6 +111,8 @@ def test_every_recipe_in_the_repository_reads():
         ("heads.penalties=[{name: hsic, weight: .inf}]", r"heads\.penalties\.0\.weight is inf; expected a finite"),
         ("heads.rotation.epochs=1", r"heads\.rotation\.epochs is 1; expected a list, as in \[1\]"),
         ("heads.rotation.strategy=x", r"heads\.rotation\.strategy is 'x'; expected 'manual', 'hard', 'in-layer'"),
+        ("files={validation: a}", "files names no training data"),
+        ("files={train: a}", "files names only training data"),
         ("files=a", "files is 'a'; expected an object"),
         ("trackers=wandb", r"trackers is 'wandb'; expected a list, as in \[wandb\]"),
         ("tuning={epochs: 1, epochs: 2}", "epochs stands there twice"),

@@ -193,11 +193,11 @@ def test_progress_shows_only_on_request(pairs, words, capsys):
 def test_what_cannot_be_encoded(pairs, words, minilm_tokenizer):
     with pytest.raises(DataError, match="no column 'source' to encode; expected source, target, got text, text_pair"):
         encode_translation(pairs, words)
-    with pytest.raises(DataError, match="length 3: expected 4 tokens or more, 512 at most"):
+    with pytest.raises(DataError, match="max_length is 3 tokens; expected 4 to 512"):
         encode_classification(pairs, minilm_tokenizer, max_length=3)
-    with pytest.raises(DataError, match=r"length 1: expected 2 tokens or more$"):
+    with pytest.raises(DataError, match=r"max_length is 1 tokens; expected at least 2$"):
         encode_language_model(pairs, words, length=1)
-    with pytest.raises(DataError, match="length 600: expected 3 tokens or more, 512 at most"):
+    with pytest.raises(DataError, match="max_length is 600 tokens; expected 3 to 512"):
         encode_translation(pairs, minilm_tokenizer, max_source_length=600)
     with pytest.raises(DataError, match="the tokenizer has no end token"):
         encode_language_model(pairs, minilm_tokenizer)
