@@ -16,7 +16,7 @@ from torch import Tensor
 
 from collab_compress.factorization.factors import Factors, HeadTensor, Solution, SolverOptions
 from collab_compress.factorization.iterate import SHIFT, Channels, Direction, Iterate, Line, positive_minimiser
-from collab_compress.factorization.truncation import singular_channels, strongest, truncation
+from collab_compress.factorization.truncation import one_hot, singular_channels, strongest, truncation
 
 SWEEPS = 90
 FAST_SWEEPS = 36
@@ -120,41 +120,20 @@ def als(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
     return Solution(factors, errors, run.converged, run.breakdowns)
 
 
-def _start(channels: Channels, values: Tensor, rank: int) -> Iterate:
-    """Return the best per-head truncation: the strongest channels, each for its own head."""
-    order = strongest(values, rank)
-    place = torch.arange(len(order), device=order.device)
-    chosen = values.new_zeros(values.numel(), rank)
-    chosen[order, place] = 1.0
-    mixing = values.new_zeros(channels.heads, rank)
-    mixing[order.div(values.shape[1], rounding_mode="floor"), place] = 1.0
-    return Iterate.at(Direction.of(channels, chosen, mixing, chosen))
-
-
 Last: TypeAlias = tuple[Direction, Direction]
 """Step of the last sweep, and the direction taken."""
 
 
 class Sweep(NamedTuple):
-    """Least squares from a point, and the line towards their solution.
+    """Least squares from a point, and the line towards their solution."""
 
-    Args:
-        swept: the point after least squares.
-        step: from the point to the swept one.
-        line: through the point, in the direction of the step and the last direction.
-        moved: squared length of the step.
-        size: squared length of the swept point.
-        squared: coefficients of the squared error along the line, 7 numbers.
-        penalised: the same with the ridge's part.
-    """
-
-    swept: Direction
-    step: Direction
-    line: Line
-    moved: float
-    size: float
-    squared: list[float]
-    penalised: list[float]
+    swept: Direction  # the point after least squares
+    step: Direction  # from the point to the swept one
+    line: Line  # through the point, along the step and the last direction
+    moved: float  # squared length of the step
+    size: float  # squared length of the swept point
+    squared: list[float]  # coefficients of the squared error along the line, (7,)
+    penalised: list[float]  # the same with the ridge's part
 
 
 class Memory:
@@ -175,15 +154,10 @@ class Memory:
 def make_sweep(
     channels: Channels, point: Iterate, last: Last | None, ridge: float, shift: float, memory: Memory
 ) -> Sweep:
-    """Sweep from a point, and wait for the device once: for the numbers that decide how far to go.
+    """Sweep from a point in the channels' dtype; without a last sweep the line goes along the step.
 
-    Args:
-        channels: of the heads.
-        point: in the channels' dtype.
-        last: of the last sweep; None goes straight along the step.
-        ridge: as in `Iterate.swept`.
-        shift: as in `Iterate.swept`; coefficients that are not finite call for a larger one.
-        memory: for the results.
+    Waits for the device once, for the numbers that decide how far to go; if they are not finite, a larger shift is
+    needed.
     """
     blocks = memory.unused(point.values)
     swept = point.swept(channels, ridge, shift, blocks[0])
@@ -207,7 +181,8 @@ class _Run:
         self.planned = SWEEPS if options.sweeps is None else options.sweeps
         self.tolerance = TOLERANCE if options.tolerance is None else options.tolerance
         self.progress = options.progress
-        self.point = _start(channels, values, rank)
+        chosen, mixing = one_hot(strongest(values, rank), values, rank)  # the best per-head truncation
+        self.point = Iterate.at(Direction.of(channels, chosen, mixing, chosen))
         self.unit = float(self.point.grams[0].diagonal().min()) ** (4 / 3)
         self.best: Direction = self.point
         self.lowest = self.point.relative_error(channels)

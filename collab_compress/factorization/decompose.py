@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 
 from collab_compress.factorization.als import als
-from collab_compress.factorization.factors import (
-    Factorization,
-    Factors,
-    HeadTensor,
-    Progress,
-    Solution,
-    SolverOptions,
-    by_head,
-)
+from collab_compress.factorization.factors import Factorization, HeadTensor, Progress, Solution, SolverOptions
 from collab_compress.factorization.moments import Moments, Weighting, float64_device
 from collab_compress.factorization.parafac import parafac
 from collab_compress.factorization.truncation import concatenation, per_head, per_head_error
@@ -121,9 +113,7 @@ def factorize(
         head_weights = head_weights.to(device, torch.float64)[:, None]
         weighted = HeadTensor(weighted.query * head_weights[:, None], weighted.key)
     try:
-        solution = _solved_in_span(
-            SOLVERS[solver], weighted, rank, SolverOptions(sweeps, tolerance, seed, progress, equal)
-        )
+        solution = SOLVERS[solver](weighted, rank, SolverOptions(sweeps, tolerance, seed, progress, equal))
         without_sharing = per_head_error(weighted, rank)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         raise ValueError(f"the singular value decomposition of the heads failed: {error}") from error
@@ -152,26 +142,6 @@ def factorize(
 def centres_queries(query_bias: bool, centre: bool | None) -> bool:
     """Return whether queries are centred, so that the content bias takes their mean."""
     return query_bias if centre is None else centre
-
-
-def _solved_in_span(solver: Solver, tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
-    """Solve in the span of the heads: where H·d < D it has fewer coordinates, and the error is the same."""
-    query_basis, query = _in_span(tensor.query)
-    key_basis, key = _in_span(tensor.key)
-    solution = solver(HeadTensor(query, key), rank, options)
-    factors = solution.factors
-    query_factor = factors.query if query_basis is None else query_basis @ factors.query
-    key_factor = factors.key if key_basis is None else key_basis @ factors.key
-    return replace(solution, factors=Factors(query_factor, factors.mixing, key_factor))
-
-
-def _in_span(heads: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Return an orthonormal basis (D, H·d) of the heads' channels and the heads in it; None for D ≤ H·d."""
-    count, width, head_width = heads.shape
-    if count * head_width >= width:
-        return None, heads
-    basis, core = torch.linalg.qr(heads.transpose(0, 1).flatten(1))
-    return basis, by_head(core, count)
 
 
 def _checked(name: str, values: Tensor, device: torch.device) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from collab_compress.factorization.factors import HeadTensor
+from collab_compress.factorization.truncation import one_hot
 
 SHIFT = 16.0
 # Relative rounding of an entry of a Gram matrix whose products are made in that dtype: in float32 errors of 1e-7
@@ -69,21 +70,16 @@ class Channels:
         return projected.view(self.heads, len(projected) // self.heads, projected.shape[1])
 
     def mttkrp(self, mixing: Tensor, projected: Tensor) -> Tensor:
-        r"""Matricised tensor times Khatri-Rao product for one side, as coefficients: $P$ scaled by $m_i$ for head i.
+        r"""Return the matricised tensor times Khatri-Rao product for one side, as coefficients (n, R).
 
         $$\sum_i T_i \tilde W_K \mathrm{diag}(m_i) = F_Q\; \mathrm{stack}_i\big((K_i^\top \tilde W_K) \odot m_i\big)$$
 
-        Args:
-            mixing: M, (H, R).
-            projected: of the other side, (n, R).
-
-        Returns:
-            (n, R).
+        from M (H, R) and the projections of the other side (n, R).
         """
         return (self.by_head(projected) * mixing[:, None]).flatten(0, 1)
 
     def mixing_mttkrp(self, projected_query: Tensor, projected_key: Tensor) -> Tensor:
-        r"""The same product for the head mode, $n_{ir} = \tilde w_{Q,r}^\top T_i \tilde w_{K,r}$, (H, R)."""
+        r"""Return the same product for the head mode, $n_{ir} = \tilde w_{Q,r}^\top T_i \tilde w_{K,r}$, (H, R)."""
         return self.by_head(projected_query * projected_key).sum(1)
 
 
@@ -164,7 +160,7 @@ class Iterate(Direction):
             channels: of the heads.
             ridge: weight of the factors' squared norms beside the squared error.
             shift: as in `least_squares`; NaNs in the result mean that a system was singular all the same.
-            out: memory for the values; None for new memory.
+            out: memory for the values.
         """
         swept = Direction(torch.empty_like(self.values) if out is None else out, self.heads)
         query, key, mixing, projected_query, projected_key, mixing_copy = swept.parts
@@ -195,26 +191,17 @@ class Iterate(Direction):
         With $u_j$ and $v_j$ the singular vectors of a channel of head i and $\sigma_j$ its singular value, the point
         lacks $\delta_j = u_j^\top (T_i - \hat T_i) v_j = \sigma_j - u_j^\top \hat T_i v_j$ there. A component
         $\delta_j\, u_j \otimes v_j$ of that head alone lowers the squared error by $\delta_j^2$, whatever else is
-        added.
-
-        Args:
-            channels: singular channels of the heads.
-            count: number of components to add, up to the number of channels.
-
-        Returns:
-            The point of R + count components, new ones last, with three columns of one length.
+        added. New components come last, with three columns of one length.
         """
         values = channels.query.square().sum(0)
         tiny = torch.finfo(values.dtype).tiny
         fitted = channels.by_head(self.projected_query * self.projected_key) * self.mixing[:, None]
         lacking = values - fitted.sum(-1).flatten() / values.clamp_min(tiny)
         chosen = lacking.abs().argsort(descending=True, stable=True)[:count]
-        size, place = lacking[chosen].abs().pow(1 / 3), torch.arange(count, device=chosen.device)
-        columns = values.new_zeros(len(values), count)
-        columns[chosen, place] = size / values[chosen].sqrt().clamp_min(tiny)
-        mixing = values.new_zeros(channels.heads, count)
-        heads = chosen.div(len(values) // channels.heads, rounding_mode="floor")
-        mixing[heads, place] = size * lacking[chosen].sign()
+        columns, mixing = one_hot(chosen, values.view(channels.heads, -1), count)
+        size = lacking[chosen].abs().pow(1 / 3)
+        columns *= size / values[chosen].sqrt().clamp_min(tiny)
+        mixing *= size * lacking[chosen].sign()
         added = Direction.of(channels, columns, mixing, columns)
         return Iterate.at(Direction(torch.cat([self.values, added.values], 1), self.heads))
 

@@ -85,12 +85,7 @@ class ResidualMoments:
         return upper + upper.triu(1).mT
 
     def narrowed(self, weight: Tensor, kept: Tensor) -> Self:
-        """Return the moments of the layer without some inputs, whose contribution joins the residuals.
-
-        Args:
-            weight: Wᵀ of the layer, (N, D), in float64.
-            kept: inputs that remain, in ascending order, (n,).
-        """
+        """Return the moments of `kept` inputs (n,), ascending, with residuals that the others add to by Wᵀ (N, D)."""
         removed = torch.ones(len(weight), dtype=torch.bool, device=kept.device).index_fill(0, kept, False)
         lost = weight[removed]
         products = self._symmetric_products()
@@ -120,12 +115,7 @@ class ResidualMoments:
 
 
 def fit(moments: ResidualMoments, damping: float, bias: bool) -> tuple[Tensor, Tensor | None]:
-    """Return Δᵀ (N, D) and δ (D,), or None for δ where there is no bias.
-
-    Args:
-        moments: of the layer's inputs and of the residuals.
-        damping: λ, as a share of the mean of the inputs' variances.
-        bias: whether the layer has one.
+    """Return Δᵀ (N, D) and δ (D,), or None for δ without a bias; λ is the damping times the inputs' mean variance.
 
     Raises:
         ValueError: the moments are singular, or not finite.
@@ -143,7 +133,7 @@ def fit(moments: ResidualMoments, damping: float, bias: bool) -> tuple[Tensor, T
 def choice_moments(
     moments: ResidualMoments, weight: Tensor, gain: Tensor, damping: float, bias: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return what neurons are chosen by: E[a aᵀ], damped, (N, N), and E[a tᵀ] with the outputs wanted, (N, D).
+    """Return damped moments E[a aᵀ] (N, N) of the activations, and E[a tᵀ] (N, D) with the outputs wanted.
 
     Args:
         moments: of the activations and of the residuals of the outputs.
@@ -159,11 +149,7 @@ def choice_moments(
 
 
 def choose_neurons(second: Tensor, crossed: Tensor, count: int, block: int = BLOCK) -> Tensor:
-    """Return the indices of the neurons to keep, in ascending order, (count,); arguments as for `elimination_order`.
-
-    Raises:
-        ValueError: the moments are singular.
-    """
+    """Return the indices of the neurons to keep, in ascending order, (count,); as `elimination_order`."""
     order = elimination_order(second, crossed, count, block)
     return order[len(order) - count :].sort().values
 

@@ -109,12 +109,7 @@ def narrow_values(
 
 
 def grouped(moments: Tensor, outputs: Sequence[Tensor], group: int) -> list[tuple[Tensor, Tensor]]:
-    """Merge heads that share their values.
-
-    Args:
-        moments: of the output projection's input, heads side by side, (n, n).
-        outputs: W^O of each head, (d_i, D).
-        group: number of heads that share their values, one after the other.
+    """Merge every `group` heads that share their values; arguments as for `captured`.
 
     Returns:
         For each head of values: the mean moments of its heads' outputs o_i, (d_i, d_i); and their W^O side by side,
@@ -134,18 +129,11 @@ def _relative(lost: Tensor, dense: Tensor, weights: Tensor) -> float:
 
 
 def ranked_channels(moments: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Rank the channels of a head by their contribution to the residual stream.
-
-    Args:
-        moments: of the head's output o, (d, d), damped.
-        output: W^O of the head, (d, D).
+    """Rank the channels of a head, with output o of damped moments (d, d), by their contribution to o·W^O, (d, D).
 
     Returns:
-        P (d, d), whose channels o·P are uncorrelated with variance 1, in descending order of contribution; and the
-        contribution of each to E‖o·W^O‖².
-
-    Raises:
-        ValueError: the moments are singular.
+        P (d, d), whose channels o·P are uncorrelated with variance 1, in descending order; and the contribution of
+        each to E‖o·W^O‖².
     """
     root = _root(moments).mT
     directions, sizes, _ = torch.linalg.svd(root @ output, full_matrices=False)

@@ -161,9 +161,10 @@ def factorize_rotary(
             parts.append(_rotated(weighted_query[..., :rotated], weighted_key[..., :rotated], sweeps, check))
         if rotated < frequencies:
             parts.append(_unrotated(weighted_query, weighted_key, rotated, sweeps, check))
-    counts = (
-        _equal_counts(channels, parts) if equal else allocated([row for p in parts for row in p.errors], channels)
-    )
+    if equal:
+        counts = _equal_counts(channels, parts)
+    else:
+        counts = allocated([errors for part in parts for errors in part.errors], channels)
     solved: list[_Channels] = []
     used_sweeps = 0
     for part in parts:
@@ -218,15 +219,7 @@ def rotary_error(query: Tensor, key: Tensor, factors: RotaryFactors) -> float:
 
 
 def allocated(errors: Sequence[Tensor] | Tensor, channels: int) -> list[int]:
-    """Divide channels among frequencies so that the sum of their errors is the least possible.
-
-    Args:
-        errors: of each frequency with 0, 1, … channels, (n+1,) each.
-        channels: number of channels, at most as many as all frequencies take.
-
-    Returns:
-        The number of channels of each frequency.
-    """
+    """Divide channels among frequencies so that the sum of their errors, with 0, 1, … channels each, is the least."""
     best = errors[0].cpu().new_full((channels + 1,), torch.inf)  # least error so far with 0, 1, … channels
     best[0] = 0.0
     choices = []
@@ -246,10 +239,7 @@ def allocated(errors: Sequence[Tensor] | Tensor, channels: int) -> list[int]:
 def _root(
     side: str, moments: Moments | None, width: int, damping: float, place: torch.device, centre: bool = False
 ) -> Tensor | None:
-    """Return S with SᵀS = E[xxᵀ] + damping, (D, D) upper triangular, for x with a 1 appended where there is a bias.
-
-    With `centre` the covariance takes the place of second moments.
-    """
+    """Return S with SᵀS = E[xxᵀ] or the covariance, damped, (D, D), for x with a 1 appended where there is a bias."""
     if moments is None:
         return None
     if moments.width not in (width, width - 1):
@@ -284,17 +274,11 @@ class _Channels(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Frequencies that are solved together.
-
-    Args:
-        frequencies: how many.
-        errors: of each frequency with 0, 1, … channels; of all together in one tensor where they share channels.
-        solve: returns the channels for given numbers of them, one for each tensor of errors, and the sweeps made.
-    """
+    """Frequencies that are solved together."""
 
     frequencies: int
-    errors: Sequence[Tensor]
-    solve: Callable[[Sequence[int]], tuple[list[_Channels], int]]
+    errors: Sequence[Tensor]  # of each frequency with 0, 1, … channels, or of all where they share channels
+    solve: Callable[[Sequence[int]], tuple[list[_Channels], int]]  # a count for each of the errors → channels, sweeps
 
 
 def _heads_own(query: Tensor, key: Tensor, frequencies: Sequence[int], rotated: int) -> list[_Channels]:

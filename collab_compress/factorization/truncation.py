@@ -13,9 +13,6 @@ def concatenation(tensor: HeadTensor) -> Factors:
 
     Section 3.1 of "Multi-Head Attention: Collaborate Instead of Concatenate": ordinary multi-head attention
     is the collaborative form with this mixing matrix.
-
-    Returns:
-        Factors with query (Dq, H·d), mixing (H, H·d) and key (Dk, H·d).
     """
     eye = torch.eye(tensor.heads, dtype=tensor.query.dtype, device=tensor.query.device)
     mixing = eye.repeat_interleave(tensor.head_width, dim=1)
@@ -25,27 +22,12 @@ def concatenation(tensor: HeadTensor) -> Factors:
 def truncation(tensor: HeadTensor, rank: int, equal: bool = False) -> Factors:
     """Return the R largest singular triplets over all heads, every component serving one head.
 
-    The best approximation whose mixing matrix is one-hot: per-head truncated SVDs that share out the rank.
-    Columns are balanced: query and key factor take the root of the singular value each.
-
-    Args:
-        tensor: the heads.
-        rank: R, at most H·min(Dq, Dk, d) triplets exist; further columns are zero.
-        equal: as in `strongest`.
-
-    Returns:
-        Factors with query (Dq, R), mixing (H, R), key (Dk, R).
+    The best approximation whose mixing matrix is one-hot: per-head truncated SVDs that share out the rank. Query and
+    key factor take the root of the singular value each. Columns past the H·min(Dq, Dk, d) triplets are zero.
     """
     singular, values = singular_channels(tensor)
-    order = strongest(values, rank, equal)
-    kept = len(order)
-    query, mixing, key = (
-        tensor.query.new_zeros(size, rank) for size in (tensor.query.shape[1], tensor.heads, tensor.key.shape[1])
-    )
-    query[:, :kept] = singular.flat_query[:, order]
-    mixing[order.div(singular.head_width, rounding_mode="floor"), torch.arange(kept, device=order.device)] = 1.0
-    key[:, :kept] = singular.flat_key[:, order]
-    return Factors(query, mixing, key)
+    chosen, mixing = one_hot(strongest(values, rank, equal), values, rank)
+    return Factors(singular.flat_query @ chosen, mixing, singular.flat_key @ chosen)
 
 
 def strongest(values: Tensor, count: int, equal: bool = False) -> Tensor:
@@ -62,13 +44,27 @@ def strongest(values: Tensor, count: int, equal: bool = False) -> Tensor:
     return values.flatten().argsort(descending=True, stable=True)[:count]
 
 
+def one_hot(channels: Tensor, values: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return coefficients (H·r, R) and mixing (H, R) of components that are one channel of one head each.
+
+    Args:
+        channels: flat indices of up to R channels.
+        values: their singular values, (H, r), for shape and dtype.
+        rank: R.
+    """
+    heads, width = values.shape
+    place = torch.arange(len(channels), device=channels.device)
+    coefficients, mixing = values.new_zeros(heads * width, rank), values.new_zeros(heads, rank)
+    coefficients[channels, place] = 1.0
+    mixing[channels.div(width, rounding_mode="floor"), place] = 1.0
+    return coefficients, mixing
+
+
 def singular_channels(tensor: HeadTensor) -> tuple[HeadTensor, Tensor]:
     r"""Return the same heads with singular vectors as channels, $Q_i = U_i S_i^{1/2}$ and $K_i = V_i S_i^{1/2}$.
 
-    From QR of both sides and a d×d core.
-
-    Returns:
-        Heads of r = min(Dq, Dk, d) channels, and their singular values, descending, (H, r).
+    There are r = min(Dq, Dk, d) channels a head, with singular values (H, r), descending; from QR of both sides and
+    the SVD of a d×d core.
     """
     query_basis, query_core = torch.linalg.qr(tensor.query)
     key_basis, key_core = torch.linalg.qr(tensor.key)
@@ -88,7 +84,7 @@ def per_head(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
     Args:
         tensor: the heads, weighted where inputs matter.
         rank: R, from 1 to H·d.
-        options: whether heads are to be equally wide; else sizes are those of the lowest error.
+        options: with `equal` all sizes are the same, up to one.
 
     Returns:
         Factors whose channels are sorted by head, and the sizes $r_i$; a size may be 0.
