@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 from collab_compress.checkpoint.directory import atomic_file
 from collab_compress.checkpoint.pretrained import find_directory
-from collab_compress.report import Findings, Study, look_at, to_json, write_findings
+from collab_compress.report import ReportContext, ReportResult, make_report, to_json, write_report
 
 from .arguments import AnalyzeArguments as Arguments
 from .command import main_of
@@ -13,7 +13,7 @@ from .data import load_data
 from .model import check_json, check_outputs, load_source, progress_bar, put_on
 
 
-def run(arguments: Arguments) -> Findings:
+def run(arguments: Arguments) -> ReportResult:
     """Load, measure, write, and print the most important numbers."""
     common, against = arguments.common, arguments.against
     read = [find_directory(arguments.model, common.revision)]
@@ -30,9 +30,9 @@ def run(arguments: Arguments) -> Findings:
         baseline, baseline_name = other.model, other.name
         if name == baseline_name:  # as the models of one experiment, each in a folder `model`
             name, baseline_name = arguments.model, against
-    loaded = load_data(arguments.data, source.model, source.tokenizer, arguments.look.seed)
+    loaded = load_data(arguments.data, source.model, source.tokenizer, arguments.options.seed)
     with progress_bar("it", common.quiet) as progress:
-        study = Study(
+        context = ReportContext(
             model=source.model,
             batches=loaded.batches,
             name=name,
@@ -42,19 +42,19 @@ def run(arguments: Arguments) -> Findings:
             tokenizer=source.tokenizer,
             sentence=loaded.sentence,
             score=loaded.score,
-            look=arguments.look,
+            options=arguments.options,
             on_progress=progress,
         )
-        findings = look_at(study, arguments.sections)
+        result = make_report(context, arguments.sections)
     with ExitStack() as both:
         if common.json is not None:
             numbers = both.enter_context(atomic_file(common.json))
-            numbers.write_text(json.dumps(to_json(findings), allow_nan=False, indent=1) + "\n", encoding="utf-8")
-        write_findings(findings, arguments.output)
-    common.say(*findings.actions, *([""] if findings.actions else []), *findings.highlights)
-    common.say(*(f"Not shown: {section}: {reason}." for section, reason in findings.omitted.items()))
+            numbers.write_text(json.dumps(to_json(result), allow_nan=False, indent=1) + "\n", encoding="utf-8")
+        write_report(result, arguments.output)
+    common.say(*result.actions, *([""] if result.actions else []), *result.highlights)
+    common.say(*(f"Not shown: {section}: {reason}." for section, reason in result.omitted.items()))
     common.say(f"\nPage: {arguments.output / 'index.html'}")
-    return findings
+    return result
 
 
 main = main_of("collab-analyze", Arguments, run)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from collab_compress.errors import CollabCompressError, DataError
-from collab_compress.options import SECTION_NAMES, CalibrationOptions, Compression, Look
+from collab_compress.options import SECTION_NAMES, CalibrationOptions, Compression, ReportOptions
 
 AUTO = "auto"
 CALIBRATIONS = "synthetic|generated|none|FILE[:COLUMN]|synthetic+FILE|DIR"
@@ -125,7 +125,7 @@ class AnalyzeArguments:
 
     data: tyro.conf.OmitArgPrefixes[Data]
 
-    look: tyro.conf.OmitArgPrefixes[Look]
+    options: tyro.conf.OmitArgPrefixes[ReportOptions]
 
     against: Annotated[str | None, tyro.conf.arg(metavar="OTHER")] = None
     """A model to compare with, such as MODEL before conversion; it must read the same tokens."""

@@ -212,8 +212,8 @@ class CalibrationOptions:
 
 
 @dataclass(frozen=True)
-class Look:
-    """How much is looked at."""
+class ReportOptions:
+    """How much a report measures."""
 
     dk: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Shared width R at which the cost of dense attention is counted and timed. If neither this nor dv is given, a
@@ -229,8 +229,8 @@ class Look:
     """Sequences on which heads are silenced one by one; the drift of the outputs is measured on these."""
 
     input_sequences: Annotated[int, tyro.conf.arg(metavar="N")] = 256
-    """Sequences on which inputs of queries and keys, what heads hand on, and neurons of feed-forward blocks are
-    measured, for energy and content."""
+    """Sequences on which energy and content are measured: the inputs of queries and keys, the outputs of heads, and
+    the neurons of feed-forward blocks."""
 
     kernel_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 1000
     """Tokens that CKA with the RBF kernel is measured on; time and memory grow with their square."""
@@ -242,7 +242,7 @@ class Look:
     """How often each module is timed at each length."""
 
     seed: int = 0
-    """Seed of what is drawn: tokens, sentences, samples, order."""
+    """Seed of random tokens, sentences, samples and the order of timing."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", tuple(self.lengths))  # lists come from JSON and YAML

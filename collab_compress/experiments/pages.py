@@ -32,7 +32,7 @@ from collab_compress.experiments.papers import (
     unit_of,
 )
 from collab_compress.experiments.results import Result
-from collab_compress.report import Findings, Section, render_page
+from collab_compress.report import ReportResult, Section, render_page
 from collab_compress.report.section import Cell, Column, Picture, Table, short
 
 INDEX = "index"
@@ -69,7 +69,7 @@ def write_pages(results: Sequence[Result], directory: Path) -> None:
             (partial / f"{name}.html").write_text(page, encoding="utf-8")
 
 
-def paper_pages(results: Sequence[Result]) -> dict[str, Findings]:
+def paper_pages(results: Sequence[Result]) -> dict[str, ReportResult]:
     """Return the contents of each page: "index" and the papers' keys → findings."""
     papers: dict[str, list[PaperTable]] = {}
     for table in read_papers():
@@ -114,7 +114,7 @@ def columns_beside(table: PaperTable) -> list[tuple[str, str]]:
 
 def _page(
     tables: Sequence[PaperTable], verdicts: Sequence[Verdict], results: Sequence[Result], links: Mapping[str, str]
-) -> Findings:
+) -> ReportResult:
     first = tables[0]
     omitted: dict[str, str] = {}
     sections = [_verdicts(verdicts, first.source)]
@@ -134,7 +134,7 @@ def _page(
     about = "Of all records that have what a figure takes; which figure it is after stands below each title."
     sections.append(Section("figures", "Figures, from records", about, first.source, (), tuple(pictures)))
     facts = {"paper": first.source, **_facts(results)}
-    return Findings(first.title, facts, tuple(sections), omitted, "", links)
+    return ReportResult(first.title, facts, tuple(sections), omitted, "", links)
 
 
 def _verdicts(verdicts: Sequence[Verdict], source: str) -> Section:
@@ -209,8 +209,8 @@ def _claims(verdicts: Sequence[Verdict]) -> Table:
 
 def _index(
     papers: Mapping[str, Sequence[PaperTable]], verdicts: Mapping[str, Sequence[Verdict]],
-    pages: Mapping[str, Findings], results: Sequence[Result], links: Mapping[str, str],
-) -> Findings:  # fmt: skip
+    pages: Mapping[str, ReportResult], results: Sequence[Result], links: Mapping[str, str],
+) -> ReportResult:  # fmt: skip
     rows: list[tuple[Cell, ...]] = []
     highlights = []
     for key, tables in papers.items():
@@ -235,7 +235,7 @@ def _index(
         "five papers on attention heads",
         (Table("papers", "What was found", tuple(map(Column, columns)), tuple(rows)),), (), tuple(highlights),
     )  # fmt: skip
-    return Findings("The papers beside our records", _facts(results), (section,), {}, "", links)
+    return ReportResult("The papers beside our records", _facts(results), (section,), {}, "", links)
 
 
 def _repeated(tables: Sequence[PaperTable], results: Sequence[Result]) -> Iterator[PaperRow]:

@@ -39,14 +39,15 @@ def short(value: float | None) -> str:
     return f"{value:,.{max(0, 2 - digits)}f}".replace("-", "−")
 
 
+def finite(values: Numbers) -> tuple[float | None, ...]:
+    """Return a vector (n,) or a list as numbers, None for those that are not finite."""
+    listed: Iterable[float | int | None] = values.tolist() if isinstance(values, Tensor) else values
+    return tuple(None if value is None or not isfinite(value) else float(value) for value in listed)
+
+
 @dataclass(frozen=True)
 class Column:
-    """A column of a table.
-
-    Args:
-        name: heading.
-        unit: unit of its numbers, as `ms` or `%`; empty for none.
-    """
+    """A column of a table: its heading, and the unit of its numbers, as `ms` or `%`."""
 
     name: str
     unit: str = ""
@@ -122,7 +123,7 @@ class Heatmaps:
     title: str
     reading: str
     source: str
-    maps: tuple[Heatmap, ...]
+    maps: Sequence[Heatmap]
     low: float = 0.0
     high: float = 1.0
     scale: Scale = "sequential"
@@ -143,39 +144,34 @@ class Curve:
     """
 
     name: str
-    x: tuple[float | None, ...]
-    y: tuple[float | None, ...]
+    x: Sequence[float | None]
+    y: Sequence[float | None]
     weight: Weight = "line"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "x", numbers(self.x))
-        object.__setattr__(self, "y", numbers(self.y))
+        object.__setattr__(self, "x", finite(self.x))
+        object.__setattr__(self, "y", finite(self.y))
         if len(self.x) != len(self.y):
             raise ValueError(f"curve {self.name}: {len(self.x)} and {len(self.y)} numbers; expected as many of both")
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves in one coordinate system.
-
-    Args:
-        title: one or two words.
-        curves: drawn in this order, later ones on top.
-    """
+    """Curves in one coordinate system, drawn in this order; the title is one or two words."""
 
     title: str
-    curves: tuple[Curve, ...]
+    curves: Sequence[Curve]
 
 
 @dataclass(frozen=True)
 class Curves:
-    """A picture of curves, in panels on the same scale of y.
+    """A picture of curves, in panels side by side on the same scale of y.
 
     Args:
         title: what it shows.
         reading: how to read it, in one line.
         source: as for `Heatmaps`.
-        panels: coordinate systems side by side.
+        panels: coordinate systems.
         x_label: what x is, with its unit.
         y_label: what y is, with its unit.
         bottom: least y of the axis, or None to fit.
@@ -186,7 +182,7 @@ class Curves:
     title: str
     reading: str
     source: str
-    panels: tuple[Panel, ...]
+    panels: Sequence[Panel]
     x_label: str
     y_label: str
     bottom: float | None = None
@@ -204,7 +200,7 @@ class Section:
     Args:
         name: short name, for options and files.
         title: heading.
-        reading: what is measured, on how much data, and what it does not tell.
+        reading: what is measured, on how much data, and what it does not show.
         source: the papers' short names and sections.
         tables: tables.
         pictures: pictures.
@@ -216,23 +212,10 @@ class Section:
     title: str
     reading: str
     source: str
-    tables: tuple[Table, ...] = ()
-    pictures: tuple[Picture, ...] = ()
-    highlights: tuple[str, ...] = ()
-    actions: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Omitted:
-    """The reason for which a section is missing, in one line."""
-
-    reason: str
-
-
-def numbers(values: Numbers) -> tuple[float | None, ...]:
-    """Return a vector (n,) or a list as numbers, None for those that are not finite."""
-    listed: Iterable[float | int | None] = values.tolist() if isinstance(values, Tensor) else values
-    return tuple(None if value is None or not isfinite(value) else float(value) for value in listed)
+    tables: Sequence[Table] = ()
+    pictures: Sequence[Picture] = ()
+    highlights: Sequence[str] = ()
+    actions: Sequence[str] = ()
 
 
 def heatmap(
@@ -241,19 +224,15 @@ def heatmap(
     rows: Sequence[str] | None = None,
     columns: Sequence[str] | None = None,
 ) -> Heatmap:
-    """Return a heatmap of vectors, a row each, blank beyond the end of a shorter one; unnamed places are numbered."""
+    """Return a heatmap with a row for each vector; a shorter one ends in blanks. None numbers rows or columns."""
     longest = max(map(len, vectors))
-    values = tuple(numbers(vector) + (None,) * (longest - len(vector)) for vector in vectors)
-    rows = numbered(len(values)) if rows is None else rows
-    return Heatmap(title, values, tuple(rows), tuple(numbered(longest) if columns is None else columns))
-
-
-def numbered(count: int) -> tuple[str, ...]:
-    """Return the names of numbered rows or columns, from 0."""
-    return tuple(map(str, range(count)))
+    values = tuple(finite(vector) + (None,) * (longest - len(vector)) for vector in vectors)
+    rows = list(map(str, range(len(values)))) if rows is None else rows
+    columns = list(map(str, range(longest))) if columns is None else columns
+    return Heatmap(title, values, tuple(rows), tuple(columns))
 
 
 def curve(name: str, y: Numbers, start: int = 0, weight: Weight = "line") -> Curve:
     """Return a curve over start, start + 1, …."""
-    values = numbers(y)
-    return Curve(name, tuple(range(start, start + len(values))), values, weight)
+    values = finite(y)
+    return Curve(name, range(start, start + len(values)), values, weight)

@@ -9,9 +9,9 @@ from tiny_words import WORDS, bert_config, word_tokenizer
 from transformers import BertModel, PreTrainedModel
 
 from collab_compress.calibration import calibration_batches
-from collab_compress.report import Findings, Look, Study, look_at
+from collab_compress.report import ReportContext, ReportOptions, ReportResult, make_report
 
-LOOK = Look(dk=6, head_sequences=6, input_sequences=8, kernel_tokens=30, lengths=(4, 8, 500), rounds=2)
+OPTIONS = ReportOptions(dk=6, head_sequences=6, input_sequences=8, kernel_tokens=30, lengths=(4, 8, 500), rounds=2)
 
 
 @pytest.fixture(scope="session")
@@ -39,14 +39,22 @@ def sentences() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def study(bert, tokenizer, sentences) -> Study:
+def context(bert, tokenizer, sentences) -> ReportContext:
     model, other = bert(), bert(seed=1)
     batches = calibration_batches(sentences, model, tokenizer)
-    return Study(
-        model, batches, "<tiny> & small", "20 sentences", other, "other", tokenizer, "the red cat runs", look=LOOK
+    return ReportContext(
+        model,
+        batches,
+        "<tiny> & small",
+        "20 sentences",
+        other,
+        "other",
+        tokenizer,
+        "the red cat runs",
+        options=OPTIONS,
     )
 
 
 @pytest.fixture(scope="session")
-def findings(study) -> Findings:
-    return look_at(study)
+def result(context) -> ReportResult:
+    return make_report(context)

@@ -10,7 +10,7 @@ import numpy
 import pytest
 from PIL import Image
 
-from collab_compress.report import Column, Findings, Section, Table, render_page
+from collab_compress.report import Column, ReportResult, Section, Table, render_page
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SORTED = """<script>
@@ -74,8 +74,8 @@ def marked(document, name):
 
 
 @pytest.mark.parametrize("width", [1280, 420])
-def test_no_errors_and_nothing_sticks_out(findings, browse, width):
-    page = render_page(findings).replace("</body>", WIDE + "</body>")
+def test_no_errors_and_nothing_sticks_out(result, browse, width):
+    page = render_page(result).replace("</body>", WIDE + "</body>")
     document, console = browse(page, "--dump-dom", f"--window-size={width},900")
     assert console == []
     assert marked(document, "wide") == ""
@@ -89,7 +89,7 @@ def test_an_error_would_be_seen(browse):
 def test_tables_sort_up_and_down_with_gaps_last(browse):
     rows = (("layer 10", 9.5), ("layer 2", None), ("layer 1", 10.0), ("layer 3", -1.0))
     section = Section("s", "S", "R.", "P", (Table("t", "T", (Column("name"), Column("size")), rows),))
-    page = render_page(Findings("x", {}, (section,), {})).replace("</body>", SORTED + "</body>")
+    page = render_page(ReportResult("x", {}, (section,), {})).replace("</body>", SORTED + "</body>")
     document, _ = browse(page, "--dump-dom")
     up, down, names = marked(document, "lines").split("|")
     assert up == "layer 3−1.00 layer 109.50 layer 110.0 layer 2–"
@@ -97,12 +97,12 @@ def test_tables_sort_up_and_down_with_gaps_last(browse):
     assert [int(number) for number in re.findall(r"layer (\d\d?)(?=[9–−]|10\.0)", names)] == [1, 2, 3, 10]
 
 
-def test_light_and_dark(findings, browse, tmp_path):
+def test_light_and_dark(result, browse, tmp_path):
     grounds = {}
     for scheme, setting in (("light", 1), ("dark", 0)):
         shot = tmp_path / f"{scheme}.png"
         browse(
-            render_page(findings),
+            render_page(result),
             f"--screenshot={shot}",
             "--window-size=1000,3000",
             f"--blink-settings=preferredColorScheme={setting}",

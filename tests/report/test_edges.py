@@ -21,21 +21,21 @@ from collab_compress import Compression, Solver, compress, prune_heads_
 from collab_compress.analysis import module_costs
 from collab_compress.calibration import calibration_batches
 from collab_compress.errors import CalibrationError, HeadError
-from collab_compress.report import Look, Study, look_at, render_page, to_json
+from collab_compress.report import ReportContext, ReportOptions, make_report, render_page, to_json
 from collab_compress.report.sections import SECTIONS
 
-QUICK = Look(lengths=(4,), rounds=2, kernel_tokens=20, head_sequences=3, input_sequences=3)
+QUICK = ReportOptions(lengths=(4,), rounds=2, kernel_tokens=20, head_sequences=3, input_sequences=3)
 
 
-def whole(study):
-    """Look at everything; every number must be one, and no word of the page may be `nan`."""
-    findings = look_at(study)
-    json.dumps(to_json(findings), allow_nan=False)
-    page = render_page(findings)
+def whole(context):
+    """ReportOptions at everything; every number must be one, and no word of the page may be `nan`."""
+    result = make_report(context)
+    json.dumps(to_json(result), allow_nan=False)
+    page = render_page(result)
     assert ">nan" not in page
     assert '"nan' not in page
     assert "not measured" not in page
-    return findings
+    return result
 
 
 @pytest.mark.parametrize("family", ["albert", "marian"])
@@ -43,7 +43,7 @@ def test_other_families_and_their_conversions(family, make_tiny, make_batch):
     model, converted = make_tiny(family), make_tiny(family)
     batches = [make_batch(family, seed=seed) for seed in range(2)]
     compress(converted, Compression(dk=9, solver=Solver(sweeps=2)), calibration=None)
-    found = whole(Study(converted, batches, baseline=model, look=QUICK))
+    found = whole(ReportContext(converted, batches, baseline=model, options=QUICK))
     assert {each.name for each in found.sections} == set(SECTIONS) - {"attention_maps"}
     growth = next(t for section in found.sections for t in section.tables if t.name == "growth")
     labels = {"albert": ["0", "1", "2"], "marian": ["encoder 0", "encoder 1", "decoder 0", "cross 0"]}[family]
@@ -60,7 +60,7 @@ def test_narrow_values(family, dk, dv, make_tiny, make_batch):
     model, converted = make_tiny(family), make_tiny(family)
     batches = [make_batch(family, seed=seed) for seed in range(2)]
     compress(converted, Compression(dk=dk, dv=dv), calibration=None)
-    found = whole(Study(converted, batches, baseline=model, look=QUICK))
+    found = whole(ReportContext(converted, batches, baseline=model, options=QUICK))
     tables = {table.name: table for section in found.sections for table in section.tables}
     for row, cost in zip(tables["values"].rows, module_costs(converted, 128), strict=True):
         dense, narrow = cost.values.dense, cost.values.converted
@@ -72,7 +72,9 @@ def test_narrow_values(family, dk, dv, make_tiny, make_batch):
     lines = [line for line in found.highlights if f"at dv = {dv}; fewer operations at any length" in line]
     assert len(lines) == 1
     assert "Values and outputs: " in lines[0]
-    planned = look_at(Study(model, batches, look=Look(dk=dk, dv=dv, lengths=(4,), rounds=2)), ("cost",)).sections[0]
+    planned = make_report(
+        ReportContext(model, batches, options=ReportOptions(dk=dk, dv=dv, lengths=(4,), rounds=2)), ("cost",)
+    ).sections[0]
     (values,) = [table for table in planned.tables if table.name == "values"]
     assert values.rows == tables["values"].rows
     assert "not measured" not in planned.reading
@@ -96,7 +98,7 @@ def test_images():
     for layer in model.layers:
         up = layer.mlp.fc1
         up.weight.data[1:] = up.weight.data[0]  # neurons that are alike
-    found = whole(Study(model, calibration_batches("synthetic", model, sequences=4), look=QUICK))
+    found = whole(ReportContext(model, calibration_batches("synthetic", model, sequences=4), options=QUICK))
     [advice] = [action for action in found.actions if "feed-forward" in action]
     assert "--dff 2 --calibration DIR: every block" in advice
     assert "needs inputs like those that the model reads, as many as there are; with noise it loses" in advice
@@ -109,49 +111,51 @@ def test_one_token():
     model = GPT2Model(
         GPT2Config(vocab_size=20, n_embd=24, n_head=3, n_layer=2, n_positions=8, bos_token_id=1, eos_token_id=1)
     ).eval()
-    found = whole(Study(model, [{"input_ids": torch.tensor([[3]])}], look=QUICK))
+    found = whole(ReportContext(model, [{"input_ids": torch.tensor([[3]])}], options=QUICK))
     assert "two at least" in found.omitted["similarity"]
     assert "two sequences at least" in found.omitted["dominance"]
     assert {"energy", "diversity", "content", "cost"} == {each.name for each in found.sections}
 
 
-def test_one_head(bert, study):
-    found = whole(Study(bert(heads=1, layers=1), study.batches, look=QUICK))
+def test_one_head(bert, context):
+    found = whole(ReportContext(bert(heads=1, layers=1), context.batches, options=QUICK))
     assert "single head" in found.omitted["similarity"]
     diversity = next(each for each in found.sections if each.name == "diversity")
     assert diversity.tables[0].rows[0][4] is None  # no distance from others
     assert diversity.tables[0].rows[0][8] is None  # no pair
 
 
-def test_layers_with_one_head_and_with_several(bert, study):
+def test_layers_with_one_head_and_with_several(bert, context):
     model = bert()
     prune_heads_(model, {"encoder.layer.0.attention.self": [0, 2]})
-    found = whole(Study(model, study.batches, look=QUICK))
+    found = whole(ReportContext(model, context.batches, options=QUICK))
     heads = next(t for section in found.sections for t in section.tables if t.name == "heads")
     assert heads.rows[0][1] is None
     assert heads.rows[1][1] is not None
 
 
-def test_models_of_different_depths(bert, study):
+def test_models_of_different_depths(bert, context):
     other = bert(layers=1)
-    found = look_at(Study(study.model, study.batches, baseline=other, look=QUICK), ["similarity", "diversity"])
+    found = make_report(
+        ReportContext(context.model, context.batches, baseline=other, options=QUICK), ["similarity", "diversity"]
+    )
     similarity, diversity = found.sections
     assert "The two models were not compared: the models have 2 and 1 attention modules" in similarity.reading
     assert "no growth is given" in diversity.reading
     assert [table.name for table in similarity.tables + diversity.tables] == ["heads", "layers"]
 
 
-def test_what_cannot_be_looked_at_is_refused(study, bert, make_tiny):
+def test_what_cannot_be_looked_at_is_refused(context, bert, make_tiny):
     with pytest.raises(HeadError, match="no batches"):
-        Study(study.model, [])
+        ReportContext(context.model, [])
     with pytest.raises(HeadError, match="share a tokenizer"):
-        Study(study.model, study.batches, baseline=make_tiny("bert"))
+        ReportContext(context.model, context.batches, baseline=make_tiny("bert"))
     with pytest.raises(HeadError, match=r"unknown section colour; expected some of energy, "):
-        look_at(study, ["colour"])
+        make_report(context, ["colour"])
     with pytest.raises(HeadError, match="nothing to show: mixing: heads of a dense model"):
-        look_at(study, ["mixing"])
+        make_report(context, ["mixing"])
     with pytest.raises(CalibrationError, match="cannot run on the given batches"):
-        look_at(Study(study.model, [{"pixel_values": torch.zeros(1, 3, 8, 8)}]), ["similarity"])
+        make_report(ReportContext(context.model, [{"pixel_values": torch.zeros(1, 3, 8, 8)}]), ["similarity"])
 
 
 WRONG = [
@@ -169,21 +173,23 @@ WRONG = [
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: next(iter(wrong)))
 def test_options_must_make_sense(wrong):
     with pytest.raises(HeadError, match="expected at least"):
-        Look(**wrong)
+        ReportOptions(**wrong)
 
 
-def test_progress_is_told(study):
+def test_progress_is_told(context):
     told = []
-    watched = Study(study.model, study.batches, look=study.look, on_progress=lambda *args: told.append(args))
-    look_at(watched, ["similarity"])
+    watched = ReportContext(
+        context.model, context.batches, options=context.options, on_progress=lambda *args: told.append(args)
+    )
+    make_report(watched, ["similarity"])
     assert told == [("heads of model", done, 2) for done in (1, 2)]
 
 
-def test_some_gives_as_many_sequences_as_asked_for(study):
-    assert study.sequences == 20
-    assert [len(batch["input_ids"]) for batch in study.some(18)] in ([16, 2], [4, 14])
-    assert sum(len(batch["input_ids"]) for batch in study.some(99)) == 20
-    assert study.tokens == sum(int(batch["attention_mask"].sum()) for batch in study.batches)
+def test_some_gives_as_many_sequences_as_asked_for(context):
+    assert context.sequences == 20
+    assert [len(batch["input_ids"]) for batch in context.first(18)] in ([16, 2], [4, 14])
+    assert sum(len(batch["input_ids"]) for batch in context.first(99)) == 20
+    assert context.tokens == sum(int(batch["attention_mask"].sum()) for batch in context.batches)
 
 
 def test_a_rotary_model():
@@ -192,7 +198,7 @@ def test_a_rotary_model():
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaModel(LlamaConfig(vocab_size=20, **sizes)).eval()
     batches = [{"input_ids": torch.randint(0, 20, (2, 6), generator=torch.Generator().manual_seed(0))}]
-    found = whole(Study(model, batches, look=QUICK))
+    found = whole(ReportContext(model, batches, options=QUICK))
     assert "rotary" in found.omitted["content"]
     sections = {section.name: section for section in found.sections}
     assert {"energy", "diversity", "dominance"} <= sections.keys()
@@ -210,7 +216,7 @@ def test_a_mixture_of_experts():
     experts = {"num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
     model = MixtralModel(MixtralConfig(vocab_size=20, **experts, **sizes)).eval()
     batches = [{"input_ids": torch.randint(0, 20, (2, 6), generator=torch.Generator().manual_seed(0))}]
-    found = look_at(Study(model, batches, look=QUICK), ["energy", "cost"])
+    found = make_report(ReportContext(model, batches, options=QUICK), ["energy", "cost"])
     energy, cost = found.sections
     assert "Not shown, feed-forward blocks: MixtralModel has no feed-forward block of plain linear" in energy.reading
     assert "Feed-forward blocks were not counted: MixtralModel has no feed-forward block" in cost.reading
@@ -223,13 +229,13 @@ def test_blocks_that_no_config_makes_narrower():
     torch.manual_seed(0)
     model = BloomModel(BloomConfig(vocab_size=20, hidden_size=24, n_head=3, n_layer=2)).eval()
     batches = [{"input_ids": torch.randint(0, 20, (2, 6), generator=torch.Generator().manual_seed(0))}]
-    found = look_at(Study(model, batches, look=QUICK), ["energy"])
+    found = make_report(ReportContext(model, batches, options=QUICK), ["energy"])
     assert len(found.table("energy", "dff")) == 2
     assert "No conversion makes these blocks narrower: no attribute of BloomConfig sets" in found.sections[0].reading
     assert not any("--dff" in action for action in found.actions)
 
 
-def test_a_dff_beyond_the_blocks_is_refused(study):
-    wide = Study(study.model, study.batches, look=Look(dff=10_000))
+def test_a_dff_beyond_the_blocks_is_refused(context):
+    wide = ReportContext(context.model, context.batches, options=ReportOptions(dff=10_000))
     with pytest.raises(HeadError, match=r"nothing to show: cost: .*reads \d+ neurons, and dff is 10000; pass up to"):
-        look_at(wide, ["cost"])
+        make_report(wide, ["cost"])

@@ -7,50 +7,50 @@ from html import unescape
 import pytest
 
 from collab_compress.errors import CheckpointError
-from collab_compress.report import render_page, to_json, write_findings
+from collab_compress.report import render_page, to_json, write_report
 
 
 @pytest.fixture(scope="module")
-def folder(findings, tmp_path_factory):
+def folder(result, tmp_path_factory):
     folder = tmp_path_factory.mktemp("report") / "heads"
-    write_findings(findings, folder)
+    write_report(result, folder)
     return folder
 
 
-def test_numbers_are_those_that_were_found(folder, findings):
+def test_numbers_are_those_that_were_found(folder, result):
     stored = json.loads((folder / "numbers.json").read_text(encoding="utf-8"))
-    assert stored == json.loads(json.dumps(to_json(findings)))
-    assert [*stored["sections"]] == [section.name for section in findings.sections]
-    table = findings.sections[0].tables[0]
+    assert stored == json.loads(json.dumps(to_json(result)))
+    assert [*stored["sections"]] == [section.name for section in result.sections]
+    table = result.sections[0].tables[0]
     kept = stored["sections"]["energy"]["tables"]["dk"]
     assert kept["rows"] == [[*row] for row in table.rows]
     assert kept["columns"][2] == {"name": "sum of heads, 90 %", "unit": "dk"}
-    for section in findings.sections:
+    for section in result.sections:
         assert len(stored["sections"][section.name]["pictures"]) == len(section.pictures)
     assert stored["facts"]["data"].startswith("20 sentences: 20 sequences, ")
 
 
-def test_every_table_is_a_csv_file(folder, findings):
-    names = {f"{section.name}-{table.name}.csv" for section in findings.sections for table in section.tables}
+def test_every_table_is_a_csv_file(folder, result):
+    names = {f"{section.name}-{table.name}.csv" for section in result.sections for table in section.tables}
     assert {path.name for path in folder.iterdir()} == {"index.html", "numbers.json", *names}
-    table = next(table for section in findings.sections for table in section.tables if table.name == "shares")
+    table = next(table for section in result.sections for table in section.tables if table.name == "shares")
     with (folder / "content-shares.csv").open(encoding="utf-8", newline="") as file:
         header, *rows = csv.reader(file)
     assert header[:2] == ["layer", "content [%]"]
     assert [float(row[1]) for row in rows] == pytest.approx([row[1] for row in table.rows], rel=1e-5)
 
 
-def test_the_page_is_the_one_that_notebooks_show(folder, findings):
+def test_the_page_is_the_one_that_notebooks_show(folder, result):
     page = (folder / "index.html").read_text(encoding="utf-8")
-    assert page == render_page(findings)
-    frame = findings._repr_html_()
+    assert page == render_page(result)
+    frame = result._repr_html_()
     assert unescape(frame.partition('srcdoc="')[2].rpartition('" style')[0]) == page
 
 
-def test_nothing_is_overwritten_and_nothing_is_left(folder, findings, tmp_path, monkeypatch):
+def test_nothing_is_overwritten_and_nothing_is_left(folder, result, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="exists; choose another output"):
-        write_findings(findings, folder)
-    monkeypatch.setattr("collab_compress.report.findings.to_csv", lambda _: 1 / 0)
+        write_report(result, folder)
+    monkeypatch.setattr("collab_compress.report.result.to_csv", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        write_findings(findings, tmp_path / "new" / "heads")
+        write_report(result, tmp_path / "new" / "heads")
     assert not [*tmp_path.iterdir()]

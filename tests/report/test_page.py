@@ -11,16 +11,16 @@ from collab_compress.report import (
     Column,
     Curve,
     Curves,
-    Findings,
     Heatmap,
     Heatmaps,
     Panel,
+    ReportResult,
     Section,
     Table,
     render_page,
 )
 from collab_compress.report.drawing import draw_heatmap, draw_panel, shade
-from collab_compress.report.findings import explained
+from collab_compress.report.result import explained
 from collab_compress.report.section import short, written
 
 VOID = ("meta", "link")
@@ -54,14 +54,14 @@ class Outline(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def page(findings):
-    return render_page(findings)
+def page(result):
+    return render_page(result)
 
 
-def test_actions_lead_and_terms_are_explained_once_in_a_text(page, findings):
+def test_actions_lead_and_terms_are_explained_once_in_a_text(page, result):
     first, rest = page.split("<details>", 1)
-    assert len(findings.actions) == 4
-    assert all(line[:20] in first for line in findings.actions)
+    assert len(result.actions) == 4
+    assert all(line[:20] in first for line in result.actions)
     assert "<table" not in first
     found = explained("drift & energy, then drift")
     assert found.count('<a class="term" href="#glossary" title="') == 2
@@ -70,19 +70,19 @@ def test_actions_lead_and_terms_are_explained_once_in_a_text(page, findings):
     assert "<dt>drift</dt>" in rest
 
 
-def test_a_table_is_read_by_the_names_of_its_columns(findings):
-    rows = findings.table("cost", "modules")
+def test_a_table_is_read_by_the_names_of_its_columns(result):
+    rows = result.table("cost", "modules")
     assert [row["dk"] for row in rows] == [6, 6]
     with pytest.raises(HeadError, match="there is no table cost nothing; expected one of energy dk"):
-        findings.table("cost", "nothing")
+        result.table("cost", "nothing")
 
 
-def test_nothing_is_fetched_and_everything_is_there(page, findings):
+def test_nothing_is_fetched_and_everything_is_there(page, result):
     outline = Outline(page)
     assert all(each.startswith(("#", "data:,")) for each in outline.fetched)
     assert not any(word in page for word in ("http:", "https:", "@import", "url("))
-    assert outline.ids == ["overview", *(each.name for each in findings.sections), "omitted", "glossary"]
-    for section in findings.sections:
+    assert outline.ids == ["overview", "glossary", *(each.name for each in result.sections), "omitted"]
+    for section in result.sections:
         for part in (*section.pictures, *section.tables):
             assert part.title in outline.texts["figcaption"]
         for picture in section.pictures:
@@ -94,13 +94,13 @@ def test_nothing_is_fetched_and_everything_is_there(page, findings):
     assert "prefers-color-scheme:dark" in page
     assert page.count("<svg") == sum(
         len(picture.maps if isinstance(picture, Heatmaps) else picture.panels)
-        for section in findings.sections
+        for section in result.sections
         for picture in section.pictures
     )
 
 
-def test_every_picture_says_what_it_shows_and_where_it_is_from(findings):
-    for section in findings.sections:
+def test_every_picture_says_what_it_shows_and_where_it_is_from(result):
+    for section in result.sections:
         for picture in section.pictures:
             assert picture.reading.endswith(".")
             assert len(picture.reading) <= 120
@@ -119,7 +119,7 @@ def test_what_is_not_finite_is_not_there():
     assert table.rows == ((None, 1.0), (None, "any"))
     curve = Curve("c", (0, 1, 2), (0.0, nan, 1.0))
     section = Section("s", "S", "R.", "P", (table,), (Curves("C", "R.", "P", (Panel("", (curve,)),), "x", "y"),))
-    page = render_page(Findings("x", {}, (section,), {}))
+    page = render_page(ReportResult("x", {}, (section,), {}))
     assert "nan" not in page.replace("Number.isNaN", "").lower()
     assert '<td class="number" data-value="">–</td>' in page
     with pytest.raises(ValueError, match="expected 2 cells"):

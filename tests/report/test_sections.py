@@ -32,15 +32,15 @@ from collab_compress.analysis import (
     value_energy,
 )
 from collab_compress.heads import head_importance
-from collab_compress.report import Look, Study, TaskScore, look_at
+from collab_compress.report import ReportContext, ReportOptions, TaskScore, make_report
 from collab_compress.report.sections import SECTIONS
 
 END = [3]  # the tokenizer's, which the config does not name
 
 
 @pytest.fixture(scope="module")
-def section(findings):
-    named = {each.name: each for each in findings.sections}
+def section(result):
+    named = {each.name: each for each in result.sections}
     return named.__getitem__
 
 
@@ -65,9 +65,9 @@ def matrices(found, expected):
         close([value for row in heat.values for value in row], matrix.flatten())
 
 
-def test_energy(study, section):
+def test_energy(context, section):
     found = section("energy")
-    plain, weighed = head_energy(study.model), head_energy(study.model, study.some(8))
+    plain, weighed = head_energy(context.model), head_energy(context.model, context.first(8))
     expected = [
         (str(layer), *(rank for curve in ("product", "shared", "unshared") for rank in each.ranks(curve).values()))
         for energies in (plain, weighed)
@@ -85,7 +85,7 @@ def test_energy(study, section):
         f"at most {', '.join(str(max(e.rank(s) for e in weighed.values())) for s in (0.9, 0.95, 0.99))}"
         in (found.highlights[0])
     )
-    plain, weighed = value_energy(study.model), value_energy(study.model, study.some(8))
+    plain, weighed = value_energy(context.model), value_energy(context.model, context.first(8))
     expected = [
         (str(layer), *each.ranks("joined").values(), *each.ranks().values())
         for energies in (plain, weighed)
@@ -99,7 +99,7 @@ def test_energy(study, section):
     )
     enough = [str(max(each.rank(share) for each in weighed.values())) for share in (0.9, 0.95, 0.99)]
     assert f"outputs in every layer: {', '.join(enough)} (weighed" in found.highlights[1]
-    blocks = feed_forward_energy(study.model, study.some(8))
+    blocks = feed_forward_energy(context.model, context.first(8))
     assert [row[:2] for row in table(found, "dff").rows] == [(str(layer), name) for layer, name in enumerate(blocks)]
     assert [row[3:] for row in table(found, "dff").rows] == [(*each.ranks().values(),) for each in blocks.values()]
     curve = picture(found, "What a block loses at dff").panels[0].curves[1]
@@ -111,12 +111,12 @@ def test_energy(study, section):
     assert f"(99 % with --dff {most[0.99]}). Calibration needs texts" in found.actions[1]
 
 
-def test_similarity_of_heads_and_layers(study, section):
-    found, heads = section("similarity"), head_covariances(study.model, study.batches)
-    samples = head_samples(study.model, study.batches, 30)
+def test_similarity_of_heads_and_layers(context, section):
+    found, heads = section("similarity"), head_covariances(context.model, context.batches)
+    samples = head_samples(context.model, context.batches, 30)
     matrices(picture(found, "SVCCA of heads"), [svcca(joint).similarity for joint in heads.values()])
     matrices(picture(found, "CKA of heads, linear kernel"), [cka(joint) for joint in heads.values()])
-    layers = layer_covariance(study.model, study.batches)
+    layers = layer_covariance(context.model, context.batches)
     kernel = sample_cka([sample.flatten(1) for sample in samples.values()], unbiased=True)
     matrices(picture(found, "Similarity of layers"), [svcca(layers).similarity, cka(layers), kernel])
     for row, (name, joint) in zip(table(found, "heads").rows, heads.items(), strict=True):
@@ -126,20 +126,20 @@ def test_similarity_of_heads_and_layers(study, section):
     close(curve.y, svcca(list(heads.values())[1]).curve)
 
 
-def test_similarity_of_models(study, section):
+def test_similarity_of_models(context, section):
     found = section("similarity")
-    by_head = model_covariances(study.model, study.baseline, study.batches)
-    whole = model_covariances(study.model, study.baseline, study.batches, unit="layer")
+    by_head = model_covariances(context.model, context.baseline, context.batches)
+    whole = model_covariances(context.model, context.baseline, context.batches, unit="layer")
     matrices(picture(found, "CKA of heads, <tiny> & small against other"), [cka(each) for each in by_head.values()])
     for row, joint in zip(table(found, "models").rows, whole.values(), strict=True):
         close(row[1:3], [svcca(joint).mean, float(cka(joint))])
-    ours, theirs = (head_samples(model, study.batches, 30) for model in (study.model, study.baseline))
+    ours, theirs = (head_samples(model, context.batches, 30) for model in (context.model, context.baseline))
     pairs = [[one.flatten(1), other.flatten(1)] for one, other in zip(ours.values(), theirs.values(), strict=True)]
     close([row[3] for row in table(found, "models").rows], [sample_cka(pair, unbiased=True)[0, 1] for pair in pairs])
 
 
-def test_diversity(study, section):
-    found, model, batches = section("diversity"), study.model, study.batches
+def test_diversity(context, section):
+    found, model, batches = section("diversity"), context.model, context.batches
     sure, apart, shared = (
         confidence(model, batches, exclude=END),
         discrepancy(model, batches),
@@ -154,21 +154,21 @@ def test_diversity(study, section):
         )
     matrices(
         picture(found, "AVG_L2 of each head"),
-        [torch.stack([*average_distance(each, batches, exclude=()).values()]) for each in (model, study.baseline)],
+        [torch.stack([*average_distance(each, batches, exclude=()).values()]) for each in (model, context.baseline)],
     )
     matrices(
         picture(found, "Confidence of each head"),
-        [torch.stack([*confidence(each, batches, exclude=END).values()]) for each in (model, study.baseline)],
+        [torch.stack([*confidence(each, batches, exclude=END).values()]) for each in (model, context.baseline)],
     )
     growth = table(found, "growth")
-    before = discrepancy(study.baseline, batches)
+    before = discrepancy(context.baseline, batches)
     for column, measure in ((1, "difference"), (2, "l2"), (3, "cosine")):
         close([row[column] for row in growth.rows], [*discrepancy_growth(apart, before, measure).values()])
 
 
-def test_attention_maps(study, section):
+def test_attention_maps(context, section):
     found = section("attention_maps")
-    maps = attention_maps(study.model, study.tokenizer, study.sentence)
+    maps = attention_maps(context.model, context.tokenizer, context.sentence)
     matrices(
         picture(found, "Every head's attention"), [head for each in maps.values() for head in each.weights.unbind()]
     )
@@ -177,40 +177,42 @@ def test_attention_maps(study, section):
     matrices(picture(found, "One word's attention"), [each.of("runs") for each in maps.values()])
 
 
-def test_dominance_by_drift(study, section):
+def test_dominance_by_drift(context, section):
     found = section("dominance")
-    choosing, scoring = split_rows(study.some(6))
-    chosen, expected = (dominant_heads(study.model, batches=batches) for batches in (choosing, scoring))
+    choosing, scoring = split_rows(context.first(6))
+    chosen, expected = (dominant_heads(context.model, batches=batches) for batches in (choosing, scoring))
     matrices(picture(found, "What is lost without each head"), [torch.stack([*expected.changes.values()])])
     assert [row[2] for row in table(found, "dominant").rows] == [*chosen.dominant.values()]
-    points = pruning_curve(study.model, chosen.changes, batches=scoring)
+    points = pruning_curve(context.model, chosen.changes, batches=scoring)
     close([row[2] for row in table(found, "pruning").rows], [point.score for point in points])
     assert "6 sequences" in found.reading
 
 
 @pytest.fixture
-def lossy(study):
-    """The study's model with a loss, and labelled batches for it."""
+def lossy(context):
+    """The context's model with a loss, and labelled batches for it."""
 
-    class Lossy(type(study.model)):
+    class Lossy(type(context.model)):
         def forward(self, labels=None, **batch):
             output = super().forward(**batch)
             output["loss"] = None if labels is None else output.last_hidden_state.abs().mean()
             return output
 
-    model = Lossy(study.model.config).eval()
-    model.load_state_dict(study.model.state_dict())
-    return model, [{**batch, "labels": torch.zeros(len(batch["input_ids"]))} for batch in study.some(4)]
+    model = Lossy(context.model.config).eval()
+    model.load_state_dict(context.model.state_dict())
+    return model, [{**batch, "labels": torch.zeros(len(batch["input_ids"]))} for batch in context.first(4)]
 
 
-def test_dominance_by_score(study, lossy):
+def test_dominance_by_score(context, lossy):
     def score(model):
         with torch.no_grad():
-            return float(model(**study.batches[0]).last_hidden_state.square()[:, 0].sum())
+            return float(model(**context.batches[0]).last_hidden_state.square()[:, 0].sum())
 
     model, labelled = lossy
     task = TaskScore("size", score, score, labelled)
-    found = look_at(Study(model, study.batches, score=task, look=study.look), ["dominance"]).sections[0]
+    found = make_report(
+        ReportContext(model, context.batches, score=task, options=context.options), ["dominance"]
+    ).sections[0]
     expected = dominant_heads(model, score)
     lost = -torch.stack([*expected.changes.values()])
     matrices(picture(found, "What is lost without each head"), [lost])
@@ -219,26 +221,26 @@ def test_dominance_by_score(study, lossy):
     assert picture(found, "Pruning curve").y_label == "size"
 
 
-def test_a_score_that_comes_back_does_not_recommend_pruning_beyond(study, lossy):
+def test_a_score_that_comes_back_does_not_recommend_pruning_beyond(context, lossy):
     model, labelled = lossy
     curve = [80, 79, 78, 60, 50, 79, 80, 79, 60, 60, 79]  # at 0, 10, … 100 % of 6 heads; it leaves the tenth at 30 %
     scores = iter([80, *[80] * 6, *curve])
     task = TaskScore("accuracy", lambda model: next(scores), lambda model: 80, labelled)
-    found = look_at(Study(model, study.batches, score=task, look=study.look), ["dominance"])
+    found = make_report(ReportContext(model, context.batches, score=task, options=context.options), ["dominance"])
     [advice] = [action for section in found.sections for action in section.actions if "silenced" in action]
     assert advice.startswith("1 of 6 heads can be silenced before the accuracy changes by more than a tenth")
 
 
-def test_content(study, section):
-    found, shares = section("content"), content_share(study.model, study.some(8))
+def test_content(context, section):
+    found, shares = section("content"), content_share(context.model, context.first(8))
     matrices(picture(found, "Content share of each head"), [torch.stack([s.content for s in shares.values()])])
     matrices(picture(found, "Context share of each head"), [torch.stack([s.context for s in shares.values()])])
     close([row[1] for row in table(found, "shares").rows], [100 * s.content.mean() for s in shares.values()])
 
 
-def test_cost(study, section):
+def test_cost(context, section):
     found = section("cost")
-    for row, cost in zip(table(found, "modules").rows, module_costs(study.model, dk=6), strict=True):
+    for row, cost in zip(table(found, "modules").rows, module_costs(context.model, dk=6), strict=True):
         dense, converted = cost.scores.dense, cost.scores.converted
         numbers = (dense.parameters, converted.parameters, dense.macs / 1e6, converted.macs / 1e6)
         assert row[3:8] == (6, *numbers)
@@ -247,20 +249,20 @@ def test_cost(study, section):
     assert all(row[2] > 0 and row[5] <= row[4] <= row[6] for row in table(found, "latency").rows)
     assert table(found, "table-1").rows == tuple(tuple(row.values()) for row in paper_table_1())
     macs = picture(found, "Operations over length").panels[0].curves[0]
-    assert macs.y[3] == sum(cost.scores.dense.macs for cost in module_costs(study.model, 128)) / 1e6
+    assert macs.y[3] == sum(cost.scores.dense.macs for cost in module_costs(context.model, 128)) / 1e6
 
 
-def test_cost_of_whole_layers(study, section):
+def test_cost_of_whole_layers(context, section):
     """Width 24, two layers; the blocks of a dense model are counted at half of their width."""
-    found, (block, _) = section("cost"), study.blocks
+    found, (block, _) = section("cost"), context.blocks
     half = block.width // 2
     for place, row in enumerate(table(found, "blocks").rows):
-        assert row[:3] == (str(place), study.blocks[place].down, half)
+        assert row[:3] == (str(place), context.blocks[place].down, half)
         assert row[3:5] == tuple(2 * 24 * neurons + neurons + 24 for neurons in (block.width, half))
         assert row[5:] == tuple(128 * 2 * 24 * neurons / 1e6 for neurons in (block.width, half))
     rows = {row[0]: row[1:] for row in table(found, "layers").rows}
     assert list(rows) == ["queries and keys", "values and outputs", "feed-forward blocks"]
-    costs = module_costs(study.model, 128, dk=6)
+    costs = module_costs(context.model, 128, dk=6)
     scores = [(cost.scores.dense.macs, cost.scores.converted.macs) for cost in costs]
     attention = [2 * sum(pair) / 2e6 for pair in zip(*scores, strict=True)]
     values = 2 * (2 * 128 * 24 * 24 + 128 * 128 * 24) / 1e6
@@ -273,24 +275,26 @@ def test_cost_of_whole_layers(study, section):
     assert found.highlights[0].endswith(share)
     macs = picture(found, "Operations over length").panels[-1]
     assert (macs.title, macs.curves[1].y[3]) == ("feed-forward blocks", blocks[1])
-    wider = Study(study.model, study.batches, look=Look(dk=6, dff=block.width - 1, lengths=(4,), rounds=2))
-    assert {row["dff"] for row in look_at(wider, ["cost"]).table("cost", "blocks")} == {block.width - 1}
+    wider = ReportContext(
+        context.model, context.batches, options=ReportOptions(dk=6, dff=block.width - 1, lengths=(4,), rounds=2)
+    )
+    assert {row["dff"] for row in make_report(wider, ["cost"]).table("cost", "blocks")} == {block.width - 1}
 
 
-def test_mixing(study, bert):
-    assert "mixing" in look_at(study, ["mixing", "cost"]).omitted
+def test_mixing(context, bert):
+    assert "mixing" in make_report(context, ["mixing", "cost"]).omitted
     model = bert()
     compress(model, Compression(dk=6, solver=Solver(sweeps=2)), calibration=None)
     mix_heads_(model)
     for layer, alphas in enumerate(alphas_of(model).values()):
         with torch.no_grad():
             alphas += torch.randn(3, 3, generator=torch.Generator().manual_seed(layer))
-    found = look_at(Study(model, study.batches, look=study.look), ["mixing"]).sections[0]
+    found = make_report(ReportContext(model, context.batches, options=context.options), ["mixing"]).sections[0]
     matrices(picture(found, "Mixing matrices"), [*mixing_matrices(model, order=True).values()])
     alphas = [each.detach() for each in alphas_of(model).values()]
     matrices(picture(found, "Alphas"), alphas)
     close([row[4] for row in table(found, "alphas").rows], [skew_symmetry(each) for each in alphas])
 
 
-def test_every_section_was_tried(findings):
-    assert [each.name for each in findings.sections] == [name for name in SECTIONS if name != "mixing"]
+def test_every_section_was_tried(result):
+    assert [each.name for each in result.sections] == [name for name in SECTIONS if name != "mixing"]

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable
 
-from collab_compress.report.section import Omitted, Section
-from collab_compress.report.sections.differences import attention_maps, diversity
+from collab_compress.report.context import ReportContext
+from collab_compress.report.section import Section
+from collab_compress.report.sections.cost import cost
 from collab_compress.report.sections.energy import energy
-from collab_compress.report.sections.sharing import content, mixing
-from collab_compress.report.sections.similarity import similarity
-from collab_compress.report.sections.worth import cost, dominance
-from collab_compress.report.study import Study
+from collab_compress.report.sections.heads import attention_maps, content, dominance, mixing
+from collab_compress.report.sections.similarity import diversity, similarity
 
-SECTIONS: dict[str, Callable[[Study], Section | Omitted]] = {
+SECTIONS: dict[str, Callable[[ReportContext], Section]] = {
     "energy": energy,
     "mixing": mixing,
     "cost": cost,
@@ -20,4 +19,4 @@ SECTIONS: dict[str, Callable[[Study], Section | Omitted]] = {
     "dominance": dominance,
     "content": content,
 }
-"""Name → function, in the order of the page."""
+"""Name → function, in the order of the page; one that cannot be measured raises a HeadError with the reason."""

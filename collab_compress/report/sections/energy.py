@@ -3,59 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from collab_compress.analysis import FeedForwardEnergy, feed_forward_energy, head_energy, value_energy
+from collab_compress.analysis import feed_forward_energy, head_energy, value_energy
 from collab_compress.analysis.energy import SHARES
 from collab_compress.conversion.feed_forward import narrower_config
 from collab_compress.errors import HeadError, UnsupportedModelError
-from collab_compress.report.section import Cell, Curve, Curves, Omitted, Panel, Section, Table, curve
-from collab_compress.report.study import Study
+from collab_compress.report.context import ReportContext
+from collab_compress.report.section import Cell, Curve, Curves, Panel, Section, Table, curve
 
 HEADS = 72  # drawn at most
 DK = {"product": "sum of heads", "shared": "at least", "unshared": "at most"}  # curves that suggest a dk
 DV = {"joined": "at least", "narrow": "narrow values"}
 WEIGHTS, INPUTS = "bare weights", "weighed by inputs"
 
-Weighed: TypeAlias = dict[str, list[Any]]  # what energies are weighed by → energies of the modules
+Energies: TypeAlias = dict[str, list[Any]]  # weighting, `WEIGHTS` or `INPUTS` → energies of the modules
 
 
-@dataclass(frozen=True)
-class _Part:
-    """What one of the widths of a layer adds to the section.
-
-    Args:
-        reading: what is measured, and on what.
-        table: suggested widths.
-        pictures: curves.
-        highlight: the width for every layer.
-        flag: option to begin a conversion of attention with.
-        actions: other advice.
-    """
+class _Part(NamedTuple):
+    """What one of the widths of a layer adds to the section; `flag` begins a conversion of attention with it."""
 
     reading: str
     table: Table
-    pictures: tuple[Curves, ...]
+    pictures: list[Curves]
     highlight: str
     flag: str = ""
     actions: tuple[str, ...] = ()
 
 
-def energy(study: Study) -> Section | Omitted:
+def energy(context: ReportContext) -> Section:
     """Return how many dimensions queries and keys, values, and feed-forward blocks need; suggest widths."""
     parts: dict[str, _Part] = {}
     missing: dict[str, str] = {}
     for name, measure in (("scores", _scores), ("values", _values), ("feed-forward blocks", _neurons)):
         try:
-            parts[name] = measure(study)
+            parts[name] = measure(context)
         except (HeadError, UnsupportedModelError) as error:
             missing[name] = str(error)
     if not parts:
-        return Omitted("; ".join(missing.values()))
+        raise HeadError("; ".join(missing.values()))
     flags = {name: part.flag for name, part in parts.items() if part.flag}
     actions = [action for part in parts.values() for action in part.actions]
     if flags:
@@ -65,162 +54,157 @@ def energy(study: Study) -> Section | Omitted:
     return Section(
         "energy",
         "How many dimensions a layer needs",
-        "Energy is the share of squared singular values that the first components hold. Weighed by inputs (of "
-        f"{min(study.look.input_sequences, study.sequences):,} sequences), it is the energy of the weights' outputs "
-        "on real inputs, as in a conversion; most directions of the weights never meet an input. "
+        "Energy is the sum of squared singular values; a curve shows the share of it that the first components hold. "
+        f"Weighed by inputs (of {min(context.options.input_sequences, context.sequences):,} sequences), it is the "
+        "energy of the weights' outputs on these inputs, as in a conversion; most directions of the weights never "
+        "meet an input. "
         + " ".join(part.reading for part in parts.values())
         + "".join(f" Not shown, {name}: {reason}." for name, reason in missing.items()),
         "Collaborate, Fig. 1; values and feed-forward blocks: docs/method.md",
-        tables=tuple(part.table for part in parts.values()),
-        pictures=tuple(picture for part in parts.values() for picture in part.pictures),
-        highlights=tuple(part.highlight for part in parts.values()),
-        actions=() if study.converted else tuple(actions),
+        tables=[part.table for part in parts.values()],
+        pictures=[picture for part in parts.values() for picture in part.pictures],
+        highlights=[part.highlight for part in parts.values()],
+        actions=[] if context.converted else actions,
     )
 
 
-def _scores(study: Study) -> _Part:
+def _scores(context: ReportContext) -> _Part:
     """Measure queries and keys."""
-    labels = study.labels(site.name for site in study.sites)
-    scores, note = _weighed(study, head_energy)
-    weighing, last = list(scores.items())[-1]
-    least = [max(module.rank(share, "shared") for module in last) for share in SHARES]
-    most = [max(module.rank(share, "unshared") for module in last) for share in SHARES]
-    alone, joined = [], []
-    for weighed, modules in scores.items():
-        for name, title in (("query", "Q"), ("key", "K"), ("product", "QKᵀ")):
-            alone.append(_heads_panel(f"{title}, {weighed}", modules, name))
-            joined.append(_layers_panel(f"{title}, {weighed}", labels, modules, f"joined_{name}", with_mean=True))
+    labels = context.labels(site.name for site in context.sites)
+    energies, note = _measure(context, head_energy)
+    weighting, modules = list(energies.items())[-1]
+    least, most = _widths(modules, "shared"), _widths(modules, "unshared")
+    single, joined = [], []
+    for name, of in energies.items():
+        for field, title in (("query", "Q"), ("key", "K"), ("product", "QKᵀ")):
+            single.append(_heads_panel(f"{title}, {name}", of, field))
+            joined.append(_layers_panel(f"{title}, {name}", labels, of, f"joined_{field}", with_mean=True))
+    pictures = [
+        _curves(
+            "Energy of each head",
+            "A curve that rises late is a head that is not low-rank by itself.",
+            "Collaborate, Fig. 1, left",
+            panels=single,
+            x_label="components of the head",
+        ),
+        _curves(
+            "Energy of all heads side by side",
+            "Where QKᵀ rises sooner than Q and K, heads together use fewer directions than they have.",
+            "Collaborate, Fig. 1, right",
+            panels=joined,
+            x_label="components of all heads",
+        ),
+        _curves(
+            "What a shared dk captures",
+            "A conversion at dk lies between the two; its relative error is the root of the missing share.",
+            "bounds of this toolkit, docs/analysis.md",
+            panels=[
+                _layers_panel("most that dk can capture", labels, modules, "shared"),
+                _layers_panel("what dk captures at least", labels, modules, "unshared"),
+            ],
+            x_label="dk",
+            y_label=f"share of energy, {weighting}",
+        ),
+    ]
     return _Part(
         "The sum of all heads (W_Q W_Kᵀ) needs few components, but that says little of each head. No conversion "
         "captures the share below the dk named “at least”; the dk named “at most” captures it even before heads "
         "share anything." + note,
-        _widths("dk", DK, scores, labels),
-        (
-            _curves(
-                "Energy of each head",
-                "A curve that rises late is a head that is not low-rank by itself.",
-                "Collaborate, Fig. 1, left",
-                alone,
-                "components of the head",
-            ),
-            _curves(
-                "Energy of all heads side by side",
-                "Where QKᵀ rises sooner than Q and K, heads together use fewer directions than they have.",
-                "Collaborate, Fig. 1, right",
-                joined,
-                "components of all heads",
-            ),
-            _curves(
-                "What a shared dk captures",
-                "A conversion at dk lies between the two; its relative error is the root of what is missing.",
-                "bounds of this toolkit, docs/analysis.md",
-                [
-                    _layers_panel("most that dk can capture", labels, last, "shared"),
-                    _layers_panel("what dk captures at least", labels, last, "unshared"),
-                ],
-                "dk",
-                f"share of energy, {weighing}",
-            ),
-        ),
-        "dk for 90, 95, 99 % of the energy of scores in every layer: at least "
-        f"{', '.join(map(str, least))}, at most {', '.join(map(str, most))} ({weighing}).",
+        _table("dk", DK, energies, labels),
+        pictures,
+        f"dk for 90, 95, 99 % of the energy of scores in every layer: at least {_listed(least)}, at most "
+        f"{_listed(most)} ({weighting}).",
         f"--dk {most[0]}",
     )
 
 
-def _values(study: Study) -> _Part:
+def _values(context: ReportContext) -> _Part:
     """Measure values and outputs."""
-    labels = study.labels(site.name for site in study.sites)
-    values, note = _weighed(study, value_energy)
-    weighing, last = list(values.items())[-1]
-    narrow = [max(module.rank(share) for module in last) for share in SHARES]
+    labels = context.labels(site.name for site in context.sites)
+    energies, note = _measure(context, value_energy)
+    weighting, modules = list(energies.items())[-1]
+    narrow = _widths(modules)
+    pictures = [
+        _curves(
+            "Energy of each head's values and outputs",
+            "A curve that rises late is a head that needs all of its values.",
+            "of this toolkit, docs/method.md",
+            panels=[_heads_panel(f"W_V W_O, {name}", of, "heads") for name, of in energies.items()],
+            x_label="channels of the head",
+        ),
+        _curves(
+            "What dv captures",
+            "The relative error of a conversion at dv is the root of the share missing on the right.",
+            "of this toolkit, docs/method.md",
+            panels=[
+                _layers_panel("most that dv can capture", labels, modules, "joined"),
+                _layers_panel("what narrow values capture", labels, modules, "narrow"),
+            ],
+            x_label="dv",
+            y_label=f"share of energy, {weighting}",
+        ),
+    ]
     return _Part(
         "For values and outputs it is the share of what heads add to the residual stream, and the dv named “narrow "
         "values” captures it." + note,
-        _widths("dv", DV, values, labels),
-        (
-            _curves(
-                "Energy of each head's values and outputs",
-                "A curve that rises late is a head that needs all of its values.",
-                "of this toolkit, docs/method.md",
-                [_heads_panel(f"W_V W_O, {weighed}", modules, "heads") for weighed, modules in values.items()],
-                "channels of the head",
-            ),
-            _curves(
-                "What dv captures",
-                "The relative error of a conversion at dv is the root of what is missing on the right.",
-                "of this toolkit, docs/method.md",
-                [
-                    _layers_panel("most that dv can capture", labels, last, "joined"),
-                    _layers_panel("what narrow values capture", labels, last, "narrow"),
-                ],
-                "dv",
-                f"share of energy, {weighing}",
-            ),
-        ),
-        "dv for 90, 95, 99 % of the energy of values and outputs in every layer: "
-        f"{', '.join(map(str, narrow))} ({weighing}).",
+        _table("dv", DV, energies, labels),
+        pictures,
+        f"dv for 90, 95, 99 % of the energy of values and outputs in every layer: {_listed(narrow)} ({weighting}).",
         f"--dv {narrow[0]}",
     )
 
 
-def _neurons(study: Study) -> _Part:
+def _neurons(context: ReportContext) -> _Part:
     """Measure feed-forward blocks."""
-    batches, progress = study.some(study.look.input_sequences), study.progress("neurons")
-    blocks = feed_forward_energy(study.model, batches, blocks=study.blocks, progress=progress)
-    labels = study.labels(blocks)
-    records = [_neurons_record(*row) for row in zip(labels, *zip(*blocks.items(), strict=True), strict=True)]
-    needed = [max(block.rank(share) for block in blocks.values()) for share in SHARES]
-    widest = max(block.width for block in study.blocks)
-    note, actions = _dff_advice(study, *needed[1:])
+    batches, progress = context.first(context.options.input_sequences), context.progress("neurons")
+    blocks = feed_forward_energy(context.model, batches, blocks=context.blocks, progress=progress)
+    labels = context.labels(blocks)
+    records, curves = [], []
+    for label, (name, block) in zip(labels, blocks.items(), strict=True):
+        record: dict[str, Cell] = {"layer": label, "block": name, "neurons": int(block.widths[-1])}
+        records.append(record | {f"{100 * share:.0f} % [dff]": rank for share, rank in block.ranks().items()})
+        curves.append(Curve(f"layer {label}", block.widths.tolist(), block.errors.tolist()))
+    picture = Curves(
+        "What a block loses at dff",
+        "All blocks of a conversion have the same dff, so the highest curve shows how many are enough.",
+        "of this toolkit, docs/method.md",
+        panels=[Panel("", curves)],
+        x_label="dff, neurons kept",
+        y_label="relative error of the block's output",
+        bottom=0.0,
+    )
+    widths = _widths(list(blocks.values()))
+    widest = max(block.width for block in context.blocks)
+    note, actions = _dff_advice(context, widths[1], widths[2])
     return _Part(
         "For a feed-forward block it is the share of the variance of its output that dff of its neurons keep, chosen "
         "and refitted as in a conversion, each block by itself, and measured on sequences that they were not fitted "
-        f"to (an eighth); the relative error is the root of what is missing.{note}",
+        f"to (an eighth); the relative error is the root of the missing share.{note}",
         Table.of("dff", "Suggested --dff for 90, 95 and 99 % of the energy, in sixteenths", records),
-        (
-            Curves(
-                "What a block loses at dff",
-                "All blocks of a conversion have the same dff, so the highest curve says how many are enough.",
-                "of this toolkit, docs/method.md",
-                (Panel("", tuple(map(_losses, labels, blocks.values()))),),
-                "dff, neurons kept",
-                "relative error of the block's output",
-                bottom=0.0,
-            ),
-        ),
-        "dff for 90, 95, 99 % of the energy of the output of every feed-forward block: "
-        f"{', '.join(map(str, needed))} of {widest} neurons ({study.data}).",
+        [picture],
+        f"dff for 90, 95, 99 % of the energy of the output of every feed-forward block: {_listed(widths)} of "
+        f"{widest} neurons ({context.data}).",
         actions=actions,
     )
 
 
-def _neurons_record(label: str, name: str, block: FeedForwardEnergy) -> dict[str, Cell]:
-    record: dict[str, Cell] = {"layer": label, "block": name, "neurons": int(block.widths[-1])}
-    return record | {f"{100 * share:.0f} % [dff]": rank for share, rank in block.ranks().items()}
-
-
-def _losses(label: str, block: FeedForwardEnergy) -> Curve:
-    return Curve(f"layer {label}", tuple(block.widths.tolist()), tuple(block.errors.tolist()))
-
-
-def _dff_advice(study: Study, dff: int, more: int) -> tuple[str, tuple[str, ...]]:
-    """Return why no conversion takes a dff, or nothing, and advice to begin with this one where it is a gain.
+def _dff_advice(context: ReportContext, dff: int, more: int) -> tuple[str, tuple[str, ...]]:
+    """Return why no conversion takes a dff, or nothing, and advice to begin with this dff where it is a gain.
 
     Args:
-        study: model and data.
+        context: model and data.
         dff: neurons for 95 % of the energy.
         more: neurons for 99 %.
     """
-    width = min(block.width for block in study.blocks)
+    width = min(block.width for block in context.blocks)
     try:
-        narrower_config(study.model, study.blocks, max(1, width // 2))
+        narrower_config(context.model, context.blocks, max(1, width // 2))
     except UnsupportedModelError as error:
         return f" No conversion makes these blocks narrower: {error}.", ()
     if dff >= width:
         return "", ()
     texts, path, count, drawn = "texts", "texts.txt", "a thousand sentences or more", "random tokens"
-    if study.model.main_input_name != "input_ids":
+    if context.model.main_input_name != "input_ids":
         texts, path, count, drawn = "inputs", "DIR", "as many as there are", "noise"
     advice = (
         f"To make feed-forward blocks smaller, begin with collab-compress --dff {dff} --calibration {path}: every "
@@ -230,23 +214,32 @@ def _dff_advice(study: Study, dff: int, more: int) -> tuple[str, tuple[str, ...]
     return "", (advice,)
 
 
-def _weighed(study: Study, measure: Callable[..., dict[str, Any]]) -> tuple[Weighed, str]:
+def _measure(context: ReportContext, measure: Callable[..., dict[str, Any]]) -> tuple[Energies, str]:
     """Return energies of bare weights, and weighed by inputs, or a note on why inputs allow no weighing."""
-    energies = {WEIGHTS: list(measure(study.model).values())}
-    batches = study.some(study.look.input_sequences)
+    energies = {WEIGHTS: list(measure(context.model).values())}
+    batches = context.first(context.options.input_sequences)
     try:
-        energies[INPUTS] = list(measure(study.model, batches, progress=study.progress("energy")).values())
+        energies[INPUTS] = list(measure(context.model, batches, progress=context.progress("energy")).values())
     except HeadError as error:  # as for a single token, whose covariance is 0
         return energies, f" These inputs allow no weighing: {error}."
     return energies, ""
 
 
-def _widths(width: str, curves: Mapping[str, str], energies: Weighed, labels: Sequence[str]) -> Table:
+def _widths(modules: Sequence[Any], curve: str = "") -> list[int]:
+    """Return the widths that a curve suggests for all modules."""
+    return [max(module.rank(share, curve) for module in modules) for share in SHARES]
+
+
+def _listed(widths: Sequence[int]) -> str:
+    return ", ".join(map(str, widths))
+
+
+def _table(width: str, curves: Mapping[str, str], energies: Energies, labels: Sequence[str]) -> Table:
     """Return the widths that each curve suggests for each module."""
     records = []
-    for weighing, modules in energies.items():
+    for weighting, modules in energies.items():
         for label, module in zip(labels, modules, strict=True):
-            record: dict[str, Cell] = {"layer": label, "energy": weighing}
+            record: dict[str, Cell] = {"layer": label, "energy": weighting}
             for name, title in curves.items():
                 for share, rank in module.ranks(name).items():
                     record[f"{title}, {100 * share:.0f} % [{width}]"] = rank
@@ -255,25 +248,25 @@ def _widths(width: str, curves: Mapping[str, str], energies: Weighed, labels: Se
 
 
 def _curves(
-    title: str, reading: str, source: str, panels: Sequence[Panel], x_label: str, y_label: str = "share of energy"
+    title: str, reading: str, source: str, *, panels: list[Panel], x_label: str, y_label: str = "share of energy"
 ) -> Curves:
-    return Curves(title, reading, source, tuple(panels), x_label, y_label, bottom=0.0, top=1.0)
+    return Curves(title, reading, source, panels, x_label, y_label, bottom=0.0, top=1.0)
 
 
-def _heads_panel(title: str, modules: Sequence[Any], name: str) -> Panel:
-    """Return the curves of some heads, and the mean of all, from the field of this name, (H, d+1)."""
-    heads = [head for module in modules for head in getattr(module, name)]
+def _heads_panel(title: str, modules: Sequence[Any], field: str) -> Panel:
+    """Return the curves of some heads, and the mean of all, from a field (H, d+1)."""
+    heads = [head for module in modules for head in getattr(module, field)]
     lines = [curve("", head, weight="faint") for head in heads[:: -(-len(heads) // HEADS)]]
-    return Panel(title, (*lines, curve("mean of heads", _mean(heads), weight="bold")))
+    return Panel(title, [*lines, curve("mean of heads", _mean(heads), weight="bold")])
 
 
 def _layers_panel(
-    title: str, labels: Sequence[str], modules: Sequence[Any], name: str, with_mean: bool = False
+    title: str, labels: Sequence[str], modules: Sequence[Any], field: str, with_mean: bool = False
 ) -> Panel:
-    """Return the curve of each module, the field of this name, and their mean where it is wanted."""
-    shares = [getattr(module, name) for module in modules]
-    lines = [curve(f"layer {label}", layer) for label, layer in zip(labels, shares, strict=True)]
-    return Panel(title, (*lines, curve("mean", _mean(shares), weight="bold")) if with_mean else tuple(lines))
+    """Return the curve of each module from a field."""
+    shares = [getattr(module, field) for module in modules]
+    lines = [curve(f"layer {label}", share) for label, share in zip(labels, shares, strict=True)]
+    return Panel(title, [*lines, curve("mean", _mean(shares), weight="bold")] if with_mean else lines)
 
 
 def _mean(curves: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Run the sections on a study one after another; write their results as a page, as JSON and as CSV."""
+"""Make a report from its sections; write the results as a page, as JSON and as CSV."""
 
 from __future__ import annotations
 
@@ -22,20 +22,36 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from collab_compress.checkpoint.directory import atomic_directory
 from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.report import drawing
-from collab_compress.report.section import Cell, Heatmaps, Omitted, Section, Table, written
+from collab_compress.report.context import ReportContext
+from collab_compress.report.section import Cell, Heatmaps, Section, Table, written
 from collab_compress.report.sections import SECTIONS
-from collab_compress.report.study import Study
 
-DIGITS = 6  # significant ones of numbers in files
+DIGITS = 6  # significant digits of numbers in files
+GLOSSARY = {
+    "energy": "The sum of squared singular values of a matrix. The share that the first components hold shows how "
+    "much of a layer's output a given width can keep; the relative error is then √(1 − share).",
+    "drift": "The relative change of the model's outputs: the norm of the difference, divided by the norm of the "
+    "original outputs.",
+    "T*": "The break-even length: with more tokens than this, converted attention takes more operations than dense "
+    "attention.",
+    "SVCCA": "Singular vector canonical correlation analysis: the mean correlation of the linear combinations of two "
+    "heads' outputs that correlate most. 0: unrelated; 1: each head is a linear function of the other.",
+    "CKA": "Centred kernel alignment: whether two heads give the same pairs of tokens similar outputs. 0: unrelated; "
+    "1: the same arrangement, up to rotation and scale.",
+    "dk": "The width of queries and keys, all heads together.",
+    "dv": "The width of values, all heads together.",
+    "dff": "The width of feed-forward blocks: how many neurons each has.",
+}
+TERM = re.compile(r"(?<!\w)(?<!-)(" + "|".join(re.escape(term) for term in GLOSSARY) + r")(?!\w)")
 
 
 @dataclass(frozen=True)
-class Findings:
-    """The results of all sections.
+class ReportResult:
+    """The results of all sections of a report.
 
     Args:
         title: names of the models.
-        facts: what a reader needs to know of model, data and machine, in words.
+        facts: model, data and machine, in words.
         sections: results, in order.
         omitted: name of a missing section → reason.
         about: words before the title on the page.
@@ -56,15 +72,11 @@ class Findings:
 
     @property
     def actions(self) -> list[str]:
-        """Advice that follows from the findings, a sentence each."""
+        """What to do about the results, a sentence each."""
         return [line for section in self.sections for line in section.actions]
 
     def table(self, section: str, name: str) -> list[dict[str, Cell]]:
-        """Return the rows of a table as dictionaries: name of a column → cell.
-
-        Args:
-            section: name of the section, as "dominance".
-            name: short name of the table, as "pruning".
+        """Return the rows of a table, as "dominance", "pruning", as dictionaries: name of a column → cell.
 
         Raises:
             HeadError: there is no such table.
@@ -82,12 +94,8 @@ class Findings:
         return f'<iframe srcdoc="{page}" style="width:100%;height:48rem;border:0"></iframe>'
 
 
-def look_at(study: Study, sections: Collection[str] = tuple(SECTIONS)) -> Findings:
-    """Return the results of the sections on a study.
-
-    Args:
-        study: models and data.
-        sections: names of sections, of `SECTIONS`, which sets the order.
+def make_report(context: ReportContext, sections: Collection[str] = tuple(SECTIONS)) -> ReportResult:
+    """Measure models and data for the given sections, in the order of `SECTIONS`.
 
     Raises:
         HeadError: a section is unknown, or none of them can be measured on this model and data.
@@ -100,68 +108,49 @@ def look_at(study: Study, sections: Collection[str] = tuple(SECTIONS)) -> Findin
     for name, measure in SECTIONS.items():
         if name in sections:
             try:
-                section = measure(study)
+                results.append(measure(context))
             except (HeadError, UnsupportedModelError) as error:
-                section = Omitted(str(error))
-            if isinstance(section, Omitted):
-                omitted[name] = section.reason
-            else:
-                results.append(section)
+                omitted[name] = str(error)
     if not results:
         raise HeadError("nothing to show: " + "; ".join(f"{name}: {reason}" for name, reason in omitted.items()))
-    against = "" if study.baseline is None else f" against {study.baseline_name}"
-    facts = {**_facts(study), "measured in": f"{perf_counter() - started:.0f} s"}
-    return Findings(f"{study.name}{against}", facts, tuple(results), omitted)
+    against = "" if context.baseline is None else f" against {context.baseline_name}"
+    facts = {**_facts(context), "measured in": f"{perf_counter() - started:.0f} s"}
+    return ReportResult(f"{context.name}{against}", facts, tuple(results), omitted)
 
 
-def _facts(study: Study) -> dict[str, str]:
-    sites = study.sites
-    heads = sorted({site.heads for site in sites})
-    widths = sorted({site.head_width for site in sites})
+def _facts(context: ReportContext) -> dict[str, str]:
+    model, sites, baseline = context.model, context.sites, context.baseline
+    heads, widths = _range([site.heads for site in sites]), _range([site.head_width for site in sites])
+    tokens = f", {context.tokens:,} tokens" if context.tokens else ""
     facts = {
-        "model": f"{study.name}, {type(study.model).__name__}, {'converted' if study.converted else 'dense'}",
-        "parameters": f"{study.model.num_parameters():,}",
-        "attention": f"{len(sites)} modules ({', '.join(study.kinds)}), {_numbers(heads)} heads of width "
-        + _numbers(widths),
-        "data": f"{study.data}: {study.sequences:,} sequences"
-        + (f", {study.tokens:,} tokens" if study.tokens else ""),
+        "model": f"{context.name}, {type(model).__name__}, {'converted' if context.converted else 'dense'}",
+        "parameters": f"{model.num_parameters():,}",
+        "attention": f"{len(sites)} modules ({', '.join(context.kinds)}), {heads} heads of width {widths}",
+        "data": f"{context.data}: {context.sequences:,} sequences{tokens}",
     }
-    if study.baseline is not None:
-        kind = type(study.baseline).__name__
-        facts["against"] = f"{study.baseline_name}, {kind}, {study.baseline.num_parameters():,} parameters"
-    if study.score is not None:
-        facts["task"] = study.score.name
-    versions = {"collab-compress": version("collab-compress"), "transformers": transformers.__version__}
-    versions["torch"] = torch.__version__
-    facts["versions"] = ", ".join(f"{name} {number}" for name, number in versions.items())
+    if baseline is not None:
+        parameters = f"{baseline.num_parameters():,} parameters"
+        facts["against"] = f"{context.baseline_name}, {type(baseline).__name__}, {parameters}"
+    if context.score is not None:
+        facts["task"] = context.score.name
+    facts["versions"] = (
+        f"collab-compress {version('collab-compress')}, transformers {transformers.__version__}, "
+        f"torch {torch.__version__}"
+    )
     facts["threads"] = str(torch.get_num_threads())
     return facts
 
 
-def _numbers(values: list[int]) -> str:
-    return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
+def _range(values: list[int]) -> str:
+    return f"{min(values)}" if min(values) == max(values) else f"{min(values)} to {max(values)}"
 
 
-def render_page(findings: Findings) -> str:
-    """Return the findings as one HTML page, which fetches nothing."""
-    texts = [*findings.actions, *findings.highlights, *(section.reading for section in findings.sections)]
+def render_page(result: ReportResult) -> str:
+    """Return the results as one HTML page, which fetches nothing."""
+    texts = [*result.actions, *result.highlights, *(section.reading for section in result.sections)]
     used = {term for text in texts for term in TERM.findall(text)}
     glossary = {term: meaning for term, meaning in GLOSSARY.items() if term in used}
-    return _templates().get_template("page.html").render(findings=findings, glossary=glossary)
-
-
-GLOSSARY = {
-    "energy": "The share of a matrix's squared singular values that its first components hold: how much of what "
-    "attention computes a given width can keep.",
-    "drift": "How far the outputs move: the norm of the difference, divided by the norm of the original outputs.",
-    "T*": "The number of tokens beyond which converted attention takes more operations than dense attention.",
-    "SVCCA": "How far the outputs of two heads are linear functions of each other: 0 not at all, 1 entirely.",
-    "CKA": "How far two heads arrange the same tokens alike: 0 not at all, 1 entirely.",
-    "dk": "The width of queries and keys, all heads together.",
-    "dv": "The width of values, all heads together.",
-    "dff": "The width of feed-forward blocks: how many neurons each has.",
-}
-TERM = re.compile(r"(?<!\w)(?<!-)(" + "|".join(re.escape(term) for term in GLOSSARY) + r")(?!\w)")
+    return _templates().get_template("page.html").render(result=result, glossary=glossary)
 
 
 def explained(text: str) -> str:
@@ -191,13 +180,15 @@ def _templates() -> Environment:
         "written": written,
         "explained": explained,
         "numeric": _numeric,
-        "narrow": drawing.narrow,
-        "many": drawing.many,
-        "maps": drawing.maps,
-        "panels": drawing.panels,
-        "colours": drawing.colours,
+        "maps": drawing.draw_heatmaps,
+        "panels": drawing.draw_panels,
+        "colours": drawing.colours_of,
     }
-    environment.tests["heatmaps"] = lambda picture: isinstance(picture, Heatmaps)
+    environment.tests |= {
+        "heatmaps": lambda picture: isinstance(picture, Heatmaps),
+        "narrow": drawing.is_narrow,
+        "many": drawing.has_many,
+    }
     return environment
 
 
@@ -206,41 +197,41 @@ def _numeric(table: Table) -> list[bool]:
     return [all(not isinstance(row[place], str) for row in table.rows) for place in range(len(table.columns))]
 
 
-def write_findings(findings: Findings, directory: Path) -> None:
+def write_report(result: ReportResult, directory: Path) -> None:
     """Write `index.html`, `numbers.json`, and `SECTION-TABLE.csv` for each table; all files or none.
 
     Numbers have six significant digits. Undefined numbers are null in JSON and empty in CSV.
 
     Args:
-        findings: results to write.
+        result: results to write.
         directory: new folder; must not exist.
 
     Raises:
         CheckpointError: the folder exists or cannot be written.
     """
-    page, numbers = render_page(findings), json.dumps(to_json(findings), allow_nan=False, indent=1)
+    page, numbers = render_page(result), json.dumps(to_json(result), allow_nan=False, indent=1)
     with atomic_directory(directory) as partial:
         (partial / "index.html").write_text(page, encoding="utf-8")
         (partial / "numbers.json").write_text(numbers + "\n", encoding="utf-8")
-        for section in findings.sections:
+        for section in result.sections:
             for table in section.tables:
                 (partial / f"{section.name}-{table.name}.csv").write_text(to_csv(table), encoding="utf-8")
 
 
-def to_json(findings: Findings) -> dict[str, Any]:
-    """Return the findings in JSON types."""
+def to_json(result: ReportResult) -> dict[str, Any]:
+    """Return the results in JSON types."""
     sections = {}
-    for section in findings.sections:
-        found = _rounded(asdict(section))
-        found["tables"] = {table.pop("name"): table for table in found["tables"]}
-        sections[section.name] = {key: found[key] for key in ("title", "reading", "source", "tables", "pictures")}
+    for section in result.sections:
+        fields = _rounded(asdict(section))
+        fields["tables"] = {table.pop("name"): table for table in fields["tables"]}
+        sections[section.name] = {key: fields[key] for key in ("title", "reading", "source", "tables", "pictures")}
     return {
-        "title": findings.title,
-        "facts": findings.facts,
-        "actions": findings.actions,
-        "highlights": findings.highlights,
+        "title": result.title,
+        "facts": result.facts,
+        "actions": result.actions,
+        "highlights": result.highlights,
         "sections": sections,
-        "omitted": findings.omitted,
+        "omitted": result.omitted,
     }
 
 

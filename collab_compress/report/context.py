@@ -1,4 +1,4 @@
-"""The models and data of a report, and their measures in one pass, which several sections read."""
+"""What a report is made of: models, data and options, and the measures that several sections use."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ from collab_compress.analysis.stream import Observer, Progress, observed
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
 from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch
+from collab_compress.calibration.batches import sequence_count
 from collab_compress.calibration.gather import attention_masks
 from collab_compress.conversion.feed_forward import FeedForward, find_feed_forward
 from collab_compress.errors import HeadError
-from collab_compress.options import Look
+from collab_compress.options import ReportOptions
 from collab_compress.report.section import Heatmap, heatmap
 
 WIDEST = 10_000  # L·H·d up to which layers are compared: memory and time grow with its square
-TOGETHER: tuple[tuple[Kind, ...], ...] = (("encoder",), ("decoder", "cross"))  # read the same tokens
+SAME_TOKENS: tuple[tuple[Kind, ...], ...] = (("encoder",), ("decoder", "cross"))  # types that read the same tokens
 
 
-class Pass:
-    """The measures of one model in one pass over all batches; keys are module paths, or uses of a module.
+class HeadMeasures:
+    """The measures of one model's heads in one pass over all batches; keys are module paths, or uses of a module.
 
     Args:
-        study: data, and how much of them to measure.
-        model: one of its models.
+        context: data and options.
+        model: one of the context's models.
         name: of the model.
         similar: whether to gather covariances too: `layers`, by head, of modules that read the same tokens, and
             `heads`, of modules that are too wide together.
     """
 
-    def __init__(self, study: Study, model: PreTrainedModel, name: str, similar: bool) -> None:
+    def __init__(self, context: ReportContext, model: PreTrainedModel, name: str, similar: bool) -> None:
         self.name = name
-        self.samples = Samples(study.look.kernel_tokens, study.look.seed)  # of the same tokens in both models
+        self.samples = Samples(context.options.kernel_tokens, context.options.seed)  # same tokens in both models
         self.layers: list[LayerCovariance] = []
         self.heads: list[Covariances] = []
-        for kinds in TOGETHER if similar else ():
+        for kinds in SAME_TOKENS if similar else ():
             sites = [site for site in find_attention(model, FAMILIES) if site.kind in kinds]
-            uses = (
-                getattr(model.config, "num_hidden_layers", 1) if len(sites) == 1 else 1
-            )  # one may serve all (ALBERT)
+            # a single module may serve all layers (ALBERT)
+            uses = getattr(model.config, "num_hidden_layers", 1) if len(sites) == 1 else 1
             if sites and uses * sum(site.width for site in sites) <= WIDEST:
                 self.layers.append(LayerCovariance("head", kinds=kinds))
             elif sites:
                 self.heads.append(Covariances(kinds=kinds))
         distances, overlaps = Discrepancies(), Coefficients()
         observers: list[Observer] = [self.samples, distances, overlaps, *self.layers, *self.heads]
-        with closing(observed(model, study.batches, observers)) as watched:
-            batches = with_progress(watched, study.progress(f"heads of {name}"), "heads")
-            self.confidence = confidence(model, batches, exclude=_ends(study.tokenizer, model))
+        with closing(observed(model, context.batches, observers)) as watched:
+            batches = with_progress(watched, context.progress(f"heads of {name}"), "heads")
+            self.confidence = confidence(model, batches, exclude=_end_tokens(context.tokenizer, model))
         self.discrepancy: dict[str, Discrepancy] = distances.result()
         self.overlap: dict[str, Tensor] = overlaps.result()
 
@@ -73,12 +73,16 @@ class Pass:
         return [mean_over_pairs(matrix) if len(matrix) > 1 else None for matrix in self.overlap.values()]
 
 
-def _ends(tokenizer: Any, model: Any) -> set[int] | None:
+def _end_tokens(tokenizer: Any, model: Any) -> set[int] | None:
     """Return the tokens that end a sequence, of config and tokenizer, or None without a tokenizer."""
     if tokenizer is None:
         return None
-    named = getattr(model.config, "eos_token_id", None)
-    ends = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id, tokenizer.sep_token_id]
+    of_config = getattr(model.config, "eos_token_id", None)
+    ends = [
+        *(of_config if isinstance(of_config, list) else [of_config]),
+        tokenizer.eos_token_id,
+        tokenizer.sep_token_id,
+    ]
     return {token for token in ends if token is not None}
 
 
@@ -89,8 +93,8 @@ class TaskScore:
     Args:
         name: of the score, as `accuracy on 408 rows of mrpc`.
         score: function from a model to its score.
-        choose: the same on other rows, which choose heads.
-        batches: labelled rows that choose heads, for the gradient of the loss.
+        choose: the same on other data, which chooses heads.
+        batches: labelled batches that choose heads, for the gradient of the loss.
         greater_is_better: whether a greater score is better.
     """
 
@@ -102,11 +106,11 @@ class TaskScore:
 
 
 @dataclass(frozen=True)
-class Study:
-    """The models and data of a report, and how much of them it measures.
+class ReportContext:
+    """The models and data of a report, and its options.
 
     Args:
-        model: stock or edited, of a known family; left as it is.
+        model: stock or edited, of a known family; does not change.
         batches: keyword arguments for the model, in random order; read several times.
         name: of the model.
         data: description of the batches.
@@ -115,7 +119,7 @@ class Study:
         tokenizer: of the model; required for attention maps.
         sentence: text for attention maps, or (text, target) for an encoder–decoder.
         score: a task to score heads on, in place of the drift of the outputs.
-        look: how much to measure.
+        options: how much to measure.
         on_progress: called with the measure, the number of finished items and their total (or None).
 
     Raises:
@@ -132,12 +136,12 @@ class Study:
     tokenizer: Any = None
     sentence: str | tuple[str, str] | None = None
     score: TaskScore | None = None
-    look: Look = field(default_factory=Look)
+    options: ReportOptions = field(default_factory=ReportOptions)
     on_progress: Callable[[str, int, int | None], None] | None = None
 
     def __post_init__(self) -> None:
         if not self.batches:
-            raise HeadError("no batches to look at the model with; pass some")
+            raise HeadError("no batches to measure the model on; pass some")
         _ = self.places  # refuses models of unknown families
         if self.baseline is None:
             return
@@ -155,7 +159,7 @@ class Study:
 
     @cached_property
     def places(self) -> dict[str, tuple[Kind, int]]:
-        """Path of an attention module in either model → its kind, and its place among those of this kind."""
+        """Path of an attention module in either model → its type, and its index among those of this type."""
         others = [] if self.baseline is None else find_attention(self.baseline, FAMILIES)
         return {site.name: (site.kind, site.layer) for site in [*others, *self.sites]}
 
@@ -164,23 +168,25 @@ class Study:
         """Feed-forward blocks of the model.
 
         Raises:
-            UnsupportedModelError: it has none whose neurons can be told apart.
+            UnsupportedModelError: it has none whose neurons can be removed.
         """
         return find_feed_forward(self.model, self.batches[0])
 
     @cached_property
-    def seen(self) -> Pass:
-        """The measures of the model in one pass over all batches."""
-        return Pass(self, self.model, self.name, similar=True)
+    def heads(self) -> HeadMeasures:
+        """The measures of the model's heads."""
+        return HeadMeasures(self, self.model, self.name, similar=True)
 
     @cached_property
-    def baseline_seen(self) -> Pass | None:
-        """The measures of the baseline, without covariances; None without a baseline."""
-        return None if self.baseline is None else Pass(self, self.baseline, self.baseline_name, similar=False)
+    def baseline_heads(self) -> HeadMeasures | None:
+        """The measures of the baseline's heads, without covariances; None without a baseline."""
+        if self.baseline is None:
+            return None
+        return HeadMeasures(self, self.baseline, self.baseline_name, similar=False)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Kinds of attention that the model has."""
+        """Attention types that the model has."""
         present = {site.kind for site in self.sites}
         return tuple(kind for kind in KINDS if kind in present)
 
@@ -192,21 +198,29 @@ class Study:
     @property
     def sequences(self) -> int:
         """Number of sequences in the batches."""
-        return sum(_rows(batch) for batch in self.batches)
+        return sum(map(sequence_count, self.batches))
 
     @property
     def tokens(self) -> int:
-        """Number of query tokens in the batches without padding, for the first kind of attention."""
-        return sum(self._tokens(batch) for batch in self.batches)
+        """Number of query tokens in the batches without padding, for the first attention type; 0 if not known."""
+        count = 0
+        for batch in self.batches:
+            mask = attention_masks(self.model, (), (), batch)[self.kinds[0]].query
+            ids = batch.get("input_ids")
+            if mask is not None:
+                count += int(mask.sum())
+            elif isinstance(ids, Tensor):
+                count += ids.numel()
+        return count
 
-    def some(self, sequences: int) -> list[Batch]:
+    def first(self, sequences: int) -> list[Batch]:
         """Return the first batches, with at most this many sequences in all."""
         batches, missing = [], sequences
         for batch in self.batches:
             if missing < 1:
                 break
             batches.append({name: value[:missing] for name, value in batch.items()})
-            missing -= _rows(batch)
+            missing -= sequence_count(batch)
         return batches
 
     def progress(self, label: str) -> Progress:
@@ -215,7 +229,7 @@ class Study:
         return False if report is None else lambda done, total: report(label, done, total or len(self.batches))
 
     def label(self, module: str) -> str:
-        """Return the short name of a module or use (`path[2]`): its layer, and its kind if there are several.
+        """Return the short name of a module or use (`path[2]`): its layer, and its type if there are several.
 
         A feed-forward block has that of the attention module with the most of its path in common.
         """
@@ -232,21 +246,10 @@ class Study:
         """Return the short names of modules."""
         return [self.label(module) for module in modules]
 
-    def head_maps(self, matrices: Mapping[str, Tensor]) -> tuple[Heatmap, ...]:
+    def head_maps(self, matrices: Mapping[str, Tensor]) -> list[Heatmap]:
         """Return a heatmap of each module's matrix, with a head in each row and numbered columns."""
-        return tuple(heatmap(f"layer {self.label(name)}", matrix) for name, matrix in matrices.items())
+        return [heatmap(f"layer {self.label(name)}", matrix) for name, matrix in matrices.items()]
 
     def layer_map(self, title: str, vectors: Mapping[str, Tensor]) -> Heatmap:
         """Return a heatmap of each module's vector (H,), a row each."""
         return heatmap(title, list(vectors.values()), self.labels(vectors))
-
-    def _tokens(self, batch: Batch) -> int:
-        mask = attention_masks(self.model, (), (), batch)[self.kinds[0]].query
-        if mask is not None:
-            return int(mask.sum())
-        ids = batch.get("input_ids")
-        return ids.numel() if isinstance(ids, Tensor) else 0
-
-
-def _rows(batch: Batch) -> int:
-    return len(next(iter(batch.values())))

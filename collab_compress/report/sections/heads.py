@@ -1,0 +1,368 @@
+"""Sections on single heads: what they share, attend to, and are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from collab_compress.analysis import (
+    Dominance,
+    PruningPoint,
+    alpha_matrices,
+    content_share,
+    dominant_heads,
+    effective_rank,
+    mixing_matrices,
+    pruning_curve,
+    skew_symmetry,
+    split_rows,
+    with_progress,
+)
+from collab_compress.analysis import attention_maps as measure_maps
+from collab_compress.conversion.expand import read_factors
+from collab_compress.errors import HeadError
+from collab_compress.heads import alphas_of, head_importance
+from collab_compress.report.context import ReportContext
+from collab_compress.report.section import (
+    Cell,
+    Curve,
+    Curves,
+    Heatmaps,
+    Panel,
+    Picture,
+    Section,
+    Table,
+    heatmap,
+    short,
+)
+
+QUANTILE = 0.98  # of mixing entries at which the colour scale ends; a few entries are far larger
+TOKENS = 40  # a longer attention map is cut
+LAYERS = 12  # of attention maps, at most
+TOLERATED = 0.1  # change of the outputs, or of a score, that silencing heads may make
+
+
+def mixing(context: ReportContext) -> Section:
+    """Return mixing matrices and alphas, and numbers that describe them."""
+    matrices = mixing_matrices(context.model, order=True) if read_factors(context.model) else {}
+    alphas = alpha_matrices(context.model) if alphas_of(context.model) else {}
+    if not matrices and not alphas:
+        raise HeadError("heads of a dense model share no components, and they are not mixed: there is no such matrix")
+    tables: list[Table] = []
+    pictures: list[Picture] = []
+    highlights = []
+    if matrices:
+        users = {name: _users(matrix) for name, matrix in matrices.items()}
+        records: list[dict[str, Cell]] = [
+            {
+                "layer": context.label(name),
+                "heads": len(matrix),
+                "components R": matrix.shape[1],
+                "effective rank": effective_rank(matrix),
+                "heads that use a component": users[name],
+            }
+            for name, matrix in matrices.items()
+        ]
+        tables.append(Table.of("components", "Mixing matrices", records))
+        sizes = torch.cat([matrix.abs().flatten() for matrix in matrices.values()])
+        reach = float(sizes[sizes > 0].quantile(QUANTILE)) if bool(sizes.any()) else 1.0
+        pictures.append(
+            Heatmaps(
+                "Mixing matrices",
+                "A column of one strong cell belongs to one head, one with several to several; the largest 2 % are "
+                "cut off.",
+                "Collaborate, Fig. 2",
+                context.head_maps(matrices),
+                low=-reach,
+                high=reach,
+                scale="diverging",
+                column_label="component, strongest first",
+            )
+        )
+        heads = max(map(len, matrices.values()))
+        highlights.append(f"A shared component serves {fmean(users.values()):.1f} of {heads} heads on average.")
+    if alphas:
+        skew = {name: skew_symmetry(matrix) for name, matrix in alphas.items()}
+        tables.append(_alpha_table(context, alphas, skew))
+        reach = max(float(matrix.abs().max()) for matrix in alphas.values())
+        pictures.append(
+            Heatmaps(
+                "Alphas",
+                "A strong diagonal keeps heads as they are; cells off it mix head j into head i.",
+                "Rotation, Figs. 3–4",
+                context.head_maps(alphas),
+                low=-reach,
+                high=reach,
+                scale="diverging",
+                row_label="head i that leaves",
+                column_label="head j that enters",
+            )
+        )
+        highlights.append(f"Alphas are skew-symmetric by {fmean(skew.values()):.2f} (0 to 1, 0.5 by chance).")
+    return Section(
+        "mixing",
+        "What heads share",
+        "A row is a head. An entry is the strength of a component of the shared queries and keys in this head, or "
+        "the weight of another head in its output (alphas). Effective rank is the exponential of the entropy of "
+        "singular values. Skew-symmetry is of the entries off the diagonal.",
+        "Collaborate, Fig. 2; Rotation, Figs. 3–4",
+        tables,
+        pictures,
+        highlights,
+    )
+
+
+def _alpha_table(context: ReportContext, alphas: Mapping[str, Tensor], skew: Mapping[str, float]) -> Table:
+    records: list[dict[str, Cell]] = []
+    for name, matrix in alphas.items():
+        heads = len(matrix)
+        off_diagonal = float(matrix.abs().sum() - matrix.diagonal().abs().sum())
+        records.append(
+            {
+                "layer": context.label(name),
+                "heads": heads,
+                "mean of diagonal": float(matrix.diagonal().mean()),
+                "mean size off diagonal": off_diagonal / (heads * (heads - 1)) if heads > 1 else None,
+                "skew-symmetry": skew[name],
+                "effective rank": effective_rank(matrix),
+            }
+        )
+    return Table.of("alphas", "Alphas", records)
+
+
+def _users(matrix: Tensor) -> float:
+    """Return how many heads use a component, mean over used components: 1 for one head, H for all alike."""
+    squares = matrix.square()
+    used = squares[:, squares.sum(0) > 0]
+    if not used.numel():
+        return 0.0
+    return float((used.sum(0).square() / used.square().sum(0)).mean())
+
+
+def content(context: ReportContext) -> Section:
+    """Return what share of each head's score variance depends on the key alone."""
+    count = context.options.input_sequences
+    shares = content_share(context.model, context.first(count), progress=context.progress("content"))
+    contents = {name: module.content for name, module in shares.items()}
+    contexts = {name: module.context for name, module in shares.items()}
+    records: list[dict[str, Cell]] = [
+        {
+            "layer": context.label(name),
+            "content [%]": float(100 * module.content.mean()),
+            "context [%]": float(100 * module.context.mean()),
+            "overlap [%]": float(100 * module.overlap.mean()),
+            "largest content [%]": float(100 * module.content.max()),
+            "of head": int(module.content.argmax()),
+        }
+        for name, module in shares.items()
+    ]
+    pictures = [
+        Heatmaps(
+            f"{title} share of each head",
+            reading,
+            "Collaborate, section 2.2",
+            [context.layer_map("", vectors)],
+            high=max(least, *(float(share.max()) for share in vectors.values())),
+            row_label="layer",
+        )
+        for title, reading, vectors, least in (
+            ("Content", "Strong cells are heads that look for certain tokens, whatever the query.", contents, 0.0),
+            (
+                "Context",
+                "Strong cells are heads that look for what suits the query; above 1 content opposes it.",
+                contexts,
+                1.0,
+            ),
+        )
+    ]
+    mean = float(torch.cat(list(contents.values())).mean())
+    return Section(
+        "content",
+        "Content against context",
+        "The variance of a head's scores over the keys that a query sees (in "
+        f"{min(count, context.sequences):,} sequences), split into the part that depends on the key alone (content, "
+        "v·y) and the part that depends on query and key (context). The rest is twice their covariance, negative "
+        "where they oppose each other. A conversion moves what all queries share from context into content, so "
+        "compare converted models with converted ones.",
+        "Collaborate, section 2.2",
+        [Table.of("shares", "Shares of score variance, mean over heads", records)],
+        pictures,
+        highlights=[f"Content makes {100 * mean:.1f} % of the variance of scores, mean over heads."],
+    )
+
+
+def attention_maps(context: ReportContext) -> Section:
+    """Return the attention probabilities of each head in one sentence."""
+    if context.tokenizer is None or context.sentence is None:
+        raise HeadError("there is no sentence to read, or no tokenizer to read it with")
+    text, target = context.sentence if isinstance(context.sentence, tuple) else (context.sentence, None)
+    measured = measure_maps(context.model, context.tokenizer, text, target=target)
+    maps = {name: measured[name] for name in list(measured)[:: -(-len(measured) // LAYERS)]}
+    queries = next(iter(maps.values())).queries[:TOKENS]
+    reading = f"Attention weights of every head for the sentence “{text}”, read as {' '.join(queries)}."
+    if target:
+        reading += f" Its target: “{target}”."
+    if len(maps) < len(measured):
+        reading += f" {len(maps)} of {len(measured)} modules are shown."
+    special = set(context.tokenizer.all_special_tokens)
+    lengths = [0 if token in special else len(token.strip("Ġ▁#")) for token in queries]
+    longest = lengths.index(max(lengths))
+    of_word, of_heads = [], []
+    for name, attention in maps.items():
+        layer, query = context.label(name), min(longest, len(attention.queries) - 1)
+        title = f"layer {layer}, from “{attention.queries[query]}”"
+        of_word.append(heatmap(title, attention.weights[:, query, :TOKENS], columns=attention.keys[:TOKENS]))
+        for head, weights in enumerate(attention.weights[:, :TOKENS, :TOKENS]):
+            of_heads.append(heatmap(f"{layer} · {head}", weights, (), ()))
+    pictures = [
+        Heatmaps(
+            "One word's attention",
+            "Each row is a head; rows that look alike attend alike.",
+            "Diversity, Fig. 1",
+            of_word,
+            column_label="token attended to",
+        ),
+        Heatmaps(
+            "Every head's attention",
+            "Layer · head; a diagonal looks at the token itself, a line beside it at a neighbour, a column at "
+            "one token.",
+            "Diversity, Fig. 1",
+            of_heads,
+            row_label="query token",
+            column_label="token attended to",
+        ),
+    ]
+    return Section("attention_maps", "What heads attend to", reading, "Diversity, Fig. 1", pictures=pictures)
+
+
+def dominance(context: ReportContext) -> Section:
+    """Return what the model loses without each head, and without more and more of them."""
+    by_drift = context.score is None
+    dominant, scored, points = _by_drift(context) if by_drift else _by_score(context)
+    metric = "drift" if context.score is None else context.score.name
+    sign = -1 if scored.greater_is_better else 1
+    losses = {name: sign * changes for name, changes in scored.changes.items()}  # positive where the model gets worse
+    joined = torch.cat(list(losses.values()))
+    least, heads = min(0.0, float(joined.min())), len(joined)
+    scores = [point.score for point in points]
+    pictures: list[Picture] = [
+        Heatmaps(
+            "What is lost without each head",
+            "The strongest cell of a row is its layer's dominant head; heads with faint ones can go.",
+            "DropHead, Table 4",
+            [context.layer_map("", losses)],
+            low=least,
+            high=float(joined.max()),
+            scale="diverging" if least < 0 else "sequential",
+            row_label="layer",
+        ),
+        Curves(
+            "Pruning curve",
+            "The longer the curve stays flat, the more heads the model can do without.",
+            "DropHead, Fig. 3",
+            [Panel("", [Curve(metric, [100 * point.share for point in points], scores)])],
+            x_label="% of heads silenced, least important first",
+            y_label=metric,
+            bottom=min(0.0, *scores),
+        ),
+    ]
+    changes = scored.mean_change(dominant)
+    pruning: list[dict[str, Cell]] = [
+        {"heads silenced [%]": round(100 * point.share), "heads silenced": point.removed, metric: point.score}
+        for point in points
+    ]
+    mean_changes: list[dict[str, Cell]] = [{"attention": kind, "change": mean} for kind, mean in changes.items()]
+    change = ", ".join(f"{short(mean)} ({kind})" for kind, mean in changes.items())
+    half = next(point for point in points if point.share >= 0.5)
+    if by_drift:
+        reading = (
+            f"Heads are silenced one at a time on {min(context.options.head_sequences, context.sequences)} "
+            "sequences. Without labels the score is the drift, the relative change of the model's outputs: "
+            "‖without − with‖ / ‖with‖ over tokens that are no padding, 0 with all heads. Half of the sequences "
+            "choose heads, the other half measure the drift. For the curve heads are silenced together, those whose "
+            "own loss moved the outputs least first."
+        )
+    else:
+        reading = (
+            f"Heads are silenced one at a time, and the model is scored without each ({metric}). The dominant head "
+            "of a layer is chosen on other data than its score. For the curve heads are silenced together, "
+            "the least important first: importance is the mean size of the loss's gradient in a mask on the head, "
+            "normalised in each layer (Michel et al., 2019)."
+        )
+    return Section(
+        "dominance",
+        "What heads are worth",
+        reading,
+        "DropHead, Table 4 and Fig. 3",
+        tables=[
+            _dominant_table(context, scored, dominant),
+            Table.of("kinds", "Loss of the dominant head, mean over layers", mean_changes),
+            Table.of("pruning", "Pruning curve", pruning),
+        ],
+        pictures=pictures,
+        highlights=[
+            f"Silencing the dominant head of a layer changes the {metric} by {change}, mean over layers.",
+            f"Without the {half.removed} least important heads of {heads} the {metric} is {short(half.score)}, with "
+            f"all of them {short(scored.baseline)}.",
+        ],
+        actions=[_pruning_action(points, scored.baseline, heads, metric)],
+    )
+
+
+def _by_drift(context: ReportContext) -> tuple[dict[str, int], Dominance, list[PruningPoint]]:
+    """Return the dominant heads, the changes without each head, and the pruning curve, by drift."""
+    choosing, scoring = split_rows(context.first(context.options.head_sequences))
+    if not scoring:
+        raise HeadError("heads are chosen on some sequences and scored on others; pass two sequences at least")
+    model, progress = context.model, context.progress("heads one by one")
+    chosen = dominant_heads(model, batches=choosing, progress=progress)
+    scored = dominant_heads(model, batches=scoring, progress=progress)
+    points = pruning_curve(model, chosen.changes, batches=scoring, progress=context.progress("pruning curve"))
+    return chosen.dominant, scored, points
+
+
+def _by_score(context: ReportContext) -> tuple[dict[str, int], Dominance, list[PruningPoint]]:
+    """Return the dominant heads, the changes without each head, and the pruning curve, by a task's score."""
+    task, model = context.score, context.model
+    assert task is not None
+    better, progress = task.greater_is_better, context.progress("heads one by one")
+    chosen = dominant_heads(model, task.choose, greater_is_better=better, progress=progress)
+    scored = dominant_heads(model, task.score, greater_is_better=better, progress=progress)
+    importance = head_importance(model, with_progress(task.batches, context.progress("importance"), "importance"))
+    points = pruning_curve(model, importance, task.score, progress=context.progress("pruning curve"))
+    return chosen.dominant, scored, points
+
+
+def _dominant_table(context: ReportContext, scored: Dominance, dominant: Mapping[str, int]) -> Table:
+    records: list[dict[str, Cell]] = []
+    for name, changes in scored.changes.items():
+        head = dominant[name]
+        others = torch.cat([changes[:head], changes[head + 1 :]])
+        records.append(
+            {
+                "layer": context.label(name),
+                "attention": scored.kinds[name],
+                "dominant head": head,
+                "change without it": float(changes[head]),
+                "mean change without another head": float(others.mean()) if len(others) else None,
+            }
+        )
+    return Table.of("dominant", "Dominant head of each layer", records)
+
+
+def _pruning_action(points: Sequence[PruningPoint], baseline: float, heads: int, metric: str) -> str:
+    """Return how many heads can be removed before the outputs change by a tenth."""
+    room = TOLERATED * (1.0 if metric == "drift" else abs(baseline))
+    within = takewhile(lambda point: abs(point.score - baseline) <= room, points)
+    count = max((point.removed for point in within), default=0)
+    change = "the outputs move (drift)" if metric == "drift" else f"the {metric} changes"
+    if not count:
+        return f"Remove no heads: without the least important ones {change} by more than a tenth."
+    return (
+        f"{count} of {heads} heads can be silenced before {change} by more than a tenth: try "
+        "collab-prune, and score your task after it."
+    )
