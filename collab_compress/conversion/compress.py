@@ -1,38 +1,41 @@
-"""Convert the attention of a pretrained model, all or nothing, once everything asked for is known to be possible."""
+"""Convert the attention and the feed-forward blocks of a pretrained model, all or nothing.
+
+A conversion finds the modules, gathers the moments of their inputs, solves for replacements, installs those in a copy
+that shares the model's weights, refits what writes to the residual stream, measures how far the outputs moved, and
+only then changes the model.
+"""
 
 import copy
 import logging
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf
 from time import perf_counter
+from types import FunctionType
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import (
     FAMILIES,
     AttentionSite,
     DenseSite,
-    ValueSite,
     find_attention,
     find_dense_attention,
     find_dense_values,
     refuse_hooks,
     transformers_model,
 )
-from collab_compress.attention import FormEdit, MapForm, NarrowValues, ScoreForm, form_for, install_, uninstall_
+from collab_compress.attention import FormEdit, NarrowValues, ScoreForm, form_for, install_, uninstall_
 from collab_compress.calibration import Batch, Calibration
 from collab_compress.calibration.batches import is_none, is_synthetic, noted_batches, sequence_count
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
-from collab_compress.conversion.drift import measure, split_held_back
+from collab_compress.conversion.drift import drift_of, split_held_back
 from collab_compress.conversion.feed_forward import (
     FeedForward,
     adopt_,
@@ -46,16 +49,13 @@ from collab_compress.conversion.plan import (
     Planned,
     Progress,
     Site,
-    breakdowns,
+    Task,
     empty_plan,
-    few_vectors,
-    gets_content_bias,
     plan,
     plan_distributed,
-    rounded,
-    starved_heads,
+    warnings_of,
 )
-from collab_compress.conversion.refit import Refitted, install_refits, of_first_process, refit, refitted
+from collab_compress.conversion.refit import Refitted, install_refits, of_first_process, refit
 from collab_compress.conversion.report import Drift, ModuleReport, Report, ValueReport
 from collab_compress.distributed import process_state
 from collab_compress.errors import CalibrationError, CompressionError
@@ -64,151 +64,7 @@ from collab_compress.heads.sharding import refuse_sharded
 from collab_compress.options import CalibrationOptions, Compression
 
 _logger = logging.getLogger(__name__)
-NO_DATA = "keep chooses by what is lost on calibration data; pass at least two sequences, best of all your own texts"
 TRIAL = 256  # sequences on which each choice of widths is tried
-
-
-def modules_to_convert(
-    model: PreTrainedModel,
-    compression: Compression,
-    calibrated: bool,
-    modules: Mapping[str, Compression] | None = None,
-) -> list[Site]:
-    """Return the modules to convert, after checking that all of them can be converted.
-
-    Args:
-        model: stock or edited.
-        compression: which modules, and how.
-        calibrated: whether there is calibration data.
-        modules: path of a module → its own compression, where widths differ.
-
-    Raises:
-        UnsupportedModelError: a module cannot be converted.
-        CompressionError: as `compress`.
-    """
-    if is_quantized(model):
-        raise CompressionError(f"{type(model).__name__} is quantized; convert the unquantized checkpoint instead")
-    refuse_sharded(model, "compress", CompressionError)
-    _check_config(model)
-    implementation = model.config._attn_implementation
-    if implementation not in ("eager", "sdpa"):
-        raise CompressionError(
-            f"collaborative attention runs as 'eager' or 'sdpa', the model is set to {implementation!r}; "
-            "call model.set_attn_implementation('sdpa') first"
-        )
-    for chosen in find_attention(model, FAMILIES, compression.modules, compression.kinds):
-        _refuse_converted(chosen, compression)
-    where = (model, FAMILIES, compression.modules, compression.kinds)
-    scores = find_dense_attention(*where) if compression.dk is not None else []
-    values = find_dense_values(*where) if compression.dv is not None else []
-    modules = modules or {}
-    for site in scores:
-        own = modules.get(site.name, compression)
-        content_bias = gets_content_bias(site, own, calibrated)
-        _check_width(site, "dk", own.dk, site.key_value_heads)
-        form = form_for(own.form, site)
-        _check_solver(site, form, own)
-        _ = form.of(site, own.dk or 0, content_bias).multiple  # room?
-        _check_weights(site, ((site.family.query, site.query), (site.family.key, site.key)))
-    for each in values:
-        _check_width(each, "dv", modules.get(each.name, compression).dv, each.key_value_heads)
-        _check_weights(each, ((each.family.value, each.value), (each.family.output, each.output)))
-    return [*scores, *values]
-
-
-def _check_config(model: PreTrainedModel) -> None:
-    """Refuse a config that cannot be copied: an edit is recorded in a copy, which other models do not share."""
-    try:
-        copy.deepcopy(model.config)
-    except Exception as error:  # whatever an attribute raises
-        reason = str(error).partition("\n")[0]
-        raise CompressionError(
-            f"the config of {type(model).__name__} cannot be copied ({reason}); take the attribute out that cannot"
-        ) from error
-
-
-def _refuse_converted(site: AttentionSite, compression: Compression) -> None:
-    asked = {ScoreForm.at: compression.dk, NarrowValues.at: compression.dv}
-    for at, width in asked.items():
-        if width is not None and hasattr(site.module, at):
-            what = "values are" if at == NarrowValues.at else "queries and keys are"
-            raise CompressionError(
-                f"{site.name}: its {what} already converted; leave it out by modules or kinds, expand the model "
-                "first, or start from the dense checkpoint"
-            )
-
-
-def _check_width(site: AttentionSite, name: str, width: int | None, heads: int) -> None:
-    if width is not None and width > heads * site.head_width:
-        raise CompressionError(
-            f"{site.name}: {name} is {width}, but {heads} heads × {site.head_width} = {heads * site.head_width} "
-            f"is exact already; pass {name} between 1 and {heads * site.head_width}"
-        )
-
-
-def _check_solver(site: AttentionSite, form: type[ScoreForm], compression: Compression) -> None:
-    """Refuse what a rotary module has not: centred queries, and other solvers."""
-    if not site.family.rotary:
-        return
-    if compression.solver.centre is not None or compression.solver.method not in form.solvers:
-        raise CompressionError(
-            f"{site.name}: a rotary embedding turns queries and keys, so neither is centred, and solver "
-            f"{' or '.join(form.solvers)} decomposes them; leave out centre and other solvers"
-        )
-
-
-def _check_weights(site: AttentionSite, projections: Iterable[tuple[str, Any]]) -> None:
-    for path, projection in projections:
-        layer = getattr(projection, "whole", projection)  # of a fused layer
-        refuse_hooks(site.path(path), layer, stays=path == site.family.output)
-        for name, parameter in projection.named_parameters():
-            if parameter.is_meta:
-                raise CompressionError(f"{site.path(path)}.{name} is offloaded; load the model into memory")
-            if not bool(torch.isfinite(parameter).all()):
-                raise CompressionError(
-                    f"{site.path(path)}.{name} holds NaN or infinite values; the checkpoint is damaged"
-                )
-
-
-def working_device(device: str | None, sites: Sequence[Site], distributed: bool = False) -> str | None:
-    """Return the device to decompose on; None leaves each module on the device of its weights.
-
-    Of the processes that a launcher started on one machine each has a GPU of its own, which "cuda" is.
-
-    Raises:
-        CompressionError: there is no such device; one with a number is named for processes that share the work.
-    """
-    if device is None:
-        places = {projection.weight.device for site in sites for projection, _ in site.inputs}
-        without = {str(place) for place in places if not has_float64(place)}
-        if without:
-            _logger.info("%s has no float64, so modules are decomposed on the CPU", ", ".join(sorted(without)))
-        return "cpu" if without else None
-    place = os.environ.get("LOCAL_RANK", "")
-    if distributed and process_state().num_processes > 1:
-        _refuse_one_device(device)
-    if device == "cuda" and place.isdecimal() and int(place) < torch.cuda.device_count():
-        device = f"cuda:{place}"
-    try:
-        torch.zeros(1, device=device, dtype=torch.float64).item()
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise CompressionError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
-    return device
-
-
-def _refuse_one_device(device: str) -> None:
-    """Refuse a device with a number that several processes of one machine would share; all of them must call it.
-
-    Raises:
-        CompressionError: they would.
-    """
-    kind, _, number = device.partition(":")
-    places = gather_object([(platform.node(), device)])
-    if number and kind != "cpu" and len(set(places)) < len(places):
-        raise CompressionError(
-            f"device {device!r} would hold {places.count((platform.node(), device))} processes; pass {kind!r}, and "
-            "each takes its own"
-        )
 
 
 @torch.inference_mode(False)
@@ -227,24 +83,24 @@ def compress(
     Every module is decomposed before any is replaced, so an error or an interrupt leaves the model as it was. Modules
     that are still dense can be converted by a further call, so that widths differ by layer and kind; so can values
     after queries and keys.
-    With `dk`, the query and key projections of each module give way to shared ones of width R, a mixing matrix and,
-    where queries have a bias, content biases ("Multi-Head Attention: Collaborate Instead of Concatenate", eqs. 7–13).
-    In the per-head form each head keeps projections of its own, as wide as pays, and there is no mixing matrix.
-    With `dv`, each head's values keep the channels that matter most, and the output projection is fitted to what is
-    left of all heads (`narrow_values`).
+
+    With `dk`, shared projections of width R, a mixing matrix and, where queries have a bias, content biases replace
+    the query and key projections of each module ("Multi-Head Attention: Collaborate Instead of Concatenate", eqs.
+    7–13). In the per-head form each head keeps projections of its own, as wide as pays, without a mixing matrix.
+    With `dv`, each head's values keep the channels that matter most, and the output projection is fitted to them
+    (`narrow_values`). With `dff`, feed-forward blocks keep the neurons that matter most.
     Given texts or batches, the layers that write to the residual stream (output projections, and second layers of
-    feed-forward blocks) are then refitted towards the dense model's hidden states, as `Solver.refit` says. All else
-    stays the model's own.
+    feed-forward blocks) are then refitted towards the dense model's hidden states (`Solver.refit`). All other weights
+    stay.
 
     Args:
-        model: a Transformers model, or a SentenceTransformer, of which its Transformers model is converted; dtype and
-            device are kept.
-        compression: dk and dv, or the share to keep, the form, and how it is computed.
+        model: a Transformers model, or a SentenceTransformer that holds one; dtype and device are kept.
+        compression: widths or the share to keep, the form, and how it is computed.
         calibration: data that says which input directions matter: "synthetic" (random tokens), None, a file of
             texts, texts or text pairs, or batches. An eighth of it is held back to measure drift.
-        tokenizer: of the model; needed unless `calibration` is None or batches, or the model a SentenceTransformer.
+        tokenizer: of the model; not needed for batches, None, and a SentenceTransformer.
         progress: called with a module's name, how many are done, and how many there are.
-        calibration_options: how many sequences of the calibration data are used, and how long.
+        calibration_options: number and length of the calibration sequences.
         distributed: whether the processes that `accelerate launch` started share the modules between them. All
             of them must call this with the same arguments; each gets the whole conversion.
 
@@ -257,17 +113,18 @@ def compress(
             quantized model.
         CalibrationError: calibration data is missing or unusable.
     """
-    given, model = model, transformers_model(model)
-    tokenizer = getattr(given, "tokenizer", None) if tokenizer is None and given is not model else tokenizer
-    devices = [model.device] if model.device.type == "cuda" else []
+    transformer = transformers_model(model)
+    if tokenizer is None and transformer is not model:
+        tokenizer = getattr(model, "tokenizer", None)
+    devices = [transformer.device] if transformer.device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # new layers are initialised before they are filled
         return _compress(
-            model,
+            transformer,
             compression,
             calibration,
             tokenizer,
-            progress,
-            options=calibration_options or CalibrationOptions(),
+            calibration_options or CalibrationOptions(),
+            progress=progress,
             distributed=distributed,
         )
 
@@ -277,73 +134,71 @@ def _compress(
     compression: Compression,
     calibration: Calibration,
     tokenizer: PreTrainedTokenizerBase | None,
-    progress: Progress | None,
-    *,
     options: CalibrationOptions,
+    *,
+    progress: Progress | None,
     distributed: bool,
 ) -> Report:
     started = perf_counter()
-    found = None
-    if compression.keep is None:  # what cannot be converted is refused before any data are read
-        working_device(
-            compression.solver.device, modules_to_convert(model, compression, not is_none(calibration)), distributed
-        )
-    else:
-        found = _data(model, compression, calibration, tokenizer, options)
-    batches, notes = found or _data(model, compression, calibration, tokenizer, options)
-    length = typical_length(options, () if is_synthetic(calibration) else batches)
-    work = _Work(model, *split_held_back(batches), calibration, length, progress, distributed)
-    modules: Mapping[str, Compression] = {}
-    asked, reason = compression, ""
+    if compression.keep is None:  # refuse what cannot be converted before any data are read
+        tasks = find_tasks(model, compression, calibrated=not is_none(calibration))
+        working_device(compression.solver.device, tasks, distributed)
+    job, notes = _read_data(model, compression, calibration, tokenizer, options)
+    job = replace(job, progress=progress, distributed=distributed)
+    reported, choice, by_module = compression, "", {}
     if compression.keep is not None:
-        candidate, reason = _choose(work, compression)
-        compression, modules = candidate.compression, candidate.modules
-        if all(own == compression for own in modules.values()):
-            asked = compression
-    prepared = _prepare(work, compression, modules)
-    drift = prepared.drift()
+        candidate, choice = _choose(job, compression)
+        compression, by_module = candidate.compression, candidate.modules
+        if all(other == compression for other in by_module.values()):
+            reported = compression
+    converted = _convert_copy(job, compression, by_module)
+
+    planned, blocks = converted.planned, converted.blocks
     parameters_before = model.num_parameters()
-    planned, blocks = prepared.planned, prepared.blocks
-    paths = {item.site.name: path_in_base(model, item.site.module) for item in planned}
-    narrowed = [block_report(model, block, compression.dff or block.width, length) for block in blocks]
-    _install(planned)
-    install_refits(model, prepared.refits, blocks)
-    if prepared.config is not None:
-        adopt_(model, prepared.config)
-    for kind in dict.fromkeys(item.form.kind for item in planned):  # cannot fail, as `_check_config` found
-        record_edit_(model, FormEdit(kind, {paths[i.site.name]: i.form for i in planned if i.form.kind == kind}))
-    warnings = (
-        *notes,
-        *prepared.notes,
-        *rounded(planned, compression),
-        *few_vectors(planned),
-        *breakdowns(planned),
-        *starved_heads(planned),
-    )
+    feed_forward = [block_report(model, block, compression.dff or block.width, job.length) for block in blocks]
+    paths = [path_in_base(model, item.site.module) for item in planned]
+    _install(model, planned)
+    install_refits(model, converted.refits, blocks)
+    if converted.config is not None:
+        adopt_(model, converted.config)
+    forms: dict[str, dict[str, Any]] = {}
+    for path, item in zip(paths, planned, strict=True):
+        forms.setdefault(item.form.kind, {})[path] = item.form
+    for kind, modules in forms.items():
+        record_edit_(model, FormEdit(kind, modules))
+
+    warnings = (*notes, *converted.notes, *warnings_of(planned, compression))
     if not distributed or process_state().is_main_process:
         for warning in warnings:
             _logger.warning(warning)
     reports = [item.report for item in planned]
     return Report(
-        tuple(each for each in reports if isinstance(each, ModuleReport)), parameters_before, model.num_parameters(),
-        length, drift, perf_counter() - started, sum(map(sequence_count, work.used)), warnings,
-        tuple(each for each in reports if isinstance(each, ValueReport)), asked,
-        reason,
-        prepared.calibrating,
-        tuple(each.report for each in prepared.refits),
-        tuple(narrowed),
-    )  # fmt: skip
+        modules=tuple(report for report in reports if isinstance(report, ModuleReport)),
+        parameters_before=parameters_before,
+        parameters_after=model.num_parameters(),
+        length=job.length,
+        drift=converted.drift,
+        seconds=perf_counter() - started,
+        sequences=sum(map(sequence_count, job.used)),
+        warnings=warnings,
+        values=tuple(report for report in reports if isinstance(report, ValueReport)),
+        compression=reported,
+        choice=choice,
+        calibrating=converted.seconds,
+        refits=tuple(refitted.report for refitted in converted.refits),
+        feed_forward=tuple(feed_forward),
+    )
 
 
 @dataclass(frozen=True)
-class _Work:
-    """A model to convert, and what it is converted with.
+class _Job:
+    """A model to convert, and its data.
 
     Args:
         model: dense.
         used: batches to calibrate on.
         held_back: batches to measure drift on.
-        calibration: what they were made of.
+        refit: whether layers are refitted by default, as data are better than random tokens.
         length: tokens for which costs count.
         progress: as for `compress`.
         distributed: as for `compress`.
@@ -352,112 +207,257 @@ class _Work:
     model: PreTrainedModel
     used: list[Batch]
     held_back: list[Batch]
-    calibration: Any
+    refit: bool
     length: int
-    progress: Progress | None
-    distributed: bool
+    progress: Progress | None = None
+    distributed: bool = False
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """A conversion of which nothing is installed yet.
+def _read_data(
+    model: PreTrainedModel,
+    compression: Compression,
+    calibration: Calibration,
+    tokenizer: Any,
+    options: CalibrationOptions,
+) -> tuple[_Job, list[str]]:
+    """Return the model with its calibration data, and notes on data that were left out."""
+    batches, notes = noted_batches(
+        calibration,
+        model,
+        tokenizer,
+        sequences=options.sequences,
+        length=options.length,
+        seed=compression.solver.seed,
+    )
+    length = typical_length(options, () if is_synthetic(calibration) else batches)
+    refits = bool(batches) and not is_synthetic(calibration)
+    return _Job(model, *split_held_back(batches), refit=refits, length=length), notes
+
+
+def find_tasks(
+    model: PreTrainedModel,
+    compression: Compression,
+    calibrated: bool,
+    by_module: Mapping[str, Compression] | None = None,
+) -> list[Task]:
+    """Return the maps to convert, scores first, after checking that all of them can be converted.
 
     Args:
-        work: of which model.
-        planned: what is to replace maps of attention.
-        refits: layers with new weights.
-        blocks: feed-forward blocks that are made narrower.
-        config: of the model with narrower blocks; None where none are.
-        notes: what the report is to warn of.
-        calibrating: seconds in which the model ran to see its modules' inputs.
+        model: stock or edited.
+        compression: which modules, and how.
+        calibrated: whether there is calibration data.
+        by_module: path of a module → its own compression, where widths differ.
+
+    Raises:
+        UnsupportedModelError: a module cannot be converted.
+        CompressionError: as `compress`.
     """
-
-    work: _Work
-    planned: list[Planned]
-    refits: list[Refitted]
-    blocks: list[FeedForward]
-    config: PretrainedConfig | None
-    notes: tuple[str, ...]
-    calibrating: float
-
-    def drift(self) -> Drift | None:
-        """Return how far the outputs move."""
-        model = self.work.model
-        converted = partial(_converted, self.planned, model, self.refits, self.blocks)
-        with torch.autocast(model.device.type, enabled=False):
-            return measure(model, self.work.held_back, converted)
-
-
-def _prepare(work: _Work, compression: Compression, modules: Mapping[str, Compression]) -> _Prepared:
-    """Decompose the modules to convert and refit the layers that write to the residual stream; install nothing."""
-    model = work.model
-    sites = modules_to_convert(model, compression, not is_none(work.calibration), modules)
-    device = working_device(compression.solver.device, sites, work.distributed)
-    compression = compression.with_solver(device=device)
-    modules = {name: own.with_solver(device=device) for name, own in modules.items()}
-    blocks, config = _feed_forward(model, compression, work.used, work.held_back)
-    refits = bool(blocks) or _refits(compression, work.calibration, work.used, work.held_back)
-    calibrating: list[float] = []
-    weights: dict[str, Tensor | None] = {}
-
-    def decompose(chosen: Sequence[Site]) -> list[Planned]:
-        return plan(
-            model, chosen, compression, work.used, work.progress, calibrating.append,
-            modules=modules, weights=weights, length=work.length,
-        )  # fmt: skip
-
-    with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
-        weights.update(head_weights(model, [site for site in sites if isinstance(site, DenseSite)], work.used))
-        planned = plan_distributed(sites, decompose) if work.distributed else decompose(sites)
-        refitted, notes = _refit(work, compression, planned, blocks) if refits else ([], ())
-    return _Prepared(work, planned, refitted, blocks, config, notes, sum(calibrating))
+    if is_quantized(model):
+        raise CompressionError(f"{type(model).__name__} is quantized; convert the unquantized checkpoint instead")
+    refuse_sharded(model, "compress", CompressionError)
+    _check_config(model)
+    implementation = model.config._attn_implementation
+    if implementation not in ("eager", "sdpa"):
+        raise CompressionError(
+            f"collaborative attention runs as 'eager' or 'sdpa', the model is set to {implementation!r}; "
+            "call model.set_attn_implementation('sdpa') first"
+        )
+    where = (model, FAMILIES, compression.modules, compression.kinds)
+    for attention in find_attention(*where):
+        _refuse_converted(attention, compression)
+    scores = find_dense_attention(*where) if compression.dk is not None else []
+    values = find_dense_values(*where) if compression.dv is not None else []
+    sites: list[Site] = [*scores, *values]
+    tasks = [Task(site, (by_module or {}).get(site.name, compression)) for site in sites]
+    for task in tasks:
+        site = task.site
+        if isinstance(site, DenseSite):
+            _check_width(site, "dk", task.compression.dk, site.key_value_heads)
+            _check_solver(site, task.compression)
+            _ = task.form(calibrated).multiple  # raises where the form has no room
+            _check_weights(site, ((site.family.query, site.query), (site.family.key, site.key)))
+        else:
+            _check_width(site, "dv", task.compression.dv, site.key_value_heads)
+            _check_weights(site, ((site.family.value, site.value), (site.family.output, site.output)))
+    return tasks
 
 
-def _refit(
-    work: _Work, compression: Compression, planned: Sequence[Planned], blocks: Sequence[FeedForward]
-) -> tuple[list[Refitted], tuple[str, ...]]:
-    """Return the layers with new weights, and a note if those that nobody asked for cannot be had."""
-    refits: list[Refitted] = []
-    notes: tuple[str, ...] = ()
-    dense = sharing_copy(work.model)
-    narrower = {block.down: compression.dff or block.width for block in blocks}
+def _check_config(model: PreTrainedModel) -> None:
+    """Refuse a config that cannot be copied: the edit is recorded in a copy."""
     try:
-        with _converted(planned):
-            refits = refit(work.model, dense, work.used, work.held_back, work.progress, narrower=narrower)
-    except CalibrationError as error:
-        if compression.solver.refit or blocks:
-            raise
-        notes = (f"no layer was refitted: {error}",)
-    return (of_first_process(refits) if work.distributed else refits), notes
+        copy.deepcopy(model.config)
+    except Exception as error:  # whatever an attribute raises
+        reason = str(error).partition("\n")[0]
+        raise CompressionError(
+            f"the config of {type(model).__name__} cannot be copied ({reason}); take the attribute out that cannot"
+        ) from error
 
 
-def _choose(work: _Work, compression: Compression) -> tuple[Candidate, str]:
-    """Choose widths and form by the drift of what is prepared on a part of the data; return them, and why.
+def _refuse_converted(site: AttentionSite, compression: Compression) -> None:
+    for at, width, what in (
+        (ScoreForm.at, compression.dk, "queries and keys"),
+        (NarrowValues.at, compression.dv, "values"),
+    ):
+        if width is not None and hasattr(site.module, at):
+            raise CompressionError(
+                f"{site.name}: its {what} are already converted; leave it out by modules or kinds, expand the model "
+                "first, or start from the dense checkpoint"
+            )
+
+
+def _check_width(site: AttentionSite, name: str, width: int | None, heads: int) -> None:
+    full = heads * site.head_width
+    if width is not None and width > full:
+        raise CompressionError(
+            f"{site.name}: {name} is {width}, but {heads} heads × {site.head_width} = {full} is exact already; pass "
+            f"{name} between 1 and {full}"
+        )
+
+
+def _check_solver(site: AttentionSite, compression: Compression) -> None:
+    """Refuse centred queries and other solvers for a rotary module."""
+    if not site.family.rotary:
+        return
+    solvers = form_for(compression.form, site).solvers
+    if compression.solver.centre is not None or compression.solver.method not in solvers:
+        raise CompressionError(
+            f"{site.name}: a rotary embedding rotates queries and keys, so neither is centred, and solver "
+            f"{' or '.join(solvers)} decomposes them; leave out centre and other solvers"
+        )
+
+
+def _check_weights(site: AttentionSite, projections: Iterable[tuple[str, Any]]) -> None:
+    for path, projection in projections:
+        layer = getattr(projection, "whole", projection)  # of a fused layer
+        refuse_hooks(site.path(path), layer, stays=path == site.family.output)
+        for name, parameter in projection.named_parameters():
+            if parameter.is_meta:
+                raise CompressionError(f"{site.path(path)}.{name} is offloaded; load the model into memory")
+            if not bool(torch.isfinite(parameter).all()):
+                raise CompressionError(
+                    f"{site.path(path)}.{name} holds NaN or infinite values; the checkpoint is damaged"
+                )
+
+
+def working_device(device: str | None, tasks: Sequence[Task], distributed: bool = False) -> str | None:
+    """Return the device to decompose on; None leaves each module on the device of its weights.
+
+    "cuda" is each process's own GPU if a launcher started several on one machine.
+
+    Raises:
+        CompressionError: there is no such device, or several processes would share one.
+    """
+    if device is None:
+        devices = {projection.weight.device for task in tasks for projection, _ in task.site.inputs}
+        without = {str(other) for other in devices if not has_float64(other)}
+        if without:
+            _logger.info("%s has no float64, so modules are decomposed on the CPU", ", ".join(sorted(without)))
+        return "cpu" if without else None
+    if distributed and process_state().num_processes > 1:
+        kind, _, number = device.partition(":")
+        places = gather_object([(platform.node(), device)])  # all processes must get here
+        if number and kind != "cpu" and len(set(places)) < len(places):
+            raise CompressionError(
+                f"device {device!r} would hold {places.count((platform.node(), device))} processes; pass {kind!r}, "
+                "and each takes its own"
+            )
+    rank = os.environ.get("LOCAL_RANK", "")
+    if device == "cuda" and rank.isdecimal() and int(rank) < torch.cuda.device_count():
+        device = f"cuda:{rank}"
+    try:
+        torch.zeros(1, device=device, dtype=torch.float64).item()
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise CompressionError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def _choose(job: _Job, compression: Compression) -> tuple[Candidate, str]:
+    """Choose widths and form by the drift of conversions on a part of the data; return them, and why.
 
     Raises:
         CompressionError: there is no data, or no widths keep so little.
     """
-    if not (work.used and work.held_back):
-        raise CompressionError(NO_DATA)
-    few = replace(work, used=_part(work.used, TRIAL), held_back=_part(work.held_back, TRIAL // 4))
+    layers = _layers(job, compression)
+    few = replace(job, used=_sample(job.used, TRIAL), held_back=_sample(job.held_back, TRIAL // 4))
 
     def drift(candidate: Candidate) -> float:
-        found = _prepare(few, candidate.compression, candidate.modules).drift()
-        moved = inf if found is None else found.relative_error
-        return float(gather_object([moved])[0]) if work.distributed else moved
+        measured = _convert_copy(few, candidate.compression, candidate.modules).drift
+        error = inf if measured is None else measured.relative_error
+        return float(gather_object([error])[0]) if job.distributed else error
 
-    return choose(Layers(work.model, compression, work.length, work.used[0]), drift)
+    return choose(layers, drift)
 
 
-def _part(batches: Sequence[Batch], sequences: int) -> list[Batch]:
-    """Return batches of about so many sequences, evenly spaced."""
+def _layers(job: _Job, compression: Compression) -> Layers:
+    if not (job.used and job.held_back):
+        raise CompressionError(
+            "keep chooses by what is lost on calibration data; pass at least two sequences, best your own texts"
+        )
+    return Layers(job.model, compression, job.length, job.used[0])
+
+
+def _sample(batches: Sequence[Batch], sequences: int) -> list[Batch]:
+    """Return batches with about so many sequences, evenly spaced."""
     return list(batches[:: max(1, ceil(sum(map(sequence_count, batches)) / sequences))])
 
 
-def _feed_forward(
-    model: PreTrainedModel, compression: Compression, used: Sequence[Batch], held_back: Sequence[Batch]
-) -> tuple[list[FeedForward], PretrainedConfig | None]:
-    """Return the feed-forward blocks to make narrower, and the config of a model with those; none where none are.
+@dataclass(frozen=True)
+class _Converted:
+    """A conversion that is not yet installed in the model.
+
+    Args:
+        planned: replacements of attention maps.
+        seconds: time in which the model ran to gather moments.
+        blocks: feed-forward blocks that become narrower.
+        config: of the model with narrower blocks, or None.
+        refits: layers with new weights.
+        drift: relative error of the outputs, or None without data.
+        notes: for the report.
+    """
+
+    planned: list[Planned]
+    seconds: float
+    blocks: list[FeedForward]
+    config: PretrainedConfig | None
+    refits: Sequence[Refitted] = ()
+    drift: Drift | None = None
+    notes: tuple[str, ...] = ()
+
+
+def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, Compression]) -> _Converted:
+    """Compute the conversion, and try it in a copy that shares the model's weights."""
+    model = job.model
+    tasks = find_tasks(model, compression, bool(job.used), by_module)
+    device = working_device(compression.solver.device, tasks, job.distributed)
+    tasks = [Task(task.site, task.compression.with_solver(device=device)) for task in tasks]
+    blocks, config = _narrower_blocks(job, compression)
+    refits = bool(blocks) or _wants_refit(job, compression)
+    seconds: list[float] = []
+    with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
+        sites = [task.site for task in tasks if isinstance(task.site, DenseSite)]
+        decompose = partial(
+            plan,
+            model,
+            batches=job.used,
+            progress=job.progress,
+            on_gathered=seconds.append,
+            weights=head_weights(model, sites, job.used),
+            length=job.length,
+        )
+        planned = plan_distributed(tasks, decompose) if job.distributed else decompose(tasks)
+        conversion = _Converted(planned, sum(seconds), blocks, config)
+        if not job.held_back:
+            return conversion
+        converted = sharing_copy(model)
+        _install(converted, planned)
+        if refits:
+            conversion = _refit(job, compression, conversion, converted)
+            install_refits(converted, conversion.refits, blocks)
+        return replace(conversion, drift=drift_of(converted, model, job.held_back))
+
+
+def _narrower_blocks(job: _Job, compression: Compression) -> tuple[list[FeedForward], PretrainedConfig | None]:
+    """Return the feed-forward blocks to make narrower, and the config of a model with those.
 
     Raises:
         CompressionError: there is no data, or dff is beyond the width of a block.
@@ -465,38 +465,65 @@ def _feed_forward(
     """
     if compression.dff is None:
         return [], None
-    if not (used and held_back):
+    if not (job.used and job.held_back):
         raise CompressionError("dff takes calibration data of at least two sequences; pass texts")
-    for name, parameter in model.named_parameters():
+    for name, parameter in job.model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise CompressionError(f"{name} holds NaN or infinite values; the checkpoint is damaged")
-    blocks = find_feed_forward(model, used[0])
+    blocks = find_feed_forward(job.model, job.used[0])
     for block in blocks:
         if compression.dff > block.width:
             raise CompressionError(
                 f"{block.down} reads {block.width} neurons, and dff is {compression.dff}; pass up to {block.width}"
             )
-    return blocks, narrower_config(model, blocks, compression.dff)
+    return blocks, narrower_config(job.model, blocks, compression.dff)
 
 
-def _refits(compression: Compression, calibration: Any, used: Sequence[Batch], held_back: Sequence[Batch]) -> bool:
-    """Return whether layers are to be refitted.
-
-    Raises:
-        CompressionError: they were asked for, and there is no data to refit them to.
-    """
-    wanted = compression.solver.refit
-    if wanted and not (used and held_back):
+def _wants_refit(job: _Job, compression: Compression) -> bool:
+    has_data = bool(job.used) and bool(job.held_back)
+    if compression.solver.refit and not has_data:
         raise CompressionError("refit takes calibration data of at least two sequences; pass more, or leave it out")
-    if wanted is None:
-        wanted = not is_none(calibration) and not is_synthetic(calibration)
-    return wanted and bool(used) and bool(held_back)
+    return has_data and (job.refit if compression.solver.refit is None else compression.solver.refit)
+
+
+def _refit(job: _Job, compression: Compression, conversion: _Converted, converted: PreTrainedModel) -> _Converted:
+    """Add the layers with new weights; or a note, if refitting fails that was not asked for."""
+    narrower = {block.down: compression.dff or block.width for block in conversion.blocks}
+    try:
+        refits = refit(converted, job.model, job.used, job.held_back, job.progress, narrower=narrower)
+    except CalibrationError as error:
+        if compression.solver.refit or conversion.blocks:
+            raise
+        return replace(conversion, notes=(f"no layer was refitted: {error}",))
+    return replace(conversion, refits=of_first_process(refits) if job.distributed else refits)
 
 
 def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of a model that shares its tensors."""
     tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    for module in model.modules():
+        tensors += [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+    copied = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    for module in copied.modules():
+        if isinstance(vars(module).get("forward"), FunctionType):  # as by torch.compile; it runs the original
+            del module.forward
+    return copied
+
+
+def _install(model: PreTrainedModel, planned: Sequence[Planned]) -> None:
+    """Install the replacements in all modules of the model or of its copy, or in none if one fails."""
+    try:
+        for item in planned:
+            module, parts = model.get_submodule(item.site.name), item.parts
+            if isinstance(item.form, NarrowValues):
+                parent = model.get_submodule(item.site.name.rpartition(".")[0])
+                parts = replace(parts, output=item.form.output_of(module, parent))
+            install_(module, item.form, parts)
+    except BaseException:
+        for item in planned:
+            if model.get_submodule(item.site.name) is item.site.module:  # a copy is thrown away
+                uninstall_(item.site.module, item.form.at, item.dense)
+        raise
 
 
 def install_unset_(
@@ -506,9 +533,9 @@ def install_unset_(
     tokenizer: PreTrainedTokenizerBase | None = None,
     options: CalibrationOptions | None = None,
 ) -> None:
-    """Check what `compress` checks before it decomposes, and install the same modules with weights that are not set.
+    """Check what `compress` checks before it decomposes, and install the same modules with uninitialised weights.
 
-    Whatever is to happen to the converted model can then be tried on its structure, before the work.
+    What is to be done with the converted model can then be tried on its structure, before the work.
 
     Args:
         model: dense, changed in place; it cannot be run afterwards.
@@ -518,84 +545,16 @@ def install_unset_(
         options: as `calibration_options` of `compress`.
 
     Raises:
-        UnsupportedModelError: as `compress`.
-        CompressionError: as `compress`.
-        CalibrationError: as `compress`.
+        UnsupportedModelError, CompressionError, CalibrationError: as `compress`.
     """
-    options = options or CalibrationOptions()
-    batches, _ = _data(model, compression, calibration, tokenizer, options)
-    used, held_back = split_held_back(batches)
-    _feed_forward(model, compression, used, held_back)
-    _refits(compression, calibration, used, held_back)
-    modules: Mapping[str, Compression] = {}
+    job, _ = _read_data(model, compression, calibration, tokenizer, options or CalibrationOptions())
+    _narrower_blocks(job, compression)
+    _wants_refit(job, compression)
+    by_module: Mapping[str, Compression] = {}
     if compression.keep is not None:
-        if not (used and held_back):
-            raise CompressionError(NO_DATA)
-        length = typical_length(options, () if is_synthetic(calibration) else batches)
-        first = next(Layers(model, compression, length, batches[0]).starts())
-        compression, modules = first.compression, first.modules
-    sites = modules_to_convert(model, compression, bool(batches), modules)
-    working_device(compression.solver.device, sites)
-    for site in sites:
-        form = _form_of(site, modules.get(site.name, compression), bool(batches))
-        _install([empty_plan(site, form)])
-
-
-def _form_of(site: Site, compression: Compression, calibrated: bool) -> MapForm:
-    """Return the form that a module will have, before heads are given widths of their own."""
-    if isinstance(site, ValueSite):
-        return NarrowValues.of(site, compression.dv or 0, site.value.bias is not None)
-    content_bias = gets_content_bias(site, compression, calibrated)
-    return form_for(compression.form, site).of(site, compression.dk or 0, content_bias)
-
-
-def _data(
-    model: PreTrainedModel,
-    compression: Compression,
-    calibration: Calibration,
-    tokenizer: Any,
-    options: CalibrationOptions,
-) -> tuple[list[Batch], list[str]]:
-    """Return the batches to calibrate on, and notes on what was left out."""
-    return noted_batches(
-        calibration,
-        model,
-        tokenizer,
-        sequences=options.sequences,
-        length=options.length,
-        seed=compression.solver.seed,
-    )
-
-
-def _install(planned: Sequence[Planned]) -> None:
-    """Install the replacements in all modules, or in none if one fails."""
-    try:
-        for item in planned:
-            install_(item.site.module, item.form, item.parts)
-    except BaseException:
-        _uninstall(planned)
-        raise
-
-
-def _uninstall(planned: Sequence[Planned]) -> None:
-    for item in planned:
-        uninstall_(item.site.module, item.form.at, item.dense)
-
-
-@contextmanager
-def _converted(
-    planned: Sequence[Planned],
-    model: PreTrainedModel | None = None,
-    refits: Sequence[Refitted] = (),
-    blocks: Sequence[FeedForward] = (),
-) -> Iterator[None]:
-    """Make the model the converted one for a while, its refitted layers included."""
-    _install(planned)
-    try:
-        if model is None:
-            yield
-        else:
-            with refitted(model, refits, blocks):
-                yield
-    finally:
-        _uninstall(planned)
+        candidate = next(_layers(job, compression).starts())
+        compression, by_module = candidate.compression, candidate.modules
+    tasks = find_tasks(model, compression, bool(job.used), by_module)
+    working_device(compression.solver.device, tasks)
+    for task in tasks:
+        _install(model, [empty_plan(task.site, task.form(bool(job.used)))])

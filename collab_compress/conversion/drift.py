@@ -1,8 +1,6 @@
-"""Measure how far a conversion moved the model's outputs."""
+"""Measure how far a conversion moves the model's outputs."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,8 +19,8 @@ HELD_BACK = 8  # one sequence in this many
 def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     """Split batches into those to calibrate on and those to measure drift on: one sequence in eight, at least one.
 
-    A batch is divided where that is needed and its tensors have one row for each sequence. A single sequence is not
-    held back, and no drift is measured.
+    A batch is divided if needed, and if the first dimension of its tensors is the sequences. A single sequence is not
+    held back.
     """
     used, held_back = list(batches), []
     wanted = max(1, sum(map(sequence_count, batches)) // HELD_BACK)
@@ -40,86 +38,49 @@ def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]
     return used, held_back[::-1]
 
 
-def measure(
-    model: PreTrainedModel, batches: Sequence[Batch], converted: Callable[[], AbstractContextManager[None]]
-) -> Drift | None:
-    """Compare a model's main output, logits or else the first output but a loss, with that of its converted self.
-
-    Real tokens count, or everything where the output has no token axis. The outputs of one batch are held at a time.
-
-    Args:
-        model: the dense model.
-        batches: what to run it on.
-        converted: makes the model the converted one as long as the context lasts.
-
-    Returns:
-        The drift; None without batches, or where no output is other than 0 and padding.
-
-    Raises:
-        CalibrationError: an output is not finite.
-    """
-    return _pooled([_measured(model, batch, converted) for batch in batches])
-
-
 def drift_of(model: PreTrainedModel, dense: PreTrainedModel, batches: Sequence[Batch]) -> Drift | None:
-    """Compare the main output of a converted model with that of the dense one, which is another object.
+    """Return the relative error of the main output of a converted model: logits, or the first output but a loss.
+
+    Padding does not count. The outputs of one batch are in memory at a time.
 
     Args:
         model: converted.
-        dense: what it was converted from.
-        batches: as for `measure`.
+        dense: the model it was converted from; another object.
+        batches: keyword arguments for both models.
 
     Returns:
-        The drift; None without batches, or where no output is other than 0 and padding.
+        The drift; None without batches, or if the dense output is 0 everywhere but at padding.
 
     Raises:
-        CalibrationError: an output is not finite, or the two are of different shapes.
+        CalibrationError: an output is not finite, or the two have different shapes.
     """
-    measured = []
-    for batch in batches:
-        (name, old), (_, new) = main_output(dense, batch), main_output(model, batch)
-        if old.shape != new.shape:
-            raise CalibrationError(
-                f"{type(dense).__name__} gives {name} of shape {tuple(old.shape)}, {type(model).__name__} one of "
-                f"{tuple(new.shape)}; pass the dense model that was converted"
-            )
-        measured.append(_compared(model, batch, name, old, new))
-    return _pooled(measured)
-
-
-Measured: TypeAlias = tuple[str, int, float, float]
-"""An output's name, how many sequences it has, the square of its difference, and its own."""
-
-
-def _pooled(measured: Sequence[Measured]) -> Drift | None:
+    measured = [_squared_errors(model, dense, batch) for batch in batches]
     if not any(norm for *_, norm in measured):
         return None
     names, sequences, differences, norms = zip(*measured, strict=True)
     return Drift(names[0], (sum(differences) / sum(norms)) ** 0.5, sum(sequences))
 
 
-def _measured(
-    model: PreTrainedModel, batch: Batch, converted: Callable[[], AbstractContextManager[None]]
-) -> Measured:
-    name, old = main_output(model, batch)
-    with converted():
-        _, new = main_output(model, batch)
-    return _compared(model, batch, name, old, new)
-
-
-def _compared(model: PreTrainedModel, batch: Batch, name: str, old: Tensor, new: Tensor) -> Measured:
-    mask = _mask(model, batch, name, old)
+def _squared_errors(model: PreTrainedModel, dense: PreTrainedModel, batch: Batch) -> tuple[str, int, float, float]:
+    """Return an output's name, its number of sequences, and the squared norms of its change and of itself."""
+    (name, old), (_, new) = main_output(dense, batch), main_output(model, batch)
+    if old.shape != new.shape:
+        raise CalibrationError(
+            f"{type(dense).__name__} gives {name} of shape {tuple(old.shape)}, {type(model).__name__} one of "
+            f"{tuple(new.shape)}; pass the dense model that was converted"
+        )
+    mask = _token_mask(dense, batch, name, old)
     difference = norm = 0.0
-    for row in range(len(old)):  # one sequence at a time is held in float64
-        real = slice(None) if mask is None else mask[row]
-        was, now = (_exact(output[row][real]) for output in (old, new))
-        difference += float((now - was).square().sum())
-        norm += float(was.square().sum())
+    for place in range(len(old)):  # one sequence at a time in float64
+        tokens = slice(None) if mask is None else mask[place]
+        before, after = (_float64(output[place][tokens]) for output in (old, new))
+        difference += float((after - before).square().sum())
+        norm += float(before.square().sum())
     return name, len(old), difference, norm
 
 
 def main_output(model: PreTrainedModel, batch: Batch) -> tuple[str, Tensor]:
-    """Run the model on one batch; give the name and value of its logits, or else of its first output but a loss.
+    """Run the model on one batch, and return the name and value of its logits, or of its first output but a loss.
 
     Raises:
         CalibrationError: the output is not finite.
@@ -133,14 +94,14 @@ def main_output(model: PreTrainedModel, batch: Batch) -> tuple[str, Tensor]:
     return name, named[name]
 
 
-def _mask(model: PreTrainedModel, batch: Batch, name: str, output: Tensor) -> Tensor | None:
-    """Return which tokens of an output (B, T, …) are no padding; None where all count."""
-    mask = batch_masks(model, batch)["decoder"].query  # that of the only tokens, where there is no decoder
+def _token_mask(model: PreTrainedModel, batch: Batch, name: str, output: Tensor) -> Tensor | None:
+    """Return the attention mask of an output (B, T, …); None if there is none, or no token dimension."""
+    mask = batch_masks(model, batch)["decoder"].query  # of the only tokens, if there is no decoder
     by_token = output.dim() > 2 or name in ("start_logits", "end_logits")
     if mask is None or not by_token or mask.shape != output.shape[:2]:
         return None
     return mask.to(output.device)
 
 
-def _exact(values: Tensor) -> Tensor:
+def _float64(values: Tensor) -> Tensor:
     return values.double() if has_float64(values.device) else values.cpu().double()

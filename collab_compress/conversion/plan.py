@@ -1,8 +1,8 @@
-"""Get the replacement of each attention module ready, in one process or several, without touching the model."""
+"""Compute the replacement of each attention map, in threads or processes, without touching the model."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import DenseSite, ValueSite
-from collab_compress.attention import DenseValues, MapForm, NarrowValues, RotaryScores, form_for
+from collab_compress.attention import DenseValues, MapForm, NarrowValues, RotaryScores, ScoreForm, form_for
 from collab_compress.attention.projections import width_in
 from collab_compress.attention.rotary import arranged
 from collab_compress.calibration import Batch, gather_moments
@@ -22,9 +22,11 @@ from collab_compress.conversion.report import ModuleReport, ValueReport, module_
 from collab_compress.distributed import process_state
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import (
+    Factorization,
     Factors,
     Moments,
     Narrowing,
+    RotaryFactorization,
     centres_queries,
     factorize,
     factorize_rotary,
@@ -34,27 +36,69 @@ from collab_compress.factorization.als import FAST_SWEEPS
 from collab_compress.factorization.rotary import FAST_SWEEPS as FAST_ROTARY_SWEEPS
 from collab_compress.options import Compression, Solver
 
-Progress = Callable[[str, int, int], None]
-FEW = 4  # vectors for each dimension of the inputs: with fewer, a covariance is mostly chance
-STARVED = 0.5  # share of a head's score energy below which its task is at risk
-AT_ONCE = 8  # modules at most that are decomposed at a time: each has a work space
-STATISTICS_SHARE = 1 / 16  # of the model's own bytes: what moments may take at a time, …
-STATISTICS_BYTES = 64 * 2**20  # … or this much, where that is more
-
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Called with a module's name, how many are done, and how many there are."""
 
 Site: TypeAlias = DenseSite | ValueSite
-"""An attention module by one of its maps."""
+"""An attention module by one of its maps: scores or values."""
+
+Check: TypeAlias = Callable[[], None]
+"""Called by solvers before each sweep; raises to end the work."""
+
+SiteMoments: TypeAlias = tuple[Moments, ...] | None
+
+FEW = 4  # vectors for each dimension of the inputs: with fewer, a covariance is mostly chance
+STARVED = 0.5  # share of a head's score energy below which its task is at risk
+AT_ONCE = 8  # modules decomposed at a time at most: each has a work space
+STATISTICS_SHARE = 1 / 16  # moments take this share of the model's bytes at a time, …
+STATISTICS_BYTES = 64 * 2**20  # … or this much if that is more
+
+
+@dataclass(frozen=True)
+class Task:
+    """A map to convert, and how.
+
+    Args:
+        site: the attention module.
+        compression: its width, form and solver.
+    """
+
+    site: Site
+    compression: Compression
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the map keeps its full width."""
+        width = self.compression.dv if isinstance(self.site, ValueSite) else self.compression.dk
+        return width is None or width >= self.site.key_value_width
+
+    def form(self, calibrated: bool) -> ScoreForm | NarrowValues:
+        """Return the form of the replacement, before heads get different widths.
+
+        Args:
+            calibrated: whether there is calibration data.
+        """
+        site, compression = self.site, self.compression
+        if isinstance(site, ValueSite):
+            return NarrowValues.of(site, compression.dv or 0, site.value.bias is not None)
+        biased = site.query.bias is not None
+        content_bias = biased or (
+            calibrated and not self.is_exact and centres_queries(biased, compression.solver.centre)
+        )
+        if site.family.rotary:  # biases stay in the projections
+            content_bias = False
+        return form_for(compression.form, site).of(site, compression.dk or 0, content_bias)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A map of a module whose replacement is ready.
+    """A map whose replacement is ready.
 
     Args:
-        site: the module.
+        site: the attention module.
         form: of the replacement.
-        parts: the replacement.
-        dense: what is replaced, as the form takes it to undo that.
+        parts: parameters of the replacement.
+        dense: what it replaces, as the form takes it to undo that.
         report: errors and costs.
     """
 
@@ -67,106 +111,114 @@ class Planned:
 
 def plan(
     model: PreTrainedModel,
-    sites: Sequence[Site],
-    compression: Compression,
+    tasks: Sequence[Task],
     batches: Sequence[Batch],
     progress: Progress | None = None,
-    calibrated: Callable[[float], None] | None = None,
+    on_gathered: Callable[[float], None] | None = None,
     *,
-    modules: Mapping[str, Compression] | None = None,
     weights: Mapping[str, Tensor | None] | None = None,
     length: int = 128,
 ) -> list[Planned]:
-    """Decompose modules, in groups whose moments take little memory beside the model.
+    """Decompose maps, in groups whose moments take little memory beside the model.
 
     Args:
         model: the dense model; it runs on all batches once for each group.
-        sites: what to decompose.
-        compression: the widths, the form and the solver.
-        batches: calibration data; without, all directions of the inputs weigh alike.
-        progress: called with a module's name, how many are done, and how many there are.
-        calibrated: called after each run on all batches, with the seconds it took.
-        modules: path of a module → its own compression, where widths differ.
-        weights: path of a module → how much the scores of each head count, (H,); alike if not given.
+        tasks: what to decompose.
+        batches: calibration data; without, all directions of the inputs count alike.
+        progress: as `Progress`.
+        on_gathered: called after each run on all batches, with its seconds.
+        weights: path of a module → weight of each head's score error, (H,); all alike by default.
         length: tokens for which reports count multiply-accumulates.
 
     Raises:
-        CompressionError: a module cannot be decomposed.
+        CompressionError: a map cannot be decomposed.
         CalibrationError: a module saw no token, or an input was not finite.
     """
-    own = {site.name: (modules or {}).get(site.name, compression) for site in sites}
-    weighted = bool(batches) and any(_narrower(site, own[site.name]) for site in sites)
+    needs_moments = bool(batches) and not all(task.is_exact for task in tasks)
     planned: list[Planned] = []
-    for group in _groups(model, sites) if weighted else [list(sites)]:
-        moments: list[tuple[Moments, ...] | None] = [None] * len(group)
-        if weighted:
+    for group in _groups(model, tasks) if needs_moments else [list(tasks)]:
+        moments: Sequence[SiteMoments] = [None] * len(group)
+        if needs_moments:
             started = perf_counter()
-            moments[:] = gather_moments(model, group, batches)
-            if calibrated is not None:
-                calibrated(perf_counter() - started)
-        with _workers(group, compression) as submit:
-            tasks = []
-            for place, site in enumerate(group):
-                head_weights = (weights or {}).get(site.name)
-                tasks.append(submit(partial(_plan_one, site, own[site.name], moments[place], head_weights, length)))
-                moments[place] = None  # held by the task, until it is done
-            for site in group:
+            moments = gather_moments(model, [task.site for task in group], batches)
+            if on_gathered is not None:
+                on_gathered(perf_counter() - started)
+        jobs: list[Callable[[Check], Planned]] = [
+            partial(_decompose, task, part, (weights or {}).get(task.site.name), length)
+            for task, part in zip(group, moments, strict=True)
+        ]
+        del moments  # jobs hold them until they are done
+        with closing(_run(jobs, _thread_count(group))) as results:
+            for task in group:
                 if progress is not None:
-                    progress(site.name, len(planned), len(sites))
-                planned.append(tasks.pop(0)())
+                    progress(task.site.name, len(planned), len(tasks))
+                planned.append(next(results))
     if progress is not None:
-        progress("", len(sites), len(sites))
+        progress("", len(tasks), len(tasks))
     return planned
 
 
-Check: TypeAlias = Callable[[], None]
-Task: TypeAlias = Callable[[Check], Planned]
+def _groups(model: PreTrainedModel, tasks: Sequence[Task]) -> Iterator[list[Task]]:
+    """Yield consecutive tasks whose moments fit into memory together; one that does not fit is alone."""
+    room = max(STATISTICS_BYTES, int(model.get_memory_footprint() * STATISTICS_SHARE))
+    group: list[Task] = []
+    taken = 0
+    for task in tasks:
+        size = sum(8 * width_in(projection) ** 2 for projection, _ in task.site.inputs)
+        if len(task.site.inputs) > 1 and task.site.kind != "cross":  # queries and keys read the same input
+            size //= 2
+        if group and taken + size > room:
+            yield group
+            group, taken = [], 0
+        group.append(task)
+        taken += size
+    yield group
 
 
-@contextmanager
-def _workers(sites: Sequence[Site], compression: Compression) -> Iterator[Callable[[Task], Callable[[], Planned]]]:
-    """Yield `submit(task) -> wait`.
-
-    On a CPU several tasks run at once, each in a thread to itself: matrices are too small for threads to share one
-    well. Results depend on how many run at once by rounding only. An error or an interrupt ends all of them at their
-    next sweep.
-    """
-    places = {
-        compression.solver.device or projection.weight.device.type for site in sites for projection, _ in site.inputs
+def _thread_count(tasks: Sequence[Task]) -> int:
+    """Return how many maps are decomposed at a time: several on a CPU, as matrices are too small for its threads."""
+    devices = {
+        task.compression.solver.device or projection.weight.device.type
+        for task in tasks
+        for projection, _ in task.site.inputs
     }
-    threads = torch.get_num_threads()
-    count = min(len(sites), AT_ONCE, threads) if places == {"cpu"} else 1
-    if count == 1 or compression.solver.method == "parafac":
-        yield lambda task: partial(task, lambda: None)
+    if devices != {"cpu"} or tasks[0].compression.solver.method == "parafac":
+        return 1
+    return min(len(tasks), AT_ONCE, torch.get_num_threads())
+
+
+def _run(jobs: list[Callable[[Check], Planned]], thread_count: int) -> Generator[Planned, None, None]:
+    """Run jobs, each in a thread if there are several threads, and yield their results in order.
+
+    An error or an interrupt ends all of them at their next sweep. Results depend on the number of threads by rounding
+    only.
+    """
+    if thread_count == 1:
+        while jobs:
+            yield jobs.pop(0)(lambda: None)
         return
-    pool = ThreadPoolExecutor(count)
     failures: list[BaseException] = []
 
     def check() -> None:
         if failures:
             raise CancelledError
 
-    def run(task: Task) -> Planned:
+    def run(job: Callable[[Check], Planned]) -> Planned:
         try:
-            return task(check)
+            return job(check)
         except BaseException as error:
             failures.append(error)
             raise
 
-    def submit(task: Task) -> Callable[[], Planned]:
-        future = pool.submit(run, task)
-
-        def wait() -> Planned:
-            try:
-                return future.result()
-            except CancelledError:
-                raise failures[0] from None
-
-        return wait
-
-    torch.set_num_threads(threads // count)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads // thread_count)
+    pool = ThreadPoolExecutor(thread_count)
     try:
-        yield submit
+        futures = [pool.submit(run, jobs.pop(0)) for _ in range(len(jobs))]
+        for future in futures:
+            yield future.result()
+    except CancelledError:
+        raise failures[0] from None
     except BaseException as error:
         failures.append(error)
         raise
@@ -175,304 +227,233 @@ def _workers(sites: Sequence[Site], compression: Compression) -> Iterator[Callab
         torch.set_num_threads(threads)
 
 
-def _narrower(site: Site, compression: Compression) -> bool:
-    """Whether a map loses anything."""
-    width = compression.dv if isinstance(site, ValueSite) else compression.dk
-    return width is not None and width < site.key_value_width
+def _decompose(task: Task, moments: SiteMoments, head_weights: Tensor | None, length: int, check: Check) -> Planned:
+    """Solve for the replacement of one map, and build it."""
+    site = task.site
+    started = perf_counter()
+    try:
+        if isinstance(site, ValueSite):
+            values_form, parts, narrowing = _narrow(site, task.compression, moments)
+            seconds = perf_counter() - started
+            vectors = moments[0].count if moments else 0
+            report = value_report(site, values_form, narrowing, length, seconds, vectors)
+            return Planned(site, values_form, parts, _dense(site), report)
+        solve = _share_rotary if site.family.rotary else _share
+        form, parts, result, energy = solve(site, task.compression, moments, head_weights, check)
+    except (ValueError, ImportError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
+        raise CompressionError(f"{site.name}: {error}") from error
+    seconds = perf_counter() - started
+    counts = (moments[0].count, moments[1].count) if moments else (0.0, 0.0)
+    scores_report = module_report(site, form, result, length, seconds, counts, energy)
+    return Planned(site, form, parts, _dense(site), scores_report)
 
 
-def gets_content_bias(site: DenseSite, compression: Compression, calibrated: bool) -> bool:
-    """Return whether a module will have content biases: if its queries have a bias, or if centring creates them."""
-    if site.family.rotary:  # biases stay in the projections
-        return False
-    biased = site.query.bias is not None
-    folded = calibrated and _narrower(site, compression) and centres_queries(biased, compression.solver.centre)
-    return biased or folded
+Shared: TypeAlias = tuple[ScoreForm, Any, Factorization | RotaryFactorization, tuple[float, ...] | None]
+"""Form, its parameters, the solver's result, and the share of each head's energy that is kept."""
 
 
-def _groups(model: PreTrainedModel, sites: Sequence[Site]) -> Iterator[list[Site]]:
-    """Divide modules, in order, so that the moments of a group fit; a module that does not fit is alone."""
-    room = max(STATISTICS_BYTES, int(model.get_memory_footprint() * STATISTICS_SHARE))
-    group: list[Site] = []
-    taken = 0
-    for site in sites:
-        size = sum(8 * width_in(projection) ** 2 for projection, _ in site.inputs)
-        if len(site.inputs) > 1 and site.kind != "cross":  # queries and keys read the same input
-            size //= 2
-        if group and taken + size > room:
-            yield group
-            group, taken = [], 0
-        group.append(site)
-        taken += size
-    yield group
+def _share(
+    site: DenseSite, compression: Compression, moments: SiteMoments, head_weights: Tensor | None, check: Check
+) -> Shared:
+    """Factor the scores of one module."""
+    assert compression.dk is not None
+    query_moments, key_moments = moments or (None, None)
+    form_class = form_for(compression.form, site)
+    solver = compression.solver
+    result = factorize(
+        site.query_heads(),
+        site.key_heads(),
+        compression.dk,
+        query_bias=site.query_bias(),
+        query_moments=query_moments,
+        key_moments=key_moments,
+        solver=solver.method if solver.method in form_class.solvers else form_class.solvers[0],
+        seed=solver.seed,
+        sweeps=_sweeps(solver, FAST_SWEEPS),
+        tolerance=solver.tolerance,
+        damping=solver.damping,
+        centre=solver.centre,
+        device=solver.device,
+        progress=lambda *_: check(),
+        equal=compression.equal_heads,
+        head_weights=head_weights,
+    )
+    form = form_class.of(site, compression.dk, result.factors.content_bias is not None, result.sizes)
+    parts = form.build(site.module, site.parent)
+    factors = result.factors.to(dtype=parts.mixing.dtype)  # before they move: not every device has float64
+    form.load_(parts, factors.query, factors.mixing, factors.key, factors.content_bias)
+    energy = None if result.sizes is None else _head_energy(site, result.factors, moments)
+    return form, parts, result, energy
+
+
+def _share_rotary(
+    site: DenseSite, compression: Compression, moments: SiteMoments, head_weights: Tensor | None, check: Check
+) -> Shared:
+    """Share the channels of one module with a rotary embedding."""
+    assert compression.dk is not None
+    query_moments, key_moments = moments or (None, None)
+    pairing = RotaryScores.of(site, compression.dk, content_bias=False)
+    result = factorize_rotary(
+        pairing.channels_of(site.query_heads(), site.query.bias),
+        pairing.channels_of(site.key_heads(), site.key.bias),
+        pairing.rank // 2,
+        query_moments=query_moments,
+        key_moments=key_moments,
+        damping=compression.solver.damping,
+        sweeps=_sweeps(compression.solver, FAST_ROTARY_SWEEPS),
+        rotated=site.rotated // 2,
+        device=compression.solver.device,
+        check=check,
+        head_weights=head_weights,
+    )
+    factors = result.factors
+    order = arranged(factors.frequencies, site.head_width // 2)
+    frequencies = [factors.frequencies[channel] for channel in order]
+    form = RotaryScores.of(site, compression.dk, content_bias=False, sizes=frequencies)
+    parts = form.build(site.module, site.parent)
+    query = None if factors.query is None else factors.query[:, order]
+    form.load_channels_(parts, query, factors.mixing[:, order], factors.key[:, order], site.query)
+    return form, parts, result, None
 
 
 def _sweeps(solver: Solver, fast: int) -> int | None:
     return fast if solver.effort == "fast" else solver.sweeps
 
 
-def _plan_one(
-    site: Site,
-    compression: Compression,
-    moments: tuple[Moments, ...] | None,
-    weights: Tensor | None,
-    length: int,
-    check: Check,
-) -> Planned:
-    if isinstance(site, ValueSite):
-        return _plan_values(site, compression, moments, length)
-    return _plan_scores(site, compression, moments, weights, length, check)
-
-
-def _plan_scores(
-    site: DenseSite,
-    compression: Compression,
-    moments: tuple[Moments, ...] | None,
-    weights: Tensor | None,
-    length: int,
-    check: Check,
-) -> Planned:
-    """Decompose the scores of one module and build what will replace its query and key projections."""
-    assert compression.dk is not None
-    query_moments, key_moments = moments or (None, None)
-    started = perf_counter()
-    form = form_for(compression.form, site)
-    if issubclass(form, RotaryScores):
-        return _plan_rotary(site, compression, form, moments, weights, length, check)
-    options = compression.solver
-    try:
-        result = factorize(
-            site.query_heads(),
-            site.key_heads(),
-            compression.dk,
-            query_bias=site.query_bias(),
-            query_moments=query_moments,
-            key_moments=key_moments,
-            solver=options.method if options.method in form.solvers else form.solvers[0],
-            seed=options.seed,
-            sweeps=_sweeps(options, FAST_SWEEPS),
-            tolerance=options.tolerance,
-            damping=options.damping,
-            centre=options.centre,
-            device=options.device,
-            progress=lambda *_: check(),
-            equal=compression.equal_heads,
-            head_weights=weights,
-        )
-    except (ValueError, ImportError) as error:
-        raise CompressionError(f"{site.name}: {error}") from error
-    made = form.of(site, compression.dk, result.factors.content_bias is not None, result.sizes)
-    parts = made.build(site.module, site.parent)
-    found = result.factors.to(dtype=parts.mixing.dtype)  # where they are: not every device has float64
-    made.load_(parts, found.query, found.mixing, found.key, found.content_bias)
-    vectors = (0.0, 0.0) if moments is None else (moments[0].count, moments[1].count)
-    energy = None if result.sizes is None else _head_energy(site, result.factors, moments)
-    report = module_report(site, made, result, length, perf_counter() - started, vectors, energy)
-    return Planned(site, made, parts, _dense(site), report)
-
-
-def _head_energy(site: DenseSite, factors: Factors, moments: tuple[Moments, ...] | None) -> tuple[float, ...]:
+def _head_energy(site: DenseSite, factors: Factors, moments: SiteMoments) -> tuple[float, ...]:
     """Return the share of each head's score energy that heads without shared channels keep, weighed by the inputs."""
     assert factors.query is not None
     like = factors.key
+    covariances = [None, None] if moments is None else [part.covariance().to(like) for part in moments]
+
+    def energy(query: Tensor, key: Tensor) -> float:
+        grams = [
+            side.mT @ (side if covariance is None else covariance @ side)
+            for side, covariance in zip((query, key), covariances, strict=True)
+        ]
+        return float((grams[0] * grams[1]).sum())
+
     shares = []
     for query, key, channels in zip(site.query_heads(), site.key_heads(), factors.mixing, strict=True):
         query, key = query.to(like), key.to(like)
-        lost = torch.cat([query, -factors.query * channels], 1), torch.cat([key, factors.key], 1)
-        grams = [
-            [side.mT @ (side if weights is None else weights @ side) for side in sides]
-            for sides, weights in (
-                ((query, lost[0]), None if moments is None else moments[0].covariance().to(like)),
-                ((key, lost[1]), None if moments is None else moments[1].covariance().to(like)),
-            )
-        ]
-        energy, missing = ((ours * theirs).sum().item() for ours, theirs in zip(*grams, strict=True))
-        shares.append(1 - missing / energy if energy > 0 else 1.0)
+        lost = energy(torch.cat([query, -factors.query * channels], 1), torch.cat([key, factors.key], 1))
+        total = energy(query, key)
+        shares.append(1 - lost / total if total > 0 else 1.0)
     return tuple(shares)
 
 
-def starved_heads(planned: Sequence[Planned]) -> list[str]:
-    """Return a warning where heads keep less than half of the energy of their scores, which can cost a task a lot."""
-    starved = [
-        (share, head, item.site.name)
-        for item in planned
-        if isinstance(item.report, ModuleReport)
-        for head, share in enumerate(item.report.head_energy or ())
-        if share < STARVED
-    ]
-    if not starved:
-        return []
-    share, head, name = min(starved)
-    return [
-        f"{len(starved)} heads keep less than {STARVED:.0%} of the energy of their scores; head {head} of {name} "
-        f"keeps {max(share, 0):.0%}: score your task, pass a larger dk, or leave out equal heads"
-    ]
-
-
-def _plan_rotary(
-    site: DenseSite,
-    compression: Compression,
-    form: type[RotaryScores],
-    moments: tuple[Moments, ...] | None,
-    weights: Tensor | None,
-    length: int,
-    check: Check,
-) -> Planned:
-    """Share the channels of one module whose queries and keys are turned; as `_plan_scores`."""
-    assert compression.dk is not None
-    started = perf_counter()
-    query_moments, key_moments = moments or (None, None)
-    asked = form.of(site, compression.dk, content_bias=False)
-    heads = [
-        asked.channels_of(matrices, projection.bias)
-        for matrices, projection in ((site.query_heads(), site.query), (site.key_heads(), site.key))
-    ]
-    try:
-        result = factorize_rotary(
-            heads[0],
-            heads[1],
-            asked.rank // 2,
-            query_moments=query_moments,
-            key_moments=key_moments,
-            damping=compression.solver.damping,
-            sweeps=_sweeps(compression.solver, FAST_ROTARY_SWEEPS),
-            rotated=site.rotated // 2,
-            device=compression.solver.device,
-            check=check,
-            head_weights=weights,
-        )
-    except (ValueError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-        raise CompressionError(f"{site.name}: {error}") from error
-    found = result.factors
-    order = arranged(found.frequencies, site.head_width // 2)
-    made = form.of(site, compression.dk, content_bias=False, sizes=[found.frequencies[place] for place in order])
-    parts = made.build(site.module, site.parent)
-    query = None if found.query is None else found.query[:, order]
-    made.load_channels_(parts, query, found.mixing[:, order], found.key[:, order], site.query)
-    vectors = (0.0, 0.0) if moments is None else (moments[0].count, moments[1].count)
-    report = module_report(site, made, result, length, perf_counter() - started, vectors)
-    return Planned(site, made, parts, _dense(site), report)
-
-
-def _plan_values(
-    site: ValueSite, compression: Compression, moments: tuple[Moments, ...] | None, length: int
-) -> Planned:
-    """Narrow the values of one module and build the replacements of its value and output projections."""
+def _narrow(site: ValueSite, compression: Compression, moments: SiteMoments) -> tuple[NarrowValues, Any, Narrowing]:
+    """Narrow the values of one module."""
     assert compression.dv is not None
-    started = perf_counter()
-    seen = None if moments is None else moments[0]
-    made = NarrowValues.of(site, compression.dv, site.value.bias is not None)
-    fold = site.output.bias is not None and compression.solver.centre is not False
-    try:
-        found = narrow_values(
-            site.value_heads(), site.output_heads(), made.sizes, seen, fold=fold, damping=compression.solver.damping,
-            device=compression.solver.device,
-        )  # fmt: skip
-    except ValueError as error:
-        raise CompressionError(f"{site.name}: {error}") from error
-    parts = made.build(site.module, site.parent)
-    made.load_(parts, *_narrowed(site, found))
-    report = value_report(site, made, found, length, perf_counter() - started, 0 if seen is None else seen.count)
-    return Planned(site, made, parts, _dense(site), report)
+    form = NarrowValues.of(site, compression.dv, site.value.bias is not None)
+    result = narrow_values(
+        site.value_heads(),
+        site.output_heads(),
+        form.sizes,
+        moments[0] if moments else None,
+        fold=site.output.bias is not None and compression.solver.centre is not False,
+        damping=compression.solver.damping,
+        device=compression.solver.device,
+    )
+    like = result.output
+    values = [weight.to(like) @ kept for weight, kept in zip(site.value_heads(), result.heads, strict=True)]
+    value_bias = output_bias = None
+    biases = site.value_bias()
+    if biases is not None:
+        value_bias = torch.cat([bias.to(like) @ kept for bias, kept in zip(biases, result.heads, strict=True)])
+    if site.output.bias is not None:
+        output_bias = site.output.bias.detach().to(like)
+        output_bias = output_bias if result.bias is None else output_bias + result.bias
+    dtype = site.value.weight.dtype
+    parts = form.build(site.module, site.parent)
+    form.load_(  # in the model's dtype before they move: not every device has float64
+        parts,
+        torch.cat(values, 1).to(dtype),
+        None if value_bias is None else value_bias.to(dtype),
+        result.output.to(dtype),
+        None if output_bias is None else output_bias.to(dtype),
+    )
+    return form, parts, result
 
 
-def _narrowed(site: ValueSite, found: Narrowing) -> tuple[Any, ...]:
-    """Return the parameters to load: Wv·P (D, dv), its bias, O (dv, D) and its bias."""
-    like = found.output
-    heads, own = site.value_heads(), site.value_bias()
-    value = torch.cat([head.to(like) @ kept for head, kept in zip(heads, found.heads, strict=True)], 1)
-    value_bias = None
-    if own is not None:
-        value_bias = torch.cat([head.to(like) @ kept for head, kept in zip(own, found.heads, strict=True)])
-    bias = site.output.bias
-    if bias is not None:
-        bias = bias.detach().to(like)
-        bias = bias if found.bias is None else bias + found.bias
-    made = (value, value_bias, found.output, bias)  # rounded where they are: not every device has float64
-    return tuple(None if each is None else each.to(site.value.weight.dtype) for each in made)
+def warnings_of(planned: Sequence[Planned], compression: Compression) -> list[str]:
+    """Return warnings of a rounded dk, few vectors, solvers that broke down, and heads that lost their scores."""
+    warnings = []
+    rotary = [item.form for item in planned if isinstance(item.form, RotaryScores)]
+    rounded = [form for form in rotary if form.rank != compression.dk]
+    if rounded:
+        warnings.append(
+            f"dk {compression.dk} was rounded up to {rounded[0].rank}: a rotary embedding rotates whole heads of "
+            f"{rounded[0].head_width} channels"
+        )
+    few = []
+    starved = []
+    for item in planned:
+        for vectors, (projection, _) in zip(item.report.vectors, item.site.inputs, strict=True):
+            width = width_in(projection)
+            if 0 < vectors < FEW * width:
+                few.append((vectors / width, vectors, width, item.site.name))
+        if isinstance(item.report, ModuleReport):
+            for head, share in enumerate(item.report.head_energy or ()):
+                if share < STARVED:
+                    starved.append((share, head, item.site.name))
+    if few:
+        _, vectors, width, name = min(few, key=lambda entry: entry[0])
+        others = len({name for *_, name in few}) - 1
+        more = f" and {others} more modules" if others else ""
+        warnings.append(
+            f"{name}{more} saw few calibration vectors: {vectors} of width "
+            f"{width}, where {FEW} times the width would be {FEW * width}; pass more data, or more sequences of it"
+        )
+    for item in planned:
+        if isinstance(item.report, ModuleReport) and item.report.breakdowns:
+            outcome = "it went on with a shifted one" if item.report.sweeps else "it kept its start"
+            warnings.append(
+                f"{item.site.name}: {item.report.breakdowns} sweeps of the solver met a singular system; {outcome}; "
+                "look at the module's error, or raise the damping"
+            )
+    if starved:
+        share, head, name = min(starved)
+        warnings.append(
+            f"{len(starved)} heads keep less than {STARVED:.0%} of the energy of their scores; head {head} of {name} "
+            f"keeps {max(share, 0):.0%}: score your task, pass a larger dk, or leave out equal heads"
+        )
+    return warnings
 
 
-def few_vectors(planned: Sequence[Planned]) -> list[str]:
-    """Warn of modules that saw too few calibration vectors for their width."""
-    few = [
-        (vectors, width_in(projection), item.site.name)
-        for item in planned
-        for vectors, (projection, _) in zip(item.report.vectors, item.site.inputs, strict=True)
-        if 0 < vectors < FEW * width_in(projection)
-    ]
-    if not few:
-        return []
-    vectors, width, name = min(few, key=lambda seen: seen[0] / seen[1])
-    others = len({name for _, _, name in few}) - 1
-    return [
-        f"{name}{f' and {others} more modules' if others else ''} saw few calibration vectors: {vectors} of width "
-        f"{width}, where {FEW} times the width would be {FEW * width}; pass more data, or more sequences of it"
-    ]
-
-
-def rounded(planned: Sequence[Planned], compression: Compression) -> list[str]:
-    """Warn of modules whose dk differs from the requested one."""
-    forms = [item.form for item in planned if isinstance(item.form, RotaryScores)]
-    others = [form for form in forms if form.rank != compression.dk]
-    if not others:
-        return []
-    return [
-        f"dk {compression.dk} was rounded up to {others[0].rank}: a rotary embedding turns whole heads of "
-        f"{others[0].head_width} channels"
-    ]
-
-
-def breakdowns(planned: Sequence[Planned]) -> list[str]:
-    """Warn of solvers that met singular systems."""
-    return [
-        f"{item.site.name}: {item.report.breakdowns} sweeps of the solver met a singular system; "
-        + ("it went on with a shifted one" if item.report.sweeps else "it kept its start")
-        + "; look at the module's error, or raise the damping"
-        for item in planned
-        if isinstance(item.report, ModuleReport) and item.report.breakdowns
-    ]
-
-
-def plan_distributed(sites: Sequence[Site], plan: Callable[[Sequence[Site]], list[Planned]]) -> list[Planned]:
-    """Plan a part of the modules in each process, and return the plans of all modules, in order.
+def plan_distributed(tasks: Sequence[Task], plan: Callable[[Sequence[Task]], list[Planned]]) -> list[Planned]:
+    """Plan a part of the tasks in each process, and return the plans of all, in order.
 
     Args:
-        sites: modules of the model, which every process has.
-        plan: what one process does for its modules.
+        tasks: of the model that every process has.
+        plan: what one process does with its tasks.
 
     Raises:
-        CompressionError: the plan of another process fails; in that process, what it failed with.
+        CompressionError: the plan of another process failed; the error itself in the process that failed.
     """
     state = process_state()
     rank, count = state.process_index, state.num_processes
     mine: list[Planned] = []
     error: Exception | None = None
     try:
-        mine = plan(sites[rank::count]) if sites[rank::count] else []
-    except Exception as found:  # whatever it is, the others wait for this process
-        error = found
+        mine = plan(tasks[rank::count]) if tasks[rank::count] else []
+    except Exception as failure:  # of any kind: the others wait for this process
+        error = failure
     failed = [message for message in gather_object([None if error is None else str(error)]) if message is not None]
     if error is not None:
         raise error
     if failed:
         raise CompressionError(failed[0])
-    own = {_key(item.site): item for item in mine}
-    described: dict[Any, Any] = {
-        key: (form, report)
-        for key, form, report in gather_object([(_key(item.site), item.form, item.report) for item in mine])
-    }
+    described = gather_object([(rank + place * count, item.form, item.report) for place, item in enumerate(mine)])
     planned = []
-    for place, site in enumerate(sites):
-        item = own.get(_key(site)) or empty_plan(site, *described[_key(site)])
+    for number, form, report in sorted(described, key=lambda entry: int(entry[0])):
+        is_mine = number % count == rank
+        item = mine[number // count] if is_mine else empty_plan(tasks[number].site, form, report)
         for tensor in item.parts.tensors():
             sent = tensor.to(state.device)  # where processes can reach each other
-            tensor.copy_(broadcast(sent, place % count))
+            tensor.copy_(broadcast(sent, number % count))
         planned.append(item)
     return planned
-
-
-def _key(site: Site) -> tuple[str, str]:
-    return site.name, type(site).__name__
 
 
 def empty_plan(site: Site, form: MapForm, report: Any = None) -> Planned:
@@ -481,7 +462,7 @@ def empty_plan(site: Site, form: MapForm, report: Any = None) -> Planned:
 
 
 def _dense(site: Site) -> Any:
-    """Return the dense parameters that a replacement stands for, as its form restores them."""
+    """Return the dense parameters of a map, as its form restores them."""
     if isinstance(site, ValueSite):
         output: Any = site.output
         return DenseValues(site.value, output, output.weight, output.bias)

@@ -494,22 +494,6 @@ def of_first_process(results: Sequence[Refitted]) -> list[Refitted]:
     return [Refitted(each.report, sent(each.weight), sent(each.bias), sent(each.kept)) for each in results]
 
 
-@contextmanager
-def refitted(
-    model: PreTrainedModel, results: Sequence[Refitted], blocks: Sequence[FeedForward] = ()
-) -> Iterator[None]:
-    """Install the refitted layers, and the dense ones again afterwards."""
-    names = [*(result.report.name for result in results), *(name for block in blocks for name in block.ups)]
-    layers: list[Any] = [model.get_submodule(name) for name in names]
-    before = [dict(layer.__dict__, _parameters=dict(layer._parameters)) for layer in layers]
-    install_refits(model, results, blocks)
-    try:
-        yield
-    finally:
-        for layer, state in zip(layers, before, strict=True):
-            layer.__dict__.update(state)
-
-
 def install_refits(model: PreTrainedModel, results: Sequence[Refitted], blocks: Sequence[FeedForward] = ()) -> None:
     """Install refitted layers in place; parameters are replaced, so that models that share them keep theirs.
 

@@ -1,4 +1,3 @@
-import contextlib
 import copy
 import gc
 import itertools
@@ -49,7 +48,7 @@ from collab_compress.architectures import FAMILIES, find_dense_attention
 from collab_compress.attention import install_
 from collab_compress.checkpoint import edits_of
 from collab_compress.conversion.compress import working_device
-from collab_compress.conversion.drift import measure, split_held_back
+from collab_compress.conversion.drift import drift_of, split_held_back
 from collab_compress.factorization import factorize, moments
 from collab_compress.heads import DropHead, Tap
 
@@ -118,6 +117,15 @@ def test_drift_is_measured_on_what_was_held_back(make_tiny, calibration):
     with torch.no_grad():
         one, other = (net(**calibration[-1]).last_hidden_state[mask] for net in (dense, model))
     assert report.drift.relative_error == pytest.approx(float((other - one).norm() / one.norm()), rel=1e-4)
+
+
+def test_a_compiled_forward_pass_does_not_hide_the_drift(make_tiny, calibration):
+    """`model.forward = torch.compile(model.forward)` leaves a function that runs the model itself, not its copy."""
+    model = make_tiny("bert")
+    expected = compress(copy.deepcopy(model), Compression(dk=8), calibration).drift
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    assert compress(model, Compression(dk=8), calibration).drift == expected
 
 
 def test_no_calibration_no_drift(make_tiny):
@@ -459,7 +467,7 @@ def test_drift_holds_the_outputs_of_one_batch(make_tiny, calibration):
 
     handle = model.register_forward_hook(watch)
     with Widest():
-        drift = measure(model, calibration, contextlib.nullcontext)
+        drift = drift_of(model, model, calibration)
     handle.remove()
     rows, length = calibration[0]["input_ids"].shape
     assert drift.sequences == len(calibration) * rows
@@ -470,7 +478,8 @@ def test_drift_holds_the_outputs_of_one_batch(make_tiny, calibration):
 
 def test_no_drift_is_told_of_padding_alone(make_tiny, calibration):
     padding = [{**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])} for batch in calibration]
-    assert measure(make_tiny("bert", BertForMaskedLM), padding, contextlib.nullcontext) is None
+    model = make_tiny("bert", BertForMaskedLM)
+    assert drift_of(model, model, padding) is None
 
 
 @pytest.mark.usefixtures("decomposed_anew")

@@ -118,13 +118,13 @@ def test_modules_decomposed_at_once_are_as_those_in_turn(dense, calibration, mon
     with monkeypatch.context() as patch:
         patch.setattr(plan, "AT_ONCE", 1)
         compress(in_turn, Compression(dk=7, dv=12, solver=Solver(sweeps=2)), calibration)
-    real = plan._plan_one
+    real = plan._decompose
 
     def watched(*args):
         seen.add((threading.current_thread() is threading.main_thread(), torch.get_num_threads()))
         return real(*args)
 
-    monkeypatch.setattr(plan, "_plan_one", watched)
+    monkeypatch.setattr(plan, "_decompose", watched)
     report = compress(
         dense,
         Compression(dk=7, dv=12, solver=Solver(sweeps=2)),
