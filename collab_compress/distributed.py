@@ -1,4 +1,4 @@
-"""Processes that `torchrun` or `accelerate launch` started together."""
+"""Run functions in processes that `torchrun` or `accelerate launch` started together."""
 
 import json
 import os
@@ -16,14 +16,17 @@ from torch.distributed import distributed_c10d
 from collab_compress.errors import CollabCompressError, RecipeError, one_line
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-PATIENCE = timedelta(days=2)  # while one process converts, scores or writes, the others wait
+PATIENCE = timedelta(days=2)  # for which processes wait while one converts, scores or writes
+GRACE = timedelta(seconds=10)  # for which a process that failed waits for the others to notice
+EVERYWHERE = "_known_to_all_processes"
+Result = TypeVar("Result")
 
 
 def process_state() -> PartialState:
-    """Return the processes that run this together; without a GPU they meet on the CPU.
+    """Return the state of the processes that run together; without a GPU they communicate on the CPU.
 
     Raises:
-        CollabCompressError: the environment names processes that were not started.
+        CollabCompressError: the environment describes processes that were not started.
     """
     names = [name for name in LAUNCHED if name in os.environ]  # Accelerate sets others itself
     try:
@@ -38,71 +41,65 @@ def process_state() -> PartialState:
 
 
 def end_processes() -> None:
-    """End what the processes share, if anything; one that exits without may be aborted by the threads of it."""
+    """Destroy the process group, if there is one; without, its threads may abort a process that exits."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
-Done = TypeVar("Done")
-EVERYWHERE = "_known_to_all_processes"
-GRACE = timedelta(seconds=10)
-"""How long one that failed waits for the others to notice."""
-
-
-def on_main_process(work: Callable[[], Done]) -> Done:
+def on_main_process(work: Callable[[], Result]) -> Result:
     """Run a function in the main process while the others wait, and return its result in all of them.
 
     Raises:
-        RecipeError: what went wrong in the main process, which raises the error itself.
+        RecipeError: the function failed in the main process, which raises its own error.
     """
     state = process_state()
     if state.num_processes == 1:
         return work()
-    told: list[Any] = [None, None]
+    outcome: list[Any] = [None, None]  # the result, the error's message
     error: Exception | None = None
     if state.is_main_process:
         try:
-            told[0] = work()
-        except Exception as found:
-            error, told[1] = found, _words(found)
-    broadcast_object_list(told)
-    if told[1] is not None:
-        raise _known(error or RecipeError(told[1]))
-    done: Done = told[0]
-    return done
+            outcome[0] = work()
+        except Exception as raised:
+            error, outcome[1] = raised, _message(raised)
+    broadcast_object_list(outcome)
+    result, message = outcome
+    if message is not None:
+        raise _known_everywhere(error or RecipeError(message))
+    return result  # type: ignore[no-any-return]
 
 
-def on_every_process(work: Callable[[], Done]) -> Done:
+def on_every_process(work: Callable[[], Result]) -> Result:
     """Run a function without communication in each process; if it fails in one, it fails in all.
 
     Raises:
-        RecipeError: what went wrong in another process; one's own error is raised itself.
+        RecipeError: the function failed in another process; a process that fails raises its own error.
     """
     state = process_state()
     if state.num_processes == 1:
         return work()
     error: Exception | None = None
     try:
-        done = work()
-    except Exception as found:
-        error = found
-    said = gather_object([None if error is None else _words(error)])
-    for number, words in enumerate(said):
-        if words is not None:
-            raise _known(error or RecipeError(f"process {number}: {words}"))
-    return done
+        result = work()
+    except Exception as raised:
+        error = raised
+    messages = gather_object([None if error is None else _message(error)])
+    for number, message in enumerate(messages):
+        if message is not None:
+            raise _known_everywhere(error or RecipeError(f"process {number}: {message}"))
+    return result
 
 
 @contextmanager
 def failing_together() -> Iterator[None]:
     """Raise an error of one process in all of them, also in those that wait for it, so that they can continue.
 
-    What the processes share is closed, which ends the waiting of the others, and opened anew when all have said what
-    went wrong. Where the others cannot be woken, as in the middle of a training step or in NCCL, they are not met
-    again (`can_meet`): the process that failed is to end, which ends the waiting of the others.
+    The process group is aborted, which ends the waiting of the others, and created again when all have reported their
+    error. Where the others cannot be interrupted, as in the middle of a training step or in NCCL, there is no new
+    group (`can_meet`): the process that failed must exit, which ends the waiting of the others.
 
     Raises:
-        RecipeError: what went wrong in the process that failed first, which raises the error itself.
+        RecipeError: an error of the process that failed first, which raises its own error.
     """
     alone = process_state().num_processes == 1
     try:
@@ -110,7 +107,8 @@ def failing_together() -> Iterator[None]:
     except BaseException as error:
         if alone or getattr(error, EVERYWHERE, False) or not can_meet():
             raise
-        if (first := _part(error)) is None:
+        first = _recreate_group(error)
+        if first is None:
             raise
         raise RecipeError(first) from error
 
@@ -120,39 +118,42 @@ def can_meet() -> bool:
     return process_state().num_processes == 1 or torch.distributed.is_initialized()
 
 
-def _part(error: BaseException) -> str | None:
-    """Close what the processes share, and open it anew; gives what another said that failed before this one."""
+def _recreate_group(error: BaseException) -> str | None:
+    """Abort and recreate the process group; return the first error if it is another process's."""
     state, backend = process_state(), torch.distributed.get_backend()
-    shared = distributed_c10d._get_default_store()
-    store = distributed_c10d.PrefixStore("failed", shared)
-    place, own = store.add("order", 1), state.process_index
+    rank = state.process_index
+    shared_store = distributed_c10d._get_default_store()
+    store = distributed_c10d.PrefixStore("failed", shared_store)
+    order = store.add("order", 1)
 
-    def say(stop: bool) -> None:
-        store.set(str(own), json.dumps([place, stop, _words(error)]))
+    def report(stop: bool) -> None:
+        store.set(str(rank), json.dumps([order, stop, _message(error)]))
 
-    say(not isinstance(error, Exception) or backend != "gloo")
+    report(not isinstance(error, Exception) or backend != "gloo")
     distributed_c10d._abort_process_group()
     names = [str(number) for number in range(state.num_processes)]
     try:
         store.wait(names, GRACE)
-    except RuntimeError:  # some wait where they cannot be told, until this process is gone
-        say(True)
+    except RuntimeError:  # some wait where they cannot be interrupted, until this process exits
+        report(True)
         return None
-    said = sorted((*json.loads(store.get(name)), int(name)) for name in names)
-    if not any(stop for _, stop, _, _ in said):
+    reports = sorted((*json.loads(store.get(name)), int(name)) for name in names)
+    if not any(stop for _, stop, _, _ in reports):
         torch.distributed.init_process_group(
-            backend, store=distributed_c10d.PrefixStore("again", shared), rank=own,
-            world_size=state.num_processes, timeout=PATIENCE,
-        )  # fmt: skip
-    _, _, words, number = said[0]
-    return None if number == own else f"process {number}: {words}"
+            backend,
+            store=distributed_c10d.PrefixStore("again", shared_store),
+            rank=rank,
+            world_size=state.num_processes,
+            timeout=PATIENCE,
+        )
+    _, _, message, number = reports[0]
+    return None if number == rank else f"process {number}: {message}"
 
 
-def _words(error: BaseException) -> str:
-    known = isinstance(error, CollabCompressError)
-    return str(error) if known else f"{type(error).__name__}: {error}"
+def _message(error: BaseException) -> str:
+    return str(error) if isinstance(error, CollabCompressError) else f"{type(error).__name__}: {error}"
 
 
-def _known(error: Exception) -> Exception:
+def _known_everywhere(error: Exception) -> Exception:
     setattr(error, EVERYWHERE, True)
     return error

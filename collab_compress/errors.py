@@ -1,18 +1,18 @@
-"""The exceptions of this package; every message says what happened, where, and what to do."""
+"""Exceptions of this package; every message says what happened, where, and what to do."""
 
 LONGEST = 400  # characters of a message
 
 
 class CollabCompressError(Exception):
-    """Base of all errors raised on purpose by this package."""
+    """Base of all errors of this package."""
 
 
 class UnsupportedModelError(CollabCompressError):
-    """The model has no attention that can be converted, or one that breaks the algebra."""
+    """The model has no attention that can be converted."""
 
 
 class CompressionError(CollabCompressError):
-    """A conversion was asked for that cannot be done, or its weights are unusable."""
+    """A conversion is impossible, or its weights are unusable."""
 
 
 class CalibrationError(CollabCompressError):
@@ -20,15 +20,15 @@ class CalibrationError(CollabCompressError):
 
 
 class HeadError(CollabCompressError):
-    """Something was asked of attention heads that they cannot do."""
+    """A method cannot act on these attention heads."""
 
 
 class RecipeError(CollabCompressError):
-    """An experiment is described in a way that cannot be read, or cannot be run."""
+    """A recipe cannot be read, or its experiment cannot be run."""
 
 
 class BusyError(RecipeError):
-    """Another process is at work on the same experiment."""
+    """Another process runs the same experiment."""
 
 
 class CheckpointError(CollabCompressError):
@@ -40,6 +40,6 @@ class DataError(CollabCompressError):
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an error in one line, shortened if it is very long."""
+    """Return the message of an error in one line of at most 400 characters."""
     words = " ".join(str(error).split())
     return words if len(words) <= LONGEST else words[: LONGEST - 1] + "…"

@@ -1,7 +1,7 @@
 """Evaluate models on MTEB and on the LM evaluation harness.
 
 Tasks and metrics are those packages' own code (`pip install 'collab-compress[eval]'`), imported where it is used. Any
-model that Transformers can load is scored, converted or not.
+model of Transformers is scored, converted or not.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,10 +22,10 @@ class Score:
     """One metric of one task.
 
     Args:
-        task: name of the task, as the package has it.
-        metric: name of the metric, as the package has it.
+        task: the package's name of the task.
+        metric: the package's name of the metric.
         value: in the metric's own scale.
-        error: standard error, or None where the package gives none.
+        error: standard error, or None where the package has none.
     """
 
     task: str
@@ -52,7 +52,12 @@ def mteb_scores(model: Any, tasks: Sequence[Any], *, batch_size: int = 32, progr
     """
     import mteb
 
-    loaded_tasks = [_mteb_task(mteb, task) if isinstance(task, str) else task for task in tasks]
+    loaded_tasks = []
+    for task in tasks:
+        try:
+            loaded_tasks.append(mteb.get_task(task) if isinstance(task, str) else task)
+        except (KeyError, ValueError) as error:
+            raise DataError(f"mteb has no task {task!r}: {one_line(error)}") from error
     scores = []
     for task in loaded_tasks:
         name = task.metadata.name
@@ -64,13 +69,6 @@ def mteb_scores(model: Any, tasks: Sequence[Any], *, batch_size: int = 32, progr
         [result] = results.task_results
         scores.append(Score(name, task.metadata.main_score, float(result.get_score())))
     return scores
-
-
-def _mteb_task(mteb: Any, name: str) -> Any:
-    try:
-        return mteb.get_task(name)
-    except (KeyError, ValueError) as error:
-        raise DataError(f"mteb has no task {name!r}: {one_line(error)}") from error
 
 
 def lm_eval_scores(
@@ -85,16 +83,16 @@ def lm_eval_scores(
 ) -> list[Score]:
     """Score a decoder or an encoder–decoder on tasks of EleutherAI's LM evaluation harness.
 
-    The harness scores a continuation by the tokens that follow those of its context. So where a decoder's tokenizer
-    ends every text with a special token, as those that recipes train do, texts are encoded without special tokens.
+    The harness scores a continuation by the tokens that follow those of its context. So if a decoder's tokenizer ends
+    every text with a special token, as tokenizers of recipes do, texts are encoded without special tokens.
 
     Args:
-        model: a model that predicts tokens, on the device where it is to run.
+        model: a model that predicts tokens, on the device to run on.
         tokenizer: its tokenizer.
         tasks: names of tasks or of groups of tasks.
         batch_size: rows in a batch.
-        shots: examples in a prompt; None takes the task's own number.
-        limit: most questions of each task, for a quick try; None takes all.
+        shots: examples in a prompt; None for the task's default.
+        limit: largest number of questions of each task, for a quick try; None for all.
         include: folder with further tasks, as YAML files.
 
     Returns:
@@ -132,7 +130,7 @@ def lm_eval_scores(
 
 
 def _lm_eval_metrics(task: str, metrics: dict[str, Any]) -> Iterator[Score]:
-    """Read `{"acc,none": 0.5, "acc_stderr,none": 0.1}`: keys are a metric and the filter of the answers."""
+    """Read `{"acc,none": 0.5, "acc_stderr,none": 0.1}`: keys are a metric and a filter of the answers."""
     for key, value in metrics.items():
         metric, comma, answer_filter = key.partition(",")
         if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):

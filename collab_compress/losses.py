@@ -1,7 +1,7 @@
 """Losses on heads' vectors, attention probabilities and mixing matrices: pure tensor mathematics.
 
-Vectors are (B, T, H, d), attention probabilities (B, H, T, S), masks (B, T) bool with True at real tokens. All
-compute in float32 at least, whatever the caller's autocast.
+Vectors are (B, T, H, d), attention probabilities (B, H, T, S), masks (B, T). All losses compute in float32 at least,
+whatever the caller's autocast, and raise a ValueError where a shape does not fit.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ __all__ = [
 ]
 
 Kernel = Literal["linear", "rbf"]
-# How far, in units of the dtype's rounding, the spectral norm may fall short of itself where eigenvalues nearly tie,
-# times 4 e: 12 units, or 1.4e-6 in float32.
+# Error of the spectral norm where eigenvalues nearly tie, in units of machine epsilon, times 4 e: 12 units, or 1.4e-6
+# in float32.
 SLACK = 128
-FAINT = 1e-4  # of the root mean square length; trained models do have such vectors
+FAINT = 1e-4  # of the root mean square length: shorter vectors count as zero; trained models have some
 # Keeps the root's slope finite at 0. Adds at most 2 √(ROOT_EPSILON · S) to a coefficient: 1e-5 at 2500 keys.
 ROOT_EPSILON = 1e-14
 HALF_ROOT_EPSILON = 6e-8  # float16's smallest number: the slope, scaled as in mixed precision, must fit float16 too
-LOG_EPSILON = 1e-9  # keeps the logarithm finite where a row is 0
+LOG_EPSILON = 1e-9  # keeps the logarithm finite where a probability is 0
 
 
 def hsic(x: Tensor, mask: Tensor | None = None, kernel: Kernel = "linear", bandwidth: float | None = None) -> Tensor:
-    r"""Return the mean Hilbert-Schmidt independence criterion of two heads over the real tokens, over pairs.
+    r"""Return the mean Hilbert-Schmidt independence criterion of two heads, over pairs of heads.
 
     $$\mathrm{HSIC}(K_i, K_j) = \frac{1}{(N - 1)^2} \operatorname{tr}(K_i C K_j C), \quad C = I - \tfrac1N 1 1^\top$$
 
@@ -55,13 +55,13 @@ def hsic(x: Tensor, mask: Tensor | None = None, kernel: Kernel = "linear", bandw
 
     Args:
         x: head outputs, (B, T, H, d), finite.
-        mask: True at real tokens, (B, T) bool, or None for all.
+        mask: True at tokens, False at padding, (B, T) bool, or None.
         kernel: `linear` or `rbf`.
-        bandwidth: σ of the radial kernel, or None for each head's median distance between two real tokens,
+        bandwidth: σ of the radial kernel, or None for each head's median distance between two unpadded tokens,
             taken as a constant.
 
     Returns:
-        A scalar in float32, or float64 if x is; 0 for one head or fewer than two real tokens.
+        A scalar in float32, or float64 if x is; 0 for one head or fewer than two unpadded tokens.
 
     Raises:
         ValueError: a shape does not fit, the kernel is unknown, or the bandwidth is not positive.
@@ -73,16 +73,16 @@ def hsic(x: Tensor, mask: Tensor | None = None, kernel: Kernel = "linear", bandw
         raise ValueError(f"the bandwidth is not positive: got {bandwidth}; None takes the median distance")
     with _no_autocast(x):
         tokens = _full_precision(x).flatten(0, 1)  # (N, H, d)
-        real = tokens.new_ones(tokens.shape[0]) if mask is None else mask.flatten().to(tokens.dtype)
-        count = real.sum()
-        mean = torch.einsum("n,nhd->hd", real, tokens) / count.clamp(min=1)
-        centred = (tokens - mean) * real[:, None, None]
-        ordered = _linear_hsic(centred) if kernel == "linear" else _radial_hsic(centred, real, bandwidth)
+        weights = tokens.new_ones(tokens.shape[0]) if mask is None else mask.flatten().to(tokens.dtype)
+        count = weights.sum()
+        mean = torch.einsum("n,nhd->hd", weights, tokens) / count.clamp(min=1)
+        centred = (tokens - mean) * weights[:, None, None]
+        ordered = _linear_hsic(centred) if kernel == "linear" else _radial_hsic(centred, weights, bandwidth)
         return ordered * _per_pair(x.shape[2]) / (count - 1).clamp(min=1).square()
 
 
 def orthogonality(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    r"""Return the mean over real positions of the spectral norm of $V^\top V - I$.
+    r"""Return the mean over unpadded positions of the spectral norm of $V^\top V - I$.
 
     $$\sigma(V_{all}^\top V_{all} - I)$$
 
@@ -96,13 +96,10 @@ def orthogonality(x: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Args:
         x: the heads' value (or query, or key) vectors, (B, T, H, d), finite.
-        mask: True at real tokens, (B, T) bool, or None for all.
+        mask: True at tokens, False at padding, (B, T) bool, or None.
 
     Returns:
-        A scalar in float32, or float64 if x is; 0 without real tokens.
-
-    Raises:
-        ValueError: a shape does not fit.
+        A scalar in float32, or float64 if x is; 0 without unpadded tokens.
     """
     _check("x", x, "(B, T, H, d)", mask, (0, 1))
     heads, width = x.shape[2:]
@@ -118,11 +115,11 @@ def orthogonality(x: Tensor, mask: Tensor | None = None) -> Tensor:
         norms = (left * (residual @ right)).sum((1, 2))
         if heads > width:
             norms = norms.clamp(min=1.0)
-        return _mean_over_real(norms.view(x.shape[:2]), mask)
+        return _masked_mean(norms.view(x.shape[:2]), mask)
 
 
 def agreement(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    r"""Return the mean cosine between two heads' vectors, over pairs of heads and real tokens.
+    r"""Return the mean cosine between two heads' vectors, over pairs of heads and unpadded tokens.
 
     The disagreement regularizer of Li et al. 2018, "Multi-Head Attention with Disagreement Regularization", with
     the sign of a loss: the lower, the more the heads disagree. Without a loop over pairs,
@@ -134,39 +131,33 @@ def agreement(x: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Args:
         x: head outputs or values, (B, T, H, d), finite.
-        mask: True at real tokens, (B, T) bool, or None for all.
+        mask: True at tokens, False at padding, (B, T) bool, or None.
 
     Returns:
-        A scalar in float32, or float64 if x is; 0 for one head or without real tokens.
-
-    Raises:
-        ValueError: a shape does not fit.
+        A scalar in float32, or float64 if x is; 0 for one head or without unpadded tokens.
     """
     _check("x", x, "(B, T, H, d)", mask, (0, 1))
     return _mean_cosine(x, 2, mask)
 
 
 def agreement_probs(probs: Tensor, mask: Tensor | None = None) -> Tensor:
-    r"""Return the mean cosine between two heads' attention probabilities, over pairs of heads and real queries.
+    r"""Return the mean cosine between two heads' attention probabilities, over pairs of heads and unpadded queries.
 
     `agreement` with the attention weights of one query as the head's vector.
 
     Args:
         probs: attention weights, (B, H, T, S), finite, 0 at padded keys.
-        mask: True at real queries, (B, T) bool, or None for all.
+        mask: True at queries, False at padding, (B, T) bool, or None.
 
     Returns:
-        A scalar in float32, or float64 if the probs are; 0 for one head or without real queries.
-
-    Raises:
-        ValueError: a shape does not fit.
+        A scalar in float32, or float64 if the probs are; 0 for one head or without unpadded queries.
     """
     _check("probs", probs, "(B, H, T, S)", mask, (0, 2))
     return _mean_cosine(probs, 1, mask)
 
 
 def bhattacharyya(probs: Tensor, mask: Tensor | None = None, per_sequence: bool = False) -> Tensor:
-    r"""Return the mean Bhattacharyya coefficient of two heads' attention probabilities, over real queries and pairs.
+    r"""Return the mean Bhattacharyya coefficient of two heads' attention probabilities, over queries and pairs.
 
     $$BC(a, b) = \sum_j \sqrt{p_j^a \, p_j^b}$$
 
@@ -180,19 +171,16 @@ def bhattacharyya(probs: Tensor, mask: Tensor | None = None, per_sequence: bool 
     The paper's algorithm 1 averages each sequence by itself and then over sequences, without a word on padding; where
     sequences are equally long both means are one.
 
-    The paper trains with λ = 1 and finds its heads more diverse, but its own result is negative: the penalised
-    translation model never reaches the BLEU of the plain one.
+    The paper trains with λ = 1 and finds its heads more diverse, but the penalised translation model never reaches
+    the BLEU of the plain one.
 
     Args:
         probs: attention probabilities before dropout, (B, H, T, S), finite, 0 at padded keys.
-        mask: True at real queries, (B, T) bool, or None for all.
-        per_sequence: whether sequences with real queries count alike, however long they are, in place of queries.
+        mask: True at queries, False at padding, (B, T) bool, or None.
+        per_sequence: whether sequences with unpadded queries count alike, however long they are, in place of queries.
 
     Returns:
-        A scalar in float32, or float64 if the probs are; 0 for one head or without real queries.
-
-    Raises:
-        ValueError: a shape does not fit.
+        A scalar in float32, or float64 if the probs are; 0 for one head or without unpadded queries.
     """
     _check("probs", probs, "(B, H, T, S)", mask, (0, 2))
     with _no_autocast(probs):
@@ -211,9 +199,6 @@ def nuclear_norm(alphas: Tensor) -> Tensor:
 
     Returns:
         One for each matrix, (…), in float32, or float64 if alphas is; NaN where a matrix is not finite.
-
-    Raises:
-        ValueError: a matrix is not square.
     """
     if alphas.ndim < 2 or alphas.shape[-2] != alphas.shape[-1]:
         raise ValueError(f"alphas have the wrong shape: got {tuple(alphas.shape)}, expected (…, H, H)")
@@ -241,9 +226,6 @@ def nuclear_growth(alphas: Tensor, growth: float, previous: float | Tensor | Non
 
     Returns:
         One for each matrix, (…), in float32, or float64 if alphas is.
-
-    Raises:
-        ValueError: a matrix is not square.
     """
     norm = nuclear_norm(alphas)
     if previous is None:
@@ -254,30 +236,27 @@ def nuclear_growth(alphas: Tensor, growth: float, previous: float | Tensor | Non
 
 
 def kl_divergence(probs: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
-    r"""Return the mean Kullback–Leibler divergence of attention probabilities, over real queries and heads, in nats.
+    r"""Return the mean Kullback–Leibler divergence of attention probabilities, over queries and heads, in nats.
 
     $$KL(p \,\|\, q) = \sum_j p_j \log \frac{p_j}{q_j}$$
 
-    with $p$ a row of the target and $q$ the same row here; 0 where they agree.
+    where $p$ is the target and $q$ are the probabilities of the same query and head; 0 where they agree.
 
     Args:
         probs: attention probabilities before dropout, (B, H, T, S), finite, 0 at padded keys.
-        target: those of the model to come near to, of the same shape; no gradient flows there.
-        mask: True at real queries, (B, T) bool, or None for all.
+        target: those of another model, of the same shape; taken as constants.
+        mask: True at queries, False at padding, (B, T) bool, or None.
 
     Returns:
-        A scalar in float32, or float64 if the probs are; 0 without real queries.
-
-    Raises:
-        ValueError: a shape does not fit.
+        A scalar in float32, or float64 if the probs are; 0 without unpadded queries.
     """
     _check("probs", probs, "(B, H, T, S)", mask, (0, 2))
     if target.shape != probs.shape:
         raise ValueError(f"target does not fit probs: got {tuple(target.shape)}, expected {tuple(probs.shape)}")
     with _no_autocast(probs):
-        here, there = _full_precision(probs), _full_precision(target.detach())
-        lost = there * ((there + LOG_EPSILON).log() - (here + LOG_EPSILON).log())
-        return _mean_over_real(lost.sum(-1).mean(1), mask)
+        q, p = _full_precision(probs), _full_precision(target.detach())
+        terms = p * ((p + LOG_EPSILON).log() - (q + LOG_EPSILON).log())
+        return _masked_mean(terms.sum(-1).mean(1), mask)
 
 
 def _linear_hsic(centred: Tensor) -> Tensor:
@@ -290,23 +269,23 @@ def _linear_hsic(centred: Tensor) -> Tensor:
     return 2 * total - total.detach() - blocks.square().sum()
 
 
-def _radial_hsic(centred: Tensor, real: Tensor, bandwidth: float | None) -> Tensor:
-    """Sum of tr(K_i C K_j C) over ordered pairs of distinct heads; vectors (N, H, d), real 1 or 0, (N,)."""
+def _radial_hsic(centred: Tensor, weights: Tensor, bandwidth: float | None) -> Tensor:
+    """Sum of tr(K_i C K_j C) over ordered pairs of distinct heads; vectors (N, H, d), weights 1 or 0 (N,)."""
     heads = centred.transpose(0, 1)  # (H, N, d)
     squares = heads.square().sum(-1)
     distances = (squares[:, :, None] + squares[:, None, :] - 2 * heads @ heads.mT).clamp(min=0)  # (H, N, N)
-    both = real[:, None] * real
+    both = weights[:, None] * weights
     variance = _median_distance(distances.detach(), both) if bandwidth is None else bandwidth**2
     kernels = torch.exp(distances * (-0.5 / variance))
-    count = real.sum().clamp(min=1)
-    means = kernels @ real / count  # (H, N)
-    shift = means - (means @ real / count)[:, None] / 2
+    count = weights.sum().clamp(min=1)
+    means = kernels @ weights / count  # (H, N)
+    shift = means - (means @ weights / count)[:, None] / 2
     kernels = (kernels - shift[:, :, None] - shift[:, None, :]) * both  # C K_i C
     return kernels.sum(0).square().sum() - kernels.square().sum()
 
 
 def _median_distance(distances: Tensor, both: Tensor) -> Tensor:
-    """Median squared distance of two real tokens of each head, 1 where it is 0 or there are none, (H, 1, 1)."""
+    """Median squared distance of two unpadded tokens of each head, 1 where it is 0 or there are none, (H, 1, 1)."""
     pairs = torch.where(both.triu(1) > 0, distances, torch.nan)
     median = pairs.flatten(1).nanmedian(1).values
     return torch.where(median > 0, median, 1.0)[:, None, None]
@@ -337,37 +316,30 @@ def _diagonal(matrices: Tensor) -> Tensor:
 
 
 def _mean_cosine(vectors: Tensor, head_axis: int, mask: Tensor | None) -> Tensor:
-    """Mean over pairs and real positions; the vectors lie along the last axis."""
+    """Mean over pairs and unpadded positions; the vectors lie along the last axis."""
     with _no_autocast(vectors):
         vectors = _full_precision(vectors)
         squares = vectors.square().sum(-1, keepdim=True)
-        there = squares > (FAINT**2 * squares.detach().mean()).clamp(min=torch.finfo(vectors.dtype).tiny)
-        # The inner choice keeps inf out of the gradient of the outer one.
-        units = vectors * torch.where(there, torch.where(there, squares, 1.0).rsqrt(), 0.0)
+        nonzero = squares > (FAINT**2 * squares.detach().mean()).clamp(min=torch.finfo(vectors.dtype).tiny)
+        # The inner `where` keeps inf out of the gradient of the outer one.
+        units = vectors * torch.where(nonzero, torch.where(nonzero, squares, 1.0).rsqrt(), 0.0)
         # ‖x̂_h‖² is 1, with gradient 0.
-        return _mean_product(units, there.sum(head_axis).squeeze(-1), mask, head_axis)
+        return _mean_product(units, nonzero.sum(head_axis).squeeze(-1), mask, head_axis)
 
 
 def _mean_product(
     vectors: Tensor, squares: Tensor, mask: Tensor | None, head_axis: int, per_sequence: bool = False
 ) -> Tensor:
-    r"""Return the mean of $x_a \cdot x_b$ over pairs of heads and real positions, without a loop over pairs.
+    r"""Return the mean of $x_a \cdot x_b$ over pairs of heads and unpadded positions, without a loop over pairs.
 
-    Args:
-        vectors: (B, T, H, d) or (B, H, T, d).
-        squares: $\sum_h \|x_h\|^2$ at each position, (B, T).
-        mask: True at real positions, (B, T), or None for all.
-        head_axis: 2 or 1.
-        per_sequence: take the mean of each sequence first, then that over sequences.
-
-    Returns:
-        A scalar.
+    Vectors are (B, T, H, d) or (B, H, T, d), squares $\sum_h \|x_h\|^2$ at each position (B, T). With `per_sequence`
+    the mean of each sequence is taken first, then that over sequences.
     """
     values = vectors.sum(head_axis).square().sum(-1) - squares  # (B, T)
     if per_sequence and mask is not None:
         lengths = mask.sum(1, keepdim=True)  # (B, 1)
         values, mask = torch.where(mask, values, 0.0).sum(1, keepdim=True) / lengths.clamp(min=1), lengths > 0
-    return _mean_over_real(values, mask) * _per_pair(vectors.shape[head_axis])
+    return _masked_mean(values, mask) * _per_pair(vectors.shape[head_axis])
 
 
 def _full_precision(tensor: Tensor) -> Tensor:
@@ -381,38 +353,19 @@ def _no_autocast(tensor: Tensor) -> torch.autocast:
 
 
 def _check(name: str, tensor: Tensor, layout: str, mask: Tensor | None, positions: tuple[int, int]) -> None:
-    """Refuse a tensor or a mask that a loss would misread.
-
-    Args:
-        name: of the argument, for the message.
-        tensor: to have four axes.
-        layout: names of the four axes, for the message.
-        mask: (B, T) bool, or None.
-        positions: the axes of the tensor that are B and T.
-
-    Raises:
-        ValueError: the tensor has not four axes, or the mask is not bool or does not fit.
-    """
+    """Raise a ValueError unless a tensor has four axes, as in `layout`, and the mask fits its axes `positions`."""
     if tensor.ndim != 4:
         raise ValueError(f"{name} has the wrong shape: got {tuple(tensor.shape)}, expected {layout}")
     expected = tuple(tensor.shape[axis] for axis in positions)
     if mask is not None and (tuple(mask.shape) != expected or mask.dtype != torch.bool):
         raise ValueError(
             f"mask does not fit {name} {layout}: got {tuple(mask.shape)} of {mask.dtype}, expected {expected} "
-            "of torch.bool, True at real tokens"
+            "of torch.bool, True at tokens, False at padding"
         )
 
 
-def _mean_over_real(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the mean over real positions, 0 if there is none.
-
-    Args:
-        values: one value a position, (B, T).
-        mask: True at real positions, (B, T), or None for all.
-
-    Returns:
-        A scalar.
-    """
+def _masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the mean of values (B, T) over unpadded positions, 0 if there is none."""
     if mask is None:
         return values.sum() / max(values.numel(), 1)
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)

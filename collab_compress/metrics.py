@@ -1,7 +1,7 @@
-"""Metrics of whole sets, gathered batch by batch over one process or several.
+"""Metrics of whole data sets, added batch by batch in one process or several.
 
-Values are as the libraries have them: accuracy and F1 up to 1, correlations from −1 to 1 (the papers' tables have all
-of GLUE's times 100), BLEU by sacreBLEU up to 100, perplexity from 1.
+Values are as the libraries return them: accuracy and F1 up to 1, correlations from −1 to 1 (papers print those of
+GLUE times 100), BLEU by sacreBLEU up to 100, perplexity from 1.
 """
 
 import math
@@ -47,30 +47,28 @@ NUMBERS = {"predictions": datasets.Value("float64"), "references": datasets.Valu
 class Metric(evaluate.Metric):  # type: ignore[misc]
     """An `evaluate.Metric` that needs no network and no files.
 
-        metric.add_batch(predictions=..., references=...)   # as often as there are batches
+        metric.add_batch(predictions=..., references=...)   # for each batch
         result = metric.compute()
 
-    All predictions are kept in memory until `compute`, so results are those of the whole set and not means over
-    batches, and the metric is empty afterwards.
-
-    Rows that a sampler repeats to fill its last batch count twice: take them off before, as the Trainer and
-    `gather_for_metrics` of Accelerate do.
+    All predictions are kept in memory until `compute`, so results are those of the whole set, not means over batches.
+    The metric is empty afterwards. Rows that a sampler repeats to fill its last batch count twice: remove them first,
+    as the Trainer and `gather_for_metrics` of Accelerate do.
 
     Args:
-        gather: whether `compute` scores what all processes of `torch.distributed` added, in the order of their ranks;
-            each then calls it, and has the result. Not for a `compute_metrics` of the Trainer, which hands the
-            predictions of all to each.
+        gather: whether `compute` scores the rows that all processes of `torch.distributed` added, in the order of
+            their ranks; every process must call it. Not for `compute_metrics` of a Trainer, which passes the
+            predictions of all processes to each.
     """
 
     scores: ClassVar[tuple[str, ...]]
-    """Names of the results that the benchmark averages to one figure."""
+    """Names of the results that the benchmark averages to one number."""
 
     scale: ClassVar[float] = 1.0
-    """What the benchmark multiplies them by."""
+    """Factor of the benchmark."""
 
     greater_is_better: ClassVar[bool] = True
     formats: ClassVar[tuple[dict[str, Any], ...]]
-    """Types of a prediction and a reference; the first that fits counts."""
+    """Possible types of a prediction and a reference; the first that fits is used."""
 
     def __init__(self, *, gather: bool = False) -> None:
         super().__init__(keep_in_memory=True)
@@ -86,18 +84,18 @@ class Metric(evaluate.Metric):  # type: ignore[misc]
         )
 
     def _build_data_dir(self) -> str:
-        """Make no folder: nothing is kept in files."""
+        """Return no folder: nothing is written to files."""
         return ""
 
     def compute(self, *, predictions: Any = None, references: Any = None, **options: Any) -> dict[str, float]:
-        """Return the results on all added batches and on the given one."""
+        """Return the results on all added batches and on this one."""
         if self.writer is None and predictions is None and references is None:  # nothing was added in this process
             return self._compute([], [])
         result: dict[str, float] = super().compute(predictions=predictions, references=references, **options)
         return result
 
     def _compute(self, predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
-        """Score the rows of all processes, one after another."""
+        """Score the rows of all processes, in the order of their ranks."""
         if self.gather and dist.is_initialized() and dist.get_world_size() > 1:
             shares: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(shares, (predictions, references))
@@ -111,27 +109,39 @@ class Metric(evaluate.Metric):  # type: ignore[misc]
         """Return the results on a whole set, which must not be empty."""
 
 
-class Accuracy(Metric):
+class ClassMetric(Metric):
+    """Base of metrics of predicted classes, which refuses references without a label."""
+
+    scale = 100.0
+    formats = (CLASSES,)
+
+    def _score(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
+        if min(references) < 0:
+            raise DataError(
+                "a reference is −1, which stands for no label; a test split without labels cannot be scored"
+            )
+        return self._class_scores(predictions, references)
+
+    @abstractmethod
+    def _class_scores(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
+        """Return the results on a whole set with labels."""
+
+
+class Accuracy(ClassMetric):
     """Share of classes predicted right."""
 
     scores = ("accuracy",)
-    scale = 100.0
-    formats = (CLASSES,)
 
-    def _score(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
-        _check_labels(references)
+    def _class_scores(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
         return {"accuracy": float(accuracy_score(references, predictions))}
 
 
-class AccuracyAndF1(Metric):
-    """Accuracy, and F1 of class 1 of two; F1 is 0 where class 1 is neither there nor predicted."""
+class AccuracyAndF1(ClassMetric):
+    """Accuracy, and F1 of class 1 of two; F1 is 0 where class 1 is neither predicted nor a reference."""
 
     scores = ("accuracy", "f1")
-    scale = 100.0
-    formats = (CLASSES,)
 
-    def _score(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
-        _check_labels(references)
+    def _class_scores(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
         if other := {*predictions, *references} - {0, 1}:
             raise DataError(f"F1 is of two classes, 0 and 1; got class {min(other)}")
         return {
@@ -140,15 +150,12 @@ class AccuracyAndF1(Metric):
         }
 
 
-class Matthews(Metric):
-    """Matthews correlation of predicted classes; 0 where only one class is predicted, or is there."""
+class Matthews(ClassMetric):
+    """Matthews correlation of predicted classes; 0 where all predictions or all references are of one class."""
 
     scores = ("matthews_correlation",)
-    scale = 100.0
-    formats = (CLASSES,)
 
-    def _score(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
-        _check_labels(references)
+    def _class_scores(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
         if len(set(predictions)) == 1 or len(set(references)) == 1:
             return {"matthews_correlation": 0.0}
         return {"matthews_correlation": float(matthews_corrcoef(references, predictions))}
@@ -157,8 +164,7 @@ class Matthews(Metric):
 class Correlation(Metric):
     """Pearson and Spearman correlation of scores.
 
-    They are 0 where all predictions, or all references, are the same: such predictions tell nothing. They are NaN
-    where a prediction is no finite number.
+    0 where all predictions, or all references, are the same; NaN where a prediction is not finite.
     """
 
     scores = ("pearson", "spearmanr")
@@ -172,7 +178,7 @@ class Correlation(Metric):
         if (x == x[0]).all() or (y == y[0]).all():
             return {"pearson": 0.0, "spearmanr": 0.0}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of predictions that are nearly the same
+            warnings.simplefilter("ignore")  # predictions may be nearly the same
             return {"pearson": float(pearsonr(x, y).statistic), "spearmanr": float(spearmanr(x, y).statistic)}
 
 
@@ -182,7 +188,7 @@ class Bleu(Metric):
     Args:
         tokenize: sacreBLEU's tokenizer: 13a, intl, zh, char, none, …
         lowercase: whether case is ignored.
-        gather: as for every metric.
+        gather: as in `Metric`.
     """
 
     scores = ("bleu",)
@@ -197,7 +203,7 @@ class Bleu(Metric):
         super().__init__(gather=gather)
         self.tokenize, self.lowercase = tokenize, lowercase
         self.signature: str | None = None
-        """How the last score came about, to be reported with it."""
+        """sacreBLEU's signature of the last score, to be reported with it."""
 
     def _score(
         self, predictions: Sequence[str], references: Sequence[str] | Sequence[Sequence[str]]
@@ -206,8 +212,8 @@ class Bleu(Metric):
         counts = {len(row) for row in rows}
         if len(counts) > 1 or 0 in counts:
             raise DataError(f"each sentence needs as many references as the others; got {sorted(counts)}")
-        tokenized = self.tokenize == "none"  # on purpose, so that no warning is due
-        bleu = BLEU(tokenize=self.tokenize, lowercase=self.lowercase, force=tokenized)
+        force = self.tokenize == "none"  # tokenized texts are intended: do not warn
+        bleu = BLEU(tokenize=self.tokenize, lowercase=self.lowercase, force=force)
         score = bleu.corpus_score(list(predictions), [list(stream) for stream in zip(*rows, strict=True)])
         self.signature = str(bleu.get_signature())
         return {
@@ -220,14 +226,14 @@ class Bleu(Metric):
 class BleuCompoundsSplit(Bleu):
     """Corpus BLEU of German, from 0 to 100, with compounds split at their hyphens.
 
-    As "Attention Is All You Need" and those that compare with it report it, by tensor2tensor's `get_ende_bleu.sh`:
-    "rich-text format" is `rich ##AT##-##AT## text format`, so that a hyphen is a word that may match. As in that
-    script a hyphen stays where a single letter lies between it and the one before. Tokens are mteval's (13a) where
-    the script has Moses', and punctuation is left as it is: numbers come near the script's and are not the same.
+    As reported by "Attention Is All You Need" and papers that compare with it, by tensor2tensor's `get_ende_bleu.sh`:
+    "rich-text format" is `rich ##AT##-##AT## text format`, so a hyphen is a word that may match. As in that script a
+    hyphen stays where a single letter separates it from the previous one. Tokens are mteval's (13a) where the script
+    has Moses', and punctuation is not normalised: scores are close to the script's, not equal.
 
     Args:
         lowercase: whether case is ignored.
-        gather: as for every metric.
+        gather: as in `Metric`.
     """
 
     scores = ("bleu_compounds_split",)
@@ -239,13 +245,13 @@ class BleuCompoundsSplit(Bleu):
         self, predictions: Sequence[str], references: Sequence[str] | Sequence[Sequence[str]]
     ) -> dict[str, float]:
         rows = [[row] if isinstance(row, str) else row for row in references]
-        found = super()._score(
+        result = super()._score(
             [_split_compounds(line) for line in predictions],
             [[_split_compounds(line) for line in row] for row in rows],
         )
         if self.signature is not None:
             self.signature = self.signature.replace("tok:none", "tok:13a-compounds-split")
-        return {"bleu_compounds_split": found["bleu"]}
+        return {"bleu_compounds_split": result["bleu"]}
 
 
 def _split_compounds(line: str) -> str:
@@ -253,11 +259,10 @@ def _split_compounds(line: str) -> str:
 
 
 class Perplexity(Metric):
-    """exp(Σ nll / Σ tokens), and the mean nll a token ("nll", in nats).
+    """exp(Σ nll / Σ tokens), and the mean negative log-likelihood of a token ("nll", in nats).
 
-    Predictions are summed negative log-likelihoods, of a row or of a batch; references are how many tokens each is
-    the sum of. Both come from `token_losses`. Where tokens are subwords, count words instead to compare with the
-    perplexities of papers.
+    Predictions are negative log-likelihoods, summed over a row or a batch; references are the numbers of tokens. Both
+    come from `token_losses`. Where tokens are subwords, count words to compare with the perplexities of papers.
     """
 
     scores = ("perplexity",)
@@ -273,15 +278,12 @@ class Perplexity(Metric):
 
 
 def token_losses(logits: Tensor, labels: Tensor, *, shift: bool = True) -> Tensor:
-    """Sum the negative log-likelihood of each row's labels.
+    """Return the summed negative log-likelihood of each row's labels, and their number, (B, 2) in float64.
 
     Args:
         logits: (B, T, V).
         labels: (B, T); −100 is no label.
         shift: whether position t predicts label t + 1, as in a decoder without an encoder; otherwise label t.
-
-    Returns:
-        Row by row the sum and the number of labels it is over, (B, 2), in double precision.
     """
     if shift:
         logits, labels = logits[:, :-1], labels[:, 1:]
@@ -289,7 +291,6 @@ def token_losses(logits: Tensor, labels: Tensor, *, shift: bool = True) -> Tenso
     return torch.stack([losses.double().sum(1), (labels != -100).double().sum(1)], dim=1)
 
 
-# name → metric
 METRICS: dict[str, type[Metric]] = {
     "accuracy": Accuracy,
     "accuracy+f1": AccuracyAndF1,
@@ -299,24 +300,20 @@ METRICS: dict[str, type[Metric]] = {
     "bleu-compounds-split": BleuCompoundsSplit,
     "perplexity": Perplexity,
 }
+"""Name → metric."""
 
 
 def load_metric(name: str, *, gather: bool = False, **options: Any) -> Metric:
-    """Make a metric, by its name and without a network.
+    """Return a metric of `METRICS`, without network access.
 
     Args:
-        name: of a metric in `METRICS`.
-        gather: whether it scores what all processes of `torch.distributed` add.
-        options: of the metric: tokenize and lowercase for BLEU.
+        name: of the metric.
+        gather: as in `Metric`.
+        options: tokenize and lowercase, for BLEU.
 
     Raises:
-        DataError: no such metric.
+        DataError: the metric is unknown.
     """
     if name not in METRICS:
         raise DataError(f"unknown metric {name!r}; expected one of {', '.join(METRICS)}")
     return METRICS[name](gather=gather, **options)
-
-
-def _check_labels(references: Sequence[int]) -> None:
-    if min(references) < 0:
-        raise DataError("a reference is −1, which stands for no label; a test split without labels cannot be scored")

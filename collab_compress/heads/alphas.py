@@ -24,14 +24,10 @@ from collab_compress.heads.sharding import refuse_sharded
 
 
 class MixedProjection(nn.Module):
-    """An output projection that mixes the heads first: Z'_i = Σ_j α_ij Z_j, then Z' ↦ Z'·Wo + bo.
+    """An output projection H·d → D that mixes the heads first: Z'_i = Σ_j α_ij Z_j, then Z' ↦ Z'·Wo + bo.
 
     Multi-Head Mixing of "Multi-Head Rotation – a Multi-Head Attention Utilisation Using Parameters Rotation and
     Linear Mixing". The heads are mixed, not the weights of `proj`, so that adapters, offloading and hooks on it work.
-
-    Args:
-        proj: the output projection, H·d → D. Its device and dtype are those of α.
-        heads: number of heads H.
     """
 
     frozen = False
@@ -76,11 +72,7 @@ class AlphasEdit:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "AlphasEdit":
-        """Rebuild the edit from what `to_dict` returned.
-
-        Raises:
-            CheckpointError: a number of heads is not a positive integer.
-        """
+        """Rebuild the edit from the result of `to_dict`, or raise a CheckpointError."""
         modules = stored_modules(data)
         for name, heads in modules.items():
             if type(heads) is not int or not 1 <= heads < LARGEST:

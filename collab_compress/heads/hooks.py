@@ -39,7 +39,7 @@ class HeadHooks:
             add_head_hook_(module, self, first=first)
 
     def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
-        """Return the head outputs (B, T, H, dv) that the module continues with."""
+        """Return the head outputs (B, T, H, dv) to continue with."""
         raise NotImplementedError
 
     def remove(self) -> None:
@@ -49,11 +49,9 @@ class HeadHooks:
         self._sites = {}
 
     def __enter__(self) -> Self:
-        """Return the hooks."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove the hooks from the model."""
         self.remove()
 
 
@@ -152,12 +150,7 @@ class Tap(HeadHooks):
         self._masks = None
 
     def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
-        """Record one call of an attention module.
-
-        Raises:
-            HeadError: reentrant gradient checkpointing runs the module without gradients, or a cache adds keys whose
-                padding is not known.
-        """
+        """Record one call of an attention module."""
         if self._masks is None:
             return outputs
         site = self._sites[call.module]

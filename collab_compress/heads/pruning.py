@@ -22,11 +22,7 @@ from collab_compress.heads.sharding import refuse_sharded
 def check_heads(
     sites: Sequence[AttentionSite], heads: Mapping[str, Collection[int]]
 ) -> list[tuple[AttentionSite, list[int]]]:
-    """Return the named modules that have heads to act on, each with its heads in ascending order.
-
-    Raises:
-        HeadError: a module or a head is not known.
-    """
+    """Return the named modules with their heads in ascending order, or raise a HeadError if one is not known."""
     known = {site.name: site for site in sites}
     if not isinstance(heads, Mapping) or not all(isinstance(chosen, Collection) for chosen in heads.values()):
         raise HeadError(f"heads are {heads!r}; expected module path → heads, as in {{{next(iter(known))!r}: [0]}}")
@@ -94,11 +90,7 @@ class PrunedEdit:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "PrunedEdit":
-        """Rebuild the edit from what `to_dict` returned.
-
-        Raises:
-            CheckpointError: a module is described wrongly.
-        """
+        """Rebuild the edit from the result of `to_dict`, or raise a CheckpointError."""
         return cls({name: from_stored(KeptHeads, kept, name) for name, kept in stored_modules(data).items()})
 
     def apply_(self, model: PreTrainedModel) -> None:

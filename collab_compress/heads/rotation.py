@@ -133,11 +133,7 @@ def _as_int(epochs: float) -> float:
 
 
 def _as_pairs(pairs: Any) -> tuple[Pair, ...]:
-    """Read pairs of heads that may be lists, as from JSON.
-
-    Raises:
-        HeadError: they are no pairs of (module, head).
-    """
+    """Read pairs of heads that may be lists, as from JSON."""
     try:
         return tuple((_as_head(one), _as_head(other)) for one, other in pairs)
     except (TypeError, ValueError) as error:
@@ -233,13 +229,7 @@ def _check_k(rotation: RotationOptions, most: int, sites: Sequence[AttentionSite
 
 @dataclass(frozen=True)
 class RotationEvent:
-    """One swap of heads.
-
-    Args:
-        epoch: when it happened, in epochs from 0.
-        reason: whether heads were swapped, or swapped back.
-        pairs: the heads.
-    """
+    """One swap of heads, at an epoch from 0, or their swap back."""
 
     epoch: float
     reason: Literal["swap", "swap-back"]
@@ -332,11 +322,7 @@ class Rotator:
         return tuple(self.history[before:])
 
     def check(self, optimizer: Any) -> None:
-        """Raise, before training, if an optimizer's state could not move with the heads.
-
-        Raises:
-            HeadError: it does not step the parameters of heads that may swap.
-        """
+        """Raise a HeadError, before training, if an optimizer's state could not move with the heads."""
         blocks: list[HeadBlock] = []
         for pair in matched_blocks(self.model, self.rotation.pairs):
             blocks += pair
@@ -357,11 +343,7 @@ class Rotator:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state; swaps nothing, for the weights saved with it are swapped already.
-
-        Raises:
-            HeadError: the state is malformed, or names heads that this model does not have.
-        """
+        """Restore a state, or raise a HeadError; swaps nothing, for the weights saved with it are swapped already."""
         try:
             latest, due, awake = state["latest"], _as_int(state["due"]), _as_int(state["awake"])
             swapped = _as_pairs(state["swapped"])

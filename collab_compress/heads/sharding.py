@@ -62,15 +62,7 @@ def _holder(parameter: Any) -> str | None:
 
 
 def refuse_pieces(where: str, parameter: Any) -> None:
-    """Raise if FSDP1 or ZeRO-3 holds a parameter.
-
-    Args:
-        where: the module that holds it, for the message.
-        parameter: the parameter, or what a module has in its place.
-
-    Raises:
-        HeadError: it does.
-    """
+    """Raise a HeadError if FSDP1 or ZeRO-3 holds a parameter of the module named `where`."""
     if holder := _holder(parameter):
         raise HeadError(
             f"{where}: {holder} keeps its weights in pieces that do not follow heads; shard the model with FSDP2 "
@@ -79,16 +71,7 @@ def refuse_pieces(where: str, parameter: Any) -> None:
 
 
 def refuse_sharded(model: nn.Module, what: str, kind: type[CollabCompressError] = HeadError) -> None:
-    """Raise if FSDP, tensor parallelism or ZeRO-3 shards a model whose modules are to change.
-
-    Args:
-        model: a Transformers model.
-        what: the call, for the message.
-        kind: class of the error.
-
-    Raises:
-        CollabCompressError: of that class.
-    """
+    """Raise an error of class `kind` if the model is sharded, before the call named `what` changes its modules."""
     reshard_(model)
     for name, parameter in model.named_parameters():
         if is_sharded(parameter) or _holder(parameter) or name.endswith("_flat_param"):

@@ -22,14 +22,7 @@ Pair: TypeAlias = tuple[Head, Head]
 
 @dataclass(frozen=True, eq=False)
 class HeadBlock:
-    """A slice of a parameter that belongs to one head.
-
-    Args:
-        parameter: the whole parameter.
-        dim: dimension along which heads lie: 0 in the storage layout of `nn.Linear`, 1 in a transposed one.
-        start: first index of the head there.
-        stop: index after its last.
-    """
+    """A slice, `start` to `stop` along `dim`, of a parameter that belongs to one head."""
 
     parameter: nn.Parameter
     dim: int
@@ -45,18 +38,12 @@ Matched: TypeAlias = tuple[HeadBlock, HeadBlock]
 
 
 def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
-    """List the parameter slices from which a head computes its output, so not the output projection.
+    """List the parameter slices from which a head computes its output, in the same order for all heads of one form.
 
-    In the dense form: its rows of the query, key and value weights and biases. In the collaborative form, where
-    heads share queries and keys: its row of the mixing matrix, its content bias, and its rows of the value weight
-    and bias. In the per-head form: its rows of queries and keys instead of a row of the mixing matrix.
-
-    Args:
-        site: the attention module.
-        head: number of the head, from 0.
-
-    Returns:
-        Blocks in the same order for every head of modules of the same form.
+    Not the output projection. In the dense form: its rows of the query, key and value weights and biases. In the
+    collaborative form, where heads share queries and keys: its row of the mixing matrix, its content bias, and its
+    rows of the value weight and bias. In the per-head form: its rows of queries and keys instead of a row of the
+    mixing matrix.
 
     Raises:
         HeadError: the module has no such head, or its parameters do not hold it, as in FSDP1 and ZeRO-3.
@@ -155,11 +142,7 @@ def swap_heads_(model: nn.Module, pairs: Sequence[Pair], optimizer: Any = None) 
 
 
 def matched_blocks(model: nn.Module, pairs: Sequence[Pair]) -> list[Matched]:
-    """Return the parameter slices of paired heads, matched.
-
-    Raises:
-        HeadError: heads cannot be swapped, as in `swap_heads_`; gradients and optimizers are not looked at.
-    """
+    """Return the matched parameter slices of paired heads, or raise a HeadError if they cannot be swapped."""
     reshard_(model)
     sites = {site.name: site for site in find_attention(model, FAMILIES)}
     seen: set[Head] = set()
@@ -180,11 +163,7 @@ def matched_blocks(model: nn.Module, pairs: Sequence[Pair]) -> list[Matched]:
 
 
 def match_heads(one: AttentionSite, i: int, other: AttentionSite, j: int) -> list[Matched]:
-    """Return the parameter slices of head i of one module and head j of another, matched.
-
-    Raises:
-        HeadError: their kinds, forms or shapes differ.
-    """
+    """Return the matched parameter slices of head i of one module and head j of another, or raise a HeadError."""
     place = f"cannot swap head {i} of {one.name} with head {j} of {other.name}"
     if one.kind != other.kind:
         raise HeadError(f"{place}: one is {one.kind} attention, the other {other.kind}; pair heads of the same kind")
@@ -209,11 +188,7 @@ def _shape(block: HeadBlock) -> str:
 
 
 def check_optimizer(optimizer: Any, blocks: Sequence[HeadBlock]) -> None:
-    """Raise if the state of an optimizer would not move with heads, or its next step would undo the swap.
-
-    Raises:
-        HeadError: it does not step all parameters of the heads.
-    """
+    """Raise a HeadError if an optimizer does not step the parameters of heads, so that it would undo a swap."""
     if optimizer is None:
         return
     inner = getattr(optimizer, "optimizer", optimizer)
@@ -273,11 +248,7 @@ def _is_zero_redundancy(optimizer: Any) -> bool:
 def _exchanged_states(matched: Sequence[Matched], optimizer: Any) -> list[tuple[Tensor, Tensor]]:
     """Exchange the optimizer state of heads between the processes of a `ZeroRedundancyOptimizer`.
 
-    Returns:
-        Views of this process's state, each with the tensor to copy there.
-
-    Raises:
-        HeadError: in all processes, if any of them refuses.
+    Returns views of this process's state, each with the tensor to copy there. What one process refuses, all refuse.
     """
     blocks = [block for pair in matched for block in pair]
     own_states: list[dict[str, Tensor]] = []

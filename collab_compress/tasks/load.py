@@ -35,16 +35,9 @@ EXPORT = "refs/convert/parquet"  # where the hub keeps conversions to Parquet
 def find_files(
     task: Task, data_dir: Path, languages: Languages, splits: Sequence[str] | None
 ) -> tuple[Layout, Files]:
-    """Return the layout of a task's files, and the files.
+    """Return the layout of a task's files, and the files, or raise a DataError that says which were expected.
 
-    Args:
-        task: the task.
-        data_dir: the task's folder, or one that holds it.
-        languages: for translation.
-        splits: required splits; if not given, all, the optional ones where they exist.
-
-    Raises:
-        DataError: no such folder, or files are missing; says which were expected.
+    If `splits` are given, all of them must exist; otherwise optional ones may be missing.
     """
     layouts = task.layouts
     if not data_dir.is_dir():
@@ -146,13 +139,6 @@ def load_hub(
     num_proc: int | None = None,
 ) -> DatasetDict:
     """Load a data set from the hub, or from its cache.
-
-    Args:
-        task: the task.
-        languages: for translation.
-        splits: splits to load; all of the task's that exist if not given.
-        progress: whether to show progress bars.
-        num_proc: number of processes; one if not given.
 
     Raises:
         DataError: the task is not on the hub, the hub cannot be reached, or its data set has other columns or splits.
@@ -329,11 +315,7 @@ def _resolve(
 
 
 def _rows(task: Task, layout: Layout, parts: Sequence[tuple[Path, ...]], split: str) -> Iterator[Row]:
-    """Read a split, with labels as numbers.
-
-    Raises:
-        DataError: a file has no rows, or anything in it is malformed.
-    """
+    """Read a split, with labels as numbers; raises a DataError where a file is malformed."""
     for paths in parts:
         empty = True
         for place, row in layout.rows(paths, split in layout.unlabelled):
@@ -352,11 +334,7 @@ def _rows(task: Task, layout: Layout, parts: Sequence[tuple[Path, ...]], split: 
 def _on_disk(
     read: Callable[[], Iterable[Row]], task: Task, layout: Layout, parts: Sequence[tuple[Path, ...]], split: str
 ) -> Dataset:
-    """Read a split into the cache of `datasets`, unless it is there, and memory-map it.
-
-    Raises:
-        DataError: as `_rows`, or the cache cannot be written.
-    """
+    """Read a split into the cache of `datasets`, unless it is there, and memory-map it."""
     stats = []
     for path in (path for paths in parts for path in paths):
         files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path.resolve()]

@@ -53,15 +53,9 @@ LOSSES: dict[str, Loss] = {
 
 
 class HeadLosses:
-    """Evaluate losses on the heads of each forward pass.
+    """Evaluate losses on the heads of each forward pass, or only of those in training mode.
 
-    Args:
-        model: stock or edited.
-        losses: any name → a loss in `LOSSES`, and its kinds of attention.
-        training: evaluate only passes in training mode.
-
-    Raises:
-        UnsupportedModelError: the model has no attention of a loss's kinds.
+    `losses` maps any name to a loss in `LOSSES` and its kinds of attention.
     """
 
     def __init__(

@@ -201,11 +201,9 @@ class HeadSession:
         self._dropheads, self._losses, self._alphas, self._closed = [], None, None, True
 
     def __enter__(self) -> "HeadSession":
-        """Return the session."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the session."""
         self.close()
 
     @property
@@ -229,14 +227,6 @@ class AlphasTraining:
 
     Frozen alphas stay in the optimizer and in the graph, so that distributed training always sees the same
     parameters; their gradient is zero, and removed before the optimizer steps.
-
-    Args:
-        projections: the output projections with alphas (H, H).
-        options: when and how alphas train.
-        optimizer: the one that steps them.
-
-    Raises:
-        HeadError: there are none, they do not require gradients, or the optimizer does not step them.
     """
 
     def __init__(self, projections: Sequence[MixedProjection], options: AlphasOptions, optimizer: Any) -> None:
