@@ -22,6 +22,15 @@ from collab_compress.training import HeadTraining
 
 MOST_STEPS = 10**9
 
+LARGEST_FILE = 1 << 20
+"""Most bytes of a recipe's file."""
+
+MOST_VALUES = 100_000
+"""Most values of a recipe, each alias counted wherever it stands."""
+
+UNUSABLE = re.compile("[\0\ud800-\udfff]")
+"""Characters that no name of a file can have."""
+
 OWN_ARGUMENTS = {
     "output_dir": "output",
     "seed": "seed",
@@ -380,7 +389,9 @@ def problems_of(error: ValidationError, options_class: Any = None) -> str:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        if path.exists() and (not path.is_file() or path.stat().st_size > LARGEST_FILE):
+            raise RecipeError(f"cannot read the recipe {path}: expected a regular file of at most 1 MiB")
+        data = _yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise RecipeError(f"cannot read the recipe {path}: {_one_line(error)}") from error
     if not isinstance(data, dict):
@@ -406,9 +417,27 @@ def set_field(data: dict[str, Any], override: str) -> None:
         inner[part] = dict(value)  # a copy: aliases in the file may share it
         inner = inner[part]
     try:
-        inner[last] = yaml.load(text, _Loader)
+        inner[last] = _yaml(text)
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise RecipeError(f"{override[:80]!r}: the value is not YAML: {_one_line(error)}") from error
+
+
+def _yaml(text: str) -> Any:
+    """Read YAML whose aliases do not multiply without bound, and whose texts can be names of files."""
+    document = yaml.load(text, _Loader)
+    values, count = [document], 0
+    while values:
+        value = values.pop()
+        count += 1
+        if count > MOST_VALUES:
+            raise ValueError(f"it holds more than {MOST_VALUES:,} values, aliases expanded")
+        if isinstance(value, str) and UNUSABLE.search(value):
+            raise ValueError(f"{value[:60]!r} holds NUL characters or surrogates")
+        if isinstance(value, dict):
+            values += [*value, *value.values()]
+        elif isinstance(value, list):
+            values += value
+    return document
 
 
 def _one_line(error: Exception) -> str:

@@ -137,6 +137,7 @@ def _check_size(model_class: type[PreTrainedModel], config: PretrainedConfig) ->
         if "layer" in name and isinstance(value, int) and value > MOST_LAYERS:
             raise RecipeError(f"the config of the fresh model has {name} {value}; expected at most {MOST_LAYERS}")
     try:
+        getattr(config, "validate", dict)()  # else it could not be saved; not every config has it
         with torch.device("meta"):
             size = 4 * model_class(config).num_parameters()
     except Exception as error:  # any family of Transformers raises its own

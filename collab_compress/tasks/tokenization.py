@@ -21,6 +21,7 @@ from collab_compress.tasks.load import process_count, progress_bars
 PAD, UNKNOWN, START, END = SPECIAL = ("<pad>", "<unk>", "<s>", "</s>")
 MASK = "<mask>"
 KINDS = ("bpe", "unigram", "word")
+LARGEST_VOCABULARY = 10_000_000
 Data = TypeVar("Data", Dataset, DatasetDict)
 
 
@@ -59,8 +60,11 @@ def train_tokenizer(
     if vocab_size is None and kind != "word":
         raise DataError(f"a tokenizer of kind {kind!r} needs a vocab_size")
     special = [*SPECIAL, MASK] if mask else [*SPECIAL]
-    if vocab_size is not None and vocab_size <= len(special):
-        raise DataError(f"vocab_size is {vocab_size}; expected more than the {len(special)} special tokens")
+    if vocab_size is not None and not len(special) < vocab_size <= LARGEST_VOCABULARY:
+        raise DataError(
+            f"vocab_size is {vocab_size}; expected more than the {len(special)} special tokens, up to "
+            f"{LARGEST_VOCABULARY:,}"
+        )
     options: dict[str, Any] = {
         "vocab_size": 2**31 - 1 if vocab_size is None else vocab_size,
         "special_tokens": special,

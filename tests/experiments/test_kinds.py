@@ -401,6 +401,11 @@ def test_a_tracker_that_is_not_there(text, tmp_path):
     ("settings", "error", "message"),
     [
         (["fresh.tokenizer=letters"], DataError, "unknown kind of tokenizer 'letters'"),
+        (
+            ["fresh={config: {model_type: llama, output_attentions: true}}"],
+            RecipeError,
+            "no LlamaForCausalLM can be built from the config: .*output_attentions",
+        ),
         (["attn_implementation=magic"], RecipeError, "cannot be loaded for text: .*magic"),
         (["tuning=null", "compression.dk=12"], RecipeError, "a fresh model is trained first; give tuning"),
     ],

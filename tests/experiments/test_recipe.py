@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,9 @@ def test_every_recipe_in_the_repository_reads():
         ("heads.penalties=[{name: q}]", "unknown loss 'q'"),
         ("compression.dk=0", "dk is 0; expected at least 1"),
         ("compression.solver.sweeps=1e30", r"compression\.solver\.sweeps is 1e\+30; expected a valid integer"),
+        ('output="a\\0"', r"'a\\x00' holds NUL characters or surrogates"),
+        ('tuning={arguments: {run_name: "\\ud800"}}', r"'\\ud800' holds NUL characters or surrogates"),
+        ("files={train: &a [x, *a]}", "more than 100,000 values"),
         ("calibration_options.sequences=0", "sequences is 0; expected at least 1"),
         ("recovery={steps: 0}", "steps is 0; expected a number from 1 to 1000000000"),
         ("recovery={learning_rate: 2}", r"learning_rate is 2\.0; expected a number above 0, up to 1"),
@@ -164,6 +168,11 @@ def test_a_file_that_is_no_recipe(tmp_path):
         with pytest.raises(RecipeError, match="cannot read the recipe") as caught:
             read_recipe(tmp_path / f"{name}.yaml")
         assert "\n" not in str(caught.value)
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "long.yaml").write_text("# " + "x" * 2**20)
+    for name in ("pipe.yaml", "long.yaml"):
+        with pytest.raises(RecipeError, match=rf"{name}: expected a regular file of at most 1 MiB"):
+            read_recipe(tmp_path / name)
     (tmp_path / "twice.yaml").write_text("task: mrpc\nmodel: a\noutput: b\nseed: 1\nseed: 2\n")
     with pytest.raises(RecipeError, match=r"twice\.yaml: seed stands there twice .*line 1"):
         read_recipe(tmp_path / "twice.yaml")
