@@ -54,20 +54,16 @@ def attention_maps(
 ) -> dict[str, AttentionMap]:
     """Return the attention probabilities of each head in a text ("Inter-Head Diversity", Figure 1).
 
+    Other arguments, keys and errors are those of `head_covariances`.
+
     Args:
         model: stock or edited; reads tokens.
         tokenizer: of the model.
         text: input of the model, or a pair of texts.
         target: input of an encoder–decoder's decoder, after its start token; required there.
-        kinds: attention types.
-
-    Returns:
-        Module path → map. A module that serves several layers (ALBERT) has one for each use, `path[0]`, `path[1]`, ….
 
     Raises:
         HeadError: a target is missing, or the model has no decoder to read it.
-        CalibrationError: the model cannot run on the text.
-        UnsupportedModelError: the model's family is not known, or it has no attention of these types.
     """
     batch = _batch(model, tokenizer, text, target)
     sources = _tokens(tokenizer, batch["input_ids"])

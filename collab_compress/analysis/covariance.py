@@ -75,9 +75,7 @@ class JointCovariance:
         Raises:
             HeadError: they are not matrices of equal length, have fewer than two tokens, or are not finite.
         """
-        if not representations or any(x.ndim != 2 or len(x) != len(representations[0]) for x in representations):
-            shapes = ", ".join(str(tuple(x.shape)) for x in representations)
-            raise HeadError(f"representations do not fit together: got {shapes}; expected (N, d), all of the same N")
+        check_representations(representations)
         running = RunningCovariance("layer")
         running.add([(str(place), x[:, None]) for place, x in enumerate(representations)])
         return replace(running.result("representations"), leading=leading)
@@ -137,6 +135,13 @@ class JointCovariance:
             raise HeadError(f"cannot join {len(self.widths)} blocks into {len(labels)} of {list(sizes)}")
         widths = tuple(int(part.sum()) for part in torch.tensor(self.widths).split(list(sizes)))
         return replace(self, labels=tuple(labels), widths=widths, leading=leading)
+
+
+def check_representations(representations: Sequence[Tensor]) -> None:
+    """Raise a HeadError if representations are not matrices (N, d_i) of the same N."""
+    if not representations or any(x.ndim != 2 or len(x) != len(representations[0]) for x in representations):
+        shapes = ", ".join(str(tuple(x.shape)) for x in representations)
+        raise HeadError(f"representations do not fit together: got {shapes}; expected (N, d), all of the same N")
 
 
 def rounding_variance(power: Tensor, width: Tensor | int, precision: float) -> Tensor:
@@ -224,43 +229,25 @@ class RunningCovariance:
 
 
 class Covariances:
-    """The `Observer` behind `head_covariances`."""
+    """The `Observer` behind `head_covariances` and, with all modules together, `layer_covariance`."""
 
-    def __init__(self, part: Part = "outputs", kinds: Collection[Kind] = KINDS) -> None:
-        self.part, self.kinds = part, kinds
-        self._running: dict[Use, RunningCovariance] = {}
+    def __init__(
+        self, part: Part = "outputs", kinds: Collection[Kind] = KINDS, *, unit: Unit = "head", together: bool = False
+    ) -> None:
+        self.part, self.kinds, self.unit, self.together = part, kinds, unit, together
+        self._running: dict[str, RunningCovariance] = {}
 
     def add(self, readings: Readings) -> None:
         """Add the readings of one batch."""
-        for use, reading in readings:
-            if reading.site.kind in self.kinds:
-                vectors = unpadded_vectors(reading, self.part)
-                self._running.setdefault(use, RunningCovariance()).add([("", vectors)])
+        uses = {use: unpadded_vectors(read, self.part) for use, read in readings if read.site.kind in self.kinds}
+        vectors = list(by_name(uses).items())
+        groups = {"the layers": vectors} if self.together else {name: [(name, heads)] for name, heads in vectors}
+        for name, group in groups.items():
+            self._running.setdefault(name, RunningCovariance(self.unit)).add(group)
 
     def result(self) -> dict[str, JointCovariance]:
-        """Return the covariance of each module's heads."""
-        joints = {}
-        for use, running in self._running.items():
-            joint = running.result(use.name)
-            joints[use] = replace(joint, labels=tuple(map(str, range(len(joint.labels)))))
-        return by_name(joints)
-
-
-class LayerCovariance:
-    """The `Observer` behind `layer_covariance`."""
-
-    def __init__(self, unit: Unit = "layer", part: Part = "outputs", kinds: Collection[Kind] = KINDS) -> None:
-        self.part, self.kinds = part, kinds
-        self._running = RunningCovariance(unit)
-
-    def add(self, readings: Readings) -> None:
-        """Add the readings of one batch."""
-        vectors = {use: unpadded_vectors(read, self.part) for use, read in readings if read.site.kind in self.kinds}
-        self._running.add(list(by_name(vectors).items()))
-
-    def result(self) -> JointCovariance:
-        """Return the covariance of all layers."""
-        return self._running.result("the layers")
+        """Return the covariance of each module, or of all together; heads are labelled `module:head`."""
+        return {name: running.result(name) for name, running in self._running.items()}
 
 
 class Samples:
@@ -317,7 +304,8 @@ def head_covariances(
         CalibrationError: the model does not take the batches.
         UnsupportedModelError: the model's family is not known, or it has no attention of these types.
     """
-    return observe(model, batches, Covariances(part), kinds, modules, progress).result()
+    joints = observe(model, batches, Covariances(part), kinds, modules, progress).result()
+    return {name: replace(joint, labels=tuple(map(str, range(len(joint.labels))))) for name, joint in joints.items()}
 
 
 def head_samples(
@@ -370,7 +358,9 @@ def layer_covariance(
     Raises:
         HeadError: layers see different tokens.
     """
-    return observe(model, batches, LayerCovariance(unit, part), kinds, modules, progress).result()
+    together = Covariances(part, unit=unit, together=True)
+    (joint,) = observe(model, batches, together, kinds, modules, progress).result().values()
+    return joint
 
 
 def model_covariances(

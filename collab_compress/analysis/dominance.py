@@ -89,6 +89,8 @@ def dominant_heads(
 ) -> Dominance:
     """Return how the score changes when one head at a time is silenced ("Scheduled DropHead", Table 4).
 
+    Other arguments and errors are those of `head_covariances`.
+
     Args:
         model: stock or edited; its heads may be masked already.
         score: function from a model to its score, as BLEU or accuracy; called once for all heads, and once without
@@ -96,15 +98,12 @@ def dominant_heads(
         batches: in place of a score: keyword arguments for the model, read once. The score is then the drift of the
             outputs, ‖without − with‖ / ‖with‖ over tokens that are no padding; less is better.
         greater_is_better: whether a greater `score` is better; False for perplexity.
-        kinds: attention types.
         heads: module path → the one head to silence there, as a dominant head on other data; every head of every
             module if not given.
         progress: as for `with_progress`, over scores, or over batches for the drift.
 
     Raises:
         HeadError: neither or both of score and batches, or a score that is no finite number.
-        CalibrationError: the model does not take the batches.
-        UnsupportedModelError: the model's family is not known, or it has no attention of these types.
     """
     sites = find_attention(model, FAMILIES, kinds=kinds)
     every = [(site.name, head) for site in sites for head in range(site.heads)]

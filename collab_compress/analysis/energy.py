@@ -213,7 +213,8 @@ def head_energy(
     Figure 1 of "Multi-Head Attention: Collaborate Instead of Concatenate". With batches it is the energy of the
     weights' outputs on their inputs, weighted as in a conversion: $S_Q W_Q$, $S_K W_K$ and
     $S_Q W_Q W_K^\top S_K^\top$, where $S^\top S$ is the inputs' covariance plus damping. Most directions of the
-    weights never meet an input, so these curves rise faster.
+    weights never meet an input, so these curves rise faster. Other arguments and errors are those of
+    `head_covariances`.
 
     Args:
         model: stock or converted; in a converted one heads are $\tilde W_Q \operatorname{diag}(m_i)$ and
@@ -221,16 +222,12 @@ def head_energy(
         batches: keyword arguments for the model, to weigh by; None for bare weights. Padding does not count.
         centre: weigh by covariances, else by second moments.
         damping: share of the mean variance that is added to every direction.
-        kinds: attention types.
-        progress: as for `head_covariances`.
 
     Returns:
         Module path → curves, in float64; 1 throughout for weights that are zero.
 
     Raises:
         HeadError: weights or inputs allow no such weighting.
-        CalibrationError: the model does not take the batches, or a module saw no token.
-        UnsupportedModelError: the model's family is not known, or it has no attention of these types.
     """
     modules = score_parts(model, kinds)
     moments = _moments_of(model, [parts.site for parts in modules], batches, progress)
@@ -359,7 +356,7 @@ def feed_forward_energy(
         batches: keyword arguments for the model, at least two sequences. Padding does not count.
         blocks: its feed-forward blocks, where they are known already.
         damping: share of the activations' mean variance that is added to each variance.
-        progress: True for a bar, or a function of the number of finished blocks and their total.
+        progress: as for `with_progress`, over blocks.
 
     Returns:
         Path of the layer that reads the neurons → curve, in float64; no error where the output never varies.

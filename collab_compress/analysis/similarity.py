@@ -9,7 +9,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from collab_compress.analysis.covariance import JointCovariance, mean_over_pairs, rounding_variance
+from collab_compress.analysis.covariance import (
+    JointCovariance,
+    check_representations,
+    mean_over_pairs,
+    rounding_variance,
+)
 from collab_compress.errors import HeadError
 
 Kernel = Literal["linear", "rbf"]
@@ -232,9 +237,7 @@ def _hsic(centred: Tensor, widths: Tensor | None, unbiased: bool) -> Tensor:
 
 def _stack(representations: Sequence[Tensor]) -> Tensor:
     """Stack matrices (N, d_i) as heads (N, n, d), padded with zeros, which change no kernel."""
-    if len({(x.ndim, len(x)) for x in representations}) != 1 or representations[0].ndim != 2:
-        shapes = ", ".join(str(tuple(x.shape)) for x in representations)
-        raise HeadError(f"representations do not fit together: got {shapes}; expected (N, d), all of the same N")
+    check_representations(representations)
     width = max(x.shape[1] for x in representations)
     return torch.stack([torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in representations], 1)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.analysis import Discrepancy, confidence, mean_over_pairs, with_progress
-from collab_compress.analysis.covariance import Covariances, LayerCovariance, Samples
+from collab_compress.analysis.covariance import Covariances, Samples
 from collab_compress.analysis.diversity import Coefficients, Discrepancies
 from collab_compress.analysis.stream import Observer, Progress, observed
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
@@ -37,25 +37,23 @@ class HeadMeasures:
         context: data and options.
         model: one of the context's models.
         name: of the model.
-        similar: whether to gather covariances too: `layers`, by head, of modules that read the same tokens, and
-            `heads`, of modules that are too wide together.
+        similar: whether to gather covariances too: of modules that read the same tokens together, except where they
+            are too wide.
     """
 
     def __init__(self, context: ReportContext, model: PreTrainedModel, name: str, similar: bool) -> None:
         self.name = name
         self.samples = Samples(context.options.kernel_tokens, context.options.seed)  # same tokens in both models
-        self.layers: list[LayerCovariance] = []
-        self.heads: list[Covariances] = []
+        self.covariances: list[Covariances] = []
         for kinds in SAME_TOKENS if similar else ():
             sites = [site for site in find_attention(model, FAMILIES) if site.kind in kinds]
             # a single module may serve all layers (ALBERT)
             uses = getattr(model.config, "num_hidden_layers", 1) if len(sites) == 1 else 1
-            if sites and uses * sum(site.width for site in sites) <= WIDEST:
-                self.layers.append(LayerCovariance("head", kinds=kinds))
-            elif sites:
-                self.heads.append(Covariances(kinds=kinds))
+            if sites:
+                together = uses * sum(site.width for site in sites) <= WIDEST
+                self.covariances.append(Covariances(kinds=kinds, together=together))
         distances, overlaps = Discrepancies(), Coefficients()
-        observers: list[Observer] = [self.samples, distances, overlaps, *self.layers, *self.heads]
+        observers: list[Observer] = [self.samples, distances, overlaps, *self.covariances]
         with closing(observed(model, context.batches, observers)) as watched:
             batches = with_progress(watched, context.progress(f"heads of {name}"), "heads")
             self.confidence = confidence(model, batches, exclude=_end_tokens(context.tokenizer, model))

@@ -79,11 +79,11 @@ def _cells(heat: Heatmap, picture: Heatmaps, transform: str) -> str:
     with_values = size <= WITH_VALUES and size * len(picture.maps) <= 12 * WITH_VALUES
     shades: dict[tuple[str, int], list[str]] = defaultdict(list)
     for row, values in enumerate(heat.values):
-        of_cells = [_shade(value, picture) for value in values]
+        of_cells = [shade(value, picture) for value in values]
         for cell_shade, run in groupby(range(len(values)), of_cells.__getitem__):
             columns = list(run)
             if cell_shade is not None and with_values:
-                shades[cell_shade] += [_cell_with_value(heat, picture, row, column) for column in columns]
+                shades[cell_shade] += [_cell_with_value(heat, row, column) for column in columns]
             elif cell_shade is not None:
                 shades[cell_shade].append(f"M{columns[0]} {row}h{len(columns)}v1h-{len(columns)}z")
     groups = []
@@ -93,25 +93,22 @@ def _cells(heat: Heatmap, picture: Heatmaps, transform: str) -> str:
     return f'<g shape-rendering="crispEdges" transform="{transform}">{"".join(groups)}</g>'
 
 
-def _shade(value: float | None, picture: Heatmaps) -> tuple[str, int] | None:
-    return None if value is None else shade(value, picture.low, picture.high, picture.scale == "diverging")
-
-
-def shade(value: float, low: float, high: float, diverging: bool) -> tuple[str, int]:
+def shade(value: float | None, picture: Heatmaps) -> tuple[str, int] | None:
     """Return the hue of a value, and its strength from 0 to `LEVELS`."""
-    if diverging:
-        reach = max(abs(low), abs(high))
-        share = abs(value) / reach if reach else 0.0
-        hue = "minus" if value < 0 else "plus"
-    else:
-        share, hue = ((value - low) / (high - low) if high > low else 0.0), "plus"
+    if value is None:
+        return None
+    low, high, hue = picture.low, picture.high, "plus"
+    if picture.scale == "diverging":
+        low, high, hue = 0.0, max(abs(low), abs(high)), "minus" if value < 0 else "plus"
+        value = abs(value)
+    share = (value - low) / (high - low) if high > low else 0.0
     return hue, round(LEVELS * min(max(share, 0.0), 1.0))
 
 
-def _cell_with_value(heat: Heatmap, picture: Heatmaps, row: int, column: int) -> str:
+def _cell_with_value(heat: Heatmap, row: int, column: int) -> str:
     row_name = heat.rows[row] if heat.rows else str(row)
     column_name = heat.columns[column] if heat.columns else str(column)
-    text = f"{row_name} × {column_name}: {short(heat.values[row][column])} {picture.unit}".rstrip()
+    text = f"{row_name} × {column_name}: {short(heat.values[row][column])}"
     return f'<rect x="{column}" y="{row}" width="1" height="1"><title>{escape(text)}</title></rect>'
 
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 import transformers
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from collab_compress.checkpoint.directory import atomic_directory
 from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.report import drawing
 from collab_compress.report.context import ReportContext
-from collab_compress.report.section import Cell, Heatmaps, Section, Table, written
+from collab_compress.report.section import Cell, Section, Table, written
 from collab_compress.report.sections import SECTIONS
 
 DIGITS = 6  # significant digits of numbers in files
@@ -150,7 +150,7 @@ def render_page(result: ReportResult) -> str:
     texts = [*result.actions, *result.highlights, *(section.reading for section in result.sections)]
     used = {term for text in texts for term in TERM.findall(text)}
     glossary = {term: meaning for term, meaning in GLOSSARY.items() if term in used}
-    return _templates().get_template("page.html").render(result=result, glossary=glossary)
+    return _template().render(result=result, glossary=glossary, drawing=drawing)
 
 
 def explained(text: str) -> str:
@@ -168,33 +168,13 @@ def explained(text: str) -> str:
 
 
 @cache
-def _templates() -> Environment:
+def _template() -> Template:
+    loader = PackageLoader("collab_compress.report")
     environment = Environment(
-        loader=PackageLoader("collab_compress.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {
-        "written": written,
-        "explained": explained,
-        "numeric": _numeric,
-        "maps": drawing.draw_heatmaps,
-        "panels": drawing.draw_panels,
-        "colours": drawing.colours_of,
-    }
-    environment.tests |= {
-        "heatmaps": lambda picture: isinstance(picture, Heatmaps),
-        "narrow": drawing.is_narrow,
-        "many": drawing.has_many,
-    }
-    return environment
-
-
-def _numeric(table: Table) -> list[bool]:
-    """Return for each column whether it holds numbers, which are aligned to the right."""
-    return [all(not isinstance(row[place], str) for row in table.rows) for place in range(len(table.columns))]
+    environment.filters |= {"written": written, "explained": explained}
+    return environment.get_template("page.html")
 
 
 def write_report(result: ReportResult, directory: Path) -> None:

@@ -22,8 +22,6 @@ def written(cell: Cell) -> str:
         return NONE
     if isinstance(cell, str):
         return cell
-    if isinstance(cell, bool):
-        return "yes" if cell else "no"
     return f"{cell:,}".replace("-", "−") if isinstance(cell, int) else short(cell)
 
 
@@ -47,36 +45,31 @@ def finite(values: Numbers) -> tuple[float | None, ...]:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its heading, and the unit of its numbers, as `ms` or `%`."""
+    """A column of a table."""
 
     name: str
-    unit: str = ""
+    unit: str = ""  # of its numbers, as `ms` or `%`
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
+    """A table; numbers that are not finite become None, which is shown as –."""
 
-    Args:
-        name: short name, for files.
-        title: one line.
-        columns: headings.
-        rows: a cell for each column; numbers that are not finite become None, which is shown as –.
-    """
-
-    name: str
+    name: str  # short, for files
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
 
     def __post_init__(self) -> None:
-        rows = tuple(
-            tuple(None if isinstance(cell, float) and not isfinite(cell) else cell for cell in row)
-            for row in self.rows
-        )
+        rows = tuple(tuple(map(_finite_cell, row)) for row in self.rows)
         if any(len(row) != len(self.columns) for row in rows):
             raise ValueError(f"table {self.name}: expected {len(self.columns)} cells in every row")
         object.__setattr__(self, "rows", rows)
+
+    @property
+    def numeric(self) -> list[bool]:
+        """Whether each column holds numbers, which are aligned to the right."""
+        return [all(not isinstance(row[place], str) for row in self.rows) for place in range(len(self.columns))]
 
     @classmethod
     def of(cls, name: str, title: str, records: Sequence[Mapping[str, Cell]]) -> Table:
@@ -86,65 +79,41 @@ class Table:
         return cls(name, title, columns, tuple(tuple(record.values()) for record in records))
 
 
+def _finite_cell(cell: Cell) -> Cell:
+    return None if isinstance(cell, float) and not isfinite(cell) else cell
+
+
 @dataclass(frozen=True)
 class Heatmap:
-    """One matrix of a picture.
+    """One matrix of a picture."""
 
-    Args:
-        title: one or two words.
-        values: (rows, columns); None is left blank.
-        rows: names of the rows; empty for none.
-        columns: names of the columns; empty for none.
-    """
-
-    title: str
-    values: tuple[tuple[float | None, ...], ...]
-    rows: tuple[str, ...] = ()
+    title: str  # one or two words
+    values: tuple[tuple[float | None, ...], ...]  # (rows, columns); None is left blank
+    rows: tuple[str, ...] = ()  # their names; empty for none
     columns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Heatmaps:
-    """A picture of matrices on one scale.
-
-    Args:
-        title: what it shows.
-        reading: how to read it, in one line.
-        source: the paper's short name and figure, or another origin.
-        maps: the matrices.
-        low: value of the palest cell, or of the lowest on a diverging scale.
-        high: value of the strongest cell.
-        scale: one hue, or two that meet at 0.
-        row_label: what rows are.
-        column_label: what columns are.
-        unit: of the values.
-    """
+    """A picture of matrices on one scale."""
 
     title: str
-    reading: str
-    source: str
+    reading: str  # how to read it, in one line
+    source: str  # the paper's short name and figure, or another origin
     maps: Sequence[Heatmap]
-    low: float = 0.0
-    high: float = 1.0
-    scale: Scale = "sequential"
+    low: float = 0.0  # value of the palest cell, or of the lowest on a diverging scale
+    high: float = 1.0  # value of the strongest cell
+    scale: Scale = "sequential"  # one hue, or two that meet at 0
     row_label: str = "head"
     column_label: str = "head"
-    unit: str = ""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve.
+    """One curve; numbers that are not finite become None and interrupt it."""
 
-    Args:
-        name: for the legend; curves of the same name share a colour. A curve without a name has no entry.
-        x: ascending.
-        y: of the same length; numbers that are not finite become None and interrupt the curve.
-        weight: style of the line.
-    """
-
-    name: str
-    x: Sequence[float | None]
+    name: str  # for the legend; curves of one name share a colour, a curve without a name has no entry
+    x: Sequence[float | None]  # ascending
     y: Sequence[float | None]
     weight: Weight = "line"
 
@@ -157,37 +126,25 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves in one coordinate system, drawn in this order; the title is one or two words."""
+    """Curves in one coordinate system, drawn in this order."""
 
-    title: str
+    title: str  # one or two words
     curves: Sequence[Curve]
 
 
 @dataclass(frozen=True)
 class Curves:
-    """A picture of curves, in panels side by side on the same scale of y.
-
-    Args:
-        title: what it shows.
-        reading: how to read it, in one line.
-        source: as for `Heatmaps`.
-        panels: coordinate systems.
-        x_label: what x is, with its unit.
-        y_label: what y is, with its unit.
-        bottom: least y of the axis, or None to fit.
-        top: greatest y of the axis, or None to fit.
-        log: whether both axes are logarithmic.
-    """
+    """A picture of curves, in panels side by side on the same scale of y."""
 
     title: str
-    reading: str
-    source: str
+    reading: str  # how to read it, in one line
+    source: str  # as for `Heatmaps`
     panels: Sequence[Panel]
     x_label: str
     y_label: str
-    bottom: float | None = None
+    bottom: float | None = None  # least y of the axis, or None to fit
     top: float | None = None
-    log: bool = False
+    log: bool = False  # both axes
 
 
 Picture: TypeAlias = Heatmaps | Curves
@@ -195,27 +152,16 @@ Picture: TypeAlias = Heatmaps | Curves
 
 @dataclass(frozen=True)
 class Section:
-    """The results of one group of measures.
+    """The results of one group of measures."""
 
-    Args:
-        name: short name, for options and files.
-        title: heading.
-        reading: what is measured, on how much data, and what it does not show.
-        source: the papers' short names and sections.
-        tables: tables.
-        pictures: pictures.
-        highlights: the most important numbers, a sentence each.
-        actions: what to do about the results, a sentence each.
-    """
-
-    name: str
+    name: str  # short, for options and files
     title: str
-    reading: str
-    source: str
+    reading: str  # what is measured, on how much data, and what it does not show
+    source: str  # the papers' short names and sections
     tables: Sequence[Table] = ()
     pictures: Sequence[Picture] = ()
-    highlights: Sequence[str] = ()
-    actions: Sequence[str] = ()
+    highlights: Sequence[str] = ()  # the most important numbers, a sentence each
+    actions: Sequence[str] = ()  # what to do about the results, a sentence each
 
 
 def heatmap(

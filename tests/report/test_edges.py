@@ -134,6 +134,15 @@ def test_layers_with_one_head_and_with_several(bert, context):
     assert heads.rows[1][1] is not None
 
 
+def test_layers_too_wide_together_are_not_compared(context, result, monkeypatch):
+    monkeypatch.setattr("collab_compress.report.context.WIDEST", 1)
+    found = make_report(ReportContext(context.model, context.batches, options=context.options), ["similarity"])
+    rows, expected = found.table("similarity", "heads"), result.table("similarity", "heads")
+    assert [row["most similar heads"] for row in rows] == [row["most similar heads"] for row in expected]
+    assert [row["CKA, linear"] for row in rows] == pytest.approx([row["CKA, linear"] for row in expected])
+    assert not any(picture.title == "Similarity of layers" for picture in found.sections[0].pictures)
+
+
 def test_models_of_different_depths(bert, context):
     other = bert(layers=1)
     found = make_report(

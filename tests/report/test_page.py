@@ -161,18 +161,19 @@ def test_large_maps_are_drawn_in_runs():
 
 
 @pytest.mark.parametrize(
-    ("value", "low", "high", "diverging", "expected"),
+    ("value", "low", "high", "scale", "expected"),
     [
-        (0.5, 0, 1, False, ("plus", 12)),
-        (2, 0, 1, False, ("plus", 24)),
-        (5, 5, 5, False, ("plus", 0)),
-        (-1, -2, 1, True, ("minus", 12)),
-        (1, -2, 1, True, ("plus", 12)),
-        (0, 0, 0, True, ("plus", 0)),
+        (0.5, 0, 1, "sequential", ("plus", 12)),
+        (2, 0, 1, "sequential", ("plus", 24)),
+        (5, 5, 5, "sequential", ("plus", 0)),
+        (-1, -2, 1, "diverging", ("minus", 12)),
+        (1, -2, 1, "diverging", ("plus", 12)),
+        (0, 0, 0, "diverging", ("plus", 0)),
+        (None, 0, 1, "sequential", None),
     ],
 )
-def test_shades(value, low, high, diverging, expected):
-    assert shade(value, low, high, diverging) == expected
+def test_shades(value, low, high, scale, expected):
+    assert shade(value, Heatmaps("P", "R.", "S", [], low, high, scale)) == expected
 
 
 def test_curves_and_their_dots_say_what_they_are():

@@ -7,14 +7,8 @@ from math import inf
 
 from transformers import PreTrainedModel
 
-from collab_compress.analysis import (
-    Latency,
-    MapCost,
-    feed_forward_costs,
-    module_costs,
-    module_latency,
-    paper_table_1,
-)
+from collab_compress import analysis
+from collab_compress.analysis import Latency, MapCost
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.conversion.compress import compress
 from collab_compress.conversion.expand import expand
@@ -41,7 +35,7 @@ def cost(context: ReportContext) -> Section:
         widths = {}
     elif not widths:
         widths = {"dk": max(1, min(site.width for site in context.sites) // 3)}
-    modules = module_costs(context.model, LENGTH, dk=widths.get("dk"), dv=widths.get("dv"))
+    modules = analysis.module_costs(context.model, LENGTH, dk=widths.get("dk"), dv=widths.get("dv"))
     blocks: dict[str, MapCost] = {}
     try:
         blocks = _block_costs(context, LENGTH)
@@ -95,7 +89,7 @@ def cost(context: ReportContext) -> Section:
         tables.append(table)
         pictures.append(picture)
     title = "Table 1 of Collaborate: a whole layer at T = 128, without biases"
-    tables.append(Table.of("table-1", title, paper_table_1()))
+    tables.append(Table.of("table-1", title, analysis.paper_table_1()))
     requested = " and ".join(f"{name} = {width}" for name, width in widths.items())
     subject = f"dense modules, modules with {requested}" if requested else "converted modules as they are"
     narrower = next((block.width for block in blocks.values() if block.width is not None), None)
@@ -127,7 +121,7 @@ def _block_costs(context: ReportContext, length: int) -> dict[str, MapCost]:
     dff = context.options.dff
     if dff is None and not context.converted:
         dff = max(1, min(block.width for block in context.blocks) // 2)
-    return feed_forward_costs(context.model, context.blocks, length, dff=dff)
+    return analysis.feed_forward_costs(context.model, context.blocks, length, dff=dff)
 
 
 def _cost_cells(cost: MapCost) -> dict[str, Cell]:
@@ -166,7 +160,7 @@ def _parts_table(parts: Mapping[str, list[MapCost]]) -> Table:
 def _operations(context: ReportContext, widths: Mapping[str, int], with_blocks: bool) -> Curves:
     counted: dict[str, list[tuple[float, float]]] = {}
     for length in COUNTED:
-        modules = module_costs(context.model, length, dk=widths.get("dk"), dv=widths.get("dv"))
+        modules = analysis.module_costs(context.model, length, dk=widths.get("dk"), dv=widths.get("dv"))
         parts = {"queries and keys": [module.scores for module in modules]}
         if any(module.values.width for module in modules):
             parts["values and outputs"] = [module.values for module in modules]
@@ -209,7 +203,7 @@ def _latencies(context: ReportContext, widths: Mapping[str, int]) -> list[Latenc
     else:
         (image,) = context.first(1)
         lengths, inputs = [_token_count(model, image)], lambda _: image
-    return module_latency(
+    return analysis.module_latency(
         dense,
         converted,
         lengths,

@@ -5,24 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from collab_compress.analysis import (
-    Dominance,
-    PruningPoint,
-    alpha_matrices,
-    content_share,
-    dominant_heads,
-    effective_rank,
-    mixing_matrices,
-    pruning_curve,
-    skew_symmetry,
-    split_rows,
-    with_progress,
-)
-from collab_compress.analysis import attention_maps as measure_maps
+from collab_compress import analysis
+from collab_compress.analysis import Dominance, PruningPoint
 from collab_compress.conversion.expand import read_factors
 from collab_compress.errors import HeadError
 from collab_compress.heads import alphas_of, head_importance
@@ -48,8 +37,8 @@ TOLERATED = 0.1  # change of the outputs, or of a score, that silencing heads ma
 
 def mixing(context: ReportContext) -> Section:
     """Return mixing matrices and alphas, and numbers that describe them."""
-    matrices = mixing_matrices(context.model, order=True) if read_factors(context.model) else {}
-    alphas = alpha_matrices(context.model) if alphas_of(context.model) else {}
+    matrices = analysis.mixing_matrices(context.model, order=True) if read_factors(context.model) else {}
+    alphas = analysis.alpha_matrices(context.model) if alphas_of(context.model) else {}
     if not matrices and not alphas:
         raise HeadError("heads of a dense model share no components, and they are not mixed: there is no such matrix")
     tables: list[Table] = []
@@ -62,7 +51,7 @@ def mixing(context: ReportContext) -> Section:
                 "layer": context.label(name),
                 "heads": len(matrix),
                 "components R": matrix.shape[1],
-                "effective rank": effective_rank(matrix),
+                "effective rank": analysis.effective_rank(matrix),
                 "heads that use a component": users[name],
             }
             for name, matrix in matrices.items()
@@ -86,7 +75,7 @@ def mixing(context: ReportContext) -> Section:
         heads = max(map(len, matrices.values()))
         highlights.append(f"A shared component serves {fmean(users.values()):.1f} of {heads} heads on average.")
     if alphas:
-        skew = {name: skew_symmetry(matrix) for name, matrix in alphas.items()}
+        skew = {name: analysis.skew_symmetry(matrix) for name, matrix in alphas.items()}
         tables.append(_alpha_table(context, alphas, skew))
         reach = max(float(matrix.abs().max()) for matrix in alphas.values())
         pictures.append(
@@ -128,7 +117,7 @@ def _alpha_table(context: ReportContext, alphas: Mapping[str, Tensor], skew: Map
                 "mean of diagonal": float(matrix.diagonal().mean()),
                 "mean size off diagonal": off_diagonal / (heads * (heads - 1)) if heads > 1 else None,
                 "skew-symmetry": skew[name],
-                "effective rank": effective_rank(matrix),
+                "effective rank": analysis.effective_rank(matrix),
             }
         )
     return Table.of("alphas", "Alphas", records)
@@ -146,7 +135,7 @@ def _users(matrix: Tensor) -> float:
 def content(context: ReportContext) -> Section:
     """Return what share of each head's score variance depends on the key alone."""
     count = context.options.input_sequences
-    shares = content_share(context.model, context.first(count), progress=context.progress("content"))
+    shares = analysis.content_share(context.model, context.first(count), progress=context.progress("content"))
     contents = {name: module.content for name, module in shares.items()}
     contexts = {name: module.context for name, module in shares.items()}
     records: list[dict[str, Cell]] = [
@@ -200,7 +189,7 @@ def attention_maps(context: ReportContext) -> Section:
     if context.tokenizer is None or context.sentence is None:
         raise HeadError("there is no sentence to read, or no tokenizer to read it with")
     text, target = context.sentence if isinstance(context.sentence, tuple) else (context.sentence, None)
-    measured = measure_maps(context.model, context.tokenizer, text, target=target)
+    measured = analysis.attention_maps(context.model, context.tokenizer, text, target=target)
     maps = {name: measured[name] for name in list(measured)[:: -(-len(measured) // LAYERS)]}
     queries = next(iter(maps.values())).queries[:TOKENS]
     reading = f"Attention weights of every head for the sentence “{text}”, read as {' '.join(queries)}."
@@ -241,8 +230,7 @@ def attention_maps(context: ReportContext) -> Section:
 
 def dominance(context: ReportContext) -> Section:
     """Return what the model loses without each head, and without more and more of them."""
-    by_drift = context.score is None
-    dominant, scored, points = _by_drift(context) if by_drift else _by_score(context)
+    dominant, scored, points = _measure_dominance(context)
     metric = "drift" if context.score is None else context.score.name
     sign = -1 if scored.greater_is_better else 1
     losses = {name: sign * changes for name, changes in scored.changes.items()}  # positive where the model gets worse
@@ -278,7 +266,7 @@ def dominance(context: ReportContext) -> Section:
     mean_changes: list[dict[str, Cell]] = [{"attention": kind, "change": mean} for kind, mean in changes.items()]
     change = ", ".join(f"{short(mean)} ({kind})" for kind, mean in changes.items())
     half = next(point for point in points if point.share >= 0.5)
-    if by_drift:
+    if context.score is None:
         reading = (
             f"Heads are silenced one at a time on {min(context.options.head_sequences, context.sequences)} "
             "sequences. Without labels the score is the drift, the relative change of the model's outputs: "
@@ -313,27 +301,26 @@ def dominance(context: ReportContext) -> Section:
     )
 
 
-def _by_drift(context: ReportContext) -> tuple[dict[str, int], Dominance, list[PruningPoint]]:
-    """Return the dominant heads, the changes without each head, and the pruning curve, by drift."""
-    choosing, scoring = split_rows(context.first(context.options.head_sequences))
-    if not scoring:
-        raise HeadError("heads are chosen on some sequences and scored on others; pass two sequences at least")
-    model, progress = context.model, context.progress("heads one by one")
-    chosen = dominant_heads(model, batches=choosing, progress=progress)
-    scored = dominant_heads(model, batches=scoring, progress=progress)
-    points = pruning_curve(model, chosen.changes, batches=scoring, progress=context.progress("pruning curve"))
-    return chosen.dominant, scored, points
-
-
-def _by_score(context: ReportContext) -> tuple[dict[str, int], Dominance, list[PruningPoint]]:
-    """Return the dominant heads, the changes without each head, and the pruning curve, by a task's score."""
+def _measure_dominance(context: ReportContext) -> tuple[dict[str, int], Dominance, list[PruningPoint]]:
+    """Return the dominant heads, the changes without each head on other data, and the pruning curve."""
     task, model = context.score, context.model
-    assert task is not None
-    better, progress = task.greater_is_better, context.progress("heads one by one")
-    chosen = dominant_heads(model, task.choose, greater_is_better=better, progress=progress)
-    scored = dominant_heads(model, task.score, greater_is_better=better, progress=progress)
-    importance = head_importance(model, with_progress(task.batches, context.progress("importance"), "importance"))
-    points = pruning_curve(model, importance, task.score, progress=context.progress("pruning curve"))
+    choose: dict[str, Any]
+    score: dict[str, Any]
+    if task is None:
+        choosing, scoring = analysis.split_rows(context.first(context.options.head_sequences))
+        if not scoring:
+            raise HeadError("heads are chosen on some sequences and scored on others; pass two sequences at least")
+        choose, score, better = {"batches": choosing}, {"batches": scoring}, False
+    else:
+        choose, score, better = {"score": task.choose}, {"score": task.score}, task.greater_is_better
+    progress = context.progress("heads one by one")
+    chosen = analysis.dominant_heads(model, **choose, greater_is_better=better, progress=progress)
+    scored = analysis.dominant_heads(model, **score, greater_is_better=better, progress=progress)
+    importance = chosen.changes
+    if task is not None:
+        labelled = analysis.with_progress(task.batches, context.progress("importance"), "importance")
+        importance = head_importance(model, labelled)
+    points = analysis.pruning_curve(model, importance, **score, progress=context.progress("pruning curve"))
     return chosen.dominant, scored, points
 
 

@@ -10,15 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis import (
-    SVCCA,
-    JointCovariance,
-    cka,
-    mean_over_pairs,
-    model_covariances,
-    sample_cka,
-    svcca,
-)
+from collab_compress import analysis
+from collab_compress.analysis import SVCCA, JointCovariance
 from collab_compress.analysis.diversity import Measure, percent_growth
 from collab_compress.analysis.similarity import Kernel
 from collab_compress.errors import HeadError
@@ -42,10 +35,9 @@ GROWTH: dict[Measure, str] = {"difference": "1 − cosine (Fig. 6)", "l2": "L2 (
 
 def similarity(context: ReportContext) -> Section:
     """Return how similar heads and layers are, and two models."""
-    heads = {name: joint for observer in context.heads.heads for name, joint in observer.result().items()}
+    heads: dict[str, JointCovariance] = {}
     layers = []
-    for observer in context.heads.layers:
-        joint = observer.result()
+    for joint in [joint for observer in context.heads.covariances for joint in observer.result().values()]:
         names = [label.rpartition(":")[0] for label in joint.labels]  # of the module of each head
         counts = Counter(names)
         for name, count in counts.items():
@@ -55,8 +47,8 @@ def similarity(context: ReportContext) -> Section:
     samples = context.heads.samples.result()
     if max(len(joint.widths) for joint in heads.values()) < 2 and not layers and context.baseline is None:
         raise HeadError("a single head in a single layer has no other to be compared with")
-    correlations = {name: svcca(joint) for name, joint in heads.items()}
-    alignments = {name: cka(joint) for name, joint in heads.items()}
+    correlations = {name: analysis.svcca(joint) for name, joint in heads.items()}
+    alignments = {name: analysis.cka(joint) for name, joint in heads.items()}
     tables: list[Table] = []
     pictures: list[Picture] = []
     highlights: list[str] = []
@@ -71,7 +63,7 @@ def similarity(context: ReportContext) -> Section:
             pictures.append(Heatmaps(title, reading, SOURCE, context.head_maps(matrices)))
         pictures.append(_correlation_curves(context, "SVCCA coefficients", "mean over pairs of heads", pairs))
         correlation = fmean(result.mean for result in pairs.values())
-        alignment = fmean(mean_over_pairs(alignments[name]) for name in pairs)
+        alignment = fmean(analysis.mean_over_pairs(alignments[name]) for name in pairs)
         highlights.append(
             f"Two heads of a layer are similar by {short(correlation)} (SVCCA) and {short(alignment)} (linear CKA) "
             "on average."
@@ -118,7 +110,7 @@ def _heads_table(
             {
                 "layer": context.label(name),
                 "SVCCA": result.mean if several else None,
-                "CKA, linear": mean_over_pairs(alignments[name]) if several else None,
+                "CKA, linear": analysis.mean_over_pairs(alignments[name]) if several else None,
                 "CKA, linear, unbiased": _unbiased_cka(samples[name], "linear"),
                 "CKA, RBF, unbiased": _unbiased_cka(samples[name], "rbf"),
                 "most similar heads": _most_similar(result.similarity) if several else None,
@@ -132,7 +124,7 @@ def _unbiased_cka(sample: Tensor, kernel: Kernel) -> float | None:
     """Return unbiased CKA, mean over pairs of heads; None for a single head or fewer than four tokens."""
     if len(sample) < 4 or sample.shape[1] < 2:
         return None
-    return mean_over_pairs(sample_cka(sample, kernel, unbiased=True))
+    return analysis.mean_over_pairs(analysis.sample_cka(sample, kernel, unbiased=True))
 
 
 def _most_similar(matrix: Tensor) -> str:
@@ -158,10 +150,10 @@ def _correlation_curves(context: ReportContext, title: str, panel: str, correlat
 
 def _layer_maps(context: ReportContext, joint: JointCovariance, samples: Mapping[str, Tensor]) -> Heatmaps:
     labels = context.labels(joint.labels)
-    matrices = {"SVCCA": svcca(joint).similarity, "CKA, linear kernel": cka(joint)}
+    matrices = {"SVCCA": analysis.svcca(joint).similarity, "CKA, linear kernel": analysis.cka(joint)}
     tokens = [samples[name].flatten(1) for name in joint.labels]
     if len(tokens[0]) > 3:
-        matrices["CKA, RBF, unbiased"] = sample_cka(tokens, unbiased=True)
+        matrices["CKA, RBF, unbiased"] = analysis.sample_cka(tokens, unbiased=True)
     return Heatmaps(
         "Similarity of layers",
         "Strong cells far from the diagonal are distant layers with similar outputs.",
@@ -175,26 +167,26 @@ def _layer_maps(context: ReportContext, joint: JointCovariance, samples: Mapping
 def _compare_models(context: ReportContext, baseline: PreTrainedModel) -> tuple[Table, list[Picture], str]:
     """Compare each layer with its counterpart in another model, with all heads and by head."""
     progress = context.progress("similarity of models")
-    joints = model_covariances(context.model, baseline, context.batches, unit="head", progress=progress)
+    joints = analysis.model_covariances(context.model, baseline, context.batches, unit="head", progress=progress)
     correlations, alignments, records = {}, [], []
     radial = _radial_cka(context)
     for name, joint in joints.items():
         layer = joint.merged([len(joint.rows), len(joint.columns)], ["model", "baseline"], leading=1)
-        correlations[name] = svcca(layer)
-        alignments.append(float(cka(layer)))
+        correlations[name] = analysis.svcca(layer)
+        alignments.append(float(analysis.cka(layer)))
         record: dict[str, Cell] = {
             "layer": context.label(name),
             "SVCCA": correlations[name].mean,
             "CKA, linear": alignments[-1],
             "CKA, RBF, unbiased": radial.get(name),
-            "SVCCA of nearest heads": float(svcca(joint).similarity.max(1).values.mean()),
+            "SVCCA of nearest heads": float(analysis.svcca(joint).similarity.max(1).values.mean()),
         }
         records.append(record)
     maps = Heatmaps(
         f"CKA of heads, {context.name} against {context.baseline_name}",
         "A strong diagonal means that each head still does what its counterpart does.",
         SOURCE,
-        context.head_maps({name: cka(joint) for name, joint in joints.items()}),
+        context.head_maps({name: analysis.cka(joint) for name, joint in joints.items()}),
         row_label=f"head of {context.name}",
         column_label=f"head of {context.baseline_name}",
     )
@@ -210,7 +202,7 @@ def _radial_cka(context: ReportContext) -> dict[str, float]:
     samples = context.heads.samples.result().items()
     counterparts = context.baseline_heads.samples.result().values()
     return {
-        name: float(sample_cka([sample.flatten(1), counterpart.flatten(1)], unbiased=True)[0, 1])
+        name: float(analysis.sample_cka([sample.flatten(1), counterpart.flatten(1)], unbiased=True)[0, 1])
         for (name, sample), counterpart in zip(samples, counterparts, strict=True)
         if len(sample) > 3
     }
