@@ -59,8 +59,9 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from collab_compress import Compression, Solver, compress
 from collab_compress.analysis import cka, svcca
 from collab_compress.analysis.covariance import RunningCovariance
-from collab_compress.attention.kernels import blocked, folded, sdpa
+from collab_compress.attention.kernels import Inputs
 from collab_compress.attention.per_head import one_by_one, padded, side_by_side
+from collab_compress.attention.shared import blocked, folded, sdpa
 from collab_compress.heads import mix_heads_
 from collab_compress.training import AlphasOptions, DropHeadOptions, HeadSession, HeadTraining, PenaltyOptions
 
@@ -396,20 +397,19 @@ def attention_calls(
     dense = [normal(batch, count, length, width) for _ in range(3)]
     query, key, content = normal(batch, length, rank), normal(batch, length, rank), normal(batch, length, count)
     mixing, value = normal(count, rank), normal(batch, count, length, narrow)
-    shared: Any = (query, key, content, mixing, value, None, scale)
-    own: Any = (query, key, content, (narrow,) * count, value, None, scale)
+    shared = Inputs(query, key, value, scaling=scale, content=content, mixing=mixing)
+    per_head = shared._replace(mixing=None, sizes=(narrow,) * count)
     calls: dict[str, Callable[[], Tensor]] = {
         DENSE: lambda: scaled_dot_product_attention(*dense),
-        "shared: sdpa": lambda: sdpa(*shared, 0.0, False),
-        "shared: folded": lambda: folded(*shared, 0.0, False),
-        "per-head: padded": lambda: padded(*own, 0.0, False),
+        "shared: sdpa": lambda: sdpa(shared),
+        "shared: folded": lambda: folded(shared),
+        "per-head: padded": lambda: padded(per_head),
     }
     if device == "cpu" and not is_training:
-        calls["shared: blocked"] = lambda: blocked(*shared, False)
-        calls["per-head: side_by_side"] = lambda: side_by_side(*own, False)
-        calls["per-head: one_by_one"] = lambda: one_by_one(*own, False)
-    arguments = {"dense": dense, "shared": shared, "per-head": own}
-    inputs = {name: [value for value in values if isinstance(value, Tensor)] for name, values in arguments.items()}
+        calls["shared: blocked"] = lambda: blocked(shared)
+        calls["per-head: side_by_side"] = lambda: side_by_side(per_head)
+        calls["per-head: one_by_one"] = lambda: one_by_one(per_head)
+    inputs = {"dense": dense, "shared": shared.tensors(), "per-head": per_head.tensors()}
     return {name: inputs[name.partition(":")[0]] for name in calls}, calls
 
 

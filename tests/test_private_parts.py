@@ -6,6 +6,7 @@ is tried by itself, and named with the file of ours that uses it.
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,14 +75,15 @@ def test_stock_eager_attention_stands_beside_its_module(family, folder, name):
 
 
 @pytest.mark.parametrize(("family", "folder", "name"), OWN)
-def test_a_forward_pass_of_ours_takes_what_the_stock_one_does(family, folder, name):
-    stock, ours = (
-        [each for each in inspect.signature(function).parameters.values() if each.kind != each.VAR_KEYWORD]
-        for function in (getattr(modelling(folder, name), name).forward, FORWARDS[f"{folder}.{name}"].run)
-    )
-    found, expected = ([(each.name, each.default) for each in one[1:]] for one in (stock, ours))
-    if found != expected:
-        moved(f"{name}.forward", "attention/forwards.py", f"it takes {found}, ours {expected}")
+def test_a_forward_pass_of_ours_knows_the_arguments_of_the_stock_one(family, folder, name):
+    row = FORWARDS[f"{folder}.{name}"]
+    read = set(re.findall(r'call(?:\.get\(|\[)"(\w+)"', inspect.getsource(type(row))))
+    read |= {row.hidden_states, row.encoder_states, row.cache, "attention_mask", "position_bias", "output_attentions"}
+    ignored = {"encoder_attention_mask", "use_cache"}
+    found = list(inspect.signature(getattr(modelling(folder, name), name).forward).parameters.values())[1:]
+    names = {parameter.name for parameter in found if parameter.kind != parameter.VAR_KEYWORD}
+    if found[0].name != row.hidden_states or not names <= read | ignored:
+        moved(f"{name}.forward", "attention/forwards.py", f"it takes {sorted(names)}, ours reads {sorted(read)}")
 
 
 class Part(NamedTuple):
@@ -196,7 +198,7 @@ PARTS = [
          lambda: "is_compileable" in dir(transformers.Cache)),
     Part("StaticLayer.lazy_initialization", "attention/install.py", "lazy_initialization",
          takes(StaticLayer.lazy_initialization, "self", "key_states", "value_states")),
-    Part("torch.nn.Module._forward_pre_hooks", "attention/install.py", "_forward_pre_hooks", hooks_are_listed),
+    Part("torch.nn.Module._forward_pre_hooks", "attention/projections.py", "_forward_pre_hooks", hooks_are_listed),
     Part("Trainer.compute_loss", "training/trainer.py", "compute_loss",
          takes(Trainer.compute_loss, "model", "inputs", "return_outputs", "num_items_in_batch")),
     Part("how Trainer scales its loss", "training/trainer.py", "current_gradient_accumulation_steps",

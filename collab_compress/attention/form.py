@@ -1,8 +1,8 @@
-"""The forms of attention's maps: objects that install, compute, prune, count and store them."""
+"""Forms of attention's maps: frozen objects that build, install, use, prune, count and store what replaces a map."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress.attention.decoding import cached_scores, readers_of
+from collab_compress.attention.kernels import Inputs, cached_scores, readers_of
 from collab_compress.attention.projections import (
     Layout,
     PaddedProjection,
@@ -21,33 +21,11 @@ from collab_compress.attention.projections import (
     put_back_,
     replace_,
 )
-from collab_compress.attention.stored import from_stored
 from collab_compress.errors import CheckpointError, CompressionError, UnsupportedModelError
 
 
-@dataclass(frozen=True)
-class ScoreParts:
-    """The parameters of a module in some form, ready to be installed.
-
-    Args:
-        query: query projection, D → R.
-        key: key projection, D → R, or R + H with its content biases.
-        mixing: mixing matrix (H, R); a buffer where it is fixed.
-    """
-
-    query: PaddedProjection
-    key: PaddedProjection
-    mixing: Tensor
-
-    def tensors(self) -> list[Tensor]:
-        """List the tensors that hold what was fitted."""
-        fitted = [*self.query.parameters(), *self.key.parameters(), self.mixing]
-        return [tensor.data for tensor in fitted]
-
-
-@dataclass(frozen=True)
-class Cut:
-    """One attribute to be set: what remains of a parameter, or a size that follows from it."""
+class Cut(NamedTuple):
+    """A pending `setattr` of pruning: a smaller parameter, or a size that follows from it."""
 
     owner: Any
     name: str
@@ -55,7 +33,7 @@ class Cut:
 
 
 class HeadRows(NamedTuple):
-    """The rows of one parameter, all of which belong to single heads.
+    """The rows of a parameter that belong to single heads.
 
     Args:
         path: of the parameter in the attention module.
@@ -67,73 +45,66 @@ class HeadRows(NamedTuple):
 
     @classmethod
     def of(cls, path: str, sizes: Sequence[int]) -> Self:
-        """Describe a parameter whose rows belong to the heads in turn, `sizes` to each."""
+        """Return the rows of a parameter that holds `sizes` rows of each head in turn."""
         return cls(path, [range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))])
 
 
 @dataclass(frozen=True)
 class MapForm(ABC):
-    """The form of one map of an attention module: all that is needed to rebuild and use it, weights aside.
+    """The form of one map of an attention module: what is needed to rebuild and use it, weights aside.
 
-    A module has two maps: that of the scores (queries and keys) and that of the values (values and output). Each is
-    dense, or in a form that the module holds in an attribute of its own. A new form is a subclass and a line in
-    `FORM_KINDS`.
+    A module has two maps: scores (queries and keys) and values (values and output). Each is dense, or has a form in
+    the module's attribute `at`. A new form is a subclass and a line in `FORM_KINDS`.
 
     Args:
         heads: number of heads H.
         head_width: width d of one head in the dense model.
+        fixed_heads: whether the module views its projections as exactly H heads.
+        interleaved: whether a fused layer holds each head's queries, keys and values together.
+        pieces: name of the module's head-count attribute for reshaping, if it may be overwritten.
+        even: whether the module views queries, keys and values of a fused layer as equally many heads.
     """
 
     heads: int
     head_width: int
+    fixed_heads: bool = field(default=False, kw_only=True)
+    interleaved: bool = field(default=False, kw_only=True)
+    pieces: str = field(default="", kw_only=True)
+    even: bool = field(default=False, kw_only=True)
 
     at: ClassVar[str]
     """Attribute of the module that holds the form."""
     kind: ClassVar[str]
     """Name in checkpoints."""
     option: ClassVar[str]
-    """Name that people choose it by."""
+    """Name in options."""
     title: ClassVar[str]
     """The form in words, for model cards."""
 
     @property
     def dense_key_width(self) -> int:
-        """How wide keys, and values, of all heads are in the dense model."""
+        """Width of the dense keys, and values, of all heads."""
         return self.heads * self.head_width
 
     @property
+    @abstractmethod
     def dense_widths(self) -> dict[str, int]:
         """Path of each projection that is replaced → its width in the dense model."""
-        return dict.fromkeys(self.padded, self.dense_key_width)
 
     @property
-    @abstractmethod
-    def pieces(self) -> str:
-        """Attribute of a module that says how many heads it views, if it views so many and that can change."""
-
-    @property
-    @abstractmethod
     def layout(self) -> Layout:
         """How a fused layer of the stock module is laid out."""
+        return Layout(self.heads, self.head_width, self.interleaved, self.even)
 
     @property
-    @abstractmethod
-    def padded(self) -> tuple[str, ...]:
-        """Paths of the projections that are filled up with zeros, for the module to view them as whole heads."""
+    def multiple(self) -> int:
+        """The widths of projections are padded to a multiple of this, for the module to view as heads."""
+        return self.dense_key_width if self.fixed_heads else self.head_width
 
     def to_dict(self) -> dict[str, Any]:
-        """Describe the form in JSON types; `pieces` and `even` are left out where they are not set."""
-        described = {name: value for name, value in asdict(self).items() if name not in ("pieces", "even") or value}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in described.items()}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any], module: str) -> Self:
-        """Rebuild the form of a module from what `to_dict` returned.
-
-        Raises:
-            CheckpointError: fields are missing, unknown, of another type, or contradict each other.
-        """
-        return from_stored(cls, data, module)
+        """Return the fields in JSON types; `pieces` and `even` are left out if not set."""
+        fields = {name: value for name, value in asdict(self).items() if name not in ("pieces", "even") or value}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 
     def rules(self) -> Iterator[tuple[str, bool, str]]:
         """Yield what stored fields must hold: name of a field, whether it does, what is expected."""
@@ -141,30 +112,33 @@ class MapForm(ABC):
         yield "head_width", self.head_width > 0, "at least 1"
 
     def check_fits(self, module: Any, name: str) -> None:
-        """Check that the dense projections of `module` are laid out and as wide as this form has them.
+        """Check that the dense projections of `module` have the layout and the widths of this form.
 
         Raises:
-            CheckpointError: they are not.
+            CheckpointError: they have not.
         """
         for path, width in self.dense_widths.items():
             weight, _ = dense_projection(module, path)
             layer = fused_layer(module, path)
             if layer is not None and not isinstance(layer, QKVProjection):  # queries, keys and values together
                 width = self.heads * self.head_width + 2 * self.dense_key_width
-            if isinstance(layer, Conv1D) and self.layout.even:
+            if isinstance(layer, Conv1D) and self.even:
                 raise CheckpointError(
                     f"the stored edit of {name} has even True; expected False, as {path} lies in a Conv1D"
                 )
-            rows = weight.shape[1 if isinstance(layer, Conv1D) else 0]
-            if rows != width:
+            channels = weight.shape[1 if isinstance(layer, Conv1D) else 0]
+            if channels != width:
                 raise CheckpointError(
                     f"the stored edit of {name} has {self.heads} heads, each {self.head_width} wide, so {path} would "
-                    f"have {width} channels; the model has {rows}"
+                    f"have {width} channels; the model has {channels}"
                 )
+
+    def check_room(self) -> None:
+        """Raise CompressionError if the module has no room for the form; values always fit."""
 
     @abstractmethod
     def build(self, module: Any, parent: Any) -> Any:
-        """Make uninitialised parameters for `module`: device, dtype and frozenness are those of what they replace.
+        """Return uninitialised parameters for `module`, with device, dtype and frozenness of the dense ones.
 
         Args:
             module: the attention module.
@@ -180,12 +154,7 @@ class MapForm(ABC):
 
     @abstractmethod
     def take_out_(self, module: Any, dense: Any) -> None:
-        """Undo `put_in_`, also where it stopped half-way, in place.
-
-        Args:
-            module: the attention module.
-            dense: the map's dense projections.
-        """
+        """Restore the map's dense projections in place, also if `put_in_` failed half-way."""
 
     @abstractmethod
     def finish_(self, module: Any) -> None:
@@ -193,22 +162,22 @@ class MapForm(ABC):
 
     @abstractmethod
     def head_rows(self) -> list[HeadRows]:
-        """Return the parts of parameters that belong to single heads, in the same order for every head."""
+        """Return the rows of parameters that belong to single heads, in the same order for every head."""
 
     @abstractmethod
     def without(self, kept: Sequence[int]) -> Self:
-        """Describe what is left of this form with these heads only, in ascending order."""
+        """Return the form of the kept heads, in ascending order."""
 
     @abstractmethod
     def parameters(self, width: int) -> int:
-        """Count parameters of the map where the model is `width` D wide."""
+        """Count the parameters of the map in a model of width D."""
 
     @abstractmethod
     def macs(self, width: int, length: int) -> int:
-        """Count multiply-accumulates of the map for `length` T tokens of `width` D."""
+        """Count the multiply-accumulates of the map for T = `length` tokens of width D."""
 
     def row_cuts(self, module: Any, kept: Sequence[int]) -> list[Cut]:
-        """Compute what remains of the parameters that have rows of single heads, with these heads only."""
+        """Return the cuts of the parameters in `head_rows`."""
         cuts = []
         for path, rows in self.head_rows():
             kept_rows = [row for head in kept for row in rows[head]]
@@ -221,26 +190,36 @@ class MapForm(ABC):
 
 
 @dataclass(frozen=True)
-class ScoreForm(MapForm):
-    """The form of a module's score maps: all that is needed to rebuild and use it, weights aside.
-
-    A module in such a form has projections of R channels for queries and keys in place of its own, a mixing matrix
-    (H, R), and its form as `module.score_form`.
+class ScoreParts:
+    """The parameters of a score map, ready to be installed.
 
     Args:
-        heads: number of heads H.
-        head_width: width d of one head's keys in the dense model.
+        query: query projection, D → R.
+        key: key projection, D → R, or R + H with its content biases.
+        mixing: mixing matrix (H, R); a buffer where it is fixed.
+    """
+
+    query: PaddedProjection
+    key: PaddedProjection
+    mixing: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """List the fitted tensors."""
+        return [tensor.data for tensor in (*self.query.parameters(), *self.key.parameters(), self.mixing)]
+
+
+@dataclass(frozen=True)
+class ScoreForm(MapForm):
+    """The form of a module's scores: projections of R channels for queries and keys, and a mixing matrix (H, R).
+
+    Args:
         query: attribute path of the query projection in the attention module; where the stock model keeps it in a
             fused layer, a child of that layer's path.
         key: attribute path of the key projection.
         rank: channels R of all heads together.
         content_bias: whether the module has content biases v.
-        scale: what scores are multiplied by; None keeps the model's own scale.
+        scale: factor of the scores; None keeps the model's own.
         train_mixing: whether the mixing matrix is trained.
-        fixed_heads: whether the module views queries and keys as exactly H heads.
-        interleaved: whether a fused layer holds each head's queries, keys and values together.
-        pieces: attribute that says how many those are, if it can be changed.
-        even: whether it views queries, keys and values of a fused layer as equally many heads.
     """
 
     query: str
@@ -249,10 +228,6 @@ class ScoreForm(MapForm):
     content_bias: bool
     scale: float | None = None
     train_mixing: bool = True
-    fixed_heads: bool = False
-    interleaved: bool = False
-    pieces: str = ""
-    even: bool = False
 
     at: ClassVar[str] = "score_form"
     space: ClassVar[str]
@@ -262,7 +237,7 @@ class ScoreForm(MapForm):
 
     @classmethod
     def of(cls, site: Any, rank: int, content_bias: bool, sizes: Sequence[int] | None = None) -> Self:
-        """Describe what is to replace the projections of a module.
+        """Return the form that replaces the scores of a module.
 
         Args:
             site: the module, as `architectures` finds it.
@@ -270,16 +245,26 @@ class ScoreForm(MapForm):
             content_bias: whether there will be content biases.
             sizes: channels of each head, once that is known, where none is shared.
         """
+        family = site.family
         return cls(
-            query=site.family.query, key=site.family.key, heads=site.heads, head_width=site.head_width, rank=rank,
-            content_bias=content_bias, fixed_heads=site.family.fixed_heads, interleaved=site.family.interleaved,
-            pieces=site.family.pieces, even=site.family.even,
-        )  # fmt: skip
+            heads=site.heads,
+            head_width=site.head_width,
+            query=family.query,
+            key=family.key,
+            rank=rank,
+            content_bias=content_bias,
+            fixed_heads=family.fixed_heads,
+            interleaved=family.interleaved,
+            pieces=family.pieces,
+            even=family.even,
+        )
 
     def rules(self) -> Iterator[tuple[str, bool, str]]:
         """Yield what stored fields must hold, as `MapForm.rules`."""
         yield from super().rules()
         yield "scale", self.scale is None or self.scale > 0, "a number above 0"
+
+    # Widths of queries and keys.
 
     @property
     def dense_widths(self) -> dict[str, int]:
@@ -287,77 +272,63 @@ class ScoreForm(MapForm):
         return {self.query: self.heads * self.head_width, self.key: self.dense_key_width}
 
     @property
-    def layout(self) -> Layout:
-        """How a fused layer of the stock module is laid out."""
-        return Layout(self.heads, self.head_width, self.interleaved, self.even)
-
-    # How wide queries and keys are.
-
-    @property
-    def padded(self) -> tuple[str, ...]:
-        """Queries and keys."""
-        return self.query, self.key
-
-    @property
     def head_sizes(self) -> tuple[int, ...] | None:
-        """Channels of each head where none is shared, else None."""
+        """Channels of each head if none is shared, else None."""
         return None
 
     @property
     def content_channels(self) -> int:
-        """How many channels behind the R of the keys hold content biases: H or none."""
+        """Number of channels behind the R of the keys that hold content biases: H or none."""
         return self.heads if self.content_bias else 0
 
     @property
     def key_width(self) -> int:
-        """How many channels the keys fill, content biases and the zeros that make whole heads of them included."""
+        """Channels of the keys, with content biases and padding."""
         width = self.rank + self.content_channels
-        return width + -width % self._step
+        return width + -width % self.multiple
 
-    @property
-    def key_pieces(self) -> int:
-        """How many pieces of the head width the keys and their content biases fill."""
-        return self.key_width // self.head_width
-
-    @property
-    def multiple(self) -> int:
-        """What the width of queries and keys is padded to a multiple of, for the module to view as heads.
+    def check_room(self) -> None:
+        """Check that a module that views exactly H heads has room for R and the content biases.
 
         Raises:
-            CompressionError: the module views exactly H heads, and they have no room for R and the content biases.
+            CompressionError: it has not.
         """
-        room = self.heads * self.head_width
-        if self.fixed_heads and self.rank + self.content_channels > room:
+        if self.fixed_heads and self.rank + self.content_channels > self.multiple:
             raise CompressionError(
                 f"got dk {self.rank} and {self.content_channels} content biases for a model that lays keys out as "
-                f"exactly {self.heads} heads of {self.head_width}; pass dk up to {room - self.content_channels}"
+                f"exactly {self.heads} heads of {self.head_width}; pass dk up to "
+                f"{self.multiple - self.content_channels}"
             )
-        return self._step
 
-    @property
-    def _step(self) -> int:
-        return self.heads * self.head_width if self.fixed_heads else self.head_width
-
-    # Parameters: made, filled, put into a module, read.
+    # Parameters: built, filled, installed, read.
 
     def build(self, module: Any, parent: Any) -> ScoreParts:
-        """Make uninitialised parameters; arguments as for `MapForm.build`.
+        """Return uninitialised parameters, as `MapForm.build`."""
+        self.check_room()
+        query_weight, query_in = dense_projection(module, self.query)
+        key_weight, key_in = dense_projection(module, self.key)
+        like: dict[str, Any] = {"device": query_weight.device, "dtype": query_weight.dtype}
+        is_trained = query_weight.requires_grad, key_weight.requires_grad
+        query, key = self.build_projections(query_in, key_in, like)
+        return ScoreParts(
+            query.requires_grad_(is_trained[0]),
+            key.requires_grad_(is_trained[1]),
+            self.build_mixing(any(is_trained), **like),
+        )
 
-        Raises:
-            CompressionError: as `multiple`.
-        """
-        weights, inputs = zip(*(dense_projection(module, path) for path in (self.query, self.key)), strict=True)
-        like: dict[str, Any] = {"device": weights[0].device, "dtype": weights[0].dtype}
-        trained = [weight.requires_grad for weight in weights]
-        query = PaddedProjection(inputs[0], self.rank, self.multiple, **like)
-        key = PaddedProjection(inputs[1], self.rank, self.multiple, content_biases=self.content_channels, **like)
-        query.requires_grad_(trained[0])
-        key.requires_grad_(trained[1])
-        return ScoreParts(query, key, self.build_mixing(any(trained), **like))
+    def build_projections(
+        self, query_in: int, key_in: int, like: dict[str, Any]
+    ) -> tuple[PaddedProjection, PaddedProjection]:
+        """Return projections of queries and keys from these input widths."""
+        query = PaddedProjection(query_in, self.rank, self.multiple, **like)
+        key = PaddedProjection(key_in, self.rank, self.multiple, content_biases=self.content_channels, **like)
+        return query, key
 
-    @abstractmethod
     def build_mixing(self, trained: bool, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Make the mixing matrix (H, R): a parameter to be filled, or a buffer that is what it is to be."""
+        """Return the mixing matrix (H, R): an empty parameter, or a filled buffer where it is fixed."""
+        return nn.Parameter(
+            torch.empty(self.heads, self.rank, device=device, dtype=dtype), self.train_mixing and trained
+        )
 
     def load_(self, parts: ScoreParts, query: Tensor, mixing: Tensor, key: Tensor, content: Tensor | None) -> None:
         """Copy W̃q (D, R), M (H, R), W̃k (D, R) and v (H, D) or None into `parts`, in place, in their dtype."""
@@ -374,23 +345,22 @@ class ScoreForm(MapForm):
         replace_(module, {self.query: parts.query, self.key: parts.key}, self.layout)
         if self.scale is not None:
             module.stock_scaling = scaling_of(module)
-            setattr(module, _scaling_at(module), self.scale)
+            setattr(module, _scaling_name(module), self.scale)
 
     def take_out_(self, module: Any, dense: tuple[Any, Any]) -> None:
-        """Restore dense query and key projections in place; as `MapForm.take_out_`.
-
-        Args:
-            module: the attention module.
-            dense: projections, or where the stock model has a fused layer, what holds the old one as `whole`.
-        """
+        """Restore the dense query and key projections in place, as `put_back_` takes them."""
         put_back_(module, dict(zip((self.query, self.key), dense, strict=True)), self.layout)
         if hasattr(module, "mixing"):
             del module.mixing
         if "stock_scaling" in module.__dict__:
-            setattr(module, _scaling_at(module), module.__dict__.pop("stock_scaling"))
+            setattr(module, _scaling_name(module), module.__dict__.pop("stock_scaling"))
+
+    def finish_(self, module: Any) -> None:
+        """Freeze the mixing matrix if it is not trained."""
+        module.mixing.requires_grad_(self.train_mixing)
 
     def read(self, name: str, module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Read W̃q (D, R), M (H, R), W̃k (D, R) and v (H, D) or None from the module called `name`.
+        """Return W̃q (D, R), M (H, R), W̃k (D, R) and v (H, D) or None of the module called `name`.
 
         Raises:
             UnsupportedModelError: a projection carries an adapter, is quantized, or is offloaded.
@@ -402,80 +372,79 @@ class ScoreForm(MapForm):
         return query.T, module.mixing.detach(), key.T, None if content is None else content.detach()
 
     def trained(self, module: Any) -> list[nn.Parameter]:
-        """List the parameters that make the scores of `module`, for training to bring them nearer to dense ones."""
-        return [*module.get_submodule(self.query).parameters(), *module.get_submodule(self.key).parameters()]
+        """List the parameters of the scores of `module`, for training them towards the dense ones."""
+        mixing = [module.mixing] if isinstance(module.mixing, nn.Parameter) else []
+        return [
+            *module.get_submodule(self.query).parameters(),
+            *module.get_submodule(self.key).parameters(),
+            *mixing,
+        ]
 
     # Attention.
 
     @abstractmethod
-    def attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float,
-        dropout: float, causal: bool,
-    ) -> Tensor:  # fmt: skip
-        """Compute head outputs (B, H, T, dv), by the fastest kernel for the shapes at hand.
+    def attend(self, module: Any, inputs: Inputs) -> Tensor:
+        """Return the head outputs (B, H, T, dv), by the fastest kernel for the inputs.
 
         Args:
-            module: that holds the parameters.
-            query: as the module lays out what its projection returns, (B, ⌈R/d⌉, T, d).
-            key: the same with content biases, (B, ⌈(R+H)/d⌉, S, d).
-            value: (B, H, S, dv).
-            mask: boolean (True = attend) or additive, broadcastable to (B, H, T, S), or None.
-            scaling: what scores are multiplied by.
-            dropout: share of the probabilities to drop.
-            causal: whether the kernel must hide the future itself.
+            module: the attention module.
+            inputs: query and key as the module lays out what its projections return.
         """
 
     @abstractmethod
-    def probabilities(
-        self, module: Any, query: Tensor, key: Tensor, mask: Tensor | None, *, scaling: float, causal: bool
-    ) -> Tensor:
-        """Compute attention probabilities (B, H, T, S); as `attend`."""
+    def probabilities(self, module: Any, inputs: Inputs) -> Tensor:
+        """Return the attention probabilities (B, H, T, S), before dropout; arguments as for `attend`."""
 
-    def unpack(self, module: Any, query: Tensor, key: Tensor, scaling: float) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Undo the split into heads: query (B, T, R), key (B, S, R), content bias (B, S, H) or None.
+    def unpack(self, module: Any, inputs: Inputs) -> Inputs:
+        """Return the inputs for a kernel: query (B, T, R), key (B, S, R), content bias (B, S, H) or None.
 
-        A module that scales its queries itself (OPT) calls with another scale than its own; what is left of its own
-        is put into the content biases, which its queries do not reach.
+        A module that scales its queries itself (OPT) calls with another factor than its own. The content biases,
+        which its queries do not reach, get the quotient.
         """
-        rank = self.rank
-        joined_query = query.transpose(1, 2).flatten(2)  # (B, T, R + padding)
-        joined_key = key.transpose(1, 2).flatten(2)  # (B, S, R + H + padding)
-        content = joined_key[..., rank : rank + self.heads] if self.content_bias else None
-        if content is not None and scaling != scaling_of(module):
-            content = content * (scaling_of(module) / scaling)
-        return joined_query[..., :rank], joined_key[..., :rank], content
+        query = inputs.query.transpose(1, 2).flatten(2)  # (B, T, R + padding)
+        key = inputs.key.transpose(1, 2).flatten(2)  # (B, S, R + H + padding)
+        content = key[..., self.rank : self.rank + self.heads] if self.content_bias else None
+        if content is not None and inputs.scaling != scaling_of(module):
+            content = content * (scaling_of(module) / inputs.scaling)
+        return inputs._replace(
+            query=query[..., : self.rank],
+            key=key[..., : self.rank],
+            content=content,
+            mixing=module.mixing,
+            sizes=self.head_sizes or (),
+        )
 
     def head_queries(self, module: Any, query: Tensor) -> Tensor:
-        """Return the queries of each head, (B, T, H, R), from queries in the layout of `attend`."""
-        joined = query.transpose(1, 2).flatten(2)[..., : self.rank]  # (B, T, R)
+        """Return the queries of each head, (B, T, H, R), from queries as the module lays them out."""
+        query = query.transpose(1, 2).flatten(2)[..., : self.rank]  # (B, T, R)
         mixing: Tensor = module.mixing
-        return joined[..., None, :] * mixing
+        return query[..., None, :] * mixing
 
     def cached_scores(self, module: Any, query: Tensor, key: Tensor, scaling: float) -> Tensor:
-        """Compute the scores of one token, (B, H, S), by keys as they lie in a cache; arguments as for `attend`."""
-        own = self.head_queries(module, query * scaling).squeeze(1)  # (B, H, R)
-        left = key.shape[1] * key.shape[3] - self.rank
-        if left:
-            own = pad(own, (0, left))
-        if self.content_bias:  # which are not scaled by a module that scales its queries itself
-            own[..., self.rank : self.rank + self.heads].diagonal(0, 1, 2).fill_(scaling_of(module))
+        """Return the scores of one token, (B, H, S), from keys as they lie in a cache."""
+        query = self.head_queries(module, query * scaling).squeeze(1)  # (B, H, R)
+        padding = key.shape[1] * key.shape[3] - self.rank
+        if padding:
+            query = pad(query, (0, padding))
+        if self.content_bias:  # which a module that scales its queries does not scale
+            query[..., self.rank : self.rank + self.heads].diagonal(0, 1, 2).fill_(scaling_of(module))
         sizes = self.head_sizes
-        readers = readers_of(sizes, key.shape[3], self.content_bias) if sizes else None
-        return cached_scores(own, key, readers)
+        return cached_scores(query, key, readers_of(sizes, key.shape[3], self.content_bias) if sizes else ())
 
     # Heads.
 
     def content_rows(self) -> list[HeadRows]:
-        """List the rows of the content biases, one a head, if there are any."""
+        """Return the rows of the content biases, one for each head, if there are any."""
         return [HeadRows.of(f"{self.key}.content_bias", [1] * self.heads)] if self.content_bias else []
 
     def keep_heads(self, module: Any, kept: Sequence[int]) -> list[Cut]:
-        """Compute what remains of `module` with these heads only, in ascending order, without changing it.
+        """Return the cuts of `module` that leave the kept heads, in ascending order.
 
         Raises:
-            CompressionError: as `multiple`, of what is left.
+            CompressionError: the kept heads have no room for R, as in `check_room`.
         """
         smaller = self.without(kept)
+        smaller.check_room()
         cuts = [Cut(module, self.at, smaller), *self.row_cuts(module, kept)]
         for path, width in ((self.query, smaller.rank), (self.key, smaller.rank + smaller.content_channels)):
             cuts.append(Cut(module.get_submodule(path), "padding", padding_of(width, smaller.multiple)))
@@ -485,27 +454,23 @@ class ScoreForm(MapForm):
 
     @abstractmethod
     def break_even(self, width: int) -> float:
-        """Return T*: up to this many tokens the scores take fewer multiply-accumulates than dense ones.
+        """Return T* for input width D: up to T* tokens the scores take fewer multiply-accumulates than dense ones.
 
-        Args:
-            width: input width D.
-
-        Returns:
-            Infinite where they always do, 0 where they never do.
+        It is infinite where they always do, 0 where they never do.
         """
 
 
-def _scaling_at(module: Any) -> str:
+def _scaling_name(module: Any) -> str:
     return "scaling" if hasattr(module, "scaling") else "scale"
 
 
 def scaling_of(module: Any) -> float:
     """Return the factor by which an attention module scales its scores."""
-    return float(getattr(module, _scaling_at(module)))
+    return float(getattr(module, _scaling_name(module)))
 
 
 def remaining(parameter: nn.Parameter, dim: int, indices: Sequence[int]) -> nn.Parameter:
-    """Make a parameter of some slices of another; frozenness is kept."""
+    """Return a parameter of some slices of another, frozen if that is."""
     index = torch.tensor(indices, dtype=torch.int64, device=parameter.device)
     return nn.Parameter(parameter.detach().index_select(dim, index), parameter.requires_grad)
 
@@ -516,12 +481,16 @@ def padding_of(width: int, multiple: int) -> int:
 
 
 def plain_weight(path: str, projection: Any) -> Tensor:
-    """Read the weight of a projection, if that is all there is to it."""
-    kinds = {nn.Linear: nn.Linear.forward, Conv1D: Conv1D.forward}
-    plain = any(isinstance(projection, kind) and type(projection).forward is own for kind, own in kinds.items())
+    """Return the detached weight of a projection without adapter or quantization.
+
+    Raises:
+        UnsupportedModelError: the projection has one, or is offloaded.
+    """
+    stock = next((kind for kind in (nn.Linear, Conv1D) if isinstance(projection, kind)), None)
+    is_plain = stock is not None and type(projection).forward is stock.forward
     weight: Tensor = projection.weight
-    if not plain or type(weight) not in (Tensor, nn.Parameter):
-        kind = type(weight if plain else projection)
+    if not is_plain or type(weight) not in (Tensor, nn.Parameter):
+        kind = type(weight if is_plain else projection)
         raise UnsupportedModelError(
             f"{path}: got {kind.__module__}.{kind.__qualname__}, expected a plain torch.nn.Linear of floats; merge "
             "adapters and undo quantization first"

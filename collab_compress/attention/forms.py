@@ -1,9 +1,12 @@
-"""The table of forms, and the model edit by which a checkpoint remembers them."""
+"""The table of forms, and the model edit by which a checkpoint stores them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, fields
+from types import UnionType
+from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from collab_compress.attention.form import MapForm, ScoreForm
@@ -11,15 +14,14 @@ from collab_compress.attention.install import IMPLEMENTATIONS, install_
 from collab_compress.attention.per_head import PerHeadScores
 from collab_compress.attention.rotary import RotaryScores
 from collab_compress.attention.shared import SharedScores
-from collab_compress.attention.stored import refusing_other_models, stored_modules
 from collab_compress.attention.values import NarrowValues
-from collab_compress.errors import CompressionError
+from collab_compress.errors import CheckpointError, CompressionError, one_line
 
 FORMS: dict[str, type[ScoreForm]] = {form.option: form for form in (SharedScores, PerHeadScores)}
 """Name of a form of queries and keys → its class."""
 
 ROTARY_FORMS: dict[str, type[ScoreForm]] = {RotaryScores.option: RotaryScores}
-"""The same where a rotary embedding turns queries and keys."""
+"""The same in models with a rotary embedding."""
 
 FORM_KINDS: dict[str, type[MapForm]] = {
     form.kind: form for form in (SharedScores, PerHeadScores, RotaryScores, NarrowValues)
@@ -28,23 +30,23 @@ FORM_KINDS: dict[str, type[MapForm]] = {
 
 
 def form_for(option: str, site: Any) -> type[ScoreForm]:
-    """Return the form of queries and keys that a name stands for, for one kind of module.
+    """Return the form of queries and keys for an option and a module.
 
     Raises:
-        CompressionError: there is none for modules whose queries and keys a rotary embedding turns.
+        CompressionError: modules with a rotary embedding have no such form.
     """
     table = ROTARY_FORMS if site.family.rotary else FORMS
     if option not in table:
         raise CompressionError(
-            f"{site.name}: there is no {option} form of queries and keys that a rotary embedding turns; pass form "
-            f"{' or '.join(repr(each) for each in table)}"
+            f"{site.name}: queries and keys with a rotary embedding have no {option} form; pass form "
+            f"{' or '.join(map(repr, table))}"
         )
     return table[option]
 
 
 @dataclass(frozen=True)
 class FormEdit:
-    """Attention modules of which one map is in one form.
+    """Attention modules of which one map is in one kind of form.
 
     Args:
         kind: of the form.
@@ -57,7 +59,7 @@ class FormEdit:
     implementations: ClassVar[tuple[str, ...]] = IMPLEMENTATIONS
 
     def to_dict(self) -> dict[str, Any]:
-        """Describe the edit in JSON types."""
+        """Return the edit in JSON types."""
         return {"modules": {name: form.to_dict() for name, form in self.modules.items()}}
 
     @classmethod
@@ -65,16 +67,17 @@ class FormEdit:
         """Rebuild the edit from its kind and what `to_dict` returned.
 
         Raises:
-            CheckpointError: a form is described wrongly.
+            CheckpointError: a stored form is invalid.
         """
-        kind = FORM_KINDS[data["kind"]]
-        return cls(data["kind"], {name: kind.from_dict(form, name) for name, form in stored_modules(data).items()})
+        form = FORM_KINDS[data["kind"]]
+        modules = {name: from_stored(form, stored, name) for name, stored in stored_modules(data).items()}
+        return cls(data["kind"], modules)
 
     def apply_(self, model: PreTrainedModel) -> None:
-        """Install empty attention of the form in `model` in place, for weights to be loaded into.
+        """Install attention without weights in `model` in place, for weights to be loaded into.
 
         Raises:
-            CheckpointError: the model has not the modules, or not the widths, that the forms are made for.
+            CheckpointError: the model lacks the modules, or they have other widths.
         """
         with refusing_other_models(self.kind, model):
             for name, form in self.modules.items():
@@ -89,3 +92,77 @@ class FormEdit:
         for name, form in self.modules.items():
             module: Any = model.base_model.get_submodule(name)
             getattr(module, form.at).finish_(module)
+
+
+LARGEST = 2**31  # stored numbers are smaller
+
+
+T = TypeVar("T")
+
+
+def stored_modules(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an edit stores of each module, by the module's path.
+
+    Raises:
+        CheckpointError: there is no such mapping.
+    """
+    modules = data.get("modules")
+    if not isinstance(modules, Mapping) or not modules or not all(isinstance(name, str) for name in modules):
+        raise CheckpointError(
+            f"a stored edit of kind {data.get('kind')!r} has modules {modules!r:.80}; expected an object by path"
+        )
+    return dict(modules)
+
+
+def from_stored(kind: type[T], data: Any, module: str) -> T:
+    """Build a dataclass with `rules` from its stored fields.
+
+    Args:
+        kind: the dataclass.
+        data: field → value.
+        module: path of the module that it describes.
+
+    Raises:
+        CheckpointError: a field is missing, unknown, or has a value of another type, or fields contradict each other.
+    """
+    where = f"the stored edit of {module}"
+    if not isinstance(data, Mapping):
+        raise CheckpointError(f"{where} is {data!r:.80}; expected an object with fields")
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    for name in data.keys() - known.keys():
+        raise CheckpointError(f"{where} has a field {name!r:.80}, which is not known")
+    for name, field in known.items():
+        if name not in data and field.default is MISSING:
+            raise CheckpointError(f"{where} lacks the field {name}")
+        if name in data and not _has_type(data[name], field.type):
+            expected = field.type if get_args(field.type) else getattr(field.type, "__name__", field.type)
+            raise CheckpointError(f"{where} has {name} {data[name]!r:.80}; expected {expected}")
+    stored: Any = kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+    for name, holds, expected in stored.rules():
+        if not holds:
+            raise CheckpointError(f"{where} has {name} {getattr(stored, name)!r:.80}; expected {expected}")
+    result: T = stored
+    return result
+
+
+@contextmanager
+def refusing_other_models(kind: str, model: nn.Module) -> Iterator[None]:
+    """Raise `CheckpointError` if an edit of a kind is replayed on a model that lacks its modules."""
+    try:
+        yield
+    except AttributeError as error:
+        raise CheckpointError(
+            f"a stored edit of kind {kind!r} does not fit {type(model).__name__}: {one_line(error)}"
+        ) from error
+
+
+def _has_type(value: Any, expected: Any) -> bool:
+    if get_origin(expected) is tuple:
+        return isinstance(value, list | tuple) and all(_has_type(item, get_args(expected)[0]) for item in value)
+    if isinstance(expected, UnionType):
+        return any(_has_type(value, option) for option in get_args(expected))
+    if expected is float:
+        return type(value) in (int, float) and abs(value) < LARGEST
+    if expected is int:
+        return type(value) is int and 0 <= value < LARGEST
+    return type(value) is expected

@@ -1,339 +1,300 @@
-"""Forward passes for attention modules whose stock one computes its scores itself, where nothing can be exchanged.
+"""Forward passes for attention modules whose stock one computes its scores itself.
 
-While something of ours is in such a module, its class is a subclass of the stock one, of the same name, with a
-forward pass from the table here. It does what modules on Transformers' attention interface do: project, lay out in
-pieces of the head width, write to the cache, attend by `collab_sdpa`, or `collab_eager` where probabilities are asked
-for, and project the outputs. It returns what the stock forward pass returns. Modules without anything of ours in them
-stay as they are. A further family is a row of `FORWARDS`, and a function where its arguments differ.
+While such a module is edited, its class is a subclass of the stock one, of the same name, with the forward pass here.
+It does what modules on Transformers' attention interface do: project, lay out as key groups, write to the cache,
+attend by `collab_sdpa`, or `collab_eager` where probabilities are needed, and project the outputs. It returns what
+the stock forward pass returns. A further family is a row of `FORWARDS`, and a subclass of `Forward` if its arguments
+need more than names.
 """
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import dropout
 from transformers import EncoderDecoderCache
 
 from collab_compress.attention.projections import Layout, QKVProjection
 from collab_compress.errors import UnsupportedModelError
 from collab_compress.transformers_parts import ALL_ATTENTION_FUNCTIONS
 
-
-def heads_of(projected: Tensor, head_width: int) -> Tensor:
-    """Lay projected tokens (B, T, n·d) out in pieces of the head width, (B, n, T, d)."""
-    pieces: Tensor = projected.unflatten(-1, (-1, head_width))
-    return pieces.transpose(1, 2)
+Call = dict[str, Any]
+"""Arguments of one forward pass, by the names that the stock class gives them."""
 
 
-def fused_heads(layer: Any, x: Tensor, layout: Layout) -> list[Tensor]:
-    """Project x (B, T, D) to queries, keys and values by a stock fused layer or by what is in its place, laid out."""
-    if isinstance(layer, QKVProjection):
-        parts = [layer.query(x), layer.key(x), layer.value(x)]
-    else:
-        parts = layout.split(layer(x), -1)
-    return [heads_of(part, layout.head_width) for part in parts]
-
-
-def attended(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, probs: bool, share: float,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Attend, heads side by side afterwards.
+@dataclass(frozen=True)
+class Forward:
+    """How a class of attention modules attends while it is edited.
 
     Args:
-        module: the attention module.
-        query: in pieces, (B, n, T, d); keys and values likewise.
-        mask: boolean (True = attend) or additive, broadcastable to (B, H, T, S), or None.
-        probs: whether probabilities are wanted.
-        share: of the probabilities to drop in training.
-        bias: added to the scores, broadcastable to (B, H, T, S), or None.
-
-    Returns:
-        Head outputs (B, T, H·dv), and probabilities (B, H, T, S) or None.
-    """
-    function = ALL_ATTENTION_FUNCTIONS["collab_eager" if probs else "collab_sdpa"]
-    outputs, probabilities = function(
-        module, query, key, value, mask, dropout=share if module.training else 0.0, scaling=module.scaling,
-        is_causal=False, position_bias=bias,
-    )  # fmt: skip
-    return outputs.flatten(2), probabilities
-
-
-def keys_and_values(
-    module: Any, layers: tuple[Any, Any], own: Tensor, others: Tensor | None, cache: Any, number: int | None
-) -> tuple[Tensor, Tensor]:
-    """Project keys and values, laid out, with those that a cache holds.
-
-    Args:
-        module: the attention module.
-        layers: that project keys and values.
-        own: tokens that queries come from, (B, T, D).
-        others: tokens of an encoder to attend to instead, (B, S, D), or None.
-        cache: of Transformers', or None. It keeps those of an encoder from the first time on.
-        number: of the layer in the cache.
-    """
-    if isinstance(cache, EncoderDecoderCache) and others is None:
-        cache = cache.self_attention_cache
-    elif isinstance(cache, EncoderDecoderCache):
-        updated, cache.is_updated[number] = cache.is_updated.get(number), True
-        cache = cache.cross_attention_cache
-        if updated:
-            return cache.layers[number].keys, cache.layers[number].values
-    width = module.head_dim if hasattr(module, "head_dim") else module.attention_head_size
-    key, value = (heads_of(layer(own if others is None else others), width) for layer in layers)
-    return (key, value) if cache is None else cache.update(key, value, number)
-
-
-def mpnet(
-    module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, position_bias: Tensor | None = None,
-    output_attentions: bool = False, **_: Any,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Attend with a relative position bias that all layers share, (B, H, T, T)."""
-    width = module.attention_head_size
-    query, key, value = (heads_of(layer(hidden_states), width) for layer in (module.q, module.k, module.v))
-    outputs, probs = attended(
-        module, query, key, value, attention_mask, probs=output_attentions, share=module.dropout.p, bias=position_bias
-    )
-    return (module.o(outputs), probs) if output_attentions else (module.o(outputs),)
-
-
-def bloom(
-    module: Any, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Tensor | None,
-    layer_past: Any = None, use_cache: bool = False, output_attentions: bool = False, **_: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Attend with biases linear in the key's place (ALiBi), (B·H, 1, S), and add the residual."""
-    layout = Layout(module.num_heads, module.head_dim, interleaved=True)
-    query, key, value = fused_heads(module.query_key_value, hidden_states, layout)
-    if layer_past is not None:
-        key, value = layer_past.update(key, value, module.layer_idx)
-    bias = alibi.unflatten(0, (-1, module.num_heads))
-    outputs, probs = attended(
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        probs=output_attentions,
-        share=module.attention_dropout.p,
-        bias=bias,
-    )
-    return residual + nn.functional.dropout(module.dense(outputs), module.hidden_dropout, module.training), probs
-
-
-def mpt(
-    module: Any, hidden_states: Tensor, position_bias: Tensor, past_key_values: Any = None,
-    attention_mask: Tensor | None = None, **_: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attend with ALiBi, (H, 1, most tokens), its last columns being those of the keys; a true mask hides."""
-    layout = Layout(module.n_heads, module.head_dim)
-    query, key, value = fused_heads(module.Wqkv, hidden_states, layout)
-    if past_key_values is not None:
-        key, value = past_key_values.update(key, value, module.layer_idx)
-    bias = None if position_bias is None else position_bias[None, :, :, -key.shape[2] :].to(query.dtype)
-    seen = None if attention_mask is None else attention_mask.logical_not()
-    outputs, probs = attended(module, query, key, value, seen, probs=True, share=module.attn_dropout_p, bias=bias)
-    return module.out_proj(outputs), probs  # type: ignore[return-value]
-
-
-def xglm(
-    module: Any, hidden_states: Tensor, key_value_states: Tensor | None = None, past_key_values: Any = None,
-    attention_mask: Tensor | None = None, **options: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Attend to the tokens themselves, or to `key_value_states`, by four projections."""
-    wanted = bool(options.get("output_attentions"))
-    query = heads_of(module.q_proj(hidden_states), module.head_dim)
-    layers = (module.k_proj, module.v_proj)
-    key, value = keys_and_values(module, layers, hidden_states, key_value_states, past_key_values, module.layer_idx)
-    outputs, probs = attended(module, query, key, value, attention_mask, probs=wanted, share=module.dropout)
-    return module.out_proj(outputs), probs
-
-
-def trocr(
-    module: Any, hidden_states: Tensor, key_value_states: Tensor | None = None, past_key_values: Any = None,
-    attention_mask: Tensor | None = None, output_attentions: bool | None = False, **_: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Attend as `xglm` does."""
-    return xglm(
-        module, hidden_states, key_value_states, past_key_values, attention_mask, output_attentions=output_attentions
-    )
-
-
-def bert(
-    module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None,
-    encoder_hidden_states: Tensor | None = None, past_key_values: Any = None, output_attentions: bool | None = False,
-    **_: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Attend to the tokens themselves, or to `encoder_hidden_states`; outputs are projected by another module."""
-    query = heads_of(module.query(hidden_states), module.attention_head_size)
-    layers, number = (module.key, module.value), getattr(module, "layer_idx", None)
-    key, value = keys_and_values(module, layers, hidden_states, encoder_hidden_states, past_key_values, number)
-    wanted = bool(output_attentions)
-    return attended(module, query, key, value, attention_mask, probs=wanted, share=module.dropout.p)
-
-
-def visual_bert(
-    module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, output_attentions: bool = False
-) -> tuple[Tensor | None, ...]:
-    """Attend as `bert` does, in an encoder."""
-    outputs, probs = bert(module, hidden_states, attention_mask, output_attentions=output_attentions)
-    return (outputs, probs) if output_attentions else (outputs,)
-
-
-def tapas(
-    module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None,
-    encoder_hidden_states: Tensor | None = None, past_key_values: Any = None, output_attentions: bool = False,
-    **_: Any,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Attend as `bert` does; a decoder hands its cache on."""
-    outputs, probs = bert(
-        module, hidden_states, attention_mask, encoder_hidden_states, past_key_values, output_attentions
-    )
-    found = (outputs, probs) if output_attentions else (outputs,)
-    return (*found, past_key_values) if module.is_decoder else found
-
-
-def blip_text(
-    module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None,
-    encoder_hidden_states: Tensor | None = None, encoder_attention_mask: Tensor | None = None,
-    past_key_values: Any = None, **_: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Attend as `bert` does, with a mask of its own for `encoder_hidden_states`; probabilities are always given."""
-    mask = attention_mask if encoder_hidden_states is None else encoder_attention_mask
-    return bert(module, hidden_states, mask, encoder_hidden_states, past_key_values, output_attentions=True)
-
-
-def blip_vision(module: Any, hidden_states: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """Attend to all patches."""
-    query, key, value = fused_heads(module.qkv, hidden_states, Layout(module.num_heads, module.head_dim))
-    wanted = bool(options.get("output_attentions"))
-    outputs, probs = attended(module, query, key, value, None, probs=wanted, share=module.dropout.p)
-    return module.projection(outputs), probs
-
-
-def table_transformer(
-    module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, object_queries: Tensor | None = None,
-    key_value_states: Tensor | None = None, spatial_position_embeddings: Tensor | None = None,
-    output_attentions: bool = False,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Attend by inputs to which positions are added, to values of inputs to which they are not; true masks hide."""
-    placed = hidden_states if object_queries is None else hidden_states + object_queries
-    seen, keyed = (hidden_states, placed) if key_value_states is None else (key_value_states, key_value_states)
-    if key_value_states is not None and spatial_position_embeddings is not None:
-        keyed = key_value_states + spatial_position_embeddings
-    projected = (module.q_proj(placed), module.k_proj(keyed), module.v_proj(seen))
-    query, key, value = (heads_of(each, module.head_dim) for each in projected)
-    mask = attention_mask
-    if mask is not None and mask.dtype == torch.bool:
-        mask = mask.logical_not()
-    outputs, probs = attended(module, query, key, value, mask, probs=output_attentions, share=module.dropout)
-    return module.out_proj(outputs), probs
-
-
-def mvp(
-    module: Any, hidden_states: Tensor, key_value_states: Tensor | None = None, past_key_values: Any = None,
-    attention_mask: Tensor | None = None, attn_prompt: Any = None, output_attentions: bool = False, **_: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Attend as `xglm` does.
-
-    Raises:
-        UnsupportedModelError: there are prompts, which are keys and values of dense heads.
-    """
-    if attn_prompt is not None:
-        raise UnsupportedModelError(
-            "edited MvpAttention cannot read prompts (use_prompt=True), which are keys and values of dense heads; "
-            "use the model without them"
-        )
-    return xglm(
-        module, hidden_states, key_value_states, past_key_values, attention_mask, output_attentions=output_attentions
-    )
-
-
-def xlm(
-    module: Any, input: Tensor, mask: Tensor, kv: Tensor | None = None, cache: Any = None,
-    output_attentions: bool = False, **_: Any,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Attend with a mask (B, S) or (B, T, S), true where something is to be seen."""
-    query = heads_of(module.q_lin(input), module.head_dim)
-    layers = (module.k_lin, module.v_lin)
-    key, value = keys_and_values(module, layers, input, kv, cache, module.layer_id)
-    seen = (mask != 0)[:, None] if mask.dim() == 3 else (mask != 0)[:, None, None]
-    outputs, probs = attended(module, query, key, value, seen, probs=output_attentions, share=module.dropout)
-    projected = module.out_lin(outputs)
-    return (projected, probs) if output_attentions else (projected,)
-
-
-class Forward(NamedTuple):
-    """How a class of attention modules attends while something of ours is in it.
-
-    Args:
-        run: what takes the place of its `forward`.
-        scaling: what the module multiplies scores by; None where it has `scaling` to say so.
+        layers: attributes of the query, key and value projections, or of a fused layer.
+        output: attribute of the output projection; empty if another module projects the outputs.
+        scaling: returns the factor of the scores; None if the module has it as `scaling`.
+        p: attribute path of the dropout probability.
+        hidden_states: argument: the tokens.
+        encoder_states: argument: tokens of an encoder to attend to instead, or None.
+        cache: argument: the key-value cache.
+        layer_index: attribute: index of the layer in the cache.
+        heads: attribute: number of heads, for a fused layer.
+        interleaved: whether the fused layer holds each head's queries, keys and values together.
+        needs_probs: whether the module always returns probabilities.
+        may_omit_probs: whether it returns no None in their place.
     """
 
-    run: Callable[..., Any]
+    layers: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    output: str = "out_proj"
     scaling: Callable[[Any], float] | None = None
+    p: str = "dropout"
+    hidden_states: str = "hidden_states"
+    encoder_states: str = "key_value_states"
+    cache: str = "past_key_values"
+    layer_index: str = "layer_idx"
+    heads: str = "num_heads"
+    interleaved: bool = False
+    needs_probs: bool = False
+    may_omit_probs: bool = False
+
+    def inputs(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the inputs of the query, key and value projections."""
+        states = call.get(self.encoder_states)
+        states = call[self.hidden_states] if states is None else states
+        return call[self.hidden_states], states, states
+
+    def mask(self, call: Call) -> Tensor | None:
+        """Return the attention mask: boolean (True = attend) or additive, broadcastable to (B, H, T, S), or None."""
+        return call.get("attention_mask")
+
+    def bias(self, module: Any, call: Call, keys: int) -> Tensor | None:
+        """Return a bias to add to the scores of this many keys, broadcastable to (B, H, T, S), or None."""
+        return call.get("position_bias")
+
+    def result(self, module: Any, call: Call, outputs: Tensor, probs: Tensor | None) -> tuple[Any, ...]:
+        """Return what the stock forward pass returns."""
+        return (outputs,) if self.may_omit_probs and probs is None else (outputs, probs)
+
+    def project(self, module: Any, call: Call) -> list[Tensor]:
+        """Return queries, keys and values with those that the cache holds, as key groups (B, n, S, d)."""
+        width = module.head_dim if hasattr(module, "head_dim") else module.attention_head_size
+        past, index = call.get(self.cache), getattr(module, self.layer_index, None)
+        layers, inputs = [getattr(module, name) for name in self.layers], self.inputs(call)
+        if isinstance(past, EncoderDecoderCache):
+            is_cross = call.get(self.encoder_states) is not None
+            is_updated = is_cross and past.is_updated.get(index)
+            if is_cross:  # the encoder's keys and values are kept from the first call on
+                past.is_updated[index] = True
+            past = past.cross_attention_cache if is_cross else past.self_attention_cache
+            if is_updated:
+                layer = past.layers[index]
+                return [_key_groups(layers[0](inputs[0]), width), layer.keys, layer.values]
+        if len(layers) == 3:
+            projected = [layer(part) for layer, part in zip(layers, inputs, strict=True)]
+        elif isinstance(layers[0], QKVProjection):
+            projected = [part(inputs[0]) for part in layers[0].parts]
+        else:
+            layout = Layout(getattr(module, self.heads), width, self.interleaved)
+            projected = layout.split(layers[0](inputs[0]), -1)
+        query, key, value = (_key_groups(part, width) for part in projected)
+        if past is not None:
+            key, value = past.update(key, value, index)
+        return [query, key, value]
 
 
-def _root(module: Any) -> float:
-    return float(module.attention_head_size**-0.5)
+def _root_of_width(module: Any) -> float:
+    width = module.head_dim if hasattr(module, "head_dim") else module.attention_head_size
+    return float(width**-0.5)
 
 
-def _head_root(module: Any) -> float:
-    return float(module.head_dim**-0.5)
+@dataclass(frozen=True)
+class BertForward(Forward):
+    """Attention of encoders and decoders like BERT's, whose outputs another module projects."""
+
+    layers: tuple[str, ...] = ("query", "key", "value")
+    output: str = ""
+    scaling: Callable[[Any], float] | None = _root_of_width
+    p: str = "dropout.p"
+    encoder_states: str = "encoder_hidden_states"
 
 
-def _norm_factor(module: Any) -> float:
-    return float(module.inv_norm_factor)
+class TapasForward(BertForward):
+    """A decoder also returns its cache."""
+
+    def result(self, module: Any, call: Call, outputs: Tensor, probs: Tensor | None) -> tuple[Any, ...]:
+        """Return outputs, probabilities if asked for, and the cache of a decoder."""
+        results = super().result(module, call, outputs, probs)
+        return (*results, call.get(self.cache)) if module.is_decoder else results
 
 
-def _scale(module: Any) -> float:
-    return float(module.scale)
+class BlipTextForward(BertForward):
+    """The encoder's hidden states have their own mask."""
+
+    def mask(self, call: Call) -> Tensor | None:
+        """Return the mask of the tokens that are attended to."""
+        return call.get("attention_mask" if call.get(self.encoder_states) is None else "encoder_attention_mask")
 
 
-def _softmax_scale(module: Any) -> float:
-    return float(module.softmax_scale)
+class BloomForward(Forward):
+    """Biases linear in the key's position (ALiBi), (B·H, 1, S), and a residual."""
+
+    def bias(self, module: Any, call: Call, keys: int) -> Tensor | None:
+        """Return the ALiBi bias (B, H, 1, S)."""
+        alibi: Tensor = call["alibi"].unflatten(0, (-1, module.num_heads))
+        return alibi
+
+    def result(self, module: Any, call: Call, outputs: Tensor, probs: Tensor | None) -> tuple[Any, ...]:
+        """Return the sum of outputs and residual, and the probabilities."""
+        return call["residual"] + dropout(outputs, module.hidden_dropout, module.training), probs
 
 
+class MptForward(Forward):
+    """ALiBi (H, 1, most tokens), of which the last columns are those of the keys; a true mask hides."""
+
+    def mask(self, call: Call) -> Tensor | None:
+        """Return the mask, True = attend."""
+        mask = call.get("attention_mask")
+        return None if mask is None else mask.logical_not()
+
+    def bias(self, module: Any, call: Call, keys: int) -> Tensor | None:
+        """Return the ALiBi bias (1, H, 1, S)."""
+        bias: Tensor | None = call.get("position_bias")
+        return None if bias is None else bias[None, :, :, -keys:].to(call["hidden_states"].dtype)
+
+
+class TableTransformerForward(Forward):
+    """Positions are added to the inputs of queries and keys, not of values; a true mask hides."""
+
+    def inputs(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Return inputs with positions for queries and keys, and without for values."""
+        tokens, positions = call["hidden_states"], call.get("object_queries")
+        placed = tokens if positions is None else tokens + positions
+        states, positions = call.get("key_value_states"), call.get("spatial_position_embeddings")
+        if states is None:
+            return placed, placed, tokens
+        return placed, states if positions is None else states + positions, states
+
+    def mask(self, call: Call) -> Tensor | None:
+        """Return the mask, True = attend."""
+        mask: Tensor | None = call.get("attention_mask")
+        return mask.logical_not() if mask is not None and mask.dtype == torch.bool else mask
+
+
+class MvpForward(Forward):
+    """Prompts, which are keys and values of dense heads, are refused."""
+
+    def inputs(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the inputs of the projections.
+
+        Raises:
+            UnsupportedModelError: there are prompts.
+        """
+        if call.get("attn_prompt") is not None:
+            raise UnsupportedModelError(
+                "edited MvpAttention cannot read prompts (use_prompt=True), which are keys and values of dense "
+                "heads; use the model without them"
+            )
+        return super().inputs(call)
+
+
+class XlmForward(Forward):
+    """The mask is (B, S) or (B, T, S)."""
+
+    def mask(self, call: Call) -> Tensor | None:
+        """Return the mask (B, 1, 1, S) or (B, 1, T, S), True = attend."""
+        mask: Tensor = call["mask"] != 0
+        return mask[:, None] if mask.dim() == 3 else mask[:, None, None]
+
+
+def _key_groups(projected: Tensor, head_width: int) -> Tensor:
+    """Lay projected tokens (B, T, n·d) out as key groups of the head width, (B, n, T, d)."""
+    groups: Tensor = projected.unflatten(-1, (-1, head_width))
+    return groups.transpose(1, 2)
+
+
+XLM = XlmForward(
+    ("q_lin", "k_lin", "v_lin"),
+    "out_lin",
+    _root_of_width,
+    hidden_states="input",
+    encoder_states="kv",
+    cache="cache",
+    layer_index="layer_id",
+    may_omit_probs=True,
+)
 FORWARDS: dict[str, Forward] = {
-    "blip.BlipAttention": Forward(blip_vision, _scale),
-    "blip.BlipTextSelfAttention": Forward(blip_text, _root),
-    "bloom.BloomAttention": Forward(bloom, _norm_factor),
-    "flaubert.MultiHeadAttention": Forward(xlm, _head_root),
-    "megatron_bert.MegatronBertSelfAttention": Forward(bert, _root),
-    "mpnet.MPNetSelfAttention": Forward(mpnet, _root),
-    "mpt.MptAttention": Forward(mpt, _softmax_scale),
-    "mvp.MvpAttention": Forward(mvp),
-    "rembert.RemBertSelfAttention": Forward(bert, _root),
-    "table_transformer.TableTransformerAttention": Forward(table_transformer),
-    "tapas.TapasSelfAttention": Forward(tapas, _root),
-    "trocr.TrOCRAttention": Forward(trocr),
-    "visual_bert.VisualBertSelfAttention": Forward(visual_bert, _root),
-    "xglm.XGLMAttention": Forward(xglm),
-    "xlm.MultiHeadAttention": Forward(xlm, _head_root),
+    "blip.BlipAttention": Forward(("qkv",), "projection", attrgetter("scale"), "dropout.p"),
+    "blip.BlipTextSelfAttention": BlipTextForward(needs_probs=True),
+    "bloom.BloomAttention": BloomForward(
+        ("query_key_value",),
+        "dense",
+        attrgetter("inv_norm_factor"),
+        "attention_dropout.p",
+        cache="layer_past",
+        interleaved=True,
+    ),
+    "flaubert.MultiHeadAttention": XLM,
+    "megatron_bert.MegatronBertSelfAttention": BertForward(),
+    "mpnet.MPNetSelfAttention": Forward(("q", "k", "v"), "o", _root_of_width, "dropout.p", may_omit_probs=True),
+    "mpt.MptAttention": MptForward(
+        ("Wqkv",), scaling=attrgetter("softmax_scale"), p="attn_dropout_p", heads="n_heads", needs_probs=True
+    ),
+    "mvp.MvpAttention": MvpForward(),
+    "rembert.RemBertSelfAttention": BertForward(),
+    "table_transformer.TableTransformerAttention": TableTransformerForward(),
+    "tapas.TapasSelfAttention": TapasForward(may_omit_probs=True),
+    "trocr.TrOCRAttention": Forward(),
+    "visual_bert.VisualBertSelfAttention": BertForward(may_omit_probs=True),
+    "xglm.XGLMAttention": Forward(),
+    "xlm.MultiHeadAttention": XLM,
 }
 """Folder in Transformers and name of the stock class → its forward pass."""
 
 
+def forward(module: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Attend as the stock forward pass of the module, by this package's attention functions."""
+    row: Forward = FORWARDS[place_of(module.stock_class)]
+    call = {**dict(zip(module.argument_names, args, strict=False)), **kwargs}
+    query, key, value = row.project(module, call)
+    needs_probs = row.needs_probs or bool(call.get("output_attentions"))
+    outputs, probs = ALL_ATTENTION_FUNCTIONS["collab_eager" if needs_probs else "collab_sdpa"](
+        module,
+        query,
+        key,
+        value,
+        row.mask(call),
+        dropout=attrgetter(row.p)(module) if module.training else 0.0,
+        scaling=module.scaling,
+        is_causal=False,
+        position_bias=row.bias(module, call, key.shape[2]),
+    )
+    outputs = outputs.flatten(2)
+    if row.output:
+        outputs = getattr(module, row.output)(outputs)
+    return row.result(module, call, outputs, probs)
+
+
 def place_of(kind: Any) -> str:
-    """Name a class as `FORWARDS` does."""
+    """Return the key of a class in `FORWARDS`."""
     return f"{kind.__module__.split('.')[-2:][0]}.{kind.__name__}"
 
 
 def has_own_forward(module: Any) -> bool:
-    """Whether the stock forward pass of a module computes scores itself."""
+    """Return whether the stock forward pass of a module computes scores itself."""
     return place_of(type(module)) in FORWARDS
 
 
 def take_over_(module: Any) -> None:
-    """Replace the forward pass of a module that computes scores itself, in place, unless it is replaced already."""
+    """Replace the forward pass of a module that computes scores itself, in place, if that is not done yet."""
     stock: Any = type(module)
     if not hasattr(stock, "stock_class"):
-        own = FORWARDS[place_of(stock)]
+        row = FORWARDS[place_of(stock)]
         _change_class_(module, edited_class(stock))
-        if own.scaling is not None:
-            module.scaling = own.scaling(module)
+        if row.scaling is not None:
+            module.scaling = float(row.scaling(module))
 
 
 def hand_back_(module: Any) -> None:
@@ -354,18 +315,25 @@ def _change_class_(module: Any, new: Any) -> None:
 
 @cache
 def edited_class(stock: Any) -> Any:
-    """Make a subclass of a stock class, of the same name, with our forward pass."""
-    own = {"forward": FORWARDS[place_of(stock)].run, "__reduce_ex__": _reduced, "stock_class": stock}
-    return type(stock.__name__, (stock,), {**own, "__module__": stock.__module__, "__doc__": stock.__doc__})
+    """Return a subclass of a stock class, of the same name, with our forward pass."""
+    attributes = {
+        "forward": forward,
+        "argument_names": tuple(inspect.signature(stock.forward).parameters)[1:],
+        "stock_class": stock,
+        "__reduce_ex__": _reduce,
+        "__module__": stock.__module__,
+        "__doc__": stock.__doc__,
+    }
+    return type(stock.__name__, (stock,), attributes)
 
 
-def _reduced(module: Any, protocol: Any) -> tuple[Any, ...]:
-    """Pickle and copy as the stock class, because no file defines the subclass."""
+def _reduce(module: Any, protocol: Any) -> tuple[Any, ...]:
+    """Pickle and copy by the stock class, because no file defines the subclass."""
     _, _, *rest = tuple(object.__reduce_ex__(module, protocol))
     return _blank, (module.stock_class,), *rest
 
 
 def _blank(stock: Any) -> Any:
-    """Make a module without anything in it, which a pickle or copy then fills."""
-    made = edited_class(stock)
-    return made.__new__(made)
+    """Return an edited module without attributes, which a pickle or copy then fills."""
+    kind = edited_class(stock)
+    return kind.__new__(kind)

@@ -1,27 +1,28 @@
 """Projections of converted attention: padded to whole heads, separate or fused."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear, pad
 from transformers.pytorch_utils import Conv1D
 
 
 class PaddedProjection(nn.Module):
-    """A projection x ↦ [x·W + b, x·vᵀ, 0] whose channels are no whole heads, in place of H concatenated ones.
+    """A projection x ↦ [x·W + b, x·vᵀ, 0] in place of that of H concatenated heads.
 
     Queries and keys that heads share are R channels wide, values dv. Keys of a model with content biases v (H, D)
     have H further channels v_i·y, so that a key cache keeps both. v is a parameter of its own, `content_bias`:
     optimizers exempt it from weight decay by its name, like the query bias it comes from.
 
     Transformers' attention splits the output of a projection into heads of width d, so the output is padded with
-    zeros; the collaborative attention functions take it apart again.
+    zeros; the attention functions of this package remove them again.
 
     Args:
         in_features: input width D.
         width: R or dv.
-        multiple: what the number of output channels is padded to a multiple of: the head width d, or H·d.
+        multiple: the number of output channels is padded to a multiple of this: the head width d, or H·d.
         bias: whether the projection has a bias b, as values may.
         content_biases: number of content biases, H or 0.
     """
@@ -45,43 +46,42 @@ class PaddedProjection(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Weight (width, D), which stock models look for when they initialise."""
+        """Weight (width, D), which stock models initialise."""
         return self.proj.weight
 
     @property
     def bias(self) -> Tensor:
-        """Bias (width,), or one of no channels, which stock models that initialise their projections look for."""
+        """Bias (width,), or an empty tensor, which stock models initialise."""
         return self.proj.weight.new_empty(0) if self.proj.bias is None else self.proj.bias
 
     @property
     def channels(self) -> int:
-        """Number of output channels, padding excluded: R, R + H, or dv."""
+        """Number of output channels without padding: R, R + H, or dv."""
         return self.proj.out_features + (0 if self.content_bias is None else len(self.content_bias))
 
     @property
     def width(self) -> int:
-        """Number of output channels, padding included."""
+        """Number of output channels with padding."""
         return self.channels + self.padding
 
     def forward(self, x: Tensor) -> Tensor:
         """Project x (B, T, D) to (B, T, channels + padding)."""
         projected: Tensor = self.proj(x)
         if self.content_bias is None:
-            return nn.functional.pad(projected, (0, self.padding)) if self.padding else projected
-        content = nn.functional.linear(x, self.content_bias)
-        return torch.cat([projected, nn.functional.pad(content, (0, self.padding))], -1)
+            return pad(projected, (0, self.padding)) if self.padding else projected
+        return torch.cat([projected, pad(linear(x, self.content_bias), (0, self.padding))], -1)
 
 
 class Layout(NamedTuple):
     """How a fused layer holds queries, keys and values in its output channels.
 
     Args:
-        heads: number of heads H of queries.
+        heads: number of query heads H.
         head_width: width d of one head.
         interleaved: whether each head's queries, keys and values lie together, (H, 3, d), instead of in three blocks,
             of which that of the queries is H·d wide and the other two share the rest.
-        even: whether the module views queries, keys and values as equally many heads, so that all are filled up with
-            zeros to the width of the widest.
+        even: whether the module views queries, keys and values as equally many heads, so that all are padded to the
+            width of the widest.
     """
 
     heads: int
@@ -108,7 +108,7 @@ class Layout(NamedTuple):
 
 
 class QKVProjection(nn.Module):
-    """Queries, keys and values of their own in place of a fused layer, for some are converted.
+    """Separate queries, keys and values in place of a fused layer, because some of them are converted.
 
     Args:
         query: D → q channels, padding included.
@@ -126,28 +126,31 @@ class QKVProjection(nn.Module):
         self.layout, self.transposed = layout, transposed
 
     @property
+    def parts(self) -> tuple[Any, Any, Any]:
+        """Queries, keys and values."""
+        return self.query, self.key, self.value
+
+    @property
     def weight(self) -> Tensor:
-        """Weight of the values, (v, D): stock models look for one when they initialise."""
-        value: Any = self.value
-        weight: Tensor = value.weight
+        """Weight of the values, (v, D), which stock models initialise."""
+        weight: Tensor = self.parts[2].weight
         return weight
 
     @property
     def bias(self) -> None:
-        """None, alike."""
+        """None: stock models initialise no bias then."""
 
     @property
     def widths(self) -> list[int]:
-        """q, k and v: how the module around it splits what this returns."""
-        parts: tuple[Any, ...] = (self.query, self.key, self.value)
-        return [part.width if isinstance(part, PaddedProjection) else part.out_features for part in parts]
+        """Channels q, k and v, by which the module splits the output."""
+        return [part.width if isinstance(part, PaddedProjection) else part.out_features for part in self.parts]
 
     def forward(self, x: Tensor) -> Tensor:
         """Project x (B, T, D) to (B, T, q + k + v): three blocks, or as the stock layer lays them out."""
-        parts = [self.query(x), self.key(x), self.value(x)]
+        parts = [part(x) for part in self.parts]
         if self.layout.even:
             widest = max(part.shape[-1] for part in parts)
-            parts = [nn.functional.pad(part, (0, widest - part.shape[-1])) for part in parts]
+            parts = [pad(part, (0, widest - part.shape[-1])) for part in parts]
             if self.layout.interleaved:
                 heads = [part.unflatten(-1, (-1, self.layout.head_width)) for part in parts]
                 return torch.stack(heads, -2).flatten(-3)
@@ -155,7 +158,7 @@ class QKVProjection(nn.Module):
 
 
 def fused_layer(module: Any, path: str) -> Conv1D | nn.Linear | QKVProjection | None:
-    """Return the fused layer that holds the projection at `path`, or None if the projection is a layer of its own."""
+    """Return the fused layer that holds the projection at `path`, or None if the projection is a separate layer."""
     parent = module.get_submodule(path.rpartition(".")[0])
     return parent if isinstance(parent, Conv1D | nn.Linear | QKVProjection) else None
 
@@ -169,30 +172,29 @@ def dense_projection(module: Any, path: str) -> tuple[Tensor, int]:
 
 
 def width_in(layer: Any) -> int:
-    """How wide the vectors are that a layer reads."""
+    """Return the input width of a linear layer."""
     return int(layer.nx if isinstance(layer, Conv1D) else layer.in_features)
 
 
 def replace_(module: Any, projections: Mapping[str, nn.Module], layout: Layout) -> None:
     """Install projections in an attention module, path → projection, in place.
 
-    Where the module keeps queries, keys and values in one layer, all three stand side by side afterwards, or are one
-    layer again if all are dense.
+    A fused layer of queries, keys and values becomes three layers, or one layer again if all three are dense.
 
     Args:
         module: the attention module.
         projections: path → projection.
-        layout: of the fused layer, where the stock module has one.
+        layout: of the fused layer, if the stock module has one.
     """
     for path, projection in projections.items():
         layer = fused_layer(module, path)
         if layer is not None and not isinstance(layer, QKVProjection):
-            layer = QKVProjection(*_apart(layer, layout), layout=layout, transposed=isinstance(layer, Conv1D))
+            layer = QKVProjection(*_split_layer(layer, layout), layout=layout, transposed=isinstance(layer, Conv1D))
             _set_fused_(module, path, layer)
         module.set_submodule(path, projection.train(module.training))
         if layer is not None:
-            parts = (layer.query, layer.key, layer.value)
-            _set_fused_(module, path, _joined(layer) if all(isinstance(part, nn.Linear) for part in parts) else layer)
+            is_dense = all(isinstance(part, nn.Linear) for part in layer.parts)
+            _set_fused_(module, path, _join_layers(layer) if is_dense else layer)
 
 
 def put_back_(module: Any, projections: Mapping[str, Any], layout: Layout) -> None:
@@ -200,7 +202,7 @@ def put_back_(module: Any, projections: Mapping[str, Any], layout: Layout) -> No
 
     Args:
         module: the attention module.
-        projections: path → projection, or something that holds the old fused layer as `whole`.
+        projections: path → projection, or an object that holds the old fused layer as `whole`.
         layout: as for `replace_`.
     """
     for path, projection in projections.items():
@@ -219,37 +221,48 @@ def _set_fused_(module: Any, path: str, layer: Any) -> None:
         module.split_size = layer.widths
 
 
-def _apart(layer: Any, layout: Layout) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
-    """Copy the parts of a fused layer into layers of their own; device, dtype and frozenness are kept."""
+def _split_layer(layer: Any, layout: Layout) -> list[nn.Linear]:
+    """Copy the parts of a fused layer into separate layers; device, dtype and frozenness are kept."""
     weight: Tensor = layer.weight
-    rows = layout.split(weight.T if isinstance(layer, Conv1D) else weight, 0)
+    weights = layout.split(weight.T if isinstance(layer, Conv1D) else weight, 0)
     biases: list[Any] = [None] * 3 if layer.bias is None else layout.split(layer.bias, 0)
     parts = []
-    for row, bias in zip(rows, biases, strict=True):
-        part = nn.Linear(row.shape[1], row.shape[0], bias is not None, device=weight.device, dtype=weight.dtype)
+    for part_weight, bias in zip(weights, biases, strict=True):
+        width, in_features = part_weight.shape
+        part = nn.Linear(in_features, width, bias is not None, device=weight.device, dtype=weight.dtype)
         with torch.no_grad():
-            part.weight.copy_(row)
+            part.weight.copy_(part_weight)
             if bias is not None:
                 part.bias.copy_(bias)
         parts.append(part.requires_grad_(weight.requires_grad))
-    query, key, value = parts
-    return query, key, value
+    return parts
 
 
-def _joined(projections: QKVProjection) -> Any:
+def _join_layers(projections: QKVProjection) -> Any:
     """Fuse three projections into one layer, as in the stock model; missing biases become zeros."""
-    parts: list[Any] = [projections.query, projections.key, projections.value]
-    value, join = parts[2], projections.layout.join
+    parts, join = projections.parts, projections.layout.join
     weight = join([part.weight for part in parts])
     layer: Any
     if projections.transposed:
-        layer = Conv1D(weight.shape[0], weight.shape[1]).to(value.weight)
+        layer = Conv1D(weight.shape[0], weight.shape[1]).to(weight)
     else:
         layer = nn.Linear(weight.shape[1], weight.shape[0], any(part.bias is not None for part in parts)).to(weight)
     with torch.no_grad():
         layer.weight.copy_(weight.T if projections.transposed else weight)
         if layer.bias is not None:
-            layer.bias.copy_(
-                join([part.weight.new_zeros(part.out_features) if part.bias is None else part.bias for part in parts])
-            )
-    return layer.requires_grad_(value.weight.requires_grad)
+            biases = [part.weight.new_zeros(part.out_features) if part.bias is None else part.bias for part in parts]
+            layer.bias.copy_(join(biases))
+    return layer.requires_grad_(projections.weight.requires_grad)
+
+
+def add_pre_hook_(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Register a forward pre-hook that takes keyword arguments, in place, unless it is registered."""
+    if hook not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def remove_pre_hook_(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Undo `add_pre_hook_`, in place."""
+    for number in [number for number, other in module._forward_pre_hooks.items() if other is hook]:
+        del module._forward_pre_hooks[number]
+        module._forward_pre_hooks_with_kwargs.pop(number, None)

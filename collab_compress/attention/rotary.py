@@ -1,14 +1,13 @@
-"""Shared channels in models with a rotary embedding: pseudo-heads that the stock module turns and caches as its own.
+"""Shared channels in models with a rotary embedding: pseudo-heads that the stock module rotates and caches.
 
     score_i(x, y) = s · Re Σ_c m_ic (x χ_c) conj(y κ_c) e^{iθ(c)n}
 
-where two channels that are turned together are one complex channel c, θ(c) its frequency, n the distance of the
-tokens and m_ic complex ("RoFormer", Su et al., 2021; the sharing is ours). Where groups of heads share a key, keys
-are shared among groups, and queries stay each head's own: x a_iθ(c) in place of x χ_c.
+where two channels that are rotated together are one complex channel c, θ(c) is its frequency, n the distance of the
+tokens, and m_ic complex ("RoFormer", Su et al., 2021; the sharing is ours). Where groups of heads share a key, keys
+are shared among groups, and each head keeps its own queries: x a_iθ(c) in place of x χ_c.
 
-The module projects P·d channels of keys, views them as P heads and turns each of their channel pairs by the frequency
-that belongs to its place; a channel of another frequency is turned by the difference beforehand. Heads are mixed
-behind the cache.
+The module projects keys to P·d channels, views them as P pseudo-heads and rotates each channel pair by the frequency
+of its slot. A channel of another frequency is rotated by the difference beforehand. Heads are mixed after the cache.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,11 +17,11 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from collab_compress.attention.form import Cut, HeadRows, ScoreForm, ScoreParts, plain_weight
-from collab_compress.attention.kernels import in_float32_on_cpu, masked, softmax
-from collab_compress.attention.projections import PaddedProjection, dense_projection
+from collab_compress.attention.kernels import Inputs, in_float32_on_cpu, masked_softmax
+from collab_compress.attention.projections import PaddedProjection, add_pre_hook_, remove_pre_hook_
 from collab_compress.errors import CompressionError, UnsupportedModelError
 
 PAIRS = ("halves", "neighbours", "neighbours, tables too")
@@ -31,13 +30,13 @@ TABLES = "collab_tables"  # attribute of hidden states: cosines and sines of the
 
 @dataclass(frozen=True)
 class Pairing:
-    """Which channels of a head are turned together.
+    """Which channels of a head are rotated together.
 
     Args:
         width: channels d of a head.
-        rotated: how many are turned, its first.
-        pairs: "halves" where channel j is turned with that half of the turned ones further, "neighbours" where 2j is
-            with 2j + 1, "neighbours, tables too" where the tables of cosines and sines are laid out so as well.
+        rotated: number of rotated channels, the first ones.
+        pairs: "halves" where channel j of the rotated ones pairs with j + rotated/2, "neighbours" where 2j pairs with
+            2j + 1, "neighbours, tables too" where the tables of cosines and sines have that layout as well.
     """
 
     width: int
@@ -48,12 +47,11 @@ class Pairing:
         """Return real and imaginary parts, (…, d) to twice (…, d/2): rotated pairs first, then unrotated ones."""
         if self.pairs != "halves":
             return x[..., ::2], x[..., 1::2]
-        turned, rest = x[..., : self.rotated], x[..., self.rotated :]
-        if not rest.shape[-1]:
-            one, two = turned.chunk(2, -1)
-            return one, two
-        (one, two), (three, four) = turned.tensor_split(2, -1), rest.tensor_split(2, -1)
-        return torch.cat([one, three], -1), torch.cat([two, four], -1)
+        real, imaginary = x[..., : self.rotated].tensor_split(2, -1)
+        if self.rotated < self.width:
+            rest_real, rest_imaginary = x[..., self.rotated :].tensor_split(2, -1)
+            real, imaginary = torch.cat([real, rest_real], -1), torch.cat([imaginary, rest_imaginary], -1)
+        return real, imaginary
 
     def join(self, real: Tensor, imaginary: Tensor) -> Tensor:
         """Undo `split`."""
@@ -64,39 +62,32 @@ class Pairing:
         return torch.cat([part for part in parts if part.shape[-1]], -1)
 
 
-class TurningProjection(PaddedProjection):
-    """A projection to pseudo-heads, some of whose channels get another frequency than their place in the head has.
+class RotatingProjection(PaddedProjection):
+    """A projection to pseudo-heads that pre-rotates channels whose frequency differs from that of their slot.
 
     Args:
         in_features: input width D.
         width: P·d.
         pairing: of the channels of a head.
-        frequencies: of each pair, pseudo-head by pseudo-head, P·d/2; a place's own frequency is its number in the
-            head.
-        bias: whether it has one.
+        frequencies: of each pair, pseudo-head by pseudo-head, P·d/2; a slot's own frequency is its index in the head.
+        bias: whether the projection has a bias.
+        like: device and dtype.
     """
 
     def __init__(
-        self,
-        in_features: int,
-        width: int,
-        pairing: Pairing,
-        frequencies: Sequence[int],
-        bias: bool,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+        self, in_features: int, width: int, pairing: Pairing, frequencies: Sequence[int], bias: bool, **like: Any
     ) -> None:
-        super().__init__(in_features, width, pairing.width, bias, device, dtype)
+        super().__init__(in_features, width, pairing.width, bias, **like)
         self.pairing, self.frequencies = pairing, list(frequencies)
 
     @property
-    def moved(self) -> bool:
-        """Whether any channel is not where its frequency is."""
-        places = self.pairing.width // 2
-        return any(frequency != place % places for place, frequency in enumerate(self.frequencies))
+    def rotates(self) -> bool:
+        """Whether any channel's frequency differs from that of its slot."""
+        slots = self.pairing.width // 2
+        return any(frequency != slot % slots for slot, frequency in enumerate(self.frequencies))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Project x (B, T, D) to (B, T, P·d), channels of other frequencies turned by what their place lacks.
+        """Project x (B, T, D) to (B, T, P·d), rotated by the difference of frequencies.
 
         The attention module attaches its tables of cosines and sines to x.
 
@@ -104,7 +95,7 @@ class TurningProjection(PaddedProjection):
             UnsupportedModelError: x has no tables.
         """
         projected: Tensor = self.proj(x)
-        if not self.moved:
+        if not self.rotates:
             return projected
         tables: tuple[Tensor, Tensor] | None = getattr(x, TABLES, None)
         if tables is None:
@@ -112,63 +103,61 @@ class TurningProjection(PaddedProjection):
                 "converted rotary attention needs position_embeddings, cosines and sines of all positions, as stock "
                 "models pass to their attention modules; call the model rather than the module"
             )
-        cos, sin = tables
-        heads = projected.unflatten(-1, (-1, self.pairing.width))  # (B, T, P, d)
-        real, imaginary = self.pairing.split(heads)
-        places = self.pairing.width // 2
-        wanted = torch.tensor(self.frequencies, device=x.device).view(-1, places)
-        cos, sin = (each[:, :, None] for each in (self._angles(cos, 1.0), self._angles(sin, 0.0)))  # (B, T, 1, d/2)
-        to_cos, to_sin = (each[:, :, 0, wanted.flatten()].unflatten(-1, wanted.shape) for each in (cos, sin))
+        real, imaginary = self.pairing.split(projected.unflatten(-1, (-1, self.pairing.width)))  # (B, T, P, d/2)
+        wanted = torch.tensor(self.frequencies, device=x.device)
+        cos, sin = self._by_pair(tables[0], 1.0), self._by_pair(tables[1], 0.0)  # (B, T, d/2)
+        shape = (-1, cos.shape[-1])
+        to_cos, to_sin = cos[..., wanted].unflatten(-1, shape), sin[..., wanted].unflatten(-1, shape)
+        cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # (B, T, 1, d/2)
         size = cos * cos + sin * sin  # tables may be longer than 1
         by_cos = (to_cos * cos + to_sin * sin) / size  # (B, T, P, d/2)
         by_sin = (to_sin * cos - to_cos * sin) / size
-        turned = self.pairing.join(
+        rotated = self.pairing.join(
             (real * by_cos - imaginary * by_sin).to(projected.dtype),
             (real * by_sin + imaginary * by_cos).to(projected.dtype),
         )
-        return turned.flatten(-2)
+        return rotated.flatten(-2)
 
-    def _angles(self, table: Tensor, rest: float) -> Tensor:
-        """One number a channel pair, (B, T, d/2), of tables for the turned channels; `rest` for the others."""
+    def _by_pair(self, table: Tensor, unrotated: float) -> Tensor:
+        """Return one number for each channel pair of a head, (B, T, d/2), from a table for the rotated channels."""
         half = self.pairing.rotated // 2
-        own = table[..., ::2] if self.pairing.pairs == "neighbours, tables too" else table
-        left = self.pairing.width // 2 - half
-        return nn.functional.pad(own[..., :half].float(), (0, left), value=rest)
+        if self.pairing.pairs == "neighbours, tables too":
+            table = table[..., ::2]
+        return pad(table[..., :half].float(), (0, self.pairing.width // 2 - half), value=unrotated)
 
 
-def arranged(frequencies: Sequence[int], places: int) -> list[int]:
-    """Order channels so that as many as can be are at the place of their own frequency.
+def arranged(frequencies: Sequence[int], slots: int) -> list[int]:
+    """Order channel pairs so that as many as possible are in the slot of their own frequency.
 
     Args:
-        frequencies: of P·d/2 channels.
-        places: d/2.
+        frequencies: of P·d/2 channel pairs.
+        slots: d/2.
 
     Returns:
-        Which channel belongs at each place, pseudo-head by pseudo-head.
+        Index of the channel pair for each slot, pseudo-head by pseudo-head.
     """
-    waiting: list[list[int]] = [[] for _ in range(places)]
+    waiting: list[list[int]] = [[] for _ in range(slots)]
     for channel, frequency in enumerate(frequencies):
         waiting[frequency].append(channel)
-    found = [
-        waiting[place].pop(0) if waiting[place] else None
-        for _ in range(len(frequencies) // places)
-        for place in range(places)
-    ]
-    others = iter([channel for left in waiting for channel in left])
-    return [next(others) if channel is None else channel for channel in found]
+    order: list[int | None] = []
+    for place in range(len(frequencies)):
+        matching = waiting[place % slots]
+        order.append(matching.pop(0) if matching else None)
+    others = iter([channel for channels in waiting for channel in channels])
+    return [next(others) if channel is None else channel for channel in order]
 
 
 @dataclass(frozen=True)
 class RotaryScores(ScoreForm):
-    """The shared form of heads that a rotary embedding turns.
+    """The shared form of heads with a rotary embedding.
 
-    `mixing` is (G, R): of each head, or group of heads, R/2 real parts, then R/2 imaginary ones.
+    `mixing` is (G, R): for each head, or group of heads, R/2 real parts, then R/2 imaginary ones.
 
     Args:
-        key_heads: number G of heads of keys in the dense model; where that is less than H, queries are not shared.
-        rotated: how many channels of a head are turned.
+        key_heads: number G of key heads in the dense model; if that is less than H, queries are not shared.
+        rotated: number of rotated channels of a head.
         pairs: as for `Pairing`.
-        frequencies: of each channel pair, P·d/2, as for `TurningProjection`.
+        frequencies: of each channel pair, P·d/2, as for `RotatingProjection`.
         query_bias: whether queries have a bias.
         key_bias: whether keys have one.
     """
@@ -188,32 +177,40 @@ class RotaryScores(ScoreForm):
 
     @classmethod
     def of(cls, site: Any, rank: int, content_bias: bool, sizes: Sequence[int] | None = None) -> Self:
-        """Describe what is to replace the projections of a module, in whole pseudo-heads: R is rounded up to P·d.
+        """Return the form for a site, in whole pseudo-heads: R is rounded up to P·d.
 
         Args:
             site: the module, as `architectures` finds it.
             rank: channels R, rounded up here.
             content_bias: ignored: biases stay in the projections.
-            sizes: frequency of each channel pair; each pseudo-head has all of them if not given.
+            sizes: frequency of each channel pair; by default each pseudo-head has all of them.
         """
-        width = site.head_width
+        width, family = site.head_width, site.family
         if site.rotated % 2 or width % 2:
             raise CompressionError(
-                f"{site.name}: {site.rotated} of {width} channels are turned; expected even numbers"
+                f"{site.name}: {site.rotated} of {width} channels are rotated; expected even numbers"
             )
-        pseudo = -(-rank // width)
-        found = tuple(range(width // 2)) * pseudo if sizes is None else tuple(sizes)
-        query, key = site.part(site.family.query), site.part(site.family.key)
+        pseudo_heads = -(-rank // width)
         return cls(
-            query=site.family.query, key=site.family.key, heads=site.heads, head_width=width, rank=pseudo * width,
-            content_bias=False, key_heads=site.key_value_heads, rotated=site.rotated,
-            interleaved=site.family.interleaved, even=site.family.even, pairs=site.family.rotary, frequencies=found,
-            query_bias=query.bias is not None, key_bias=key.bias is not None,
-        )  # fmt: skip
+            heads=site.heads,
+            head_width=width,
+            query=family.query,
+            key=family.key,
+            rank=pseudo_heads * width,
+            content_bias=False,
+            key_heads=site.key_value_heads,
+            rotated=site.rotated,
+            interleaved=family.interleaved,
+            even=family.even,
+            pairs=family.rotary,
+            frequencies=tuple(range(width // 2)) * pseudo_heads if sizes is None else tuple(sizes),
+            query_bias=site.part(family.query).bias is not None,
+            key_bias=site.part(family.key).bias is not None,
+        )
 
     def rules(self) -> Iterator[tuple[str, bool, str]]:
         """Yield what stored fields must hold, as `MapForm.rules`."""
-        width, places = self.head_width, self.head_width // 2
+        width, slots = self.head_width, self.head_width // 2
         yield from super().rules()
         yield "key_heads", self.key_heads > 0 and self.heads % self.key_heads == 0, f"a divisor of {self.heads}"
         yield "head_width", width % 2 == 0, "an even number"
@@ -221,16 +218,16 @@ class RotaryScores(ScoreForm):
         yield "rank", self.rank % width == 0, f"a multiple of {width}"
         yield "pairs", self.pairs in PAIRS, f"one of {', '.join(map(repr, PAIRS))}"
         yield "frequencies", len(self.frequencies) * 2 == self.rank, f"{self.rank // 2} numbers, one a channel pair"
-        yield "frequencies", all(number < places for number in self.frequencies), f"numbers below {places}"
+        yield "frequencies", all(number < slots for number in self.frequencies), f"numbers below {slots}"
 
     @property
     def dense_key_width(self) -> int:
-        """How wide keys, and values, of all heads are in the dense model."""
+        """Width of the dense keys, and values, of all heads."""
         return self.key_heads * self.head_width
 
     @property
     def pairing(self) -> Pairing:
-        """Which channels are turned together."""
+        """Which channels are rotated together."""
         return Pairing(self.head_width, self.rotated, self.pairs)
 
     @property
@@ -245,68 +242,62 @@ class RotaryScores(ScoreForm):
 
     @property
     def query_width(self) -> int:
-        """How wide queries are: R, or H·d where they are not shared."""
+        """Width of the queries: R, or H·d where they are not shared."""
         return self.heads * self.head_width if self.grouped else self.rank
 
     # Parameters.
 
-    def build(self, module: Any, parent: Any) -> ScoreParts:
-        """Make uninitialised parameters; arguments as for `MapForm.build`."""
-        weights, inputs = zip(*(dense_projection(module, path) for path in (self.query, self.key)), strict=True)
-        like: dict[str, Any] = {"device": weights[0].device, "dtype": weights[0].dtype}
-        trained = [weight.requires_grad for weight in weights]
+    def build_projections(
+        self, query_in: int, key_in: int, like: dict[str, Any]
+    ) -> tuple[PaddedProjection, PaddedProjection]:
+        """Return projections of queries and keys from these input widths."""
         shared = (self.rank, self.pairing, self.frequencies)
-        own_query = (
-            PaddedProjection(inputs[0], self.query_width, self.head_width, self.query_bias, **like)
-            if self.grouped
-            else TurningProjection(inputs[0], *shared, self.query_bias, **like)
-        )
-        own_key = TurningProjection(inputs[1], *shared, self.key_bias, **like)
-        return ScoreParts(
-            own_query.requires_grad_(trained[0]),
-            own_key.requires_grad_(trained[1]),
-            self.build_mixing(any(trained), **like),
-        )
+        query: PaddedProjection
+        if self.grouped:
+            query = PaddedProjection(query_in, self.query_width, self.head_width, self.query_bias, **like)
+        else:
+            query = RotatingProjection(query_in, *shared, self.query_bias, **like)
+        return query, RotatingProjection(key_in, *shared, self.key_bias, **like)
 
     def build_mixing(self, trained: bool, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Make an empty parameter."""
+        """Return an empty parameter (G, R)."""
         empty = torch.empty(self.key_heads, self.rank, device=device, dtype=dtype)
         return nn.Parameter(empty, self.train_mixing and trained)
 
     def load_channels_(
         self, parts: ScoreParts, query: Tensor | None, mixing: Tensor, key: Tensor, dense: Any
     ) -> None:
-        """Copy complex channels into `parts`, in place, in their dtype; they lie as `frequencies` says.
+        """Copy complex channels into `parts`, in place, in their dtype, in the order of `frequencies`.
 
         Args:
-            parts: as `build` makes them.
-            query: χ, complex (D, R/2), with a last row that is the bias where there is one; None where queries are
-                each head's own.
+            parts: as `build` returns them.
+            query: χ, complex (D, R/2), with a last row that is the bias if there is one; None where queries are not
+                shared.
             mixing: m, complex (G, R/2).
             key: κ, as the queries.
             dense: the dense query projection, which is copied where queries are not shared.
         """
         with torch.no_grad():
             parts.mixing.copy_(torch.cat([mixing.real, mixing.imag], -1))
-            for projection, channels, biased in (
-                (parts.query.proj, query, self.query_bias),
-                (parts.key.proj, key, self.key_bias),
-            ):
-                if channels is None:
-                    projection.weight.copy_(dense.weight)
-                    if biased:
-                        projection.bias.copy_(dense.bias)
-                    continue
-                rows = self.to_heads(channels.real, channels.imag).mT  # (R, D)
-                projection.weight.copy_(rows[:, : projection.in_features])
-                if biased:
-                    projection.bias.copy_(rows[:, -1])
+            if query is None:
+                parts.query.proj.weight.copy_(dense.weight)
+                if self.query_bias:
+                    parts.query.proj.bias.copy_(dense.bias)
+            else:
+                self._load_projection_(parts.query.proj, query)
+            self._load_projection_(parts.key.proj, key)
+
+    def _load_projection_(self, projection: nn.Linear, channels: Tensor) -> None:
+        rows = self.to_heads(channels.real, channels.imag).mT  # (R, D), or (R, D + 1)
+        projection.weight.copy_(rows[:, : projection.in_features])
+        if projection.bias is not None:
+            projection.bias.copy_(rows[:, -1])
 
     def channels_of(self, heads: Tensor, bias: Tensor | None) -> Tensor:
         """Pair the channels of dense heads: (H, D, d) to complex (H, D, d/2), a bias (H·d,) as one more row."""
         rows = heads if bias is None else torch.cat([heads, bias.detach().view(len(heads), 1, -1)], 1)
         real, imaginary = self.pairing.split(rows)
-        wide = torch.float32 if rows.device.type == "mps" else torch.float64  # which has no other
+        wide = torch.float32 if rows.device.type == "mps" else torch.float64  # MPS has no float64
         return torch.complex(real.to(wide), imaginary.to(wide))
 
     def to_heads(self, real: Tensor, imaginary: Tensor) -> Tensor:
@@ -314,30 +305,18 @@ class RotaryScores(ScoreForm):
         shape = (-1, self.head_width // 2)
         return self.pairing.join(real.unflatten(-1, shape), imaginary.unflatten(-1, shape)).flatten(-2)
 
-    def of_heads(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Undo `to_heads`; also for the H·d channels of queries."""
-        real, imaginary = self.pairing.split(x.unflatten(-1, (-1, self.head_width)))
-        return real.flatten(-2), imaginary.flatten(-2)
-
     def put_in_(self, module: Any, parts: ScoreParts) -> None:
         """Replace the query and key projections of `module`, which reads its tables from each call, in place."""
         super().put_in_(module, parts)
-        if _attach_tables not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(_attach_tables, with_kwargs=True)
+        add_pre_hook_(module, _attach_tables)
 
     def take_out_(self, module: Any, dense: tuple[Any, Any]) -> None:
-        """Restore dense query and key projections in place."""
-        for number in [number for number, hook in module._forward_pre_hooks.items() if hook is _attach_tables]:
-            del module._forward_pre_hooks[number]
-            module._forward_pre_hooks_with_kwargs.pop(number, None)
+        """Restore the dense query and key projections in place."""
+        remove_pre_hook_(module, _attach_tables)
         super().take_out_(module, dense)
 
-    def finish_(self, module: Any) -> None:
-        """Freeze the mixing matrix again if it is not trained."""
-        module.mixing.requires_grad_(self.train_mixing)
-
     def read_channels(self, name: str, module: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Read what makes the scores of the module called `name`, as complex numbers.
+        """Return the parameters of the scores of the module called `name`, as complex numbers.
 
         Returns:
             χ (Dq, R/2), or each head's own (Dq, H·d/2); m (G, R/2); κ (Dk, R/2). A bias is the last row.
@@ -348,10 +327,11 @@ class RotaryScores(ScoreForm):
         sides = []
         for path in (self.query, self.key):
             projection = module.get_submodule(path).proj
-            weight = plain_weight(f"{name}.{path}.proj", projection).mT  # (D, R)
+            rows = plain_weight(f"{name}.{path}.proj", projection).mT  # (D, R)
             if projection.bias is not None:
-                weight = torch.cat([weight, projection.bias.detach()[None]])
-            sides.append(torch.complex(*(each.double() for each in self.of_heads(weight))))
+                rows = torch.cat([rows, projection.bias.detach()[None]])
+            real, imaginary = self.pairing.split(rows.double().unflatten(-1, (-1, self.head_width)))
+            sides.append(torch.complex(real.flatten(-2), imaginary.flatten(-2)))
         mixing = torch.complex(*module.mixing.detach().double().chunk(2, -1))
         return sides[0], mixing, sides[1]
 
@@ -361,19 +341,16 @@ class RotaryScores(ScoreForm):
             f"{name}: shared rotary channels are no factors of Wq·Wkᵀ; expand the model, or read its parameters"
         )
 
-    def trained(self, module: Any) -> list[nn.Parameter]:
-        """List projections, their biases and the mixing matrix."""
-        return [*super().trained(module), module.mixing]
-
     # Attention.
 
-    def head_queries(self, module: Any, query: Tensor) -> Tensor:
-        """Return the rotated queries of each head, (B, T, H, R), from queries in the layout of `attend`."""
-        return self._mixed(module, query).transpose(1, 2)
+    def unpack(self, module: Any, inputs: Inputs) -> Inputs:
+        """Return the inputs for a kernel: each head's mixed query (B, H, T, R), and the shared key (B, S, R)."""
+        key = inputs.key[:, : self.rank // self.head_width].transpose(1, 2).flatten(2)
+        return inputs._replace(query=self._mixed(module, inputs.query), key=key)
 
-    def _joined(self, key: Tensor) -> Tensor:
-        """Concatenate the channels of the pseudo-heads without padding, (B, P, S, d) to (B, S, R)."""
-        return key[:, : self.rank // self.head_width].transpose(1, 2).flatten(2)
+    def head_queries(self, module: Any, query: Tensor) -> Tensor:
+        """Return the rotated queries of each head, (B, T, H, R), from queries as the module lays them out."""
+        return self._mixed(module, query).transpose(1, 2)
 
     def _mixed(self, module: Any, query: Tensor) -> Tensor:
         """Multiply queries by the mixing matrix: (B, P, T, d), or (B, H, T, d) where not shared, to (B, H, T, R)."""
@@ -381,46 +358,38 @@ class RotaryScores(ScoreForm):
         real, imaginary = self.pairing.split(query[:, : self.query_width // self.head_width])
         if self.grouped:
             mixing = mixing.repeat_interleave(self.heads // self.key_heads, 0)
-            places = torch.tensor(self.frequencies, device=query.device)
-            real, imaginary = real[..., places], imaginary[..., places]  # (B, H, T, R/2)
-        else:
-            real, imaginary = (
-                each.transpose(1, 2).flatten(2).unsqueeze(1) for each in (real, imaginary)
-            )  # (B, 1, T, R/2)
+            slots = torch.tensor(self.frequencies, device=query.device)
+            real, imaginary = real[..., slots], imaginary[..., slots]  # (B, H, T, R/2)
+        else:  # (B, 1, T, R/2)
+            real, imaginary = (part.transpose(1, 2).flatten(2).unsqueeze(1) for part in (real, imaginary))
         by_real, by_imaginary = mixing.unsqueeze(1).chunk(2, -1)  # (H, 1, R/2)
         mixed = real * by_real - imaginary * by_imaginary, real * by_imaginary + imaginary * by_real
         if not self.grouped and self.rotated < self.head_width:
-            still = torch.tensor(self.unrotated, device=query.device)
-            parts = real * by_real, imaginary * by_imaginary
-            mixed = torch.where(still, parts[0], mixed[0]), torch.where(still, parts[1], mixed[1])
+            unrotated = torch.tensor(self.unrotated, device=query.device)
+            separate = real * by_real, imaginary * by_imaginary
+            mixed = torch.where(unrotated, separate[0], mixed[0]), torch.where(unrotated, separate[1], mixed[1])
         return self.to_heads(*mixed)
 
-    def attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float,
-        dropout: float, causal: bool,
-    ) -> Tensor:  # fmt: skip
-        """Attend by PyTorch's kernel, each head to the shared keys."""
-        mixed, shared = self._mixed(module, query), self._joined(key)
-        return attend_to_shared(mixed, shared, value, mask, scaling, dropout, causal)
+    def attend(self, module: Any, inputs: Inputs) -> Tensor:
+        """Return the head outputs, by PyTorch's fused kernel."""
+        return attend_to_shared_key(self.unpack(module, inputs))
 
-    def probabilities(
-        self, module: Any, query: Tensor, key: Tensor, mask: Tensor | None, *, scaling: float, causal: bool
-    ) -> Tensor:
-        """Compute attention probabilities (B, H, T, S)."""
-        return shared_probabilities(self._mixed(module, query), self._joined(key), mask, scaling, causal)
+    def probabilities(self, module: Any, inputs: Inputs) -> Tensor:
+        """Return the attention probabilities."""
+        return shared_key_probabilities(self.unpack(module, inputs))
 
     # Heads.
 
     def head_rows(self) -> list[HeadRows]:
-        """A head owns its row of the mixing matrix; none where a group's keys and rows are those of several heads."""
+        """Return each head's row of the mixing matrix. Not valid for grouped queries."""
         return [HeadRows.of("mixing", [1] * self.heads)]
 
     def without(self, kept: Sequence[int]) -> Self:
-        """Keep all shared channels."""
+        """Return the form of the kept heads, with all shared channels."""
         return replace(self, heads=len(kept), key_heads=len(kept))
 
     def keep_heads(self, module: Any, kept: Sequence[int]) -> list[Cut]:
-        """Compute what remains of `module` with these heads only; projections are what they were."""
+        """Return the cuts that leave the kept heads; projections stay as they are."""
         return [Cut(module, self.at, self.without(kept)), *self.row_cuts(module, kept)]
 
     # Costs.
@@ -455,7 +424,7 @@ def _attach_tables(
     """
     form: RotaryScores = module.score_form
     projections = [module.get_submodule(path) for path in (form.query, form.key)]
-    if not any(isinstance(projection, TurningProjection) and projection.moved for projection in projections):
+    if not any(isinstance(projection, RotatingProjection) and projection.rotates for projection in projections):
         return None
     tables = kwargs.get("position_embeddings")
     if tables is None:
@@ -469,17 +438,20 @@ def _attach_tables(
 
 
 @in_float32_on_cpu
-def attend_to_shared(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, dropout: float, causal: bool
-) -> Tensor:
-    """Compute head outputs (B, H, T, dv) of queries (B, H, T, R), keys of all (B, S, R) and values (B, H, S, dv)."""
-    shared = key.unsqueeze(1).expand(-1, query.shape[1], -1, -1)
+def attend_to_shared_key(inputs: Inputs) -> Tensor:
+    """Return head outputs (B, H, T, dv) of queries (B, H, T, R) and a key of all heads (B, S, R)."""
     return scaled_dot_product_attention(
-        query, shared, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scaling
+        inputs.query,
+        inputs.key.unsqueeze(1).expand(-1, inputs.query.shape[1], -1, -1),
+        inputs.value,
+        attn_mask=inputs.mask,
+        dropout_p=inputs.dropout,
+        is_causal=inputs.causal,
+        scale=inputs.scaling,
     )
 
 
 @in_float32_on_cpu
-def shared_probabilities(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, causal: bool) -> Tensor:
-    """Softmax of the scores over keys, (B, H, T, S)."""
-    return softmax(masked((query * scaling) @ key.unsqueeze(1).mT, mask, causal))
+def shared_key_probabilities(inputs: Inputs) -> Tensor:
+    """Return attention probabilities (B, H, T, S) of the same."""
+    return masked_softmax((inputs.query * inputs.scaling) @ inputs.key.unsqueeze(1).mT, inputs)

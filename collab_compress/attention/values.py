@@ -3,13 +3,12 @@
     layer(x) = Σ_i A_i (x Wv_i P_i) O_i
 
 where A_i are the attention probabilities of head i, P_i (d, s_i) keeps s_i of its d channels, and O_i (s_i, D) is
-their part of the output projection. Heads' channels lie side by side, dv of them in all. With grouped queries the
-heads of a group share Wv and P, and each has an O of its own.
+their part of the output projection. The dv channels of all heads lie side by side. With grouped queries the heads of
+a group share Wv and P, and each has its own O.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any, ClassVar, Self
 
@@ -19,19 +18,19 @@ from torch.nn.functional import pad
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.attention.form import Cut, HeadRows, MapForm, padding_of, plain_weight, remaining
-from collab_compress.attention.projections import Layout, PaddedProjection, dense_projection, put_back_, replace_
+from collab_compress.attention.projections import PaddedProjection, dense_projection, put_back_, replace_
 from collab_compress.errors import CompressionError
 
-JOINT_WIDTH = "all_head_size"  # what some families keep beside the number of heads: H·d, or dv
+JOINT_WIDTH = "all_head_size"  # attribute of some modules: width of all head outputs, H·d or dv
 
 
 @dataclass(frozen=True)
 class DenseValues:
-    """The value and output projections of a dense module, as they were.
+    """The value and output projections of a dense module.
 
     Args:
-        value: values, D → H·d; where the stock model has a fused layer, what holds it as `whole`.
-        output: the output projection, which stays in its place.
+        value: values, D → H·d; where the stock model has a fused layer, an object that holds it as `whole`.
+        output: the output projection, which stays in the module.
         weight: its weight, (D, H·d), or (H·d, D) in a transposed layer.
         bias: its bias (D,), or None.
     """
@@ -44,11 +43,11 @@ class DenseValues:
 
 @dataclass(frozen=True)
 class ValueParts:
-    """The parameters of a value map in the narrow form, ready to be installed.
+    """The parameters of narrow values, ready to be installed.
 
     Args:
         value: values, D → dv.
-        output: the output projection, which gets what follows.
+        output: the output projection, which gets the weight and the bias.
         weight: (D, dv·group), or (dv·group, D) in a transposed layer.
         bias: (D,), or None.
     """
@@ -59,38 +58,28 @@ class ValueParts:
     bias: nn.Parameter | None
 
     def tensors(self) -> list[Tensor]:
-        """List the memory that holds what was fitted."""
-        found = [self.value.proj.weight, self.value.proj.bias, self.weight, self.bias]
-        return [tensor.data for tensor in found if tensor is not None]
+        """List the fitted tensors."""
+        fitted = [*self.value.proj.parameters(), self.weight, self.bias]
+        return [tensor.data for tensor in fitted if tensor is not None]
 
 
 @dataclass(frozen=True)
 class NarrowValues(MapForm):
-    """The narrow form: each head has values of its own, fewer than d, and the output projection reads dv in all.
+    """The narrow form: each head has fewer than d value channels, and the output projection reads dv in all.
 
     Args:
-        heads: number of heads H.
-        head_width: width d of one head's values in the dense model.
         value: attribute path of the value projection in the attention module.
         output: attribute path of the output projection; a leading `..` starts at the module's parent.
         sizes: channels of each head of values.
         value_bias: whether values have a bias.
-        fixed_heads: whether the module views values as exactly H heads.
-        group: how many heads share one head of values.
-        interleaved: whether a fused layer holds each head's queries, keys and values together.
-        pieces: attribute that says how many those are, if it can be changed.
-        even: whether it views queries, keys and values of a fused layer as equally many heads.
+        group: number of heads that share one head of values.
     """
 
     value: str
     output: str
     sizes: tuple[int, ...]
     value_bias: bool
-    fixed_heads: bool = False
     group: int = 1
-    interleaved: bool = False
-    pieces: str = ""
-    even: bool = False
 
     at: ClassVar[str] = "value_form"
     kind: ClassVar[str] = "narrow-values"
@@ -99,20 +88,27 @@ class NarrowValues(MapForm):
 
     @classmethod
     def of(cls, site: Any, dv: int, value_bias: bool) -> Self:
-        """Describe what is to replace the values and outputs of a module, dv channels wide.
+        """Return the form that replaces the values and outputs of a module.
 
         Args:
             site: the module, as `architectures` finds it.
-            dv: channels of all heads of values together; they differ by one where it cannot be divided evenly.
+            dv: channels of all heads of values together; heads differ by one if it cannot be divided evenly.
             value_bias: whether values have a bias.
         """
-        heads = site.key_value_heads
-        sizes = tuple(dv // heads + (head < dv % heads) for head in range(heads))
+        heads, family = site.key_value_heads, site.family
         return cls(
-            heads=site.heads, head_width=site.head_width, value=site.family.value, output=site.family.output,
-            sizes=sizes, value_bias=value_bias, fixed_heads=site.family.fixed_heads, group=site.heads // heads,
-            interleaved=site.family.interleaved, pieces=site.family.pieces, even=site.family.even,
-        )  # fmt: skip
+            heads=site.heads,
+            head_width=site.head_width,
+            value=family.value,
+            output=family.output,
+            sizes=tuple(dv // heads + (head < dv % heads) for head in range(heads)),
+            value_bias=value_bias,
+            group=site.heads // heads,
+            fixed_heads=family.fixed_heads,
+            interleaved=family.interleaved,
+            pieces=family.pieces,
+            even=family.even,
+        )
 
     def rules(self) -> Iterator[tuple[str, bool, str]]:
         """Yield what stored fields must hold, as `MapForm.rules`."""
@@ -121,17 +117,12 @@ class NarrowValues(MapForm):
         yield "sizes", len(self.sizes) * self.group == self.heads, "one number for each head of values"
         yield "sizes", max(self.sizes) <= self.head_width, f"at most {self.head_width} for a head"
 
-    @property
-    def layout(self) -> Layout:
-        """How a fused layer of the stock module is laid out."""
-        return Layout(self.heads, self.head_width, self.interleaved, self.even)
-
-    # How wide values are.
+    # Widths of values.
 
     @property
-    def padded(self) -> tuple[str, ...]:
-        """Values."""
-        return (self.value,)
+    def dense_widths(self) -> dict[str, int]:
+        """Path of the value projection → its width in the dense model."""
+        return {self.value: self.dense_key_width}
 
     @property
     def dv(self) -> int:
@@ -140,43 +131,41 @@ class NarrowValues(MapForm):
 
     @property
     def output_sizes(self) -> tuple[int, ...]:
-        """Channels that each head hands to the output projection."""
+        """Channels of each head's output."""
         return tuple(size for size in self.sizes for _ in range(self.group))
 
     @property
     def dense_key_width(self) -> int:
-        """How wide keys, and values, of all heads are in the dense model."""
+        """Width of the dense keys, and values, of all heads."""
         return self.heads // self.group * self.head_width
 
     @property
     def value_width(self) -> int:
-        """How many channels values fill, zeros that make whole heads of them included."""
+        """Channels of the values, with padding."""
         return self.dv + padding_of(self.dv, self.multiple)
 
-    @property
-    def multiple(self) -> int:
-        """What the width of values is padded to a multiple of, for the module to view as heads."""
-        return self.dense_key_width if self.fixed_heads else self.head_width
-
-    # Parameters: made, filled, put into a module, read.
+    # Parameters: built, filled, installed, read.
 
     def build(self, module: Any, parent: Any) -> ValueParts:
-        """Make uninitialised parameters; arguments as for `MapForm.build`.
+        """Return uninitialised parameters, as `MapForm.build`.
 
         Raises:
             CompressionError: the output projection is no plain `nn.Linear` or `Conv1D`.
         """
-        dense, width_in = dense_projection(module, self.value)
-        like: dict[str, Any] = {"device": dense.device, "dtype": dense.dtype}
-        value = PaddedProjection(width_in, self.dv, self.multiple, bias=self.value_bias, **like)
-        value.requires_grad_(dense.requires_grad)
+        dense, in_features = dense_projection(module, self.value)
+        value = PaddedProjection(
+            in_features, self.dv, self.multiple, self.value_bias, device=dense.device, dtype=dense.dtype
+        )
         output = self.output_of(module, parent)
         shape = list(output.weight.shape)
         shape[output_dim(output)] = self.dv * self.group
-        weight = nn.Parameter(output.weight.new_empty(shape), output.weight.requires_grad)
-        bias = output.bias
-        own = None if bias is None else nn.Parameter(torch.empty_like(bias), bias.requires_grad)
-        return ValueParts(value, output, weight, own)
+        weight, bias = output.weight, output.bias
+        return ValueParts(
+            value.requires_grad_(dense.requires_grad),
+            output,
+            nn.Parameter(weight.new_empty(shape), weight.requires_grad),
+            None if bias is None else nn.Parameter(torch.empty_like(bias), bias.requires_grad),
+        )
 
     def output_of(self, module: Any, parent: Any) -> nn.Linear | Conv1D:
         """Return the output projection, also if heads are mixed before it.
@@ -184,15 +173,14 @@ class NarrowValues(MapForm):
         Raises:
             CompressionError: it is no plain `nn.Linear` or `Conv1D`.
         """
-        path = self.output
-        output = attrgetter(path[2:])(parent) if path.startswith("..") else attrgetter(path)(module)
+        is_outside = self.output.startswith("..")
+        output: nn.Linear | Conv1D = attrgetter(self.output.removeprefix(".."))(parent if is_outside else module)
         output = getattr(output, "proj", output)
         if type(output) not in (nn.Linear, Conv1D):
             raise CompressionError(
-                f"{path}: got {type(output).__name__}, expected a plain nn.Linear; merge adapters first"
+                f"{self.output}: got {type(output).__name__}, expected a plain nn.Linear; merge adapters first"
             )
-        found: nn.Linear | Conv1D = output
-        return found
+        return output
 
     def load_(
         self, parts: ValueParts, value: Tensor, value_bias: Tensor | None, output: Tensor, bias: Tensor | None
@@ -201,27 +189,27 @@ class NarrowValues(MapForm):
         with torch.no_grad():
             parts.value.proj.weight.copy_(value.T)
             parts.weight.copy_(output.T if output_dim(parts.output) else output)
-            for own, new in ((parts.value.proj.bias, value_bias), (parts.bias, bias)):
-                if own is not None and new is not None:
-                    own.copy_(new)
+            for target, source in ((parts.value.proj.bias, value_bias), (parts.bias, bias)):
+                if target is not None and source is not None:
+                    target.copy_(source)
 
     def put_in_(self, module: Any, parts: ValueParts) -> None:
-        """Replace the values of `module`, and what its output projection holds, in place."""
+        """Replace the values of `module` and the parameters of its output projection, in place."""
         replace_(module, {self.value: parts.value}, self.layout)
         fill_(parts.output, parts.weight, parts.bias)
-        join_(module, self.dv)
+        _set_joint_width_(module, self.dv)
 
     def take_out_(self, module: Any, dense: DenseValues) -> None:
-        """Restore dense values and the output projection in place; as `MapForm.take_out_`."""
+        """Restore the dense values and output projection in place."""
         put_back_(module, {self.value: dense.value}, self.layout)
         fill_(dense.output, dense.weight, dense.bias)
-        join_(module, self.heads * self.head_width)
+        _set_joint_width_(module, self.heads * self.head_width)
 
     def finish_(self, module: Any) -> None:
-        """Do nothing: all there is, is in the checkpoint."""
+        """Do nothing: the checkpoint holds everything."""
 
     def read(self, name: str, module: Any, output: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Read Wv·P (D, dv), its bias (dv,) or None, and O (dv·group, D), from the module called `name`.
+        """Return Wv·P (D, dv), its bias (dv,) or None, and O (dv·group, D), of the module called `name`.
 
         Raises:
             UnsupportedModelError: a projection carries an adapter, is quantized, or is offloaded.
@@ -233,16 +221,18 @@ class NarrowValues(MapForm):
         return value.T, bias, weight.T if output_dim(output) else weight
 
     def widened(self, channels: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        """Fill each head up with zeros to its dense width d: the channels of all, `sizes` wide, along a dimension."""
-        heads = channels.split(list(sizes), dim)
-        after = channels.dim() - 1 - dim % channels.dim()
-        filled = [pad(head, (0, 0) * after + (0, self.head_width - head.shape[dim])) for head in heads]
-        return torch.cat(filled, dim)
+        """Pad the channels of heads, side by side along a dimension with these sizes, to the dense width d each."""
+        later_dims = channels.dim() - 1 - dim % channels.dim()
+        heads = [
+            pad(head, (0, 0) * later_dims + (0, self.head_width - head.shape[dim]))
+            for head in channels.split(list(sizes), dim)
+        ]
+        return torch.cat(heads, dim)
 
     def trained(self, module: Any, output: Any) -> list[nn.Parameter]:
-        """List the parameters of the map, for training to bring what it adds nearer to what a dense one does."""
-        proj = module.get_submodule(self.value).proj
-        return [each for each in (proj.weight, proj.bias, output.weight, output.bias) if each is not None]
+        """List the parameters of the values and the output projection, for training them towards the dense ones."""
+        parameters = *module.get_submodule(self.value).proj.parameters(), output.weight, output.bias
+        return [parameter for parameter in parameters if parameter is not None]
 
     # Attention.
 
@@ -253,49 +243,50 @@ class NarrowValues(MapForm):
             value: as the module lays out what its projection returns, (B, ⌈dv/d⌉, S, d).
 
         Returns:
-            (B, H, S, s), s being the most channels that a head has; Hkv heads where queries are grouped.
+            (B, H, S, s), where s is the width of the widest head; Hkv heads where queries are grouped.
         """
         joined = value.transpose(1, 2).flatten(2)[..., : self.dv]  # (B, S, dv)
-        most = max(self.sizes)
-        if min(self.sizes) == most:
-            return joined.reshape(*joined.shape[:2], len(self.sizes), most).transpose(1, 2)
-        parts = [pad(part, (0, most - part.shape[-1])) for part in joined.split(list(self.sizes), -1)]
-        return torch.stack(parts, 1)
+        widest = max(self.sizes)
+        if min(self.sizes) == widest:
+            return joined.reshape(*joined.shape[:2], len(self.sizes), widest).transpose(1, 2)
+        heads = [pad(head, (0, widest - head.shape[-1])) for head in joined.split(list(self.sizes), -1)]
+        return torch.stack(heads, 1)
 
     def pack(self, outputs: Tensor) -> Tensor:
         """Remove the padding of `unpack`, (B, T, H, s) to (B, T, 1, dv·group)."""
         if min(self.sizes) == max(self.sizes):
             return outputs
-        parts = [outputs[..., head, :size] for head, size in enumerate(self.output_sizes)]
-        return torch.cat(parts, -1).unsqueeze(-2)
+        heads = [outputs[..., head, :size] for head, size in enumerate(self.output_sizes)]
+        return torch.cat(heads, -1).unsqueeze(-2)
 
     # Heads.
 
     def head_rows(self) -> list[HeadRows]:
-        """A head owns its channels of the values, unless it shares them; outputs are no rows."""
+        """Return each head's channels of the values, if heads do not share them."""
         if self.group > 1:
             return []
         names = ("weight", "bias") if self.value_bias else ("weight",)
         return [HeadRows.of(f"{self.value}.proj.{name}", self.sizes) for name in names]
 
     def without(self, kept: Sequence[int]) -> Self:
-        """Keep the channels of the given heads; heads share no channels."""
+        """Return the form of the kept heads, which share no channels."""
         return replace(self, heads=len(kept), sizes=tuple(self.sizes[head] for head in kept))
 
     def keep_heads(self, module: Any, output: Any, kept: Sequence[int]) -> list[Cut]:
-        """Compute what remains of `module` and its output projection with these heads only, in ascending order."""
-        smaller = self.without(kept)
-        stretches = [range(start, stop) for start, stop in pairwise(accumulate(self.sizes, initial=0))]
-        left = [channel for head in kept for channel in stretches[head]]
-        dim = output_dim(output)
-        return [
+        """Return the cuts of `module` and its output projection that leave the kept heads, in ascending order."""
+        smaller, dim = self.without(kept), output_dim(output)
+        rows = HeadRows.of("", self.sizes).rows
+        channels = [channel for head in kept for channel in rows[head]]
+        cuts = [
             Cut(module, self.at, smaller),
             *self.row_cuts(module, kept),
             Cut(module.get_submodule(self.value), "padding", padding_of(smaller.dv, smaller.multiple)),
-            Cut(output, "weight", remaining(output.weight, dim, left)),
-            Cut(output, "in_features" if dim else "nx", len(left)),
-            *([Cut(module, JOINT_WIDTH, smaller.dv)] if hasattr(module, JOINT_WIDTH) else []),
+            Cut(output, "weight", remaining(output.weight, dim, channels)),
+            Cut(output, "in_features" if dim else "nx", len(channels)),
         ]
+        if hasattr(module, JOINT_WIDTH):
+            cuts.append(Cut(module, JOINT_WIDTH, smaller.dv))
+        return cuts
 
     # Costs: D input and output width, T tokens.
 
@@ -308,8 +299,7 @@ class NarrowValues(MapForm):
         return (length * width + self.group * (length**2 + length * width)) * self.dv
 
 
-def join_(module: Any, width: int) -> None:
-    """Set the total width of the heads' outputs on a module that reshapes by it, in place."""
+def _set_joint_width_(module: Any, width: int) -> None:
     if hasattr(module, JOINT_WIDTH):
         setattr(module, JOINT_WIDTH, width)
 
@@ -320,7 +310,7 @@ def output_dim(output: nn.Linear | Conv1D) -> int:
 
 
 def fill_(output: Any, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
-    """Replace the parameters of an output projection, or another plain layer, in place; a bias of None stays."""
+    """Replace the parameters of a linear layer in place; its bias stays if the new one is None."""
     output.weight = weight
     if bias is not None:
         output.bias = bias

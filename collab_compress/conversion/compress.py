@@ -274,7 +274,7 @@ def find_tasks(
         if isinstance(site, DenseSite):
             _check_width(site, "dk", task.compression.dk, site.key_value_heads)
             _check_solver(site, task.compression)
-            _ = task.form(calibrated).multiple  # raises where the form has no room
+            task.form(calibrated).check_room()
             _check_weights(site, ((site.family.query, site.query), (site.family.key, site.key)))
         else:
             _check_width(site, "dv", task.compression.dv, site.key_value_heads)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention, transformers_model
-from collab_compress.attention.stored import LARGEST, refusing_other_models, stored_modules
+from collab_compress.attention.forms import LARGEST, refusing_other_models, stored_modules
 from collab_compress.checkpoint import (
     edits_of,
     forget_edits_,

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, AttentionSite, find_attention, transformers_model
 from collab_compress.attention.form import Cut, remaining
+from collab_compress.attention.forms import from_stored, refusing_other_models, stored_modules
 from collab_compress.attention.install import FORMS_AT, STOCK_HEADS, head_hooks, lay_out_
-from collab_compress.attention.stored import from_stored, refusing_other_models, stored_modules
 from collab_compress.attention.values import JOINT_WIDTH
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
 from collab_compress.errors import CheckpointError, CompressionError, HeadError
@@ -255,7 +255,7 @@ def _check_query_and_key(site: AttentionSite, kept: Sequence[int], shared: Colle
         for path in sorted(projections | {f"{form.key}.proj"}):
             _linear(site, path, shared)
         try:
-            form.without(kept).multiple  # noqa: B018 (raises where the shared channels do not fit fewer heads)
+            form.without(kept).check_room()
         except CompressionError as error:
             raise HeadError(
                 f"{site.name} cannot do with {len(kept)} heads: {error}; or remove fewer heads"

@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from collab_compress import Compression, HeadMask, Solver, compress
-from collab_compress.attention import decoding, functions
-from collab_compress.attention.decoding import cached_scores, places_of, readers_of, weighted_values
+from collab_compress.attention import functions, kernels
+from collab_compress.attention.kernels import cached_scores, channel_indices, readers_of, weighted_values
 
 IDS = {"vocab_size": 61, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
 
@@ -72,11 +72,11 @@ def decoded(monkeypatch):
     """Whether calls of the attention function were decoded, one by one."""
     seen = []
 
-    def spy(*inputs):
-        seen.append(decoding.reads_cache(*inputs))
+    def spy(inputs):
+        seen.append(kernels.can_decode(inputs))
         return seen[-1]
 
-    monkeypatch.setattr(functions, "reads_cache", spy)
+    monkeypatch.setattr(functions, "can_decode", spy)
     return seen
 
 
@@ -93,14 +93,14 @@ def token_after(model, ids, past=None, **options):
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_a_token_is_what_it_is_without(case, padded, decoded, monkeypatch):
     if padded:  # with the smallest blocks as well
-        monkeypatch.setattr(decoding, "CACHE_BYTES", 1)
-        monkeypatch.setattr(decoding, "LONG", 1)
+        monkeypatch.setattr(kernels, "CACHE_BYTES", 1)
+        monkeypatch.setattr(kernels, "LONG", 1)
     model = converted(case)
     ids = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(1))
     options = {"attention_mask": torch.ones_like(ids).index_fill(1, torch.arange(3), 0)} if padded else {}
     found = token_after(model, ids, **options)
     assert decoded == [False, False, True, True]
-    monkeypatch.setattr(functions, "reads_cache", lambda *_: False)
+    monkeypatch.setattr(functions, "can_decode", lambda _: False)
     torch.testing.assert_close(found, token_after(model, ids, **options), rtol=1e-4, atol=1e-5)
 
 
@@ -139,8 +139,8 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("case", ["shared", "per-head", "both", "unequal values", "fixed heads", "rotary", "grouped"])
 def test_nothing_is_copied_that_grows_with_the_cache_but_scores(case, monkeypatch):
-    monkeypatch.setattr(decoding, "CACHE_BYTES", 1)  # products of keys pass through a buffer of constant size
-    model, largest, real = converted(case), [], functions._decoded
+    monkeypatch.setattr(kernels, "CACHE_BYTES", 1)  # products of keys pass through a buffer of constant size
+    model, largest, real = converted(case), [], functions._attend_to_cache
 
     def watched(*inputs):
         with Largest() as seen:
@@ -148,14 +148,14 @@ def test_nothing_is_copied_that_grows_with_the_cache_but_scores(case, monkeypatc
         largest.append(seen.most)
         return result
 
-    monkeypatch.setattr(functions, "_decoded", watched)
+    monkeypatch.setattr(functions, "_attend_to_cache", watched)
     token_after(model, torch.randint(3, 61, (1, 600), generator=torch.Generator().manual_seed(1)))
     assert largest == [model.config.num_attention_heads * 600] * 2
 
 
 def test_heads_and_pieces():
     assert readers_of((3, 3, 2), 4) == (slice(0, 2), slice(1, 3))
-    assert places_of((3, 3, 2), 4, 1).tolist() == [0, 1, 2, 7, 8, 9, 14, 15]
+    assert channel_indices((3, 3, 2), 4, 1).tolist() == [0, 1, 2, 7, 8, 9, 14, 15]
     rows, value = torch.rand(2, 6, 5), torch.randn(2, 3, 5, 4)  # two heads share each head of values
     joined = value.transpose(1, 2).flatten(2)[..., :8].split((3, 3, 2), -1)
     expected = [rows[:, head, None] @ joined[head // 2] for head in range(6)]
@@ -165,11 +165,11 @@ def test_heads_and_pieces():
 
 
 def test_pieces_are_read_by_the_heads_that_have_channels_there(monkeypatch):
-    assert readers_of((3, 2), 4, biases=True) == (slice(0, 2), slice(0, 2))
-    assert readers_of((4, 0, 4), 4, biases=True) == (slice(0, 1), slice(2, 3), slice(0, 3))
-    monkeypatch.setattr(decoding, "LONG", 1)
+    assert readers_of((3, 2), 4, content_bias=True) == (slice(0, 2), slice(0, 2))
+    assert readers_of((4, 0, 4), 4, content_bias=True) == (slice(0, 1), slice(2, 3), slice(0, 3))
+    monkeypatch.setattr(kernels, "LONG", 1)
     query, key = torch.zeros(2, 3, 12), torch.randn(2, 3, 5, 4)
     query[:, 0, :4], query[:, 2, 4:8] = torch.randn(2, 4), torch.randn(2, 4)
     query[..., 8:11] = torch.eye(3)
-    found = cached_scores(query, key, readers_of((4, 0, 4), 4, biases=True))
+    found = cached_scores(query, key, readers_of((4, 0, 4), 4, content_bias=True))
     torch.testing.assert_close(found, query @ key.transpose(1, 2).flatten(2).mT)

@@ -9,6 +9,8 @@ from transformers import Trainer, TrainingArguments
 
 from collab_compress import Compression, Factors, compress
 from collab_compress.attention import FORMS, FormEdit, install_, is_converted, uninstall_
+from collab_compress.attention.forms import from_stored
+from collab_compress.attention.kernels import Inputs
 from collab_compress.checkpoint import EDITS
 from collab_compress.conversion.report import dense_macs
 from collab_compress.factorization import SOLVERS
@@ -67,11 +69,9 @@ def test_the_table_is_whole():
 
 def test_attends_as_its_factors_say(module):
     vectors, query, key, value = inputs(module)
-    rows = oracle(module, vectors, module.scaling)
-    rest = {"scaling": module.scaling, "causal": False}
-    found = module.score_form.attend(module, query, key, value, None, dropout=0.0, **rest)
-    torch.testing.assert_close(found, rows @ value)
-    torch.testing.assert_close(module.score_form.probabilities(module, query, key, None, **rest), rows)
+    probs, call = oracle(module, vectors, module.scaling), Inputs(query, key, value, scaling=module.scaling)
+    torch.testing.assert_close(module.score_form.attend(module, call), probs @ value)
+    torch.testing.assert_close(module.score_form.probabilities(module, call), probs)
 
 
 def test_queries_of_heads_are_mixed(module):
@@ -102,7 +102,7 @@ def test_trainer_exempts_content_biases_from_weight_decay(option, make_tiny, tmp
 def test_is_stored_in_json_and_rebuilt(module):
     form = module.score_form
     stored = json.loads(json.dumps(form.to_dict()))
-    assert type(form).from_dict(stored, "attention") == form
+    assert from_stored(type(form), stored, "attention") == form
     edit = FormEdit(form.kind, {NAME: form})
     assert FormEdit.from_dict({"kind": form.kind, **json.loads(json.dumps(edit.to_dict()))}) == edit
 
@@ -151,7 +151,7 @@ def test_heads_that_are_kept_stay_what_they_are(module, kept):
 def test_counts_what_there_is(module):
     form = module.score_form
     assert form.parameters(WIDTH) == sum(parameter.numel() for parameter in form.trained(module))
-    assert form.key_width == module.key.width == form.key_pieces * HEAD_WIDTH
+    assert form.key_width == module.key.width
     limit = form.break_even(WIDTH)
     for length in (1, 7, 50, 1000):
         pays = form.macs(WIDTH, length) <= dense_macs(WIDTH, HEADS * HEAD_WIDTH, HEADS * HEAD_WIDTH, length)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from collab_compress.attention.kernels import attention_probabilities, blocked, folded, sdpa
+from collab_compress.attention.kernels import Inputs, in_float32_on_cpu
 from collab_compress.attention.per_head import attend_separately, separate_probabilities
-from collab_compress.attention.shared import attend
+from collab_compress.attention.shared import attend, attention_probabilities, blocked, folded, sdpa
 
 HEADS, RANK, LENGTH, WIDTH, SCALING = 4, 32, 48, 16, 0.4
 SIZES = (8, 4, 12, 8)
@@ -28,17 +28,18 @@ def problem(dtype, content=True, seed=0):
     if content:
         mixed = torch.cat([mixed, mixed.new_ones(2, HEADS, LENGTH, 1)], -1)
         keys = torch.cat([keys, bias.transpose(1, 2).unsqueeze(-1)], -1)
-    return (query, key, bias, mixing, value), (mixed, keys, value)
+    ours = Inputs(query, key, value, scaling=SCALING, content=bias, mixing=mixing, sizes=SIZES)
+    return ours, (mixed, keys, value)
 
 
 def stock_eager(query, key, value):
-    """Scores, softmax and products in the dtype given, as the eager attention of most models."""
-    rows = torch.softmax(query @ key.transpose(2, 3) * SCALING, -1)
-    return rows, rows @ value
+    """Probabilities and outputs in the dtype of the inputs, as the eager attention of most models."""
+    probs = torch.softmax(query @ key.transpose(2, 3) * SCALING, -1)
+    return probs, probs @ value
 
 
-def double(parts):
-    return [part.double() if isinstance(part, torch.Tensor) else part for part in parts]
+def double(inputs):
+    return Inputs(*(part.double() if isinstance(part, torch.Tensor) else part for part in inputs))
 
 
 def error(found, expected):
@@ -50,10 +51,8 @@ def error(found, expected):
 @pytest.mark.parametrize("kernel", [attend, folded, blocked, sdpa])
 def test_shared_kernels(kernel, dtype, content):
     ours, stock = problem(dtype, content)
-    dropout = {} if kernel is blocked else {"dropout": 0.0}
-    rest = {"mask": None, "scaling": SCALING, "causal": False, **dropout}
-    expected = kernel(*double(ours), **rest)
-    found = kernel(*ours, **rest)
+    expected = kernel(double(ours))
+    found = in_float32_on_cpu(kernel)(ours)
     assert found.dtype == dtype
     ceiling = error(scaled_dot_product_attention(*stock, scale=SCALING), expected)
     assert ceiling < error(stock_eager(*stock)[1], expected)
@@ -61,11 +60,11 @@ def test_shared_kernels(kernel, dtype, content):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_shared_rows(dtype):
-    (query, key, content, mixing, _), stock = problem(dtype)
-    rest = {"mask": None, "scaling": SCALING, "causal": True}
-    expected = attention_probabilities(*double((query, key, content, mixing)), **rest)
-    found = attention_probabilities(query, key, content, mixing, **rest)
+def test_shared_probabilities(dtype):
+    ours, stock = problem(dtype)
+    ours = ours._replace(causal=True)
+    expected = attention_probabilities(double(ours))
+    found = attention_probabilities(ours)
     future = torch.ones(LENGTH, LENGTH).triu(1).bool()
     scores = (stock[0] @ stock[1].transpose(2, 3) * SCALING).masked_fill(future, torch.finfo(dtype).min)
     assert found.dtype == dtype
@@ -74,20 +73,20 @@ def test_shared_rows(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_separate_kernels(dtype):
-    (query, key, content, _, value), _ = problem(dtype)
-    rest = {"mask": None, "scaling": SCALING, "causal": False}
-    inputs = (query, key, content, SIZES)
-    rows, outputs = [], []
-    for head, (q, k) in enumerate(zip(query.split(SIZES, -1), key.split(SIZES, -1), strict=True)):
-        q, k = torch.cat([q, q.new_ones(2, LENGTH, 1)], -1), torch.cat([k, content[..., head, None]], -1)
-        rows.append(stock_eager(q[:, None], k[:, None], value[:, head, None])[0])
-        outputs.append(scaled_dot_product_attention(q[:, None], k[:, None], value[:, head, None], scale=SCALING))
-    expected = separate_probabilities(*double(inputs), **rest)
-    found = separate_probabilities(*inputs, **rest)
+    ours, _ = problem(dtype)
+    probs, outputs = [], []
+    for head, (q, k) in enumerate(zip(ours.query.split(SIZES, -1), ours.key.split(SIZES, -1), strict=True)):
+        q = torch.cat([q, q.new_ones(2, LENGTH, 1)], -1)[:, None]
+        k = torch.cat([k, ours.content[..., head, None]], -1)[:, None]
+        value = ours.value[:, head, None]
+        probs.append(stock_eager(q, k, value)[0])
+        outputs.append(scaled_dot_product_attention(q, k, value, scale=SCALING))
+    expected = separate_probabilities(double(ours))
+    found = separate_probabilities(ours)
     assert found.dtype == dtype
-    assert error(found, expected) <= error(torch.cat(rows, 1), expected)
-    expected = attend_separately(*double(inputs), value.double(), **rest, dropout=0.0)
-    found = attend_separately(*inputs, value, **rest, dropout=0.0)
+    assert error(found, expected) <= error(torch.cat(probs, 1), expected)
+    expected = attend_separately(double(ours))
+    found = attend_separately(ours)
     assert error(found, expected) <= error(torch.cat(outputs, 1), expected) * 1.02
 
 

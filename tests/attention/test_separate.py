@@ -1,5 +1,6 @@
 """Attention of heads of different sizes against the formula, one head and one position at a time."""
 
+import itertools
 import math
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collab_compress.attention import per_head
+from collab_compress.attention import kernels, per_head
+from collab_compress.attention.kernels import Inputs
 from collab_compress.attention.per_head import (
     attend_separately,
     one_by_one,
@@ -19,7 +21,6 @@ from collab_compress.attention.per_head import (
 
 
 def draw(sizes=(3, 0, 2), batch=2, length=4, keys=5, width=2, content=True, mask="none", seed=0):
-    """Inputs of `attend_separately` up to the scaling."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -35,72 +36,84 @@ def draw(sizes=(3, 0, 2), batch=2, length=4, keys=5, width=2, content=True, mask
         "lowest": torch.zeros(visible.shape).double().masked_fill(~visible, torch.finfo().min),
         "position bias": normal(1, heads, length, keys),
     }
-    return (
-        normal(batch, length, rank), joined[..., :rank], joined[..., rank : rank + heads] if content else None, sizes,
-        normal(batch, keys, heads, width).transpose(1, 2), masks[mask], 0.3,
-    )  # fmt: skip
+    return Inputs(
+        query=normal(batch, length, rank),
+        key=joined[..., :rank],
+        content=joined[..., rank : rank + heads] if content else None,
+        value=normal(batch, keys, heads, width).transpose(1, 2),
+        mask=masks[mask],
+        scaling=0.3,
+        sizes=sizes,
+    )
 
 
-def oracle(inputs, causal):
+def oracle(inputs):
     """p_i(x, ·) and Σ_y p_i(x, y) · value_i(y), (B, H, T, S) and (B, H, T, dv)."""
-    query, key, content, sizes, value, mask, scaling = inputs
+    query, key, content, sizes, mask = inputs.query, inputs.key, inputs.content, inputs.sizes, inputs.mask
     (batch, length, _), keys, heads = query.shape, key.shape[1], len(sizes)
     mask = None if mask is None else mask.expand(batch, heads, length, keys)
-    rows = []
-    for b in range(batch):
-        for i in range(heads):
-            own = range(sum(sizes[:i]), sum(sizes[: i + 1]))
-            for x in range(length):
-                scores = []
-                for y in range(keys):
-                    score = sum((query[b, x, r] * key[b, y, r] for r in own), torch.zeros(()).double())
-                    score = scaling * (score if content is None else score + content[b, y, i])
-                    if mask is not None:
-                        allowed = mask[b, i, x, y]
-                        score = score + ((0.0 if allowed else -math.inf) if mask.dtype == torch.bool else allowed)
-                    scores.append(score - math.inf if causal and y > x else score)
-                rows.append(torch.stack(scores).softmax(0))
-    rows = torch.stack(rows).view(batch, heads, length, keys)
-    return rows, torch.einsum("bhxy,bhyd->bhxd", rows, value)
+    probs = []
+    for b, i, x in itertools.product(range(batch), range(heads), range(length)):
+        scores = []
+        for y in range(keys):
+            channels = range(sum(sizes[:i]), sum(sizes[: i + 1]))
+            score = sum((query[b, x, r] * key[b, y, r] for r in channels), torch.zeros(()).double())
+            score = inputs.scaling * (score if content is None else score + content[b, y, i])
+            if mask is not None:
+                allowed = mask[b, i, x, y]
+                score = score + ((0.0 if allowed else -math.inf) if mask.dtype == torch.bool else allowed)
+            scores.append(score - math.inf if inputs.causal and y > x else score)
+        probs.append(torch.stack(scores).softmax(0))
+    probs = torch.stack(probs).view(batch, heads, length, keys)
+    return probs, torch.einsum("bhxy,bhyd->bhxd", probs, inputs.value)
 
 
+MASKS = st.sampled_from(["none", "bool", "lowest", "position bias"])
 cases = st.builds(
-    draw, sizes=st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(sum).map(tuple), batch=st.integers(1, 3),
-    length=st.integers(1, 5), keys=st.integers(1, 6), width=st.integers(1, 4), content=st.booleans(),
-    mask=st.sampled_from(["none", "bool", "lowest", "position bias"]), seed=st.integers(0, 999),
-)  # fmt: skip
+    draw,
+    sizes=st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(sum).map(tuple),
+    batch=st.integers(1, 3),
+    length=st.integers(1, 5),
+    keys=st.integers(1, 6),
+    width=st.integers(1, 4),
+    content=st.booleans(),
+    mask=MASKS,
+    seed=st.integers(0, 999),
+)
 
 
 @settings(max_examples=60)
 @given(inputs=cases, causal=st.booleans(), room=st.sampled_from([1, 100, 10**6]))
-def test_all_ways_equal_the_formula(inputs, causal, room):
-    causal = causal and inputs[5] is None  # a mask that is there hides the future already
-    rows, outputs = oracle(inputs, causal)
+def test_all_kernels_equal_the_formula(inputs, causal, room):
+    inputs = inputs._replace(causal=causal and inputs.mask is None)  # a mask hides the future already
+    probs, outputs = oracle(inputs)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(per_head, "CACHE_BYTES", room)
-        torch.testing.assert_close(one_by_one(*inputs, causal=causal), outputs)
-    torch.testing.assert_close(padded(*inputs, dropout=0.0, causal=causal), outputs)
-    torch.testing.assert_close(attend_separately(*inputs, dropout=0.0, causal=causal), outputs)
-    torch.testing.assert_close(attend_separately(*recorded(inputs), dropout=0.0, causal=causal), outputs)
-    without_values = (*inputs[:4], *inputs[5:])
-    torch.testing.assert_close(separate_probabilities(*without_values, causal=causal), rows)
+        patched.setattr(kernels, "CACHE_BYTES", room)
+        torch.testing.assert_close(one_by_one(inputs), outputs)
+    torch.testing.assert_close(padded(inputs), outputs)
+    torch.testing.assert_close(attend_separately(inputs), outputs)
+    torch.testing.assert_close(attend_separately(recorded(inputs)), outputs)
+    torch.testing.assert_close(separate_probabilities(inputs), probs)
 
 
 @settings(max_examples=40)
 @given(
-    heads=st.integers(1, 4), width=st.integers(1, 4), content=st.booleans(), causal=st.booleans(),
-    mask=st.sampled_from(["none", "bool", "lowest", "position bias"]), seed=st.integers(0, 999),
-)  # fmt: skip
+    heads=st.integers(1, 4),
+    width=st.integers(1, 4),
+    content=st.booleans(),
+    causal=st.booleans(),
+    mask=MASKS,
+    seed=st.integers(0, 999),
+)
 def test_heads_as_wide_as_their_values_attend_side_by_side(heads, width, content, causal, mask, seed):
     inputs = draw(sizes=(width,) * heads, width=width, content=content, mask=mask, seed=seed)
-    causal = causal and mask == "none"
-    _, outputs = oracle(inputs, causal)
-    torch.testing.assert_close(side_by_side(*inputs, causal=causal), outputs)
+    inputs = inputs._replace(causal=causal and mask == "none")
+    torch.testing.assert_close(side_by_side(inputs), oracle(inputs)[1])
 
 
 def recorded(inputs):
-    """The same, but gradients are wanted, for which nothing may be overwritten."""
-    return (inputs[0].clone().requires_grad_(), *inputs[1:])
+    """The same with gradients, for which nothing may be overwritten."""
+    return inputs._replace(query=inputs.query.clone().requires_grad_())
 
 
 @pytest.fixture
@@ -109,86 +122,89 @@ def chosen(monkeypatch):
     calls = []
     for kernel in (one_by_one, side_by_side, padded):
 
-        def spy(*parts, _kernel=kernel):
+        def spy(inputs, _kernel=kernel):
             calls.append(_kernel.__name__)
-            return _kernel(*parts)
+            return _kernel(inputs)
 
         monkeypatch.setattr(per_head, kernel.__name__, spy)
     return calls
 
 
-@pytest.mark.parametrize(("sizes", "length", "kernel"), [
-    ((2, 2), 16, "side_by_side"), ((2, 2), 160, "one_by_one"), ((3, 1), 16, "padded"), ((3, 1), 80, "one_by_one"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sizes", "length", "kernel"),
+    [
+        ((2, 2), 16, "side_by_side"),
+        ((2, 2), 160, "one_by_one"),
+        ((3, 1), 16, "padded"),
+        ((3, 1), 80, "one_by_one"),
+    ],
+)
 def test_the_kernel_depends_on_widths_and_lengths_where_nothing_is_recorded(sizes, length, kernel, chosen):
     inputs = draw(sizes=sizes, length=length, keys=length)
-    attend_separately(*inputs, dropout=0.0, causal=False)
-    attend_separately(*recorded(inputs), dropout=0.0, causal=False)
-    attend_separately(*inputs, dropout=0.1, causal=False)
+    attend_separately(inputs)
+    attend_separately(recorded(inputs))
+    attend_separately(inputs._replace(dropout=0.1))
     assert chosen == [kernel, "padded", "padded"]
 
 
-def test_results_lie_as_modules_want_them():
-    assert one_by_one(*draw(), causal=False).transpose(1, 2).is_contiguous()
+def test_results_are_laid_out_for_the_module():
+    assert one_by_one(draw()).transpose(1, 2).is_contiguous()
 
 
-@pytest.mark.parametrize(("widest", "content", "width", "expected"), [
-    (31, True, 32, 32), (32, False, 32, 32), (32, True, 32, 40), (5, True, 8, 8), (8, True, 8, 16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("widest", "content", "width", "expected"),
+    [(31, True, 32, 32), (32, False, 32, 32), (32, True, 32, 40), (5, True, 8, 8), (8, True, 8, 16)],
+)
 def test_heads_are_as_wide_as_values_unless_they_need_more(widest, content, width, expected, monkeypatch):
-    seen = []
+    widths = []
     fused = torch.nn.functional.scaled_dot_product_attention
 
     def spy(*parts, **options):
-        seen.append({part.shape[-1] for part in parts})
+        widths.append({part.shape[-1] for part in parts})
         return fused(*parts, **options)
 
     monkeypatch.setattr("collab_compress.attention.per_head.scaled_dot_product_attention", spy)
     inputs = recorded(draw(sizes=(widest, 1), width=width, content=content))
-    assert attend_separately(*inputs, dropout=0.0, causal=False).shape == (2, 2, 4, width)
-    assert seen == [{expected}]
+    assert attend_separately(inputs).shape == (2, 2, 4, width)
+    assert widths == [{expected}]
 
 
 def test_gradients_are_those_of_the_formula():
-    query, key, content, sizes, value, mask, scaling = draw(mask="bool")
-    leaves = [part.clone().requires_grad_() for part in (query, key, content, value)]
+    inputs = draw(mask="bool")
+    names = ("query", "key", "content", "value")
+    leaves = [getattr(inputs, name).clone().requires_grad_() for name in names]
 
-    def run(query, key, content, value):
-        return attend_separately(query, key, content, sizes, value, mask, scaling, 0.0, False)
+    def run(*parts):
+        return attend_separately(inputs._replace(**dict(zip(names, parts, strict=True))))
 
     assert torch.autograd.gradcheck(run, leaves)
     found = torch.autograd.grad(run(*leaves).square().sum(), leaves)
-    query, key, content, value = leaves
-    _, slow = oracle((query, key, content, sizes, value, mask, scaling), False)
+    _, slow = oracle(inputs._replace(**dict(zip(names, leaves, strict=True))))
     for ours, theirs in zip(found, torch.autograd.grad(slow.square().sum(), leaves), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_dropout_drops_its_share_and_keeps_the_mean():
-    inputs = list(draw(sizes=(2, 1), batch=4, length=64, keys=64, width=64))
-    inputs[4] = torch.eye(64, dtype=torch.float64).expand(4, 2, 64, 64)  # shows probabilities
+def test_dropout_drops_with_its_probability_and_keeps_the_mean():
+    inputs = draw(sizes=(2, 1), batch=4, length=64, keys=64, width=64)
+    inputs = inputs._replace(value=torch.eye(64, dtype=torch.float64).expand(4, 2, 64, 64))  # shows probabilities
     torch.manual_seed(0)
-    dropped = attend_separately(*inputs, dropout=0.25, causal=False)
-    kept = attend_separately(*inputs, dropout=0.0, causal=False)
+    dropped = attend_separately(inputs._replace(dropout=0.25))
+    kept = attend_separately(inputs)
     assert (dropped == 0).double().mean().item() == pytest.approx(0.25, abs=0.01)
     torch.testing.assert_close(dropped[dropped != 0], kept[dropped != 0] / 0.75)
 
 
 def test_the_query_reads_the_content_bias_with_a_one():
-    query, key, content, sizes, *_ = draw(sizes=(2, 0))
-    queries, keys = separated(query, key, content, sizes, 4)
+    inputs = draw(sizes=(2, 0))
+    queries, keys = separated(inputs, 4)
     zero = torch.zeros(2, 4, 1).double()
-    torch.testing.assert_close(queries[:, 0], torch.cat([query, zero + 1, zero], -1))
-    torch.testing.assert_close(keys[:, 1], torch.cat([content[..., 1:], torch.zeros(2, 5, 3)], -1))
+    torch.testing.assert_close(queries[:, 0], torch.cat([inputs.query, zero + 1, zero], -1))
+    torch.testing.assert_close(keys[:, 1], torch.cat([inputs.content[..., 1:], torch.zeros(2, 5, 3)], -1))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_as_one_graph(dynamic):
-    def attention(query, key, content, value, mask):
-        return attend_separately(query, key, content, (3, 0, 2), value, mask, 0.3, 0.0, False)
-
-    compiled = torch.compile(attention, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    compiled = torch.compile(attend_separately, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for length in (4, 7):
-        query, key, content, _, value, mask, _ = draw(length=length, keys=length, mask="bool")
-        expected = attention(query, key, content, value, mask)
-        torch.testing.assert_close(compiled(query, key, content, value, mask), expected)
+        inputs = draw(length=length, keys=length, mask="bool")
+        torch.testing.assert_close(compiled(inputs), attend_separately(inputs))

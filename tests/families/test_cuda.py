@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from collab_compress import Compression, HeadMask, Solver, compress, expand, head_importance, read_factors
-from collab_compress.attention.kernels import folded, sdpa
+from collab_compress.attention.kernels import Inputs
 from collab_compress.attention.per_head import attend_separately
-from collab_compress.attention.shared import attend
+from collab_compress.attention.shared import attend, folded, sdpa
 from collab_compress.calibration import calibration_batches
 from collab_compress.heads import DropHead, Tap
 
@@ -149,6 +149,16 @@ def test_heads_are_read_masked_dropped_and_scored(name, build, inputs):
         torch.testing.assert_close(found[path], scores, atol=1e-2, rtol=1e-2)
 
 
+def to(inputs, place):
+    """Move the tensors of a kernel's inputs to a device or a dtype; a boolean mask keeps its dtype."""
+
+    def moved(part):
+        is_kept = not isinstance(part, torch.Tensor) or (part.dtype == torch.bool and place != "cuda")
+        return part if is_kept else part.to(place)
+
+    return Inputs(*(moved(part) for part in inputs))
+
+
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("kernel", [attend, sdpa, folded])
 @pytest.mark.parametrize("mask", ["none", "padding", "bias", "causal"])
@@ -161,21 +171,23 @@ def test_kernels_are_exact(kernel, mask, content, dtype):
     def normal(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    parts = [normal(batch, length, rank), normal(batch, length, rank), normal(batch, length, heads) if content else
-             None, normal(heads, rank), normal(batch, heads, length, width)]  # fmt: skip
     masks = {
         "padding": torch.arange(length).expand(batch, 1, 1, length) < 20,
         "bias": normal(1, heads, length, length),
     }
-    rounded = [part if part is None else part.to(dtype).double() for part in (*parts, masks.get(mask))]
-    if mask == "padding":
-        rounded[-1] = masks[mask]
-    expected = folded(*rounded, 0.1, 0.0, mask == "causal")
-    given = [
-        part if part is None else part.cuda() if part.dtype == torch.bool else part.to("cuda", dtype)
-        for part in rounded
-    ]
-    found = kernel(*given, 0.1, 0.0, mask == "causal")
+    exact = Inputs(
+        query=normal(batch, length, rank),
+        key=normal(batch, length, rank),
+        value=normal(batch, heads, length, width),
+        mask=masks.get(mask),
+        scaling=0.1,
+        causal=mask == "causal",
+        content=normal(batch, length, heads) if content else None,
+        mixing=normal(heads, rank),
+    )
+    rounded = to(to(exact, dtype), torch.float64)
+    expected = folded(rounded)
+    found = kernel(to(to(rounded, dtype), "cuda"))
     assert found.dtype == dtype
     tolerance = 1e-4 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(found.double().cpu(), expected, atol=tolerance, rtol=tolerance)
@@ -186,14 +198,11 @@ def test_kernels_are_exact(kernel, mask, content, dtype):
 @pytest.mark.parametrize("causal", [False, True])
 def test_kernels_of_heads_with_channels_of_their_own_are_exact(causal, sizes, dtype):
     generator = torch.Generator().manual_seed(0)
-    parts = [
-        torch.randn(*shape, generator=generator).to(dtype)
-        for shape in ((2, 33, 64), (2, 33, 64), (2, 33, 4), (2, 4, 33, 16))
-    ]
-    query, key, content, value = (part.double() for part in parts)
-    expected = attend_separately(query, key, content, sizes, value, None, 0.1, 0.0, causal)
-    query, key, content, value = (part.cuda() for part in parts)
-    found = attend_separately(query, key, content, sizes, value, None, 0.1, 0.0, causal)
+    shapes = ((2, 33, 64), (2, 33, 64), (2, 4, 33, 16), (2, 33, 4))
+    query, key, value, content = (torch.randn(*shape, generator=generator).to(dtype) for shape in shapes)
+    inputs = Inputs(query, key, value, scaling=0.1, causal=causal, content=content, sizes=sizes)
+    expected = attend_separately(to(inputs, torch.float64))
+    found = attend_separately(to(inputs, "cuda"))
     tolerance = 1e-4 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(found.double().cpu(), expected, atol=tolerance, rtol=tolerance)
 
@@ -201,13 +210,14 @@ def test_kernels_of_heads_with_channels_of_their_own_are_exact(causal, sizes, dt
 @pytest.mark.parametrize("kernel", [attend, sdpa, folded])
 def test_gradients_of_kernels_are_those_of_the_cpu(kernel):
     generator = torch.Generator().manual_seed(0)
-    shapes = ((2, 33, 52), (2, 33, 52), (2, 33, 12), (12, 52), (2, 12, 33, 64))
+    shapes = ((2, 33, 52), (2, 33, 52), (2, 12, 33, 64), (2, 33, 12), (12, 52))
     parts = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
     found = []
     for run, place in ((folded, {}), (kernel, {"device": "cuda", "dtype": torch.float32})):
-        leaves = [part.to(**place).detach().requires_grad_() if place else part.clone().requires_grad_()
-                  for part in parts]  # fmt: skip
-        found.append(torch.autograd.grad(run(*leaves, None, 0.1, 0.0, True).sin().sum(), leaves))
+        leaves = [part.clone().to(**place).detach().requires_grad_() for part in parts]
+        query, key, value, content, mixing = leaves
+        inputs = Inputs(query, key, value, scaling=0.1, causal=True, content=content, mixing=mixing)
+        found.append(torch.autograd.grad(run(inputs).sin().sum(), leaves))
     for expected, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours.double().cpu(), expected, atol=1e-3, rtol=1e-3)
 

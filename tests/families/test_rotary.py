@@ -250,7 +250,7 @@ def test_widths_are_whole_heads(model):
     [
         (
             Compression(dk=8, form="per-head"),
-            "there is no per-head form of queries and keys that a rotary embedding turns",
+            "queries and keys with a rotary embedding have no per-head form",
         ),
         (Compression(dk=8, solver=Solver(centre=True)), "neither is centred"),
         (Compression(dk=8, solver=Solver(method="parafac")), "solver als decomposes them"),
@@ -276,7 +276,7 @@ def test_a_module_alone_needs_its_angles(model):
     converted = model("llama")
     compress(converted, Compression(dk=16, solver=Solver(refit=False)), calibration=[batch()] * 2)
     attention = converted.model.layers[0].self_attn
-    if attention.q_proj.moved:
+    if attention.q_proj.rotates:
         with pytest.raises(UnsupportedModelError, match="needs position_embeddings"):
             attention.q_proj(torch.randn(1, 3, 32))
 
