@@ -133,8 +133,9 @@ class MapForm(ABC):
                     f"have {width} channels; the model has {channels}"
                 )
 
+    @abstractmethod
     def check_room(self) -> None:
-        """Raise CompressionError if the module has no room for the form; values always fit."""
+        """Raise CompressionError if the module has no room for the form."""
 
     @abstractmethod
     def build(self, module: Any, parent: Any) -> Any:
