@@ -95,7 +95,6 @@ def test_every_recipe_in_the_repository_reads():
         ("seed=true", "seed is True; expected a valid integer"),
         ("compression.dk=true", r"compression\.dk is True; expected a valid integer"),
         ("compression.kinds=encodr", "kinds"),
-        ("files={train: &a [x, *a]}", "Circular reference"),
         ("tuning.average=0", "average is 0; expected a number from 1 to"),
         ("tuning.epochs=x", "epochs is 'x'; expected a valid number"),
         ("tuning.warmup=2", "warmup is 2.0; expected a share"),
