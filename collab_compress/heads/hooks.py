@@ -216,10 +216,7 @@ class HeadMask(HeadHooks):
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        masks: Mapping[str, Tensor] | None = None,
-        kinds: Collection[Kind] = KINDS,
+        self, model: PreTrainedModel, masks: Mapping[str, Tensor] | None = None, kinds: Collection[Kind] = KINDS
     ) -> None:
         sites = find_attention(model, FAMILIES, kinds=kinds)
         self.heads = {site.name: site.heads for site in sites}

@@ -24,11 +24,7 @@ from collab_compress.tasks.layouts import (
 )
 
 Kind: TypeAlias = Literal[
-    "classification",
-    "regression",
-    "translation",
-    "language modelling",
-    "masked language modelling",
+    "classification", "regression", "translation", "language modelling", "masked language modelling"
 ]
 SCORES = (0.0, 5.0)  # range of STS-B, the only regression task
 NO_LABEL = -1

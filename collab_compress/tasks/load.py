@@ -285,11 +285,7 @@ def task_files(
 
 
 def _resolve(
-    name: str,
-    source: str | None,
-    target: str | None,
-    files: Mapping[str, str | Sequence[str]] | None,
-    train: bool,
+    name: str, source: str | None, target: str | None, files: Mapping[str, str | Sequence[str]] | None, train: bool
 ) -> tuple[Task, Languages]:
     """Return a task with the requested files, and its languages."""
     if name not in TASKS:

@@ -146,10 +146,7 @@ def test_targets_are_read_from_labels(make_tiny, calibration):
     labels[:, :5] = ids[:, :5]
     labels[:, 2] = END
     read = torch.cat([torch.zeros(4, 1, dtype=torch.long), labels[:, :6]], 1)  # what the decoder reads
-    shifted = {
-        "decoder_input_ids": read.where(read != -100, 0),
-        "decoder_attention_mask": (read != -100).long(),
-    }
+    shifted = {"decoder_input_ids": read.where(read != -100, 0), "decoder_attention_mask": (read != -100).long()}
     source = {name: calibration[0][name] for name in ("input_ids", "attention_mask")}
     assert_close(
         confidence(model, [{**source, "labels": labels}], exclude=[END]),

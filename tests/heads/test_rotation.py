@@ -29,9 +29,15 @@ PAIR = ((FIRST, 0), (SECOND, 1))
 def bert(layers=6, heads=4, seed=0):
     torch.manual_seed(seed)
     config = BertConfig(
-        vocab_size=61, hidden_size=24, num_attention_heads=heads, num_hidden_layers=layers, intermediate_size=16,
-        initializer_range=0.4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        vocab_size=61,
+        hidden_size=24,
+        num_attention_heads=heads,
+        num_hidden_layers=layers,
+        intermediate_size=16,
+        initializer_range=0.4,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     return BertModel(config).eval()
 
 
@@ -208,14 +214,20 @@ TENTHS = st.integers(0, 20).map(lambda tenth: Fraction(tenth, 10))
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.sets(TENTHS, min_size=1, max_size=12), st.none() | TENTHS.filter(bool), TENTHS, st.integers(10, 40),
+    st.sets(TENTHS, min_size=1, max_size=12),
+    st.none() | TENTHS.filter(bool),
+    TENTHS,
+    st.integers(10, 40),
     st.sets(st.integers(0, 80), max_size=4),
-)  # fmt: skip
+)
 def test_within_epochs_it_keeps_to_the_timetable(epochs, back, rest, steps, stops):
     rotation = RotationOptions(
-        "manual", epochs=sorted(float(time) for time in epochs), pairs=(PAIR,), rest=float(rest),
+        "manual",
+        epochs=sorted(float(time) for time in epochs),
+        pairs=(PAIR,),
+        rest=float(rest),
         swap_back_after=None if back is None else float(back),
-    )  # fmt: skip
+    )
     rotator = Rotator(SMALL, rotation)
     for step in range(4 * steps + 1):
         if step in stops:  # resumed here, from a checkpoint, with the epoch's own call once more

@@ -206,7 +206,7 @@ REFUSED = {
     "negative": ([((FIRST, -1), (SECOND, 0))], "has no head -1"),
     "itself": ([((FIRST, 1), (FIRST, 1))], "head 1 of .* is named twice; name each head in one pair only"),
     "two pairs": ([((FIRST, 0), (FIRST, 1)), ((SECOND, 0), (FIRST, 1))], "head 1 of .* is named twice"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", sorted(REFUSED))

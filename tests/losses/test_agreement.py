@@ -13,9 +13,7 @@ def oracle(x, mask, mean_over_pairs):
     tokens = x[mask]
 
     def cosine(a, b):
-        return torch.stack([
-            token[a] @ token[b] / (token[a].norm() * token[b].norm()) for token in tokens
-        ]).mean()  # fmt: skip
+        return torch.stack([token[a] @ token[b] / (token[a].norm() * token[b].norm()) for token in tokens]).mean()
 
     return mean_over_pairs(x.shape[2], cosine)
 

@@ -9,14 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from collab_compress.losses import (
-    agreement,
-    agreement_probs,
-    bhattacharyya,
-    hsic,
-    nuclear_growth,
-    orthogonality,
-)
+from collab_compress.losses import agreement, agreement_probs, bhattacharyya, hsic, nuclear_growth, orthogonality
 
 VECTORS = {
     "hsic": hsic,

@@ -75,8 +75,9 @@ def multi_bleu(hypotheses, references):
     for size in range(1, 5):
         right, total = 0, 0
         for hypothesis, reference in zip(hypotheses, references, strict=True):
-            here, there = ([tuple(line[i : i + size]) for i in range(len(line) - size + 1)]
-                           for line in (hypothesis, reference))  # fmt: skip
+            here, there = (
+                [tuple(line[i : i + size]) for i in range(len(line) - size + 1)] for line in (hypothesis, reference)
+            )
             right += sum(min(here.count(gram), there.count(gram)) for gram in set(here))
             total += len(here)
         logarithms.append(math.log(right / total))

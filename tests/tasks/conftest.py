@@ -231,10 +231,7 @@ SAMPLES = {
         {"train": [text("why? Because\nit is.", 4)], "test": [text("who? Tell me Him", 9)]},
     ),
     "trec": (
-        {
-            "trec/TREC.train.all": table("0 How far ?", "2 What is .com ?"),
-            "trec/TREC.test.all": table("5 When ?"),
-        },
+        {"trec/TREC.train.all": table("0 How far ?", "2 What is .com ?"), "trec/TREC.test.all": table("5 When ?")},
         {"train": [text("How far ?", 0), text("What is .com ?", 2)], "test": [text("When ?", 5)]},
     ),
     "snli": (
@@ -245,8 +242,10 @@ SAMPLES = {
         {
             "multi30k/train.de.gz": table("Zwei Männer.", "Ein\x85 Hund."),
             "multi30k/train.en.gz": table("Two men.", "A dog."),
-            "multi30k/val.de.gz": table("Eine Frau."), "multi30k/val.en.gz": table("A woman."),
-            "multi30k/test_2016_flickr.de": table("Ein Hut."), "multi30k/test_2016_flickr.en": table("A hat."),
+            "multi30k/val.de.gz": table("Eine Frau."),
+            "multi30k/val.en.gz": table("A woman."),
+            "multi30k/test_2016_flickr.de": table("Ein Hut."),
+            "multi30k/test_2016_flickr.en": table("A hat."),
         },
         {
             "train": [moved("Zwei Männer.", "Two men."), moved("Ein\x85 Hund.", "A dog.")],
@@ -257,21 +256,26 @@ SAMPLES = {
     "iwslt14": ted("IWSLT14", ["TED.dev2010", "TEDX.dev2012"], ["TED.tst2010", "TED.tst2011", "TED.tst2012"]),
     "iwslt17": ted("IWSLT17", ["TED.dev2010"], [f"TED.tst{year}" for year in range(2010, 2016)]),
     "wmt14": wmt(
-        ["training/europarl-v7", "commoncrawl", "training/news-commentary-v9"], "dev/newstest2013",
+        ["training/europarl-v7", "commoncrawl", "training/news-commentary-v9"],
+        "dev/newstest2013",
         "test/newstest2014-deen",
     ),
     "wmt16": wmt(
         ["training/europarl-v7", "commoncrawl", "training-parallel-nc-v11/news-commentary-v11"],
-        "dev/newstest2015-deen", "test/newstest2016-deen",
+        "dev/newstest2015-deen",
+        "test/newstest2016-deen",
     ),
     "wmt17": wmt(
         ["training/europarl-v7", "commoncrawl", "training/news-commentary-v12", "rapid2016"],
-        "dev/newstest2016-deen", "test/newstest2017-deen",
+        "dev/newstest2016-deen",
+        "test/newstest2017-deen",
     ),
     "parallel": (
         {
-            "train.de": table("eins"), "train.en": table("one"),
-            "dev.de.gz": table("zwei", ""), "dev.en": table("two", ""),
+            "train.de": table("eins"),
+            "train.en": table("one"),
+            "dev.de.gz": table("zwei", ""),
+            "dev.en": table("two", ""),
         },
         {"train": [moved("eins", "one")], "validation": [moved("zwei", "two"), moved("", "")]},
     ),
@@ -291,7 +295,7 @@ SAMPLES = {
         {"train.txt": "  def f():\n\n    pass", "valid.txt": table("two")},
         {"train": [{"text": "  def f():"}, {"text": ""}, {"text": "    pass"}], "validation": [{"text": "two"}]},
     ),
-}  # fmt: skip
+}
 SAMPLES |= {f"{name}_masked": SAMPLES[name] for name in ("ptb", "text")}
 
 

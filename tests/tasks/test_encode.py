@@ -66,9 +66,7 @@ def test_translation_pads_labels_with_what_no_loss_sees(words):
     data = Dataset.from_dict({"source": ["a b", "c"], "target": ["d", "d c b a"]})
     encoded = encode_translation(data, words, max_target_length=4)
     ids = words.convert_tokens_to_ids
-    assert encoded[0] == {
-        "input_ids": [*ids(["a", "b"]), 3], "attention_mask": [1, 1, 1], "labels": [*ids(["d"]), 3],
-    }  # fmt: skip
+    assert encoded[0] == {"input_ids": [*ids(["a", "b"]), 3], "attention_mask": [1, 1, 1], "labels": [*ids(["d"]), 3]}
     assert encoded[1]["labels"] == [*ids(["d", "c", "b"]), 3]  # cut, with its end
     batch = DataCollatorForSeq2Seq(words)(list(encoded))
     assert batch["labels"].tolist()[0][2:] == [-100, -100]
@@ -106,8 +104,12 @@ def test_lines_start_and_end(words):
     encoded = encode_language_model(Dataset.from_dict({"text": LINES}), words, lines=True, length=4)
     ids = words.convert_tokens_to_ids
     assert [row["labels"] for row in encoded] == [
-        [2, *ids(["a", "b", "c"])], [2, *ids(["d"]), 3], [2, 3], [2, *ids(["a", "a", "b"])], [2, *ids(["c", "d"]), 3],
-    ]  # fmt: skip
+        [2, *ids(["a", "b", "c"])],
+        [2, *ids(["d"]), 3],
+        [2, 3],
+        [2, *ids(["a", "a", "b"])],
+        [2, *ids(["c", "d"]), 3],
+    ]
     assert encoded["input_ids"][:] == encoded["labels"][:]
 
 

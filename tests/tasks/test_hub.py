@@ -36,8 +36,9 @@ def test_glue(hub):
     assert asked == [("nyu-mll/glue", {"name": "mrpc"})]
     assert list(data) == ["train", "validation", "test"]
     assert data["train"].to_list() == [
-        {"text": "one", "text_pair": "a", "label": 1}, {"text": "two", "text_pair": "b", "label": -1},
-    ]  # fmt: skip
+        {"text": "one", "text_pair": "a", "label": 1},
+        {"text": "two", "text_pair": "b", "label": -1},
+    ]
     assert data["train"].features == TASKS["mrpc"].features
     assert list(load_task("mrpc", splits=["test"])) == ["test"]
     with pytest.raises(DataError, match="nyu-mll/glue has no split 'dev'; it has train, validation, test, other"):

@@ -11,9 +11,16 @@ from collab_compress.tasks import TASKS, load_task
 
 LANGUAGES = {"parallel": {"source": "de", "target": "en"}}
 ROWS = {
-    "cola": (8551, 1043), "sst2": (67349, 872), "mrpc": (3668, 408), "stsb": (5749, 1500), "rte": (2490, 277),
-    "wnli": (635, 71), "multi30k": (29000, 1014, 1000), "ptb": (42068, 3370, 3761), "trec": (5452, 500),
-}  # fmt: skip
+    "cola": (8551, 1043),
+    "sst2": (67349, 872),
+    "mrpc": (3668, 408),
+    "stsb": (5749, 1500),
+    "rte": (2490, 277),
+    "wnli": (635, 71),
+    "multi30k": (29000, 1014, 1000),
+    "ptb": (42068, 3370, 3761),
+    "trec": (5452, 500),
+}
 
 
 def rows(data):
@@ -62,9 +69,11 @@ def test_the_folder_may_hold_all_data(samples, write, tmp_path):
 @pytest.mark.parametrize("ending", ["txt", "tsv"])
 def test_snli_as_a_table(ending, samples, write, tmp_path):
     lines = [
-        "gold_label\tsentence1\tsentence2", "neutral\tA man.\tA tall man.", "-\tNo one.\tAgreed.",
+        "gold_label\tsentence1\tsentence2",
+        "neutral\tA man.\tA tall man.",
+        "-\tNo one.\tAgreed.",
         "entailment\tA cat.\tAn animal.",
-    ]  # fmt: skip
+    ]
     name = "snli_1.0_{}.txt" if ending == "txt" else "{}.tsv"
     write(tmp_path, {name.format(split): "\n".join(lines) for split in ("train", "dev")})
     assert rows(load_task("snli", tmp_path))["validation"] == samples["snli"][1]["validation"]
@@ -214,7 +223,7 @@ HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
         ("wmt14", "test/newstest2014-deen-src.de.sgm", "<seg id='1'>half\n", "line 1: a segment that does not end"),
         ("ptb", "ptb/ptb.test.txt", "", "line 1: the file is empty; expected rows"),
     ],
-)  # fmt: skip
+)
 def test_malformed_files_are_refused_with_file_and_line(name, changed, content, match, samples, write, tmp_path):
     write(tmp_path, samples[name][0] | {changed: content})
     place = changed if "counterpart" not in match else ""

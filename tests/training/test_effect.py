@@ -24,16 +24,22 @@ def trained(make_tiny, folder, training):
     torch.manual_seed(0)
     model = BertForSequenceClassification(make_tiny("bert").config)
     arguments = TrainingArguments(
-        str(folder), max_steps=20, per_device_train_batch_size=8, learning_rate=1e-3, use_cpu=True, report_to="none",
-        disable_tqdm=True, save_strategy="no", seed=0,
-    )  # fmt: skip
+        str(folder),
+        max_steps=20,
+        per_device_train_batch_size=8,
+        learning_rate=1e-3,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        seed=0,
+    )
     HeadTrainer(model, arguments, train_dataset=rows(), head_training=training).train()
     return model
 
 
 @pytest.mark.parametrize(
-    "loss",
-    ["hsic", "orthogonality", "agreement", "agreement-values", "agreement-probs", "bhattacharyya-mean"],
+    "loss", ["hsic", "orthogonality", "agreement", "agreement-values", "agreement-probs", "bhattacharyya-mean"]
 )
 def test_a_penalty_lowers_what_it_penalises(loss, make_tiny, tmp_path):
     torch.manual_seed(0)

@@ -9,14 +9,7 @@ from transformers import BertForSequenceClassification, MarianMTModel
 from collab_compress import Compression, compress
 from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.heads import RotationOptions, Tap, alphas_of, mix_heads_
-from collab_compress.training import (
-    LOSSES,
-    AlphasOptions,
-    DropHeadOptions,
-    HeadSession,
-    HeadTraining,
-    PenaltyOptions,
-)
+from collab_compress.training import LOSSES, AlphasOptions, DropHeadOptions, HeadSession, HeadTraining, PenaltyOptions
 
 
 @pytest.fixture
@@ -159,8 +152,14 @@ def step_alphas(training, progress, seed=0, weight_decay=0.1):
     torch.manual_seed(seed)
     from transformers import BertConfig
 
-    config = BertConfig(vocab_size=61, hidden_size=24, num_attention_heads=3, num_hidden_layers=2,
-                        intermediate_size=32, initializer_range=0.4)  # fmt: skip
+    config = BertConfig(
+        vocab_size=61,
+        hidden_size=24,
+        num_attention_heads=3,
+        num_hidden_layers=2,
+        intermediate_size=32,
+        initializer_range=0.4,
+    )
     model = BertForSequenceClassification(config).train()
     mix_heads_(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=weight_decay)
@@ -351,10 +350,7 @@ def test_a_closed_session_leaves_the_model_as_it_was(make_undropped, batch):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: PenaltyOptions("diversity"),
-            "unknown loss 'diversity'; expected one of agreement, agr",
-        ),
+        (lambda: PenaltyOptions("diversity"), "unknown loss 'diversity'; expected one of agreement, agr"),
         (lambda: PenaltyOptions("hsic", -1.0), "weight of hsic is -1.0; expected 0 or more"),
         (lambda: PenaltyOptions("hsic", schedule="cosine"), "unknown schedule 'cosine'"),
         (lambda: DropHeadOptions(1.0), "p is 1.0; expected a probability"),

@@ -51,12 +51,15 @@ def training(losses, rotation):
 CASES = {  # family, collaborative, what acts
     "dense": ("bert", False, training(sorted(LOSSES), RotationOptions("hard", (0, 1, 2), k=2, exclude=()))),
     "collaborative": (
-        "bert", True,
-        training([loss for loss in sorted(LOSSES) if not loss.endswith("-keys")],
-                 RotationOptions("in-layer", (0,), importance="confidence", exclude=(), swap_back_after=2)),
+        "bert",
+        True,
+        training(
+            [loss for loss in sorted(LOSSES) if not loss.endswith("-keys")],
+            RotationOptions("in-layer", (0,), importance="confidence", exclude=(), swap_back_after=2),
+        ),
     ),
     "seq2seq": ("marian", False, training(["agreement"], RotationOptions("soft", (1,), k=2, exclude=()))),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -129,9 +132,12 @@ def expected(case, epochs=range(EPOCHS)):
 
 def fsdp2(family):
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=LAYERS[family],
-        cpu_ram_efficient_loading=False, state_dict_type="SHARDED_STATE_DICT",
-    )  # fmt: skip
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=LAYERS[family],
+        cpu_ram_efficient_loading=False,
+        state_dict_type="SHARDED_STATE_DICT",
+    )
     with sharding_on_cpus():
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     assert accelerator.is_fsdp2
@@ -205,11 +211,21 @@ def trainer_of(case, folder, sharded):
     config = {"version": 2, "transformer_layer_cls_to_wrap": LAYERS[family], "cpu_ram_efficient_loading": False}
     sharding = {"fsdp": True, "fsdp_config": config} if sharded else {}
     arguments = TrainingArguments(
-        folder, num_train_epochs=EPOCHS, per_device_train_batch_size=3, per_device_eval_batch_size=3, use_cpu=True,
-        gradient_accumulation_steps=1 if sharded else 2, learning_rate=1e-2, save_steps=2 * STEPS, report_to=[],
-        disable_tqdm=True, weight_decay=0.1, max_grad_norm=0.1, dataloader_pin_memory=False,
+        folder,
+        num_train_epochs=EPOCHS,
+        per_device_train_batch_size=3,
+        per_device_eval_batch_size=3,
+        use_cpu=True,
+        gradient_accumulation_steps=1 if sharded else 2,
+        learning_rate=1e-2,
+        save_steps=2 * STEPS,
+        report_to=[],
+        disable_tqdm=True,
+        weight_decay=0.1,
+        max_grad_norm=0.1,
+        dataloader_pin_memory=False,
         **sharding,
-    )  # fmt: skip
+    )
     acting = dataclasses.replace(acting, loss_normalization="mean")
     return Seeded(model, arguments, train_dataset=rows, eval_dataset=held, head_training=acting)
 

@@ -38,11 +38,15 @@ from collab_compress.training import (
 
 EVERYTHING = HeadTraining(
     drophead=(DropHeadOptions(0.3, "scheduled"),),
-    penalties=(PenaltyOptions("hsic", 1e-3), PenaltyOptions("agreement", 0.3), PenaltyOptions("bhattacharyya", 0.1),
-               PenaltyOptions("orthogonality", 0.01)),
+    penalties=(
+        PenaltyOptions("hsic", 1e-3),
+        PenaltyOptions("agreement", 0.3),
+        PenaltyOptions("bhattacharyya", 0.1),
+        PenaltyOptions("orthogonality", 0.01),
+    ),
     alphas=AlphasOptions(frozen_ratio=0.3, growth_weight=1.0, growth=0.01),
     rotation=RotationOptions("in-layer", (0, 1, 2, 3), k=1, swap_back_after=1, rest=0, exclude=()),
-)  # fmt: skip
+)
 
 
 def dataset(count=16, length=7, seed=0):
@@ -53,10 +57,18 @@ def dataset(count=16, length=7, seed=0):
 
 def arguments(folder, **more):
     given = {
-        "output_dir": str(folder), "use_cpu": True, "report_to": "none", "disable_tqdm": True, "seed": 5,
-        "per_device_train_batch_size": 4, "num_train_epochs": 3, "learning_rate": 1e-3, "warmup_steps": 2,
-        "logging_steps": 1, "save_strategy": "no",
-    }  # fmt: skip
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": 5,
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 3,
+        "learning_rate": 1e-3,
+        "warmup_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+    }
     return TrainingArguments(**{**given, **more})
 
 
@@ -148,9 +160,12 @@ def test_validation_data_are_read_only_where_heads_are_swapped(make_tiny, tmp_pa
             return super().get_eval_dataloader(eval_dataset)
 
     Own(
-        classifier(make_tiny), arguments(tmp_path), train_dataset=dataset(), eval_dataset=dataset(4, 7, 1),
+        classifier(make_tiny),
+        arguments(tmp_path),
+        train_dataset=dataset(),
+        eval_dataset=dataset(4, 7, 1),
         head_training=HeadTraining(rotation=WITHIN),
-    ).train()  # fmt: skip
+    ).train()
     assert loaders == [1, 5, 10]
 
 
@@ -211,9 +226,15 @@ def test_the_gradient_does_not_depend_on_accumulation(
     for size, passes in ((8, 1), (2, 4)):
         model, data = task(make_tiny, set_dropout_)
         trainer = trainer_of(
-            model, tmp_path, acting, data, **ONE_STEP, per_device_train_batch_size=size,
-            gradient_accumulation_steps=passes, label_smoothing_factor=smoothing,
-        )  # fmt: skip
+            model,
+            tmp_path,
+            acting,
+            data,
+            **ONE_STEP,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=passes,
+            label_smoothing_factor=smoothing,
+        )
         weights.append(final_weights(trainer))
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, atol=1e-6, rtol=1e-4)
@@ -226,9 +247,15 @@ def test_a_penalty_has_the_same_share_at_any_accumulation(make_tiny, set_dropout
         torch.manual_seed(0)
         model = set_dropout_(BertForSequenceClassification(make_tiny("bert").config), 0.0)
         trainer = trainer_of(
-            model, tmp_path, HeadTraining(penalties=(PenaltyOptions("agreement", 0.5),)), dataset(8), **ONE_STEP,
-            per_device_train_batch_size=8 // passes, gradient_accumulation_steps=passes, logging_steps=1,
-        )  # fmt: skip
+            model,
+            tmp_path,
+            HeadTraining(penalties=(PenaltyOptions("agreement", 0.5),)),
+            dataset(8),
+            **ONE_STEP,
+            per_device_train_batch_size=8 // passes,
+            gradient_accumulation_steps=passes,
+            logging_steps=1,
+        )
         trainer.train()
         logs = trainer.state.log_history[0]
         shares.append(0.5 * logs["agreement"] / (logs["loss"] - 0.5 * logs["agreement"]))
@@ -259,11 +286,14 @@ def test_with_nothing_on_it_is_the_stock_trainer(task, own, make_tiny, tmp_path)
         trainer = trainer_class(
             model,
             arguments(
-                tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=3,
+                tmp_path,
+                per_device_train_batch_size=2,
+                gradient_accumulation_steps=3,
                 label_smoothing_factor=0.1 if own == "smoothed" else 0.0,
             ),
-            train_dataset=data, compute_loss_func=squared if own == "function" else None,
-        )  # fmt: skip
+            train_dataset=data,
+            compute_loss_func=squared if own == "function" else None,
+        )
         weights = final_weights(trainer)
         timeless = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
         history = [{key: entry[key] for key in entry if key not in timeless} for entry in trainer.state.log_history]
@@ -325,9 +355,12 @@ def test_the_gradient_is_that_of_loss_plus_penalty(own, make_tiny, set_dropout_,
     other, _ = translation(make_tiny, set_dropout_)
     more = {"label_smoothing_factor": 0.1} if own == "smoothed" else {}
     trainer = HeadTrainer(
-        model, arguments(tmp_path, **ONE_STEP, per_device_train_batch_size=8, **more), train_dataset=data,
-        compute_loss_func=doubled if own == "function" else None, head_training=PENALTIES,
-    )  # fmt: skip
+        model,
+        arguments(tmp_path, **ONE_STEP, per_device_train_batch_size=8, **more),
+        train_dataset=data,
+        compute_loss_func=doubled if own == "function" else None,
+        head_training=PENALTIES,
+    )
     given = {key: torch.stack([row[key] for row in data]) for key in data[0]}
     trainer.train()
     session = HeadSession(other.train(), PENALTIES)
@@ -612,18 +645,23 @@ def test_alphas_that_would_silently_not_train_are_refused(make_tiny, tmp_path):
     model = classifier(make_tiny)
     own = torch.optim.SGD(model.parameters())
     trainer = HeadTrainer(
-        model, arguments(tmp_path), train_dataset=dataset(), optimizers=(own, None),
+        model,
+        arguments(tmp_path),
+        train_dataset=dataset(),
+        optimizers=(own, None),
         head_training=HeadTraining(alphas=AlphasOptions()),
-    )  # fmt: skip
+    )
     with pytest.raises(HeadError, match="the optimizer does not step the alphas"):
         trainer.train()
 
 
 def test_a_model_that_is_made_anew_has_alphas(make_tiny, tmp_path):
     trainer = HeadTrainer(
-        model_init=lambda: classifier(make_tiny), args=arguments(tmp_path, max_steps=4), train_dataset=dataset(),
+        model_init=lambda: classifier(make_tiny),
+        args=arguments(tmp_path, max_steps=4),
+        train_dataset=dataset(),
         head_training=HeadTraining(alphas=AlphasOptions(frozen_ratio=0.3)),
-    )  # fmt: skip
+    )
     for _ in range(2):
         trainer.train()
         assert not any(torch.equal(matrix, torch.eye(3)) for matrix in alphas_of(trainer.model).values())

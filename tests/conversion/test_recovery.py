@@ -15,9 +15,14 @@ from collab_compress.losses import kl_divergence
 
 def arguments(folder):
     return TrainingArguments(
-        str(folder), num_train_epochs=4, learning_rate=1e-2, report_to=[], save_strategy="no", disable_tqdm=True,
+        str(folder),
+        num_train_epochs=4,
+        learning_rate=1e-2,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
         use_cpu=True,
-    )  # fmt: skip
+    )
 
 
 def apart(model, dense, batch):

@@ -1,0 +1,231 @@
+"""Models whose heads are mixed or removed, saved and loaded by stock means, with the package and without."""
+
+import ast
+import copy
+import json
+import pickle
+from collections import Counter
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForSequenceClassification
+
+from collab_compress import (
+    Compression,
+    alphas_of,
+    compress,
+    expand,
+    make_standalone_,
+    merge_alphas_,
+    mix_heads_,
+    prune_heads_,
+    read_factors,
+)
+from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.checkpoint import EditConfig, edits_of
+from collab_compress.checkpoint.standalone import modelling_code
+from collab_compress.heads.alphas import AlphasEdit
+from collab_compress.heads.pruning import PrunedEdit
+
+MIXED = ["mixed", "mixed, converted", "converted, mixed", "narrow, mixed"]
+PRUNED = ["pruned", "pruned, pruned", "converted, pruned", "pruned, converted", "converted, pruned, expanded"]
+HISTORIES = [*MIXED, *PRUNED, "pruned, converted, pruned, mixed"]
+FEW = ["mixed", "pruned", "converted, pruned"]
+
+
+def edited(model, history, dk=5):
+    """Put a model through a history of edits."""
+    names = [site.name for site in find_attention(model, FAMILIES)]
+    for step in history.split(", "):
+        if step == "pruned":
+            last = {name: [site.heads - 1] for name, site in zip(names, find_attention(model, FAMILIES), strict=True)}
+            prune_heads_(model, last | {names[0]: [0]})
+        elif step == "mixed":
+            mix_heads_(model)
+            torch.manual_seed(0)
+            with torch.no_grad():
+                for alphas in alphas_of(model).values():
+                    alphas.add_(0.3 * torch.randn_like(alphas))
+        elif step == "expanded":
+            expand(model)
+        else:
+            compress(model, Compression(dv=6) if step == "narrow" else Compression(dk=dk), calibration=None)
+    return model
+
+
+def outputs(model, batch):
+    with torch.no_grad():
+        return model(**batch)[0]
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_comes_back_as_it_was(family, history, make_tiny, batch, tmp_path, load_cleanly):
+    model = edited(make_tiny(family), history)
+    model.save_pretrained(tmp_path / "one")
+    loaded = load_cleanly(AutoModel, tmp_path / "one")
+    assert torch.equal(outputs(loaded, batch), outputs(model, batch))
+    heads, loaded_heads = ([site.heads for site in find_attention(each, FAMILIES)] for each in (model, loaded))
+    assert heads == loaded_heads
+    assert all(alphas.requires_grad for alphas in alphas_of(loaded).values())
+    copied = copy.deepcopy(model)
+    for folder, same in (("two", loaded), ("three", copied)):
+        same.save_pretrained(tmp_path / folder)
+        for name in ("config.json", "model.safetensors"):
+            assert (tmp_path / "one" / name).read_bytes() == (tmp_path / folder / name).read_bytes()
+    for same in (copied, pickle.loads(pickle.dumps(model))):
+        assert torch.equal(outputs(same, batch), outputs(model, batch))
+
+
+@pytest.mark.parametrize("history", [*FEW, "converted, mixed", "narrow, mixed"])
+def test_every_auto_class(family, auto_class, history, make_tiny, batch, tmp_path, load_cleanly, capfd):
+    torch.manual_seed(0)
+    model = edited(auto_class.from_config(make_tiny(family).config).eval(), history)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(outputs(load_cleanly(auto_class, tmp_path), batch), outputs(model, batch))
+    assert "collab" not in capfd.readouterr().err.lower()
+
+
+@pytest.mark.parametrize("history", ["mixed", "pruned, pruned"])
+def test_body_and_head_exchange_checkpoints(history, make_tiny, batch, tmp_path):
+    torch.manual_seed(0)
+    classifier = edited(AutoModelForSequenceClassification.from_config(make_tiny("bert").config).eval(), history)
+    classifier.save_pretrained(tmp_path / "classifier")
+    body = AutoModel.from_pretrained(tmp_path / "classifier")
+    assert torch.equal(outputs(body, batch), outputs(classifier.bert, batch))
+    body.save_pretrained(tmp_path / "body")
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "body")
+    assert torch.equal(outputs(again.bert.eval(), batch), outputs(body, batch))
+
+
+@pytest.mark.parametrize("history", ["pruned", "converted, pruned"])
+def test_a_loaded_model_goes_on(family, history, make_tiny, batch, tmp_path):
+    """It is pruned again, converted or expanded, saved and loaded as one that was never saved."""
+    model = edited(make_tiny(family), history, dk=24)
+    model.save_pretrained(tmp_path / "one")
+    loaded = AutoModel.from_pretrained(tmp_path / "one")
+    name = find_attention(model, FAMILIES)[0].name
+    for one in (model, loaded):
+        prune_heads_(one, {name: [0]})
+        expand(one) if read_factors(one) else compress(one, Compression(dk=8), calibration=None)
+    assert torch.equal(outputs(loaded, batch), outputs(model, batch))
+    loaded.save_pretrained(tmp_path / "two")
+    assert torch.equal(outputs(AutoModel.from_pretrained(tmp_path / "two"), batch), outputs(model, batch))
+
+
+@pytest.mark.parametrize(
+    ("history", "dtype"), [*((history, torch.bfloat16) for history in FEW), ("mixed", torch.float16)]
+)
+def test_half_precision_shards_and_device_map(family, history, dtype, make_tiny, batch, tmp_path, load_cleanly):
+    model = edited(make_tiny(family).to(dtype), history)
+    model.save_pretrained(tmp_path, max_shard_size="5KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    loaded = load_cleanly(AutoModel, tmp_path, dtype="auto", device_map="cpu")
+    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+    assert torch.equal(outputs(loaded, batch), outputs(model, batch))
+
+
+def test_offloaded_weights_are_fetched(make_tiny, batch):
+    """Hooks that bring weights in are on the modules that hold them, the inner projection among them."""
+    from accelerate import cpu_offload
+
+    model = edited(make_tiny("bert"), "mixed")
+    before = outputs(model, batch)
+    cpu_offload(model, torch.device("cpu"))
+    assert model.encoder.layer[0].attention.output.dense.proj.weight.is_meta
+    assert torch.equal(outputs(model, batch), before)
+
+
+def test_a_merged_model_is_a_stock_one(family, make_tiny, batch, tmp_path, stock_reload):
+    model = edited(make_tiny(family), "mixed")
+    before = outputs(model, batch)
+    merge_alphas_(model)
+    model.save_pretrained(tmp_path)
+    torch.save(batch, tmp_path / "batch.pt")
+    assert "collab" not in (tmp_path / "config.json").read_text(encoding="utf-8")
+    done = stock_reload(tmp_path, tmp_path / "again", trust=False)
+    assert done.returncode == 0, done.stderr
+    reloaded = torch.load(tmp_path / "again" / "output.pt", weights_only=True)
+    torch.testing.assert_close(reloaded, before, atol=1e-5, rtol=1e-5)
+
+
+def test_pruned_models_are_smaller_on_disk(family, make_tiny, tmp_path):
+    model = make_tiny(family)
+    model.save_pretrained(tmp_path / "stock")
+    edited(model, "pruned").save_pretrained(tmp_path / "pruned")
+    stock, pruned = ((tmp_path / kind / "model.safetensors").stat().st_size for kind in ("stock", "pruned"))
+    assert pruned < stock
+
+
+@pytest.mark.parametrize("history", FEW)
+def test_without_the_package_loading_fails_and_never_ignores_the_edit(
+    family, history, make_tiny, tmp_path, stock_reload
+):
+    edited(make_tiny(family), history).save_pretrained(tmp_path)
+    done = stock_reload(tmp_path, tmp_path / "two", trust=False)
+    assert "LOADED" not in done.stdout
+    assert done.returncode != 0
+    assert "pip-install-collab-compress-0.1.0-and-import-collab_compress" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("family", "history"),
+    [
+        ("bert", "mixed"),
+        ("bert", "narrow, mixed"),
+        ("albert", "mixed"),
+        ("distilbert", "converted, mixed"),
+        ("marian", "converted, mixed"),
+        ("bert", "pruned"),
+        *((family, "pruned, converted, pruned, mixed") for family in ("albert", "distilbert", "marian")),
+    ],
+)
+def test_shipped_code_loads_and_saves_without_the_package(family, history, make_tiny, batch, tmp_path, stock_reload):
+    model = edited(make_tiny(family), history)
+    make_standalone_(model)
+    model.save_pretrained(tmp_path / "one")
+    torch.save(batch, tmp_path / "one" / "batch.pt")
+    done = stock_reload(tmp_path / "one", tmp_path / "two", trust=True)
+    assert done.returncode == 0, done.stderr
+    reloaded = torch.load(tmp_path / "two" / "output.pt", weights_only=True)  # perhaps by another number of threads
+    torch.testing.assert_close(reloaded, outputs(model, batch), atol=1e-5, rtol=1e-5)
+
+
+def test_the_stored_form(make_tiny, tmp_path):
+    model = edited(make_tiny("bert"), "pruned")
+    mix_heads_(model)
+    model.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    pruned, mixed = stored["edits"]
+    assert pruned["kind"] == "pruned"
+    assert pruned["modules"]["encoder.layer.1.attention.self"] == {
+        "kept": [0, 1],
+        "before": 3,
+        "head_width": 8,
+        "value_width": 8,
+        "heads": "num_attention_heads",
+        "query": "query",
+        "key": "key",
+        "value": "value",
+        "output": "..output.dense",
+    }
+    paths = [f"encoder.layer.{layer}.attention.output.dense" for layer in (0, 1)]
+    assert mixed == {"kind": "alphas", "modules": dict.fromkeys(paths, 2)}
+    assert EditConfig(stored["edits"]).to_dict() == stored
+    assert AlphasEdit.from_dict(mixed).to_dict() == {"modules": mixed["modules"]}
+
+
+def test_applying_again_changes_nothing(family, make_tiny):
+    model = edited(make_tiny(family), "pruned, pruned, mixed")
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    edits = edits_of(model)
+    assert [type(edit) for edit in edits] == [PrunedEdit, PrunedEdit, AlphasEdit]
+    for edit in edits:
+        edit.apply_(model)
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+
+
+def test_no_name_of_the_shipped_code_is_defined_twice():
+    """The parts are joined into one file, where a later definition would replace an earlier one."""
+    defined = ast.FunctionDef | ast.ClassDef
+    names = Counter(node.name for node in ast.parse(modelling_code()).body if isinstance(node, defined))
+    assert [name for name, count in names.items() if count > 1] == []
