@@ -5,8 +5,9 @@ are heavier and run for one family of each kind only, which leaves out those tha
 by the same paths, with modules that are copies of the other's.
 """
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,59 +17,85 @@ from rotary_models import skip_older
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from collab_compress import Compression, Solver, compress
 from collab_compress.architectures import FAMILIES as DESCRIBED
 from collab_compress.architectures import find_dense_attention
 
-VOCABULARY, WIDTH, HEADS, LAYERS = 61, 24, 3, 2
+VOCABULARY, WIDTH, HEADS, LAYERS, POSITIONS = 61, 24, 3, 2, 80
 IDS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
-ENCODER = {
-    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS,
-    "intermediate_size": 32, "max_position_embeddings": 80, "initializer_range": 0.4, **IDS,
-}  # fmt: skip
-TRANSLATOR = {
-    "vocab_size": VOCABULARY, "d_model": WIDTH, "encoder_layers": 1, "decoder_layers": 1,
-    "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
-    "max_position_embeddings": 80, "init_std": 0.4, "decoder_start_token_id": 2, "forced_eos_token_id": None, **IDS,
-}  # fmt: skip
-T5 = {
-    "vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "num_heads": HEADS, "d_ff": 32, "num_layers": LAYERS,
-    "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
-SENTENCES = {
-    "vocab_size": VOCABULARY, "emb_dim": WIDTH, "n_heads": HEADS, "n_layers": LAYERS, "max_position_embeddings": 80,
-    "embed_init_std": 0.4, "init_std": 0.4, **IDS,
-}  # fmt: skip
-DETECTOR = {
-    "d_model": WIDTH, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": HEADS,
-    "decoder_attention_heads": HEADS, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_queries": 5, "init_std": 0.4,
-    "init_xavier_std": 1.0, "use_timm_backbone": False, "use_pretrained_backbone": False,
-    "backbone_config": {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 8, 8],
-                        "depths": [1, 1, 1, 1], "out_features": ["stage4"], "layer_type": "basic"},
-}  # fmt: skip
-ENDS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
-IMAGES = {
-    "hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS, "intermediate_size": 32,
-    "image_size": 8, "patch_size": 4, "initializer_range": 0.4,
-}  # fmt: skip
+
+
+def sized(
+    width: str, heads: str, layers: str, positions: str = "", init: str = "initializer_range"
+) -> dict[str, Any]:
+    """Settings of a model of tokens, by the names that its config has for them."""
+    sizes = {width: WIDTH, heads: HEADS, layers: LAYERS, init: 0.4} | ({positions: POSITIONS} if positions else {})
+    return {"vocab_size": VOCABULARY, **sizes, **IDS}
+
+
+ENCODER = sized("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+ENCODER["intermediate_size"] = 32
+BOTTLENECKS = {**ENCODER, "hidden_size": 32, "initializer_range": 0.15, "num_feedforward_networks": 1}
+BOTTLENECKS |= {"embedding_size": 12, "intra_bottleneck_size": WIDTH}
+SOUNDS_AND_SHAPES = {**ENCODER, "pronunciation_vocab_size": 8, "pronunciation_embed_dim": 4}
+SOUNDS_AND_SHAPES |= {"shape_vocab_size": 8, "shape_embed_dim": 4}
+MUSIC = {**ENCODER, "ffn_dim": 32, "num_codebooks": 1, "initializer_factor": 0.4}
+LLAMA = {**ENCODER, "num_key_value_heads": HEADS}
+OPT = sized("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings", "init_std")
+GPT2 = sized("n_embd", "n_head", "n_layer", "n_positions")
+MPT = sized("d_model", "n_heads", "n_layers", "max_seq_len")
+XGLM = sized("d_model", "attention_heads", "num_layers", "max_position_embeddings", "init_std")
+TROCR = sized("d_model", "decoder_attention_heads", "decoder_layers", "max_position_embeddings", "init_std")
+TROCR |= {"decoder_ffn_dim": 32, "cross_attention_hidden_size": WIDTH}
+DISTILBERT = sized("dim", "n_heads", "n_layers", "max_position_embeddings")
+SENTENCES = {**sized("emb_dim", "n_heads", "n_layers", "max_position_embeddings", "init_std"), "embed_init_std": 0.4}
+T5 = {"d_kv": 8, "d_ff": 32, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+T5 |= {"vocab_size": VOCABULARY, "d_model": WIDTH, "num_heads": HEADS, "num_layers": LAYERS}
+SWITCHES = {**T5, "num_experts": 2, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0}
+SWITCHES["num_decoder_layers"] = LAYERS
+TWO_STACKS = {"d_model": WIDTH, "encoder_layers": 1, "decoder_layers": 1, "init_std": 0.4}
+TWO_STACKS |= {f"{side}_attention_heads": HEADS for side in ("encoder", "decoder")}
+TWO_STACKS |= {f"{side}_ffn_dim": 32 for side in ("encoder", "decoder")}
+TRANSLATOR = {**TWO_STACKS, "vocab_size": VOCABULARY, "max_position_embeddings": POSITIONS, **IDS}
+TRANSLATOR |= {"decoder_start_token_id": 2, "forced_eos_token_id": None}
+TWO_EXPERTS = {**TRANSLATOR, "num_experts": 2, "expert_capacity": 64}
+TWO_EXPERTS |= {"encoder_sparse_step": 0, "decoder_sparse_step": 0}
+RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8] * 4, "depths": [1] * 4}
+RESNET |= {"out_features": ["stage4"], "layer_type": "basic"}
+DETECTOR = {**TWO_STACKS, "num_queries": 5, "init_xavier_std": 1.0, "backbone_config": RESNET}
+DETECTOR |= {"use_timm_backbone": False, "use_pretrained_backbone": False}
+SIZES = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS, "initializer_range": 0.4}
+IMAGES = {**SIZES, "intermediate_size": 32, "image_size": 8, "patch_size": 4}
 CLIPS = {**IMAGES, "num_frames": 4, "tubelet_size": 2}
-WAVES = {
-    "hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS, "intermediate_size": 32,
-    "conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "initializer_range": 0.4, "layerdrop": 0.0,
-    "mask_time_prob": 0.0, "vocab_size": VOCABULARY,
-}  # fmt: skip
-LISTENER = {**TRANSLATOR, "max_source_positions": 12, "max_target_positions": 80, "num_mel_bins": 8}
-AUDIO_TOWER = {
-    "d_model": WIDTH, "hidden_size": WIDTH, "num_attention_heads": HEADS, "encoder_attention_heads": HEADS,
-    "num_hidden_layers": LAYERS, "encoder_layers": LAYERS, "encoder_ffn_dim": 32, "intermediate_size": 32,
-    "max_source_positions": 12, "num_mel_bins": 8, "initializer_range": 0.4,
-}  # fmt: skip
-SELF, CAUSAL, ALL = ("encoder",) * LAYERS, ("decoder",) * LAYERS, ("encoder", "decoder", "cross")
-T5_KINDS = ("encoder",) * LAYERS + ("decoder", "cross") * LAYERS
-BOTH = ("encoder", "encoder")
+BACKBONE = {**IMAGES, "model_type": "vitpose_backbone", "image_size": [16, 16], "patch_size": [8, 8]}
+POSES = {"backbone_config": BACKBONE, "num_labels": 3}
+SPECTROGRAMS = {**IMAGES, "num_mel_bins": 8, "max_length": 12, "time_stride": 4, "frequency_stride": 4}
+SEGMENTS = {
+    "num_encoder_blocks": 2,
+    "hidden_sizes": [WIDTH] * 2,
+    "num_attention_heads": [HEADS] * 2,
+    "depths": [1, 1],
+}
+SEGMENTS |= {"sr_ratios": [2, 1], "patch_sizes": [3, 3], "strides": [2, 2], "mlp_ratios": [2, 2]}
+WAVES = {**SIZES, "intermediate_size": 32, "vocab_size": VOCABULARY, "layerdrop": 0.0, "mask_time_prob": 0.0}
+WAVES |= {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2}
+WAVES |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+LISTENER = {**TRANSLATOR, "max_source_positions": 12, "max_target_positions": POSITIONS, "num_mel_bins": 8}
+FRAMES = {**LISTENER, "max_source_positions": POSITIONS, "input_feat_per_channel": 8}
+FRAMES |= {"conv_channels": 8, "conv_kernel_sizes": (3,), "num_conv_layers": 1}
+AUDIO_TOWER = {**SIZES, "d_model": WIDTH, "encoder_attention_heads": HEADS, "encoder_layers": LAYERS}
+AUDIO_TOWER |= {"encoder_ffn_dim": 32, "intermediate_size": 32, "max_source_positions": 12, "num_mel_bins": 8}
+SERIES = {"d_model": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS, "ffn_dim": 32, "init_std": 0.1}
+SERIES |= {"context_length": 16, "patch_length": 4, "patch_stride": 4, "num_input_channels": 1, "scaling": None}
 TEXT_TOWER = {**ENCODER, "num_hidden_layers": 1, "projection_dim": 8}
 IMAGE_TOWER = {**IMAGES, "num_hidden_layers": 1, "projection_dim": 8}
 TOWERS = {"text_config": TEXT_TOWER, "vision_config": IMAGE_TOWER, "projection_dim": 8, "logit_scale_init_value": 0.0}
+
+SELF, CAUSAL, CROSS = ("encoder",) * LAYERS, ("decoder",) * LAYERS, ("decoder", "cross") * LAYERS
+ALL, T5_KINDS = ("encoder", "decoder", "cross"), SELF + CROSS
+CLIP_KINDS, DETECTING, BLIP_KINDS = ("decoder", "encoder"), (*SELF, "cross"), ("encoder", "cross") * LAYERS
+WITH_ROOM = WIDTH - HEADS  # exact rank of models made for it, whose heads have no room for content biases above it
+SEQ2SEQ, LM, HEADED = "ForConditionalGeneration", "ForCausalLM", "LMHeadModel"
 
 Batch = dict[str, torch.Tensor]
 Reader = Callable[[torch.Generator], Batch]
@@ -187,7 +214,6 @@ def both(generator: torch.Generator) -> Batch:
     return batch
 
 
-@dataclass(frozen=True)
 class Tiny:
     """How to build one.
 
@@ -195,204 +221,175 @@ class Tiny:
         name: class name before `Config` and `Model`.
         settings: of its config.
         kinds: of its attention modules.
-        generates: class that generates, if there is one.
-        full: rank at which its conversion is exact.
         reads: what makes a batch for it.
+        generates: what the name of the class that generates ends in, if there is one.
+        full: rank at which its conversion is exact.
         copy_of: the family that stands for it in heavier tests.
-        model: class of the model, where it is not called like the config.
-        modules: pattern of those modules that can be converted.
+        model: class of the model.
+        others: further settings.
     """
 
-    name: str
-    settings: dict[str, Any]
-    kinds: tuple[str, ...]
-    generates: str = ""
-    full: int = WIDTH
-    reads: Reader = tokens
-    copy_of: str = ""
-    model: str = ""
-    modules: str = "*"
+    def __init__(
+        self,
+        name: str,
+        settings: dict[str, Any],
+        kinds: tuple[str, ...],
+        reads: Reader = tokens,
+        *,
+        generates: str = "",
+        full: int = WIDTH,
+        copy_of: str = "",
+        model: str = "",
+        **others: Any,
+    ) -> None:
+        self.name, self.settings, self.kinds, self.reads = name, settings | others, kinds, reads
+        self.generates = generates and f"{name}{generates}"
+        self.full, self.copy_of, self.model = full, copy_of, model or f"{name}Model"
 
 
+SIGLIP2 = {**TOWERS, "text_config": {**TEXT_TOWER, "projection_size": WIDTH}}
+SIGLIP2["vision_config"] = {**IMAGE_TOWER, "num_patches": 9}
 FAMILIES = {
-    "albert": Tiny("Albert", {**ENCODER, "embedding_size": 12}, SELF[:1]),
-    "bart": Tiny("Bart", TRANSLATOR, ALL, "BartForConditionalGeneration", reads=pairs, copy_of="marian"),
+    "albert": Tiny("Albert", ENCODER, SELF[:1], embedding_size=12),
+    "bart": Tiny("Bart", TRANSLATOR, ALL, pairs, generates=SEQ2SEQ, copy_of="marian"),
     "bert": Tiny("Bert", ENCODER, SELF),
-    "bert-decoder": Tiny("Bert", {**ENCODER, "is_decoder": True}, CAUSAL, "BertLMHeadModel"),
+    "bert-decoder": Tiny("Bert", ENCODER, CAUSAL, generates=HEADED, is_decoder=True),
     "bert-cross": Tiny(
-        "Bert", {**ENCODER, "is_decoder": True, "add_cross_attention": True}, ("decoder", "cross") * LAYERS,
-        "BertLMHeadModel", reads=with_states,
+        "Bert", ENCODER, CROSS, with_states, generates=HEADED, is_decoder=True, add_cross_attention=True
     ),
-    "bloom": Tiny("Bloom", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "n_head": HEADS, "n_layer": LAYERS,
-                            "initializer_range": 0.4, **ENDS}, CAUSAL, "BloomForCausalLM"),
+    "bloom": Tiny("Bloom", sized("hidden_size", "n_head", "n_layer"), CAUSAL, generates=LM),
     "camembert": Tiny("Camembert", ENCODER, SELF, copy_of="roberta"),
-    "deit": Tiny("DeiT", IMAGES, SELF, reads=images, copy_of="vit"),
-    "distilbert": Tiny("DistilBert", {"vocab_size": VOCABULARY, "dim": WIDTH, "n_heads": HEADS, "n_layers": LAYERS,
-                                      "hidden_dim": 32, "max_position_embeddings": 80, "initializer_range": 0.4},
-                       SELF),
-    "electra": Tiny("Electra", {**ENCODER, "embedding_size": 12}, SELF, copy_of="bert"),
-    "gpt2": Tiny("GPT2", {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_head": HEADS, "n_layer": LAYERS,
-                          "n_positions": 80, "initializer_range": 0.4, **IDS},
-                 CAUSAL, "GPT2LMHeadModel"),
-    "m2m_100": Tiny("M2M100", TRANSLATOR, ALL, "M2M100ForConditionalGeneration", reads=pairs, copy_of="marian"),
-    "marian": Tiny("Marian", TRANSLATOR, ALL, "MarianMTModel", reads=pairs),
-    "mbart": Tiny("MBart", TRANSLATOR, ALL, "MBartForConditionalGeneration", reads=pairs, copy_of="marian"),
+    "deit": Tiny("DeiT", IMAGES, SELF, images, copy_of="vit"),
+    "distilbert": Tiny("DistilBert", DISTILBERT, SELF, hidden_dim=32),
+    "electra": Tiny("Electra", ENCODER, SELF, copy_of="bert", embedding_size=12),
+    "gpt2": Tiny("GPT2", GPT2, CAUSAL, generates=HEADED),
+    "m2m_100": Tiny("M2M100", TRANSLATOR, ALL, pairs, generates=SEQ2SEQ, copy_of="marian"),
+    "marian": Tiny("Marian", TRANSLATOR, ALL, pairs, generates="MTModel"),
+    "mbart": Tiny("MBart", TRANSLATOR, ALL, pairs, generates=SEQ2SEQ, copy_of="marian"),
     "megatron-bert": Tiny("MegatronBert", ENCODER, SELF),
     "mpnet": Tiny("MPNet", ENCODER, SELF),
-    "mpt": Tiny("Mpt", {"vocab_size": VOCABULARY, "d_model": WIDTH, "n_heads": HEADS, "n_layers": LAYERS,
-                        "max_seq_len": 80, "initializer_range": 0.4, **ENDS}, CAUSAL, "MptForCausalLM"),
-    # heads of OPT have no room for content biases beyond this rank; its model is made to be exact there
-    "opt": Tiny("OPT", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_attention_heads": HEADS,
-                        "num_hidden_layers": LAYERS, "ffn_dim": 32, "word_embed_proj_dim": WIDTH, "init_std": 0.4,
-                        "max_position_embeddings": 80, **IDS}, CAUSAL, "OPTForCausalLM",
-                WIDTH - HEADS),
-    "pegasus": Tiny("Pegasus", TRANSLATOR, ALL, "PegasusForConditionalGeneration", reads=pairs, copy_of="marian"),
+    "mpt": Tiny("Mpt", MPT, CAUSAL, generates=LM),
+    "opt": Tiny("OPT", OPT, CAUSAL, generates=LM, full=WITH_ROOM, ffn_dim=32, word_embed_proj_dim=WIDTH),
+    "pegasus": Tiny("Pegasus", TRANSLATOR, ALL, pairs, generates=SEQ2SEQ, copy_of="marian"),
     "roberta": Tiny("Roberta", ENCODER, SELF),
-    "t5": Tiny("T5", T5, T5_KINDS, "T5ForConditionalGeneration", reads=pairs),
-    "vit": Tiny("ViT", IMAGES, SELF, reads=images),
+    "t5": Tiny("T5", T5, T5_KINDS, pairs, generates=SEQ2SEQ),
+    "vit": Tiny("ViT", IMAGES, SELF, images),
     "xlm-roberta": Tiny("XLMRoberta", ENCODER, SELF, copy_of="roberta"),
     # Encoders of text.
     "bert-generation": Tiny("BertGeneration", ENCODER, SELF, copy_of="bert", model="BertGenerationEncoder"),
     "data2vec-text": Tiny("Data2VecText", ENCODER, SELF, copy_of="roberta"),
     "dpr": Tiny("DPR", ENCODER, SELF, copy_of="bert", model="DPRQuestionEncoder"),
     "ernie": Tiny("Ernie", ENCODER, SELF, copy_of="bert"),
-    "layoutlm": Tiny("LayoutLM", {**ENCODER, "max_2d_position_embeddings": 32}, SELF, copy_of="bert"),
-    "markuplm": Tiny("MarkupLM", {**ENCODER, "max_depth": 4, "xpath_unit_hidden_size": 4}, SELF, copy_of="bert"),
-    "mobilebert": Tiny("MobileBert", {**ENCODER, "embedding_size": 12, "intra_bottleneck_size": WIDTH,
-                                      "hidden_size": 32, "initializer_range": 0.15, "num_feedforward_networks": 1},
-                       SELF),
+    "layoutlm": Tiny("LayoutLM", ENCODER, SELF, copy_of="bert", max_2d_position_embeddings=32),
+    "markuplm": Tiny("MarkupLM", ENCODER, SELF, copy_of="bert", max_depth=4, xpath_unit_hidden_size=4),
+    "mobilebert": Tiny("MobileBert", BOTTLENECKS, SELF),
     "roberta-prelayernorm": Tiny("RobertaPreLayerNorm", ENCODER, SELF, copy_of="roberta"),
-    "roc_bert": Tiny("RoCBert", {**ENCODER, "pronunciation_vocab_size": 8, "shape_vocab_size": 8,
-                                 "pronunciation_embed_dim": 4, "shape_embed_dim": 4}, SELF, copy_of="bert"),
+    "roc_bert": Tiny("RoCBert", SOUNDS_AND_SHAPES, SELF, copy_of="bert"),
     "splinter": Tiny("Splinter", ENCODER, SELF, copy_of="bert"),
-    "xmod": Tiny("Xmod", {**ENCODER, "default_language": "en_XX"}, SELF, copy_of="roberta"),
+    "xmod": Tiny("Xmod", ENCODER, SELF, copy_of="roberta", default_language="en_XX"),
     "xlm-roberta-xl": Tiny("XLMRobertaXL", ENCODER, SELF, copy_of="roberta"),
     # Decoders of text.
-    "biogpt": Tiny("BioGpt", ENCODER, CAUSAL, "BioGptForCausalLM"),
+    "biogpt": Tiny("BioGpt", ENCODER, CAUSAL, generates=LM),
     # Encoder and decoder.
-    "blenderbot": Tiny("Blenderbot", TRANSLATOR, ALL, "BlenderbotForConditionalGeneration", reads=pairs,
-                       copy_of="marian"),
-    "blenderbot-small": Tiny("BlenderbotSmall", TRANSLATOR, ALL, "BlenderbotSmallForConditionalGeneration",
-                             reads=pairs, copy_of="marian"),
-    "mt5": Tiny("MT5", T5, T5_KINDS, "MT5ForConditionalGeneration", reads=pairs, copy_of="t5"),
-    "nllb-moe": Tiny("NllbMoe", {**TRANSLATOR, "num_experts": 2, "expert_capacity": 64, "encoder_sparse_step": 0,
-                                 "decoder_sparse_step": 0}, ALL, "NllbMoeForConditionalGeneration", reads=pairs,
-                     copy_of="marian"),
-    "plbart": Tiny("PLBart", TRANSLATOR, ALL, "PLBartForConditionalGeneration", reads=pairs, copy_of="marian"),
-    "switch_transformers": Tiny("SwitchTransformers", {**T5, "num_experts": 2, "num_sparse_encoder_layers": 0,
-                                                       "num_sparse_decoder_layers": 0, "num_decoder_layers": LAYERS},
-                                T5_KINDS, "SwitchTransformersForConditionalGeneration", reads=pairs, copy_of="t5"),
-    "umt5": Tiny("UMT5", T5, T5_KINDS, "UMT5ForConditionalGeneration", reads=pairs),
+    "blenderbot": Tiny("Blenderbot", TRANSLATOR, ALL, pairs, generates=SEQ2SEQ, copy_of="marian"),
+    "blenderbot-small": Tiny("BlenderbotSmall", TRANSLATOR, ALL, pairs, generates=SEQ2SEQ, copy_of="marian"),
+    "mt5": Tiny("MT5", T5, T5_KINDS, pairs, generates=SEQ2SEQ, copy_of="t5"),
+    "nllb-moe": Tiny("NllbMoe", TWO_EXPERTS, ALL, pairs, generates=SEQ2SEQ, copy_of="marian"),
+    "plbart": Tiny("PLBart", TRANSLATOR, ALL, pairs, generates=SEQ2SEQ, copy_of="marian"),
+    "switch_transformers": Tiny("SwitchTransformers", SWITCHES, T5_KINDS, pairs, generates=SEQ2SEQ, copy_of="t5"),
+    "umt5": Tiny("UMT5", T5, T5_KINDS, pairs, generates=SEQ2SEQ),
     # Images and videos.
-    "detr": Tiny("Detr", DETECTOR, ("encoder", "encoder", "cross"), reads=scenes),
-    "beit": Tiny("Beit", {**IMAGES, "use_relative_position_bias": True}, SELF, reads=images),
-    "dinov2": Tiny("Dinov2", IMAGES, SELF, reads=images, copy_of="vit"),
-    "dinov2_with_registers": Tiny("Dinov2WithRegisters", IMAGES, SELF, reads=images, copy_of="vit"),
-    "dpt": Tiny("DPT", {**IMAGES, "backbone_out_indices": [0, 1, 1, 1]}, SELF, full=WIDTH - HEADS, reads=images),
-    "ijepa": Tiny("IJepa", IMAGES, SELF, reads=images, copy_of="vit"),
-    "pixio": Tiny("Pixio", IMAGES, SELF, reads=images, copy_of="vit"),
-    "segformer": Tiny("Segformer", {"num_encoder_blocks": 2, "depths": [1, 1], "hidden_sizes": [WIDTH, WIDTH],
-                                    "num_attention_heads": [HEADS, HEADS], "sr_ratios": [2, 1], "patch_sizes": [3, 3],
-                                    "strides": [2, 2], "mlp_ratios": [2, 2], "initializer_range": 0.4},
-                      SELF, reads=large_images),
-    "videomae": Tiny("VideoMAE", CLIPS, SELF, reads=videos),
-    "vit_mae": Tiny("ViTMAE", {**IMAGES, "mask_ratio": 0.0}, SELF, reads=kept_images, copy_of="vit"),
-    "vit_msn": Tiny("ViTMSN", IMAGES, SELF, reads=images, copy_of="vit"),
-    "vitpose": Tiny("VitPose", {"backbone_config": {**IMAGES, "model_type": "vitpose_backbone",
-                                                    "image_size": [16, 16], "patch_size": [8, 8]}, "num_labels": 3},
-                    SELF, full=WIDTH - HEADS, reads=large_images, copy_of="dpt", model="VitPoseForPoseEstimation"),
-    "vivit": Tiny("Vivit", {**CLIPS, "tubelet_size": [2, 4, 4]}, SELF, reads=videos, copy_of="vit"),
-    "yolos": Tiny("Yolos", {**IMAGES, "image_size": [8, 8], "num_detection_tokens": 3}, SELF, full=WIDTH - HEADS,
-                  reads=images, copy_of="dpt"),
+    "detr": Tiny("Detr", DETECTOR, DETECTING, scenes),
+    "beit": Tiny("Beit", IMAGES, SELF, images, use_relative_position_bias=True),
+    "dinov2": Tiny("Dinov2", IMAGES, SELF, images, copy_of="vit"),
+    "dinov2_with_registers": Tiny("Dinov2WithRegisters", IMAGES, SELF, images, copy_of="vit"),
+    "dpt": Tiny("DPT", IMAGES, SELF, images, full=WITH_ROOM, backbone_out_indices=[0, 1, 1, 1]),
+    "ijepa": Tiny("IJepa", IMAGES, SELF, images, copy_of="vit"),
+    "pixio": Tiny("Pixio", IMAGES, SELF, images, copy_of="vit"),
+    "segformer": Tiny("Segformer", SEGMENTS, SELF, large_images, initializer_range=0.4),
+    "videomae": Tiny("VideoMAE", CLIPS, SELF, videos),
+    "vit_mae": Tiny("ViTMAE", IMAGES, SELF, kept_images, copy_of="vit", mask_ratio=0.0),
+    "vit_msn": Tiny("ViTMSN", IMAGES, SELF, images, copy_of="vit"),
+    "vitpose": Tiny(
+        "VitPose", POSES, SELF, large_images, full=WITH_ROOM, copy_of="dpt", model="VitPoseForPoseEstimation"
+    ),
+    "vivit": Tiny("Vivit", IMAGES, SELF, videos, copy_of="vit", num_frames=4, tubelet_size=[2, 4, 4]),
+    "yolos": Tiny(
+        "Yolos", IMAGES, SELF, images, full=WITH_ROOM, copy_of="dpt", image_size=[8, 8], num_detection_tokens=3
+    ),
     # Sound.
-    "audio-spectrogram-transformer": Tiny("AST", {**IMAGES, "patch_size": 4, "num_mel_bins": 8, "max_length": 12,
-                                                  "time_stride": 4, "frequency_stride": 4},
-                                          SELF, reads=spectrograms, copy_of="vit"),
-    "data2vec-audio": Tiny("Data2VecAudio", {**WAVES, "num_conv_pos_embeddings": 2, "conv_pos_kernel_size": 3}, SELF,
-                           reads=waves, copy_of="wav2vec2"),
-    "hubert": Tiny("Hubert", WAVES, SELF, reads=waves, copy_of="wav2vec2"),
-    "musicgen_decoder": Tiny("MusicgenDecoder", {**ENCODER, "ffn_dim": 32, "num_codebooks": 1,
-                                                 "initializer_factor": 0.4},
-                             ("decoder", "cross") * LAYERS, reads=with_states, model="MusicgenModel"),
-    "sew": Tiny("SEW", {**WAVES, "squeeze_factor": 2}, SELF, reads=waves, copy_of="wav2vec2"),
-    "speech_to_text": Tiny("Speech2Text", {**LISTENER, "max_source_positions": 80, "conv_channels": 8,
-                                           "conv_kernel_sizes": (3,), "num_conv_layers": 1,
-                                           "input_feat_per_channel": 8},
-                           ALL, "Speech2TextForConditionalGeneration", reads=heard_in_frames, copy_of="marian"),
-    "unispeech": Tiny("UniSpeech", {**WAVES, "num_codevector_groups": 2, "num_codevectors_per_group": 4}, SELF,
-                      reads=waves, copy_of="wav2vec2"),
-    "unispeech-sat": Tiny("UniSpeechSat", WAVES, SELF, reads=waves, copy_of="wav2vec2"),
-    "wav2vec2": Tiny("Wav2Vec2", WAVES, SELF, reads=waves),
-    "whisper": Tiny("Whisper", LISTENER, ALL, "WhisperForConditionalGeneration", WIDTH - HEADS, reads=heard),
-    "musicgen_melody_decoder": Tiny("MusicgenMelodyDecoder", {**ENCODER, "ffn_dim": 32, "num_codebooks": 1,
-                                                              "initializer_factor": 0.4},
-                                    CAUSAL, model="MusicgenMelodyModel", copy_of="musicgen_decoder"),
-    "qwen2_audio_encoder": Tiny("Qwen2AudioEncoder", AUDIO_TOWER, SELF, full=WIDTH - HEADS, reads=mel,
-                                copy_of="whisper", model="Qwen2AudioEncoder"),
-    "voxtral_encoder": Tiny("VoxtralEncoder", AUDIO_TOWER, SELF, full=WIDTH - HEADS, reads=mel, copy_of="whisper",
-                            model="VoxtralEncoder"),
+    "audio-spectrogram-transformer": Tiny("AST", SPECTROGRAMS, SELF, spectrograms, copy_of="vit"),
+    "data2vec-audio": Tiny(
+        "Data2VecAudio", WAVES, SELF, waves, copy_of="wav2vec2", num_conv_pos_embeddings=2, conv_pos_kernel_size=3
+    ),
+    "hubert": Tiny("Hubert", WAVES, SELF, waves, copy_of="wav2vec2"),
+    "musicgen_decoder": Tiny("MusicgenDecoder", MUSIC, CROSS, with_states, model="MusicgenModel"),
+    "sew": Tiny("SEW", WAVES, SELF, waves, copy_of="wav2vec2", squeeze_factor=2),
+    "speech_to_text": Tiny("Speech2Text", FRAMES, ALL, heard_in_frames, generates=SEQ2SEQ, copy_of="marian"),
+    "unispeech": Tiny(
+        "UniSpeech", WAVES, SELF, waves, copy_of="wav2vec2", num_codevector_groups=2, num_codevectors_per_group=4
+    ),
+    "unispeech-sat": Tiny("UniSpeechSat", WAVES, SELF, waves, copy_of="wav2vec2"),
+    "wav2vec2": Tiny("Wav2Vec2", WAVES, SELF, waves),
+    "whisper": Tiny("Whisper", LISTENER, ALL, heard, generates=SEQ2SEQ, full=WITH_ROOM),
+    "musicgen_melody_decoder": Tiny(
+        "MusicgenMelodyDecoder", MUSIC, CAUSAL, copy_of="musicgen_decoder", model="MusicgenMelodyModel"
+    ),
+    "qwen2_audio_encoder": Tiny(
+        "Qwen2AudioEncoder", AUDIO_TOWER, SELF, mel, full=WITH_ROOM, copy_of="whisper", model="Qwen2AudioEncoder"
+    ),
+    "voxtral_encoder": Tiny(
+        "VoxtralEncoder", AUDIO_TOWER, SELF, mel, full=WITH_ROOM, copy_of="whisper", model="VoxtralEncoder"
+    ),
     # Time series.
-    "patchtst": Tiny("PatchTST", {"d_model": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS,
-                                  "ffn_dim": 32, "context_length": 16, "patch_length": 4, "patch_stride": 4,
-                                  "num_input_channels": 1, "init_std": 0.1, "scaling": None}, SELF, reads=series,
-                     copy_of="wav2vec2"),
+    "patchtst": Tiny("PatchTST", SERIES, SELF, series, copy_of="wav2vec2"),
     # Models of two towers.
     "align_text_model": Tiny("AlignText", ENCODER, SELF, copy_of="bert"),
-    "altclip": Tiny("AltCLIP", {**TOWERS, "text_config": {**TEXT_TOWER, "project_dim": 8}}, BOTH, reads=both),
-    "chinese_clip": Tiny("ChineseCLIP", TOWERS, BOTH, reads=both, copy_of="altclip"),
+    "altclip": Tiny("AltCLIP", TOWERS, SELF, both, text_config={**TEXT_TOWER, "project_dim": 8}),
+    "chinese_clip": Tiny("ChineseCLIP", TOWERS, SELF, both, copy_of="altclip"),
     "clap_text_model": Tiny("ClapText", ENCODER, SELF, copy_of="bert"),
-    "clip": Tiny("CLIP", TOWERS, ("decoder", "encoder"), reads=both),
-    "clip_text_model": Tiny("CLIPText", TEXT_TOWER, ("decoder",), reads=both_texts, copy_of="clip"),
-    "clip_vision_model": Tiny("CLIPVision", IMAGE_TOWER, ("encoder",), reads=images, copy_of="clip"),
-    "clipseg": Tiny("CLIPSeg", TOWERS, ("decoder", "encoder"), reads=both, copy_of="clip"),
-    "metaclip_2": Tiny("MetaClip2", TOWERS, ("decoder", "encoder"), reads=both, copy_of="clip"),
-    "owlv2": Tiny("Owlv2", TOWERS, ("decoder", "encoder"), reads=both, copy_of="clip"),
-    "owlvit": Tiny("OwlViT", TOWERS, ("decoder", "encoder"), reads=both, copy_of="clip"),
-    "idefics3_vision": Tiny("Idefics3Vision", IMAGES, SELF, reads=images, copy_of="clip",
-                            model="Idefics3VisionTransformer"),
-    "pix2struct_text_model": Tiny("Pix2StructText", {**T5, "hidden_size": WIDTH, "initializer_range": 0.4},
-                                  ("decoder", "cross") * LAYERS, reads=with_states, copy_of="t5"),
-    "pix2struct_vision_model": Tiny("Pix2StructVision", {**IMAGES, "d_kv": 8, "d_ff": 32,
-                                                         "patch_embed_hidden_size": 48},
-                                    SELF, reads=flat_patches, copy_of="vit"),
-    "smolvlm_vision": Tiny("SmolVLMVision", IMAGES, SELF, reads=images, copy_of="clip",
-                           model="SmolVLMVisionTransformer"),
-    "siglip": Tiny("Siglip", TOWERS, BOTH, reads=both, copy_of="clip"),
-    "siglip2": Tiny("Siglip2", {**TOWERS, "text_config": {**TEXT_TOWER, "projection_size": WIDTH},
-                                "vision_config": {**IMAGE_TOWER, "num_patches": 9}}, BOTH, reads=both_in_patches,
-                    copy_of="clip"),
-    "xclip_text_model": Tiny("XCLIPText", TEXT_TOWER, ("decoder",), reads=both_texts, copy_of="clip"),
-    # Those that compute scores themselves.
-    "blip_text_model": Tiny("BlipText", {**ENCODER, "encoder_hidden_size": WIDTH, "is_decoder": True},
-                            ("encoder", "cross") * LAYERS, reads=with_states),
-    "blip_vision_model": Tiny("BlipVision", IMAGES, SELF, reads=images),
+    "clip": Tiny("CLIP", TOWERS, CLIP_KINDS, both),
+    "clip_text_model": Tiny("CLIPText", TEXT_TOWER, CAUSAL[:1], both_texts, copy_of="clip"),
+    "clip_vision_model": Tiny("CLIPVision", IMAGE_TOWER, SELF[:1], images, copy_of="clip"),
+    "clipseg": Tiny("CLIPSeg", TOWERS, CLIP_KINDS, both, copy_of="clip"),
+    "metaclip_2": Tiny("MetaClip2", TOWERS, CLIP_KINDS, both, copy_of="clip"),
+    "owlv2": Tiny("Owlv2", TOWERS, CLIP_KINDS, both, copy_of="clip"),
+    "owlvit": Tiny("OwlViT", TOWERS, CLIP_KINDS, both, copy_of="clip"),
+    "idefics3_vision": Tiny(
+        "Idefics3Vision", IMAGES, SELF, images, copy_of="clip", model="Idefics3VisionTransformer"
+    ),
+    "pix2struct_text_model": Tiny(
+        "Pix2StructText", T5, CROSS, with_states, copy_of="t5", hidden_size=WIDTH, initializer_range=0.4
+    ),
+    "pix2struct_vision_model": Tiny(
+        "Pix2StructVision", IMAGES, SELF, flat_patches, copy_of="vit", d_kv=8, d_ff=32, patch_embed_hidden_size=48
+    ),
+    "smolvlm_vision": Tiny("SmolVLMVision", IMAGES, SELF, images, copy_of="clip", model="SmolVLMVisionTransformer"),
+    "siglip": Tiny("Siglip", TOWERS, SELF, both, copy_of="clip"),
+    "siglip2": Tiny("Siglip2", SIGLIP2, SELF, both_in_patches, copy_of="clip"),
+    "xclip_text_model": Tiny("XCLIPText", TEXT_TOWER, CAUSAL[:1], both_texts, copy_of="clip"),
+    # Modules that compute scores themselves.
+    "blip_text_model": Tiny("BlipText", ENCODER, BLIP_KINDS, with_states, encoder_hidden_size=WIDTH, is_decoder=True),
+    "blip_vision_model": Tiny("BlipVision", IMAGES, SELF, images),
     "flaubert": Tiny("Flaubert", SENTENCES, SELF, copy_of="xlm"),
-    "mvp": Tiny("Mvp", TRANSLATOR, ALL, "MvpForConditionalGeneration", reads=pairs, copy_of="trocr"),
-    "rembert": Tiny("RemBert", {**ENCODER, "input_embedding_size": 12, "output_embedding_size": 12}, SELF,
-                    copy_of="megatron-bert"),
-    "table-transformer": Tiny("TableTransformer", DETECTOR, ("encoder", "encoder", "cross"), reads=scenes),
+    "mvp": Tiny("Mvp", TRANSLATOR, ALL, pairs, generates=SEQ2SEQ, copy_of="trocr"),
+    "rembert": Tiny(
+        "RemBert", ENCODER, SELF, copy_of="megatron-bert", input_embedding_size=12, output_embedding_size=12
+    ),
+    "table-transformer": Tiny("TableTransformer", DETECTOR, DETECTING, scenes),
     "tapas": Tiny("Tapas", ENCODER, SELF, copy_of="megatron-bert"),
-    "visual_bert": Tiny("VisualBert", {**ENCODER, "visual_embedding_dim": 12}, SELF, copy_of="megatron-bert"),
-    "trocr": Tiny("TrOCR", {"vocab_size": VOCABULARY, "d_model": WIDTH, "decoder_layers": LAYERS,
-                            "decoder_attention_heads": HEADS, "decoder_ffn_dim": 32, "max_position_embeddings": 80,
-                            "cross_attention_hidden_size": WIDTH, "init_std": 0.4, **ENDS},
-                  ("decoder", "cross") * LAYERS, "TrOCRForCausalLM", reads=with_states, model="TrOCRForCausalLM"),
+    "visual_bert": Tiny("VisualBert", ENCODER, SELF, copy_of="megatron-bert", visual_embedding_dim=12),
+    "trocr": Tiny("TrOCR", TROCR, CROSS, with_states, generates=LM, model="TrOCRForCausalLM"),
     "xlm": Tiny("XLM", SENTENCES, SELF),
-    "xglm": Tiny("XGLM", {"vocab_size": VOCABULARY, "d_model": WIDTH, "attention_heads": HEADS, "num_layers": LAYERS,
-                          "ffn_dim": 32, "max_position_embeddings": 80, "init_std": 0.4, **ENDS}, CAUSAL,
-                 "XGLMForCausalLM"),
-}  # fmt: skip
-
-MANY = {**ENCODER, "num_key_value_heads": HEADS}
-FAMILIES |= {
-    "esm": Tiny("Esm", {**ENCODER, "position_embedding_type": "rotary", "mask_token_id": 4, "token_dropout": False},
-                SELF),
-    "gemma": Tiny("Gemma", {**MANY, "head_dim": 8}, CAUSAL, "GemmaForCausalLM", copy_of="llama"),
-    "llama": Tiny("Llama", MANY, CAUSAL, "LlamaForCausalLM"),
-    "mistral": Tiny("Mistral", {**MANY, "sliding_window": 4}, CAUSAL, "MistralForCausalLM", copy_of="llama"),
-    "phi": Tiny("Phi", ENCODER, CAUSAL, "PhiForCausalLM"),
-    "qwen2": Tiny("Qwen2", MANY, CAUSAL, "Qwen2ForCausalLM", copy_of="llama"),
-}  # fmt: skip
+    "xglm": Tiny("XGLM", XGLM, CAUSAL, generates=LM, ffn_dim=32),
+    # Rotary embeddings.
+    "esm": Tiny("Esm", ENCODER, SELF, position_embedding_type="rotary", mask_token_id=4, token_dropout=False),
+    "gemma": Tiny("Gemma", LLAMA, CAUSAL, generates=LM, copy_of="llama", head_dim=8),
+    "llama": Tiny("Llama", LLAMA, CAUSAL, generates=LM),
+    "mistral": Tiny("Mistral", LLAMA, CAUSAL, generates=LM, copy_of="llama", sliding_window=4),
+    "phi": Tiny("Phi", ENCODER, CAUSAL, generates=LM),
+    "qwen2": Tiny("Qwen2", LLAMA, CAUSAL, generates=LM, copy_of="llama"),
+}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -421,7 +418,7 @@ def make_tiny(name: str, class_name: str = "") -> PreTrainedModel:
     config = getattr(transformers, f"{tiny.name}Config")(**tiny.settings)
     for part in (config, *vars(config).values()):
         skip_older(getattr(part, "model_type", ""))
-    model = getattr(transformers, class_name or tiny.model or f"{tiny.name}Model")(config)
+    model = getattr(transformers, class_name or tiny.model)(config)
     for part in model.modules():
         if type(part).__name__ == "ResNetBackbone":
             part._supports_sdpa = True  # it has no attention, and Transformers would refuse to set any
@@ -442,6 +439,19 @@ def make_tiny(name: str, class_name: str = "") -> PreTrainedModel:
 @pytest.fixture(scope="session")
 def build() -> Callable[..., PreTrainedModel]:
     return make_tiny
+
+
+@cache
+def low_rank(name: str, class_name: str) -> PreTrainedModel:
+    model = make_tiny(name, class_name)
+    compress(model, Compression(dk=7, solver=Solver(sweeps=3)), calibration=None)
+    return model
+
+
+@pytest.fixture(scope="session")
+def build_low() -> Callable[..., PreTrainedModel]:
+    """Build a tiny model with dk = 7; each is converted once."""
+    return lambda name, class_name="": copy.deepcopy(low_rank(name, class_name))
 
 
 @pytest.fixture(scope="session")

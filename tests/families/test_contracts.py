@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModel, GPT2Model, MptModel
 
 from collab_compress import (
@@ -20,6 +19,8 @@ from collab_compress import (
 from collab_compress.architectures import FAMILIES, find_attention, find_dense_attention
 from collab_compress.attention.form import scaling_of
 from collab_compress.attention.install import add_head_hook_
+from collab_compress.conversion.drift import drift_of
+from collab_compress.conversion.refit import install_refits, refit
 from collab_compress.errors import CalibrationError, CompressionError, UnsupportedModelError
 
 
@@ -34,7 +35,6 @@ def test_kinds(kin, build, tinies):
             assert site.part(path).weight.numel() >= 24 * 24
 
 
-@pytest.mark.every_family
 def test_a_description_that_does_not_fit_says_where(kin, build):
     model = build(kin)
     site = find_attention(model, FAMILIES)[0]
@@ -47,16 +47,20 @@ def test_a_description_that_does_not_fit_says_where(kin, build):
 
 
 @pytest.mark.every_family
-def test_full_rank_equals_dense(kin, attend_by_, build, inputs, run, tinies):
+def test_full_width_equals_dense(kin, attend_by_, build, inputs, run, tinies):
+    """Scores alone, then values too; expanded, the model is the stock one."""
     dense, batch = build(kin), inputs(kin)
-    converted = copy.deepcopy(dense)
-    compress(converted, Compression(dk=tinies[kin].full), calibration=None)
+    converted, expected = copy.deepcopy(dense), {}
     for implementation in ("eager", "sdpa"):
-        for model in (dense, converted):
-            attend_by_(model, implementation)
-        torch.testing.assert_close(run(converted, batch), run(dense, batch), atol=2e-5, rtol=1e-4)
+        attend_by_(dense, implementation)
+        expected[implementation] = run(dense, batch)
+    for compression in (Compression(dk=tinies[kin].full), Compression(dv=24)):
+        compress(converted, compression, calibration=None)
+        for implementation, outputs in expected.items():
+            attend_by_(converted, implementation)
+            torch.testing.assert_close(run(converted, batch), outputs, atol=2e-5, rtol=1e-4)
     expand(converted)
-    torch.testing.assert_close(run(converted, batch), run(dense, batch), atol=5e-5, rtol=1e-4)
+    torch.testing.assert_close(run(converted, batch), expected["sdpa"], atol=5e-5, rtol=1e-4)
     assert {name: tensor.shape for name, tensor in converted.state_dict().items()} == {
         name: tensor.shape for name, tensor in dense.state_dict().items()
     }
@@ -65,7 +69,7 @@ def test_full_rank_equals_dense(kin, attend_by_, build, inputs, run, tinies):
 class Reconstruction:
     """Recomputes head outputs from the factors, one head at a time, as its form of attention says.
 
-    Which keys a query sees is taken from the model's rows; how strongly it sees them is not.
+    Which keys a query sees is taken from the model's probabilities; how strongly it sees them is not.
     """
 
     needs_probs = True
@@ -139,17 +143,18 @@ def beit_bias(model, _):
     return lambda module, _: layers[module].relative_position_bias((2, 2))
 
 
-BIASES = {
-    "beit": beit_bias, "bloom": bloom_bias, "mpt": mpt_bias, "mpnet": mpnet_bias,
-    **dict.fromkeys(("t5", "mt5", "umt5", "switch_transformers", "pix2struct_text_model"), t5_bias),
-}  # fmt: skip
+T5_BIAS = ("t5", "mt5", "umt5", "switch_transformers", "pix2struct_text_model")
+BIASES = dict.fromkeys(T5_BIAS, t5_bias) | {
+    "beit": beit_bias,
+    "bloom": bloom_bias,
+    "mpt": mpt_bias,
+    "mpnet": mpnet_bias,
+}
 
 
 @pytest.mark.every_family
-def test_low_rank_follows_the_formula(kin, build, inputs):
-    model = build(kin)
-    compress(model, Compression(dk=7, solver=Solver(sweeps=3)), calibration=None)
-    model.double()
+def test_low_rank_follows_the_formula(kin, build_low, inputs):
+    model = build_low(kin).double()
     batch = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in inputs(kin).items()}
     oracle = Reconstruction(model, BIASES[kin](model, batch) if kin in BIASES else None)
     with torch.no_grad():
@@ -158,49 +163,38 @@ def test_low_rank_follows_the_formula(kin, build, inputs):
 
 
 @pytest.mark.every_family
-def test_gradients_reach_every_factor(kin, build, inputs):
-    model = build(kin)
-    compress(model, Compression(dk=7, solver=Solver(sweeps=3)), calibration=None)
-    model.train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "layerdrop"):
-            module.layerdrop = 0.0
-    model(**inputs(kin))[0].square().sum().backward()
-    for name in read_factors(model):
-        module = model.get_submodule(name)
-        shared = [module.get_submodule(path).proj.weight for path in (module.score_form.query, module.score_form.key)]
-        for parameter in (module.mixing, *shared):
-            assert parameter.grad is not None
-            assert parameter.grad.abs().sum() > 0
-
-
-@pytest.mark.every_family
-def test_saves_and_loads(kin, build, inputs, run, tmp_path, load_cleanly):
+def test_saves_loads_and_trains(kin, build, inputs, run, tmp_path, load_cleanly, set_dropout_):
     model, batch = build(kin), inputs(kin)
-    compress(model, Compression(dk=7, solver=Solver(sweeps=3)), calibration=None)
+    compress(model, Compression(dk=7, dv=10, solver=Solver(sweeps=3, refit=False)), calibration=[batch, batch])
     model.save_pretrained(tmp_path)
     for auto_class in (type(model), *([AutoModel] if type(model.config) in AutoModel._model_mapping else [])):
         loaded = load_cleanly(auto_class, tmp_path)
         assert torch.equal(run(loaded, batch), run(model, batch))
         for parameter in (*model.parameters(), *loaded.parameters()):
             assert parameter.is_contiguous()  # fully_shard takes no others
+    for module in set_dropout_(model, 0.0).train().modules():
+        if hasattr(module, "layerdrop"):
+            module.layerdrop = 0.0
+    model(**batch)[0].square().sum().backward()
+    for site in find_attention(model, FAMILIES):
+        form, values = site.module.score_form, site.part(site.family.value)
+        projections = [*map(site.module.get_submodule, (form.query, form.key)), values]
+        for parameter in (site.module.mixing, *(projection.proj.weight for projection in projections)):
+            assert parameter.grad.abs().sum() > 0
+        assert site.part(site.family.output).weight.grad.abs().sum() > 0
 
 
-def test_saves_and_loads_with_its_code(kin, build, inputs, run, tmp_path, load_cleanly):
-    model, batch = build(kin), inputs(kin)
-    compress(model, Compression(dk=7, solver=Solver(sweeps=3)), calibration=None)
+def test_saves_and_loads_with_its_code(kin, build_low, inputs, run, tmp_path, load_cleanly):
+    model, batch = build_low(kin), inputs(kin)
     make_standalone_(model)
     model.save_pretrained(tmp_path)
-    assert torch.equal(run(load_cleanly(type(build(kin)), tmp_path), batch), run(model, batch))
+    assert torch.equal(run(load_cleanly(type(model), tmp_path), batch), run(model, batch))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "mpnet"])
-def test_without_the_package_it_loads_only_by_its_code(name, build, inputs, tmp_path, stock_reload):
+def test_without_the_package_it_loads_only_by_its_code(name, build_low, inputs, tmp_path, stock_reload):
     """Fused layers, and modules with a forward pass of ours."""
-    model, batch = build(name), inputs(name)
-    compress(model, Compression(dk=7, solver=Solver(sweeps=3)), calibration=None)
+    model, batch = build_low(name), inputs(name)
     torch.save(batch, tmp_path / "batch.pt")
     model.save_pretrained(tmp_path)
     (tmp_path / "copy").mkdir()
@@ -216,9 +210,10 @@ def test_without_the_package_it_loads_only_by_its_code(name, build, inputs, tmp_
     assert torch.equal(torch.load(tmp_path / "copy" / "output.pt", weights_only=True), expected)
 
 
-def test_a_model_with_a_head_shares_checkpoints_with_its_body(generator, build, inputs, run, tinies, tmp_path):
-    model, batch = build(generator, tinies[generator].generates), inputs(generator)
-    compress(model, Compression(dk=7, solver=Solver(sweeps=3)), calibration=None)
+def test_a_model_with_a_head_shares_checkpoints_with_its_body(
+    generator, build, build_low, inputs, run, tinies, tmp_path
+):
+    model, batch = build_low(generator, tinies[generator].generates), inputs(generator)
     model.save_pretrained(tmp_path)
     assert torch.equal(run(type(model).from_pretrained(tmp_path), batch), run(model, batch))
     body = type(build(generator)).from_pretrained(tmp_path)
@@ -250,6 +245,21 @@ def test_calibrates_on_batches(kin, build, inputs, run, tinies):
     if kin not in FAMILIES or not FAMILIES[kin].rotary:  # one head for three random ones leaves it to chance
         assert drifts[1] < drifts[0]
     assert all(0 < module.data_error < 1 for module in report.modules)
+
+
+def test_every_output_projection_is_refitted(kin, build, build_low, inputs, run, tmp_path):
+    dense, model, batch = build(kin), build_low(kin), inputs(kin)
+    results = refit(model, dense, [batch, batch], [batch])
+    names = [result.report.name for result in results]
+    outputs = {site.path(site.family.output) for site in find_attention(model, FAMILIES)}
+    assert outputs < set(names)  # feed-forward blocks too
+    assert all(each.report.error_after <= each.report.error_before * 1.001 for each in results)
+    before = drift_of(model, dense, [batch])
+    install_refits(model, results)
+    after = drift_of(model, dense, [batch])
+    assert after.relative_error < before.relative_error
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(run(type(model).from_pretrained(tmp_path), batch), run(model, batch))
 
 
 def test_opt_says_which_rank_has_room(build):

@@ -12,7 +12,7 @@ from collab_compress.conversion.feed_forward import cut_, find_feed_forward, nar
 NO_WIDTH = {"bloom", "mobilebert", "mpt", "segformer", "xlm"}  # a multiple of another width, or convolutions between
 
 
-def test_a_narrower_model_is_a_stock_model(kin, build, inputs, run, tmp_path):
+def test_a_narrower_model_is_a_stock_model_and_its_attention_can_be_converted(kin, build, inputs, run, tmp_path):
     dense, batch = build(kin), inputs(kin)
     if kin in NO_WIDTH:
         with pytest.raises(UnsupportedModelError, match=r"sets the width of all \d+ feed-forward blocks"):
@@ -22,15 +22,23 @@ def test_a_narrower_model_is_a_stock_model(kin, build, inputs, run, tmp_path):
     report = compress(model, Compression(dff=16), [batch, batch])
     assert model.num_parameters() == report.parameters_after < dense.num_parameters()
     saved = report.parameters_before - report.parameters_after
-    assert saved == sum(each.parameters_before - each.parameters_after for each in report.feed_forward)
-    model.save_pretrained(tmp_path)
-    assert "quantization_config" not in (tmp_path / "config.json").read_text()
-    loaded = type(dense).from_pretrained(tmp_path)
+    assert saved == sum(block.parameters_before - block.parameters_after for block in report.feed_forward)
+    model.save_pretrained(tmp_path / "stock")
+    assert "quantization_config" not in (tmp_path / "stock" / "config.json").read_text()
+    loaded = type(dense).from_pretrained(tmp_path / "stock")
     torch.testing.assert_close(run(loaded, batch), run(model, batch))
     fresh = type(dense)(copy.deepcopy(model.config))
     assert {name: part.shape for name, part in fresh.named_parameters()} == {
         name: part.shape for name, part in model.named_parameters()
     }
+    widths = Compression(dk=7, dv=find_attention(dense, FAMILIES)[0].key_value_width // 2, solver=Solver(sweeps=3))
+    compress(model, widths, calibration=None)
+    model.save_pretrained(tmp_path / "converted")
+    expected = run(model, batch)
+    torch.testing.assert_close(run(type(dense).from_pretrained(tmp_path / "converted"), batch), expected)
+    if expand(model).exact:
+        torch.testing.assert_close(run(model, batch), expected, atol=1e-4, rtol=1e-3)
+    assert model.num_parameters() == report.parameters_after  # neurons do not come back
 
 
 def test_neurons_are_cut_where_they_are_silenced(kin, build, inputs, run):
@@ -53,24 +61,3 @@ def test_neurons_are_cut_where_they_are_silenced(kin, build, inputs, run):
     for block in blocks:
         cut_(model, block, kept)
     torch.testing.assert_close(run(model, batch), expected, atol=1e-5, rtol=1e-4)
-
-
-def test_beside_attention_and_back(kin, build, inputs, run, tmp_path):
-    if kin in NO_WIDTH:
-        return
-    dense, batch = build(kin), inputs(kin)
-    sites = find_attention(dense, FAMILIES)
-    model = copy.deepcopy(dense)
-    widths = Compression(dk=7, dv=sites[0].key_value_width // 2, dff=16, solver=Solver(sweeps=3))
-    report = compress(model, widths, [batch, batch])
-    assert report.modules
-    assert report.values
-    assert report.feed_forward
-    model.save_pretrained(tmp_path)
-    loaded = type(dense).from_pretrained(tmp_path)
-    torch.testing.assert_close(run(loaded, batch), run(model, batch))
-    expected = run(model, batch)
-    exact = expand(model).exact
-    if exact:
-        torch.testing.assert_close(run(model, batch), expected, atol=1e-4, rtol=1e-3)
-    assert model.num_parameters() < dense.num_parameters()  # neurons do not come back

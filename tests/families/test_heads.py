@@ -44,11 +44,8 @@ def forget_biases_(kin, model):
 
 
 @pytest.fixture(params=["dense", "converted"])
-def model(request, kin, build):
-    made = build(kin)
-    if request.param == "converted":
-        compress(made, Compression(dk=7, solver=Solver(sweeps=20)), calibration=None)
-    return made
+def model(request, kin, build, build_low):
+    return build(kin) if request.param == "dense" else build_low(kin)
 
 
 def test_masked_heads_equal_removed_ones(kin, model, inputs, run):

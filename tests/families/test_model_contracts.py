@@ -4,13 +4,10 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.utils import parametrize
 
-from collab_compress import Compression, Solver, compress, read_factors
+from collab_compress import read_factors
 from collab_compress.architectures import FAMILIES
-
-RANK = 7
 
 
 @pytest.fixture
@@ -19,10 +16,8 @@ def dense(kin, build):
 
 
 @pytest.fixture
-def model(dense):
-    converted = copy.deepcopy(dense)
-    compress(converted, Compression(dk=RANK, solver=Solver(sweeps=3)), calibration=None)
-    return converted
+def model(kin, build_low):
+    return build_low(kin)
 
 
 def parametrized(model):
@@ -37,14 +32,9 @@ def shared_storages(model):
     return {tuple(sorted(group)) for group in names.values() if len(group) > 1}
 
 
-def test_only_what_the_stock_model_ties_is_tied(kin, build, tinies, dense, model):
-    pairs = [(dense, model)]
-    if tinies[kin].generates:
-        head = build(kin, tinies[kin].generates)
-        converted = copy.deepcopy(head)
-        compress(converted, Compression(dk=RANK, solver=Solver(sweeps=3)), calibration=None)
-        pairs.append((head, converted))
-    for stock, converted in pairs:
+def test_only_what_the_stock_model_ties_is_tied(kin, build, build_low, tinies):
+    for class_name in {"", tinies[kin].generates}:
+        stock, converted = build(kin, class_name), build_low(kin, class_name)
         assert converted.all_tied_weights_keys == stock.all_tied_weights_keys
         assert shared_storages(converted) == shared_storages(stock)
         before = {name: id(parameter) for name, parameter in converted.named_parameters()}
@@ -52,21 +42,18 @@ def test_only_what_the_stock_model_ties_is_tied(kin, build, tinies, dense, model
         assert {name: id(parameter) for name, parameter in converted.named_parameters()} == before
 
 
-def test_it_survives_torch_save_and_state_dicts(kin, model, build, inputs, run, tmp_path):
+def test_it_survives_torch_save_and_state_dicts(kin, model, build_low, inputs, run, tmp_path):
     batch = inputs(kin)
     expected = run(model, batch)
-    if not any(
-        parametrize.is_parametrized(module) for module in model.modules()
-    ):  # which PyTorch does not save whole
+    if not parametrized(model):  # which PyTorch does not save whole
         torch.save(model, tmp_path / "model.pt")
         loaded = torch.load(tmp_path / "model.pt", weights_only=False)
         assert torch.equal(run(loaded, batch), expected)
     torch.save(model.state_dict(), tmp_path / "state.pt")
-    other = build(kin)
+    other = build_low(kin)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(0.5)
-    compress(other, Compression(dk=RANK, solver=Solver(sweeps=3)), calibration=None)
     other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True), strict=True)
     assert torch.equal(run(other, batch), expected)
 
@@ -105,15 +92,10 @@ def test_embeddings_can_be_resized(kin, model, inputs, run, tmp_path, load_clean
     assert torch.equal(run(load_cleanly(type(model), tmp_path), batch), resized)
 
 
-def test_gradient_checkpointing_gives_the_same_gradients(kin, model, inputs):
+def test_gradient_checkpointing_gives_the_same_gradients(kin, model, inputs, set_dropout_):
     if not model.supports_gradient_checkpointing:
         pytest.skip(f"stock {type(model).__name__} does not support it")
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "dropout", None), float):
-            module.dropout = 0.0
-    saving = copy.deepcopy(model)
+    saving = copy.deepcopy(set_dropout_(model, 0.0))
     newer = getattr(saving, "activation_checkpointing_enable", None)
     (newer or saving.gradient_checkpointing_enable)()
     assert any(getattr(module, "gradient_checkpointing", False) for module in saving.modules())
@@ -136,10 +118,10 @@ def test_attentions_have_the_stock_shapes(kin, dense, model, inputs):
         with torch.no_grad():
             output = one(**inputs(kin), output_attentions=True)
         parts = [output, *(output[name] for name in ("text_model_output", "vision_model_output") if name in output)]
-        found.append({
-            f"{place} {name}": rows
-            for place, part in enumerate(parts) for name, rows in part.items() if name.endswith("attentions")
-        })  # fmt: skip
+        attentions = {}
+        for place, part in enumerate(parts):
+            attentions |= {f"{place} {name}": probs for name, probs in part.items() if name.endswith("attentions")}
+        found.append(attentions)
     assert set(found[0]) == set(found[1]) != set()
     for name, expected in found[0].items():
         assert len(found[1][name]) == len(expected)
@@ -176,9 +158,8 @@ def test_half_precision_is_about_as_near_as_the_stock_models(kin, dtype, dense, 
     assert errors[1] < 5 * errors[0]
 
 
-def test_key_caches_hold_pieces_and_values_heads(generator, build, inputs):
-    model = build(generator)
-    compress(model, Compression(dk=RANK, solver=Solver(sweeps=3)), calibration=None)
+def test_key_caches_hold_pieces_and_values_heads(generator, build_low, inputs):
+    model = build_low(generator)
     with torch.no_grad():
         cache = model(**inputs(generator), use_cache=True).past_key_values
     family = FAMILIES[model.config.model_type]
@@ -186,7 +167,7 @@ def test_key_caches_hold_pieces_and_values_heads(generator, build, inputs):
         {False} if family.rotary else {factors.content_bias is not None for factors in read_factors(model).values()}
     )
     assert len(sizes) == 1
-    pieces = 3 if generator in ("opt", "umt5", "whisper") else -(-(RANK + 3 * sizes.pop()) // 8)
+    pieces = 3 if generator in ("opt", "umt5", "whisper") else -(-(7 + 3 * sizes.pop()) // 8)
     for layer in getattr(cache, "self_attention_cache", cache).layers:
         batch, length = layer.values.shape[0], layer.values.shape[2]
         assert layer.keys.shape == (batch, pieces, length, 8)

@@ -1,6 +1,5 @@
 """Models inside a converted one save and load, and every class that loads the stock checkpoint loads it too."""
 
-import copy
 import inspect
 import sys
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from collab_compress import Compression, Solver, compress
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.attention import is_converted
 from collab_compress.checkpoint import edits_of
@@ -21,10 +19,8 @@ def dense(kin, build, tinies):
 
 
 @pytest.fixture
-def model(dense):
-    converted = copy.deepcopy(dense)
-    compress(converted, Compression(dk=7, solver=Solver(sweeps=3)), calibration=None)
-    return converted
+def model(kin, build_low, tinies):
+    return build_low(kin, tinies[kin].generates)
 
 
 def converted_in(model):
