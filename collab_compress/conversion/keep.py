@@ -1,8 +1,6 @@
-"""Choose widths and a form for a share of the layers' operations to keep, by how far each moves the outputs."""
+"""Choose widths and a form that keep a share of the layers' operations, by how far each moves the outputs."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -18,20 +16,20 @@ from collab_compress.architectures import (
     find_dense_attention,
     find_dense_values,
 )
-from collab_compress.attention import FORMS, NarrowValues, ScoreForm
+from collab_compress.attention import FORMS, NarrowValues
 from collab_compress.calibration import Batch
 from collab_compress.conversion.feed_forward import FeedForward, block_report, find_feed_forward, narrower_config
-from collab_compress.conversion.report import dense_macs
+from collab_compress.conversion.report import dense_macs, width_range
 from collab_compress.errors import CompressionError, UnsupportedModelError
 from collab_compress.options import CalibrationOptions, Compression, Form
 
-TYPICAL = 128  # tokens, where nothing says how long inputs are
+TYPICAL = 128  # tokens, if nothing says how long inputs are
 COMMON = 0.9  # share of the calibration sequences that are no longer than the length that counts
 STEP = 0.15  # of attention's operations, by which the split between attention and feed-forward blocks is moved
 NEURONS = 32  # wide blocks keep a multiple of it: products of odd widths take longer
 SPLIT = {"shared": (0.85, 1.15), "per-head": (1.0, 1.0)}
-"""Share of queries and keys, and of values, that a form keeps where half of both would be 1 and 1: heads have more in
-common in their scores than in their values, so shared queries and keys can be the narrower."""
+"""Relative widths of queries and keys, and of values: heads have more in common in their scores than in their values,
+so shared queries and keys can be narrower."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +38,9 @@ class Candidate:
 
     Args:
         compression: of the whole model; its dk, dv and form are those of the first attention module.
-        modules: path of each attention module → its compression; empty where attention stays as it is.
-        attention: share of attention's operations that was given to it.
-        kept: share of the layers' operations that it keeps.
+        modules: path of each attention module → its compression; empty if attention stays dense.
+        attention: share of attention's operations that attention keeps.
+        kept: share of the layers' operations that the model keeps.
     """
 
     compression: Compression
@@ -52,24 +50,61 @@ class Candidate:
 
     def __str__(self) -> str:
         widths = {
-            name: sorted({getattr(own, name) for own in self.modules.values()} - {None}) for name in ("dk", "dv")
+            "dk": [module.dk for module in self.modules.values() if module.dk is not None],
+            "dv": [module.dv for module in self.modules.values() if module.dv is not None],
+            "dff": [] if self.compression.dff is None else [self.compression.dff],
         }
-        widths["dff"] = [self.compression.dff] if self.compression.dff is not None else []
-        words = [f"{name} {_range(found)}" for name, found in widths.items() if found]
+        words = [f"{name} {width_range(numbers)}" for name, numbers in widths.items() if numbers]
         return ", ".join([*words, f"form {self.compression.form}"] if widths["dk"] else words)
 
 
 @dataclass(frozen=True)
 class _Widths:
-    """Widths of one attention module, and its multiply-accumulates at the length that counts; dk None for dense."""
+    """Widths of one attention module, dk None if its scores stay dense, and its multiply-accumulates."""
 
     dk: int | None
     dv: int
     macs: int
 
 
+class _Attention:
+    """The costs of one attention module for inputs of a length."""
+
+    def __init__(self, site: AttentionSite, values: ValueSite, length: int) -> None:
+        self.site, self.values, self.length = site, values, length
+        self.scores_macs = dense_macs(values.value.in_features, site.width, site.key_value_width, length)
+        self.dense = _Widths(None, values.width, self.scores_macs + self._values_macs(values.width))
+
+    def _values_macs(self, dv: int) -> int:
+        form = NarrowValues.of(self.values, dv, self.values.value.bias is not None)
+        return form.macs(self.values.value.weight.shape[1], self.length)
+
+    def widest(self, form: Form, share: float) -> _Widths | None:
+        """Return the largest widths that keep a share of the operations, with scores no dearer than dense.
+
+        None if there are none. Shared channels that cost more than dense are not narrowed further: they would keep
+        much less than was asked for.
+        """
+        site, heads = self.site, self.values.key_value_heads
+        scores_share, values_share = SPLIT[form]
+        for channels in range(self.values.head_width, 0, -1):
+            dk, scores_macs = None, self.scores_macs
+            if not site.family.rotary:
+                score_channels = min(site.head_width, max(1, round(channels * scores_share / values_share)))
+                content_bias = site.part(site.family.query).bias is not None
+                scores = FORMS[form].of(site, site.heads * score_channels, content_bias=content_bias)
+                dk, scores_macs = scores.rank, scores.macs(self.values.value.in_features, self.length)
+            macs = scores_macs + self._values_macs(heads * channels)
+            if macs <= share * self.dense.macs:
+                if scores_macs <= self.scores_macs and macs <= self.dense.macs:
+                    return _Widths(dk, heads * channels, macs)
+                if form == "shared":
+                    return None
+        return None
+
+
 class Layers:
-    """The attention modules and feed-forward blocks of a model, and what they cost.
+    """The attention modules and feed-forward blocks of a model, and their costs.
 
     Args:
         model: dense.
@@ -83,124 +118,114 @@ class Layers:
 
     def __init__(self, model: PreTrainedModel, compression: Compression, length: int, batch: Batch) -> None:
         assert compression.keep is not None
-        self.keep, self.asked, self.length = compression.keep, compression, length
+        self.keep, self.compression, self.length = compression.keep, compression, length
         where = (model, FAMILIES, compression.modules, compression.kinds)
-        self.sites = list(zip(find_attention(*where), find_dense_values(*where), strict=True))
-        self.rotary = any(site.family.rotary for site, _ in self.sites)
+        self.attention = [
+            _Attention(site, values, length)
+            for site, values in zip(find_attention(*where), find_dense_values(*where), strict=True)
+        ]
+        self.rotary = any(module.site.family.rotary for module in self.attention)
         if not self.rotary:
-            find_dense_attention(*where)  # raises where queries and keys cannot be converted
-        self.before = [_dense_cost(site, values, length) for site, values in self.sites]
-        self.attention = sum(each.macs for each in self.before)
-        self.blocks, self.left_out = _narrowable(model, batch)
+            find_dense_attention(*where)  # raises if queries and keys cannot be converted
+        self.blocks, self.why_no_blocks = _narrowable(model, batch)
+        reports = [block_report(model, block, 1, length) for block in self.blocks]
         self.neurons = min((block.width for block in self.blocks), default=0)
-        self.per_neuron = sum(block_report(model, block, 1, length).macs_after for block in self.blocks)
-        self.total = self.attention + sum(block_report(model, each, 1, length).macs_before for each in self.blocks)
-
-    @property
-    def forms(self) -> tuple[Form, ...]:
-        """Forms to choose from; queries and keys of rotary models stay dense, so there is no choice."""
-        return ("shared",) if self.rotary else get_args(Form)
+        self.macs_per_neuron = sum(report.macs_after for report in reports)
+        self.macs = sum(module.dense.macs for module in self.attention) + sum(
+            report.macs_before for report in reports
+        )
 
     def candidate(self, form: Form, attention: float) -> Candidate | None:
         """Return the widths that give attention a share of its operations, and the rest to feed-forward blocks.
 
-        Returns:
-            None where there are none: too little is left for either, or the form takes more than dense attention.
+        None if there are none: too little is left for one of them, or the form costs more than dense attention.
         """
         if not 0 < attention < 1 + STEP:
             return None
         widths: list[_Widths] = []
-        for (site, values), before in zip(self.sites, self.before, strict=True):
-            found = before if attention >= 1 else _widest(site, values, form, attention, self.length)
+        for module in self.attention:
+            found = module.dense if attention >= 1 else module.widest(form, attention)
             if found is None:
                 return None
             widths.append(found)
-        spent = sum(each.macs for each in widths)
-        dff = self._neurons(self.keep * self.total - spent)
+        spent = sum(module.macs for module in widths)
+        dff = self._neurons(self.keep * self.macs - spent)
         if (dff is None and self.blocks) or (not self.blocks and attention > self.keep):
             return None
         modules = {}
-        for (site, _), each in zip(self.sites, widths, strict=True):
+        for module, own in zip(self.attention, widths, strict=True):
             if attention < 1:
-                modules[site.name] = self._compression(form, each.dk, each.dv, dff)
-        whole = next(iter(modules.values())) if modules else self._compression(form, None, None, dff)
-        return Candidate(whole, modules, attention, (spent + (dff or 0) * self.per_neuron) / self.total)
+                modules[module.site.name] = self._compression(form, own.dk, own.dv, dff)
+        compression = next(iter(modules.values())) if modules else self._compression(form, None, None, dff)
+        return Candidate(compression, modules, attention, (spent + (dff or 0) * self.macs_per_neuron) / self.macs)
 
     def _neurons(self, macs: float) -> int | None:
-        """Return how many neurons each block can have; None for none."""
-        found = int(macs / self.per_neuron + 1e-9) if self.blocks else 0
-        if found > 8 * NEURONS:
-            found -= found % NEURONS
-        return min(found, self.neurons) if found > 0 else None
+        """Return the number of neurons that each block can have; None for none."""
+        neurons = int(macs / self.macs_per_neuron + 1e-9) if self.blocks else 0
+        if neurons > 8 * NEURONS:
+            neurons -= neurons % NEURONS
+        return min(neurons, self.neurons) if neurons > 0 else None
 
     def _compression(self, form: Form, dk: int | None, dv: int | None, dff: int | None) -> Compression:
-        asked = self.asked
+        compression = self.compression
         if dk is None or len(FORMS[form].solvers) == 1:  # closed form
-            asked = asked.with_solver(method="als", effort="best", sweeps=None, tolerance=None)
-        return replace(asked, keep=None, dk=dk, dv=dv, dff=dff, form="shared" if dk is None else form)
+            compression = compression.with_solver(method="als", effort="best", sweeps=None, tolerance=None)
+        return replace(compression, keep=None, dk=dk, dv=dv, dff=dff, form="shared" if dk is None else form)
 
     def starts(self) -> Iterator[Candidate]:
-        """Yield the candidates whose splits are the most even, of each form one, unless they are the same.
+        """Yield the different candidates, one of each form, with the most even split.
 
         Raises:
             CompressionError: there is none.
         """
-        steps = [count * STEP for count in range(-6, 7)]
-        shares = [self.keep + step for step in sorted(steps, key=abs)]
-        found: dict[str, Candidate] = {}
-        for form in self.forms:
-            first = next(filter(None, (self.candidate(form, share) for share in shares)), None)
-            if first is not None:
-                found[str(first)] = first
-        if not found:
+        shares = [self.keep + step for step in sorted((count * STEP for count in range(-6, 7)), key=abs)]
+        starts: dict[str, Candidate] = {}
+        forms: tuple[Form, ...] = ("shared",) if self.rotary else get_args(Form)  # rotary scores stay dense
+        for form in forms:
+            start = next(filter(None, (self.candidate(form, share) for share in shares)), None)
+            if start is not None:
+                starts[str(start)] = start
+        if not starts:
             raise CompressionError(
-                f"keep is {self.keep}: no widths of {len(self.sites)} attention modules and {len(self.blocks)} "
+                f"keep is {self.keep}: no widths of {len(self.attention)} attention modules and {len(self.blocks)} "
                 f"feed-forward blocks keep so little at {self.length} tokens{self.why}; pass more, or dk, dv and dff"
             )
-        yield from found.values()
+        yield from starts.values()
 
     @property
     def why(self) -> str:
-        """Why feed-forward blocks stay as they are, where they do."""
-        return f" (feed-forward blocks stay as they are: {self.left_out})" if self.left_out else ""
+        """Why feed-forward blocks stay as they are, if they do."""
+        return f" (feed-forward blocks stay as they are: {self.why_no_blocks})" if self.why_no_blocks else ""
 
 
 def choose(layers: Layers, drift: Callable[[Candidate], float]) -> tuple[Candidate, str]:
     """Choose the form and the widths that keep a share of the layers' operations and move the model's outputs least.
 
     The forms are tried at the most even split of operations between attention and feed-forward blocks; then the split
-    of the better one is moved as long as the outputs move less. In no attention module do the scores, or all of it,
-    take more operations than dense.
+    of the better one is moved as long as the outputs move less. Neither a module nor its scores cost more than dense.
 
     Args:
-        layers: what there is to choose.
-        drift: tries a candidate: how far the outputs move, relative to their norm.
+        layers: of the model.
+        drift: tries a candidate, and returns the relative error of the outputs.
 
     Returns:
-        The choice, and for the report a sentence or two on what was chosen and why.
+        The choice, and a sentence or two for the report on what was chosen and why.
 
     Raises:
         CompressionError: the share is too small.
     """
-    tried: list[tuple[float, Candidate]] = []
-
-    def attempt(candidate: Candidate) -> float:
-        tried.append((drift(candidate), candidate))
-        return tried[-1][0]
-
-    starts = list(layers.starts())
-    least, best = min(((attempt(each), each) for each in starts), key=lambda pair: pair[0])
-    form = best.compression.form
+    tried = [(drift(candidate), candidate) for candidate in layers.starts()]
+    least, best = min(tried, key=lambda pair: pair[0])
     for step in (-STEP, STEP):
-        before = best
-        while (candidate := layers.candidate(form, best.attention + step)) is not None:
-            found = attempt(candidate)
-            if found >= least:
+        start = best
+        while (candidate := layers.candidate(start.compression.form, best.attention + step)) is not None:
+            tried.append((drift(candidate), candidate))
+            if tried[-1][0] >= least:
                 break
-            least, best = found, candidate
-        if best is not before:
+            least, best = tried[-1]
+        if best is not start:
             break
-    others = "; ".join(f"{each} {moved:.1%}" for moved, each in sorted(tried, key=lambda pair: pair[0])[1:])
+    others = "; ".join(f"{other} {error:.1%}" for error, other in sorted(tried, key=lambda pair: pair[0])[1:])
     reason = f"Kept {best.kept:.0%} of the layers' operations at {layers.length} tokens{layers.why}: {best}."
     if others:
         reason += f" On a part of the calibration data it moves the outputs by {least:.1%}. Others tried: {others}."
@@ -210,12 +235,11 @@ def choose(layers: Layers, drift: Callable[[Candidate], float]) -> tuple[Candida
 def typical_length(options: CalibrationOptions, batches: Sequence[Batch] = ()) -> int:
     """Return the number of tokens for which costs count.
 
-    That is `length` where it is given, else the length that nine in ten of the calibration sequences do not exceed,
-    else 128.
+    That is `length` if given, else the length that nine in ten of the calibration sequences do not exceed, else 128.
 
     Args:
         options: with `length` or without.
-        batches: calibration data that are not random tokens.
+        batches: calibration data other than random tokens.
     """
     masks = [batch["attention_mask"] for batch in batches if isinstance(batch.get("attention_mask"), Tensor)]
     lengths = [mask.sum(1).float().cpu() for mask in masks if mask.dim() == 2]
@@ -225,57 +249,10 @@ def typical_length(options: CalibrationOptions, batches: Sequence[Batch] = ()) -
 
 
 def _narrowable(model: PreTrainedModel, batch: Batch) -> tuple[list[FeedForward], str]:
-    """Return the feed-forward blocks that can be made narrower; where there are none, why."""
+    """Return the feed-forward blocks that can be made narrower, or why there are none."""
     try:
         blocks = find_feed_forward(model, batch)
         narrower_config(model, blocks, max(1, min(block.width for block in blocks) // 2))
     except UnsupportedModelError as error:
         return [], str(error).removesuffix("; leave out dff")
     return blocks, ""
-
-
-def _widest(site: AttentionSite, values: ValueSite, form: Form, share: float, length: int) -> _Widths | None:
-    """Return the largest widths of one module within the share of its operations, with scores no dearer than dense.
-
-    Shared channels that cost too much are not narrowed further: they would keep much less than was asked for.
-    """
-    before = _dense_cost(site, values, length)
-    dense_scores = _dense_scores(site, values, length)
-    scores_share, values_share = SPLIT[form]
-    for channels in range(values.head_width, 0, -1):
-        scores, macs = None, dense_scores
-        if not site.family.rotary:
-            score_channels = min(site.head_width, max(1, round(channels * scores_share / values_share)))
-            scores = _scores(site, form, site.heads * score_channels)
-            macs = scores.macs(values.value.in_features, length)
-        dv = values.key_value_heads * channels
-        cost = macs + _values(values, dv, length)
-        if cost <= share * before.macs:
-            cheaper = macs <= dense_scores and cost <= before.macs
-            if cheaper:
-                return _Widths(None if scores is None else scores.rank, dv, cost)
-            if form == "shared":
-                return None
-    return None
-
-
-def _dense_cost(site: AttentionSite, values: ValueSite, length: int) -> _Widths:
-    return _Widths(None, values.width, _dense_scores(site, values, length) + _values(values, values.width, length))
-
-
-def _dense_scores(site: AttentionSite, values: ValueSite, length: int) -> int:
-    return dense_macs(values.value.in_features, site.width, site.key_value_width, length)
-
-
-def _values(values: ValueSite, dv: int, length: int) -> int:
-    form = NarrowValues.of(values, dv, values.value.bias is not None)
-    return form.macs(values.value.weight.shape[1], length)
-
-
-def _scores(site: AttentionSite, form: Form, dk: int) -> ScoreForm:
-    return FORMS[form].of(site, dk, content_bias=site.part(site.family.query).bias is not None)
-
-
-def _range(widths: Iterable[int]) -> str:
-    found = sorted(set(widths))
-    return str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from operator import itemgetter
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -31,12 +32,12 @@ from collab_compress.heads import Tap
 from collab_compress.losses import kl_divergence
 
 StepProgress: TypeAlias = Callable[[int, int], None]
-"""Called after each step with how many are done, and how many there are."""
-
+"""Called after each step with the number of steps done, and of all."""
 
 SCORES_RATE = 1e-3
 VALUES_RATE = 2e-4
 LARGEST_RATE = 1.0
+BATCH_SIZE = 16
 RANDOM_LENGTH = 64
 SAMPLED = 4096
 
@@ -57,25 +58,24 @@ def recover_(
 ) -> TrainOutput:
     """Train the attention of a converted model towards the dense model's, without labels, in place.
 
-    `distil_` with the settings that were tried: Adam, a cosine after a rise over the first eighth of the steps, 16
-    sequences a step. Random tokens are repeated within a sequence (`with_copies`).
+    `distil_` with the settings that were tried: Adam, a cosine schedule with warmup over the first eighth of the
+    steps, 16 sequences a step. Random tokens are repeated within a sequence (`with_copies`).
 
     Args:
-        model: converted, in whatever form. A float16 model is trained in float32, then cast back.
+        model: converted, in any form. A float16 model is trained in float32, then cast back.
         dense: the model it was converted from; another object.
         tokenizer: of both; as for `compress`.
-        calibration: as for `compress`; texts are fewer steps where there are fewer than 16 a step.
-        steps: at most how many; processes that were started together take 16 sequences each.
-        learning_rate: at its highest; 1e-3 if not given, or 2e-4 where values are converted, which a higher one makes
-            worse than they were.
-        seed: of tokens and order; the tokens are others than those of a conversion with the same seed.
-        length: tokens of a random sequence, 64 if not given, or where texts are cut; as for `calibration_batches`.
+        calibration: as for `compress`; fewer than 16 texts a step mean fewer steps.
+        steps: most steps; each process takes 16 sequences a step.
+        learning_rate: its maximum; 1e-3 by default, or 2e-4 if values are converted, which higher rates make worse.
+        seed: of tokens and order; the tokens differ from those of a conversion with the same seed.
+        length: tokens of a random sequence, 64 by default, or where texts are cut; as for `calibration_batches`.
         progress: called with (done, total) after each step, in place of the `Trainer`'s own bar.
         parameters: as for `distil_`.
         arguments: more of `TrainingArguments`.
 
     Returns:
-        What the `Trainer` says.
+        Of the `Trainer`.
 
     Raises:
         HeadError: as for `distil_`.
@@ -86,71 +86,48 @@ def recover_(
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise CompressionError(f"steps is {steps!r}; expected a whole number, at least 1")
     if learning_rate is None:
-        narrow = any(hasattr(module, "value_form") for module in model.modules())
-        learning_rate = VALUES_RATE if narrow else SCORES_RATE
-    _check_models(model, dense)
+        has_values = any(hasattr(module, FORMS_AT[1]) for module in model.modules())
+        learning_rate = VALUES_RATE if has_values else SCORES_RATE
     with TemporaryDirectory() as scratch:
         settings = {
-            "output_dir": scratch, "num_train_epochs": 1, "learning_rate": learning_rate,
-            "adam_beta2": 0.99, "lr_scheduler_type": "cosine", "warmup_steps": 0.125, "seed": seed, "report_to": [],
-            "save_strategy": "no", "dataloader_pin_memory": torch.accelerator.is_available(),
+            "output_dir": scratch,
+            "num_train_epochs": 1,
+            "learning_rate": learning_rate,
+            "adam_beta2": 0.99,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 0.125,
+            "seed": seed,
+            "report_to": [],
+            "save_strategy": "no",
+            "dataloader_pin_memory": torch.accelerator.is_available(),
             "use_cpu": not torch.accelerator.is_available(),
-        }  # fmt: skip
+        }
         try:
             training = TrainingArguments(**{**settings, **arguments})
         except (TypeError, ValueError) as error:
             reason = str(error).partition("\n")[0].replace("TrainingArguments.__init__() ", "")
             raise CompressionError(f"recover_ {reason}; expected arguments of TrainingArguments") from error
-        _check_rate(training.learning_rate)
+        if not 0 < training.learning_rate <= LARGEST_RATE:
+            raise CompressionError(
+                f"learning_rate is {training.learning_rate}; expected a number above 0, up to {LARGEST_RATE}; begin "
+                "with 1e-3"
+            )
+        _check_models(model, dense)
         count = steps * training.world_size
+        calibration, are_batches = first_batches(calibration, count)
         synthetic = is_synthetic(calibration)
-        length = RANDOM_LENGTH if length is None and synthetic else length
-        calibration, ready = first_batches(calibration, count)
-        sequences = None if ready else 16 * count
         batches = calibration_batches(
-            calibration, dense, tokenizer, sequences=sequences, length=length, seed=seed + 1000
+            calibration,
+            dense,
+            tokenizer,
+            sequences=None if are_batches else BATCH_SIZE * count,
+            length=RANDOM_LENGTH if length is None and synthetic else length,
+            seed=seed + 1000,
         )
         if synthetic and batches and "input_ids" in batches[0]:
             separator = getattr(tokenizer, "sep_token_id", None)
             batches = with_copies(batches, separator, getattr(dense.config, "type_vocab_size", 0) > 1, seed)
         return distil_(model, dense, batches[:count], training, progress, parameters)
-
-
-def _check_rate(learning_rate: float) -> None:
-    if not 0 < learning_rate <= LARGEST_RATE:
-        raise CompressionError(
-            f"learning_rate is {learning_rate}; expected a number above 0, up to {LARGEST_RATE}; begin with 1e-3"
-        )
-
-
-def _check_models(model: PreTrainedModel, dense: PreTrainedModel) -> None:
-    """Refuse models that are one, and weights that training can only spread.
-
-    Raises:
-        HeadError: the two share parameters, or hold values that are not finite.
-    """
-    if not {*model.parameters()}.isdisjoint(dense.parameters()):
-        raise HeadError(
-            "the converted and the dense model share parameters; pass the dense model loaded again, or a copy made "
-            "before the conversion"
-        )
-    for role, part in (("converted", model), ("dense", dense)):
-        check_finite(part, role)
-
-
-@contextmanager
-def _in_float32(*models: PreTrainedModel) -> Iterator[None]:
-    """Hold float16 weights in float32 for a while: gradients overflow in float16."""
-    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-    half = [tensor for tensor in tensors if tensor.dtype == torch.float16]
-    try:
-        for tensor in half:
-            tensor.data = tensor.data.float()
-        yield
-    finally:
-        for tensor in half:
-            tensor.data = tensor.data.half()
-            tensor.grad = None
 
 
 def distil_(
@@ -164,26 +141,25 @@ def distil_(
     """Train the converted parameters of a model, in place; all others are frozen.
 
     Converted queries, keys and mixing matrices learn from the divergence of the model's attention probabilities from
-    the dense model's. Converted values and their output projections learn from the squared error of what the layer's
-    attention adds, over its variance. Each loss is a mean over converted modules; the two are summed.
+    the dense model's. Converted values and their output projections learn from the squared error of the attention
+    output over its variance. Each loss is a mean over converted modules; the two are added.
 
-    Both models see the same tokens, and there is no dropout.
+    Both models see the same tokens, without dropout.
 
     Args:
-        model: converted, in whatever form.
+        model: converted, in any form.
         dense: the model it was converted from; moved to the device of the training.
         batches: keyword arguments for the models, one batch a step, as `calibration_batches` makes them.
         arguments: learning rate, schedule, epochs, precision and the rest.
         progress: as for `recover_`.
-        parameters: gives what of a module learns; all that the conversion put in (`converted_parameters`) if not
-            given.
+        parameters: returns the parameters of a module to train; by default `converted_parameters`.
 
     Returns:
-        What the `Trainer` says: steps, mean loss, speed.
+        Of the `Trainer`: steps, mean loss, speed.
 
     Raises:
         HeadError: the model is not converted, or has other attention modules or heads than the dense one; they share
-            parameters, or hold values that are not finite, or training made some; several GPUs in one process.
+            parameters, or values are not finite, before or after training; several GPUs in one process.
         CalibrationError: there are no batches.
         UnsupportedModelError: the models' family is not known.
     """
@@ -191,35 +167,22 @@ def distil_(
         raise CalibrationError("no batches to train on; pass 'synthetic', texts or batches")
     model, dense = transformers_model(model), transformers_model(dense)
     _check_models(model, dense)
-    sites, others = (find_attention(each, FAMILIES) for each in (model, dense))
-    choose = converted_parameters if parameters is None else parameters
+    sites, dense_sites = find_attention(model, FAMILIES), find_attention(dense, FAMILIES)
+    choose = parameters or converted_parameters
     trained = {parameter for site in sites for parameter in choose(site)}
     if not trained:
-        raise HeadError(f"{type(model).__name__} is not converted, so there is nothing to bring nearer")
-    if [site.name for site in sites] != [site.name for site in others]:
-        raise HeadError(
-            f"{type(dense).__name__} has other attention modules than {type(model).__name__}; pass the dense "
-            "model that was converted"
-        )
-    for site, other in zip(sites, others, strict=True):
-        if site.heads != other.heads and hasattr(site.module, ScoreForm.at):
-            raise HeadError(
-                f"{site.name} has {site.heads} heads, and {other.heads} in the dense model; remove the same heads "
-                "there first, or recover before pruning"
-            )
-    before = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    modes = {module: module.training for each in (model, dense) for module in each.modules()}
-    use_cache = vars(model.config).get("use_cache")  # a Trainer switches it off
+        raise HeadError(f"{type(model).__name__} is not converted, so there is nothing to recover")
+    _check_sites(model, sites, dense, dense_sites)
     weights = {parameter: parameter.detach().clone() for parameter in trained}
-    try:
-        for parameter in before:
+    with _restored(model, dense):
+        for parameter in model.parameters():
             parameter.requires_grad_(parameter in trained)
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
             _in_float32(model, dense),
             _Watched(model, sites) as watched,
-            _Watched(dense, others, like=sites) as target,
+            _Watched(dense, dense_sites, like=sites) as target,
         ):
             distiller = _Distiller(model, dense, (watched, target), batches, arguments)
             if progress is not None:
@@ -235,26 +198,81 @@ def distil_(
                 "lower learning_rate"
             )
         return output
+
+
+def _check_models(model: PreTrainedModel, dense: PreTrainedModel) -> None:
+    """Refuse models that share parameters, and weights that training can only spread."""
+    if not {*model.parameters()}.isdisjoint(dense.parameters()):
+        raise HeadError(
+            "the converted and the dense model share parameters; pass the dense model loaded again, or a copy made "
+            "before the conversion"
+        )
+    check_finite(model, "converted")
+    check_finite(dense, "dense")
+
+
+def _check_sites(
+    model: PreTrainedModel,
+    sites: Sequence[AttentionSite],
+    dense: PreTrainedModel,
+    dense_sites: Sequence[AttentionSite],
+) -> None:
+    if [site.name for site in sites] != [site.name for site in dense_sites]:
+        raise HeadError(
+            f"{type(dense).__name__} has other attention modules than {type(model).__name__}; pass the dense "
+            "model that was converted"
+        )
+    for site, other in zip(sites, dense_sites, strict=True):
+        if site.heads != other.heads and hasattr(site.module, ScoreForm.at):
+            raise HeadError(
+                f"{site.name} has {site.heads} heads, and {other.heads} in the dense model; remove the same heads "
+                "there first, or recover before pruning"
+            )
+
+
+@contextmanager
+def _restored(model: PreTrainedModel, dense: PreTrainedModel) -> Iterator[None]:
+    """Restore what a `Trainer` changes beside weights: training modes, requires_grad, and use_cache of the config."""
+    requires_grad = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    modes = {module: module.training for part in (model, dense) for module in part.modules()}
+    use_cache = vars(model.config).get("use_cache")
+    try:
+        yield
     finally:
         vars(model.config).pop("use_cache", None)
         if use_cache is not None:
             model.config.use_cache = use_cache
         for module, training in modes.items():
             module.training = training
-        for parameter, requires_grad in before.items():
-            parameter.requires_grad_(requires_grad)
+        for parameter, required in requires_grad.items():
+            parameter.requires_grad_(required)
+
+
+@contextmanager
+def _in_float32(*models: PreTrainedModel) -> Iterator[None]:
+    """Hold float16 weights in float32, in which gradients don't overflow, and cast them back afterwards."""
+    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    half = [tensor for tensor in tensors if tensor.dtype == torch.float16]
+    try:
+        for tensor in half:
+            tensor.data = tensor.data.float()
+        yield
+    finally:
+        for tensor in half:
+            tensor.data = tensor.data.half()
+            tensor.grad = None
 
 
 def with_copies(batches: Sequence[Batch], separator: int | None, types: bool, seed: int = 0) -> list[Batch]:
-    """Make the second half of each sequence repeat tokens of its first half, in another order.
+    """Repeat tokens of the first half of each sequence in its second half, in another order.
 
-    Random tokens never occur twice, so heads that look for equal tokens in another sentence show nothing of it. How
-    many tokens are repeated is drawn for each sequence, from none to all.
+    Random tokens rarely occur twice, so heads that look for equal tokens in another sentence would not show. The
+    share of tokens that are repeated is drawn for each sequence, from none to all.
 
     Args:
-        batches: random tokens without padding, (B, T) as `input_ids`; other than those and masks nothing is kept.
+        batches: random tokens without padding, `input_ids` (B, T); all else but masks is dropped.
         separator: token to put between the halves, or None.
-        types: whether to mark the second half, as the second text of a pair, by `token_type_ids`.
+        types: whether `token_type_ids` mark the second half as the second text of a pair.
         seed: of the draws.
 
     Returns:
@@ -262,18 +280,18 @@ def with_copies(batches: Sequence[Batch], separator: int | None, types: bool, se
     """
     generator = torch.Generator().manual_seed(seed)
     return [
-        batch if "decoder_input_ids" in batch else _copied(batch["input_ids"], separator, types, generator)
+        batch if "decoder_input_ids" in batch else _with_copies(batch["input_ids"], separator, types, generator)
         for batch in batches
     ]
 
 
-def _copied(tokens: Tensor, separator: int | None, types: bool, generator: torch.Generator) -> Batch:
-    ids, (rows, length) = tokens.clone(), tokens.shape
+def _with_copies(tokens: Tensor, separator: int | None, types: bool, generator: torch.Generator) -> Batch:
+    ids, (sequences, length) = tokens.clone(), tokens.shape
     middle = length // 2
-    first, second = ids[:, 1:middle], ids[:, middle + 1 : length - 1]  # special tokens stand at the ends
+    first, second = ids[:, 1:middle], ids[:, middle + 1 : length - 1]  # without the special tokens at the ends
     count = min(first.shape[1], second.shape[1])
-    order = torch.rand(rows, first.shape[1], generator=generator).argsort(1)[:, :count]
-    repeated = torch.rand(rows, count, generator=generator) < torch.rand(rows, 1, generator=generator)
+    order = torch.rand(sequences, first.shape[1], generator=generator).argsort(1)[:, :count]
+    repeated = torch.rand(sequences, count, generator=generator) < torch.rand(sequences, 1, generator=generator)
     second[:, :count] = torch.where(repeated, first.gather(1, order), second[:, :count])
     if separator is not None:
         ids[:, middle] = separator
@@ -283,27 +301,16 @@ def _copied(tokens: Tensor, separator: int | None, types: bool, generator: torch
     return batch
 
 
-class _Steps(TrainerCallback):  # type: ignore[misc]
-    """Callback that reports the training step."""
-
-    def __init__(self, progress: StepProgress) -> None:
-        self.progress = progress
-
-    def on_step_end(self, arguments: TrainingArguments, state: Any, *_: Any, **__: Any) -> None:
-        """Report the step."""
-        self.progress(state.global_step, state.max_steps)
-
-
 def converted_parameters(site: AttentionSite) -> list[nn.Parameter]:
-    """List the parameters that the conversion of a module put in."""
+    """Return the parameters of a module that the conversion made."""
     module: Any = site.module
-    scores, values = (getattr(module, name, None) for name in FORMS_AT)
-    found = [] if scores is None else scores.trained(module)
-    return [*found, *([] if values is None else values.trained(module, values.output_of(module, site.parent)))]
+    scores, values = (getattr(module, at, None) for at in FORMS_AT)
+    parameters = [] if scores is None else scores.trained(module)
+    return parameters + ([] if values is None else values.trained(module, values.output_of(module, site.parent)))
 
 
 def attention_digest(model: PreTrainedModel) -> str:
-    """Return a digest of a model's attention weights, by which to know the dense model of a conversion again.
+    """Return a digest of a model's attention weights, to recognise the dense model of a conversion.
 
     It is the SHA-256 of about `SAMPLED` values of each parameter of the attention modules, evenly spaced.
     """
@@ -316,45 +323,41 @@ def attention_digest(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-class _Seen(NamedTuple):
-    """Tensors recorded in one call of an attention module.
+class _Call(NamedTuple):
+    """One call of an attention module.
 
     Args:
-        site: the module.
-        probs: attention probabilities (B, H, T, S), or None where its queries and keys are dense.
-        added: what the output projection returned, (B, T, D), or None where its values are dense.
-        real: which queries are no padding, (B, T), or None where all are.
+        probs: attention probabilities (B, H, T, S), or None if queries and keys are dense.
+        output: of the output projection (B, T, D), or None if values are dense.
+        mask: attention mask of queries (B, T), or None.
     """
 
-    site: AttentionSite
     probs: Tensor | None
-    added: Tensor | None
-    real: Tensor | None
+    output: Tensor | None
+    mask: Tensor | None
 
 
 class _Watched:
-    """Attention probabilities and attention outputs of a model's forward passes.
+    """Record the attention probabilities and attention outputs of a model's forward passes.
 
     Args:
-        model: what to watch.
+        model: converted or dense.
         sites: its attention modules.
-        like: the same modules of the converted model, which says what is wanted; `sites` if not given.
+        like: the same modules of the converted model, which decide what is recorded; `sites` by default.
     """
 
     def __init__(
         self, model: PreTrainedModel, sites: Sequence[AttentionSite], like: Sequence[AttentionSite] | None = None
     ) -> None:
-        converted: list[Any] = [site.module for site in like or sites]
-        self._probs, self._values = (
-            {site.name for site, module in zip(sites, converted, strict=True) if hasattr(module, name)}
-            for name in FORMS_AT
+        self._with_scores, self._with_values = (
+            {site.name for site in like or sites if hasattr(site.module, at)} for at in FORMS_AT
         )
-        self._tap = Tap(model, "probs" if self._probs else ())
-        self._added: list[Tensor] = []  # of modules whose values are converted, in the order of calls
+        self._tap = Tap(model, "probs" if self._with_scores else ())
+        self._outputs: list[Tensor] = []  # in the order of calls
         self._handles = [
-            site.part(site.family.output).register_forward_hook(self._note)
+            site.part(site.family.output).register_forward_hook(lambda _, __, output: self._outputs.append(output))
             for site in sites
-            if site.name in self._values
+            if site.name in self._with_values
         ]
 
     def __enter__(self) -> Self:
@@ -365,33 +368,31 @@ class _Watched:
         for handle in self._handles:
             handle.remove()
 
-    def _note(self, _: nn.Module, __: Any, output: Tensor) -> None:
-        self._added.append(output)
-
-    def take(self) -> list[_Seen]:
-        """Hand over what the last pass showed, in the order of calls."""
-        added, self._added = iter(self._added), []
+    def take(self) -> list[_Call]:
+        """Return the calls of the last forward pass, in order, and forget them."""
+        outputs, self._outputs = iter(self._outputs), []
         return [
-            _Seen(
-                each.site,
-                each.probs if each.site.name in self._probs else None,
-                next(added) if each.site.name in self._values else None,
-                each.real.query,
+            _Call(
+                probs=reading.probs if reading.site.name in self._with_scores else None,
+                output=next(outputs) if reading.site.name in self._with_values else None,
+                mask=reading.real.query,
             )
-            for each in self._tap.take()
+            for reading in self._tap.take()
         ]
 
 
-def _output_error(here: Tensor, there: Tensor, real: Tensor | None) -> Tensor:
-    """Squared error of attention outputs (B, T, D) over the variance of what they are to be, over real tokens."""
-    if real is not None:
-        here, there = here[real], there[real]
-    here, there = here.flatten(0, -2).float(), there.flatten(0, -2).float()
-    return (here - there).square().sum() / (there - there.mean(0)).square().sum().clamp_min(1e-12)
+class _Steps(TrainerCallback):  # type: ignore[misc]
+    """Report each training step."""
+
+    def __init__(self, progress: StepProgress) -> None:
+        self.progress = progress
+
+    def on_step_end(self, arguments: TrainingArguments, state: Any, *_: Any, **__: Any) -> None:
+        self.progress(state.global_step, state.max_steps)
 
 
 class _Distiller(Trainer):  # type: ignore[misc]
-    """A `Trainer` whose loss is the divergence of attention probabilities, and the error of attention outputs."""
+    """A `Trainer` whose loss is the divergence of attention probabilities plus the error of attention outputs."""
 
     def __init__(
         self,
@@ -401,14 +402,14 @@ class _Distiller(Trainer):  # type: ignore[misc]
         batches: Sequence[Batch],
         arguments: TrainingArguments,
     ) -> None:
-        one_batch = copy(arguments)
-        one_batch.per_device_train_batch_size = 1
-        if one_batch.n_gpu > 1:
+        arguments = copy(arguments)
+        arguments.per_device_train_batch_size = 1
+        if arguments.n_gpu > 1:
             raise HeadError(
-                f"{one_batch.n_gpu} GPUs in one process would share out each batch's heads; start a process for each "
+                f"{arguments.n_gpu} GPUs in one process would share out each batch's heads; start a process for each "
                 "with torchrun, or show one by CUDA_VISIBLE_DEVICES"
             )
-        super().__init__(model, one_batch, train_dataset=list(batches), data_collator=_first)
+        super().__init__(model, arguments, train_dataset=list(batches), data_collator=itemgetter(0))
         self.dense, self.watched = dense.eval().to(arguments.device), watched
         self.model_accepts_loss_kwargs = False
 
@@ -422,19 +423,18 @@ def _loss(model: nn.Module, dense: nn.Module, batch: Batch, watched: tuple[_Watc
     with torch.no_grad():
         dense(**batch)
     model(**batch)
-    calls = list(zip(*(part.take() for part in watched), strict=True))
-    divergences = [
-        kl_divergence(here.probs, there.probs, here.real)
-        for here, there in calls
-        if here.probs is not None and there.probs is not None
-    ]
-    errors = [
-        _output_error(here.added, there.added, here.real)
-        for here, there in calls
-        if here.added is not None and there.added is not None
-    ]
+    divergences, errors = [], []
+    for call, target in zip(*(part.take() for part in watched), strict=True):
+        if call.probs is not None and target.probs is not None:
+            divergences.append(kl_divergence(call.probs, target.probs, call.mask))
+        if call.output is not None and target.output is not None:
+            errors.append(_output_error(call.output, target.output, call.mask))
     return torch.stack([torch.stack(losses).mean() for losses in (divergences, errors) if losses]).sum()
 
 
-def _first(batches: list[Batch]) -> Batch:
-    return batches[0]
+def _output_error(output: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the squared error of attention outputs (B, T, D) over the variance of the target, without padding."""
+    if mask is not None:
+        output, target = output[mask], target[mask]
+    output, target = output.flatten(0, -2).float(), target.flatten(0, -2).float()
+    return (output - target).square().sum() / (target - target.mean(0)).square().sum().clamp_min(1e-12)

@@ -93,7 +93,7 @@ def test_values_and_outputs_come_nearer(family, dk, make_tiny, batch, calibratio
 
 def test_what_cannot_be_distilled(make_tiny, calibration, tmp_path):
     dense, model = make_tiny("bert"), make_tiny("bert")
-    with pytest.raises(HeadError, match="BertModel is not converted, so there is nothing to bring nearer"):
+    with pytest.raises(HeadError, match="BertModel is not converted, so there is nothing to recover"):
         distil_(model, dense, calibration, arguments(tmp_path))
     compress(model, Compression(dk=6), calibration=None)
     with pytest.raises(HeadError, match="AlbertModel has other attention modules than BertModel; pass the dense"):
