@@ -28,7 +28,7 @@ from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.expand import read_factors
 from collab_compress.conversion.feed_forward import FeedForward, find_feed_forward
 from collab_compress.conversion.refit import DAMPINGS, ROOM, ROUNDING
-from collab_compress.conversion.writers import remove_hooks, width_out
+from collab_compress.conversion.writers import width_out
 from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.factorization import HeadTensor
 from collab_compress.factorization.least_squares import ResidualMoments, choice_moments, elimination_order, fit
@@ -406,7 +406,8 @@ def _activation_moments(
                 masks.update(batch_masks(model, batch))
                 run_batch(model, batch)
     finally:
-        remove_hooks(handles)
+        for handle in handles:
+            handle.remove()
     return moments
 
 

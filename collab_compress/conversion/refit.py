@@ -16,7 +16,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ from collab_compress.calibration.gather import batch_masks, masks_of, unpadded
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.feed_forward import FeedForward, cut_
 from collab_compress.conversion.report import RefitReport
-from collab_compress.conversion.writers import Writer, find_writers, remove_hooks, stream_of, width_out
+from collab_compress.conversion.writers import Writer, find_writers, stream_of, width_out
 from collab_compress.distributed import process_state
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.factorization.least_squares import ResidualMoments, choice_moments, choose_neurons, fit
@@ -356,19 +356,17 @@ def _stops_at(model: PreTrainedModel, writers: Sequence[Writer], inputs: bool = 
     def on_outputs(at: tuple[str, str], _: nn.Module, __: Any, output: Any) -> None:
         on_stream(at, output)
 
-    handles: list[Any] = []
-    for place, writer in enumerate(writers):
-        handles.append(model.get_submodule(writer.name).register_forward_hook(partial(on_call, place)))
-    for at in dict.fromkeys((writer.at, writer.shown) for writer in writers):
-        module = model.get_submodule(at[0])
-        if at[1] == "inputs":
-            handles.append(module.register_forward_pre_hook(partial(on_inputs, at), with_kwargs=True))
-        else:
-            handles.append(module.register_forward_hook(partial(on_outputs, at)))
-    try:
+    with ExitStack() as hooks:
+        for place, writer in enumerate(writers):
+            layer = model.get_submodule(writer.name)
+            hooks.enter_context(layer.register_forward_hook(partial(on_call, place)))
+        for at in dict.fromkeys((writer.at, writer.shown) for writer in writers):
+            module = model.get_submodule(at[0])
+            if at[1] == "inputs":
+                hooks.enter_context(module.register_forward_pre_hook(partial(on_inputs, at), with_kwargs=True))
+            else:
+                hooks.enter_context(module.register_forward_hook(partial(on_outputs, at)))
         yield
-    finally:
-        remove_hooks(handles)
 
 
 class _Vectors(NamedTuple):
