@@ -137,9 +137,9 @@ def _check_size(model_class: type[PreTrainedModel], config: PretrainedConfig) ->
         if "layer" in name and isinstance(value, int) and value > MOST_LAYERS:
             raise RecipeError(f"the config of the fresh model has {name} {value}; expected at most {MOST_LAYERS}")
     try:
-        getattr(config, "validate", dict)()  # else it could not be saved; not every config has it
         with torch.device("meta"):
             size = 4 * model_class(config).num_parameters()
+        getattr(config, "validate", dict)()  # else it could not be saved; not every config has it
     except Exception as error:  # any family of Transformers raises its own
         raise RecipeError(f"no {model_class.__name__} can be built from the config: {one_line(error)}") from error
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -402,7 +402,7 @@ def test_a_tracker_that_is_not_there(text, tmp_path):
     [
         (["fresh.tokenizer=letters"], DataError, "unknown kind of tokenizer 'letters'"),
         (
-            ["fresh={config: {model_type: llama, output_attentions: true}}"],
+            ["fresh={config: {model_type: llama, num_hidden_layers: 1, output_attentions: true}}"],
             RecipeError,
             "no LlamaForCausalLM can be built from the config: .*output_attentions",
         ),
