@@ -31,7 +31,7 @@ def short(value: float | None) -> str:
         return NONE
     if value == 0:
         return "0"
-    digits = floor(log10(abs(value)))
+    digits = floor(log10(abs(float(f"{value:.2e}"))))  # of the rounded number: 0.9999 is 1.00
     if digits >= 15 or digits < -4:
         return f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e").replace("-", "−")
     return f"{value:,.{max(0, 2 - digits)}f}".replace("-", "−")

@@ -108,9 +108,10 @@ def test_every_picture_says_what_it_shows_and_where_it_is_from(result):
 
 
 def test_numbers_are_readable():
-    found = [short(x) for x in (0.0, 1.0, 0.012345, -12.345, 123.456, 12345.6, 1e-7, 2.5e20, float("nan"), None)]
-    assert found == ["0", "1.00", "0.0123", "−12.3", "123", "12,346", "1.00e−7", "2.50e20", "–", "–"]
-    assert [written(x) for x in (1234567, -3, "any", None)] == ["1,234,567", "−3", "any", "–"]
+    values = [0.0, 1.0, 0.012345, -12.345, 123.456, 12345.6, 1e-7, 2.5e20, float("nan"), None, 1 - 1e-9, -9.996]
+    texts = ["0", "1.00", "0.0123", "−12.3", "123", "12,346", "1.00e−7", "2.50e20", "–", "–", "1.00", "−10.0"]
+    assert [short(value) for value in values] == texts
+    assert [written(cell) for cell in (1234567, -3, "any", None)] == ["1,234,567", "−3", "any", "–"]
 
 
 def test_what_is_not_finite_is_not_there():
