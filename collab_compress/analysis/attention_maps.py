@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from collab_compress.analysis.stream import by_name, read_heads
+from collab_compress.analysis.stream import read_heads
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.errors import HeadError
@@ -70,16 +70,16 @@ def attention_maps(
     targets = _tokens(tokenizer, batch["decoder_input_ids"]) if target is not None else sources
     maps = {}
     ((readings,),) = read_heads([model], [batch], "probs", kinds=kinds)
-    for use, reading in readings:
+    for name, reading in readings:
         kind = reading.site.kind
         assert reading.probs is not None
-        maps[use] = AttentionMap(
+        maps[name] = AttentionMap(
             kind,
             sources if kind == "encoder" else targets,
             targets if kind == "decoder" else sources,
             reading.probs[0].float().cpu(),
         )
-    return by_name(maps)
+    return maps
 
 
 def _batch(

@@ -15,8 +15,6 @@ from collab_compress.analysis.stream import (
     Batches,
     Progress,
     Readings,
-    Use,
-    by_name,
     observe,
     read_heads,
     unpadded_vectors,
@@ -239,8 +237,11 @@ class Covariances:
 
     def add(self, readings: Readings) -> None:
         """Add the readings of one batch."""
-        uses = {use: unpadded_vectors(read, self.part) for use, read in readings if read.site.kind in self.kinds}
-        vectors = list(by_name(uses).items())
+        vectors = [
+            (name, unpadded_vectors(reading, self.part))
+            for name, reading in readings
+            if reading.site.kind in self.kinds
+        ]
         groups = {"the layers": vectors} if self.together else {name: [(name, heads)] for name, heads in vectors}
         for name, group in groups.items():
             self._running.setdefault(name, RunningCovariance(self.unit)).add(group)
@@ -257,21 +258,21 @@ class Samples:
         if tokens < 1:
             raise HeadError(f"got {tokens} tokens to draw; expected at least 1")
         self.tokens, self.seed, self.part = tokens, seed, part
-        self._draws: dict[Use, tuple[torch.Generator, Tensor, Tensor]] = {}  # generator, lots, vectors
+        self._draws: dict[str, tuple[torch.Generator, Tensor, Tensor]] = {}  # generator, lots, vectors
 
     def add(self, readings: Readings) -> None:
         """Draw from one more batch: every token gets a random lot, and the lowest are kept."""
-        for use, reading in readings:
+        for name, reading in readings:
             vectors = unpadded_vectors(reading, self.part).cpu()
             new = torch.Generator().manual_seed(self.seed), torch.empty(0), vectors[:0]
-            generator, lots, kept = self._draws.get(use, new)
+            generator, lots, kept = self._draws.get(name, new)
             lots = torch.cat([lots, torch.rand(len(vectors), generator=generator)])
             lowest = lots.argsort()[: self.tokens]
-            self._draws[use] = generator, lots[lowest], torch.cat([kept, vectors])[lowest]
+            self._draws[name] = generator, lots[lowest], torch.cat([kept, vectors])[lowest]
 
     def result(self) -> dict[str, Tensor]:
         """Return the drawn vectors of each module, (N, H, d)."""
-        return by_name({use: kept for use, (_, _, kept) in self._draws.items()})
+        return {name: kept for name, (_, _, kept) in self._draws.items()}
 
 
 def head_covariances(
@@ -400,16 +401,17 @@ def model_covariances(
             "place; compare models of the same depth"
         )
     counterparts = {path: paths[1][place] for place, path in paths[0].items()}
-    sums: dict[Use, RunningCovariance] = {}
-    leading: dict[Use, int] = {}
+    sums: dict[str, RunningCovariance] = {}
+    leading: dict[str, int] = {}
     for first, second in read_heads([model, other], batches, part, kinds=kinds, progress=progress):
         others = dict(second)
-        for use, reading in first:
-            match = Use(counterparts[use.name], use.number)
+        for name, reading in first:
+            path = reading.site.name
+            match = counterparts[path] + name.removeprefix(path)
             if match not in others:
-                raise HeadError(f"{use.name} has no counterpart: no {match.name!r} ran in the other model")
+                raise HeadError(f"{name} has no counterpart: no {match!r} ran in the other model")
             vectors = unpadded_vectors(reading, part)
-            leading[use] = vectors.shape[1] if unit == "head" else 1
-            running = sums.setdefault(use, RunningCovariance(unit))
-            running.add([(use.name, vectors), (match.name, unpadded_vectors(others[match], part))])
-    return by_name({use: replace(running.result(use.name), leading=leading[use]) for use, running in sums.items()})
+            leading[name] = vectors.shape[1] if unit == "head" else 1
+            running = sums.setdefault(name, RunningCovariance(unit))
+            running.add([(path, vectors), (counterparts[path], unpadded_vectors(others[match], part))])
+    return {name: replace(running.result(name), leading=leading[name]) for name, running in sums.items()}

@@ -14,8 +14,6 @@ from collab_compress.analysis.stream import (
     Batches,
     Progress,
     Readings,
-    Use,
-    by_name,
     observe,
     unpadded_vectors,
 )
@@ -101,16 +99,16 @@ class _Means:
 
     def __init__(self, part: Part, measure: Callable[[Tensor], Tensor]) -> None:
         self.part, self._measure = part, measure
-        self._sums: dict[Use, Tensor] = {}
-        self._counts: dict[Use, int] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
 
     def add(self, readings: Readings) -> None:
         """Add the readings of one batch."""
-        for use, reading in readings:
+        for name, reading in readings:
             vectors = unpadded_vectors(reading, self.part)
             sums = self._measure(vectors.double()).cpu()
-            self._sums[use] = self._sums[use] + sums if use in self._sums else sums
-            self._counts[use] = self._counts.get(use, 0) + len(vectors)
+            self._sums[name] = self._sums[name] + sums if name in self._sums else sums
+            self._counts[name] = self._counts.get(name, 0) + len(vectors)
 
     def means(self) -> dict[str, Tensor]:
         """Return the means of each module.
@@ -118,14 +116,12 @@ class _Means:
         Raises:
             HeadError: a module saw only padding, or the sums are not finite.
         """
-        for use, sums in self._sums.items():
-            if not self._counts[use]:
-                raise HeadError(f"{use.name} saw no token that is no padding; pass batches with tokens")
+        for name, sums in self._sums.items():
+            if not self._counts[name]:
+                raise HeadError(f"{name} saw no token that is no padding; pass batches with tokens")
             if not bool(sums.isfinite().all()):
-                raise HeadError(
-                    f"{use.name}: what its heads compute is not finite; look for NaN or infinity in weights"
-                )
-        return by_name({use: sums / self._counts[use] for use, sums in self._sums.items()})
+                raise HeadError(f"{name}: what its heads compute is not finite; look for NaN or infinity in weights")
+        return {name: sums / self._counts[name] for name, sums in self._sums.items()}
 
 
 class Discrepancies(_Means):

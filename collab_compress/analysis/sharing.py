@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.analysis.energy import ScoreParts, score_parts
-from collab_compress.analysis.stream import Batches, Progress, Use, by_name, with_progress
+from collab_compress.analysis.stream import Batches, Progress, with_progress
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.calibration.gather import AttentionMasks, attention_masks, masks_of
@@ -171,8 +171,8 @@ def content_share(
         if not watcher.sums:
             raise HeadError(f"{name} saw no token that is no padding; pass batches with tokens")
         for number, sums in watcher.sums.items():
-            shares[Use(name, number)] = _shares(name, sums)
-    return by_name(shares)
+            shares[name if len(watcher.sums) == 1 else f"{name}[{number}]"] = _shares(name, sums)
+    return shares
 
 
 class _Watcher:

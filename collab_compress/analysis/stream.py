@@ -1,9 +1,10 @@
 """Run a model over batches and hand on what its attention heads computed, one batch at a time."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from fnmatch import fnmatch
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -18,23 +19,13 @@ Progress: TypeAlias = bool | Callable[[int, int | None], None]
 Batches: TypeAlias = Iterable[Mapping[str, Tensor]]
 
 _Item = TypeVar("_Item")
-_Value = TypeVar("_Value")
 
 
-class Use(NamedTuple):
-    """One use of an attention module in a forward pass; a module that serves several layers (ALBERT) has several.
+Readings: TypeAlias = list[tuple[str, Reading]]
+"""What attention modules computed in one forward pass, in the order in which they ran, by module path.
 
-    Args:
-        name: path of the module in the model.
-        number: index of the use, from 0.
-    """
-
-    name: str
-    number: int
-
-
-Readings: TypeAlias = list[tuple[Use, Reading]]
-"""What the attention modules of a model computed in one forward pass, in the order in which they ran."""
+A module that ran several times, as one that serves several layers (ALBERT), has the names `path[0]`, `path[1]`, ….
+"""
 
 
 def with_progress(items: Iterable[_Item], progress: Progress, label: str) -> Iterator[_Item]:
@@ -92,7 +83,7 @@ def read_heads(
             ran = True
             for model in models:
                 run_batch(model, dict(batch))
-            yield [_number_uses(tap.take(), modules) for tap in taps]
+            yield [_named(tap.take(), modules) for tap in taps]
     if not ran:
         raise HeadError("no batches to run the model on; pass some, and a list where they are read more than once")
 
@@ -134,15 +125,9 @@ def observed(
     with Tap(model, {observer.part for observer in observers}) as tap:
         for batch in batches:
             yield batch
-            readings = _number_uses(tap.take())
+            readings = _named(tap.take())
             for observer in observers:
                 observer.add(readings)
-
-
-def by_name(values: Mapping[Use, _Value]) -> dict[str, _Value]:
-    """Return values by module path, followed by `[0]`, `[1]`, … for a module with several uses."""
-    shared = {use.name for use in values if use.number}
-    return {f"{use.name}[{use.number}]" if use.name in shared else use.name: value for use, value in values.items()}
 
 
 def unpadded_vectors(reading: Reading, part: Part) -> Tensor:
@@ -154,12 +139,14 @@ def unpadded_vectors(reading: Reading, part: Part) -> Tensor:
     return vectors.flatten(0, 1) if mask is None else vectors[mask.to(vectors.device)]
 
 
-def _number_uses(readings: Iterable[Reading], modules: str = "*") -> Readings:
-    counts: dict[str, int] = {}
-    numbered = []
+def _named(readings: Sequence[Reading], modules: str = "*") -> Readings:
+    """Return the readings of matching modules, by name."""
+    counts = Counter(reading.site.name for reading in readings)
+    numbers: dict[str, int] = {}
+    named = []
     for reading in readings:
-        name = reading.site.name
-        counts[name] = counts.get(name, -1) + 1
-        if fnmatch(name, modules):
-            numbered.append((Use(name, counts[name]), reading))
-    return numbered
+        path = reading.site.name
+        number = numbers[path] = numbers.get(path, -1) + 1
+        if fnmatch(path, modules):
+            named.append((path if counts[path] == 1 else f"{path}[{number}]", reading))
+    return named

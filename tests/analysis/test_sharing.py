@@ -199,17 +199,6 @@ def test_scores_that_never_vary_have_no_shares(bert):
     assert not one.context.any()
 
 
-def test_padding_does_not_count(bert, batch):
-    longer = {name: torch.nn.functional.pad(value, (0, 4)) for name, value in batch.items()}
-    for side in ("content", "context"):
-        torch.testing.assert_close(
-            getattr(content_share(bert, [batch])[NAME], side),
-            getattr(content_share(bert, [longer])[NAME], side),
-            atol=1e-5,
-            rtol=1e-5,
-        )
-
-
 def test_what_cannot_be_measured_is_refused(bert, batch):
     with pytest.raises(HeadError, match=f"{NAME} saw no token"):
         content_share(bert, [])
