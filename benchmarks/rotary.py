@@ -24,8 +24,8 @@ rates.
 import argparse
 import copy
 import json
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -37,6 +37,7 @@ import torch
 from datasets import Dataset
 from rivals import Batches, dropped, pooled, taught_
 from timing import append_record, read_records
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -47,8 +48,8 @@ from transformers import (
 from transformers.utils import logging
 
 from collab_compress import Compression, Solver, compress
-from collab_compress.conversion import plan, recover_
-from collab_compress.factorization import factorize_rotary
+from collab_compress.conversion import recover_
+from collab_compress.factorization import rotary
 from collab_compress.metrics import token_losses
 from collab_compress.tasks import encode_language_model, encode_masked_language_model, load_task
 
@@ -83,8 +84,16 @@ def shared(
 
 def equal(dense: PreTrainedModel, share: float, values: bool, batches: Batches) -> PreTrainedModel:
     """Convert a copy with equally many channels for each frequency, which is no choice of the library's."""
-    with patch.object(plan, "factorize_rotary", partial(factorize_rotary, equal=True)):
+    with patch.object(rotary, "allocated", equally):
         return shared(dense, share, values, batches)
+
+
+def equally(errors: Sequence[Tensor], channels: int) -> list[int]:
+    """Divide channels among frequencies, some of which may have one tensor of errors together."""
+    heads = min(map(len, errors)) - 1
+    frequencies = [place for place, row in enumerate(errors) for _ in range((len(row) - 1) // heads)]
+    counts = Counter(frequencies[channel % len(frequencies)] for channel in range(channels))
+    return [counts[place] for place in range(len(errors))]
 
 
 class Bench:

@@ -96,7 +96,6 @@ def factorize_rotary(
     damping: float = 1e-3,
     sweeps: int | None = None,
     rotated: int | None = None,
-    equal: bool = False,
     device: torch.device | str | None = None,
     check: Check | None = None,
     head_weights: Tensor | None = None,
@@ -105,9 +104,7 @@ def factorize_rotary(
 
     Where each head has a key of its own, heads share queries and keys. Where groups of heads share a key already,
     groups share keys, and queries stay as they are: for each frequency a singular value decomposition of the keys,
-    each weighted by the queries of its group.
-
-    Channels are divided among frequencies so that the error is the least, unless `equal` is true.
+    each weighted by the queries of its group. Channels are divided among frequencies so that the error is the least.
 
     Args:
         query: complex (H, Dq, J), J frequencies; where queries have biases they are the last of the Dq rows.
@@ -119,7 +116,6 @@ def factorize_rotary(
         sweeps: passes of the solver; None for its default.
         rotated: number of frequencies that rotate, the first; None for all. For the others the softmax ignores what
             is constant over keys, so keys are centred there.
-        equal: whether all frequencies get equally many channels, as far as S allows.
         device: device of the work, with float64; None for the device of `query`, or the CPU.
         check: called before every sweep; an exception that it raises ends the work.
         head_weights: (H,), all above 0; as for `factorize`.
@@ -161,10 +157,7 @@ def factorize_rotary(
             parts.append(_rotated(weighted_query[..., :rotated], weighted_key[..., :rotated], sweeps, check))
         if rotated < frequencies:
             parts.append(_unrotated(weighted_query, weighted_key, rotated, sweeps, check))
-    if equal:
-        counts = _equal_counts(channels, parts)
-    else:
-        counts = allocated([errors for part in parts for errors in part.errors], channels)
+    counts = allocated([errors for part in parts for errors in part.errors], channels)
     solved: list[_Channels] = []
     used_sweeps = 0
     for part in parts:
@@ -276,7 +269,6 @@ class _Channels(NamedTuple):
 class _Part(NamedTuple):
     """Frequencies that are solved together."""
 
-    frequencies: int
     errors: Sequence[Tensor]  # of each frequency with 0, 1, … channels, or of all where they share channels
     solve: Callable[[Sequence[int]], tuple[list[_Channels], int]]  # a count for each of the errors → channels, sweeps
 
@@ -307,17 +299,6 @@ def _joined(parts: Sequence[_Channels], rotated: int) -> RotaryFactors:
         tuple(frequency for part in parts for frequency in part.frequencies),
         rotated,
     )
-
-
-def _equal_counts(channels: int, parts: Sequence[_Part]) -> list[int]:
-    """Divide channels among frequencies as equally as possible."""
-    frequencies = sum(part.frequencies for part in parts)
-    counts = [channels // frequencies + (j < channels % frequencies) for j in range(frequencies)]
-    joined: list[int] = []
-    for part in parts:
-        part_counts, counts = counts[: part.frequencies], counts[part.frequencies :]
-        joined += part_counts if len(part.errors) == part.frequencies else [sum(part_counts)]
-    return joined
 
 
 def _balanced(factors: RotaryFactors) -> RotaryFactors:
@@ -354,7 +335,7 @@ def _grouped_keys(query: Tensor, key: Tensor) -> _Part:
             solved.append(_Channels(None, mixing, left[j, :, :count], [j] * count))
         return solved, 0
 
-    return _Part(frequencies, list(pad(tails, (0, 1))), solve)
+    return _Part(list(pad(tails, (0, 1))), solve)
 
 
 def _rotated(query: Tensor, key: Tensor, sweeps: int | None, check: Check | None) -> _Part:
@@ -381,7 +362,7 @@ def _rotated(query: Tensor, key: Tensor, sweeps: int | None, check: Check | None
                 )
         return solved, sweeps
 
-    return _Part(frequencies, list(torch.stack(errors, 1)), solve)
+    return _Part(list(torch.stack(errors, 1)), solve)
 
 
 def _unrotated(query: Tensor, key: Tensor, rotated: int, sweeps: int | None, check: Check | None) -> _Part:
@@ -414,7 +395,7 @@ def _unrotated(query: Tensor, key: Tensor, rotated: int, sweeps: int | None, che
         labels = [rotated + i % frequencies for i in range(count)]
         return [_Channels(chi, mixing, kappa, labels)], solution.sweeps
 
-    return _Part(frequencies, [torch.from_numpy(interpolated).cummin(0).values], solve)
+    return _Part([torch.from_numpy(interpolated).cummin(0).values], solve)
 
 
 def _real_heads(query: Tensor, key: Tensor) -> HeadTensor:
