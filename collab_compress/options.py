@@ -26,11 +26,7 @@ MOST_SWEEPS = 1_000_000
 
 
 def _check_count(error: type[Exception], **counts: Any) -> None:
-    """Refuse what is not a whole number of at least 1; None is allowed.
-
-    Raises:
-        error: naming the first option that is neither.
-    """
+    """Raise `error` for the first option that is neither None nor a whole number of at least 1."""
     for name, value in counts.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise error(f"{name} is {value!r}; expected a whole number")
@@ -46,8 +42,8 @@ class Solver:
     """Solver of queries and keys: als (ours) or parafac (the papers' recipe, through tensorly)."""
 
     effort: Effort = "best"
-    """How long to look for the factors of queries and keys: best is the solver's own default, fast two fifths of
-    its sweeps, for errors about 2 % higher."""
+    """How long the solver of queries and keys runs: best is its default, fast two fifths of those sweeps, for errors
+    about 2 % higher."""
 
     sweeps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Most passes over the factors; the solver's own default if not given."""
@@ -60,20 +56,20 @@ class Solver:
     """Share of the mean input variance added to every direction, so that unseen ones keep some weight."""
 
     centre: bool | None = None
-    """Weigh by covariances, and fold what the mean query loses into the content bias; None centres keys alone where
-    queries have no bias (T5), so that no content bias appears there, which would take room in key-value caches."""
+    """Weigh errors by covariances, and add the lost scores of the mean query to the content bias. If not given, keys
+    alone are centred where queries have no bias (T5): a content bias there would take room in key-value caches."""
 
     refit: bool | None = None
     """Refit the layers that write to the residual stream, in closed form, towards the dense model's hidden states:
-    the output projections of attention and the second layers of feed-forward blocks. If not given, wherever the
-    calibration data are texts or batches."""
+    the output projections of attention and the second layers of feed-forward blocks. If not given, they are refitted
+    if the calibration data are texts or batches."""
 
     seed: int = 0
     """Seed of random tokens and random starts."""
 
     device: tyro.conf.Suppress[str | None] = None
-    """Where to decompose, as torch names it (cpu, cuda:0; cuda is each process's own GPU); where the model is if not
-    given, or the CPU if that device has no float64."""
+    """Device of the decomposition, as torch names it (cpu, cuda:0; cuda is each process's own GPU); the model's if
+    not given, or the CPU if that has no float64."""
 
     def __post_init__(self) -> None:
         for name, value, choices in (
@@ -105,7 +101,7 @@ class Solver:
 
 @dataclass(frozen=True, kw_only=True)
 class Compression:
-    """How to turn dense attention into its collaborative form: which modules, how wide, in which form.
+    """What to convert, how wide, and in which form.
 
     Example:
         >>> Compression(dk=128, dv=192, solver=Solver(effort="fast")).form
@@ -127,15 +123,15 @@ class Compression:
     They stay as they are if not given."""
 
     keep: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
-    """Share of the layers' operations to keep, in place of dk, dv, dff and form: several widths of attention and of
-    feed-forward blocks that keep it are tried, and those taken that move the outputs least. Operations count for
-    inputs of the calibration's `length`, or of the length that nine in ten texts do not exceed, or of 128 tokens."""
+    """Share of the layers' operations to keep, in place of dk, dv, dff and form: of several widths of attention and
+    of feed-forward blocks that keep it, those that move the outputs least. Operations are counted for inputs of the
+    calibration's `length`, or of the length that nine in ten texts do not exceed, or of 128 tokens."""
 
     form: Form = "shared"
     """Whether heads share their channels, or each has its own, as many as pay (per-head: cheaper on long inputs)."""
 
     equal_heads: bool = False
-    """In the per-head form: all heads equally wide, as a stock model has them, in place of as wide as pays."""
+    """In the per-head form: all heads equally wide, as in a stock model, instead of as wide as pays."""
 
     modules: Annotated[str, tyro.conf.arg(metavar="GLOB")] = "*"
     """Convert only attention modules whose path matches."""
@@ -172,7 +168,7 @@ class Compression:
             raise CompressionError(f"keep is {self.keep!r}; expected a number between 0 and 1")
 
     def _check_solver(self) -> None:
-        """Refuse settings of an iterative solver where none runs."""
+        """Refuse settings of an iterative solver if none runs."""
         if not isinstance(self.solver, Solver):
             raise CompressionError(f"solver is {self.solver!r}; expected Solver(method='als', …)")
         if self.form == "per-head" and not self.solver.iteration_is_default:
@@ -187,7 +183,7 @@ class Compression:
 
     @property
     def keeps_attention(self) -> bool:
-        """Whether attention stays dense, as where only feed-forward blocks become narrower."""
+        """Whether attention stays dense, so that only feed-forward blocks become narrower."""
         return self.dk is None and self.dv is None and self.keep is None
 
     def with_solver(self, **changes: Any) -> "Compression":
@@ -200,8 +196,8 @@ class CalibrationOptions:
     """How much of the calibration data is used."""
 
     sequences: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Calibration sequences: so many random ones (384 if not given, 128 with `length`), or a random sample of the
-    texts (all of them if not given)."""
+    """Number of calibration sequences: of random ones (384 if not given, 128 with `length`), or of texts, drawn at
+    random (all if not given)."""
 
     length: Annotated[int | None, tyro.conf.arg(metavar="T")] = None
     """Tokens of a random sequence (8 to 128 if not given), or where texts are cut (at the model's limit if not

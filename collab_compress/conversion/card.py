@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.attention import FORM_KINDS, FORMS, RotaryScores
 from collab_compress.checkpoint import edits_of
-from collab_compress.conversion.report import FeedForwardReport, ModuleReport, Report, ValueReport
+from collab_compress.conversion.report import ModuleReport, PartReport, Report, ValueReport, width_range
 from collab_compress.options import Compression
 
 CARD = "README.md"
@@ -26,7 +26,7 @@ NEEDS = (
     "The environment that loads this model needs the package: `pip install collab-compress`, and `import "
     "collab_compress` before loading. Checkpoints written with `--standalone` need `trust_remote_code=True` instead."
 )
-TAKEN = ("license", "license_name", "license_link", "language", "pipeline_tag", "library_name", "datasets")
+INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag", "library_name", "datasets")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Origin:
 
     Args:
         name: as people know it.
-        directory: its files, whose card says licence, languages and task.
+        directory: its files, whose card names licence, languages and task.
         repository: its name on the hub, if it is there.
     """
 
@@ -53,47 +53,53 @@ def model_card(
     report: Report | None = None,
     notes: Sequence[str] = (),
 ) -> ModelCard:
-    """Write the card of an edited model, or of one that was edited and is stock again.
+    """Return the card of an edited model, or of one that was edited and is stock again.
 
-    Licence, languages, task and library are those of the source's card, where it has one that can be read.
+    Licence, languages, task and library are those of the source's card, if it has one that can be read.
 
     Args:
         model: edited.
-        title: heading of the card, and what stands for the model's place in the lines that load it.
+        title: heading, and the model's path in the lines that load it.
         origin: what it was made from.
         compression: how it was converted, if it was.
         calibration: what it was calibrated on, in words.
         report: of the conversion.
-        notes: what else was done to it, a paragraph each.
+        notes: other changes, a paragraph each.
     """
     source = _source_card(origin.directory)
-    taken = {name: source[name] for name in TAKEN if _is_text(source.get(name))}
+    inherited = {name: source[name] for name in INHERITED if _is_text(source.get(name))}
     tags = source.get("tags")
     base = origin.repository or source.get("base_model")
     data = ModelCardData(
         base_model=base if _is_text(base) else None,
         tags=list(dict.fromkeys([*(tags if _is_text(tags) and isinstance(tags, list) else []), *TAGS])),
-        **{"library_name": "transformers", **taken},
+        **{"library_name": "transformers", **inherited},
     )
+    words = edited_words(model)
+    described = f"`{type(model).__name__}` with {words}" if words else f"`{type(model).__name__}`"
     text = [
         f"# {title}",
-        f"`{type(model).__name__}`{f' with {words}' if (words := edited_words(model)) else ''}, made from "
-        f"`{origin.repository or origin.name}` with collab-compress.",
+        f"{described}, made from `{origin.repository or origin.name}` with collab-compress.",
         "## Use",
-        *([NEEDS] if edited_words(model) else []),
+        *([NEEDS] if words else []),
         "```python\n" + "\n".join(loading_lines(model, title)) + "\n```",
         "## How it was made",
-        *_made(model, compression, calibration, report),
-        *notes,
-        *_figures(report),
-        "## Licence",
-        _licence(taken),
     ]
+    kinds = {edit.kind for edit in edits_of(model)}
+    if compression is not None:
+        text.append(" ".join(_conversion(compression, calibration, report, RotaryScores.kind in kinds)))
+    if "alphas" in kinds:
+        text.append("Heads mix before the output projection; the mixture is the identity until it is trained.")
+    text += notes
+    if report is not None:
+        rows = [f"| {name} | {value} |" for name, value in _figures(report)]
+        text += ["## Figures", "\n".join(["| | |", "|---|---|", *rows])]
+    text += ["## Licence", _licence(inherited)]
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(text) + "\n")
 
 
 def loading_lines(model: PreTrainedModel, path: str | Path) -> list[str]:
-    """Return the lines that load an edited model, or a stock one."""
+    """Return the lines of code that load an edited or stock model."""
     name, words = type(model).__name__, edited_words(model)
     return [
         *([f"import collab_compress  # lets Transformers rebuild the {words}"] if words else []),
@@ -103,53 +109,38 @@ def loading_lines(model: PreTrainedModel, path: str | Path) -> list[str]:
 
 
 def edited_words(model: PreTrainedModel) -> str:
-    """Describe how an edited model differs from its stock model."""
+    """Return how an edited model differs from its stock model, in words."""
     kinds = {edit.kind for edit in edits_of(model)}
     return " and ".join(words for kind, words in EDITED.items() if kind in kinds)
 
 
-def _made(
-    model: PreTrainedModel, compression: Compression | None, calibration: str | None, report: Report | None
-) -> list[str]:
-    lines = []
-    if compression is not None:
-        turned = any(edit.kind == RotaryScores.kind for edit in edits_of(model))
-        lines.append(" ".join(_converted(compression, calibration, report, turned)))
-    if any(edit.kind == "alphas" for edit in edits_of(model)):
-        lines.append("Heads mix before the output projection; the mixture is the identity until it is trained.")
-    return lines
-
-
-def _converted(
-    compression: Compression, calibration: str | None, report: Report | None, turned: bool
+def _conversion(
+    compression: Compression, calibration: str | None, report: Report | None, rotary: bool
 ) -> Iterator[str]:
-    """Describe the forms of queries and keys and of values."""
-    of_scores, of_values = (
-        f" of {len(modules)} attention modules" if modules else ""
-        for modules in (report and report.modules, report and report.values)
-    )
+    """Yield sentences on what was converted, and how."""
     how = f"damping {compression.solver.damping:g}, seed {compression.solver.seed}"
     how += "" if calibration is None else f", calibrated on {calibration}"
-    option = "per-head" if report and any(module.sizes for module in report.modules) else compression.form
-    form = RotaryScores if turned else FORMS[option]
-    dk = [module.dk for module in report.modules] if report else [compression.dk]
-    dv = [module.dv for module in report.values] if report else [compression.dv]
     if report and compression.keep is not None:
         how = f"--keep {compression.keep:g}, {how}"
-    if dk in ([], [None]):
+    scores, values = (report.modules, report.values) if report else ((), ())
+    dk = [module.dk for module in scores] if report else [compression.dk] if compression.dk else []
+    dv = [module.dv for module in values] if report else [compression.dv] if compression.dv else []
+    if dk:
+        option = "per-head" if any(module.sizes for module in scores) else compression.form
+        form = RotaryScores if rotary else FORMS[option]
+        yield (
+            f"Queries and keys{_count(scores)} were decomposed into {form.space} of R = {width_range(dk)} "
+            f"(`{option}`, solver `{compression.solver.method}`, {how}), without retraining."
+        )
+    else:
         yield "Queries and keys are the source's own."
-    else:
+    if dv:
         yield (
-            f"Queries and keys{of_scores} were decomposed into {form.space} of R = {_widths(dk)} (`{option}`, "
-            f"solver `{compression.solver.method}`, {how}), without retraining."
+            f"Values{_count(values)} were narrowed to dv = {width_range(dv)} channels, all heads together, and the "
+            f"output projections fitted to them ({how}), without retraining."
         )
-    if dv in ([], [None]):
+    else:
         yield "Values and outputs are the source's own."
-    else:
-        yield (
-            f"Values{of_values} were narrowed to dv = {_widths(dv)} channels, all heads together, and the output "
-            f"projections fitted to them ({how}), without retraining."
-        )
     if report and report.feed_forward:
         yield (
             f"{len(report.feed_forward)} feed-forward blocks keep {compression.dff} neurons each, chosen by what "
@@ -162,58 +153,53 @@ def _converted(
         )
 
 
-def _widths(widths: Sequence[int | None]) -> str:
-    """Write one width, or the least and the greatest."""
-    found = sorted(width for width in set(widths) if width is not None)
-    return str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
+def _count(modules: Sequence[PartReport]) -> str:
+    return f" of {len(modules)} attention modules" if modules else ""
 
 
-def _figures(report: Report | None) -> list[str]:
-    if report is None:
-        return []
-    rows = {}
+def _figures(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield the rows of the table of figures."""
+    for name, parts in (
+        ("query/key parameters", report.modules),
+        ("value/output parameters", report.values),
+        ("feed-forward parameters", report.feed_forward),
+    ):
+        if parts:
+            before, after = (
+                sum(part.parameters_before for part in parts),
+                sum(part.parameters_after for part in parts),
+            )
+            yield name, f"{before:,} → {after:,}"
+    yield "parameters", f"{report.parameters_before:,} → {report.parameters_after:,}"
     if report.modules:
-        rows["query/key parameters"] = _parameters(report.modules)
+        length = min(module.break_even_length for module in report.modules)
+        yield "relative error of scores, mean over modules", _error(report.modules)
+        yield "scores take fewer operations", "at any length" if isinf(length) else f"up to {length:.0f} tokens"
     if report.values:
-        rows["value/output parameters"] = _parameters(report.values)
-    if report.feed_forward:
-        rows["feed-forward parameters"] = _parameters(report.feed_forward)
-    rows["parameters"] = f"{report.parameters_before:,} → {report.parameters_after:,}"
-    if report.modules:
-        lengths = min(each.break_even_length for each in report.modules)
-        rows["relative error of scores, mean over modules"] = _error(report.modules)
-        rows["scores take fewer operations"] = "at any length" if isinf(lengths) else f"up to {lengths:.0f} tokens"
-    if report.values:
-        rows["relative error of what heads add, mean over modules"] = _error(report.values)
-        rows["values take fewer operations"] = "at any length"
+        yield "relative error of what heads add, mean over modules", _error(report.values)
+        yield "values take fewer operations", "at any length"
     if report.refits:
         last = report.refits[-1]
-        before = "" if report.feed_forward else f"{last.error_before:.2%} → "  # there is none with fewer neurons
-        rows["error of the last layer's hidden states, refitted"] = f"{before}{last.error_after:.2%}"
+        before_refit = "" if report.feed_forward else f"{last.error_before:.2%} → "  # none with fewer neurons
+        yield "error of the last layer's hidden states, refitted", f"{before_refit}{last.error_after:.2%}"
     if report.drift is not None:
-        rows[f"drift of {report.drift.output} on held-back sequences"] = f"{report.drift.relative_error:.2%}"
-    table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
-    return ["## Figures", table]
+        yield f"drift of {report.drift.output} on held-back sequences", f"{report.drift.relative_error:.2%}"
 
 
-def _parameters(maps: Sequence[ModuleReport | ValueReport | FeedForwardReport]) -> str:
-    return f"{sum(each.parameters_before for each in maps):,} → {sum(each.parameters_after for each in maps):,}"
+def _error(parts: Sequence[ModuleReport | ValueReport]) -> str:
+    return f"{mean(part.weight_error if part.data_error is None else part.data_error for part in parts):.4f}"
 
 
-def _error(maps: Sequence[ModuleReport | ValueReport]) -> str:
-    return f"{mean(each.weight_error if each.data_error is None else each.data_error for each in maps):.4f}"
-
-
-def _licence(taken: dict[str, Any]) -> str:
-    if "license" not in taken:
+def _licence(inherited: dict[str, Any]) -> str:
+    licence, name = inherited.get("license"), inherited.get("license_name")
+    if licence is None:
         return "The source's card names none."
-    name = taken["license"] if isinstance(taken["license"], str) else ", ".join(taken["license"])
-    named = taken.get("license_name")
-    return f"That of the source: {name}{f' ({named})' if isinstance(named, str) else ''}."
+    words = licence if isinstance(licence, str) else ", ".join(licence)
+    return f"That of the source: {words}{f' ({name})' if isinstance(name, str) else ''}."
 
 
 def _source_card(directory: Path | None) -> dict[str, Any]:
-    """Read the head of the source's card; empty where it has none, or none that can be read."""
+    """Return the metadata of the source's card; empty without a card that can be read."""
     if directory is None or not (directory / CARD).is_file():
         return {}
     try:
@@ -227,5 +213,5 @@ def _source_card(directory: Path | None) -> dict[str, Any]:
 def _is_text(value: Any) -> bool:
     """Return whether a field of a model card is a text or a list of texts."""
     return isinstance(value, str) or (
-        isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
+        isinstance(value, list) and bool(value) and all(isinstance(part, str) for part in value)
     )

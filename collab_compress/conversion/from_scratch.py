@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -51,17 +51,16 @@ class FromScratch:
 def from_config(
     config: PretrainedConfig, attention: FromScratch, model_class: type[PreTrainedModel]
 ) -> PreTrainedModel:
-    """Build a freshly initialised model with collaborative attention everywhere.
+    """Return a freshly initialised model with collaborative attention in all its modules.
 
     Args:
         config: of a stock model.
-        attention: dk and start of the shared attention.
+        attention: width and start of the shared attention.
         model_class: the class to build, such as `BertForMaskedLM`.
 
     Returns:
-        A model that trains, saves and reloads like a converted one. Projections start normally distributed, with
-        the deviation that the model gives those they replace; content biases start at zero. Draws from torch's global
-        generator.
+        A model that trains, saves and reloads like a converted one. Projections start normally distributed, with the
+        standard deviation of those they replace; content biases start at zero. Draws from torch's global generator.
 
     Raises:
         CompressionError: the config is not a stock model's.
@@ -70,52 +69,59 @@ def from_config(
     if getattr(config, "quantization_config", None) is not None:
         raise CompressionError("the config describes a converted or quantized model; pass a stock model's config")
     model = model_class(copy.deepcopy(config))  # the edit is recorded in the config, which may be used again
-    modules: dict[str, ScoreForm] = {}
+    forms: dict[str, dict[str, ScoreForm]] = {}
     for site in find_dense_attention(model, FAMILIES):
-        scale = sqrt(site.heads / attention.dk) if attention.scale == "narrow" else None
-        if site.family.rotary:
-            modules[path_in_base(model, site.module)] = _rotary_(site, attention)
-            continue
-        form = SharedScores.of(site, attention.dk, content_bias=site.query.bias is not None)
-        form = replace(form, scale=scale, train_mixing=attention.train_mixing)
-        parts = form.build(site.module, site.parent)
-        with torch.no_grad():
-            for projection, dense in ((parts.query.proj, site.query), (parts.key.proj, site.key)):
-                projection.weight.normal_(std=float(dense.weight.std()))
-            if parts.key.content_bias is not None:
-                parts.key.content_bias.zero_()
-            parts.mixing.copy_(MIXING_STARTS[attention.mixing](site.heads, attention.dk))
+        form, parts = (_rotary if site.family.rotary else _shared)(site, attention)
         install_(site.module, form, parts)
-        modules[path_in_base(model, site.module)] = form
-    for kind in dict.fromkeys(form.kind for form in modules.values()):
-        record_edit_(model, FormEdit(kind, {name: form for name, form in modules.items() if form.kind == kind}))
+        forms.setdefault(form.kind, {})[path_in_base(model, site.module)] = form
+    for kind, modules in forms.items():
+        record_edit_(model, FormEdit(kind, modules))
     return model
 
 
-def _rotary_(site: DenseSite, attention: FromScratch) -> RotaryScores:
-    """Install untrained shared rotary heads in a module in place; mixing starts equal for each frequency."""
+def _shared(site: DenseSite, attention: FromScratch) -> tuple[ScoreForm, Any]:
+    """Return the form of untrained shared attention, and its parameters."""
+    scale = sqrt(site.heads / attention.dk) if attention.scale == "narrow" else None
+    form = SharedScores.of(site, attention.dk, content_bias=site.query.bias is not None)
+    form = replace(form, scale=scale, train_mixing=attention.train_mixing)
+    parts = _initialised(site, form)
+    with torch.no_grad():
+        if parts.key.content_bias is not None:
+            parts.key.content_bias.zero_()
+        parts.mixing.copy_(MIXING_STARTS[attention.mixing](site.heads, attention.dk))
+    return form, parts
+
+
+def _rotary(site: DenseSite, attention: FromScratch) -> tuple[ScoreForm, Any]:
+    """Return the form of untrained shared rotary heads, and its parameters, mixing equal for all frequencies."""
     if attention.scale != "model" or attention.dk > site.key_value_width:
         raise CompressionError(
             f"{site.name}: rotary heads keep the model's scale, and dk is at most {site.key_value_width} there; got "
             f"scale {attention.scale!r} and dk {attention.dk}"
         )
     form = replace(RotaryScores.of(site, attention.dk, content_bias=False), train_mixing=attention.train_mixing)
-    parts = form.build(site.module, site.parent)
+    parts = _initialised(site, form)
     with torch.no_grad():
-        for projection, dense in ((parts.query.proj, site.query), (parts.key.proj, site.key)):
-            projection.weight.normal_(std=float(dense.weight.std()))
+        for projection in (parts.query.proj, parts.key.proj):
             if projection.bias is not None:
                 projection.bias.zero_()
         start = MIXING_STARTS[attention.mixing](site.key_value_heads, form.rank // site.head_width)  # (G, P)
         real = start.repeat_interleave(site.head_width // 2, 1)
-        elementwise = torch.tensor([not form.grouped and still for still in form.unrotated])
+        elementwise = torch.tensor([not form.grouped and unrotated for unrotated in form.unrotated])
         parts.mixing.copy_(torch.cat([real, torch.where(elementwise, real, 0.0)], 1))
-    install_(site.module, form, parts)
-    return form
+    return form, parts
+
+
+def _initialised(site: DenseSite, form: ScoreForm) -> Any:
+    parts = form.build(site.module, site.parent)
+    with torch.no_grad():
+        for projection, dense in ((parts.query.proj, site.query), (parts.key.proj, site.key)):
+            projection.weight.normal_(std=float(dense.weight.std()))
+    return parts
 
 
 def _concatenation(heads: int, dk: int) -> Tensor:
-    """Blocks of ones, (H, R): channel r belongs to one head; blocks differ in width by at most one."""
+    """Return blocks of ones, (H, R): each channel belongs to one head, and widths differ by at most one."""
     owner = torch.arange(dk) * heads // dk if dk >= heads else torch.arange(dk)
     return torch.nn.functional.one_hot(owner, heads).T.float()
 

@@ -7,7 +7,7 @@ from transformers.pytorch_utils import Conv1D
 
 from collab_compress import Compression, compress
 from collab_compress.architectures import FAMILIES, find_attention
-from collab_compress.conversion.head_weights import LEAST, _moved, head_weights
+from collab_compress.conversion.head_weights import LEAST, _squares, head_weights
 from collab_compress.heads import Tap
 
 MODELS = {
@@ -86,7 +86,7 @@ def test_small_errors_of_scores_change_outputs_as_much():
         after = (scores + size * draw(*scores.shape)).softmax(-1) @ values @ outputs
         changes.append(((after - before) / size).square().sum((0, 2, 3)))
     probs = scores.softmax(-1)
-    expected = _moved(probs, values, probs @ values, outputs @ outputs.mT).sum((0, 2, 3)).double()
+    expected = _squares(probs, values, probs @ values, outputs @ outputs.mT).sum((0, 2, 3)).double()
     torch.testing.assert_close(torch.stack(changes).mean(0), expected, rtol=0.05, atol=0)
 
 
