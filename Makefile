@@ -5,7 +5,7 @@
 # make test-lowest   try the lowest versions that pyproject.toml allows, in an environment of their own
 # make check         ruff, mypy, the import contracts and the documentation
 # make docs          the documentation, in build/docs; stops at a broken link or a missing docstring
-# make bench         factorization, latency, training cost, similarity and quality against their references
+# make bench         the solver, latency, training cost and quality against their references
 # make bench-gpu     on a GPU: kernels of attention, and conversions; fails where there is none
 
 PYTHON ?= python3
@@ -75,16 +75,15 @@ docs: $(DOCS)
 	$(BIN)/python -m sphinx -q -W --keep-going --fresh-env --write-all --builder html docs build/docs
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/factorization.py
+	$(BIN)/python benchmarks/conversion.py solver
 	$(BIN)/python benchmarks/speed.py latency
 	$(BIN)/python benchmarks/speed.py decoding
 	$(BIN)/python benchmarks/speed.py heads
-	$(BIN)/python benchmarks/speed.py similarity
 	$(if $(COLLAB_COMPRESS_DATA),$(BIN)/python benchmarks/quality.py measure --data-dir $(COLLAB_COMPRESS_DATA)/glue,@echo "no real data, so no quality: set COLLAB_COMPRESS_DATA")
 
 bench-gpu: $(STAMP)
 	$(BIN)/python benchmarks/speed.py kernels --device cuda
-	$(BIN)/python benchmarks/conversion.py --device cuda --rounds 3
+	$(BIN)/python benchmarks/conversion.py whole --device cuda --rounds 3
 
 $(CORE): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

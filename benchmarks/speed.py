@@ -1,32 +1,28 @@
 """Time of converted models and of what acts on heads, over the dense model, in turns on this machine.
 
     python benchmarks/speed.py latency [--rows "shared dk=128" "per-head dk=192 dv=192"] [--lengths 32 128 512]
-    python benchmarks/speed.py int8 [--lengths 32 128]
     python benchmarks/speed.py decoding [--shapes gpt2 llama] [--lengths 128 1024 4096]
     python benchmarks/speed.py training
     python benchmarks/speed.py heads
-    python benchmarks/speed.py similarity
     python benchmarks/speed.py kernels [--device cuda]
 
-A row is the median of converted/dense over paired rounds, and its quartiles; below 1 is faster. "dense again" is the
-dense model against itself: what it differs from 1 by cannot be measured here. Processor time of one thread is the
-default, for machines that others use too; `--wall --threads 2` is for quiet ones.
+A row is the median of converted/dense over paired rounds, with its quartiles; below 1 is faster. "dense again" is the
+dense model against itself, which shows what cannot be measured. The default is processor time of one thread, for
+machines with other work; `--wall --threads 2` is for quiet ones.
 
-latency: MiniLM. int8: MiniLM exported to ONNX and quantized dynamically by ONNX Runtime, as embedding models are
-served. decoding: one token beside a key-value cache, four layers of random weights without the language model's head.
-training: a whole step of MiniLM (forward, backward, AdamW), and the peak of the resident size over three steps of a
-fresh process (Linux). heads: a training step with each method that acts on heads over a plain one. similarity: SVCCA
-and CKA of all pairs of 12 heads over the same pair by pair. kernels: attention alone, forward and with backward.
+latency: MiniLM. decoding: one token with a key-value cache, four layers of random weights without the language-model
+head. training: a whole step of MiniLM (forward, backward, AdamW), and the peak of the resident size over three steps
+of a fresh process (Linux). heads: a training step with each method that acts on heads over a plain one. kernels:
+attention alone, forward and with backward.
 """
 
 import argparse
 import copy
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from itertools import combinations, product
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import torch
@@ -57,8 +53,6 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from collab_compress import Compression, Solver, compress
-from collab_compress.analysis import cka, svcca
-from collab_compress.analysis.covariance import RunningCovariance
 from collab_compress.attention.kernels import Inputs
 from collab_compress.attention.per_head import one_by_one, padded, side_by_side
 from collab_compress.attention.shared import blocked, folded, sdpa
@@ -74,27 +68,31 @@ def minilm(implementation: str = "sdpa") -> Any:
 
 
 def converted(dense: Any, row: str) -> Any:
-    """Return a converted copy of `dense`: "FORM dk=N dv=N dff=N [equal]", with coarse weights: time alone counts."""
-    form, *options = row.split()
-    widths = {name: int(width) for name, _, width in (option.partition("=") for option in options) if width}
-    settings: dict[str, Any] = {"form": form} if "dk" in widths else {}
+    """Return a copy of `dense`, converted as "FORM dk=N dv=N dff=N [equal]"; coarsely, because only time counts."""
+    form, widths, is_equal = parse_row(row)
+    settings: dict[str, Any] = {"form": form, "equal_heads": is_equal} if "dk" in widths else {}
     if form == "shared" and "dk" in widths:
         settings["solver"] = Solver(sweeps=1)
-    if "equal" in options:
-        settings["equal_heads"] = True
     model = copy.deepcopy(dense)
     calibration = [token_batch(2, 32)] * 2 if "dff" in widths else None
     compress(model, Compression(**widths, **settings), calibration)
     return model
 
 
+def parse_row(row: str) -> tuple[str, dict[str, int], bool]:
+    """Return the form, the widths, and whether heads are equal, of a row such as "per-head dk=192 dv=192 equal"."""
+    form, *options = row.split()
+    widths = dict(option.split("=") for option in options if "=" in option)
+    return form, {name: int(width) for name, width in widths.items()}, "equal" in options
+
+
 def with_dense(dense: Any, rows: list[str]) -> dict[str, Any]:
-    """Return the dense model twice, and its conversions."""
+    """Return the dense model, a copy of it, and its conversions."""
     return {DENSE: dense, AGAIN: copy.deepcopy(dense)} | {row: converted(dense, row) for row in rows}
 
 
 def token_batch(batch: int, length: int) -> dict[str, Tensor]:
-    """Random tokens (batch, length)."""
+    """Return a batch of random tokens, (batch, length)."""
     tokens = torch.randint(1000, 20000, (batch, length), generator=torch.Generator().manual_seed(0))
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
@@ -117,72 +115,16 @@ def latency(args: argparse.Namespace) -> None:
             report({"T": length, "batch": batch}, calls, args)
 
 
-def int8(args: argparse.Namespace) -> None:
-    rows = args.rows or [
-        "shared dk=64",
-        "shared dk=128",
-        "per-head dk=192 dv=192 equal",
-        "per-head dk=96 dv=96 equal",
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        models = with_dense(minilm("eager"), rows)
-        sessions = {name: Session(model, Path(folder), args.threads) for name, model in models.items()}
-    for length, batch in product(args.lengths or (32, 128), (1, 8)):
-        calls = {name: partial(session, **token_batch(batch, length)) for name, session in sessions.items()}
-        times = paired_times(calls, args)
-        for name in list(sessions)[1:]:
-            size = sessions[name].size / sessions[DENSE].size
-            print_row({"int8 T": length, "batch": batch}, name, {**ratio(times, name), "size": size}, args)
-
-
-class Session:
-    """An ONNX model, in int8 unless said otherwise, that is called as the model itself.
-
-    Args:
-        model: to export.
-        folder: for its files.
-        threads: of the session.
-        quantized: whether to quantize it.
-        without: optimizers of ONNX Runtime that are left out.
-    """
-
-    def __init__(
-        self, model: Any, folder: Path, threads: int, quantized: bool = True, without: Sequence[str] = ()
-    ) -> None:
-        import onnxruntime
-        from onnxruntime.quantization import QuantType, quantize_dynamic
-
-        model.config.use_cache = model.config.return_dict = False
-        batch = token_batch(2, 9)
-        shapes = {name: {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=512)} for name in batch}
-        path = exported = folder / "model.onnx"
-        export: dict[str, Any] = {"dynamic_shapes": shapes, "dynamo": True, "input_names": list(batch)}
-        with torch.no_grad():
-            torch.onnx.export(model, (), exported, kwargs=batch, verbose=False, external_data=False, **export)
-        if quantized:
-            path = folder / "int8.onnx"
-            quantize_dynamic(exported, path, weight_type=QuantType.QInt8, per_channel=True)
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        self.session = onnxruntime.InferenceSession(
-            path, options, providers=["CPUExecutionProvider"], disabled_optimizers=list(without)
-        )
-        self.size = path.stat().st_size
-
-    def __call__(self, **batch: Tensor) -> Any:
-        return self.session.run(None, {name: tensor.numpy() for name, tensor in batch.items()})
-
-
 # One token of a decoder
 
 
 def gpt2() -> Any:
-    """GPT-2's width: D = 768, 12 heads of 64."""
+    """Return four layers of GPT-2's width: D = 768, 12 heads of 64."""
     return GPT2Model(GPT2Config(n_layer=4, n_positions=8192, vocab_size=1000, bos_token_id=0, eos_token_id=1))
 
 
 def llama(key_heads: int) -> Any:
-    """D = 1024, 16 heads of 64."""
+    """Return four layers with D = 1024 and 16 heads of 64."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "vocab_size": 1000}
     heads = {"num_attention_heads": 16, "num_key_value_heads": key_heads, "max_position_embeddings": 8192}
     return LlamaModel(LlamaConfig(**sizes, **heads))
@@ -207,11 +149,11 @@ def decoding(args: argparse.Namespace) -> None:
 
 
 def token_step(model: Any, length: int) -> Callable[[], None]:
-    """Return a function that decodes one token beside `length` cached ones, and takes it out of the cache again."""
+    """Return a function that decodes one token after `length` cached ones, and removes it from the cache again."""
     cache = DynamicCache(config=model.config)
     tokens = torch.randint(0, 1000, (1, length), generator=torch.Generator().manual_seed(0))
-    for part in tokens.split(512, dim=1):
-        model(part, past_key_values=cache)
+    for chunk in tokens.split(512, dim=1):
+        model(chunk, past_key_values=cache)
     last = torch.tensor([[7]])
 
     def step() -> None:
@@ -237,7 +179,7 @@ def training(args: argparse.Namespace) -> None:
 
 
 def training_step(model: Any) -> Callable[..., None]:
-    """Return a function that trains on one batch; the loss is the mean square of the last hidden state."""
+    """Return a function that trains on one batch; the loss is the mean square of the last hidden states."""
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-5)
 
     def step(**batch: Tensor) -> None:
@@ -249,15 +191,15 @@ def training_step(model: Any) -> Callable[..., None]:
 
 
 def training_memory(model: Any, length: int, batch: int, threads: int) -> float:
-    """Return the peak of a fresh process that trains a model it has loaded, in MiB."""
+    """Return the MiB that loading and training the model add to the peak memory of a fresh process."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return float(fresh_process(__file__, "training", "--child", folder, length, batch, threads))
 
 
 def print_training_memory(folder: str, length: int, batch: int) -> None:
-    """Train for three steps, and print by how many MiB they raised the peak of this process."""
-    torch.ones(2, 2) @ torch.ones(2, 2)  # thread pools are not the model's memory
+    """Load and train for three steps; print by how many MiB they raised the peak memory of this process."""
+    torch.ones(2, 2) @ torch.ones(2, 2)  # starts thread pools, which are not the model's memory
     before = reset_peak()
     step = training_step(AutoModel.from_pretrained(folder, attn_implementation="sdpa"))
     for _ in range(3):
@@ -269,7 +211,7 @@ def penalty(name: str) -> HeadTraining:
     return HeadTraining(penalties=(PenaltyOptions(name),))
 
 
-METHODS: dict[str, tuple[str, HeadTraining]] = {  # name: attention of the plain step it is compared with, method
+METHODS: dict[str, tuple[str, HeadTraining]] = {  # name → attention of the plain step to compare with, method
     "DropHead": ("sdpa", HeadTraining(drophead=(DropHeadOptions(0.2),))),
     "alphas": ("sdpa", HeadTraining(alphas=AlphasOptions(frozen_ratio=0.0, growth_weight=0.0))),
     "alphas, nuclear growth": ("sdpa", HeadTraining(alphas=AlphasOptions(frozen_ratio=0.0))),
@@ -282,7 +224,7 @@ METHODS: dict[str, tuple[str, HeadTraining]] = {  # name: attention of the plain
 
 def heads(args: argparse.Namespace) -> None:
     models = {"minilm": AutoModelForSequenceClassification.from_pretrained(get_model_path())}
-    for count in (4, 12, 48):  # no method's cost grows with the number of pairs of heads
+    for count in (4, 12, 48):  # shows that no method's cost grows with the number of pairs of heads
         config = BertConfig(hidden_size=384, num_attention_heads=count, num_hidden_layers=2, intermediate_size=1536)
         models[f"{count} heads"] = AutoModelForSequenceClassification.from_config(config)
     for name, model in models.items():
@@ -317,65 +259,12 @@ def method_step(model: Any, method: HeadTraining | None) -> Callable[[], None]:
     return step
 
 
-# Similarity of heads
-
-
-def similarity(args: argparse.Namespace) -> None:
-    x = head_outputs(tokens=50_000)
-    ours, theirs = joint_similarity(x), pairwise_similarity(x)
-    for name, one, other in zip(("SVCCA", "CKA"), ours, theirs, strict=True):
-        print(f"{name}: largest difference {float((one - other).abs().max()):.1e}")
-    calls = {"one pass": lambda: joint_similarity(x), "pair by pair": lambda: pairwise_similarity(x)}
-    report({"heads": 12, "tokens": len(x)}, calls, args, baseline="one pass")
-
-
-def head_outputs(tokens: int, heads: int = 12, width: int = 64) -> Tensor:
-    """Random head outputs (N, H, d): directions of falling variance, partly shared between heads."""
-    generator = torch.Generator().manual_seed(0)
-    common = torch.randn(tokens, width, generator=generator)
-    rotations = torch.randn(heads, width, width, generator=generator) / width**0.5
-    scale = torch.logspace(0, -1.5, width)
-    own = torch.randn(tokens, heads, width, generator=generator) * scale
-    return own + torch.einsum("nd,hde->nhe", common * scale, rotations)
-
-
-def joint_similarity(x: Tensor) -> tuple[Tensor, Tensor]:
-    """SVCCA and CKA of all pairs of heads from one covariance matrix."""
-    running = RunningCovariance()
-    for batch in x.split(1024):
-        running.add([("head", batch)])
-    joint = running.result("heads")
-    rows, columns = torch.triu_indices(x.shape[1], x.shape[1], 1)
-    return svcca(joint, 0.99).similarity[rows, columns], cka(joint)[rows, columns]
-
-
-def pairwise_similarity(x: Tensor) -> tuple[Tensor, Tensor]:
-    """SVCCA and CKA of all pairs of heads from their tokens, as their papers define them."""
-    found = [pair_similarity(x[:, i], x[:, j]) for i, j in combinations(range(x.shape[1]), 2)]
-    return torch.stack([pair[0] for pair in found]), torch.stack([pair[1] for pair in found])
-
-
-def pair_similarity(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean canonical correlation over 99 % of the variance, and linear CKA, of two heads (N, d)."""
-    x, y = (head.double() - head.double().mean(0) for head in (first, second))
-    left, right = (main_directions(head) for head in (x, y))
-    alignment = (x.T @ y).square().sum() / ((x.T @ x).norm() * (y.T @ y).norm())
-    return torch.linalg.svdvals(left.T @ right).mean(), alignment
-
-
-def main_directions(x: Tensor, variance: float = 0.99) -> Tensor:
-    """Left singular vectors that hold a share of the variance."""
-    left, values, _ = torch.linalg.svd(x, full_matrices=False)
-    shares = values.square().cumsum(0) / values.square().sum()
-    return left[:, : int((shares < variance).sum()) + 1]
-
-
 # Kernels
 
 
 def kernels(args: argparse.Namespace) -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("no GPU here, so nothing was measured; run it on a machine with one, or pass --device cpu")
+        sys.exit("no GPU found, so nothing was measured; run it on a machine with one, or pass --device cpu")
     args.wall = args.wall or args.device == "cuda"
     for dtype, count, length in product((torch.float32, torch.bfloat16), (12, 16), args.lengths or (128, 512, 2048)):
         for is_training in (False, True):
@@ -432,11 +321,9 @@ def kernel_run(
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "latency": latency,
-    "int8": int8,
     "decoding": decoding,
     "training": training,
     "heads": heads,
-    "similarity": similarity,
     "kernels": kernels,
 }
 

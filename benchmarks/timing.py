@@ -1,4 +1,4 @@
-"""The timing harness of the benchmarks: calls take turns, so that ratios hold while the machine's speed drifts."""
+"""The harness of the benchmarks: calls are timed in turns, so that ratios hold while the machine's speed drifts."""
 
 import argparse
 import json
@@ -19,17 +19,16 @@ Calls = Mapping[str, Callable[[], Any]]
 
 def add_timing_arguments(parser: argparse.ArgumentParser, seconds: float = 10) -> None:
     """Add the options that all timings share."""
-    parser.add_argument("--seconds", type=float, default=seconds, help="for each cell, all rows together")
+    parser.add_argument("--seconds", type=float, default=seconds, help="for each cell, for all rows together")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--wall", action="store_true", help="wall time, for a quiet machine; default: processor time")
     parser.add_argument("--records", type=Path, help="append a JSON line for each row to this file")
 
 
 def paired_times(calls: Calls, args: argparse.Namespace, min_rounds: int = 5) -> dict[str, list[float]]:
-    """Run every call once a round, in random order, for about `args.seconds`.
+    """Return the seconds of each call in every round; a round runs all calls in random order.
 
-    Returns:
-        The seconds of each call in every round.
+    Rounds go on for about `args.seconds`.
     """
     clock = perf_counter if args.wall else process_time
     order = list(calls)
@@ -60,7 +59,7 @@ def ratio(times: Mapping[str, list[float]], name: str, baseline: str = "dense") 
 
 
 def report(cell: Mapping[str, Any], calls: Calls, args: argparse.Namespace, baseline: str = "dense") -> None:
-    """Time the calls of one cell, and print and record the ratio of each to the baseline."""
+    """Time the calls of one cell; print and record the ratio of each to the baseline."""
     times = paired_times(calls, args)
     for name in calls:
         if name != baseline:

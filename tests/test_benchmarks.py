@@ -12,10 +12,10 @@ from collab_compress import Compression, Solver, compress
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 try:
+    from language_models import equal, shared
     from quality import DEFAULT_ROWS, DENSE_PARAMETERS, LAYERS, WIDTH, Row
     from quality import HEADS as MINILM_HEADS
     from rivals import dropped, layers_of, low_rank_, per_head_, pooled, taught_, without_heads_
-    from rotary import equal, shared
     from timing import ratio
 finally:
     sys.path.pop(0)

@@ -36,7 +36,7 @@ TREES = [  # files, and the extras they may import from beside the core
     (["collab_compress/external_evaluation.py", "cli/evaluate.py"], ["data", "eval"]),
     (["collab_compress", "cli"], []),
     (["tests", "glue_runs", "benchmarks"], ["minilm", "parafac", "data", "test"]),
-    (["tests/extras", "benchmarks/speed.py"], ["minilm", "parafac", "data", "test", "extras", "eval"]),
+    (["tests/extras", "benchmarks/serving.py"], ["minilm", "parafac", "data", "test", "extras", "eval"]),
 ]
 GUARDED = {
     "collab_compress/calibration/files.py": {"datasets"},

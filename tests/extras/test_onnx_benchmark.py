@@ -11,8 +11,8 @@ pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 try:
-    from onnx_int8 import SLOWER, Encoder
-    from speed import Session, token_batch
+    from serving import SLOWER, Encoder, Session
+    from speed import token_batch
 finally:
     sys.path.pop(0)
 
