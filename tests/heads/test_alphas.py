@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from forms import convert_
+from forms import checkpoint_, convert_
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from transformers import AutoModelForSequenceClassification, BertModel
@@ -190,8 +190,7 @@ def test_gradient_checkpointing(family, make_tiny, batch):
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
         if checkpointing:
-            newer = hasattr(model, "activation_checkpointing_enable")
-            (model.activation_checkpointing_enable if newer else model.gradient_checkpointing_enable)()
+            checkpoint_(model)
         torch.manual_seed(0)
         model(**batch)[0].square().mean().backward()
         gradients.append([alphas.grad for alphas in alphas_of(model).values()])

@@ -1,9 +1,8 @@
 import pytest
 import torch
-from forms import FORMS, convert_, heads_of
+from forms import FORMS, checkpoint_, convert_, projected_heads
 from two_processes import run_both
 
-from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.errors import HeadError
 from collab_compress.heads import DropHead, Tap
 from collab_compress.heads.hooks import head_scales
@@ -49,28 +48,12 @@ def model(request, family, make_tiny, set_dropout_):
     return set_dropout_(convert_(make_tiny(family), request.param), 0.0)
 
 
-def projected(model, batch):
-    """What each call of an output projection gets, (B, T, H, d)."""
-    seen, handles = [], []
-    for site in find_attention(model, FAMILIES):
-        handles.append(
-            site.part(site.family.output).register_forward_pre_hook(
-                lambda _, args, site=site: seen.append(heads_of(site, args[0]))
-            )
-        )
-    with torch.no_grad():
-        output = model(**batch)[0]
-    for handle in handles:
-        handle.remove()
-    return output, seen
-
-
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_heads_are_dropped_just_before_the_output_projection(model, batch, implementation):
     """Against the tap, which reads heads before anything acts on them."""
     model.set_attn_implementation(implementation)
     drophead, tap = DropHead(model.train(), 0.5), Tap(model)
-    _, dropped = projected(model, batch)
+    _, dropped = projected_heads(model, batch)
     scales = set()
     for found, reading in zip(dropped, tap.take(), strict=True):
         ratio = (found * reading.outputs).sum((1, 3)) / reading.outputs.square().sum((1, 3))  # (B, H)
@@ -86,7 +69,7 @@ def test_naive_drophead_sets_heads_to_zero_and_nothing_else(model, batch):
     drophead, tap = DropHead(model.train(), 0.8, rescale=False), Tap(model)
     counts = set()
     for _ in range(4):
-        _, dropped = projected(model, batch)
+        _, dropped = projected_heads(model, batch)
         for found, reading in zip(dropped, tap.take(), strict=True):
             zero = (found == 0).all(3).all(1)  # (B, H)
             torch.testing.assert_close(found, reading.outputs * ~zero[:, None, :, None])
@@ -120,7 +103,7 @@ def test_kinds(make_tiny, make_batch):
     model = make_tiny("marian").train()
     DropHead(model, 0.5, kinds=("cross",))
     with Tap(model) as tap:
-        _, seen = projected(model, make_batch("marian"))
+        _, seen = projected_heads(model, make_batch("marian"))
         readings = tap.take()
     for found, reading in zip(seen, readings, strict=True):
         assert torch.equal(found, reading.outputs) == (reading.site.kind != "cross")
@@ -132,8 +115,7 @@ def test_gradient_checkpointing_repeats_the_same_draw(make_tiny, batch):
     DropHead(model, 0.5)
     for on in (False, True):
         if on:
-            newer = hasattr(model, "activation_checkpointing_enable")
-            (model.activation_checkpointing_enable if newer else model.gradient_checkpointing_enable)()
+            checkpoint_(model)
         model.zero_grad()
         torch.manual_seed(3)
         model(**batch)[0].square().mean().backward()

@@ -2,10 +2,9 @@ import copy
 
 import pytest
 import torch
-from forms import COMPILED, FORMS, convert_, heads_of
+from forms import COMPILED, FORMS, checkpoint_, convert_, projected_heads
 
 from collab_compress import Compression, compress
-from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.attention.install import AttentionConfig
 from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.heads import Tap
@@ -16,25 +15,10 @@ def model(request, family, make_tiny):
     return convert_(make_tiny(family), request.param)
 
 
-def projected_inputs(model, batch):
-    """What the output projections get of each head, in the order of their calls."""
-    seen, handles = [], []
-    for site in find_attention(model, FAMILIES):
-        handles.append(
-            site.part(site.family.output).register_forward_pre_hook(
-                lambda _, args, site=site: seen.append(heads_of(site, args[0]))
-            )
-        )
-    model(**batch)
-    for handle in handles:
-        handle.remove()
-    return seen
-
-
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_outputs_are_what_the_output_projection_gets(model, batch, implementation):
     model.set_attn_implementation(implementation)
-    expected = projected_inputs(model, batch)
+    _, expected = projected_heads(model, batch)
     for parts in (("outputs",), ("outputs", "probs")):
         with Tap(model, parts) as tap:
             model(**batch)
@@ -246,12 +230,6 @@ def penalised_gradients(model, batch, parts=("outputs", "probs")):
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad()
     return gradients
-
-
-def checkpoint_(model, **kwargs):
-    """Turn gradient checkpointing on, by its name of before and after Transformers 5.2x."""
-    newer = hasattr(model, "activation_checkpointing_enable")
-    (model.activation_checkpointing_enable if newer else model.gradient_checkpointing_enable)(kwargs)
 
 
 def test_gradient_checkpointing_changes_nothing(model, batch, set_dropout_):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from collab_compress import Compression, compress
+from collab_compress.architectures import FAMILIES, find_attention
 
 FORMS = {
     "dense": None,
@@ -41,3 +42,24 @@ def heads_of(site, x):
     return torch.stack(
         [torch.nn.functional.pad(head, (0, max(sizes) - head.shape[-1])) for head in x.split(sizes, -1)], -2
     )
+
+
+def projected_heads(model, batch):
+    """Return the model's output, and what each call of an output projection reads, (B, T, H, s)."""
+    heads, handles = [], []
+    for site in find_attention(model, FAMILIES):
+
+        def keep(_, args, site=site):
+            heads.append(heads_of(site, args[0]))
+
+        handles.append(site.part(site.family.output).register_forward_pre_hook(keep))
+    output = model(**batch)[0]
+    for handle in handles:
+        handle.remove()
+    return output, heads
+
+
+def checkpoint_(model, **options):
+    """Turn gradient checkpointing on, by its name of before and after Transformers 5.2x."""
+    newer = hasattr(model, "activation_checkpointing_enable")
+    (model.activation_checkpointing_enable if newer else model.gradient_checkpointing_enable)(options or None)
