@@ -1,7 +1,16 @@
 """Save edited models so that stock `from_pretrained` rebuilds them."""
 
-from collab_compress.checkpoint.edits import EDITS, EditConfig, ModelEdit, edits_of, is_quantized, path_in_base
-from collab_compress.checkpoint.quantizer import AFTER_LOADING, forget_edits_, record_edit_, register_checkpoint
+from collab_compress.checkpoint.edits import (
+    EDITS,
+    EditConfig,
+    ModelEdit,
+    edits_of,
+    forget_edits_,
+    is_quantized,
+    path_in_base,
+    record_edit_,
+)
+from collab_compress.checkpoint.quantizer import AFTER_LOADING, register_checkpoint
 from collab_compress.checkpoint.standalone import forget_standalone_, keep_standalone_, make_standalone_
 
 __all__ = [

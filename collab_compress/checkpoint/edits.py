@@ -1,22 +1,112 @@
-"""The versioned list of a checkpoint's model edits, and where live models keep theirs.
+"""Model edits: the versioned list in a checkpoint, and how live models and their configs keep it.
 
 A live model keeps each edit on the innermost model that holds the edited modules, by paths inside that model's base.
-So the edits go wherever that model goes: saved by itself, or put under another head.
+So the edits are saved with that model, by itself or inside another one. The config of each model describes the edits
+of the model, so that a config that is passed on rebuilds them.
 """
 
+import copy
+import gc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from collab_compress.errors import CheckpointError, UnsupportedModelError
+from collab_compress.transformers_parts import PrefixChange, WeightConverter, weight_conversions_of
+
+METHOD = "collab_compress"
+MARK = "collab_edits"  # attribute of live models: their edits
+VERSION = 2
+
+
+class ModelEdit(Protocol):
+    """A change to a stock model's structure that can be replayed on a freshly built one."""
+
+    @property
+    def kind(self) -> str:
+        """Name in checkpoints, the key in `EDITS`."""
+        ...
+
+    implementations: ClassVar[tuple[str, ...]]  # attention implementations that it works with; empty: all
+
+    @property
+    def modules(self) -> Mapping[str, Any]:
+        """Path inside the base model of each changed module → the change."""
+        ...
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the edit in JSON types."""
+        ...
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "ModelEdit":
+        """Rebuild the edit from its kind and what `to_dict` returned."""
+        ...
+
+    def apply_(self, model: PreTrainedModel) -> None:
+        """Change the structure of `model` in place; modules that are changed already stay as they are."""
+        ...
+
+    def finish_(self, model: PreTrainedModel) -> None:
+        """Restore, in place, what loading weights does not, such as frozen parameters."""
+        ...
+
+
+EDITS: dict[str, type[ModelEdit]] = {}
+
+
+class EditConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """The `quantization_config` of an edited model.
+
+    Args:
+        edits: the edits in the order they were made, as objects or as dictionaries.
+        version: version of the stored form.
+
+    Raises:
+        CheckpointError: the checkpoint was written by another version, or holds an unknown or invalid edit.
+    """
+
+    def __init__(self, edits: list[Any] | None = None, version: int = VERSION, **_: Any) -> None:
+        if version != VERSION:
+            raise CheckpointError(
+                f"the checkpoint has version {version} of the collab_compress format; expected {VERSION}; upgrade "
+                "collab-compress, or convert the model again"
+            )
+        if edits is not None and not isinstance(edits, list):
+            raise CheckpointError(f"the checkpoint has edits {edits!r:.80}; expected a list")
+        self.quant_method = METHOD
+        self.version = version
+        self.edits = [edit if hasattr(edit, "apply_") else _decode(edit) for edit in edits or []]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the edits in JSON types."""
+        edits = [{"kind": edit.kind, **edit.to_dict()} for edit in self.edits]
+        return {"quant_method": self.quant_method, "version": VERSION, "edits": edits}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a field of `to_dict`, which Transformers reads if `from_pretrained` gets a live config."""
+        return self.to_dict().get(name, default)
+
+
+def _decode(data: Any) -> ModelEdit:
+    kind = data.get("kind") if isinstance(data, Mapping) else None
+    if not isinstance(kind, str) or kind not in EDITS:
+        raise CheckpointError(
+            f"the checkpoint holds an edit of kind {kind!r}; this package knows {', '.join(sorted(EDITS))}; "
+            "upgrade collab-compress"
+        )
+    return EDITS[kind].from_dict(data)
+
+
+# Edits on live models.
 
 
 def path_in_base(model: PreTrainedModel, module: nn.Module) -> str:
-    """Path of `module` inside the base model, which is the same with and without a head.
+    """Return the path of `module` inside the base model, which is the same with and without a head.
 
     Raises:
         UnsupportedModelError: it lies outside.
@@ -32,90 +122,6 @@ def path_in_base(model: PreTrainedModel, module: nn.Module) -> str:
     )
 
 
-METHOD = "collab_compress"
-MARK = "collab_edits"  # attribute of live models: the edits of modules that belong to no model inside
-VERSION = 2
-
-
-class ModelEdit(Protocol):
-    """One change to a stock model's structure that can be replayed on a freshly built one."""
-
-    @property
-    def kind(self) -> str:
-        """Name in checkpoints, by which `EDITS` finds what rebuilds it."""
-        ...
-
-    implementations: ClassVar[tuple[str, ...]]  # of attention that it works with; empty: all
-
-    @property
-    def modules(self) -> Mapping[str, Any]:
-        """Path inside the base model of each module that is changed → how."""
-        ...
-
-    def to_dict(self) -> dict[str, Any]:
-        """Describe the edit in JSON types."""
-        ...
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "ModelEdit":
-        """Rebuild the edit from its kind and what `to_dict` gave."""
-        ...
-
-    def apply_(self, model: PreTrainedModel) -> None:
-        """Change the structure of `model` in place; what is changed already is left as it is."""
-        ...
-
-    def finish_(self, model: PreTrainedModel) -> None:
-        """Restore, in place, what loading weights does not: which parameters are frozen, say."""
-        ...
-
-
-EDITS: dict[str, type[ModelEdit]] = {}
-
-
-class EditConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """The `quantization_config` of an edited model.
-
-    Args:
-        edits: the edits in the order they were made, as objects or as their dictionaries.
-        version: version of the stored form.
-
-    Raises:
-        CheckpointError: the checkpoint was written by another version, or holds an edit that is not known.
-    """
-
-    def __init__(self, edits: list[Any] | None = None, version: int = VERSION, **_: Any) -> None:
-        if version != VERSION:
-            raise CheckpointError(
-                f"the checkpoint has version {version} of the collab_compress format; expected {VERSION}; upgrade "
-                "collab-compress, or convert the model again"
-            )
-        self.quant_method = METHOD
-        self.version = version
-        if edits is not None and not isinstance(edits, list):
-            raise CheckpointError(f"the checkpoint has edits {edits!r:.80}; expected a list")
-        self.edits = [edit if hasattr(edit, "apply_") else _decode(edit) for edit in edits or []]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Describe the edits in JSON types."""
-        edits = [{"kind": edit.kind, **edit.to_dict()} for edit in self.edits]
-        return {"quant_method": self.quant_method, "version": VERSION, "edits": edits}
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return a field of `to_dict`, as Transformers looks it up when `from_pretrained` gets a live config."""
-        return self.to_dict().get(name, default)
-
-
-def _decode(data: Any) -> ModelEdit:
-    kind = data.get("kind") if isinstance(data, Mapping) else None
-    if not isinstance(kind, str) or kind not in EDITS:
-        raise CheckpointError(
-            f"the checkpoint holds an edit of kind {kind!r}; this package knows {', '.join(sorted(EDITS))}; "
-            "upgrade collab-compress"
-        )
-    return EDITS[kind].from_dict(data)
-
-
 def models_in(model: PreTrainedModel) -> list[PreTrainedModel]:
     """List `model` and the models inside it, outer ones first."""
     return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
@@ -125,6 +131,50 @@ def with_modules(edit: ModelEdit, modules: Mapping[str, Any]) -> ModelEdit:
     """Return the same edit of other modules."""
     changed: ModelEdit = replace(edit, modules=modules)  # type: ignore[type-var]
     return changed
+
+
+def edits_of(model: PreTrainedModel) -> list[ModelEdit]:
+    """Return the edits of `model`, by paths in its base model; empty for a stock model.
+
+    Raises:
+        CheckpointError: the model was rebuilt by the modelling code that its checkpoint ships.
+        UnsupportedModelError: an edited model inside lies outside the base model.
+    """
+    config = getattr(model.config, "quantization_config", None)
+    if getattr(config, "quant_method", None) == METHOD and not isinstance(config, EditConfig):
+        raise CheckpointError(
+            f"{type(model).__name__} was loaded before collab_compress was imported; import it first, then load"
+        )
+    return _merged(_edits_inside(model, inner) for inner in models_in(model) if MARK in vars(inner))
+
+
+def _edits_inside(model: PreTrainedModel, inner: PreTrainedModel) -> list[ModelEdit]:
+    """Return the edits of `inner`, by paths in the base of `model`, without layers that were removed."""
+    path = path_in_base(model, inner.base_model)
+    prefix = f"{path}." if path else ""
+    known = {name for name, _ in inner.base_model.named_modules()}
+    edits = []
+    for edit in vars(inner)[MARK]:
+        modules = {prefix + name: spec for name, spec in edit.modules.items() if name in known}
+        if modules:
+            edits.append(with_modules(edit, modules))
+    return edits
+
+
+def _merged(lists: Iterable[Sequence[ModelEdit]]) -> list[ModelEdit]:
+    """Return one list of edits in the order of each list, with edits of one kind joined where that allows."""
+    merged: list[ModelEdit] = []
+    for edits in lists:
+        place = 0
+        for edit in edits:
+            kinds = [other.kind for other in merged[place:]]
+            if edit.kind in kinds:
+                place += kinds.index(edit.kind)
+                merged[place] = with_modules(edit, {**merged[place].modules, **edit.modules})
+            else:
+                merged.insert(place, edit)
+            place += 1
+    return merged
 
 
 def keep_edit_(model: PreTrainedModel, edit: ModelEdit) -> None:
@@ -140,62 +190,128 @@ def keep_edit_(model: PreTrainedModel, edit: ModelEdit) -> None:
             setattr(inner, MARK, [*vars(inner).get(MARK, ()), with_modules(edit, owned[id(inner)])])
 
 
-def edits_of(model: PreTrainedModel) -> list[ModelEdit]:
-    """Return the edits that made `model` what it is, by paths in its base model; empty for a stock model.
+def record_edit_(model: PreTrainedModel, edit: ModelEdit) -> None:
+    """Record on a live model, in place, that `edit` was applied, so that `save_pretrained` stores it.
 
-    Raises:
-        CheckpointError: the model was rebuilt by the modelling code that its checkpoint ships.
-        UnsupportedModelError: an edited model inside lies outside the base model.
+    The model gets its own copy of a config that it may share with other models.
     """
-    config = getattr(model.config, "quantization_config", None)
-    if getattr(config, "quant_method", None) == METHOD and not isinstance(config, EditConfig):
-        raise CheckpointError(
-            f"{type(model).__name__} was loaded before collab_compress was imported; import it first, then load"
-        )
-    return _merged(_edits_inside(model, inner) for inner in models_in(model) if MARK in vars(inner))
+    _copy_configs_(model)
+    keep_edit_(model, edit)
+    describe_all_(model)
+    keep_on_one_device_(model, edit)
 
 
-def _edits_inside(model: PreTrainedModel, inner: PreTrainedModel) -> list[ModelEdit]:
-    """Return the edits that `inner` keeps, by paths in the base of `model`, without layers that were taken out."""
-    place = path_in_base(model, inner.base_model)
-    prefix = f"{place}." if place else ""
-    known = {name for name, _ in inner.base_model.named_modules()}
-    edits = []
-    for edit in vars(inner)[MARK]:
-        modules = {prefix + name: spec for name, spec in edit.modules.items() if name in known}
-        if modules:
-            edits.append(with_modules(edit, modules))
-    return edits
+def forget_edits_(model: PreTrainedModel, kind: str) -> None:
+    """Record on a live model, in place, that its edits of this kind were undone."""
+    for inner in models_in(model):
+        kept = [edit for edit in vars(inner).pop(MARK, ()) if edit.kind != kind]
+        if kept:
+            setattr(inner, MARK, kept)
+    describe_all_(model)
+    parts = (type(model), *model.children())
+    model._no_split_modules = {name for part in parts for name in getattr(part, "_no_split_modules", None) or ()}
+    for edit in edits_of(model):
+        keep_on_one_device_(model, edit)
 
 
-def _merged(lists: Iterable[Sequence[ModelEdit]]) -> list[ModelEdit]:
-    """Return one list of edits that keeps the order of each list, with edits of one kind joined where that allows."""
-    merged: list[ModelEdit] = []
-    for edits in lists:
-        place = 0
-        for edit in edits:
-            kinds = [other.kind for other in merged[place:]]
-            if edit.kind in kinds:
-                place += kinds.index(edit.kind)
-                merged[place] = with_modules(edit, {**merged[place].modules, **edit.modules})
-            else:
-                merged.insert(place, edit)
-            place += 1
-    return merged
+def keep_on_one_device_(model: PreTrainedModel, edit: ModelEdit) -> None:
+    """Forbid `device_map="auto"` to split an edited module, in place, because it holds parameters itself."""
+    edited = {type(model.base_model.get_submodule(name)).__name__ for name in edit.modules}
+    model._no_split_modules = {*(model._no_split_modules or ()), *edited}
+
+
+# Edits in configs.
 
 
 def describes_edits(config: Any) -> bool:
-    """Whether a model's config says that the model is edited."""
+    """Return whether a config describes edits."""
     edits = getattr(config, "quantization_config", None)
     method = edits.get("quant_method") if isinstance(edits, dict) else getattr(edits, "quant_method", None)
     return bool(method == METHOD)
 
 
 def is_quantized(model: PreTrainedModel) -> bool:
-    """Whether something else than this package changed the weights of `model`, as its config says.
+    """Return whether `model` is quantized by something other than this package, by its config.
 
     Raises:
         CheckpointError: as `edits_of`.
     """
     edits_of(model)
     return getattr(model.config, "quantization_config", None) is not None and not describes_edits(model.config)
+
+
+def configs_of(model: PreTrainedModel) -> list[tuple[PretrainedConfig, PreTrainedModel]]:
+    """List the configs of `model` and the models inside it, each once, with its outermost model."""
+    configs: dict[int, tuple[PretrainedConfig, PreTrainedModel]] = {}
+    for inner in models_in(model):
+        configs.setdefault(id(inner.config), (inner.config, inner))
+    return list(configs.values())
+
+
+def describe_(config: PretrainedConfig, model: PreTrainedModel) -> None:
+    """Store the edits of `model` in a config, in place; without edits the config is a stock one."""
+    edits = edits_of(model)
+    if edits:
+        config.quantization_config = EditConfig(edits)
+    elif describes_edits(config):
+        del config.quantization_config
+
+
+def describe_all_(model: PreTrainedModel) -> None:
+    """Store the edits in the configs of `model` and of the models inside it, in place."""
+    for config, owner in configs_of(model):
+        describe_(config, owner)
+    for part in model.modules():
+        part._is_hf_initialized = True  # else a model built around this one would initialise new parts again
+    if edits_of(model):
+        for inner in models_in(model):
+            save_apart_(inner)
+
+
+def save_apart_(model: PreTrainedModel) -> None:
+    """Make a model save queries, keys and values as separate tensors, in place.
+
+    Transformers saves those of some families in one tensor, and would split it into equal thirds when loading.
+    """
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # as `save_pretrained` finds them
+        known = weight_conversions_of(model, add_legacy=False)
+        conversions = [conversion for conversion in known if not isinstance(conversion, PrefixChange)]
+    if len(kept_conversions(conversions)) < len(conversions):
+        model._weight_conversions = kept_conversions(conversions)
+
+
+def kept_conversions(conversions: Sequence[Any]) -> list[Any]:
+    """Return the weight conversions without those that split a stored tensor."""
+    return [
+        conversion
+        for conversion in conversions
+        if not isinstance(conversion, WeightConverter) or len(conversion.target_patterns) == 1
+    ]
+
+
+def _copy_configs_(model: PreTrainedModel) -> None:
+    """Copy the configs of `model`, of the models inside it and of those around it, in place.
+
+    Models built from one config share the object, and edits of one must not be stored with another. A model around
+    `model` (a classifier whose body is edited) holds the same object and must follow. Only the garbage collector's
+    records lead from a module to the one that holds it.
+    """
+    copied: dict[int, Any] = {}
+    for attributes in _config_holders(model):
+        for name, value in attributes.items():
+            if name == "config" or isinstance(value, PretrainedConfig):
+                attributes[name] = copy.deepcopy(value, copied)
+
+
+def _config_holders(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """Return the attributes of all modules in `model`, and of modules around it that hold its config."""
+    holders = {id(vars(module)): vars(module) for module in model.modules()}
+    for referrer in gc.get_referrers(model.config):
+        attributes = vars(referrer) if issubclass(type(referrer), nn.Module) else referrer
+        children = attributes.get("_modules") if issubclass(type(attributes), dict) else None
+        inside = [part for child in (children or {}).values() if child is not None for part in child.modules()]
+        if any(part is model for part in inside):
+            holders[id(attributes)] = attributes
+            holders.update({id(vars(part)): vars(part) for part in inside})
+    return list(holders.values())

@@ -1,8 +1,16 @@
-"""The plug-in through which stock `from_pretrained` rebuilds edited models."""
+"""The plug-in through which stock `save_pretrained` and `from_pretrained` store and rebuild edited models.
+
+Without this package, Transformers would skip a `quantization_config` whose method it does not know, and build a stock
+model with random weights in place of every projection that an edit replaced. So each stored config that describes
+edits names a weights file that does not exist (`transformers_weights`): stock loading fails there, whatever flags are
+passed. `EditQuantizer` removes the name before weights are looked for.
+"""
 
 import copy
+import functools
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from safetensors import safe_open
@@ -13,19 +21,16 @@ from collab_compress.checkpoint.edits import (
     METHOD,
     EditConfig,
     ModelEdit,
-    edits_of,
-    keep_edit_,
-    models_in,
-    with_modules,
-)
-from collab_compress.checkpoint.guard import (
     configs_of,
     describe_,
-    describe_edits_when_saving,
+    describe_all_,
+    describes_edits,
+    keep_edit_,
+    keep_on_one_device_,
     kept_conversions,
-    own_configs_,
+    models_in,
     save_apart_,
-    take_out_guard_,
+    with_modules,
 )
 from collab_compress.errors import CheckpointError, UnsupportedModelError
 from collab_compress.transformers_parts import (
@@ -39,26 +44,120 @@ from collab_compress.transformers_parts import (
     weight_conversions_of,
 )
 
-# What else is done to an edited model once its weights are loaded; filled where the package is imported.
+# The error of a stock load shows it; names the first version that reads the format `VERSION`.
+GUARD = f"pip-install-collab-compress-0.1.0-and-import-{METHOD}-before-loading.safetensors"
+
 AFTER_LOADING: list[Callable[[PreTrainedModel], None]] = []
+"""Called with each edited model after its weights are loaded; filled where the package is imported."""
+
+
+# Saving.
+
+
+def describe_edits_when_saving() -> None:
+    """Make `save_pretrained` store edits in configs, together with the guard.
+
+    A model may have got an edited body after its config was made, or share its config with a model inside; only
+    `save_pretrained` knows which of them is saved. Transformers removes the name of a weights file from each config
+    that it saves.
+    """
+    save, describe = PreTrainedModel.save_pretrained, PretrainedConfig.to_diff_dict
+
+    @functools.wraps(save)
+    def save_pretrained(self: PreTrainedModel, *args: Any, **options: Any) -> Any:
+        with _described(self):
+            return save(self, *args, **options)
+
+    @functools.wraps(describe)
+    def to_diff_dict(self: PretrainedConfig) -> dict[str, Any]:
+        return _guarded(describe(self))
+
+    PreTrainedModel.save_pretrained = save_pretrained
+    PretrainedConfig.to_diff_dict = to_diff_dict
+
+
+@contextmanager
+def _described(model: PreTrainedModel) -> Iterator[None]:
+    """Make the configs of `model` and of its parts describe their edits within this context."""
+    description = vars(model.config).get("quantization_config")
+    is_edited = any(MARK in vars(inner) for inner in models_in(model))
+    # A model that is quantized otherwise, or was edited by shipped modelling code, describes itself.
+    is_ours = describes_edits(model.config) and isinstance(description, EditConfig | dict)
+    if not (is_edited if description is None else is_ours):
+        yield
+        return
+    if is_edited:
+        for inner in models_in(model):
+            save_apart_(inner)
+    owners = _config_owners(model)
+    before = [vars(config).get("quantization_config") for config, _ in owners]
+    for config, owner in owners:
+        describe_(config, owner)
+    try:
+        yield
+    finally:
+        for (config, _), description in zip(owners, before, strict=True):
+            vars(config).pop("quantization_config", None)
+            if description is not None:
+                config.quantization_config = description
+
+
+def _config_owners(model: PreTrainedModel) -> list[tuple[PretrainedConfig, PreTrainedModel]]:
+    """Pair the config of `model`, and those in it, with the outermost model that each belongs to.
+
+    A model inside that was edited by itself has a copy of the config that the outer config holds.
+    """
+    _, *inside = configs_of(model)
+    owners = [(model.config, model)]
+    for config in vars(model.config).values():
+        if isinstance(config, PretrainedConfig):
+            same = [owner for other, owner in inside if other is config]
+            equal = [owner for other, owner in inside if _settings(other) == _settings(config)]
+            owners += [(config, owner) for owner in (*same, *equal)[:1]]
+    return owners
+
+
+def _settings(config: PretrainedConfig) -> dict[str, Any]:
+    return {"type": type(config), **config.to_dict(), "quantization_config": None}
+
+
+def _guarded(stored: dict[str, Any]) -> dict[str, Any]:
+    """Return a stored config with the guard in it and in each config inside that describes edits."""
+    guarded = {name: _guarded(value) if isinstance(value, dict) else value for name, value in stored.items()}
+    edits = stored.get("quantization_config")
+    if isinstance(edits, dict) and edits.get("quant_method") == METHOD:
+        guarded["transformers_weights"] = GUARD
+    return guarded
+
+
+def _remove_guard_(config: PretrainedConfig) -> None:
+    """Remove the guard from a config, and from those inside, in place."""
+    if getattr(config, "transformers_weights", None) == GUARD:
+        del config.transformers_weights
+    for value in vars(config).values():
+        if isinstance(value, PretrainedConfig):
+            _remove_guard_(value)
+
+
+# Loading.
 
 
 class EditQuantizer(HfQuantizer):  # type: ignore[misc]
     """Replays the edits of a checkpoint on the empty model; nothing is quantized."""
 
     def update_attn_implementation(self, config: PretrainedConfig) -> PretrainedConfig:
-        """Remove the guard against loading without this package; refuse implementations that cannot run."""
-        take_out_guard_(config)
-        asked = config._attn_implementation
+        """Remove the guard; refuse attention implementations that edits do not work with."""
+        _remove_guard_(config)
+        implementation = config._attn_implementation
         for edit in self.quantization_config.edits:
-            if asked is not None and edit.implementations and asked not in edit.implementations:
+            if implementation is not None and edit.implementations and implementation not in edit.implementations:
                 raise UnsupportedModelError(
                     f"this checkpoint holds {edit.kind} attention, which runs with attn_implementation 'eager' or "
-                    f"'sdpa', got {asked!r}; load it with attn_implementation='sdpa'"
+                    f"'sdpa', got {implementation!r}; load it with attn_implementation='sdpa'"
                 )
         return config
 
-    update_tp_plan = update_attn_implementation  # where older versions show the config first
+    update_tp_plan = update_attn_implementation  # older versions pass the config here first
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: PreTrainedModel) -> list[Any]:
         """Drop weight conversions that do not apply to edited checkpoints, and refuse weights that would be lost."""
@@ -66,32 +165,52 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         self._refuse_lost_weights(conversions)
         return conversions
 
-    def _refuse_lost_weights(self, conversions: list[Any]) -> None:
-        if self.stored:
-            edits = self.quantization_config.edits
-            _refuse_lost_weights(self.model, self.stored, conversions, edits, self.elsewhere)
-
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> PreTrainedModel:
         self.model, self.stored = model, _stored_names(checkpoint_files or ())
-        edits = [_located(edit, model) for edit in self.quantization_config.edits]
-        self.elsewhere = [name for _, names in edits for name in names]
-        self.quantization_config.edits = [edit for edit, _ in edits if edit.modules]
+        located = [_located(edit, model) for edit in self.quantization_config.edits]
+        self.absent = [name for _, names in located for name in names]
+        self.quantization_config.edits = [edit for edit, _ in located if edit.modules]
         for edit in self.quantization_config.edits:
             edit.apply_(model)
-            _keep_whole_(model, edit)
+            keep_on_one_device_(model, edit)
         if not UPDATES_CONVERSIONS:
             self._refuse_lost_weights(kept_conversions(weight_conversions_of(model)))
         return model
+
+    def _refuse_lost_weights(self, conversions: list[Any]) -> None:
+        """Refuse a checkpoint that lacks weights of an edited module, or of one like those in `absent`.
+
+        Raises:
+            CheckpointError: loading would leave random weights in attention that the checkpoint describes.
+        """
+        if not self.stored:
+            return
+        model = self.model
+        expected = model.state_dict()
+        used = copy.deepcopy(conversions)  # conversions record their use
+        renamings = [conversion for conversion in used if isinstance(conversion, WeightRenaming)]
+        converters = [conversion for conversion in used if isinstance(conversion, WeightConverter)]
+        prefix = model.base_model_prefix
+        loaded = {rename_source_key(name, renamings, converters, prefix, expected)[0] for name in self.stored}
+        tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+        edited = {name for edit in self.quantization_config.edits for name in edit.modules}
+        like_absent = {_any_layer(".".join(name.split(".")[-2:])) for name in self.absent}
+        for name in sorted(expected.keys() - loaded - set(self.stored) - tied):
+            if _lies_in(name, edited) or _lies_in(_any_layer(name), like_absent):
+                raise CheckpointError(
+                    f"{type(model).__name__}: the checkpoint describes converted attention, but holds no {name}; load "
+                    f"it as {' or '.join(model.config.architectures or ['the class that was saved'])}"
+                )
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         del self.model
         edits = self.quantization_config.edits
         for edit in edits:
             keep_edit_(model, edit)
-        _describe_(model)
-        _mark_as_ordinary_(model)
+        describe_all_(model)
+        _remove_marks_of_quantization_(model)
         for edit in edits:
             edit.finish_(model)
         for finish in AFTER_LOADING if edits else ():
@@ -113,43 +232,7 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
 
-def record_edit_(model: PreTrainedModel, edit: ModelEdit) -> None:
-    """Note on a live model, in place, that `edit` was applied, so that `save_pretrained` stores it.
-
-    The model gets its own copy of a config that it may share with other models.
-    """
-    own_configs_(model)
-    keep_edit_(model, edit)
-    _describe_(model)
-    _keep_whole_(model, edit)
-
-
-def forget_edits_(model: PreTrainedModel, kind: str) -> None:
-    """Note on a live model, in place, that its edits of this kind were undone; without others it is a stock one."""
-    for inner in models_in(model):
-        kept = [edit for edit in vars(inner).pop(MARK, ()) if edit.kind != kind]
-        if kept:
-            setattr(inner, MARK, kept)
-    _describe_(model)
-    model._no_split_modules = {
-        name for part in (type(model), *model.children()) for name in getattr(part, "_no_split_modules", None) or ()
-    }
-    for edit in edits_of(model):
-        _keep_whole_(model, edit)
-
-
-def _describe_(model: PreTrainedModel) -> None:
-    """Store the edits in the configs of `model` and of the models inside it, in place."""
-    for config, owner in configs_of(model):
-        describe_(config, owner)
-    for part in model.modules():
-        part._is_hf_initialized = True  # else a model built around this one would initialise new parts once more
-    if edits_of(model):
-        for inner in models_in(model):
-            save_apart_(inner)
-
-
-def _mark_as_ordinary_(model: PreTrainedModel) -> None:
+def _remove_marks_of_quantization_(model: PreTrainedModel) -> None:
     """Remove, in place, what Transformers notes on quantized models: the weights are ordinary floats."""
     for name in ("hf_quantizer", "quantization_method", "is_quantized"):
         vars(model).pop(name, None)
@@ -157,14 +240,8 @@ def _mark_as_ordinary_(model: PreTrainedModel) -> None:
         vars(config).pop("_is_quantized", None)
 
 
-def _keep_whole_(model: PreTrainedModel, edit: ModelEdit) -> None:
-    """Forbid `device_map="auto"` to split an edited module, in place, because it holds parameters of its own."""
-    edited = {type(model.base_model.get_submodule(name)).__name__ for name in edit.modules}
-    model._no_split_modules = {*(model._no_split_modules or ()), *edited}
-
-
 def _stored_names(files: Sequence[str]) -> list[str]:
-    """Read the names of the tensors in safetensors files."""
+    """Return the sorted names of the tensors in safetensors files."""
     names: list[str] = []
     for file in files:
         if str(file).endswith(".safetensors"):
@@ -174,64 +251,34 @@ def _stored_names(files: Sequence[str]) -> list[str]:
 
 
 def _located(edit: ModelEdit, model: PreTrainedModel) -> tuple[ModelEdit, list[str]]:
-    """Return the modules of a stored edit in `model`, whose class may differ from that of the saved model.
+    """Return a stored edit by the paths of `model`, whose class may differ from that of the saved model.
 
     Returns:
-        The edit of those modules that `model` has, and the paths of those that it lacks, as a decoder lacks those of
+        The edit of the modules that `model` has, and the paths of those that it lacks, as a decoder lacks those of
         the encoder.
     """
     known = [name for name, _ in model.base_model.named_modules()]
-    modules, elsewhere = {}, []
+    modules, absent = {}, []
     for name, spec in edit.modules.items():
-        place = _place(name, known, model.base_model_prefix)
-        if place is None:
-            elsewhere.append(name)
+        path = _path_in(known, name, model.base_model_prefix)
+        if path is None:
+            absent.append(name)
         else:
-            modules[place] = spec
-    return with_modules(edit, modules), elsewhere
+            modules[path] = spec
+    return with_modules(edit, modules), absent
 
 
-def _place(name: str, known: Sequence[str], prefix: str) -> str | None:
+def _path_in(known: Sequence[str], name: str, prefix: str) -> str | None:
     """Return the module path of a stored path, whose prefix may differ between a base model and one with a head."""
-    for place in (name, name.removeprefix(f"{prefix}.")):
-        if place in known:
-            return place
-    places = [place for place in known if place.endswith(f".{name}")]
-    return places[0] if len(places) == 1 else None
-
-
-def _refuse_lost_weights(
-    model: PreTrainedModel,
-    stored: Sequence[str],
-    conversions: Sequence[Any],
-    edits: Sequence[ModelEdit],
-    elsewhere: Sequence[str],
-) -> None:
-    """Refuse a checkpoint that lacks weights of an edited module, or of one like those that were not found.
-
-    Raises:
-        CheckpointError: loading would leave random weights in attention that the checkpoint describes.
-    """
-    expected = model.state_dict()
-    used = copy.deepcopy(conversions)  # conversions note what they were used for
-    renamings = [conversion for conversion in used if isinstance(conversion, WeightRenaming)]
-    converters = [conversion for conversion in used if isinstance(conversion, WeightConverter)]
-    prefix = model.base_model_prefix
-    loaded = {rename_source_key(name, renamings, converters, prefix, expected)[0] for name in stored}
-    tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
-    missing = expected.keys() - loaded - set(stored) - tied
-    edited = {name for edit in edits for name in edit.modules}
-    alike = {_any_layer(".".join(name.split(".")[-2:])) for name in elsewhere}
-    for name in sorted(missing):
-        if _lies_in(name, edited) or _lies_in(_any_layer(name), alike):
-            raise CheckpointError(
-                f"{type(model).__name__}: the checkpoint describes converted attention, but holds no {name}; load it "
-                f"as {' or '.join(model.config.architectures or ['the class that was saved'])}"
-            )
+    for path in (name, name.removeprefix(f"{prefix}.")):
+        if path in known:
+            return path
+    longer = [path for path in known if path.endswith(f".{name}")]
+    return longer[0] if len(longer) == 1 else None
 
 
 def _lies_in(name: str, paths: Collection[str]) -> bool:
-    """Whether a path goes through one of `paths`, wherever that begins."""
+    """Return whether a path contains one of `paths`, at any depth."""
     return any(f".{path}." in f".{name}" for path in paths)
 
 
@@ -241,7 +288,7 @@ def _any_layer(path: str) -> str:
 
 
 def register_checkpoint() -> None:
-    """Make the plug-in known to Transformers."""
+    """Register the plug-in with Transformers."""
     describe_edits_when_saving()
     QUANTIZATION_CONFIGS[METHOD] = EditConfig
     QUANTIZERS[METHOD] = EditQuantizer

@@ -28,7 +28,7 @@ from collab_compress import (
     read_factors,
 )
 from collab_compress.checkpoint import edits_of
-from collab_compress.checkpoint.guard import GUARD
+from collab_compress.checkpoint.quantizer import GUARD
 
 FIRST = "encoder.layer.0.attention.self"
 

@@ -45,7 +45,7 @@ from collab_compress import (
     prune_heads_,
 )
 from collab_compress.checkpoint import edits_of
-from collab_compress.checkpoint.guard import GUARD
+from collab_compress.checkpoint.quantizer import GUARD
 
 TEXT = {
     "vocab_size": 61, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 3,
