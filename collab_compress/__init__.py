@@ -9,11 +9,11 @@ import os
 if "COLLAB_COMPRESS_OPTIONS_ONLY" not in os.environ:
     from collab_compress.attention import FORM_KINDS, FormEdit, register_attention
     from collab_compress.checkpoint import (
-        AFTER_LOADING,
+        BEFORE_SAVING,
         EDITS,
-        keep_standalone_,
         make_standalone_,
         register_checkpoint,
+        save_modelling_code,
     )
     from collab_compress.conversion.compress import compress
     from collab_compress.conversion.expand import Expansion, describe, expand, is_converted, read_factors
@@ -35,7 +35,7 @@ if "COLLAB_COMPRESS_OPTIONS_ONLY" not in os.environ:
 
     # What makes stock `from_pretrained` rebuild converted models.
     EDITS.update({edit.kind: edit for edit in (AlphasEdit, PrunedEdit)} | dict.fromkeys(FORM_KINDS, FormEdit))
-    AFTER_LOADING.append(keep_standalone_)
+    BEFORE_SAVING.append(save_modelling_code)
     register_attention()
     register_checkpoint()
 

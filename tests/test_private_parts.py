@@ -192,7 +192,7 @@ PARTS = [
          lambda: BertModel._auto_class is None),
     Part("_model_mapping of the auto classes", "checkpoint/standalone.py", "_model_mapping",
          auto_classes_list_models),
-    Part("save_pretrained(is_main_process=)", "checkpoint/standalone.py", "is_main_process",
+    Part("save_pretrained(is_main_process=)", "checkpoint/quantizer.py", "is_main_process",
          takes(PreTrainedModel.save_pretrained, "save_directory", "is_main_process")),
     Part("Cache.is_compileable", "attention/install.py", "is_compileable",
          lambda: "is_compileable" in dir(transformers.Cache)),

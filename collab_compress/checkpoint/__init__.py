@@ -10,11 +10,11 @@ from collab_compress.checkpoint.edits import (
     path_in_base,
     record_edit_,
 )
-from collab_compress.checkpoint.quantizer import AFTER_LOADING, register_checkpoint
-from collab_compress.checkpoint.standalone import forget_standalone_, keep_standalone_, make_standalone_
+from collab_compress.checkpoint.quantizer import BEFORE_SAVING, register_checkpoint
+from collab_compress.checkpoint.standalone import forget_standalone_, make_standalone_, save_modelling_code
 
 __all__ = [
-    "AFTER_LOADING",
+    "BEFORE_SAVING",
     "EDITS",
     "EditConfig",
     "ModelEdit",
@@ -22,9 +22,9 @@ __all__ = [
     "forget_edits_",
     "forget_standalone_",
     "is_quantized",
-    "keep_standalone_",
     "make_standalone_",
     "path_in_base",
     "record_edit_",
     "register_checkpoint",
+    "save_modelling_code",
 ]

@@ -11,6 +11,7 @@ import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
@@ -47,8 +48,8 @@ from collab_compress.transformers_parts import (
 # The error of a stock load shows it; names the first version that reads the format `VERSION`.
 GUARD = f"pip-install-collab-compress-0.1.0-and-import-{METHOD}-before-loading.safetensors"
 
-AFTER_LOADING: list[Callable[[PreTrainedModel], None]] = []
-"""Called with each edited model after its weights are loaded; filled where the package is imported."""
+BEFORE_SAVING: list[Callable[[PreTrainedModel, Path], None]] = []
+"""Called with each model that is saved and its directory; filled where the package is imported."""
 
 
 # Saving.
@@ -64,9 +65,11 @@ def describe_edits_when_saving() -> None:
     save, describe = PreTrainedModel.save_pretrained, PretrainedConfig.to_diff_dict
 
     @functools.wraps(save)
-    def save_pretrained(self: PreTrainedModel, *args: Any, **options: Any) -> Any:
+    def save_pretrained(self: PreTrainedModel, save_directory: Any, *args: Any, **options: Any) -> Any:
+        for prepare in BEFORE_SAVING if options.get("is_main_process", True) else ():
+            prepare(self, Path(save_directory))
         with _described(self):
-            return save(self, *args, **options)
+            return save(self, save_directory, *args, **options)
 
     @functools.wraps(describe)
     def to_diff_dict(self: PretrainedConfig) -> dict[str, Any]:
@@ -200,8 +203,8 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         for name in sorted(expected.keys() - loaded - set(self.stored) - tied):
             if _lies_in(name, edited) or _lies_in(_any_layer(name), like_absent):
                 raise CheckpointError(
-                    f"{type(model).__name__}: the checkpoint describes converted attention, but holds no {name}; load "
-                    f"it as {' or '.join(model.config.architectures or ['the class that was saved'])}"
+                    f"{type(model).__name__}: the checkpoint describes converted attention, but holds no {name}; "
+                    f"load it as {' or '.join(model.config.architectures or ['the class that was saved'])}"
                 )
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
@@ -213,8 +216,6 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         _remove_marks_of_quantization_(model)
         for edit in edits:
             edit.finish_(model)
-        for finish in AFTER_LOADING if edits else ():
-            finish(model)
         return model
 
     def is_serializable(self) -> bool:

@@ -1,14 +1,14 @@
 """Ship the modelling code with a checkpoint, for people who do not have this package.
 
-The file holds what the edits need of this package's own source, joined into one module. A checkpoint that carries it
+The file holds what the edits need of this package's source, joined into one module. A checkpoint that carries it
 loads with `trust_remote_code=True`; with the package imported it loads without running the file.
 """
 
 import ast
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from collab_compress.architectures import transformers_model
 from collab_compress.checkpoint.edits import EDITS, edits_of
 from collab_compress.errors import CheckpointError
 
+PACKAGE = "collab_compress"
 MODULE = "modeling_collab_compress"
-# What the tail of the file uses, beside the edits: where it is defined, or imported.
+# Names that the end of the file uses, and the modules that define or import them.
 ROOTS = (
     ("collab_compress.attention.functions", "register_attention"),
     ("collab_compress.checkpoint.edits", "EDITS"),
@@ -36,7 +37,7 @@ _HEAD = '''"""Modelling code of a checkpoint made with collab-compress, for load
 '''
 _TAIL = '''
 EDITS.update({{{edits}}})
-if METHOD not in QUANTIZERS:  # else the package is there, and does all this
+if METHOD not in QUANTIZERS:  # else the package is imported, and does all this
     register_attention()
     register_checkpoint()
 
@@ -51,14 +52,13 @@ def __getattr__(name):
     globals()[name] = type(name, (stock,), {{"__module__": __name__}})
     return globals()[name]
 '''
-PACKAGE = "collab_compress"
 
 
 def make_standalone_(model: PreTrainedModel) -> None:
     """Make `model` save its modelling code beside its weights from now on, in place.
 
     Every Auto class of its family loads the checkpoint by that code, so that it can get another head. References to
-    other code (`auto_map`) are dropped, for that code is not saved.
+    other code (`auto_map`) are dropped, because that code is not saved.
 
     Args:
         model: a converted model.
@@ -69,49 +69,45 @@ def make_standalone_(model: PreTrainedModel) -> None:
     model = transformers_model(model)
     if not edits_of(model):
         raise CheckpointError(f"{type(model).__name__} is not converted, so it has no modelling code to ship")
-    model.__class__ = standalone_class(type(model))
-    model.config.auto_map = {auto: f"{MODULE}.{stock}" for auto, stock in _auto_classes(model).items()}
+    model.config.auto_map = _auto_map(model)
 
 
 def forget_standalone_(model: PreTrainedModel) -> None:
     """Undo `make_standalone_`, in place; does nothing to other models."""
-    if issubclass(type(model), _SavesModellingCode):
-        model.__class__ = type(model).__bases__[1]
-        vars(model.config).pop("auto_map", None)
+    if names_our_code(model.config):
+        del model.config.auto_map
 
 
-def keep_standalone_(model: PreTrainedModel) -> None:
-    """Make a model that was loaded from a checkpoint with modelling code save that code again, in place."""
-    if names_our_code(model.config) and type(model)._auto_class is None:
-        make_standalone_(model)
+def save_modelling_code(model: PreTrainedModel, directory: Path) -> None:
+    """Write the modelling code of a model that `make_standalone_` marked into the directory it is saved to."""
+    if names_our_code(model.config) and type(model)._auto_class is None:  # else Transformers copies it
+        model.config.auto_map = _auto_map(model)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"{MODULE}.py").write_text(modelling_code(), encoding="utf-8")
 
 
 def names_our_code(config: Any) -> bool:
-    """Return whether a config refers to modelling code that `make_standalone_` saved."""
+    """Return whether a config refers to modelling code of this package."""
     auto_map = getattr(config, "auto_map", None)
     code = auto_map.values() if isinstance(auto_map, dict) else ()
     return any(isinstance(name, str) and name.startswith(f"{MODULE}.") for name in code)
 
 
-def standalone_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return a subclass of a stock model class, of the same name, that saves its modelling code."""
-    if issubclass(stock, _SavesModellingCode):
-        return stock
-    module = sys.modules[__name__]
-    if stock.__name__ not in module.__dict__:
-        setattr(module, stock.__name__, type(stock.__name__, (_SavesModellingCode, stock), {"__module__": __name__}))
-    made: type[PreTrainedModel] = getattr(module, stock.__name__)
-    return made
+def _auto_map(model: PreTrainedModel) -> dict[str, str]:
+    """Map every Auto class of the model's family to the stock class that it loads, the model's own if possible."""
+    from transformers.models.auto import modeling_auto
 
-
-def __getattr__(name: str) -> Any:
-    """Return the standalone class of a stock model class by name, as unpickling looks it up."""
-    import transformers
-
-    stock = getattr(transformers, name, None) if not name.startswith("_") else None
-    if not (isinstance(stock, type) and issubclass(stock, PreTrainedModel)):
-        raise AttributeError(name)
-    return standalone_class(stock)
+    model_class, classes = type(model).__name__, {}
+    for name, auto_class in vars(modeling_auto).items():
+        mapping = getattr(auto_class, "_model_mapping", None)
+        if isinstance(auto_class, type) and name.startswith("AutoModel") and mapping is not None:
+            listed = mapping._model_mapping.get(model.config.model_type)
+            if listed is not None:
+                names = tuple(listed) if isinstance(listed, list | tuple) else (listed,)
+                classes[name] = model_class if model_class in names else names[0]
+    if model_class not in classes.values():
+        classes["AutoModel"] = model_class
+    return {auto_class: f"{MODULE}.{stock}" for auto_class, stock in classes.items()}
 
 
 @cache
@@ -121,143 +117,90 @@ def modelling_code() -> str:
     return _HEAD + code + _TAIL.format(edits=", ".join(f'"{kind}": {edit.__name__}' for kind, edit in EDITS.items()))
 
 
-@dataclass
 class _Module:
     """Top-level statements of one module of this package.
 
-    Args:
-        lines: its source.
+    Attributes:
         definitions: name → the statement that defines it.
         imports: name → module it is imported from, name there (None for the module itself).
     """
 
-    lines: list[str]
-    definitions: dict[str, ast.stmt] = field(default_factory=dict)
-    imports: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    def __init__(self, name: str) -> None:
+        source = Path(str(sys.modules[name].__file__)).read_text(encoding="utf-8")
+        self.lines = source.splitlines()
+        self.definitions: dict[str, ast.stmt] = {}
+        self.imports: dict[str, tuple[str, str | None]] = {}
+        for statement in ast.parse(source).body:
+            if isinstance(statement, ast.Import):
+                for alias in statement.names:
+                    self.imports[alias.asname or alias.name.partition(".")[0]] = alias.name, None
+            elif isinstance(statement, ast.ImportFrom):
+                for alias in statement.names:
+                    self.imports[alias.asname or alias.name] = str(statement.module), alias.name
+            elif isinstance(statement, ast.FunctionDef | ast.ClassDef):
+                self.definitions[statement.name] = statement
+            else:
+                targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+                names = [target.id for target in targets if isinstance(target, ast.Name)]
+                self.definitions |= dict.fromkeys(names, statement)
 
-    def source(self, statement: ast.stmt) -> str:
-        """Text of a statement, decorators and the comment right above it included."""
-        first = min([statement.lineno, *(each.lineno for each in getattr(statement, "decorator_list", []))]) - 1
+    def uses(self, name: str) -> set[str]:
+        """Return the names of this module that a definition uses."""
+        names = {node.id for node in ast.walk(self.definitions[name]) if isinstance(node, ast.Name)}
+        return names & {*self.definitions, *self.imports}
+
+    def source(self, name: str) -> str:
+        """Return the text of a definition, with its decorators and the comment above it."""
+        statement = self.definitions[name]
+        decorators = getattr(statement, "decorator_list", [])
+        first = min([statement.lineno, *(decorator.lineno for decorator in decorators)]) - 1
         while first and self.lines[first - 1].startswith("#"):
             first -= 1
         return "\n".join(self.lines[first : statement.end_lineno])
 
 
 def bundle(roots: Iterable[tuple[str, str]]) -> str:
-    """Return the source of a module that defines some names of this package and all that they need of it.
+    """Return the source of a module that defines some names of this package and everything they need of it.
 
-    Definitions stand in the order of their modules' imports, then of their lines. Statements at the top level that
-    define nothing, as calls that register something, are left out.
+    Definitions stand in the order of their modules' imports, then of their lines. Top-level statements that define
+    nothing, such as calls that register something, are left out.
 
     Args:
         roots: (module, name) each.
 
     Raises:
-        CheckpointError: a name is not defined where it is looked for, or two modules define different things of one
-            name that are both needed.
+        CheckpointError: a module does not define a name, or two modules define different things of one name.
     """
     modules: dict[str, _Module] = {}
     needed: dict[str, str] = {}  # name → module that defines it
-    outside: dict[tuple[str, str | None], str] = {}  # import from elsewhere → name it is bound to
+    imports: set[str] = set()  # lines
     waiting = list(roots)
     while waiting:
         place, name = waiting.pop()
-        module = modules[place] if place in modules else modules.setdefault(place, _read(place))
+        if place not in modules:
+            modules[place] = _Module(place)
+        module = modules[place]
         if name in module.imports:
             origin, original = module.imports[name]
-            if original is not None and origin.partition(".")[0] == PACKAGE:
+            if original is None:
+                imports.add(f"import {origin}" + (f" as {name}" if name != origin.partition(".")[0] else ""))
+            elif origin.partition(".")[0] == PACKAGE:
                 waiting.append((origin, original))
             else:
-                outside[origin, original] = name
-        elif name in module.definitions:
-            if needed.setdefault(name, place) != place:
-                raise CheckpointError(
-                    f"{name} is defined in {needed[name]} and in {place}; one file cannot hold both"
-                )
-            if needed[name] == place and (place, name) not in outside:
-                used = {node.id for node in ast.walk(module.definitions[name]) if isinstance(node, ast.Name)}
-                known = (used & {*module.definitions, *module.imports}) - {name}
-                waiting += [(place, each) for each in known if needed.get(each) != place]
-        else:
+                imports.add(f"from {origin} import {original}" + (f" as {name}" if name != original else ""))
+        elif name not in module.definitions:
             raise CheckpointError(f"{place} defines no {name}")
-    statements = [
-        modules[place].source(statement)
-        for place in _in_order(modules)
-        for name, statement in modules[place].definitions.items()
+        elif name not in needed:
+            needed[name] = place
+            waiting += [(place, used) for used in module.uses(name)]
+        elif needed[name] != place:
+            raise CheckpointError(f"{name} is defined in {needed[name]} and in {place}; one file cannot hold both")
+    graph = {place: {origin for origin, _ in module.imports.values()} for place, module in modules.items()}
+    definitions = [
+        modules[place].source(name)
+        for place in TopologicalSorter(graph).static_order()
+        if place in modules
+        for name in modules[place].definitions
         if needed.get(name) == place
     ]
-    imports = sorted(
-        f"import {origin}" + (f" as {name}" if name != origin.partition(".")[0] else "")
-        if original is None
-        else f"from {origin} import {original}" + (f" as {name}" if name != original else "")
-        for (origin, original), name in outside.items()
-    )
-    return "\n".join(imports) + "\n\n\n" + "\n\n\n".join(statements) + "\n"
-
-
-class _SavesModellingCode:
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("is_main_process", True):
-            Path(save_directory).mkdir(parents=True, exist_ok=True)
-            (Path(save_directory) / f"{MODULE}.py").write_text(modelling_code(), encoding="utf-8")
-        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
-
-
-def _auto_classes(model: PreTrainedModel) -> dict[str, str]:
-    """Name every Auto class of the model's family → the stock class that it loads, `model`'s own where it may."""
-    from transformers.models.auto import modeling_auto
-
-    own, found = type(model).__name__, {}
-    for name, auto_class in vars(modeling_auto).items():
-        mapping = getattr(auto_class, "_model_mapping", None)
-        if isinstance(auto_class, type) and name.startswith("AutoModel") and mapping is not None:
-            listed = mapping._model_mapping.get(model.config.model_type)
-            if listed is not None:
-                names = tuple(listed) if isinstance(listed, list | tuple) else (listed,)
-                found[name] = own if own in names else names[0]
-    return found if own in found.values() else {**found, "AutoModel": own}
-
-
-def _read(place: str) -> _Module:
-    file = sys.modules[place].__file__
-    assert file is not None
-    source = Path(file).read_text(encoding="utf-8")
-    module = _Module(source.splitlines())
-    for statement in ast.parse(source).body:
-        if isinstance(statement, ast.Import):
-            module.imports |= {
-                alias.asname or alias.name.partition(".")[0]: (alias.name, None) for alias in statement.names
-            }
-        elif isinstance(statement, ast.ImportFrom):
-            module.imports |= {
-                alias.asname or alias.name: (str(statement.module), alias.name) for alias in statement.names
-            }
-        else:
-            module.definitions |= dict.fromkeys(_defined(statement), statement)
-    return module
-
-
-def _defined(statement: ast.stmt) -> Iterator[str]:
-    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-        yield statement.name
-    for target in getattr(statement, "targets", [getattr(statement, "target", None)]):
-        if isinstance(target, ast.Name):
-            yield target.id
-
-
-def _in_order(modules: dict[str, _Module]) -> list[str]:
-    """Sort modules so that each stands behind those it imports from."""
-    found: list[str] = []
-    seen: set[str] = set()
-
-    def visit(place: str) -> None:
-        if place in seen or place not in modules:
-            return
-        seen.add(place)
-        for origin, _ in modules[place].imports.values():
-            visit(origin)
-        found.append(place)
-
-    for place in modules:
-        visit(place)
-    return found
+    return "\n".join(sorted(imports)) + "\n\n\n" + "\n\n\n".join(definitions) + "\n"
