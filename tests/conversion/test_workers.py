@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from rotary_models import make_rotary
+from tiny_families import make_rotary
 
 from collab_compress import Compression, CompressionError, Solver, compress
 from collab_compress.architectures import FAMILIES

@@ -4,28 +4,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tiny_families import make_tiny as make_family
 from torch import Tensor
-from transformers import GPT2Config, GPT2Model, PreTrainedModel, T5Config, T5Model, ViTConfig, ViTModel
+from transformers import PreTrainedModel
 
 from collab_compress import Compression, compress
 
 SHAPES = [(1, 9), (3, 9), (2, 14), (4, 30)]  # batch, length; rows of a batch end in padding
-OTHERS = {  # heads in one layer with values; a position bias and no content bias; images
-    "gpt2": lambda: GPT2Model(
-        GPT2Config(vocab_size=61, n_embd=24, n_head=3, n_layer=2, n_positions=40, initializer_range=0.4,
-                   bos_token_id=2, eos_token_id=1)
-    ),
-    "t5": lambda: T5Model(
-        T5Config(vocab_size=61, d_model=24, d_kv=8, num_heads=3, num_layers=2, d_ff=32, decoder_start_token_id=0)
-    ),
-    "vit": lambda: ViTModel(
-        ViTConfig(hidden_size=24, num_attention_heads=3, num_hidden_layers=2, intermediate_size=32, image_size=8,
-                  patch_size=4, initializer_range=0.4)
-    ),
-}  # fmt: skip
+OTHERS = ("gpt2", "t5", "vit")  # heads in one layer with values; a position bias and no content bias; images
 OF_BERT = {
-    "per-head": Compression(dk=8, form="per-head"), "narrow": Compression(dk=8, dv=12), "unequal": Compression(dv=10),
-}  # fmt: skip
+    "per-head": Compression(dk=8, form="per-head"),
+    "narrow": Compression(dk=8, dv=12),
+    "unequal": Compression(dv=10),
+}
 KINDS = ["albert", "bert", "distilbert", "marian", *OF_BERT, *OTHERS]
 
 
@@ -38,7 +29,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 def converted(kind: str, make_tiny: Callable[..., PreTrainedModel]) -> PreTrainedModel:
     """A tiny converted model in evaluation mode that keeps no cache."""
     torch.manual_seed(0)
-    model = OTHERS[kind]() if kind in OTHERS else make_tiny("bert" if kind in OF_BERT else kind)
+    model = make_family(kind) if kind in OTHERS else make_tiny("bert" if kind in OF_BERT else kind)
     compress(model, OF_BERT.get(kind, Compression(dk=8)), calibration=None)
     for part in model.modules():
         if isinstance(part, PreTrainedModel):  # T5's decoder has a config of its own

@@ -4,13 +4,11 @@ import copy
 
 import pytest
 import torch
-from rotary_models import EXPERTS, KEEPING, OWN, make_rotary
+from tiny_families import KEEPING, WITH_EXPERTS, make_rotary
 from transformers import AutoModel, AutoModelForCausalLM
 
 from collab_compress import Compression, Solver, UnsupportedModelError, compress
 from collab_compress.architectures import FAMILIES
-
-WITHOUT_BLOCKS = {name for name in KEEPING if EXPERTS.items() <= OWN.get(name, {}).items()}
 
 
 def batch(seed=0):
@@ -39,7 +37,7 @@ def test_values_of_full_width_change_nothing(name):
 @pytest.mark.parametrize("name", KEEPING)
 def test_a_narrow_model_is_saved_loaded_and_generates(name, tmp_path):
     model = make_rotary(name)
-    dff = None if name in WITHOUT_BLOCKS else 16
+    dff = None if name in WITH_EXPERTS else 16
     compress(model, Compression(dv=8, dff=dff), [batch(1), batch(2)])
     model.save_pretrained(tmp_path)
     generates = model.can_generate()

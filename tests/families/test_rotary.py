@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from rotary_models import ROTARY, SIZES, make_rotary
+from tiny_families import ROTARY, make_rotary
+from tiny_families import ROTARY_SIZES as SIZES
 from transformers import (
     EsmConfig,
     EsmModel,

@@ -3,7 +3,6 @@
 `python tests/families/test_table.py` writes it anew.
 """
 
-import importlib.util
 import re
 import sys
 from collections import Counter
@@ -12,7 +11,8 @@ from pathlib import Path
 import yaml
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
-from rotary_models import KEEPING, ROTARY, make_rotary
+from tiny_families import FAMILIES as TINIES
+from tiny_families import KEEPING, ROTARY, make_rotary, make_tiny
 
 from collab_compress.architectures import FAMILIES, find_attention
 
@@ -55,10 +55,10 @@ def limits(family, eager):
         yield "eager only"
 
 
-def table(tinies, build):
+def table():
     """The whole table, from the tiny models of the tests."""
     head = ["| family | model type | attention | limits |", "|---|---|---|---|"]
-    models = [*map(build, tinies), *map(make_rotary, [*ROTARY, *KEEPING])]
+    models = [*map(make_tiny, TINIES), *map(make_rotary, [*ROTARY, *KEEPING])]
     return BEGIN + "\n".join([*head, *rows(models)]) + "\n" + END
 
 
@@ -72,17 +72,10 @@ def written(text, made):
     return text
 
 
-def test_the_table_is_what_was_tried(tinies, build):
+def test_the_table_is_what_was_tried():
     text = PAGE.read_text(encoding="utf-8")
-    assert written(text, table(tinies, build)) == text, "python tests/families/test_table.py writes it anew"
+    assert written(text, table()) == text, "python tests/families/test_table.py writes it anew"
 
 
 if __name__ == "__main__":
-    place = Path(__file__).with_name("conftest.py")
-    spec = importlib.util.spec_from_file_location("families_conftest", place)
-    assert spec is not None
-    assert spec.loader is not None
-    found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(written(page, table(found.FAMILIES, found.make_tiny)), encoding="utf-8")
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), table()), encoding="utf-8")
