@@ -1,14 +1,15 @@
 """Section on the cost of layers: parameters, operations, T*, measured latency, Table 1 of Collaborate."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from math import inf
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from collab_compress import analysis
-from collab_compress.analysis import Latency, MapCost
+from collab_compress.analysis import Latency, MapCost, ModuleCost
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.conversion.compress import compress
 from collab_compress.conversion.expand import expand
@@ -20,22 +21,17 @@ from collab_compress.report.section import Cell, Curve, Curves, Panel, Section, 
 
 LENGTH = 128  # tokens for which operations are counted in tables
 COUNTED = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # and in curves
-WIDTHS = {
-    "queries and keys": "dk",
-    "values and outputs": "dv",
-    "feed-forward blocks": "dff",
-}
+WIDTHS = {"queries and keys": "dk", "values and outputs": "dv", "feed-forward blocks": "dff"}
 
 
 def cost(context: ReportContext) -> Section:
     """Return what attention and feed-forward blocks cost in both forms."""
     options, note = context.options, ""
-    widths = {name: width for name, width in (("dk", options.dk), ("dv", options.dv)) if width is not None}
-    if context.converted:
-        widths = {}
-    elif not widths:
-        widths = {"dk": max(1, min(site.width for site in context.sites) // 3)}
-    modules = analysis.module_costs(context.model, LENGTH, dk=widths.get("dk"), dv=widths.get("dv"))
+    widths: dict[str, Any] = {"dk": options.dk, "dv": options.dv}  # at which dense modules are counted
+    widths = {name: width for name, width in widths.items() if width is not None and not context.converted}
+    if not widths and not context.converted:
+        widths["dk"] = max(1, min(site.width for site in context.sites) // 3)
+    modules = analysis.module_costs(context.model, LENGTH, **widths)
     blocks: dict[str, MapCost] = {}
     try:
         blocks = _block_costs(context, LENGTH)
@@ -46,44 +42,9 @@ def cost(context: ReportContext) -> Section:
         latencies = _latencies(context, widths)
     except CollabCompressError as error:
         note += f" Latency was not measured: {error}."
-    parts = {
-        "queries and keys": [module.scores for module in modules],
-        "values and outputs": [module.values for module in modules],
-    }
-    if blocks:
-        parts["feed-forward blocks"] = list(blocks.values())
-    tables, pictures = [_parts_table(parts)], [_operations(context, widths, with_blocks=bool(blocks))]
-    if any(module.scores.width for module in modules):
-        records: list[dict[str, Cell]] = []
-        for module in modules:
-            dense, converted, limit = module.scores.dense, module.scores.converted, module.scores.break_even_length
-            record: dict[str, Cell] = {
-                "layer": context.label(module.name),
-                "module": module.name,
-                "form": module.form if module.scores.width else "dense",
-                "dk": module.scores.width,
-                **_cost_cells(module.scores),
-                "T* [tokens]": "any" if limit == inf else limit and int(limit),
-                "key cache, dense [B/token]": dense.cache_bytes,
-                "key cache, converted [B/token]": converted.cache_bytes,
-            }
-            records.append(record)
-        tables.append(Table.of("modules", "Queries and keys of each attention module", records))
-    if any(module.values.width for module in modules):
-        records = []
-        for module in modules:
-            record = {"layer": context.label(module.name), "module": module.name, "dv": module.values.width}
-            record |= _cost_cells(module.values)
-            record["value cache, dense [B/token]"] = module.values.dense.cache_bytes
-            record["value cache, converted [B/token]"] = module.values.converted.cache_bytes
-            records.append(record)
-        tables.append(Table.of("values", "Values and outputs of each attention module", records))
-    if blocks:
-        records = [
-            {"layer": context.label(name), "block": name, "dff": block.width, **_cost_cells(block)}
-            for name, block in blocks.items()
-        ]
-        tables.append(Table.of("blocks", "Feed-forward blocks", records))
+    parts = _parts(modules, blocks)
+    tables = [_parts_table(parts), *_module_tables(context, modules, blocks)]
+    pictures = [_operations(context, widths, with_blocks=bool(blocks))]
     if latencies:
         table, picture = _latency(context, latencies)
         tables.append(table)
@@ -111,6 +72,61 @@ def cost(context: ReportContext) -> Section:
     )
 
 
+def _parts(modules: Sequence[ModuleCost], blocks: Mapping[str, MapCost]) -> dict[str, list[MapCost]]:
+    """Return the costs of all layers by the part of a layer."""
+    parts = {
+        "queries and keys": [module.scores for module in modules],
+        "values and outputs": [module.values for module in modules],
+        "feed-forward blocks": list(blocks.values()),
+    }
+    return {part: costs for part, costs in parts.items() if costs}
+
+
+def _module_tables(
+    context: ReportContext, modules: Sequence[ModuleCost], blocks: Mapping[str, MapCost]
+) -> Iterator[Table]:
+    """Yield the costs of each module, of the parts of which any is converted."""
+    records: list[dict[str, Cell]]
+    if any(module.scores.width for module in modules):
+        records = []
+        for module in modules:
+            limit = module.scores.break_even_length
+            record: dict[str, Cell] = {"layer": context.label(module.name), "module": module.name}
+            record["form"] = module.form if module.scores.width else "dense"
+            record |= {"dk": module.scores.width, **_cost_cells(module.scores)}
+            record["T* [tokens]"] = "any" if limit == inf else limit and int(limit)
+            records.append(record | _cache_cells("key", module.scores))
+        yield Table.of("modules", "Queries and keys of each attention module", records)
+    if any(module.values.width for module in modules):
+        records = []
+        for module in modules:
+            record = {"layer": context.label(module.name), "module": module.name, "dv": module.values.width}
+            records.append(record | _cost_cells(module.values) | _cache_cells("value", module.values))
+        yield Table.of("values", "Values and outputs of each attention module", records)
+    if blocks:
+        records = []
+        for name, block in blocks.items():
+            record = {"layer": context.label(name), "block": name, "dff": block.width}
+            records.append(record | _cost_cells(block))
+        yield Table.of("blocks", "Feed-forward blocks", records)
+
+
+def _cost_cells(cost: MapCost) -> dict[str, Cell]:
+    return {
+        "parameters, dense": cost.dense.parameters,
+        "parameters, converted": cost.converted.parameters,
+        f"dense at T = {LENGTH} [MMAC]": cost.dense.macs / 1e6,
+        f"converted at T = {LENGTH} [MMAC]": cost.converted.macs / 1e6,
+    }
+
+
+def _cache_cells(of: str, cost: MapCost) -> dict[str, Cell]:
+    return {
+        f"{of} cache, dense [B/token]": cost.dense.cache_bytes,
+        f"{of} cache, converted [B/token]": cost.converted.cache_bytes,
+    }
+
+
 def _block_costs(context: ReportContext, length: int) -> dict[str, MapCost]:
     """Return the costs of feed-forward blocks at the chosen dff; at half of their width for a dense model.
 
@@ -122,15 +138,6 @@ def _block_costs(context: ReportContext, length: int) -> dict[str, MapCost]:
     if dff is None and not context.converted:
         dff = max(1, min(block.width for block in context.blocks) // 2)
     return analysis.feed_forward_costs(context.model, context.blocks, length, dff=dff)
-
-
-def _cost_cells(cost: MapCost) -> dict[str, Cell]:
-    return {
-        "parameters, dense": cost.dense.parameters,
-        "parameters, converted": cost.converted.parameters,
-        f"dense at T = {LENGTH} [MMAC]": cost.dense.macs / 1e6,
-        f"converted at T = {LENGTH} [MMAC]": cost.converted.macs / 1e6,
-    }
 
 
 def _mega_macs(costs: Sequence[MapCost]) -> tuple[float, float]:
@@ -157,15 +164,13 @@ def _parts_table(parts: Mapping[str, list[MapCost]]) -> Table:
     return Table.of("layers", "Where the parameters and operations of all layers are", records)
 
 
-def _operations(context: ReportContext, widths: Mapping[str, int], with_blocks: bool) -> Curves:
+def _operations(context: ReportContext, widths: Mapping[str, Any], with_blocks: bool) -> Curves:
     counted: dict[str, list[tuple[float, float]]] = {}
     for length in COUNTED:
-        modules = analysis.module_costs(context.model, length, dk=widths.get("dk"), dv=widths.get("dv"))
-        parts = {"queries and keys": [module.scores for module in modules]}
-        if any(module.values.width for module in modules):
-            parts["values and outputs"] = [module.values for module in modules]
-        if with_blocks:
-            parts["feed-forward blocks"] = list(_block_costs(context, length).values())
+        modules = analysis.module_costs(context.model, length, **widths)
+        parts = _parts(modules, _block_costs(context, length) if with_blocks else {})
+        if not any(module.values.width for module in modules):
+            del parts["values and outputs"]
         for part, costs in parts.items():
             counted.setdefault(part, []).append(_mega_macs(costs))
     return Curves(
@@ -274,10 +279,8 @@ def _highlights(parts: Mapping[str, list[MapCost]], ratios: Mapping[int, float])
             continue
         narrowest, widest = min(widths), max(widths)
         width = f"{narrowest}" if narrowest == widest else f"{narrowest} to {widest}"
-        before, after = (
-            sum(cost.dense.parameters for cost in costs),
-            sum(cost.converted.parameters for cost in costs),
-        )
+        before = sum(cost.dense.parameters for cost in costs)
+        after = sum(cost.converted.parameters for cost in costs)
         shortest = min(cost.break_even_length for cost in costs if cost.break_even_length is not None)
         until = "at any length" if shortest == inf else f"up to T* = {shortest:.0f} tokens"
         lines.append(

@@ -266,25 +266,10 @@ def dominance(context: ReportContext) -> Section:
     mean_changes: list[dict[str, Cell]] = [{"attention": kind, "change": mean} for kind, mean in changes.items()]
     change = ", ".join(f"{short(mean)} ({kind})" for kind, mean in changes.items())
     half = next(point for point in points if point.share >= 0.5)
-    if context.score is None:
-        reading = (
-            f"Heads are silenced one at a time on {min(context.options.head_sequences, context.sequences)} "
-            "sequences. Without labels the score is the drift, the relative change of the model's outputs: "
-            "‖without − with‖ / ‖with‖ over tokens that are no padding, 0 with all heads. Half of the sequences "
-            "choose heads, the other half measure the drift. For the curve heads are silenced together, those whose "
-            "own loss moved the outputs least first."
-        )
-    else:
-        reading = (
-            f"Heads are silenced one at a time, and the model is scored without each ({metric}). The dominant head "
-            "of a layer is chosen on other data than its score. For the curve heads are silenced together, "
-            "the least important first: importance is the mean size of the loss's gradient in a mask on the head, "
-            "normalised in each layer (Michel et al., 2019)."
-        )
     return Section(
         "dominance",
         "What heads are worth",
-        reading,
+        _dominance_reading(context, metric),
         "DropHead, Table 4 and Fig. 3",
         tables=[
             _dominant_table(context, scored, dominant),
@@ -322,6 +307,23 @@ def _measure_dominance(context: ReportContext) -> tuple[dict[str, int], Dominanc
         importance = head_importance(model, labelled)
     points = analysis.pruning_curve(model, importance, **score, progress=context.progress("pruning curve"))
     return chosen.dominant, scored, points
+
+
+def _dominance_reading(context: ReportContext, metric: str) -> str:
+    if context.score is None:
+        return (
+            f"Heads are silenced one at a time on {min(context.options.head_sequences, context.sequences)} "
+            "sequences. Without labels the score is the drift, the relative change of the model's outputs: "
+            "‖without − with‖ / ‖with‖ over tokens that are no padding, 0 with all heads. Half of the sequences "
+            "choose heads, the other half measure the drift. For the curve heads are silenced together, those whose "
+            "own loss moved the outputs least first."
+        )
+    return (
+        f"Heads are silenced one at a time, and the model is scored without each ({metric}). The dominant head of a "
+        "layer is chosen on other data than its score. For the curve heads are silenced together, the least "
+        "important first: importance is the mean size of the loss's gradient in a mask on the head, normalised in "
+        "each layer (Michel et al., 2019)."
+    )
 
 
 def _dominant_table(context: ReportContext, scored: Dominance, dominant: Mapping[str, int]) -> Table:

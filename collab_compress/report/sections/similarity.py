@@ -214,21 +214,21 @@ def diversity(context: ReportContext) -> Section:
     models = [model] if baseline is None else [model, baseline]
     titles = [""] if baseline is None else [model.name, baseline.name]
     differences = {name: module.difference for name, module in model.discrepancy.items()}
-    distances = torch.cat([heads for each in models for heads in each.distances.values()])
+    distances = torch.cat([torch.cat([*heads.distances.values()]) for heads in models])
     tables = [_diversity_table(context, model)]
     pictures: list[Picture] = [
         Heatmaps(
             "Confidence of each head",
             "Strong cells are heads that look at one token at a time.",
             "Rotation, Fig. 5",
-            [context.layer_map(title, each.confidence) for title, each in zip(titles, models, strict=True)],
+            [context.layer_map(title, heads.confidence) for title, heads in zip(titles, models, strict=True)],
             row_label="layer",
         ),
         Heatmaps(
             "AVG_L2 of each head",
             "Strong cells are heads whose outputs differ from the others'.",
             "Rotation, eq. 6",
-            [context.layer_map(title, each.distances) for title, each in zip(titles, models, strict=True)],
+            [context.layer_map(title, heads.distances) for title, heads in zip(titles, models, strict=True)],
             high=float(distances.nan_to_num().max()),
             row_label="layer",
         ),
@@ -243,7 +243,7 @@ def diversity(context: ReportContext) -> Section:
             "Overlap of attention by layer",
             "Low layers have heads that attend to different tokens; the paper sums this over layers.",
             "Diversified Attention, Fig. 1",
-            [Panel("mean over pairs of heads", [curve(each.name, each.mean_overlaps) for each in models])],
+            [Panel("mean over pairs of heads", [curve(heads.name, heads.mean_overlaps) for heads in models])],
             x_label="attention module, in order",
             y_label="Bhattacharyya coefficient",
             bottom=0.0,
