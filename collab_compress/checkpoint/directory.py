@@ -1,4 +1,4 @@
-"""Model directories: written beside their final place and renamed when whole, files that travel along, uploads."""
+"""Model directories: atomic writing, files that are copied along with a model, uploads to the hub."""
 
 import fnmatch
 import json
@@ -27,7 +27,7 @@ TOKENIZER_FILES = (
     "source.spm",
     "tekken.json",
 )
-RUST_OS_ERROR = re.compile(r"\(os error \d+\)")  # in errors of safetensors and tokenizers, as of a full disk
+RUST_OS_ERROR = re.compile(r"\(os error \d+\)")  # in errors of safetensors and tokenizers, such as a full disk
 MODULES = "modules.json"  # of sentence-transformers
 COMPANIONS = (  # tokenizers, processors, settings, licences; no weights, code or data
     "*.json",
@@ -45,7 +45,7 @@ COMPANIONS = (  # tokenizers, processors, settings, licences; no weights, code o
     "COPYING*",
     "NOTICE*",
 )
-LEFT_BEHIND = (  # written anew, or of other weights or a training run
+NOT_COPIED = (  # written for the new model, or belong to other weights or a training run
     "config.json",
     "*.index.json",
     "adapter_*.json",
@@ -57,27 +57,31 @@ PICKLED = (".bin", ".pt", ".pth")
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a path to write to; what is there becomes `path` if the block succeeds, and is removed if it does not.
+    """Yield a path to write to, which is renamed to `path` if the block succeeds, and removed if it fails.
 
     A process that is killed can leave `.<name>.partial-<random>`, never `path`.
 
     Args:
-        path: where the result is wanted; must not exist. Directories that are missing are made.
+        path: must not exist. Missing directories are made.
 
     Raises:
-        CheckpointError: `path` exists, or nothing can be written there.
+        CheckpointError: `path` exists, or cannot be written.
     """
     refuse_existing(path)
-    with _cannot_write(path), _made_parents(_final(path)) as final:
+    with _write_errors(path):
+        final = _final(path)
+        missing = [parent for parent in final.parents if not parent.exists()]
+        final.parent.mkdir(parents=True, exist_ok=True)
         partial = _partial(final)
         try:
             yield partial
             refuse_existing(path)
             partial.rename(final)
         finally:
-            shutil.rmtree(partial, ignore_errors=True)  # of a directory
-            with suppress(OSError):
-                partial.unlink()
+            _remove(partial)
+            for parent in () if final.exists() else missing:
+                with suppress(OSError):
+                    parent.rmdir()
 
 
 @contextmanager
@@ -89,28 +93,22 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write text to a file that must not be there yet; all of it or nothing.
-
-    Raises:
-        CheckpointError: something is there, or nothing can be written there.
-    """
+    """Write text to a file that must not exist, by `atomic_file`."""
     with atomic_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write text beside `path` and rename it when it is whole; a file that is there is replaced.
-
-    This is for files that were written here before. Where a person says where to write, `write_new` is used.
+    """Write text to a file, replacing an earlier one as a whole; use `write_new` where a user names the file.
 
     Args:
-        path: where the file is wanted; directories that are missing are made.
+        path: missing directories are made.
         text: what to write.
 
     Raises:
-        CheckpointError: what is there is no regular file, or nothing can be written there.
+        CheckpointError: `path` is no regular file, or cannot be written.
     """
-    with _cannot_write(path):
+    with _write_errors(path):
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise CheckpointError(f"cannot write {path}: it is no regular file")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,72 +117,104 @@ def write_atomically(path: Path, text: str) -> None:
             partial.write_text(text, encoding="utf-8")
             partial.replace(path)
         finally:
-            with suppress(OSError):
-                partial.unlink()
+            _remove(partial)
 
 
 def to_json(value: Any) -> str:
-    """Return a value as the JSON that files hold; `str` of it where JSON has no form for it."""
+    """Return a value as JSON for a file; values that JSON cannot hold become strings."""
     return json.dumps(value, indent=2, default=str) + "\n"
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as `to_json` returns it, by `write_atomically`."""
+    """Write a value as JSON, by `write_atomically`."""
     write_atomically(path, to_json(value))
 
 
-def has_tokenizer(directory: Path) -> bool:
-    """Return whether a model directory holds a tokenizer; Transformers may make up an empty one where it does not."""
-    return any((directory / name).exists() for name in TOKENIZER_FILES)
-
-
 def refuse_existing(path: Path) -> None:
-    """Refuse to overwrite: whatever is at `path`, a link, a device or a pipe too, stays as it is.
+    """Refuse to overwrite anything: a file, a directory, a link, a device or a pipe.
 
     Raises:
-        CheckpointError: something is at `path`, or nothing can be.
+        CheckpointError: `path` exists, or cannot exist.
     """
-    with _cannot_write(path):
-        if os.path.lexists(path) or os.path.lexists(_final(path)):  # `new/..` is there, though `new` is not
+    with _write_errors(path):
+        if os.path.lexists(path) or os.path.lexists(_final(path)):  # `new/..` exists, though `new` does not
             raise CheckpointError(f"{path} exists; choose another output or remove it")
 
 
 def refuse_place(path: Path, *inputs: Path) -> None:
-    """Refuse, before the work that leads to it, an output that could not be written or would change an input.
+    """Refuse an output that cannot be written or would change an input, before the work starts.
 
     Args:
-        path: of a file or a directory to be written.
+        path: file or directory to be written.
         inputs: files and directories that are read.
 
     Raises:
-        CheckpointError: something is at `path`, it lies inside an input, or nothing can be written there.
+        CheckpointError: `path` exists, lies inside an input, or cannot be written.
     """
     refuse_existing(path)
-    with _cannot_write(path):
+    with _write_errors(path):
         final = _final(path)
         for read in inputs:
             if final.is_relative_to(_final(read)):
                 raise CheckpointError(f"{path} lies in {read}, which is read; choose an output elsewhere")
-        parent = next(each for each in final.parents if each.exists())
+        parent = next(parent for parent in final.parents if parent.exists())
         if not parent.is_dir():
             raise CheckpointError(f"cannot write {path}: {parent} is not a directory")
         if not os.access(parent, os.W_OK | os.X_OK):
             raise CheckpointError(f"cannot write {path}: Permission denied")
         with suppress(FileNotFoundError):
-            os.lstat(parent / _partial(final).name)  # is the name short enough?
+            os.lstat(parent / _partial(final).name)  # raises if the name is too long
+
+
+@contextmanager
+def _write_errors(path: Path) -> Iterator[None]:
+    """Raise errors of the file system, including those of Rust libraries, as `CheckpointError`."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError):
+            reason = error.strerror or str(error)
+        elif RUST_OS_ERROR.search(str(error)) or "null byte" in str(error):
+            reason = str(error)
+        else:
+            raise
+        raise CheckpointError(f"cannot write {path}: {reason}") from error
+
+
+def _final(path: Path) -> Path:
+    """Resolve links and `..`; unlike `Path.resolve`, a circle of links raises no error."""
+    return Path(os.path.realpath(path))
+
+
+def _partial(path: Path) -> Path:
+    """Return a path beside `path` that no process uses, has used or will use."""
+    return path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:12]}")
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a directory, if it exists."""
+    shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        path.unlink()
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether a model directory holds a tokenizer; if not, Transformers may make up an empty one."""
+    return any((directory / name).exists() for name in TOKENIZER_FILES)
 
 
 def companions_of(directory: Path) -> list[Path]:
-    """List the files that travel along with a model, relative to its directory.
+    """List the files to copy along with a model, relative to its directory.
 
     These are its tokenizer, its processor, its generation settings, licences, and the further modules of
     sentence-transformers; not weights, code, its model card, or data.
 
     Raises:
-        CheckpointError: a file cannot be read, `modules.json` cannot be read or names a folder outside the model or
-            the model itself, or the weights of such a folder are pickled.
+        CheckpointError: a file cannot be read, `modules.json` is invalid, or a further module has pickled weights.
     """
-    paths = [path for path in directory.iterdir() if _matches(path, COMPANIONS) and not _matches(path, LEFT_BEHIND)]
+    paths = [path for path in directory.iterdir() if _matches(path, COMPANIONS) and not _matches(path, NOT_COPIED)]
     paths += (directory / "additional_chat_templates").glob("*.jinja")
     folders = sentence_transformers_folders(directory)
     for folder in folders:
@@ -204,14 +234,7 @@ def companions_of(directory: Path) -> list[Path]:
 
 
 def copy_companions(directory: Path, target: Path) -> None:
-    """Copy what `companions_of` lists; links are followed.
-
-    References to code of the model's own (`auto_map`) are left out, as that code is.
-
-    Args:
-        directory: of the model.
-        target: a directory.
-    """
+    """Copy the files of `companions_of` without references to the model's own code, which is not copied."""
     for name in companions_of(directory):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(directory / name, target / name)
@@ -223,7 +246,7 @@ def sentence_transformers_folders(directory: Path) -> list[str]:
     """List the folders of a sentence-transformers model's further modules; empty for other models.
 
     Raises:
-        CheckpointError: `modules.json` cannot be read, names the model itself or a folder outside it.
+        CheckpointError: `modules.json` cannot be read, or names a folder outside the model or the model itself.
     """
     listing = directory / MODULES
     if not listing.is_file():
@@ -242,51 +265,10 @@ def sentence_transformers_folders(directory: Path) -> list[str]:
     return [folder for folder in dict.fromkeys(folders) if folder and (directory / folder).is_dir()]
 
 
-@contextmanager
-def _cannot_write(path: Path) -> Iterator[None]:
-    """Raise errors of the file system, those of Rust libraries too, as `CheckpointError`."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        if isinstance(error, OSError):
-            reason = error.strerror or str(error)
-        elif RUST_OS_ERROR.search(str(error)) or "null byte" in str(error):
-            reason = str(error)
-        else:
-            raise
-        raise CheckpointError(f"cannot write {path}: {reason}") from error
-
-
-@contextmanager
-def _made_parents(path: Path) -> Iterator[Path]:
-    """Make the directories above a path; remove them again if nothing was written to it."""
-    missing = [parent for parent in path.parents if not parent.exists()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        yield path
-    finally:
-        if not path.exists():
-            for parent in missing:
-                with suppress(OSError):
-                    parent.rmdir()
-
-
-def _final(path: Path) -> Path:
-    """Follow links and `..`; unlike `Path.resolve`, a circle of links is no error here."""
-    return Path(os.path.realpath(path))
-
-
-def _partial(path: Path) -> Path:
-    """Return a path beside `path` that no other process has, whatever earlier ones left."""
-    return path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:12]}")
-
-
 def _drop_auto_map(path: Path) -> None:
-    """Rewrite a JSON file without its `auto_map`, in place; a file that has none keeps its bytes."""
+    """Remove `auto_map` from a JSON file in place; other files keep their bytes."""
     stored = path.read_bytes()
-    with suppress(ValueError, RecursionError):  # what is no JSON stays as it is
+    with suppress(ValueError, RecursionError):  # no JSON
         if b'"auto_map"' in stored and isinstance(settings := json.loads(stored), dict):
             settings.pop("auto_map", None)
             path.write_text(to_json(settings), encoding="utf-8")
@@ -297,13 +279,13 @@ def _matches(path: Path, patterns: tuple[str, ...]) -> bool:
 
 
 def check_upload(name: str) -> None:
-    """Refuse, before the work that leads to it, an upload that could not be done.
+    """Refuse an upload that cannot be done, before the work starts.
 
     Args:
-        name: of the model on the hub, `org/name`, or `name` among one's own.
+        name: of the model on the hub, `org/name`, or `name` in the user's own account.
 
     Raises:
-        CheckpointError: no such name can be, the hub is switched off, or nobody is logged in.
+        CheckpointError: the name is invalid, the hub is switched off, or nobody is logged in.
     """
     try:
         validate_repo_id(name)
@@ -317,32 +299,28 @@ def check_upload(name: str) -> None:
         )
 
 
-def push_to_hub(directory: str | Path, name: str, *, private: bool | None = None, message: str | None = None) -> str:
-    """Upload the folder of a saved model to the hub, with its card, in one commit.
+def push_to_hub(directory: str | Path, name: str) -> str:
+    """Upload the directory of a saved model to the hub, with its card, in one commit.
 
     Args:
-        directory: of the model, as `collab-compress` or `save_pretrained` wrote it.
-        name: of the model on the hub, `org/name`, or `name` among one's own; made if it is not there.
-        private: whether to make it for one's own eyes; what the account or organization does if not given.
-        message: of the commit.
+        directory: of the model.
+        name: of the model on the hub, as for `check_upload`; the repository is made if there is none.
 
     Returns:
-        Where it can be looked at.
+        The model's address.
 
     Raises:
-        CheckpointError: there is no model in the directory, or the hub does not take it.
+        CheckpointError: the directory holds no model, or the hub refuses it.
     """
     if not (Path(directory) / "config.json").is_file():
         raise CheckpointError(f"{directory} has no config.json, so it is no model directory")
     check_upload(name)
     api = HfApi()
     try:
-        repository = api.create_repo(name, private=private, exist_ok=True).repo_id
+        repository = api.create_repo(name, exist_ok=True).repo_id
         api.upload_folder(
-            folder_path=directory,
-            repo_id=repository,
-            commit_message=message or "Upload a model made with collab-compress",
+            folder_path=directory, repo_id=repository, commit_message="Upload a model made with collab-compress"
         )
-    except Exception as error:  # the hub's own errors, those of its transport, and of the files
+    except Exception as error:  # errors of the hub, of the connection, and of files
         raise CheckpointError(f"the hub does not take {name}: {one_line(error)}") from error
     return f"{api.endpoint}/{repository}"

@@ -1,16 +1,17 @@
 """Resolve the name of a model, and load its config, weights and tokenizer.
 
-No code of theirs is run, and nothing is unpickled. Transformers asks on standard input whether a model's code may run
-where nobody says so beforehand, and reads whatever file a weight index names. Everything in this project is loaded by
-these functions, which say no to both.
+Everything in this project is loaded by these functions, which run no code of a model and unpickle nothing.
+Transformers itself would ask on standard input whether to run a model's code, and read any file that a weight index
+names.
 """
 
 import json
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, NoReturn
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -46,13 +47,13 @@ EMBEDDED = "minilm"
 EMBEDDED_REPOSITORY = "sentence-transformers/all-MiniLM-L6-v2"
 FETCHED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "README.md", "*/config.json", *COMPANIONS]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-FLOATS = ("F64", "F32", "F16", "BF16")  # types of weights, as safetensors name them
-LEGACY = re.compile(
+FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of weights in safetensors
+LEGACY = re.compile(  # tensors that earlier versions of Transformers stored
     r"(position_ids|token_type_ids|inv_freq|masked_bias|attn\.bias|attention\.bias|relative_position_index)$"
 )
 ADAPTED = re.compile(r"lora_|(^|[._])scales?(_inv)?$|qweight$|qzeros$|g_idx$|SCB$|absmax$|quant_map")
-MOST = {"layer": 10_000, "group": 10_000, "expert": 10_000, "labels": 10_000_000}  # words in names of entries
-DESCRIPTIONS = (
+LIMITS = {"layer": 10_000, "group": 10_000, "expert": 10_000, "labels": 10_000_000}  # by words in names of entries
+TEXT_FILES = (
     "tokenizer_config.json",
     "tokenizer.json",
     "special_tokens_map.json",
@@ -63,19 +64,20 @@ DESCRIPTIONS = (
 
 
 def find_directory(name: str, revision: str | None = None) -> Path:
-    """Return the local directory of MODEL; a hub name is downloaded.
+    """Return the local directory of MODEL; a model on the hub is downloaded.
 
     Args:
         name: `minilm` (embedded), a model directory, a short name (`bert-base`), or a name on the hub.
-        revision: branch, tag or commit of a model on the hub; its main branch if not given.
+        revision: branch, tag or commit of a model on the hub; by default its main branch.
 
     Raises:
-        CheckpointError: no such directory, no model in it, a revision of what is not on the hub, no such revision, or
-            a hub that does not answer.
+        CheckpointError: there is no such directory, model or revision, or the hub does not answer.
     """
     path = _expanded(name)
     if revision is not None and repository_of(name) in (None, EMBEDDED_REPOSITORY):
-        raise CheckpointError(f"{name} is here, without revisions; pass a name on the hub, or leave --revision out")
+        raise CheckpointError(
+            f"{name} is a local model without revisions; pass a name on the hub, or leave --revision out"
+        )
     if name == EMBEDDED and not _is_directory(name):
         return _embedded_directory()
     if os.path.lexists(path) or name.startswith((".", "/", "~")):
@@ -86,19 +88,16 @@ def find_directory(name: str, revision: str | None = None) -> Path:
         _refuse_pipes(path)
         return path
     repository = SHORT_NAMES.get(name, name)
+    ignored = ["onnx/*", "openvino/*"]
     try:
-        return Path(
-            snapshot_download(
-                repository, revision=revision, allow_patterns=FETCHED, ignore_patterns=["onnx/*", "openvino/*"]
-            )
-        )
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=FETCHED, ignore_patterns=ignored))
     except RevisionNotFoundError as error:
         raise CheckpointError(f"{repository} has no revision {revision!r} on the hub") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise CheckpointError(f"{name} is neither a directory nor a model on the hub: {one_line(error)}") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise CheckpointError(
-            f"{name} is no directory here, and the hub cannot be reached for {repository!r}, nor is it in the local "
+            f"{name} is no local directory, the hub cannot be reached for {repository!r}, and it is not in the local "
             "cache; connect, pass a directory, or use the embedded model: minilm"
         ) from error
 
@@ -116,12 +115,10 @@ def repository_of(name: str) -> str | None:
 
 
 def load_config(source: str | Path) -> Any:
-    """Load the config of a model directory, or of a name on the hub.
-
-    References to code that comes with the model (`auto_map`) are dropped.
+    """Load the config of a model directory, or of a name on the hub, without references to the model's own code.
 
     Raises:
-        CheckpointError: it cannot be read, or wants code that comes with the model.
+        CheckpointError: it cannot be read, or requires code that comes with the model.
     """
     path = Path(source) / "config.json"
     if path.is_file():
@@ -135,9 +132,7 @@ def load_config(source: str | Path) -> Any:
 
 
 def load_model(model_class: Any, source: str | Path, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Load a model from safetensors that lie in its own folder.
-
-    Tensors that belong to a head or a pooler that the model lacks are left out, and returned by name.
+    """Load a model from safetensors in its own folder.
 
     Args:
         model_class: a model class of Transformers, or an auto class.
@@ -145,16 +140,17 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> tuple[An
         options: further ones of `from_pretrained`.
 
     Returns:
-        The model, and what `from_pretrained` says of keys that are missing or unexpected.
+        The model, and the loading info of `from_pretrained`. Tensors of a head or a pooler that the model lacks are
+        among its unexpected keys.
 
     Raises:
         CheckpointError: weights are missing, damaged, of another shape, pickled, quantized, stored twice, outside the
-            folder, or without a place in the model, or the model wants code that comes with it.
+            folder, or without a place in the model, or the model requires code that comes with it.
     """
     _refuse_pipes(source)
     _check_weights(source)
     try:
-        model, found = model_class.from_pretrained(
+        model, info = model_class.from_pretrained(
             source,
             trust_remote_code=False,
             use_safetensors=True,
@@ -163,55 +159,93 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> tuple[An
             **options,
         )
     except Exception as error:
-        raise CheckpointError(f"cannot load weights from {source}: {_reason(error)}") from error
-    for name, stored, expected in sorted(found["mismatched_keys"]):
-        raise CheckpointError(
-            f"cannot load weights from {source}: {name} has shape {tuple(stored)}, the config makes it "
-            f"{tuple(expected)}"
-        )
-    unread = _unread(model, found["unexpected_keys"])
+        _refuse_weights(source, _reason(error), error)
+    for name, stored, expected in sorted(info["mismatched_keys"]):
+        _refuse_weights(source, f"{name} has shape {tuple(stored)}, the config makes it {tuple(expected)}")
+    unread = _unread(model, info["unexpected_keys"])
     if unread:
-        raise CheckpointError(
-            f"cannot load weights from {source}: {type(model).__name__} has no place for {len(unread)} tensors, such "
-            f"as {unread[0]}; merge adapters, undo quantization, or correct the config"
+        _refuse_weights(
+            source,
+            f"{type(model).__name__} has no place for {len(unread)} tensors, such as {unread[0]}; merge adapters, "
+            "undo quantization, or correct the config",
         )
     _forget_code_(model.config)
     try:
-        getattr(model.config, "validate", dict)()  # not every config can
-    except Exception as error:  # a config that could not be saved again
+        getattr(model.config, "validate", dict)()  # some configs cannot
+    except Exception as error:  # the config could not be saved again
         raise CheckpointError(f"cannot use {Path(source) / 'config.json'}: {one_line(error)}") from error
-    return model, found
+    return model, info
 
 
 def load_tokenizer(source: str | Path) -> Any:
     """Load the tokenizer of a model directory, or of a name on the hub.
 
     Raises:
-        CheckpointError: it cannot be read, or wants code that comes with it.
+        CheckpointError: it cannot be read, or requires code that comes with it.
     """
     return _load_texts(AutoTokenizer, source)
 
 
 def load_processor(source: str | Path) -> Any:
-    """Load what turns inputs of any kind into tensors; for models that read texts alone, that is the tokenizer.
+    """Load the processor of a model; for models that read texts alone, that is the tokenizer.
 
     Raises:
-        CheckpointError: it cannot be read, or wants code that comes with it.
+        CheckpointError: as `load_tokenizer`.
     """
     return _load_texts(AutoProcessor, source)  # which tries the tokenizer, and hides why that failed
+
+
+def _load_texts(auto_class: Any, source: str | Path) -> Any:
+    try:
+        with _rust_panics():
+            return auto_class.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:
+        reason = _damaged(Path(source))
+        if reason is None and auto_class is not AutoTokenizer:
+            load_tokenizer(source)  # raises the reason, if that is the tokenizer
+        raise CheckpointError(f"cannot load the tokenizer in {source}: {reason or _reason(error)}") from error
+
+
+@contextmanager
+def _rust_panics() -> Iterator[None]:
+    """Raise panics of tokenizers, which are no `Exception`, as `RuntimeError`."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RuntimeError(str(error)) from error
+
+
+def _damaged(directory: Path) -> str | None:
+    """Return which file of a tokenizer is damaged, and why, if that can be found out."""
+    try:
+        for name in TEXT_FILES:
+            if (directory / name).is_file():
+                _json_object(directory / name)
+    except CheckpointError as error:
+        return str(error)
+    path = directory / "tokenizer.json"
+    if path.is_file():
+        try:
+            with _rust_panics():
+                PreTrainedTokenizerFast(tokenizer_file=str(path))
+        except Exception as error:
+            return f"cannot read {path}: {one_line(error)}"
+    return None
 
 
 def _expanded(name: str) -> Path:
     try:
         return Path(name).expanduser()
-    except RuntimeError as error:  # ~someone, whom nobody knows
+    except RuntimeError as error:  # ~someone, who does not exist
         raise CheckpointError(f"{name} is not a directory: {one_line(error)}") from error
 
 
 def _is_directory(name: str) -> bool:
     try:
         return _expanded(name).is_dir()
-    except OSError:  # too long a name, or not to be looked at
+    except OSError:  # the name is too long, or access is denied
         return False
 
 
@@ -225,46 +259,15 @@ def _embedded_directory() -> Path:
     return Path(get_model_path())
 
 
-PANIC = "PanicException"  # of tokenizers, which is no `Exception`
-
-
-def _load_texts(auto_class: Any, source: str | Path) -> Any:
-    try:
-        return auto_class.from_pretrained(source, trust_remote_code=False)
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != PANIC:
-            raise
-        damaged = _damaged(Path(source))
-        if damaged is not None:
-            raise CheckpointError(f"cannot load the tokenizer in {source}: {damaged}") from error
-        if auto_class is not AutoTokenizer:
-            load_tokenizer(source)  # says why, if it is the tokenizer
-        raise CheckpointError(f"cannot load the tokenizer in {source}: {_reason(error)}") from error
-
-
-def _damaged(directory: Path) -> str | None:
-    """Name the file that a tokenizer could not be made of, and why, where that can be found out."""
-    for name in DESCRIPTIONS:
-        if (directory / name).is_file():
-            try:
-                _json_object(directory / name)
-            except CheckpointError as error:
-                return str(error)
-    if (directory / "tokenizer.json").is_file():
-        try:
-            PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
-        except BaseException as error:
-            if not isinstance(error, Exception) and type(error).__name__ != PANIC:
-                raise
-            return f"cannot read {directory / 'tokenizer.json'}: {one_line(error)}"
-    return None
+def _refuse_weights(source: str | Path, reason: str, error: Exception | None = None) -> NoReturn:
+    raise CheckpointError(f"cannot load weights from {source}: {reason}") from error
 
 
 def _refuse_pipes(source: str | Path) -> None:
-    """Refuse a model directory with pipes or devices in it, which reading could wait for without end.
+    """Refuse a model directory with pipes or devices, which could block forever, or a folder in place of JSON.
 
     Raises:
-        CheckpointError: there is one, or a folder where a JSON file is expected.
+        CheckpointError: there is one.
     """
     for path in Path(source).iterdir() if Path(source).is_dir() else ():
         if path.exists() and not path.is_file() and not (path.is_dir() and path.suffix != ".json"):
@@ -272,10 +275,10 @@ def _refuse_pipes(source: str | Path) -> None:
 
 
 def _check_config(path: Path) -> dict[str, Any]:
-    """Read a config as JSON, and refuse what Transformers would choke on or take hours to build.
+    """Read a config as JSON, and refuse entries that Transformers cannot handle or takes hours to build.
 
     Raises:
-        CheckpointError: it is no JSON object, has an entry named like a method, or a number that is far too large.
+        CheckpointError: it is no JSON object, has an entry named like a method, or a number above its limit.
     """
     config = _json_object(path)
     for name in config:
@@ -285,23 +288,23 @@ def _check_config(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"cannot read {path}: {name!r} cannot be an entry of a config; take it out")
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for name, value in part.items():
-            most = next((limit for word, limit in MOST.items() if word in name), None)
-            if most is not None and isinstance(value, int) and value > most:
-                raise CheckpointError(f"cannot read {path}: {name} is {value}; expected at most {most:,}")
+            limit = next((limit for word, limit in LIMITS.items() if word in name), None)
+            if limit is not None and isinstance(value, int) and value > limit:
+                raise CheckpointError(f"cannot read {path}: {name} is {value}; expected at most {limit:,}")
     return config
 
 
 def _forget_code_(config: Any) -> None:
-    """Drop references to code that a stock model's repository holds, in place: it is neither run nor saved."""
+    """Remove references to code that a stock model's repository holds, in place: it is neither run nor saved."""
     if not names_our_code(config):
         vars(config).pop("auto_map", None)
 
 
 def _check_weights(source: str | Path) -> None:
-    """Refuse weights that are no safetensors of floats in the model's own folder.
+    """Refuse weights that are not floats in safetensors in the model's own folder.
 
     Raises:
-        CheckpointError: there are some, or the model is an adapter, whose weights belong to another model.
+        CheckpointError: there are such weights, or the model is an adapter of another model.
     """
     if _file(source, "adapter_config.json") is not None:
         raise CheckpointError(f"{source} holds a PEFT adapter; merge it into its model and save that")
@@ -309,23 +312,26 @@ def _check_weights(source: str | Path) -> None:
     config = {} if path is None else _check_config(path)
     if "compression_config" in config or _file(source, "hf_quant_config.json") is not None:
         raise CheckpointError(f"{source} is quantized; take the unquantized checkpoint instead")
-    files = [WEIGHTS if _file(source, WEIGHTS) is not None else INDEX]
+    name = WEIGHTS if _file(source, WEIGHTS) is not None else INDEX
     if path is not None and config.get("transformers_weights") is not None:
-        named = config["transformers_weights"]
-        _check_shard(path, named, (".safetensors", ".safetensors.index.json"))
-        files = [named] if _file(source, named) is not None else files
-    for index in filter(None, (_file(source, name) for name in files if name.endswith(".json"))):
+        _check_shard(path, config["transformers_weights"], (".safetensors", ".safetensors.index.json"))
+        if _file(source, config["transformers_weights"]) is not None:
+            name = config["transformers_weights"]
+    names = {name}
+    index = _file(source, name) if name.endswith(".json") else None
+    if index is not None:
         shards = _json_object(index).get("weight_map")
         if not isinstance(shards, dict) or not shards:
             raise CheckpointError(f"cannot read {index}: expected a weight_map that names a file for each weight")
         for shard in shards.values():
             _check_shard(index, shard, (".safetensors",))
-        files = sorted(set(shards.values()))
-    _check_tensors(source, [found for found in (_file(source, name) for name in files) if found is not None])
+        names = set(shards.values())
+    files = (_file(source, name) for name in sorted(names))
+    _check_tensors(source, [file for file in files if file is not None])
 
 
-def _check_tensors(source: str | Path, files: Sequence[Path]) -> None:
-    """Refuse quantized weights and weights that are stored twice, by the names and types in safetensors files.
+def _check_tensors(source: str | Path, files: Iterable[Path]) -> None:
+    """Refuse quantized weights and weights that are stored twice, by the names and dtypes in safetensors files.
 
     Raises:
         CheckpointError: there is such a weight, or a file is damaged.
@@ -333,35 +339,29 @@ def _check_tensors(source: str | Path, files: Sequence[Path]) -> None:
     holders: dict[str, Path] = {}
     for path in files:
         if not path.is_file():
-            raise CheckpointError(f"cannot load weights from {source}: {path} is no regular file")
+            _refuse_weights(source, f"{path} is no regular file")
         if not os.access(path, os.R_OK):
-            raise CheckpointError(f"cannot load weights from {source}: {path}: Permission denied")
+            _refuse_weights(source, f"{path}: Permission denied")
         try:
             with safe_open(path, framework="pt") as tensors:
-                types = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+                dtypes = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot load weights from {source}: {path.name}: {one_line(error)}") from error
-        for name, stored in types.items():
+            _refuse_weights(source, f"{path.name}: {one_line(error)}", error)
+        for name, dtype in dtypes.items():
             if name in holders:
-                raise CheckpointError(
-                    f"cannot load weights from {source}: {name} is in {holders[name].name} and in {path.name}"
-                )
-            if name.endswith("weight") and stored not in FLOATS:
-                raise CheckpointError(
-                    f"cannot load weights from {source}: {name} is quantized ({stored}); take the unquantized "
-                    "checkpoint instead"
-                )
-        holders |= dict.fromkeys(types, path)
+                _refuse_weights(source, f"{name} is in {holders[name].name} and in {path.name}")
+            if name.endswith("weight") and dtype not in FLOATS:
+                _refuse_weights(source, f"{name} is quantized ({dtype}); take the unquantized checkpoint instead")
+        holders |= dict.fromkeys(dtypes, path)
 
 
 def _unread(model: PreTrainedModel, names: Collection[str]) -> list[str]:
-    """Return the names of unread tensors that change what the model computes, sorted.
+    """Return the sorted names of unread tensors that change what the model computes.
 
-    Those are tensors of the model's body, of adapters and of quantization. Heads and poolers that the model lacks are
-    not among them, nor masks and positions that earlier versions of Transformers stored.
+    Those are tensors of the model's body, of adapters and of quantization; not those of heads and poolers that the
+    model lacks, nor masks and positions that earlier versions of Transformers stored.
     """
-    prefix = f"{model.base_model_prefix}."
-    body = model.base_model
+    prefix, body = f"{model.base_model_prefix}.", model.base_model
     parts = {name for named in (body.named_children(), body.named_parameters(recurse=False)) for name, _ in named}
     buffers = {name.removeprefix(prefix) for name, _ in model.named_buffers()}
     unread = []
@@ -374,11 +374,11 @@ def _unread(model: PreTrainedModel, names: Collection[str]) -> list[str]:
 
 
 def _check_shard(path: Path, shard: Any, endings: tuple[str, ...]) -> None:
-    inside = isinstance(shard, str) and not any(
+    is_inside = isinstance(shard, str) and not any(
         pure.is_absolute() or pure.drive or ".." in pure.parts
         for pure in (PurePosixPath(shard), PureWindowsPath(shard))
     )
-    if not inside or not shard.endswith(endings):
+    if not is_inside or not shard.endswith(endings):
         raise CheckpointError(
             f"{path} names {str(shard)[:80]!r} as weights; only safetensors in the model's own folder are read"
         )
@@ -389,16 +389,16 @@ def _file(source: str | Path, name: str) -> Path | None:
     if Path(source).is_dir():
         return Path(source) / name if (Path(source) / name).exists() else None
     try:
-        found = cached_file(
+        file = cached_file(
             str(source),
             name,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
             _raise_exceptions_for_gated_repo=False,
         )
-    except Exception:  # no such model; loading says so in its own words
+    except Exception:  # no such model; loading raises a better message
         return None
-    return None if found is None else Path(found)
+    return None if file is None else Path(file)
 
 
 def _json_object(path: Path) -> dict[str, Any]:
@@ -412,10 +412,10 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return why loading failed, without Transformers' advice to trust the model's code, which is never done here."""
+    """Return why loading failed, without Transformers' advice to trust the model's code."""
     words = one_line(error)
     if "trust_remote_code" in words:
-        return "it wants code that it brings along, which is not run"
+        return "it requires code that comes with it, which is not run"
     if isinstance(error, AttributeError | TypeError | LookupError | ArithmeticError):
         return f"an entry of the config has a value of the wrong kind ({type(error).__name__}: {words})"
     return words if words else type(error).__name__

@@ -61,8 +61,8 @@ def test_code_of_a_model_is_not_run(folder):
     (folder / "model" / "evil.py").write_text(EVIL, encoding="utf-8")
     code = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}
     change(folder / "model" / "config.json", model_type="evil", auto_map=code)
-    fails(load_config, "model", words="it wants code that it brings along, which is not run")
-    fails(load_model, AutoModel, "model", words="it wants code that it brings along, which is not run")
+    fails(load_config, "model", words="it requires code that comes with it, which is not run")
+    fails(load_model, AutoModel, "model", words="it requires code that comes with it, which is not run")
 
 
 def test_references_to_code_of_a_stock_model_are_dropped(folder):

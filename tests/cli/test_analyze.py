@@ -155,7 +155,7 @@ def test_a_translator_reads_pairs(run):
         (["translator", "--task", "mrpc", "--data-dir", "data"], "MarianModel does not answer mrpc"),
         (["dense", "--sentences", "0"], "expected at least 1"),
         (["dense", "--seed", str(2**64)], "expected a whole number from 0 to 2³² − 1"),
-        (["dense", "--revision", "main"], "is here, without revisions"),
+        (["dense", "--revision", "main"], "is a local model without revisions"),
         (["dense", "--json", "nothing/numbers.json"], "expected a file in a directory that exists"),
         (["dense", "--json", "dense/numbers.json"], "lies in"),
         (["dense", "--device", "abacus"], "device 'abacus' cannot be used"),

@@ -213,7 +213,7 @@ def test_the_number_of_steps_may_be_left_out():
         (["recover", "small", "--dense", "dense", "--steps", 0], "expected at least 1, or 0 with texts"),
         (["recover", "small", "--dense", "dense", "--learning-rate", "nan"], "expected a number above 0"),
         (["recover", "small", "--dense", "minilm", "--steps", 1], "pass the dense model that was converted"),
-        (["expand", "exact", "--revision", "main"], "is here, without revisions"),
+        (["expand", "exact", "--revision", "main"], "is a local model without revisions"),
         (["expand", "exact", "--push-to-hub", "a/b/c"], "cannot be a name on the hub"),
         (["expand", "exact", "--push-to-hub", "a/b"], "a/b cannot be put on the hub"),
         (["compress", "dense", "--recover", "--mix"], "--recover belongs to a conversion"),

@@ -106,7 +106,7 @@ def test_a_name_that_the_hub_does_not_have(hub):
 
 
 def test_a_revision_is_of_the_hub(hub, tmp_path):
-    with pytest.raises(CheckpointError, match="is here, without revisions"):
+    with pytest.raises(CheckpointError, match="is a local model without revisions"):
         find_directory(str(tmp_path), "v1")
     assert (find_directory("someone/tiny", COMMIT) / "config.json").is_file()
     with pytest.raises(CheckpointError, match="someone/tiny has no revision 'v9' on the hub"):

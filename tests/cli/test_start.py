@@ -126,7 +126,7 @@ def test_yes_runs_nothing(run, make_tiny, tmp_path):
     done = run("collab-compress", "evil", "--dk", 8, folder=tmp_path, told="yes\n" * 100)
     assert done.returncode == 2
     assert done.stderr == (
-        "collab-compress: cannot read evil/config.json: it wants code that it brings along, which is not run\n"
+        "collab-compress: cannot read evil/config.json: it requires code that comes with it, which is not run\n"
     )
     assert os.listdir(tmp_path) == ["evil"]
 

@@ -18,7 +18,7 @@ class Api:
     endpoint = "hub"
     received: dict[str, bytes]
 
-    def create_repo(self, name, *, private, exist_ok):
+    def create_repo(self, name, *, exist_ok):
         assert exist_ok
         return SimpleNamespace(repo_id=name)
 

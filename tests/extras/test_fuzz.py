@@ -154,7 +154,7 @@ for line, words in {
     "model --mix --solver parafac": "--solver belongs to a conversion",
     "model --mix --calibration none": "--calibration belongs to a conversion",
     "model --mix --dk 0": "dk is 0",
-    "nothing --dk 8": "nothing is no directory here, and the hub cannot be reached",
+    "nothing --dk 8": "nothing is no local directory, the hub cannot be reached",
     "a/b/c --dk 8": "a/b/c is neither a directory nor a model on the hub",
     "./nowhere --dk 8": "./nowhere is not a directory",
     "~nouser/x --dk 8": "~nouser/x is not a directory",
