@@ -72,12 +72,15 @@ def test_causal_models_and_tokenizers_without_separators_get_no_pairs(minilm, mi
     for batch in calibration_batches("synthetic", minilm, minilm_tokenizer, sequences=32):
         assert ((batch["input_ids"] == minilm_tokenizer.sep_token_id).sum(1) == 1).all()
         assert "token_type_ids" not in batch
-    config = RobertaConfig(vocab_size=61, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-                           intermediate_size=8, max_position_embeddings=42, pad_token_id=1)  # fmt: skip
-    batches = calibration_batches("synthetic", RobertaModel(config), words, sequences=50)
+    batches = calibration_batches("synthetic", roberta(42), words, sequences=50)
     assert max(batch["input_ids"].shape[1] for batch in batches) == 40
     for batch in batches:
         assert ((batch["input_ids"] == 1) == (batch["attention_mask"] == 0)).all()
+
+
+def roberta(positions):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return RobertaModel(RobertaConfig(vocab_size=61, max_position_embeddings=positions, pad_token_id=1, **sizes))
 
 
 def test_targets_are_as_long_as_sources():
@@ -198,9 +201,7 @@ def test_random_sequences_that_are_shorter_than_asked_for_are_said(minilm, minil
 
 
 def test_positions_behind_the_pad_token_are_the_models_limit(words):
-    config = RobertaConfig(vocab_size=61, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-                           intermediate_size=8, max_position_embeddings=20, pad_token_id=1)  # fmt: skip
-    model = RobertaModel(config)
+    model = roberta(20)
     (batch,) = calibration_batches(["w7 " * 50], model, words)
     assert batch["input_ids"].shape == (1, 18)
     assert model(**batch)[0].isfinite().all()
@@ -220,8 +221,15 @@ def test_a_tokenizer_without_special_tokens_adds_none(words):
     assert int(batch["input_ids"].min()) > 1
 
 
-SETTINGS = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
-            "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}  # fmt: skip
+SETTINGS = {
+    "d_model": 8,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 8,
+    "decoder_ffn_dim": 8,
+}
 
 
 def translator(name, start=None):
@@ -299,12 +307,6 @@ def test_a_limit_that_is_no_number_is_refused(words, minilm, limit, monkeypatch)
     monkeypatch.setattr(words, "model_max_length", limit)
     with pytest.raises(CalibrationError, match="model_max_length of the tokenizer is"):
         calibration_batches("synthetic", minilm, words)
-
-
-@pytest.mark.parametrize("calibration", ["synthetic", ["a text"]])
-def test_special_tokens_alone_are_no_data(minilm_tokenizer, minilm, calibration):
-    with pytest.raises(CalibrationError, match="length 2 leaves no room for texts beside the special tokens"):
-        calibration_batches(calibration, minilm, minilm_tokenizer, length=2)
 
 
 def test_a_tokenizer_of_nothing_is_refused(words, minilm):
@@ -423,6 +425,7 @@ def test_texts_without_a_pad_token_are_masked(minilm, minilm_tokenizer):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"calibration": "synthetic", "length": 2}, "length 2 leaves no room for texts beside the special tokens"),
         ({"calibration": ["a dog"], "length": 2}, "length 2 leaves no room for texts beside the special tokens"),
         ({"calibration": [("a", "dog")], "length": 3}, "beside the 3 special tokens"),
         ({"calibration": "synthetic", "sequences": 10**12}, "1000000000000 random sequences .* pass fewer sequences"),

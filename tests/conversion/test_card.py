@@ -41,17 +41,28 @@ def test_it_says_what_the_model_is_and_was(converted, source):
     card = model_card(model, "small-dk8", origin, Compression(dk=8, solver=Solver(seed=3)), "texts", report)
     data = ModelCard(str(card)).data.to_dict()
     assert data == {
-        "base_model": "org/small", "license": "other", "license_name": "friendly", "license_link": "LICENSE",
-        "language": ["en", "de"], "library_name": "sentence-transformers", "pipeline_tag": "sentence-similarity",
+        "base_model": "org/small",
+        "license": "other",
+        "license_name": "friendly",
+        "license_link": "LICENSE",
+        "language": ["en", "de"],
+        "library_name": "sentence-transformers",
+        "pipeline_tag": "sentence-similarity",
         "tags": ["sentence-transformers", "bert", "collab_compress", "collaborative-attention"],
-    }  # fmt: skip
+    }
     before, after = report.parameters_before, report.parameters_after
     for part in (
-        "# small-dk8", "`BertForSequenceClassification` with shared attention, made from `org/small`",
-        "\n".join(loading_lines(model, "small-dk8")), "of 2 attention modules", "R = 8", "seed 3",
+        "# small-dk8",
+        "`BertForSequenceClassification` with shared attention, made from `org/small`",
+        "\n".join(loading_lines(model, "small-dk8")),
+        "of 2 attention modules",
+        "R = 8",
+        "seed 3",
         "calibrated on texts",
-        f"| parameters | {before:,} → {after:,} |", f"{report.drift.relative_error:.2%}", "other (friendly)",
-    ):  # fmt: skip
+        f"| parameters | {before:,} → {after:,} |",
+        f"{report.drift.relative_error:.2%}",
+        "other (friendly)",
+    ):
         assert part in card.content
 
 
@@ -102,8 +113,9 @@ def test_a_source_without_a_card_that_can_be_read(make_tiny, tmp_path, text):
     mix_heads_(model)
     card = model_card(model, "mixed", Origin("mine", tmp_path))
     assert card.data.to_dict() == {
-        "library_name": "transformers", "tags": ["collab_compress", "collaborative-attention"]
-    }  # fmt: skip
+        "library_name": "transformers",
+        "tags": ["collab_compress", "collaborative-attention"],
+    }
     assert "The source's card names none." in card.content
     assert "the mixture is the identity until it is trained" in card.content
     assert "Figures" not in card.content

@@ -45,7 +45,7 @@ from collab_compress import (
     read_factors,
 )
 from collab_compress.architectures import FAMILIES, find_dense_attention
-from collab_compress.attention import install_
+from collab_compress.attention import install_, is_converted
 from collab_compress.checkpoint import edits_of
 from collab_compress.conversion.compress import working_device
 from collab_compress.conversion.drift import drift_of, split_held_back
@@ -751,3 +751,28 @@ def test_inference_mode_leaves_parameters_that_train(make_tiny, batch):
     model(**batch)[0].sum().backward()
     assert not any(parameter.is_inference() for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("kinds", [("encoder",), ("decoder", "cross"), ["cross"]])
+def test_only_these_kinds(make_tiny, make_batch, kinds):
+    model, batch = make_tiny("marian"), make_batch("marian")
+    with torch.no_grad():
+        before = model(**batch).last_hidden_state
+    compress(model, Compression(dk=24, kinds=kinds), None)
+    names = [name.split(".") for name, module in model.named_modules() if is_converted(module)]
+    converted = {f"{name[0]}.{name[-1]}" for name in names}
+    where = {"encoder": "encoder.self_attn", "decoder": "decoder.self_attn", "cross": "decoder.encoder_attn"}
+    assert converted == {where[kind] for kind in kinds}
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).last_hidden_state, before, rtol=1e-4, atol=1e-5)
+
+
+def test_kinds_that_are_not_there(make_tiny):
+    with pytest.raises(UnsupportedModelError, match="with kind cross"):
+        compress(make_tiny("bert"), Compression(dk=24, kinds=("cross",)), None)
+
+
+@pytest.mark.parametrize(("kinds", "message"), [(("self",), "kinds are self; expected"), ((), "kinds are none")])
+def test_unknown_kinds(kinds, message):
+    with pytest.raises(CompressionError, match=message):
+        Compression(dk=1, kinds=kinds)

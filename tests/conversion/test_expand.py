@@ -10,11 +10,28 @@ from collab_compress import (
     FromScratch,
     UnsupportedModelError,
     compress,
+    describe,
     expand,
     from_config,
+    is_converted,
     make_standalone_,
     read_factors,
 )
+
+
+def test_a_model_says_what_of_it_is_converted(make_tiny):
+    model = make_tiny("bert")
+    assert describe(model) == {}
+    assert not is_converted(model)
+    compress(model, Compression(dk=8, modules="*layer.0*"), calibration=None)
+    compress(model, Compression(dv=12), calibration=None)
+    assert describe(model) == {
+        "encoder.layer.0.attention.self": "shared attention, dk=8; narrow values, dv=12",
+        "encoder.layer.1.attention.self": "narrow values, dv=12",
+    }
+    assert is_converted(model)
+    expand(model)
+    assert not is_converted(model)
 
 
 def hidden(model, batch):

@@ -93,15 +93,25 @@ def test_modules_have_widths_of_their_own():
     torch.manual_seed(0)
     config = CLIPConfig(
         text_config={
-            "vocab_size": 61, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
-            "num_attention_heads": 2, "max_position_embeddings": 40, "bos_token_id": 1, "eos_token_id": 2,
+            "vocab_size": 61,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 40,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
         },
         vision_config={
-            "hidden_size": 96, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 6,
-            "image_size": 8, "patch_size": 4,
+            "hidden_size": 96,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 6,
+            "image_size": 8,
+            "patch_size": 4,
         },
         projection_dim=16,
-    )  # fmt: skip
+    )
     model = CLIPModel(config).eval()
     data = [{**batch, "pixel_values": torch.randn(2, 3, 8, 8)} for batch in batches()]
     report = compress(model, Compression(keep=0.7, solver=FAST), data)

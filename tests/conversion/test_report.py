@@ -1,4 +1,4 @@
-"""Costs against the paper's Table 1 and against counting."""
+"""Costs against the paper's Table 1 and against counting; reports as text and as tables."""
 
 from math import inf
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from collab_compress import Compression, compress
 from collab_compress.attention import PerHeadScores, SharedScores
 from collab_compress.attention.projections import PaddedProjection
 from collab_compress.conversion.report import dense_macs, dense_parameters
@@ -87,3 +88,18 @@ def test_heads_that_share_no_channels_cost_less_at_any_length_or_more_on_short_i
     length = per_head(6, 16, dk, content).break_even(96)
     assert all(cheaper) == (length == inf)
     assert cheaper[0] == (length > 0)
+
+
+def test_a_report_prints_itself_and_becomes_a_table(make_tiny):
+    tokens = torch.randint(3, 61, (4, 9), generator=torch.Generator().manual_seed(0))
+    report = compress(make_tiny("bert"), Compression(dk=8, dv=12, dff=16), [{"input_ids": tokens}] * 4)
+    frame = report.to_frame()
+    assert (
+        list(zip(frame["part"], frame["width"], strict=True))
+        == [("dk", 8)] * 2 + [("dv", 12)] * 2 + [("dff", 16)] * 2
+    )
+    assert list(frame["macs_after"][:2]) == [module.macs_after for module in report.modules]
+    words = str(report)
+    assert f"{report.parameters_after:,} parameters" in words
+    assert "dk=8 in 2 modules\ndv=12 in 2 modules\ndff=16 in 2 modules" in words
+    assert all(warning in words for warning in report.warnings)
