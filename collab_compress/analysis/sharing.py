@@ -43,23 +43,17 @@ def mixing_matrices(
     """
     matrices = {}
     for parts in score_parts(model, kinds):
-        matrix = _strengths(parts)
+        # a query of T_i is that of the component times its entry in M, so these are the norms times |M|
+        strengths = parts.tensor.query.norm(dim=1) * parts.tensor.key.norm(dim=1)  # (H, R or d)
+        if parts.mixing is None:
+            matrix: Tensor = torch.block_diag(*strengths[:, None])
+        else:
+            largest = parts.mixing.gather(0, parts.mixing.abs().argmax(0, keepdim=True))  # (1, R)
+            matrix = strengths * parts.mixing.sign() * torch.where(largest < 0, -1.0, 1.0)
         if order:
             matrix = matrix[:, matrix.square().sum(0).argsort(descending=True, stable=True)]
         matrices[parts.site.name] = matrix
     return matrices
-
-
-def _strengths(parts: ScoreParts) -> Tensor:
-    """Return mixing entries times the norms of their components' query and key vectors, (H, R)."""
-    # a query of T_i is that of the component times its entry in M
-    norms = parts.tensor.query.norm(dim=1) * parts.tensor.key.norm(dim=1)  # (H, R or d)
-    if parts.mixing is None:
-        matrix: Tensor = torch.block_diag(*norms[:, None])
-        return matrix
-    largest = parts.mixing.gather(0, parts.mixing.abs().argmax(0, keepdim=True))  # (1, R)
-    strengths: Tensor = norms * parts.mixing.sign() * torch.where(largest < 0, -1.0, 1.0)
-    return strengths
 
 
 def alpha_matrices(model: PreTrainedModel) -> dict[str, Tensor]:
