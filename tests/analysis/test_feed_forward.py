@@ -5,22 +5,8 @@ import copy
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AlbertConfig,
-    AlbertModel,
-    BertConfig,
-    BertModel,
-    DistilBertConfig,
-    DistilBertModel,
-    GPT2Config,
-    GPT2Model,
-    LlamaConfig,
-    LlamaModel,
-    MixtralConfig,
-    MixtralModel,
-    T5Config,
-    T5Model,
-)
+from tiny_families import make_rotary
+from transformers import CONFIG_MAPPING, AutoModel
 
 from collab_compress import Compression, compress
 from collab_compress.analysis import FeedForwardEnergy, feed_forward_costs, feed_forward_energy
@@ -30,29 +16,20 @@ from collab_compress.errors import HeadError, UnsupportedModelError
 
 NEURONS = 80  # leave in two rankings: 64, then the others
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": NEURONS}
-NARROW = SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2}
+DISTILBERT = {"dim": 24, "n_heads": 3, "n_layers": 2, "hidden_dim": NEURONS}
+GPT2 = {"n_embd": 24, "n_head": 3, "n_layer": 2, "n_inner": NEURONS}
+LLAMA = SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2}
 T5 = {"d_model": 24, "d_kv": 8, "num_heads": 3, "d_ff": NEURONS, "num_layers": 2, "decoder_start_token_id": 0}
+GATED = T5 | {"feed_forward_proj": "gated-gelu"}
 MODELS = {
-    "bert": (lambda: BertModel(BertConfig(vocab_size=20, **SIZES)), "encoder.layer.{}.output.dense"),
-    "distilbert": (
-        lambda: DistilBertModel(DistilBertConfig(vocab_size=20, dim=24, n_heads=3, n_layers=2, hidden_dim=NEURONS)),
-        "transformer.layer.{}.ffn.lin2",
-    ),
-    "albert": (
-        lambda: AlbertModel(AlbertConfig(vocab_size=20, embedding_size=8, **SIZES)),
-        "encoder.albert_layer_groups.0.albert_layers.{}.ffn_output",
-    ),
-    "gpt2": (
-        lambda: GPT2Model(GPT2Config(vocab_size=20, n_embd=24, n_head=3, n_layer=2, n_inner=NEURONS)),
-        "h.{}.mlp.c_proj",
-    ),
-    "llama": (lambda: LlamaModel(LlamaConfig(vocab_size=20, **NARROW)), "layers.{}.mlp.down_proj"),
-    "t5": (lambda: T5Model(T5Config(vocab_size=20, **T5)), "encoder.block.{}.layer.1.DenseReluDense.wo"),
-    "gated t5": (
-        lambda: T5Model(T5Config(vocab_size=20, feed_forward_proj="gated-gelu", **T5)),
-        "encoder.block.{}.layer.1.DenseReluDense.wo",
-    ),
-}
+    "bert": (SIZES, "encoder.layer.{}.output.dense"),
+    "distilbert": (DISTILBERT, "transformer.layer.{}.ffn.lin2"),
+    "albert": (SIZES | {"embedding_size": 8}, "encoder.albert_layer_groups.0.albert_layers.{}.ffn_output"),
+    "gpt2": (GPT2, "h.{}.mlp.c_proj"),
+    "llama": (LLAMA, "layers.{}.mlp.down_proj"),
+    "t5": (T5, "encoder.block.{}.layer.1.DenseReluDense.wo"),
+    "gated t5": (GATED, "encoder.block.{}.layer.1.DenseReluDense.wo"),
+}  # model → sizes, and the layers that read the neurons
 
 
 @pytest.fixture(params=MODELS)
@@ -64,7 +41,8 @@ def kind(request):
 def model(kind):
     """A tiny model in float64 whose weights and biases all matter."""
     torch.manual_seed(0)
-    model = MODELS[kind][0]().double().eval()
+    config = CONFIG_MAPPING[kind.removeprefix("gated ")](vocab_size=20, **MODELS[kind][0])
+    model = AutoModel.from_config(config).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
@@ -203,10 +181,8 @@ def test_what_cannot_be_measured_is_refused(make_tiny, batch):
         HeadError, match=r"encoder\.layer\.0\.output\.dense: the .* are singular; pass a larger damping"
     ):
         feed_forward_energy(model, [batch], damping=0.0)
-    torch.manual_seed(0)
-    experts = MixtralModel(MixtralConfig(vocab_size=61, num_local_experts=2, num_experts_per_tok=1, **NARROW)).eval()
-    with pytest.raises(UnsupportedModelError, match=r"MixtralModel has no feed-forward block of plain linear layers"):
-        feed_forward_energy(experts, [batch])
+    with pytest.raises(UnsupportedModelError, match=r"MixtralForCausalLM has no feed-forward block of plain linear"):
+        feed_forward_energy(make_rotary("mixtral"), [batch])
 
 
 def test_costs_are_those_of_the_live_model(kind, model):

@@ -1,21 +1,12 @@
 """Whatever is looked at, a report has defined numbers or says why it has none."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
-from transformers import (
-    BloomConfig,
-    BloomModel,
-    GPT2Config,
-    GPT2Model,
-    LlamaConfig,
-    LlamaModel,
-    MixtralConfig,
-    MixtralModel,
-    ViTConfig,
-    ViTModel,
-)
+from tiny_families import make_rotary
+from tiny_families import make_tiny as make_family
 
 from collab_compress import Compression, Solver, compress, prune_heads_
 from collab_compress.analysis import module_costs
@@ -28,7 +19,7 @@ QUICK = ReportOptions(lengths=(4,), rounds=2, kernel_tokens=20, head_sequences=3
 
 
 def whole(context):
-    """ReportOptions at everything; every number must be one, and no word of the page may be `nan`."""
+    """Measure every section; all numbers must be finite, and no word of the page may be `nan`."""
     result = make_report(context)
     json.dumps(to_json(result), allow_nan=False)
     page = render_page(result)
@@ -84,20 +75,10 @@ def test_narrow_values(family, dk, dv, make_tiny, make_batch):
 
 
 def test_images():
-    torch.manual_seed(0)
-    model = ViTModel(
-        ViTConfig(
-            hidden_size=24,
-            num_attention_heads=3,
-            num_hidden_layers=2,
-            intermediate_size=32,
-            image_size=8,
-            patch_size=4,
-        )
-    ).eval()
+    model = make_family("vit")
     for layer in model.layers:
-        up = layer.mlp.fc1
-        up.weight.data[1:] = up.weight.data[0]  # neurons that are alike
+        for parameter in layer.mlp.fc1.parameters():
+            parameter.data[1:] = parameter.data[0]  # neurons that are alike
     found = whole(ReportContext(model, calibration_batches("synthetic", model, sequences=4), options=QUICK))
     [advice] = [action for action in found.actions if "feed-forward" in action]
     assert "--dff 2 --calibration DIR: every block" in advice
@@ -107,10 +88,7 @@ def test_images():
 
 
 def test_one_token():
-    torch.manual_seed(0)
-    model = GPT2Model(
-        GPT2Config(vocab_size=20, n_embd=24, n_head=3, n_layer=2, n_positions=8, bos_token_id=1, eos_token_id=1)
-    ).eval()
+    model = make_family("gpt2")
     found = whole(ReportContext(model, [{"input_ids": torch.tensor([[3]])}], options=QUICK))
     assert "two at least" in found.omitted["similarity"]
     assert "two sequences at least" in found.omitted["dominance"]
@@ -167,78 +145,65 @@ def test_what_cannot_be_looked_at_is_refused(context, bert, make_tiny):
         make_report(ReportContext(context.model, [{"pixel_values": torch.zeros(1, 3, 8, 8)}]), ["similarity"])
 
 
-WRONG = [
-    {"dk": 0},
-    {"dv": 0},
-    {"dff": 0},
-    {"head_sequences": 0},
-    {"input_sequences": 0},
-    {"kernel_tokens": 3},
-    {"rounds": 1},
-    {"lengths": (0,)},
-]
+def test_options_that_make_no_sense_are_refused():
+    wrong = {"dk": 0, "dv": 0, "dff": 0, "head_sequences": 0, "input_sequences": 0, "kernel_tokens": 3}
+    for name, value in wrong.items():
+        with pytest.raises(HeadError, match=f"{name} (is|are) {value}; expected at least"):
+            ReportOptions(**{name: value})
+    with pytest.raises(HeadError, match="rounds is 1; expected at least 2"):
+        ReportOptions(rounds=1)
+    with pytest.raises(HeadError, match="lengths are 0; expected at least 1 token"):
+        ReportOptions(lengths=(0,))
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: next(iter(wrong)))
-def test_options_must_make_sense(wrong):
-    with pytest.raises(HeadError, match="expected at least"):
-        ReportOptions(**wrong)
-
-
-def test_progress_is_told(context):
-    told = []
-    watched = ReportContext(
-        context.model, context.batches, options=context.options, on_progress=lambda *args: told.append(args)
-    )
+def test_progress_is_reported(context):
+    steps = []
+    watched = replace(context, baseline=None, on_progress=lambda *step: steps.append(step))
     make_report(watched, ["similarity"])
-    assert told == [("heads of model", done, 2) for done in (1, 2)]
+    assert steps == [("heads of <tiny> & small", done, 2) for done in (1, 2)]
 
 
-def test_some_gives_as_many_sequences_as_asked_for(context):
+def test_first_returns_so_many_sequences(context):
     assert context.sequences == 20
     assert [len(batch["input_ids"]) for batch in context.first(18)] in ([16, 2], [4, 14])
     assert sum(len(batch["input_ids"]) for batch in context.first(99)) == 20
     assert context.tokens == sum(int(batch["attention_mask"].sum()) for batch in context.batches)
 
 
-def test_a_rotary_model():
+@pytest.fixture
+def token_batches():
+    return [{"input_ids": torch.randint(5, 20, (2, 6), generator=torch.Generator().manual_seed(0))}]
+
+
+def test_a_rotary_model(token_batches):
     """What needs products of query and key weights is left out, and the page says why; the rest is shown."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaModel(LlamaConfig(vocab_size=20, **sizes)).eval()
-    batches = [{"input_ids": torch.randint(0, 20, (2, 6), generator=torch.Generator().manual_seed(0))}]
-    found = whole(ReportContext(model, batches, options=QUICK))
+    found = whole(ReportContext(make_rotary("llama"), token_batches, options=QUICK))
     assert "rotary" in found.omitted["content"]
     sections = {section.name: section for section in found.sections}
     assert {"energy", "diversity", "dominance"} <= sections.keys()
-    assert "Not shown, scores: layers.0.self_attn: a rotary position embedding" in sections["energy"].reading
+    assert "Not shown, scores: model.layers.0.self_attn: a rotary position embedding" in sections["energy"].reading
     assert [table.name for table in sections["energy"].tables] == ["dv", "dff"]
     advice = sections["energy"].actions[0]
     assert advice.startswith("To make attention smaller, begin with collab-compress --dv ")
     assert advice.endswith("keeps 90 % of the energy of its values.")
 
 
-def test_a_mixture_of_experts():
+def test_a_mixture_of_experts(token_batches):
     """Its blocks are left out, and the page says why."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    experts = {"num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
-    model = MixtralModel(MixtralConfig(vocab_size=20, **experts, **sizes)).eval()
-    batches = [{"input_ids": torch.randint(0, 20, (2, 6), generator=torch.Generator().manual_seed(0))}]
-    found = make_report(ReportContext(model, batches, options=QUICK), ["energy", "cost"])
+    found = make_report(ReportContext(make_rotary("mixtral"), token_batches, options=QUICK), ["energy", "cost"])
     energy, cost = found.sections
-    assert "Not shown, feed-forward blocks: MixtralModel has no feed-forward block of plain linear" in energy.reading
-    assert "Feed-forward blocks were not counted: MixtralModel has no feed-forward block" in cost.reading
+    assert (
+        "Not shown, feed-forward blocks: MixtralForCausalLM has no feed-forward block of plain linear"
+        in energy.reading
+    )
+    assert "Feed-forward blocks were not counted: MixtralForCausalLM has no feed-forward block" in cost.reading
     assert [table.name for table in energy.tables] == ["dv"]
     assert [row["part"] for row in found.table("cost", "layers")] == ["queries and keys", "values and outputs"]
     assert not any("--dff" in action for action in found.actions)
 
 
-def test_blocks_that_no_config_makes_narrower():
-    torch.manual_seed(0)
-    model = BloomModel(BloomConfig(vocab_size=20, hidden_size=24, n_head=3, n_layer=2)).eval()
-    batches = [{"input_ids": torch.randint(0, 20, (2, 6), generator=torch.Generator().manual_seed(0))}]
-    found = make_report(ReportContext(model, batches, options=QUICK), ["energy"])
+def test_blocks_that_no_config_makes_narrower(token_batches):
+    found = make_report(ReportContext(make_family("bloom"), token_batches, options=QUICK), ["energy"])
     assert len(found.table("energy", "dff")) == 2
     assert "No conversion makes these blocks narrower: no attribute of BloomConfig sets" in found.sections[0].reading
     assert not any("--dff" in action for action in found.actions)
