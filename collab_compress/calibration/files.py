@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import wave
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -95,11 +96,22 @@ def _parse_lines(path: Path, content: str) -> list[Text]:
 
 
 def _parse_table(path: Path, content: str, separator: str) -> list[Mapping[str, Any]]:
-    quotes: dict[str, Any] = (
-        {"quoting": csv.QUOTE_NONE} if separator == "\t" else {}
-    )  # GLUE's tsv files quote nothing
+    quoting: Any = csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL  # GLUE's tsv files quote nothing
+    lines = io.StringIO(content, newline="")
+    table = csv.DictReader(lines, delimiter=separator, quoting=quoting, strict=True)
+    rows: list[Mapping[str, Any]] = []
     try:
-        return list(csv.DictReader(io.StringIO(content, newline=""), delimiter=separator, **quotes))
+        repeated = [name for name, count in Counter(table.fieldnames or ()).items() if count > 1]
+        if repeated:
+            raise CalibrationError(f"{path} has several columns {repeated[0]!r}; expected one of each name")
+        for row in table:
+            if None in row:
+                raise CalibrationError(
+                    f"{path}, line {table.line_num}: more columns than the first line names; quote texts that hold "
+                    "the separator"
+                )
+            rows.append(row)
+        return rows
     except csv.Error as error:
         raise CalibrationError(f"cannot read calibration texts from {path}: {error}") from error
 
@@ -111,7 +123,7 @@ def _parse_json_lines(path: Path, content: str) -> list[Mapping[str, Any]]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CalibrationError(f"{path}, line {number}: {error}; expected one JSON object a line") from error
         if not isinstance(row, Mapping):
             raise CalibrationError(f"{path}, line {number}: a {type(row).__name__}; expected one JSON object a line")
@@ -150,7 +162,7 @@ def _select(rows: Iterable[Mapping[str, Any]], name: str, columns: Sequence[str]
     texts: list[Text] = []
     for number, row in enumerate(rows):
         if number == 0:
-            _check_columns(name, columns, [column for column in row if column is not None])
+            _check_columns(name, columns, list(row))
         values = [row.get(column) for column in columns]
         for value in values:
             if value is not None and not isinstance(value, str):
