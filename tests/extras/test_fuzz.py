@@ -28,6 +28,7 @@ from transformers import BertForSequenceClassification
 ROOT = Path(__file__).parents[2]
 SECONDS = 60  # for one case; a command that hangs fails
 LONG, DEEP = "x" * 300, 100_000
+BROKEN = ("{", "[]", "null", "3", "[" * DEEP)  # JSON that is none, or no object
 EVIL = """
 import pathlib
 pathlib.Path("executed").write_text("by the command")
@@ -63,6 +64,11 @@ def add(command: str, line: str | list[str], words: str, *spoil: Callable[[], ob
     arguments = tuple(line.split() if isinstance(line, str) else line)
     name = f"{len(CASES):03}-{command}-{'-'.join(arguments)[:40]}".replace("/", "|").replace("\0", "NUL")
     CASES[name] = Case(command, arguments, words, spoil)
+
+
+def spoilt(words: str, *spoil: Callable[[], object]) -> None:
+    """Add a usual command line on a spoilt folder."""
+    add("collab-compress", "model --dk 8", words, *spoil)
 
 
 def write(path: str, value: object) -> Callable[[], object]:
@@ -217,160 +223,127 @@ for place, words in {
     add("collab-compress", f"model --dk 8 --output {place}", words, *LINKS)
 add("collab-compress", "model --dk 8 --calibration texts.txt --json texts.txt", "texts.txt exists")
 add("collab-compress", ["model", "--dk", "8", "--output", "a\0b"], "expected UTF-8 text without NUL characters")
-add("collab-compress", "model --dk 8", "model-dk8 exists", lambda: Path("model-dk8").mkdir())
+spoilt("model-dk8 exists", lambda: Path("model-dk8").mkdir())
 
 # config.json
-for text, words in {
-    "{": "config.json", "": "config.json", "[]": "config.json", "null": "config.json", "3": "config.json",
-    '"x"': "config.json", "[" * DEEP: "config.json", "{}": "model_type",
-}.items():  # fmt: skip
-    add("collab-compress", "model --dk 8", words, write("model/config.json", text))
-add("collab-compress", "model --dk 8", "config.json", write("model/config.json", b"\xff\xfe{"))
-for entries, words in (
-    ({"model_type": ...}, "model_type"),
-    ({"model_type": "odd"}, "odd"),
-    ({"model_type": 3}, "config.json"),
-    ({"model_type": None}, "config.json"),
-    ({"model_type": ["bert"]}, "config.json"),
-    ({"model_type": "t5"}, "config.json"),
-    (
-        {"model_type": "roberta"},
-        "names BertForSequenceClassification, which takes a BertConfig, but describes a roberta",
-    ),
-    ({"architectures": [3]}, "architectures"),
-    ({"architectures": {"BertModel": 1}}, "architectures"),
-    ({"architectures": "BertModel"}, "architectures"),
-    ({"architectures": ["BertTokenizer"]}, "needs the class BertTokenizer, which is no model of Transformers"),
-    ({"architectures": ["pipeline"]}, "needs the class pipeline, which is no model"),
-    ({"architectures": ["Trainer"]}, "needs the class Trainer, which is no model"),
-    ({"architectures": ["utils"]}, "needs the class utils, which is no model"),
-    ({"architectures": [""]}, "which is no model"),
-    ({"architectures": ["SomeoneElses"]}, "needs the class SomeoneElses, which is no model"),
-    ({"architectures": ["T5Model"]}, "names T5Model, which takes a T5Config, but describes a bert"),
-    ({"architectures": ["PreTrainedModel"]}, "PreTrainedModel"),
-    ({"hidden_size": "x"}, "hidden_size"),
-    ({"hidden_size": None}, "hidden_size"),
-    ({"hidden_size": -3}, ""),
-    ({"hidden_size": 0}, ""),
-    ({"hidden_size": 25}, "25"),
-    ({"hidden_size": 48}, "has shape"),
-    ({"num_attention_heads": 0}, ""),
-    ({"num_attention_heads": -1}, ""),
-    ({"num_attention_heads": 7}, "7"),
-    ({"num_attention_heads": "3"}, "num_attention_heads"),
-    ({"num_attention_heads": None}, "num_attention_heads"),
-    ({"num_hidden_layers": "x"}, "num_hidden_layers"),
-    ({"num_hidden_layers": 3}, "lacks weights"),
-    ({"num_hidden_layers": 1}, "has no place for 16 tensors, such as bert.encoder.layer.1."),
-    ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
-    ({"save_pretrained": 5}, "'save_pretrained' cannot be an entry"),
-    ({"output_attentions": True}, "output_attentions"),
-    ({"vocab_size": -1}, ""),
-    ({"vocab_size": 7}, "has shape"),
-    ({"vocab_size": 2.5}, "vocab_size"),
-    ({"max_position_embeddings": 3}, "has shape"),
-    ({"hidden_act": "magic"}, "magic"),
-    ({"hidden_act": 3}, "hidden_act"),
-    ({"dtype": 3}, ""),
-    ({"dtype": "float99"}, "float99"),
-    ({"dtype": [1]}, ""),
-    ({"layer_norm_eps": "x"}, "layer_norm_eps"),
-    ({"id2label": ["a"]}, "an entry of the config has a value of the wrong kind"),
-    ({"id2label": {"a": "b"}}, "config.json"),
-    ({"attn_implementation": "flash_attention_2"}, "attn_implementation is 'flash_attention_2'"),
-    ({"attn_implementation": "magic"}, "attn_implementation is 'magic'"),
-    ({"attn_implementation": "someone/kernels"}, "attn_implementation is 'someone/kernels'"),
-    ({"attn_implementation": 3}, "attn_implementation is 3"),
-    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantized (gptq)"),
-    ({"quantization_config": {"quant_method": "collab_compress", "version": 1, "edits": []}}, "already converted"),
-    ({"quantization_config": {"quant_method": "collab_compress", "version": 99}}, "already converted"),
-    ({"quantization_config": {"quant_method": "collab_compress", "edits": [3]}}, "already converted"),
-    ({"quantization_config": {}}, "quantized"),
-    ({"quantization_config": []}, "config.json: an entry of the config has a value of the wrong kind"),
-    ({"quantization_config": 3}, "config.json: an entry of the config has a value of the wrong kind"),
-    ({"transformers_weights": "../other.safetensors"}, "only safetensors in the model's own folder"),
-    ({"transformers_weights": "/other.safetensors"}, "only safetensors in the model's own folder"),
-    ({"transformers_weights": "pytorch_model.bin"}, "only safetensors in the model's own folder"),
-    ({"transformers_weights": 3}, "only safetensors in the model's own folder"),
+for text in (*BROKEN, "", '"x"', b"\xff\xfe{"):
+    spoilt("config.json", write("model/config.json", text))
+spoilt("model_type", write("model/config.json", "{}"))
+ROBERTA = "names BertForSequenceClassification, which takes a BertConfig, but describes a roberta"
+OWN_FOLDER = "only safetensors in the model's own folder"
+WRONG_KIND = "an entry of the config has a value of the wrong kind"
+for entry, cases in {
+    "attn_implementation": {
+        name: f"attn_implementation is {name!r}" for name in ("flash_attention_2", "magic", "a/b", 3)
+    },
+    "dtype": {3: "", "float99": "float99"},
+    "hidden_act": {"magic": "magic", 3: "hidden_act"},
+    "hidden_size": {"x": "hidden_size", None: "hidden_size", -3: "", 0: "", 25: "25", 48: "has shape"},
+    "layer_norm_eps": {"x": "layer_norm_eps"},
+    "max_position_embeddings": {3: "has shape"},
+    "model_type": {...: "model_type", "odd": "odd", 3: "config.json", None: "config.json", "t5": "config.json"},
+    "num_attention_heads": {0: "", -1: "", 7: "7", "3": "num_attention_heads", None: "num_attention_heads"},
+    "num_hidden_layers": {"x": "num_hidden_layers", 3: "lacks weights", 10**9: "num_hidden_layers is 1000000000"},
+    "output_attentions": {True: "output_attentions"},
+    "quantization_config": {3: f"config.json: {WRONG_KIND}"},
+    "save_pretrained": {5: "'save_pretrained' cannot be an entry"},
+    "transformers_weights": dict.fromkeys(("../other.safetensors", "/other.safetensors", "a.bin", 3), OWN_FOLDER),
+    "vocab_size": {-1: "", 7: "has shape", 2.5: "vocab_size"},
+}.items():
+    for value, words in cases.items():
+        spoilt(words, change("model/config.json", **{entry: value}))
+for name, words in {
+    "BertTokenizer": "needs the class BertTokenizer, which is no model of Transformers",
+    "pipeline": "needs the class pipeline, which is no model",
+    "Trainer": "needs the class Trainer, which is no model",
+    "utils": "needs the class utils, which is no model",
+    "": "which is no model",
+    "SomeoneElses": "needs the class SomeoneElses, which is no model",
+    "T5Model": "names T5Model, which takes a T5Config, but describes a bert",
+    "PreTrainedModel": "PreTrainedModel",
+}.items():
+    spoilt(words, change("model/config.json", architectures=[name]))
+OURS = {"quant_method": "collab_compress"}
+for words, entries in (
+    ("config.json", {"model_type": ["bert"]}),
+    (ROBERTA, {"model_type": "roberta"}),
+    ("architectures", {"architectures": [3]}),
+    ("architectures", {"architectures": {"BertModel": 1}}),
+    ("architectures", {"architectures": "BertModel"}),
+    ("has no place for 16 tensors, such as bert.encoder.layer.1.", {"num_hidden_layers": 1}),
+    ("", {"dtype": [1]}),
+    (WRONG_KIND, {"id2label": ["a"]}),
+    ("config.json", {"id2label": {"a": "b"}}),
+    ("is quantized (gptq)", {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
+    ("already converted", {"quantization_config": {**OURS, "version": 1, "edits": []}}),
+    ("already converted", {"quantization_config": {**OURS, "version": 99}}),
+    ("already converted", {"quantization_config": {**OURS, "edits": [3]}}),
+    ("quantized", {"quantization_config": {}}),
+    (f"config.json: {WRONG_KIND}", {"quantization_config": []}),
 ):
-    add("collab-compress", "model --dk 8", words, change("model/config.json", **entries))
+    spoilt(words, change("model/config.json", **entries))
 
 # Code of a model's own.
-EVIL_CONFIG = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}
-add("collab-compress", "model --dk 8", "which is not run", write("model/evil.py", EVIL),
-    change("model/config.json", model_type="evil", auto_map=EVIL_CONFIG, architectures=["Model"]))  # fmt: skip
-add("collab-analyze", "model --output out", "which is not run", write("model/evil.py", EVIL),
-    change("model/config.json", model_type="evil", auto_map=EVIL_CONFIG, architectures=["Model"]))  # fmt: skip
-add("collab-compress", "model --dk 8", "is not run", write("model/evil.py", EVIL),
-    change("model/config.json", auto_map=EVIL_CONFIG, architectures=["Model"]))  # fmt: skip
-add("collab-compress", "model --dk 8", "which is not run", write("model/evil.py", EVIL),
-    write("model/processor_config.json", {"processor_class": "Evil", "auto_map": {"AutoProcessor": "evil.Processor"}})
-    )  # fmt: skip
-add("collab-compress", "model --dk 8", "cannot load the tokenizer in model", write("model/evil.py", EVIL), 
-    remove("model/tokenizer.json"), write("model/vocab.txt", "[UNK]\n"), write("model/tokenizer_config.json", {
-        "tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}))  # fmt: skip
+HAS_CODE = write("model/evil.py", EVIL)
+NAMES_CODE = {"auto_map": {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}, "architectures": ["Model"]}
+EVIL_CONFIG = change("model/config.json", model_type="evil", **NAMES_CODE)
+PROCESSOR = {"processor_class": "Evil", "auto_map": {"AutoProcessor": "evil.Processor"}}
+TOKENIZER = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}
+spoilt("which is not run", HAS_CODE, EVIL_CONFIG)
+add("collab-analyze", "model --output out", "which is not run", HAS_CODE, EVIL_CONFIG)
+spoilt("is not run", HAS_CODE, change("model/config.json", **NAMES_CODE))
+spoilt("which is not run", HAS_CODE, write("model/processor_config.json", PROCESSOR))
+NO_TOKENIZER = (remove("model/tokenizer.json"), write("model/vocab.txt", "[UNK]\n"))
+EVIL_TOKENIZER = write("model/tokenizer_config.json", TOKENIZER)
+spoilt("cannot load the tokenizer in model", HAS_CODE, *NO_TOKENIZER, EVIL_TOKENIZER)
 
 # Weights.
-for name, spoil in {
-    "is missing": remove("model/model.safetensors"),
-    "is empty": write("model/model.safetensors", b""),
-    "is noise": write("model/model.safetensors", random.Random(0).randbytes(1000)),
-    "has an endless header": write("model/model.safetensors", b"\xff" * 8 + b"{}"),
-    "is text": write("model/model.safetensors", "version https://git-lfs\n"),
-    "is pickled": pickled("model/model.safetensors"),
-    "is cut": lambda: os.truncate("model/model.safetensors", 5000),
-    "lacks the end": lambda: os.truncate(
-        "model/model.safetensors", Path("model/model.safetensors").stat().st_size - 100
-    ),
-    "is a folder": lambda: (os.unlink("model/model.safetensors"), os.mkdir("model/model.safetensors")),
-}.items():
-    add("collab-compress", ["model", "--dk", "8", "--seed", str(len(name))], "cannot load weights from model", spoil)
-add("collab-compress", "model --dk 8", "cannot load weights", remove("model/model.safetensors"),
-    pickled("model/pytorch_model.bin"))  # fmt: skip
+STORED = "model/model.safetensors"
+for spoil in (
+    remove(STORED),
+    write(STORED, b""),
+    write(STORED, random.Random(0).randbytes(1000)),
+    write(STORED, b"\xff" * 8 + b"{}"),
+    write(STORED, "version https://git-lfs\n"),
+    pickled(STORED),
+    lambda: os.truncate(STORED, 5000),
+    lambda: os.truncate(STORED, Path(STORED).stat().st_size - 100),
+    lambda: (os.unlink(STORED), os.mkdir(STORED)),
+):
+    spoilt("cannot load weights from model", spoil)
+spoilt("cannot load weights", remove(STORED), pickled("model/pytorch_model.bin"))
 QUERY = "bert.encoder.layer.0.attention.self.query.weight"
-add("collab-compress", "model --dk 8", f"{QUERY} holds NaN", weights(lambda w: w[QUERY].fill_(float("nan"))))
-add("collab-compress", "model --dk 8", f"{QUERY} holds NaN", weights(lambda w: w[QUERY].fill_(float("inf"))))
-add("collab-compress", "model --dk 8", f"such as {QUERY}", weights(lambda w: w.pop(QUERY)))
-add("collab-compress", "model --dk 8", f"{QUERY} has shape (24, 23), the config makes it (24, 24)",
-    weights(lambda w: w.update({QUERY: torch.zeros(24, 23)})))  # fmt: skip
-add(
-    "collab-compress", "model --dk 8", "adapter", write("model/adapter_config.json", {"base_model_name_or_path": "x"})
-)
+spoilt(f"{QUERY} holds NaN", weights(lambda w: w[QUERY].fill_(float("nan"))))
+spoilt(f"{QUERY} holds NaN", weights(lambda w: w[QUERY].fill_(float("inf"))))
+spoilt(f"such as {QUERY}", weights(lambda w: w.pop(QUERY)))
+SHAPES = f"{QUERY} has shape (24, 23), the config makes it (24, 24)"
+spoilt(SHAPES, weights(lambda w: w.update({QUERY: torch.zeros(24, 23)})))
+spoilt("adapter", write("model/adapter_config.json", {"base_model_name_or_path": "x"}))
 for value in (None, [], [1], 3, {}, "x"):
-    add("collab-compress", "model --dk 8", "weight_map", *indexed(value))
-for shard in (
-    3, None, "pytorch_model.bin", "../other.safetensors", "/other.safetensors", "a/../../other.safetensors",
-    "C:\\other.safetensors", "..\\other.safetensors", "",
-):  # fmt: skip
-    add("collab-compress", "model --dk 8", "only safetensors in the model's own folder are read",
-        *indexed({QUERY: shard}), pickled("model/pytorch_model.bin"))  # fmt: skip
-add("collab-compress", "model --dk 8", "cannot load weights", *indexed({QUERY: "nowhere.safetensors"}))
+    spoilt("weight_map", *indexed(value))
+OUTSIDE = ("../other.safetensors", "/other.safetensors", "a/../../other.safetensors", "C:\\other.safetensors")
+for shard in (3, None, "pytorch_model.bin", "..\\other.safetensors", "", *OUTSIDE):
+    spoilt(f"{OWN_FOLDER} are read", *indexed({QUERY: shard}), pickled("model/pytorch_model.bin"))
+spoilt("cannot load weights", *indexed({QUERY: "nowhere.safetensors"}))
 for text in ("[]", "{", "3", "[" * DEEP):
-    add("collab-compress", "model --dk 8", "model.safetensors.index.json", remove("model/model.safetensors"),
-        write("model/model.safetensors.index.json", text))  # fmt: skip
+    spoilt("model.safetensors.index.json", remove(STORED), write(f"{STORED}.index.json", text))
 
 # Tokenizers.
 for name in ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json"):
-    for text in ("[]", "3", "{", "null", "[" * DEEP):
-        add("collab-compress", "model --dk 8", name, write(f"model/{name}", text))
-    add("collab-compress", "model --dk 8", name, write(f"model/{name}", b"\xff\xfe"))
-add("collab-compress", "model --dk 8", "tokenizer.json", write("model/tokenizer.json", {}))
-add("collab-compress", "model --dk 8", "tokenizer.json", write("model/tokenizer.json", {"model": {"type": "odd"}}))
-add("collab-compress", "model --dk 8", "calibration 'none'",
-    lambda: [path.unlink() for path in Path("model").glob("*token*")])  # fmt: skip
+    for text in (*BROKEN, b"\xff\xfe"):
+        spoilt(name, write(f"model/{name}", text))
+spoilt("tokenizer.json", write("model/tokenizer.json", {}))
+spoilt("tokenizer.json", write("model/tokenizer.json", {"model": {"type": "odd"}}))
+spoilt("calibration 'none'", lambda: [path.unlink() for path in Path("model").glob("*token*")])
 
 # Folders of sentence-transformers.
-for value, words in (
-    ("{", "modules.json"), ({}, ""), (3, "modules.json"), (None, "modules.json"), (["x"], "modules.json"),
-    ("[" * DEEP, "modules.json"), ([{"idx": 0}], "KeyError"),
-    ([{"path": 5}], "names 5"), ([{"path": None}], "names None"), ([{"path": ["1_Pooling"]}], "names ['1_Pooling']"),
-    ([{"path": "a\0b"}], "names 'a\\x00b'"), ([{"path": "."}], "names '.'"), ([{"path": ".."}], "names '..'"),
-    ([{"path": "/etc"}], "names '/etc'"), ([{"path": "1_Pooling/../.."}], "names '1_Pooling/../..'"),
-):  # fmt: skip
-    if value != {}:  # an empty list of modules is one
-        add("collab-compress", "model --dk 8", words, write("model/modules.json", value))
-add("collab-compress", "model --dk 8", "weights that are no safetensors", pickled("model/2_Dense/pytorch_model.bin"),
-    write("model/modules.json", [{"path": "2_Dense"}]))  # fmt: skip
+for value in ("{", 3, None, ["x"], "[" * DEEP):
+    spoilt("modules.json", write("model/modules.json", value))
+spoilt("KeyError", write("model/modules.json", [{"idx": 0}]))
+for path in (5, None, ["1_Pooling"], "a\0b", ".", "..", "/etc", "1_Pooling/../.."):
+    spoilt(f"names {path!r}", write("model/modules.json", [{"path": path}]))
+DENSE = (pickled("model/2_Dense/pytorch_model.bin"), write("model/modules.json", [{"path": "2_Dense"}]))
+spoilt("weights that are no safetensors", *DENSE)
 
 # collab-analyze; tests/cli/test_analyze.py has its options by themselves
 for line, words in {
@@ -425,7 +398,7 @@ def a_record():
     return json.loads((ROOT / "glue_runs" / "records" / "glue.jsonl").read_text().partition("\n")[0])
 
 
-for text in ("{", "", "[]", "3", "null", "[" * DEEP, b"\xff\xfe"):
+for text in (*BROKEN, "", b"\xff\xfe"):
     add("collab-results", "records", "result.json", write(RECORD, text))
 for entries in ({"score": 10**400}, {"score": "high"}, {"task": 3}, {"recipe": []}):
     add("collab-results", "records", "result.json", change(RECORD, **entries))
@@ -461,9 +434,17 @@ for line, words in {
     "model": "model",
     "--task": "task",
 }.items():
-    add("run_glue", line, words, write("list.yaml", "- 1\n- 2\n"), write("broken.yaml", "a: [1\nb: {"),
-        write("deep.yaml", "[" * 3000), write("bytes.yaml", b"\xff\xfe\x00"), write("mine/start/notes.txt", "mine"),
-        write("mine/given/checkpoints/notes.txt", "mine"))  # fmt: skip
+    add(
+        "run_glue",
+        line,
+        words,
+        write("list.yaml", "- 1\n- 2\n"),
+        write("broken.yaml", "a: [1\nb: {"),
+        write("deep.yaml", "[" * 3000),
+        write("bytes.yaml", b"\xff\xfe\x00"),
+        write("mine/start/notes.txt", "mine"),
+        write("mine/given/checkpoints/notes.txt", "mine"),
+    )
 add("run_glue", GIVEN, "out is there, and is no output of an experiment", write("out/recipe.json", "[]"))
 add("run_glue", f"{GIVEN} output=mine", "mine", write("mine/tuned/result.json", "{}"))
 
