@@ -1,7 +1,7 @@
-"""The parts of Transformers that this package uses beyond the public interface, in all versions that it works with.
+"""What this package uses of Transformers beyond its public interface, for all supported versions.
 
-A part that moves from one version to another is looked for here alone. What an older version lacks has a replacement
-here; what no version may lack is an error that names it.
+A part that moved between versions is looked up here alone. A part that older versions lack has a replacement; any
+other missing part is an error that names it.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any
 
 import transformers
 
-VERSIONS = ">=5.0,<5.24"  # that were tried: `make test-versions`
+VERSIONS = ">=5.0,<5.24"  # tested by `make test-versions`
 
 
 def _part(module: str, name: str) -> Any:
@@ -29,7 +29,7 @@ def _part(module: str, name: str) -> Any:
 
 
 class _Missing:
-    """In place of a class that this version of Transformers does not have: nothing is an instance of it."""
+    """Replaces a class that this version of Transformers lacks; nothing is an instance of it."""
 
 
 ALL_ATTENTION_FUNCTIONS: Any = _part("modeling_utils", "ALL_ATTENTION_FUNCTIONS")
@@ -44,4 +44,4 @@ weight_conversions_of: Callable[..., list[Any]] = _part("conversion_mapping", "g
 sdpa_attention_forward: Any = _part("integrations.sdpa_attention", "sdpa_attention_forward")
 
 UPDATES_CONVERSIONS = hasattr(HfQuantizer, "update_weight_conversions")
-"""Whether a quantizer can change how the tensors of a checkpoint become a model's."""
+"""Whether a quantizer can change how the weights of a checkpoint are converted."""
