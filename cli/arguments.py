@@ -224,16 +224,15 @@ class CompressArguments(EditArguments):
             self._check_mix()
 
     def _check_plan(self) -> None:
-        unused = {
-            "dk, --dv, --dff or --keep": self.compression.asked,
-            "mix": self.mix,
-            "recover": self.recover is not None,
-            "stock": self.stock,
-            "output": self.output is not None,
-        }
-        for name, given in unused.items():
-            if given:
-                raise CollabCompressError(f"--plan converts nothing; leave out --{name}")
+        others = ("mix", "stock", "standalone", "recover", "output")
+        unused = [
+            *_changed(self.compression.solver),
+            *(name for name in _changed(self.compression) if name != "form"),
+            *(name for name in others if getattr(self, name) not in (False, None)),
+            *(["push-to-hub"] if self.saving.push_to_hub is not None else []),
+        ]
+        if unused:
+            raise CollabCompressError(f"--plan converts nothing; leave out --{unused[0]}")
 
     def _check_stock(self) -> None:
         compression = self.compression

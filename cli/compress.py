@@ -18,6 +18,7 @@ from collab_compress import (
 from collab_compress.analysis import Latency, model_latency, plan
 from collab_compress.calibration.batches import BESIDE, text_file
 from collab_compress.checkpoint.directory import atomic_file, to_json
+from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.conversion.compress import sharing_copy
 from collab_compress.conversion.expand import refuse_stock, to_stock
 from collab_compress.conversion.recovery import attention_digest
@@ -27,8 +28,19 @@ from collab_compress.distributed import process_state
 from .arguments import STEPS
 from .arguments import CompressArguments as Arguments
 from .command import main_of, table
-from .model import Made, Source, begin, check_json, finish, load_model, load_source, progress_bar, put_on
-from .recover import recover, recovery_lines, recovery_note
+from .model import (
+    Made,
+    Source,
+    begin,
+    check_json,
+    check_outputs,
+    finish,
+    load_model,
+    load_source,
+    progress_bar,
+    put_on,
+)
+from .recover import check_steps, recover, recovery_lines, recovery_note
 
 NEURONS_ON_RANDOM = (
     "Neurons were chosen on random tokens alone, which loses more than on texts like yours: pass --calibration "
@@ -56,6 +68,8 @@ def run(arguments: Arguments) -> Report | None:
     if arguments.plan:
         _plan(arguments)
         return None
+    if arguments.recover is not None:
+        check_steps(arguments.recover, arguments.calibration)
     data = text_file(arguments.calibration)
     source, output = begin(arguments, arguments.suffix, edited=False, inputs=[] if data is None else [data])
     narrow_heads = arguments.stock and arguments.compression.dk is not None
@@ -99,6 +113,11 @@ def _plan(arguments: Arguments) -> None:
     """Print what several widths of each part cost and lose, and the command that converts to those at the knees."""
     saving = arguments.saving
     check_json(saving.json)
+    check_outputs(
+        {"--json": saving.json},
+        find_directory(arguments.model, saving.revision),
+        text_file(arguments.calibration),
+    )
     source = load_source(arguments.model, revision=saving.revision)
     put_on(source.model, arguments.device)
     with progress_bar("trial", saving.quiet) as progress:

@@ -342,7 +342,7 @@ def finish(source: Source, output: Path, saving: Saving, made: Made, lines: Sequ
 
 
 def _save(source: Source, directory: Path, title: str, made: Made, record: dict[str, Any]) -> None:
-    if made.standalone:
+    if made.standalone and edited_words(source.model):
         make_standalone_(source.model)
     copy_companions(source.directory, directory)
     try:

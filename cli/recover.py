@@ -83,11 +83,8 @@ def recover(
     Raises:
         CollabCompressError: steps or learning rate are out of range, or nothing is converted.
     """
+    check_steps(steps, calibration)
     texts = not is_synthetic(calibration)
-    if steps < 0 or (steps == 0 and not texts):
-        raise CollabCompressError(
-            f"recovery takes {steps} steps; expected at least 1, or 0 with texts, to which layers are refitted"
-        )
     if learning_rate is not None and not 0 < learning_rate < inf:
         raise CollabCompressError(f"--learning-rate is {learning_rate}; expected a number above 0")
     model = source.model
@@ -123,6 +120,18 @@ def recover(
     if before is not None and after is not None:
         recovery.update(output=before.output, drift_before=before.relative_error, drift=after.relative_error)
     return recovery
+
+
+def check_steps(steps: int, calibration: str) -> None:
+    """Refuse a recovery without steps, unless layers are refitted to texts.
+
+    Raises:
+        CollabCompressError: there is nothing to do, or less.
+    """
+    if steps < 0 or (steps == 0 and is_synthetic(calibration)):
+        raise CollabCompressError(
+            f"recovery takes {steps} steps; expected at least 1, or 0 with texts, to which layers are refitted"
+        )
 
 
 def recovery_lines(recovery: dict[str, Any], calibration: str) -> list[str]:

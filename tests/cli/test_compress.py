@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from collab_compress_cli import compress as command
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -454,6 +455,29 @@ def test_a_plan_is_printed_and_nothing_is_converted(run, model_dir, tmp_path, mo
     assert [path.name for path in empty.iterdir()] == ["plan.json"]
 
 
-@pytest.mark.parametrize("options", [["--dk", 8], ["--mix"], ["--recover"], ["--output", "out"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(["--dk", 8], ["--mix"], ["--recover"], ["--output", "out"], ["--standalone"], ["--push-to-hub", "a/b"]),
+        *(["--modules", "*0*"], ["--kinds", "cross"], ["--sweeps", 3]),
+    ],
+)
 def test_a_plan_takes_no_conversion(options, fails, model_dir):
-    assert "--plan converts nothing; leave out --" in fails(model_dir, "--plan", *options)
+    assert f"--plan converts nothing; leave out {options[0]}" in fails(model_dir, "--plan", *options)
+
+
+def test_a_plan_has_a_place_before_it_is_made(fails, model_dir, monkeypatch):
+    monkeypatch.setattr(command, "plan", lambda *_, **__: pytest.fail("it was planned"))
+    assert "config.json exists" in fails(model_dir, "--plan", "--json", model_dir / "config.json")
+    assert "which is read" in fails(model_dir, "--plan", "--json", model_dir / "plan.json")
+
+
+def test_steps_of_recovery_are_checked_before_conversion(fails, model_dir, monkeypatch):
+    monkeypatch.setattr(command, "compress", lambda *_, **__: pytest.fail("it was converted"))
+    assert "recovery takes 0 steps; expected at least 1" in fails(model_dir, "--dk", 8, "--recover", 0)
+
+
+def test_narrower_feed_forward_blocks_need_no_code_to_stand_alone(run, model_dir, tmp_path):
+    code, printed, error = run(model_dir, "--dff", 16, "--standalone", "--output", tmp_path / "out")
+    assert code == 0, error
+    assert "import collab_compress" not in printed
