@@ -122,12 +122,9 @@ class JointCovariance:
         """Join neighbouring blocks into wider ones, as heads into layers.
 
         Args:
-            sizes: number of blocks in each new one, in order; all of them together.
+            sizes: number of blocks in each new one, in order; they add up to all blocks.
             labels: names of the new blocks.
             leading: as for the class, in new blocks.
-
-        Raises:
-            HeadError: the sizes do not add up to the number of blocks.
         """
         if sum(sizes) != len(self.widths) or len(labels) != len(sizes):
             raise HeadError(f"cannot join {len(self.widths)} blocks into {len(labels)} of {list(sizes)}")
@@ -145,10 +142,7 @@ def check_representations(representations: Sequence[Tensor]) -> None:
 def rounding_variance(power: Tensor, width: Tensor | int, precision: float) -> Tensor:
     """Return a bound on the variance that rounding alone gives to a direction.
 
-    Args:
-        power: mean squared length of the vectors, mean included.
-        width: their width.
-        precision: machine epsilon of the vectors.
+    It is of vectors of this width, with this mean squared length (`power`) and machine epsilon (`precision`).
     """
     single = torch.finfo(torch.float32).eps
     return power * ((4 * precision) ** 2 / width + (16 * min(precision, single)) ** 2)
@@ -170,11 +164,7 @@ class RunningCovariance:
         self.count, self.precision = 0, 0.0
 
     def add(self, modules: Sequence[tuple[str, Tensor]]) -> None:
-        """Add one batch: the name of each module and its vectors (N, H, d).
-
-        Raises:
-            HeadError: the modules have different numbers of tokens.
-        """
+        """Add one batch: the name of each module and its vectors (N, H, d), of the same tokens."""
         if len({len(vectors) for _, vectors in modules}) > 1:
             lengths = ", ".join(f"{name}: {len(vectors)}" for name, vectors in modules)
             raise HeadError(
@@ -204,11 +194,7 @@ class RunningCovariance:
         self.count += len(joined)
 
     def result(self, name: str) -> JointCovariance:
-        """Return mean and covariance of all vectors, on the CPU; `name` is what messages call them.
-
-        Raises:
-            HeadError: there are fewer than two vectors, or they are not finite.
-        """
+        """Return mean and covariance of all vectors, on the CPU; error messages call them `name`."""
         if self.count < 2:
             raise HeadError(f"{name}: got {self.count} tokens that are no padding; similarity needs two at least")
         if not bool(self._scatter.isfinite().all() and self._shift.isfinite().all()):

@@ -111,11 +111,7 @@ class _Means:
             self._counts[name] = self._counts.get(name, 0) + len(vectors)
 
     def means(self) -> dict[str, Tensor]:
-        """Return the means of each module.
-
-        Raises:
-            HeadError: a module saw only padding, or the sums are not finite.
-        """
+        """Return the means of each module."""
         for name, sums in self._sums.items():
             if not self._counts[name]:
                 raise HeadError(f"{name} saw no token that is no padding; pass batches with tokens")

@@ -58,18 +58,7 @@ def read_heads(
 ) -> Iterator[list[Readings]]:
     """Run every model on each batch, without gradients or dropout, and yield each model's readings of the batch.
 
-    Args:
-        models: stock or edited; their mode does not change.
-        batches: keyword arguments for the models; read once, one at a time.
-        part: what to read, as for `Tap`.
-        kinds: attention types.
-        modules: glob on module paths.
-        progress: as for `with_progress`.
-
-    Raises:
-        HeadError: there are no batches, or no module matches.
-        CalibrationError: a model does not take the batches.
-        UnsupportedModelError: a model's family is not known, or it has no attention of these types.
+    Arguments and errors are those of `head_covariances`.
     """
     ran = False
     with ExitStack() as stack:
@@ -108,7 +97,7 @@ def observe(
     modules: str = "*",
     progress: Progress = False,
 ) -> _Observer:
-    """Run a model on all batches for one observer and return it; arguments and errors are those of `read_heads`."""
+    """Run a model on all batches for one observer and return it; as `read_heads`."""
     for (readings,) in read_heads([model], batches, observer.part, kinds=kinds, modules=modules, progress=progress):
         observer.add(readings)
     return observer

@@ -31,14 +31,10 @@ SAME_TOKENS: tuple[tuple[Kind, ...], ...] = (("encoder",), ("decoder", "cross"))
 
 
 class HeadMeasures:
-    """The measures of one model's heads in one pass over all batches; keys are module paths, or uses of a module.
+    """The measures of one of a context's models in one pass over all batches; keys are those of `head_covariances`.
 
-    Args:
-        context: data and options.
-        model: one of the context's models.
-        name: of the model.
-        similar: whether to gather covariances too: of modules that read the same tokens together, except where they
-            are too wide.
+    With `similar`, covariances too: of all modules that read the same tokens together, or of each where they are too
+    wide together.
     """
 
     def __init__(self, context: ReportContext, model: PreTrainedModel, name: str, similar: bool) -> None:

@@ -40,13 +40,7 @@ def draw_heatmaps(picture: Heatmaps) -> list[tuple[str, str]]:
 
 
 def draw_heatmap(heat: Heatmap, picture: Heatmaps, cell: float) -> str:
-    """Return one matrix as SVG.
-
-    Args:
-        heat: the matrix.
-        picture: the picture with this matrix and the scale.
-        cell: side of a cell in pixels; its height in very wide maps.
-    """
+    """Return one matrix of a picture as SVG; `cell` is the side of a cell in pixels, its height in very wide maps."""
     rows, columns = len(heat.values), max(map(len, heat.values))
     row_names = heat.rows if len(heat.rows) <= LEGIBLE else ()
     column_names = heat.columns if len(heat.columns) <= LEGIBLE else ()
@@ -131,13 +125,7 @@ def colours_of(picture: Curves) -> dict[str, str]:
 
 
 def draw_panel(panel: Panel, picture: Curves, colours: dict[str, str]) -> str:
-    """Return the curves of one panel as SVG.
-
-    Args:
-        panel: the curves.
-        picture: the picture with this panel and the axes.
-        colours: name of a curve → colour.
-    """
+    """Return one panel of a picture as SVG, with colours by the names of curves."""
     heights = [y for other in picture.panels for curve in other.curves for y in curve.y]
     across = _Axis([x for curve in panel.curves for x in curve.x], picture.log, LEFT, WIDTH - RIGHT)
     up = _Axis([*heights, picture.bottom, picture.top], picture.log, HEIGHT - BOTTOM, TOP)

@@ -189,12 +189,9 @@ def _neurons(context: ReportContext) -> _Part:
 
 
 def _dff_advice(context: ReportContext, dff: int, more: int) -> tuple[str, tuple[str, ...]]:
-    """Return why no conversion takes a dff, or nothing, and advice to begin with this dff where it is a gain.
+    """Return why no conversion takes a dff, or nothing, and advice to begin with `dff` where it is a gain.
 
-    Args:
-        context: model and data.
-        dff: neurons for 95 % of the energy.
-        more: neurons for 99 %.
+    `dff` neurons keep 95 % of the energy, `more` keep 99 %.
     """
     width = min(block.width for block in context.blocks)
     try:
