@@ -91,7 +91,7 @@ def mixing(context: ReportContext) -> Section:
                 column_label="head j that enters",
             )
         )
-        highlights.append(f"Alphas are skew-symmetric by {fmean(skew.values()):.2f} (0 to 1, 0.5 by chance).")
+        highlights.append(f"The skew-symmetry of alphas is {fmean(skew.values()):.2f} (0 to 1, 0.5 by chance).")
     return Section(
         "mixing",
         "What heads share",

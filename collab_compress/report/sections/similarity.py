@@ -65,8 +65,8 @@ def similarity(context: ReportContext) -> Section:
         correlation = fmean(result.mean for result in pairs.values())
         alignment = fmean(analysis.mean_over_pairs(alignments[name]) for name in pairs)
         highlights.append(
-            f"Two heads of a layer are similar by {short(correlation)} (SVCCA) and {short(alignment)} (linear CKA) "
-            "on average."
+            f"Two heads of a layer have a similarity of {short(correlation)} (SVCCA) and {short(alignment)} (linear "
+            "CKA) on average."
         )
     pictures += [_layer_maps(context, joint, samples) for joint in layers]
     note = ""
@@ -192,7 +192,7 @@ def _compare_models(context: ReportContext, baseline: PreTrainedModel) -> tuple[
     )
     title = f"Similarity of {context.name} and {context.baseline_name}, layer by layer"
     curves = _correlation_curves(context, "SVCCA coefficients between the models", "layer with layer", correlations)
-    highlight = f"Layers of the two models are similar by {short(fmean(alignments))} (linear CKA) on average."
+    highlight = f"Layers of the two models have a similarity of {short(fmean(alignments))} (linear CKA) on average."
     return Table.of("models", title, records), [maps, curves], highlight
 
 
