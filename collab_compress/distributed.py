@@ -35,8 +35,8 @@ def process_state() -> PartialState:
         if not names:
             raise
         raise CollabCompressError(
-            f"the environment says that several processes were started ({', '.join(names)}), but they cannot meet: "
-            f"{one_line(error)}; unset these variables, or start with torchrun"
+            f"the environment says that several processes were started ({', '.join(names)}), but they cannot "
+            f"connect: {one_line(error)}; unset these variables, or start with torchrun"
         ) from error
 
 

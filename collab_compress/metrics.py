@@ -143,7 +143,7 @@ class AccuracyAndF1(ClassMetric):
 
     def _class_scores(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
         if other := {*predictions, *references} - {0, 1}:
-            raise DataError(f"F1 is of two classes, 0 and 1; got class {min(other)}")
+            raise DataError(f"F1 needs two classes, 0 and 1; got class {min(other)}")
         return {
             "accuracy": float(accuracy_score(references, predictions)),
             "f1": float(f1_score(references, predictions, zero_division=0.0)),
@@ -211,7 +211,7 @@ class Bleu(Metric):
         rows = [[reference] if isinstance(reference, str) else list(reference) for reference in references]
         counts = {len(row) for row in rows}
         if len(counts) > 1 or 0 in counts:
-            raise DataError(f"each sentence needs as many references as the others; got {sorted(counts)}")
+            raise DataError(f"all sentences need the same number of references; got {sorted(counts)}")
         force = self.tokenize == "none"  # tokenized texts are intended: do not warn
         bleu = BLEU(tokenize=self.tokenize, lowercase=self.lowercase, force=force)
         score = bleu.corpus_score(list(predictions), [list(stream) for stream in zip(*rows, strict=True)])
@@ -272,7 +272,7 @@ class Perplexity(Metric):
     def _score(self, predictions: Sequence[float], references: Sequence[int]) -> dict[str, float]:
         tokens = sum(references)
         if tokens <= 0 or min(references) < 0:
-            raise DataError(f"perplexity is over {tokens} tokens; expected some, and no negative counts")
+            raise DataError(f"the token counts sum to {tokens}; expected more than 0, and no negative counts")
         nll = math.fsum(predictions) / tokens
         return {"perplexity": math.exp(nll) if nll < math.log(1e308) else math.inf, "nll": nll}
 

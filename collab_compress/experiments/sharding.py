@@ -69,7 +69,7 @@ def is_to_shard(arguments: TrainingArguments) -> bool:
         return False
     if version != 2:
         raise RecipeError(
-            "FSDP1 keeps weights in pieces that do not follow heads; take FSDP2 (fsdp_config: {version: 2}, or "
+            "FSDP1 splits weights across head boundaries; take FSDP2 (fsdp_config: {version: 2}, or "
             "accelerate launch --fsdp_version 2), or leave FSDP out"
         )
     if efficient:

@@ -116,7 +116,7 @@ class Tap(HeadHooks):
         self.sites = find_attention(model, FAMILIES, kinds=kinds)
         for site in self.sites:
             if "keys" in self.parts and hasattr(site.module, "score_form"):
-                raise HeadError(f"{site.name} is converted: its heads have no keys of one width each to be read")
+                raise HeadError(f"{site.name} is converted: its heads have no keys of equal width to read")
         self._readings: list[Reading] = []
         self._masks: dict[MaskKind, AttentionMasks] | None = None  # None between forward passes
         self._differentiable = False
@@ -157,7 +157,7 @@ class Tap(HeadHooks):
         if self._differentiable and not torch.is_grad_enabled():
             raise HeadError(
                 f"{site.name} runs without gradients inside a pass with gradients, as in reentrant gradient "
-                "checkpointing, which would lose the gradient of what is read here; pass "
+                "checkpointing, which would lose the gradients of these tensors; pass "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
         queries = None
@@ -190,8 +190,8 @@ def _call_masks(site: AttentionSite, call: HeadCall, masks: Mapping[MaskKind, At
     for mask, count in ((query, query_count), (key, key_count)):
         if mask is not None and mask.shape[1] != count:
             raise HeadError(
-                f"{site.name} attends from {query_count} to {key_count} tokens, and the masks are of "
-                f"{mask.shape[1]}; while reading heads call the model with use_cache=False"
+                f"{site.name} attends from {query_count} to {key_count} tokens, but its mask covers "
+                f"{mask.shape[1]}; while a tap reads the model, call the model with use_cache=False"
             )
     return AttentionMasks(query, key)
 

@@ -142,8 +142,8 @@ def _mean_over_queries(
         total = torch.stack([sums[name] for sums in measured]).sum(0)
         if total[-1] == 0:
             raise HeadError(
-                f"{name} saw no token that counts; are all positions padding or excluded, or does nothing call it? "
-                "pass batches with real tokens, or leave its kind out"
+                f"{name} saw no token that counts: all are padding or excluded, or nothing calls it; pass batches "
+                "with unpadded tokens, or leave its kind out"
             )
         if not total.isfinite().all():
             raise HeadError(
@@ -209,7 +209,7 @@ def _is_excluded(reading: Reading, ids: Tensor | None, shape: tuple[int, ...], e
     if ids.shape != shape:
         raise HeadError(
             f"{reading.site.name} attends at {shape} positions, and token ids are of shape {tuple(ids.shape)}, so "
-            "what to exclude cannot be told; pass exclude=()"
+            "tokens to exclude cannot be found; pass exclude=()"
         )
     return torch.isin(ids, torch.tensor(excluded, device=ids.device))
 

@@ -221,8 +221,8 @@ def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) 
         )
     if hasattr(site.part(family.output), "alphas"):
         raise HeadError(
-            f"{site.path(family.output)} mixes the heads, so each is part of all; call merge_alphas_ first, then "
-            "remove heads"
+            f"{site.path(family.output)} mixes the heads, so none can be removed alone; call merge_alphas_ "
+            "first, then remove heads"
         )
     _check_query_and_key(site, kept, shared)
     form = getattr(site.module, "value_form", None)
@@ -258,7 +258,7 @@ def _check_query_and_key(site: AttentionSite, kept: Sequence[int], shared: Colle
             form.without(kept).check_room()
         except CompressionError as error:
             raise HeadError(
-                f"{site.name} cannot do with {len(kept)} heads: {error}; or remove fewer heads"
+                f"{site.name} cannot work with {len(kept)} heads: {error}; or remove fewer heads"
             ) from error
         return
     for path in (site.family.query, site.family.key):

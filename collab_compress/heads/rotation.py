@@ -103,8 +103,8 @@ class RotationOptions:
             raise HeadError(f"swap_back_after is {self.swap_back_after}; expected more than 0 epochs")
         if (self.strategy == "manual") != bool(self.pairs):
             raise HeadError(
-                f"strategy {self.strategy!r} got {len(self.pairs)} pairs; the manual strategy swaps given pairs, and "
-                "no other takes any"
+                f"strategy {self.strategy!r} got {len(self.pairs)} pairs; the manual strategy needs pairs, and "
+                "others take none"
             )
         if not self.kinds or set(self.kinds) - set(KINDS):
             kinds = ", ".join(map(str, self.kinds)) or "none"

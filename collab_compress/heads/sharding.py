@@ -65,7 +65,7 @@ def refuse_pieces(where: str, parameter: Any) -> None:
     """Raise a HeadError if FSDP1 or ZeRO-3 holds a parameter of the module named `where`."""
     if holder := _holder(parameter):
         raise HeadError(
-            f"{where}: {holder} keeps its weights in pieces that do not follow heads; shard the model with FSDP2 "
+            f"{where}: {holder} splits weights across head boundaries; shard the model with FSDP2 "
             "instead (fully_shard, or fsdp_version=2 in Accelerate)"
         )
 
@@ -76,6 +76,6 @@ def refuse_sharded(model: nn.Module, what: str, kind: type[CollabCompressError] 
     for name, parameter in model.named_parameters():
         if is_sharded(parameter) or _holder(parameter) or name.endswith("_flat_param"):
             raise kind(
-                f"{what}: {name} of {type(model).__name__} is sharded, and what is put beside it would not be; call "
-                "it before the model is sharded, or on the whole model that a checkpoint loads"
+                f"{what}: {name} of {type(model).__name__} is sharded, and new parameters would not be; call it "
+                "before the model is sharded, or on the full model that a checkpoint loads"
             )

@@ -53,8 +53,8 @@ def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
         raise HeadError(f"{site.name} has no head {head}; its {site.heads} heads are 0 to {site.heads - 1}")
     if site.key_value_heads != site.heads:
         raise HeadError(
-            f"{site.name}: {site.heads} heads share {site.key_value_heads} heads of keys and values, so a head has "
-            "none of its own to swap; rotate heads of a model without grouped queries"
+            f"{site.name}: {site.heads} heads share {site.key_value_heads} heads of keys and values, so they "
+            "cannot be swapped alone; rotate heads of a model without grouped queries"
         )
     family = site.family
     blocks = []
@@ -169,7 +169,7 @@ def match_heads(one: AttentionSite, i: int, other: AttentionSite, j: int) -> lis
         raise HeadError(f"{place}: one is {one.kind} attention, the other {other.kind}; pair heads of the same kind")
     if one.module is not other.module and any(hasattr(site.module, "score_form") for site in (one, other)):
         raise HeadError(
-            f"{place}: heads of a collaborative module share its queries and keys, so they mean nothing in another; "
+            f"{place}: heads of a collaborative module share its queries and keys, and cannot move to another; "
             "pair heads of the same module, or expand the model to its dense form first"
         )
     blocks, other_blocks = head_blocks(one, i), head_blocks(other, j)
@@ -193,9 +193,7 @@ def check_optimizer(optimizer: Any, blocks: Sequence[HeadBlock]) -> None:
         return
     inner = getattr(optimizer, "optimizer", optimizer)
     if getattr(inner, "_overlap_with_ddp", False):
-        raise HeadError(
-            "ZeroRedundancyOptimizer(overlap_with_ddp=True) does not show its state; leave overlap_with_ddp out"
-        )
+        raise HeadError("ZeroRedundancyOptimizer(overlap_with_ddp=True) hides its state; leave overlap_with_ddp out")
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = [block.parameter for block in blocks if block.parameter.requires_grad]
     missing = [parameter for parameter in parameters if id(parameter) not in stepped]
@@ -204,7 +202,7 @@ def check_optimizer(optimizer: Any, blocks: Sequence[HeadBlock]) -> None:
             f"{type(inner).__name__} does not step {len(missing)} of {len(parameters)} parameters of the heads to "
             f"swap, the first of shape {tuple(missing[0].shape)}: it is another model's, or steps master copies of "
             "the weights (as DeepSpeed's do), which would undo the swap; pass the optimizer that steps the model's "
-            "own parameters, and freeze what none steps"
+            "own parameters, and freeze those that no optimizer steps"
         )
 
 

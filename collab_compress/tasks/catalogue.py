@@ -121,7 +121,7 @@ class Task:
             try:
                 score = float(written)
             except ValueError:
-                raise malformed(place, f"score {written!r} is no number") from None
+                raise malformed(place, f"score {written!r} is not a number") from None
             if not SCORES[0] <= score <= SCORES[1]:
                 raise malformed(place, f"score {written} is out of range; expected {SCORES[0]:g} to {SCORES[1]:g}")
             return score
@@ -131,7 +131,7 @@ class Task:
             return self.labels.index(written)
         first, last = layout.first_label, layout.first_label + len(self.labels) - 1
         if not written.isascii() or not written.isdigit() or not first <= int(written) <= last:
-            raise malformed(place, f"label {written!r} is no number of a class; expected {first} to {last}")
+            raise malformed(place, f"label {written!r} is not the number of a class; expected {first} to {last}")
         return int(written) - first
 
     def _unknown(self, label: int | str) -> str:

@@ -192,7 +192,7 @@ class LabelFirst(Layout):
                 continue
             label, space, text = line.partition(" ")
             if not space or not text:
-                raise malformed(place, f"{line!r} is no label and text separated by a space")
+                raise malformed(place, f"got {line!r}; expected a label, a space and a text")
             yield place, {"text": text, "label": label.partition(":")[0]}
 
 
@@ -213,7 +213,7 @@ class JsonLines(Layout):
             try:
                 record = json.loads(line)
             except json.JSONDecodeError as error:
-                raise malformed(place, f"no JSON ({error})") from error
+                raise malformed(place, f"not JSON ({error})") from error
             for name in names.values():
                 if not isinstance(record, dict) or not isinstance(record.get(name), str):
                     raise malformed(
@@ -248,7 +248,8 @@ class Parallel(Layout):
                     target_file = name.format(lang=target, side="ref", **words)
                 except (KeyError, IndexError, ValueError) as error:
                     raise DataError(
-                        f"file name {name!r} cannot be filled in; it may have {{lang}}, {{side}}, {{pair}}, {{tight}}"
+                        f"file name {name!r} has an unknown placeholder; expected {{lang}}, {{side}}, {{pair}} or "
+                        "{tight}"
                     ) from error
                 candidates[source_file, target_file] = None
         return list(candidates)
@@ -262,7 +263,7 @@ class Parallel(Layout):
                 lengths = (count, longer) if source is None else (longer, count)
                 counts = f"{paths[0].name} has {lengths[0]} sentences and {paths[1].name} has {lengths[1]}"
                 place = (source or target)[0]
-                raise malformed(place, f"no counterpart: {counts}; parallel files go line for line")
+                raise malformed(place, f"no counterpart: {counts}; parallel files must match line by line")
             yield source[0], {"source": source[1], "target": target[1]}
 
 
@@ -275,7 +276,7 @@ def read_sentences(path: Path, encoding: str = "utf-8") -> Iterator[tuple[Place,
             if found := SEGMENT.search(line):
                 yield place, unescape(found[1], ENTITIES).strip()
             elif "<seg" in line:
-                raise malformed(place, "a segment that does not end on its line")
+                raise malformed(place, "a <seg> does not end on its line")
         elif not tagged:
             yield place, line
         elif not line.startswith("<"):

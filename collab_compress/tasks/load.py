@@ -145,7 +145,7 @@ def load_hub(
     """
     advice = f"pass --data-dir (data_dir=…) with a folder; {expected_files(task.layouts, languages)}"
     if task.hub is None:
-        raise DataError(f"{task.name} cannot be had from the hub; {advice}")
+        raise DataError(f"{task.name} is not on the hub; {advice}")
     words: dict[str, str] = {}
     if languages is not None:
         source, target = languages
@@ -247,7 +247,7 @@ def load_task(
     task, languages = _resolve(name, source, target, files, train)
     if data_dir is None:
         if files:
-            raise DataError(f"{name}: files are looked up in a folder; pass data_dir too")
+            raise DataError(f"{name}: files are relative to a folder; pass data_dir too")
         return load_hub(task, languages, splits, progress, num_proc)
     layout, found = find_files(task, Path(data_dir).expanduser(), languages, splits)
 
@@ -346,7 +346,7 @@ def _on_disk(
             raise error.__cause__ from None
         raise DataError(
             f"{task.name} cannot be read into {datasets.config.HF_DATASETS_CACHE} ({error.__cause__ or error}); "
-            "say by HF_DATASETS_CACHE where there is room, or leave num_proc out"
+            "set HF_DATASETS_CACHE to a folder with room, or leave num_proc out"
         ) from error
     return rows
 

@@ -362,7 +362,7 @@ def _stream(rows: Dataset) -> np.ndarray:
     chunks = rows.data.column("input_ids").chunks
     stream = np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks])
     if not len(stream):
-        raise DataError(f"the tokenizer finds no token in the {len(rows)} rows; expected text in some of them")
+        raise DataError(f"the tokenizer returns no token for the {len(rows)} rows; expected text in some of them")
     return stream
 
 

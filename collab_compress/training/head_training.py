@@ -94,7 +94,7 @@ class AlphasOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.frozen_ratio <= 1:
-            raise HeadError(f"alphas are frozen for {self.frozen_ratio} of training; expected 0 to 1")
+            raise HeadError(f"frozen_ratio of alphas is {self.frozen_ratio}; expected 0 to 1")
         if not self.growth_weight >= 0:
             raise HeadError(f"the weight of nuclear growth is {self.growth_weight}; expected 0 or more")
         _known("growth form", self.growth_form, ("hinge", "printed"))
@@ -126,7 +126,7 @@ class HeadTraining:
         for name in ("drophead", "penalties"):
             methods = getattr(self, name)
             if not isinstance(methods, tuple | list):
-                raise HeadError(f"{name} is a {type(methods).__name__}; expected several of them, as in {name}=(…,)")
+                raise HeadError(f"{name} is a {type(methods).__name__}; expected a tuple, as in {name}=(…,)")
             object.__setattr__(self, name, tuple(methods))  # lists come from JSON and YAML
         kinds = [kind for options in self.drophead for kind in options.kinds]
         if len(set(kinds)) < len(kinds):

@@ -239,7 +239,7 @@ class AlphasTraining:
                 "alphas do not require gradients (adapters freeze what they do not know); set requires_grad"
             )
         if optimizer is None:
-            raise HeadError("alphas are held still through their optimizer; pass optimizer=")
+            raise HeadError("alphas are frozen through their optimizer; pass optimizer=")
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if not all(id(projection.alphas) in stepped for projection in projections):
             raise HeadError(
@@ -323,6 +323,6 @@ def _refuse_deepspeed(model: PreTrainedModel, optimizer: Any) -> None:
     made_by_deepspeed = any("deepspeed" in type(part).__module__ for part in optimizers)
     if made_by_deepspeed or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise HeadError(
-            "DeepSpeed was not tried: ZeRO steps copies of the weights, or keeps them in pieces that do not follow "
-            "heads; shard the model with FSDP2 instead (fully_shard), or leave it whole"
+            "DeepSpeed was not tried: ZeRO steps copies of the weights, or splits them across head "
+            "boundaries; shard the model with FSDP2 instead (fully_shard), or leave it whole"
         )

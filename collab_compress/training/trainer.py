@@ -201,11 +201,11 @@ class _HeadCallback(TrainerCallback):  # type: ignore[misc]
         if STATE in state.stateful_callbacks:
             self.session.load_state_dict(state.stateful_callbacks[STATE]["attributes"]["saved"])
         elif trainer.head_training.acts:
-            logger.warning("the checkpoint was saved without a state of heads; they begin as in a new run")
+            logger.warning("the checkpoint has no state of head methods; they start as in a new run")
         if self.rotates_within_epochs and not has_length(kwargs.get("train_dataloader")):
             raise HeadError(
-                "rotation within epochs needs to know how long one is, and the training data have no length; give "
-                "them one (__len__), or let epochs, rest and swap_back_after be whole numbers"
+                "rotation within epochs needs the length of an epoch, and the training data have none; give them "
+                "__len__, or set epochs, rest and swap_back_after to whole numbers"
             )
         self._state_callback().session = self.session
         state.stateful_callbacks[STATE] = self._state_callback().state()
@@ -268,7 +268,7 @@ def _check(trainer: Any) -> None:
     if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2):
         name = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP1"
         raise HeadError(
-            f"{name} keeps weights in pieces that do not follow heads; shard the model with FSDP2 instead "
+            f"{name} splits weights across head boundaries; shard the model with FSDP2 instead "
             "(fsdp_config={'fsdp_version': 2}), or leave it whole"
         )
     rotation = trainer.head_training.rotation

@@ -134,7 +134,7 @@ def test_a_cache_that_cannot_be_written_is_named(sentences, monkeypatch, tmp_pat
     (tmp_path / "file").touch()
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file" / "inner")
     with pytest.raises(
-        DataError, match=r"cannot be read into .*inner.*; say by HF_DATASETS_CACHE where there is room"
+        DataError, match=r"cannot be read into .*inner.*; set HF_DATASETS_CACHE to a folder with room"
     ):
         load(sentences)
 

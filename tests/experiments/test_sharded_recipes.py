@@ -201,8 +201,16 @@ def refusal(call, *given):
             "not tried with DeepSpeed; shard with FSDP2",
         ),
         ({"deepspeed": {"zero_optimization": {"stage": 3}}}, {}, "not tried with DeepSpeed; shard with FSDP2"),
-        ({"fsdp": True, "fsdp_config": {"version": 1}}, {}, "FSDP1 keeps weights in pieces .*; take FSDP2"),
-        ({}, {"ACCELERATE_USE_FSDP": "True"}, "FSDP1 keeps weights in pieces .* accelerate launch --fsdp_version 2"),
+        (
+            {"fsdp": True, "fsdp_config": {"version": 1}},
+            {},
+            "FSDP1 splits weights across head boundaries; take FSDP2",
+        ),
+        (
+            {},
+            {"ACCELERATE_USE_FSDP": "True"},
+            "FSDP1 splits weights across head boundaries; .* accelerate launch --fsdp_version 2",
+        ),
         ({"fsdp": True, "fsdp_config": {"cpu_ram_efficient_loading": True}}, {}, "set FSDP's cpu_ram_efficient_load"),
         ({}, {**ENVIRONMENT, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "--fsdp_cpu_ram_efficient_loading false"),
         ({"fsdp": True}, {}, "FSDP shares a model between processes, and there is one; start several"),

@@ -100,6 +100,6 @@ def test_opt_keeps_room_for_its_shared_keys(build):
     model = build("opt")
     compress(model, Compression(dk=15, solver=Solver(sweeps=20)), calibration=None)
     with pytest.raises(
-        HeadError, match=r"self_attn cannot do with 2 heads: got dk 15 .* pass dk up to 14; or remove"
+        HeadError, match=r"self_attn cannot work with 2 heads: got dk 15 .* pass dk up to 14; or remove"
     ):
         prune_heads_(model, {"decoder.layers.0.self_attn": [0]})

@@ -361,7 +361,7 @@ def test_every_strategy_has_its_function():
         ({"kinds": ("self",)}, "kinds are self; expected some of encoder, decoder, cross"),
         ({"kinds": ()}, "kinds are none"),
         ({"strategy": "manual"}, "'manual' got 0 pairs"),
-        ({"pairs": (PAIR,)}, "'hard' got 1 pairs; the manual strategy swaps given pairs, and no other takes any"),
+        ({"pairs": (PAIR,)}, "'hard' got 1 pairs; the manual strategy needs pairs, and others take none"),
         ({"strategy": "manual", "pairs": ((FIRST, 0),)}, "pairs are .* expected .*module, head"),
         ({"strategy": "manual", "pairs": (((FIRST, "0"), (SECOND, 1)),)}, "pairs are "),
     ],

@@ -302,7 +302,7 @@ def test_an_optimizer_of_other_weights_is_refused(make_tiny, batch):
             swap_heads_(model, [((FIRST, 0), (SECOND, 1))], torch.optim.SGD(others))
     values = [module.attention.self.value for module in model.encoder.layer]
     some = torch.optim.SGD([parameter for value in values for parameter in value.parameters()])
-    with pytest.raises(HeadError, match=r"does not step 8 of 12 .* freeze what none steps"):
+    with pytest.raises(HeadError, match=r"does not step 8 of 12 .* freeze those that no optimizer steps"):
         swap_heads_(model, [((FIRST, 0), (SECOND, 1))], some)
     assert same(model.state_dict(), before)
     model.requires_grad_(False)

@@ -276,5 +276,5 @@ def test_refusals(make_tiny):
     with pytest.raises(UnsupportedModelError, match=r"with kind cross; the attention modules are .* \(encoder\)"):
         Tap(model, kinds=("cross",))
     compress(model, Compression(dk=5), calibration=None)
-    with pytest.raises(HeadError, match="is converted: its heads have no keys of one width"):
+    with pytest.raises(HeadError, match="is converted: its heads have no keys of equal width"):
         Tap(model, ("keys",))

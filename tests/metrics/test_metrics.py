@@ -279,9 +279,9 @@ def test_every_metric_is_one_of_evaluate_and_says_what_is_better():
     [
         ("accuracy", [1, 0], [1, -1], "a reference is −1, which stands for no label"),
         ("matthews", [1, 0], [1, -1], "a reference is −1"),
-        ("accuracy+f1", [1, 2], [1, 0], "F1 is of two classes, 0 and 1; got class 2"),
-        ("bleu", ["a", "b"], [["a"], ["b", "c"]], r"as many references as the others; got \[1, 2\]"),
-        ("perplexity", [1.0], [0], "perplexity is over 0 tokens"),
+        ("accuracy+f1", [1, 2], [1, 0], "F1 needs two classes, 0 and 1; got class 2"),
+        ("bleu", ["a", "b"], [["a"], ["b", "c"]], r"the same number of references; got \[1, 2\]"),
+        ("perplexity", [1.0], [0], "the token counts sum to 0; expected more than 0"),
         ("perplexity", [1.0, 1.0], [5, -1], "no negative counts"),
     ],
 )

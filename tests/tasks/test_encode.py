@@ -263,7 +263,9 @@ def test_texts_without_a_token_are_told(seed):
     bare = Tokenizer(models.WordLevel({"[UNK]": 0, "[MASK]": 1}, unk_token="[UNK]"))
     bare.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, unk_token="[UNK]", mask_token="[MASK]")
-    with pytest.raises(DataError, match="the tokenizer finds no token in the 2 rows; expected text in some of them"):
+    with pytest.raises(
+        DataError, match="the tokenizer returns no token for the 2 rows; expected text in some of them"
+    ):
         encode_masked_language_model(Dataset.from_dict({"text": ["", " "]}), tokenizer, length=4, seed=seed)
     with pytest.raises(DataError, match="no rows to encode"):
         encode_masked_language_model(Dataset.from_dict({"text": []}), tokenizer, length=4, seed=seed)

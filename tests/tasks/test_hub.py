@@ -116,9 +116,9 @@ def test_offline_the_error_says_what_to_do(name):
 
 
 def test_tasks_that_are_on_no_hub():
-    with pytest.raises(DataError, match=r"text cannot be had from the hub; pass --data-dir .*train.txt"):
+    with pytest.raises(DataError, match=r"text is not on the hub; pass --data-dir .*train.txt"):
         load_task("text")
-    with pytest.raises(DataError, match=r"iwslt14 cannot be had from the hub; pass --data-dir .*IWSLT14.TED.dev2010"):
+    with pytest.raises(DataError, match=r"iwslt14 is not on the hub; pass --data-dir .*IWSLT14.TED.dev2010"):
         load_task("iwslt14")
 
 

@@ -167,7 +167,9 @@ def test_unknown_task_and_languages(tmp_path):
     fails(tmp_path, "multi30k", "two languages, got source 'en'", source="en")
     fails(tmp_path, "mrpc", "mrpc is classification and has no source or target language", source="en")
     fails(None, "ptb", "pass data_dir too", files={"train": "x"})
-    fails(tmp_path, "multi30k", r"file name 'x.\{l\}' cannot be filled in; .* \{lang\}", files={"train": "x.{l}"})
+    fails(
+        tmp_path, "multi30k", r"file name 'x.\{l\}' has an unknown placeholder; .* \{lang\}", files={"train": "x.{l}"}
+    )
 
 
 def test_missing_files_are_named_with_what_was_expected(samples, write, tmp_path):
@@ -197,30 +199,55 @@ HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
         ("mrpc", TSV, f"{HEADER}1\t7\t8\tone\ttwo\n1\t7\t8\tone\n", "line 3: 4 columns; expected 5: Quality"),
         ("mrpc", TSV, f"{HEADER}1\t7\t8\tone\ttwo\tthree\n", "line 2: 6 columns; expected 5"),
         ("mrpc", TSV, "label\ttext\n1\tone\n", "line 1: no column '#1 String'; .* got label, text"),
-        ("mrpc", TSV, f"{HEADER}2\t7\t8\tone\ttwo\n", "line 2: label '2' is no number of a class; expected 0 to 1"),
-        ("mrpc", TSV, f"{HEADER}-1\t7\t8\tone\ttwo\n", "line 2: label '-1' is no number"),
-        ("mrpc", TSV, f"{HEADER}\t7\t8\tone\ttwo\n", "line 2: label '' is no number"),
+        (
+            "mrpc",
+            TSV,
+            f"{HEADER}2\t7\t8\tone\ttwo\n",
+            "line 2: label '2' is not the number of a class; expected 0 to 1",
+        ),
+        ("mrpc", TSV, f"{HEADER}-1\t7\t8\tone\ttwo\n", "line 2: label '-1' is not the number"),
+        ("mrpc", TSV, f"{HEADER}\t7\t8\tone\ttwo\n", "line 2: label '' is not the number"),
         ("mrpc", TSV, "", "line 1: the file is empty; expected a line that names columns"),
         ("mrpc", TSV, HEADER, "line 1: the file is empty; expected rows of data"),
         ("mrpc", TSV, HEADER.encode() + b"1\t7\t8\tone\tf\xfcr\n", "line 2: not UTF-8 .*byte 12"),
         ("cola", "CoLA/train.tsv", "gj04\t1\tsentence\n", "line 1: 3 columns; expected 4: source, label, mark"),
         ("rte", "RTE/dev.tsv", "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tyes\n", "2: unknown label 'yes'; exp"),
-        ("stsb", "STS-B/dev.tsv", "sentence1\tsentence2\tscore\na\tb\tgood\n", "line 2: score 'good' is no number"),
+        (
+            "stsb",
+            "STS-B/dev.tsv",
+            "sentence1\tsentence2\tscore\na\tb\tgood\n",
+            "line 2: score 'good' is not a number",
+        ),
         ("stsb", "STS-B/dev.tsv", "sentence1\tsentence2\tscore\na\tb\t5.1\n", "line 2: score 5.1 is out of range"),
         ("stsb", "STS-B/dev.tsv", "sentence1\tsentence2\tscore\na\tb\tnan\n", "line 2: score nan is out of range"),
-        ("ag_news", "ag_news_csv/train.csv", '"0","a","b"\n', "line 1: label '0' is no number .* expected 1 to 4"),
+        (
+            "ag_news",
+            "ag_news_csv/train.csv",
+            '"0","a","b"\n',
+            "line 1: label '0' is not the number .* expected 1 to 4",
+        ),
         ("ag_news", "ag_news_csv/train.csv", '"1","a","b"\n"1","a"\n', "line 2: 2 columns; expected 3: class, title"),
         ("ag_news", "ag_news_csv/train.csv", '"1","a","b"\n"1","a,"b"\n', "line 2: cannot be split into columns"),
         ("ag_news", "ag_news_csv/train.csv", '"1","a\n","b"\n1,a,"b\n', "line 3: cannot be split .*unexpected end"),
-        ("trec", "trec/TREC.train.all", "0 How ?\n6 Why ?\n", "line 2: label '6' is no number .* expected 0 to 5"),
-        ("trec", "trec/TREC.train.all", "0 How ?\nWhy?\n", "line 2: 'Why.' is no label and text"),
-        ("snli", "snli_1.0/snli_1.0_dev.jsonl", "{'gold_label'}\n", "line 1: no JSON"),
+        (
+            "trec",
+            "trec/TREC.train.all",
+            "0 How ?\n6 Why ?\n",
+            "line 2: label '6' is not the number .* expected 0 to 5",
+        ),
+        (
+            "trec",
+            "trec/TREC.train.all",
+            "0 How ?\nWhy?\n",
+            "line 2: got 'Why.'; expected a label, a space and a text",
+        ),
+        ("snli", "snli_1.0/snli_1.0_dev.jsonl", "{'gold_label'}\n", "line 1: not JSON"),
         ("snli", "snli_1.0/snli_1.0_dev.jsonl", '\n{"gold_label": "neutral"}\n', "2: no text under"),
         ("snli", "snli_1.0/snli_1.0_dev.jsonl", '["gold_label"]\n', "line 1: no text under 'sentence1'"),
         ("multi30k", "multi30k/train.de.gz", "eins\n", "train.en.gz, line 2: no counterpart: train.de.gz has 1 .* 2"),
         ("multi30k", "multi30k/train.en.gz", "a\n", "train.de.gz, line 2: no counterpart: train.de.gz has 2 .* 1"),
         ("multi30k", "multi30k/val.de.gz", "", "line 1: no counterpart"),
-        ("wmt14", "test/newstest2014-deen-src.de.sgm", "<seg id='1'>half\n", "line 1: a segment that does not end"),
+        ("wmt14", "test/newstest2014-deen-src.de.sgm", "<seg id='1'>half\n", "line 1: a <seg> does not end"),
         ("ptb", "ptb/ptb.test.txt", "", "line 1: the file is empty; expected rows"),
     ],
 )

@@ -355,11 +355,11 @@ def test_a_closed_session_leaves_the_model_as_it_was(make_undropped, batch):
         (lambda: PenaltyOptions("hsic", schedule="cosine"), "unknown schedule 'cosine'"),
         (lambda: DropHeadOptions(1.0), "p is 1.0; expected a probability"),
         (lambda: DropHeadOptions(start=2.0), "start is 2.0"),
-        (lambda: AlphasOptions(frozen_ratio=31), "frozen for 31 of training; expected 0 to 1"),
+        (lambda: AlphasOptions(frozen_ratio=31), "frozen_ratio of alphas is 31; expected 0 to 1"),
         (lambda: AlphasOptions(growth_form="square"), "unknown growth form 'square'"),
         (
             lambda: HeadTraining(drophead=DropHeadOptions()),
-            r"drophead is a DropHeadOptions; expected several .*=\(…,\)",
+            r"drophead is a DropHeadOptions; expected a tuple, as in drophead=\(…,\)",
         ),
         (lambda: HeadTraining(drophead=(DropHeadOptions(), DropHeadOptions())), "give each kind once"),
         (

@@ -383,21 +383,21 @@ def refusals_process(rank, model, batch, folder):
 
 
 def test_what_cannot_be_right_is_refused_in_all_processes(make_tiny, batch, tmp_path):
-    pieces = f"{FIRST}: FSDP1 keeps its weights in pieces that do not follow heads; shard the model with FSDP2"
+    pieces = f"{FIRST}: FSDP1 splits weights across head boundaries; shard the model with FSDP2"
     for rank, told in enumerate(run_both(refusals_process, make_tiny("bert"), batch, str(tmp_path))):
         for case in ("swap", "rotation", "views"):
             assert pieces in told[f"{case} under FSDP1"]
-        assert "FSDP1 keeps weights in pieces" in told["trainer under FSDP1"]
-        assert "alphas: FSDP1 keeps its weights in pieces" in told["alphas under FSDP1"]
-        assert f"{FIRST}: DeepSpeed ZeRO-3 keeps its weights in pieces" in told["rotation under ZeRO-3"]
-        assert "overlap_with_ddp=True) does not show its state" in told["overlap"]
+        assert "FSDP1 splits weights across head boundaries" in told["trainer under FSDP1"]
+        assert "alphas: FSDP1 splits weights across head boundaries" in told["alphas under FSDP1"]
+        assert f"{FIRST}: DeepSpeed ZeRO-3 splits weights across head boundaries" in told["rotation under ZeRO-3"]
+        assert "overlap_with_ddp=True) hides its state" in told["overlap"]
         assert "keeps 'exp_avg' of shape (1,)" in told["remembered in one process"]
         if rank == 0:
             assert "process 1 could not measure the importance of heads: TypeError" in told["no data in one process"]
         assert told["rotated"] == "[]"
         for name in ("compress", "expand", "flat"):
             assert f"{'compress' if name == 'flat' else name}: " in told[name]
-            assert "BertModel is sharded, and what is put beside it would not be" in told[name]
+            assert "BertModel is sharded, and new parameters would not be" in told[name]
         for name in ("mix_heads_", "merge_alphas_", "prune_heads_"):
             assert f"{name}: embeddings." in told[name.split("_")[0]]
             assert "is sharded" in told[name.split("_")[0]]

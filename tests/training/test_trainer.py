@@ -168,7 +168,7 @@ def test_validation_data_are_read_only_where_heads_are_swapped(make_tiny, tmp_pa
 def test_rotation_within_epochs_needs_their_length(make_tiny, tmp_path):
     training = HeadTraining(rotation=RotationOptions("random", (0.5,)))
     trainer = trainer_of(classifier(make_tiny), tmp_path, training, Stream(), max_steps=12)
-    with pytest.raises(HeadError, match="needs to know how long one is, and the training data have no length"):
+    with pytest.raises(HeadError, match="needs the length of an epoch, and the training data have none"):
         trainer.train()
 
 
@@ -553,7 +553,7 @@ def test_a_stock_checkpoint_has_no_state_of_heads(make_tiny, tmp_path, caplog):
     stock.train()
     trainer = trainer_of(classifier(make_tiny), tmp_path, PENALTIES, save_strategy="epoch")
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert "the checkpoint was saved without a state of heads" in caplog.text
+    assert "the checkpoint has no state of head methods" in caplog.text
     assert trainer.state.global_step == 12
 
 
