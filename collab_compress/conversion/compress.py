@@ -31,7 +31,7 @@ from collab_compress.architectures import (
     refuse_hooks,
     transformers_model,
 )
-from collab_compress.attention import FormEdit, NarrowValues, ScoreForm, form_for, install_, uninstall_
+from collab_compress.attention import FormEdit, MapForm, NarrowValues, ScoreForm, form_for, install_, uninstall_
 from collab_compress.calibration import Batch, Calibration
 from collab_compress.calibration.batches import is_none, is_synthetic, noted_batches, sequence_count
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
@@ -113,65 +113,33 @@ def compress(
             quantized model.
         CalibrationError: calibration data is missing or unusable.
     """
-    transformer = transformers_model(model)
-    if tokenizer is None and transformer is not model:
-        tokenizer = getattr(model, "tokenizer", None)
-    devices = [transformer.device] if transformer.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):  # new layers are initialised before they are filled
-        return _compress(
-            transformer,
-            compression,
-            calibration,
-            tokenizer,
-            calibration_options or CalibrationOptions(),
-            progress=progress,
-            distributed=distributed,
-        )
-
-
-def _compress(
-    model: PreTrainedModel,
-    compression: Compression,
-    calibration: Calibration,
-    tokenizer: PreTrainedTokenizerBase | None,
-    options: CalibrationOptions,
-    *,
-    progress: Progress | None,
-    distributed: bool,
-) -> Report:
+    source, model = model, transformers_model(model)
+    if tokenizer is None and source is not model:
+        tokenizer = getattr(source, "tokenizer", None)
+    options = calibration_options or CalibrationOptions()
     started = perf_counter()
-    if compression.keep is None:  # refuse what cannot be converted before any data are read
-        tasks = find_tasks(model, compression, calibrated=not is_none(calibration))
-        working_device(compression.solver.device, tasks, distributed)
-    job, notes = _read_data(model, compression, calibration, tokenizer, options)
-    job = replace(job, progress=progress, distributed=distributed)
-    reported, choice, by_module = compression, "", {}
-    if compression.keep is not None:
-        candidate, choice = _choose(job, compression)
-        compression, by_module = candidate.compression, candidate.modules
-        if all(other == compression for other in by_module.values()):
-            reported = compression
-    converted = _convert_copy(job, compression, by_module)
-
-    planned, blocks = converted.planned, converted.blocks
-    parameters_before = model.num_parameters()
-    feed_forward = [block_report(model, block, compression.dff or block.width, job.length) for block in blocks]
-    paths = [path_in_base(model, item.site.module) for item in planned]
-    _install(model, planned)
-    install_refits(model, converted.refits, blocks)
-    if converted.config is not None:
-        adopt_(model, converted.config)
-    forms: dict[str, dict[str, Any]] = {}
-    for path, item in zip(paths, planned, strict=True):
-        forms.setdefault(item.form.kind, {})[path] = item.form
-    for kind, modules in forms.items():
-        record_edit_(model, FormEdit(kind, modules))
-
-    warnings = (*notes, *converted.notes, *warnings_of(planned, compression))
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):  # new layers are initialised before they are filled
+        if compression.keep is None:  # refuse what cannot be converted before any data are read
+            tasks = find_tasks(model, compression, calibrated=not is_none(calibration))
+            working_device(compression.solver.device, tasks, distributed)
+        job, notes = _read_data(model, compression, calibration, tokenizer, options)
+        job = replace(job, progress=progress, distributed=distributed)
+        chosen, choice, by_module = compression, "", {}
+        if compression.keep is not None:
+            candidate, choice = _choose(job, compression)
+            chosen, by_module = candidate.compression, candidate.modules
+        converted = _convert_copy(job, chosen, by_module)
+        parameters_before = model.num_parameters()
+        feed_forward = [
+            block_report(model, block, chosen.dff or block.width, job.length) for block in converted.blocks
+        ]
+        _install_conversion(model, converted)
+    warnings = (*notes, *converted.notes, *warnings_of(converted.planned, chosen))
     if not distributed or process_state().is_main_process:
         for warning in warnings:
             _logger.warning(warning)
-    reports = [item.report for item in planned]
+    reports = [item.report for item in converted.planned]
     return Report(
         modules=tuple(report for report in reports if isinstance(report, ModuleReport)),
         parameters_before=parameters_before,
@@ -182,7 +150,7 @@ def _compress(
         sequences=sum(map(sequence_count, job.used)),
         warnings=warnings,
         values=tuple(report for report in reports if isinstance(report, ValueReport)),
-        compression=reported,
+        compression=chosen if all(other == chosen for other in by_module.values()) else compression,
         choice=choice,
         calibrating=converted.seconds,
         refits=tuple(refitted.report for refitted in converted.refits),
@@ -192,23 +160,13 @@ def _compress(
 
 @dataclass(frozen=True)
 class _Job:
-    """A model to convert, and its data.
+    """A model to convert, and its data."""
 
-    Args:
-        model: dense.
-        used: batches to calibrate on.
-        held_back: batches to measure drift on.
-        refit: whether layers are refitted by default, as data are better than random tokens.
-        length: tokens for which costs count.
-        progress: as for `compress`.
-        distributed: as for `compress`.
-    """
-
-    model: PreTrainedModel
-    used: list[Batch]
-    held_back: list[Batch]
-    refit: bool
-    length: int
+    model: PreTrainedModel  # dense
+    used: list[Batch]  # to calibrate on
+    held_back: list[Batch]  # to measure drift on
+    refit: bool  # whether layers are refitted by default: not to random tokens
+    length: int  # tokens for which costs count
     progress: Progress | None = None
     distributed: bool = False
 
@@ -403,25 +361,15 @@ def _sample(batches: Sequence[Batch], sequences: int) -> list[Batch]:
 
 @dataclass(frozen=True)
 class _Converted:
-    """A conversion that is not yet installed in the model.
+    """A conversion that is not yet installed in the model."""
 
-    Args:
-        planned: replacements of attention maps.
-        seconds: time in which the model ran to gather moments.
-        blocks: feed-forward blocks that become narrower.
-        config: of the model with narrower blocks, or None.
-        refits: layers with new weights.
-        drift: relative error of the outputs, or None without data.
-        notes: for the report.
-    """
-
-    planned: list[Planned]
-    seconds: float
-    blocks: list[FeedForward]
-    config: PretrainedConfig | None
+    planned: list[Planned]  # replacements of attention maps
+    seconds: float  # in which the model ran to gather moments
+    blocks: list[FeedForward]  # that become narrower
+    config: PretrainedConfig | None  # of the model with narrower blocks
     refits: Sequence[Refitted] = ()
-    drift: Drift | None = None
-    notes: tuple[str, ...] = ()
+    drift: Drift | None = None  # None without data
+    notes: tuple[str, ...] = ()  # for the report
 
 
 def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, Compression]) -> _Converted:
@@ -526,6 +474,20 @@ def _install(model: PreTrainedModel, planned: Sequence[Planned]) -> None:
         raise
 
 
+def _install_conversion(model: PreTrainedModel, converted: _Converted) -> None:
+    """Install a conversion in the model, and record it for checkpoints."""
+    paths = [path_in_base(model, item.site.module) for item in converted.planned]
+    _install(model, converted.planned)
+    install_refits(model, converted.refits, converted.blocks)
+    if converted.config is not None:
+        adopt_(model, converted.config)
+    forms: dict[str, dict[str, MapForm]] = {}
+    for path, item in zip(paths, converted.planned, strict=True):
+        forms.setdefault(item.form.kind, {})[path] = item.form
+    for kind, modules in forms.items():
+        record_edit_(model, FormEdit(kind, modules))
+
+
 def install_unset_(
     model: PreTrainedModel,
     compression: Compression,
@@ -545,7 +507,7 @@ def install_unset_(
         options: as `calibration_options` of `compress`.
 
     Raises:
-        UnsupportedModelError, CompressionError, CalibrationError: as `compress`.
+        CollabCompressError: as `compress`.
     """
     job, _ = _read_data(model, compression, calibration, tokenizer, options or CalibrationOptions())
     _narrower_blocks(job, compression)

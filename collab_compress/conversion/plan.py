@@ -56,12 +56,7 @@ STATISTICS_BYTES = 64 * 2**20  # … or this much if that is more
 
 @dataclass(frozen=True)
 class Task:
-    """A map to convert, and how.
-
-    Args:
-        site: the attention module.
-        compression: its width, form and solver.
-    """
+    """A map to convert, and how."""
 
     site: Site
     compression: Compression
@@ -92,20 +87,12 @@ class Task:
 
 @dataclass(frozen=True)
 class Planned:
-    """A map whose replacement is ready.
-
-    Args:
-        site: the attention module.
-        form: of the replacement.
-        parts: parameters of the replacement.
-        dense: what it replaces, as the form takes it to undo that.
-        report: errors and costs.
-    """
+    """A map whose replacement is ready."""
 
     site: Site
-    form: MapForm
-    parts: Any
-    dense: Any
+    form: MapForm  # of the replacement
+    parts: Any  # its parameters
+    dense: Any  # what it replaces, as the form takes it to undo that
     report: ModuleReport | ValueReport
 
 

@@ -49,19 +49,12 @@ ROOM = 2 * 2**30  # bytes of hidden states, of both models together
 
 @dataclass(frozen=True)
 class Refitted:
-    """New weights of one layer.
-
-    Args:
-        report: path of the layer, errors, vectors.
-        weight: in the layer's own layout and dtype.
-        bias: likewise, or None if the layer has none.
-        kept: neurons that it still reads, ascending; None for all.
-    """
+    """New weights of one layer, in its own layout and dtype."""
 
     report: RefitReport
     weight: Tensor
     bias: Tensor | None
-    kept: Tensor | None = None
+    kept: Tensor | None = None  # neurons that it still reads, ascending; None for all
 
 
 def refit(
@@ -123,13 +116,15 @@ def refit(
                 pairs = list(zip(passes, [*dense_passes, *dense_passes[len(used) :]], strict=True))
                 calls = [(converted.calls[place], target.calls[place]) for converted, target in pairs]
                 for number, (call, target) in enumerate(calls):
-                    vectors = _vectors(call, target, writer, masks_of(writer.site, masks[number]).query)
+                    mask = masks_of(writer.site, masks[number]).query
+                    inputs, residuals, stream = _vectors(call, target, writer, mask)
                     if number < len(used):
-                        fits[place].used.add(vectors.inputs, vectors.residuals)
+                        fits[place].used.add(inputs, residuals)
                     elif number < unfitted:
-                        fits[place].add_held_back(vectors)
+                        fits[place].held_back.add(inputs, residuals)
+                        fits[place].spread += float((stream - stream.mean(0)).square().sum())
                     else:
-                        fits[place].unfitted += float(vectors.residuals.square().sum())
+                        fits[place].unfitted += float(residuals.square().sum())
                 if writer.shared:  # its other calls start from the dense stream, so that errors do not add up
                     for call, target in calls[:unfitted]:
                         call.stream.copy_(target.stream)
@@ -369,54 +364,32 @@ def _stops_at(model: PreTrainedModel, writers: Sequence[Writer], inputs: bool = 
         yield
 
 
-class _Vectors(NamedTuple):
-    """One batch at a writer, padding left out, in the units of its outputs.
+@dataclass
+class _Fit:
+    """What is gathered for one layer."""
 
-    Args:
-        inputs: a', (n, N).
-        residuals: what the stream lacks, (n, D).
-        stream: of the dense model, (n, D).
+    used: ResidualMoments = field(default_factory=ResidualMoments)  # of the sequences to fit to
+    held_back: ResidualMoments = field(default_factory=ResidualMoments)
+    unfitted: float = 0.0  # squared error on the held-back sequences if no layer is refitted
+    spread: float = 0.0  # of the dense stream on the held-back sequences, Σ‖x − mean‖²
+
+
+def _vectors(call: _Call, target: _Call, writer: Writer, mask: Tensor | None) -> list[Tensor]:
+    """Return a writer's inputs (n, N), what the stream lacks, and the dense stream (n, D), without padding.
+
+    The last two are divided by the gain, so that they are in the units of the layer's outputs.
     """
-
-    inputs: Tensor
-    residuals: Tensor
-    stream: Tensor
-
-
-def _vectors(call: _Call, target: _Call, writer: Writer, mask: Tensor | None) -> _Vectors:
     stream = target.stream.reshape(-1, target.stream.shape[-1]).float()
     converted = call.stream.reshape(-1, call.stream.shape[-1]).float()
     gain = torch.where(writer.gain == 0, torch.inf, writer.gain).to(stream)
-    values = (call.inputs, (stream - converted) / gain, stream / gain)
-    return _Vectors(*(unpadded(value, mask) for value in values))
-
-
-@dataclass
-class _Fit:
-    """What is gathered for one layer.
-
-    Args:
-        used: moments of the sequences to fit to.
-        held_back: moments of those held back.
-        unfitted: squared error on the held-back sequences if no layer is refitted.
-        spread: of the dense stream on the held-back sequences, Σ‖x − mean‖².
-    """
-
-    used: ResidualMoments = field(default_factory=ResidualMoments)
-    held_back: ResidualMoments = field(default_factory=ResidualMoments)
-    unfitted: float = 0.0
-    spread: float = 0.0
-
-    def add_held_back(self, vectors: _Vectors) -> None:
-        self.held_back.add(vectors.inputs, vectors.residuals)
-        self.spread += float((vectors.stream - vectors.stream.mean(0)).square().sum())
+    return [unpadded(value, mask) for value in (call.inputs, (stream - converted) / gain, stream / gain)]
 
 
 class _Solution(NamedTuple):
-    """The change of a layer, Δᵀ (N, D) and δ (D,) or None for no change, and its new weights."""
+    """The change of a layer, None for no change, and its new weights."""
 
-    change: Tensor | None
-    shift: Tensor | None
+    change: Tensor | None  # Δᵀ (N, D)
+    shift: Tensor | None  # δ (D,)
     result: Refitted
 
 
