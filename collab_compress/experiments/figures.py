@@ -1,4 +1,4 @@
-"""The papers' figures, drawn from records; another one is a function with `_figure` above it."""
+"""The papers' figures, drawn from records as `figures` in papers.yaml describes them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, TypeAlias
 
 import pandas as pd
+import yaml
 
 from collab_compress.analysis.diversity import Measure, percent_growth
+from collab_compress.experiments.papers import PAPERS, read_yaml
 from collab_compress.experiments.results import Result
 from collab_compress.report.section import Curve, Curves, Heatmap, Heatmaps, Panel, Picture, heatmap
 from collab_compress.training import SCHEDULES
 
 Pictures: TypeAlias = list[Picture]
 Results: TypeAlias = Sequence[Result]
-Draw: TypeAlias = Callable[[Results], Pictures]
 
 SIZED = re.compile(r"d\d+-h\d+")
 """Methods of the sweep of Diversity's Table 1: models of other sizes."""
@@ -36,39 +39,38 @@ class Figure:
 
     Args:
         name: as in "Figure 3".
-        shows: its content in the paper.
-        needs: what records it is drawn from, and how they are made.
         source: as in "Rotation, Fig. 3".
-        draw: results → pictures; none where the records lack something.
+        shows: its content in the paper.
+        needs: what it is drawn from, and how that is made.
+        draw: results → pictures, none where the records lack something; None if no record has it.
     """
 
     name: str
+    source: str
     shows: str
     needs: str
-    source: str
-    draw: Draw
+    draw: Callable[[Results], Pictures] | None
 
     def pictures(self, results: Results) -> Pictures:
-        """Return the pictures of the figure, with its source."""
-        return [replace(picture, source=self.source) for picture in self.draw(results)]
+        """Return the pictures of the figure."""
+        return [] if self.draw is None else [replace(one, source=self.source) for one in self.draw(results)]
 
 
-FIGURES: dict[str, list[Figure]] = defaultdict(list)
-"""Key of the paper → its figures, without those that only draw how a method works."""
+def read_figures(path: Path = PAPERS) -> dict[str, list[Figure]]:
+    """Read the figures of all papers: the paper's key → its figures.
 
-
-def _figure(paper: str, number: int, shows: str, needs: str) -> Callable[[Draw], Draw]:
-    """Add the decorated function to the paper's figures."""
-
-    def add(draw: Draw) -> Draw:
-        FIGURES[paper.lower()].append(Figure(f"Figure {number}", shows, needs, f"{paper}, Fig. {number}", draw))
-        return draw
-
-    return add
-
-
-def _sweep(name: str, key: str) -> str:
-    return f"`collab-sweep {name}`, whose records have {key}"
+    Raises:
+        RecipeError: the file cannot be read.
+    """
+    figures: dict[str, list[Figure]] = {}
+    for key, paper in read_yaml(path, yaml.SafeLoader).items():
+        figures[key] = []
+        for name, figure in paper["figures"].items():
+            draw = figure.get("draw")
+            function = None if draw is None else partial(DRAWINGS[draw], **figure.get("options", {}))
+            source = f"{paper['short']}, {name.replace('Figure', 'Fig.')}"
+            figures[key].append(Figure(name, source, figure["shows"], figure["needs"], function))
+    return figures
 
 
 class Point(NamedTuple):
@@ -123,24 +125,36 @@ def _heads(result: Result) -> Mapping[str, Any]:
     return result.recipe.get("heads") or {}
 
 
-@_figure(
-    "Collaborate",
-    1,
-    "captured energy of queries and keys",
-    "a trained model: `collab-analyze MODEL --sections energy`",
-)
-def _from_a_model(results: Results) -> Pictures:
-    return []  # no record has it
+def _draw_widths(results: Results, of: str, again: bool, title: str) -> Pictures:
+    """Draw `score` or `seconds` of conversions at each shared width, where there are several, and of the dense model.
+
+    Args:
+        results: all results.
+        of: field of results.
+        again: whether conversions that were fine-tuned again are drawn too.
+        title: of the picture.
+    """
+    points: list[Point] = []
+    widths: dict[str, set[int]] = defaultdict(set)
+    for result in results:
+        group, width, value = _group(result), (result.recipe.get("compression") or {}).get("dk"), getattr(result, of)
+        if width is None or value is None or not result.variant.conversion or (result.variant.again and not again):
+            continue
+        widths[group].add(width)
+        name = re.sub(r"\d+", "", result.variant.conversion).strip("-")
+        name = {"dk": "converted", "cp": "weights alone", "dk-recovered": "recovered"}.get(name, name)
+        curve = f"{name}, fine-tuned again" if result.variant.again else name
+        points.append(Point(group, "", curve, result.variant.stage, width, value))
+    for result in results if of == "score" else ():
+        if _is_plain(result) and widths[_group(result)]:
+            ends = (min(widths[_group(result)]), max(widths[_group(result)]))
+            points += [Point(_group(result), "", "dense", end, end, result.score) for end in ends]
+    points = [point for point in points if len(widths[point.picture]) > 1]
+    return _curves(points, title, "Mean over seeds.", "shared width", of)
 
 
-@_figure("Collaborate", 2, "mixing matrices", 'records of collaborative models with "mixing"')
-def _mixing(results: Results) -> Pictures:
-    reading = "A column of one strong cell belongs to one head, one with several to several."
-    return _matrices(results, "mixing", "Mixing matrices", reading, "head", "component")
-
-
-@_figure("Collaborate", 3, "BLEU against width, parameters and time", _sweep("collaborate.yaml", "several widths"))
-def _score_by_size(results: Results) -> Pictures:
+def _draw_sizes(results: Results) -> Pictures:
+    """Draw the scores of untrained models against width of queries and keys, parameters, and training time."""
     points: dict[str, list[Point]] = defaultdict(list)
     fresh = [result for result in results if result.recipe.get("fresh")]
     collaborative = {_group(result) for result in fresh if result.recipe["fresh"].get("attention")}
@@ -153,87 +167,41 @@ def _score_by_size(results: Results) -> Pictures:
         sizes = {
             "width": attention.get("dk") if attention else settings.get("width"),
             "parameters": None if result.parameters is None else result.parameters / 1e6,
-            "time": result.seconds,
+            "training time": result.seconds,
         }
         for axis, x in sizes.items():
             if x is not None:
                 points[axis].append(Point(_group(result), "", curve, _name(result), x, result.score))
     flat = "The flatter a curve, the less narrower queries and keys cost."
     left = "Higher to the left is better"
-    width, parameters, time = (points[axis] for axis in ("width", "parameters", "time"))
-    return [
-        *_curves(width, "Score against width", flat, "width of queries and keys, all heads", "score"),
-        *_curves(parameters, "Score against parameters", f"{left}.", "parameters, millions", "score"),
-        *_curves(
-            time, "Score against training time", f"{left}; times are of runs side by side.", "training, s", "score"
-        ),
-    ]
+    axes = {
+        "width": (flat, "width of queries and keys, all heads"),
+        "parameters": (f"{left}.", "parameters, millions"),
+        "training time": (f"{left}; times are of runs side by side.", "training, s"),
+    }
+    pictures = []
+    for axis, (reading, x_label) in axes.items():
+        pictures += _curves(points[axis], f"Score against {axis}", reading, x_label, "score")
+    return pictures
 
 
-@_figure("Collaborate", 4, "time to decompose", 'records of conversions with "seconds"')
-def _seconds_by_width(results: Results) -> Pictures:
-    converted = [result for result in results if result.variant.conversion and not result.variant.again]
-    points = _by_width(converted, lambda result: result.seconds)
-    return _curves(points, "Time to convert", "Mean over seeds.", "shared width", "seconds")
+def _draw_matrices(
+    results: Results, measure: str, title: str, reading: str, rows: str, columns: str, growing: bool | None = None
+) -> Pictures:
+    """Draw a picture for each variant, of one seed, with the matrices of all layers.
 
-
-@_figure(
-    "Collaborate",
-    5,
-    "scores against width, with and without a second fine-tuning",
-    _sweep("glue.yaml", "several widths"),
-)
-def _score_by_width(results: Results) -> Pictures:
-    points = _by_width(results, lambda result: result.score)
-    return _curves(points, "Score against the shared width", "Mean over seeds.", "shared width", "score")
-
-
-def _by_width(results: Results, y: Callable[[Result], float | None]) -> list[Point]:
-    """Return points of conversions at each shared width, where there are several, and of the dense model."""
-    points, widths = [], defaultdict(set)
-    for result in results:
-        group, width, value = _group(result), (result.recipe.get("compression") or {}).get("dk"), y(result)
-        if result.variant.conversion and width is not None and value is not None:
-            widths[group].add(width)
-            points.append(Point(group, "", _conversion_name(result), result.variant.stage, width, value))
-    for result in filter(_is_plain, results):
-        group, value = _group(result), y(result)
-        if widths[group] and value is not None:
-            points += [Point(group, "", "dense", end, end, value) for end in (min(widths[group]), max(widths[group]))]
-    return [point for point in points if len(widths[point.picture]) > 1]
-
-
-def _conversion_name(result: Result) -> str:
-    """Return the name of a curve: the conversion's without its width."""
-    name = re.sub(r"\d+", "", result.variant.conversion or "").strip("-")
-    name = {"dk": "converted", "cp": "weights alone", "dk-recovered": "recovered"}.get(name, name)
-    return f"{name}, fine-tuned again" if result.variant.again else name
-
-
-@_figure("Rotation", 3, "alphas without growth", 'records of alphas without growth with "alphas"')
-def _alphas_alone(results: Results) -> Pictures:
-    return _alphas(results, "Alphas without growth", growing=False)
-
-
-@_figure("Rotation", 4, "alphas with growth", 'records of alphas with growth with "alphas"')
-def _alphas_with_growth(results: Results) -> Pictures:
-    return _alphas(results, "Alphas with nuclear growth", growing=True)
-
-
-def _alphas(results: Results, title: str, growing: bool) -> Pictures:
-    chosen = []
-    for result in results:
-        alphas = _heads(result).get("alphas")
-        if alphas and (alphas.get("growth_weight", 0) > 0) == growing:
-            chosen.append(result)
-    reading = "A strong diagonal keeps heads as they are; what lies off it mixes head j into head i."
-    return _matrices(chosen, "alphas", title, reading, "head i that leaves", "head j that enters")
-
-
-def _matrices(results: Results, measure: str, title: str, reading: str, rows: str, columns: str) -> Pictures:
-    """Draw a picture for each variant, of one seed, with the matrices of all layers."""
+    Args:
+        results: all results.
+        measure: of the matrices.
+        title: of the pictures.
+        reading: how to read them.
+        rows: label of the rows.
+        columns: label of the columns.
+        growing: whether only alphas that were trained with growth are drawn, or without; None for all results.
+    """
     pictures: Pictures = []
-    for result in _lowest_seeds(results, measure):
+    chosen = [result for result in results if growing is None or _has_growth(result) is growing]
+    for result in _lowest_seeds(chosen, measure):
         maps = []
         for kind, layers in result.measures[measure].items():
             maps += [heatmap(f"{kind} {layer}", matrix) for layer, matrix in enumerate(layers) if matrix]
@@ -246,6 +214,12 @@ def _matrices(results: Results, measure: str, title: str, reading: str, rows: st
     return pictures
 
 
+def _has_growth(result: Result) -> bool | None:
+    """Return whether alphas were trained with growth; None without alphas."""
+    alphas = _heads(result).get("alphas")
+    return alphas.get("growth_weight", 0) > 0 if alphas else None
+
+
 def _lowest_seeds(results: Results, measure: str) -> list[Result]:
     """Return the records with a measure, of the lowest seed of each variant, a few variants of each group."""
     groups: dict[str, dict[str, Result]] = {}
@@ -255,8 +229,8 @@ def _lowest_seeds(results: Results, measure: str) -> list[Result]:
     return [result for variants in groups.values() for result in list(variants.values())[:MOST_VARIANTS]]
 
 
-@_figure("Rotation", 5, "confidence", 'records with "confidence"')
-def _confidence(results: Results) -> Pictures:
+def _draw_confidence(results: Results) -> Pictures:
+    """Draw the confidence of each head: plain, mixed and rotated, of one seed."""
     maps: dict[tuple[str, str], list[Heatmap]] = defaultdict(list)
     for result in _lowest_seeds(_of_rotation(results), "confidence"):
         for kind, layers in result.measures["confidence"].items():
@@ -279,27 +253,7 @@ def _of_rotation(results: Results) -> list[Result]:
     return compared
 
 
-@_figure(
-    "Rotation",
-    6,
-    "growth of cosine discrepancy",
-    'records with "difference" in "discrepancy", of plain training and with alphas or rotation, of the same seeds',
-)
-def _cosine_growth(results: Results) -> Pictures:
-    return _growth(results, "difference", "Growth of cosine discrepancy")
-
-
-@_figure(
-    "Rotation",
-    7,
-    "growth of L2 discrepancy",
-    'records with "discrepancy", of plain training and with alphas or rotation, of the same seeds',
-)
-def _l2_growth(results: Results) -> Pictures:
-    return _growth(results, "l2", "Growth of L2 discrepancy")
-
-
-def _growth(results: Results, metric: Measure, title: str) -> Pictures:
+def _draw_growth(results: Results, metric: Measure, title: str) -> Pictures:
     """Draw by how many per cent the discrepancy of each layer exceeds the plain model's of the same seed."""
     measured = [result for result in _of_rotation(results) if result.measures.get("discrepancy")]
     plain = {(_group(result), result.seed): result for result in measured if _is_plain(result)}
@@ -317,45 +271,22 @@ def _growth(results: Results, metric: Measure, title: str) -> Pictures:
     return _curves(points, title, "Above 0 heads are farther apart than in the plain model.", "layer", "%")
 
 
-_figure(
-    "Diversity",
-    1,
-    "attention maps",
-    "a trained model: `collab-analyze MODEL --sections attention_maps --data FILE`",
-)(_from_a_model)
-_figure(
-    "Diversity",
-    2,
-    "SVCCA coefficients with a model of one head",
-    "two trained models of `collab-sweep diversity.yaml scale=paper-widths`: "
-    "`collab-analyze MODEL --against ONE-HEAD --sections similarity --data FILE`",
-)(_from_a_model)
+def _draw_svcca(results: Results, sized: bool, title: str) -> Pictures:
+    """Draw canonical correlations between heads, in order, for each kind of attention.
 
-
-@_figure(
-    "Diversity",
-    3,
-    "SVCCA coefficients between heads, by size",
-    _sweep("diversity.yaml scale=paper-widths", '"svcca"'),
-)
-def _svcca_by_size(results: Results) -> Pictures:
-    sized = [result for result in results if SIZED.fullmatch(result.variant.method)]
-    return _svcca(sized, "SVCCA coefficients by size", lambda result: result.column.name)
-
-
-@_figure("Diversity", 4, "SVCCA coefficients between heads, by method", _sweep("diversity.yaml", '"svcca"'))
-def _svcca_by_method(results: Results) -> Pictures:
-    others = [result for result in results if not SIZED.fullmatch(result.variant.method)]
-    return _svcca(others, "SVCCA coefficients by method", _group)
-
-
-def _svcca(results: Results, title: str, picture: Callable[[Result], str]) -> Pictures:
-    """Draw canonical correlations between heads, in order, for each kind of attention."""
+    Args:
+        results: all results.
+        sized: whether models of other sizes are drawn in one picture, or else other methods in one for each model.
+        title: of the pictures.
+    """
     points = []
     for result in results:
+        if bool(SIZED.fullmatch(result.variant.method)) is not sized:
+            continue
+        picture = result.column.name if sized else _group(result)
         for kind, values in result.measures.get("svcca", {}).get("curve", {}).items():
             for place, value in enumerate(values, 1):
-                points.append(Point(picture(result), kind, _name(result), place, place, value))
+                points.append(Point(picture, kind, _name(result), place, place, value))
     reading = (
         "The further right a curve stays high, the more directions two heads of the last layer share. "
         "Mean over seeds."
@@ -363,42 +294,19 @@ def _svcca(results: Results, title: str, picture: Callable[[Result], str]) -> Pi
     return _curves(points, title, reading, "coefficient, in order", "canonical correlation", 0.0)
 
 
-LOGGED = _sweep("bhattacharyya.yaml", '"history"')
+def _draw_log(results: Results, key: str, title: str, reading: str, y: str) -> Pictures:
+    """Draw logged values of models whose overlap was measured."""
+    return _curves(_logged(results, key), title, reading, "epoch", y)
 
 
-@_figure("Bhattacharyya", 1, "overlap while training", LOGGED)
-def _overlap_while_training(results: Results) -> Pictures:
-    reading = "The lower, the less heads look at the same. Mean over seeds."
-    y = "Bhattacharyya coefficient, sum over layers"
-    return _curves(_logged(results, "bhattacharyya"), "Overlap of heads while training", reading, "epoch", y)
-
-
-@_figure("Bhattacharyya", 2, "cross-entropy while training", LOGGED)
-def _cross_entropy_while_training(results: Results) -> Pictures:
-    title = "Cross-entropy while training, without penalty"
-    reading = "Curves that meet learn the task equally well. Mean over seeds."
-    return _curves(_logged(results, "task_loss"), title, reading, "epoch", "nats")
-
-
-@_figure("Bhattacharyya", 3, "losses without the penalty", LOGGED)
-def _plain_losses(results: Results) -> Pictures:
-    return _losses(results, "Losses without the penalty", is_penalised=False)
-
-
-@_figure("Bhattacharyya", 4, "losses with the penalty", LOGGED)
-def _penalised_losses(results: Results) -> Pictures:
-    return _losses(results, "Losses with the penalty", is_penalised=True)
-
-
-@_figure(
-    "Bhattacharyya",
-    5,
-    "BLEU while training",
-    "records of translation with `eval_strategy: epoch` and `predict_with_generate: true` in tuning.arguments",
-)
-def _bleu_while_training(results: Results) -> Pictures:
-    reading = "On the validation set, after each epoch. Mean over seeds."
-    return _curves(_logged(results, "eval_bleu"), "BLEU while training", reading, "epoch", "BLEU")
+def _draw_losses(results: Results, penalised: bool, title: str) -> Pictures:
+    """Draw the logged losses of models with Bhattacharyya's penalty, or without: a panel for each variant."""
+    chosen = [result for result in results if _is_penalised(result) is penalised]
+    points = []
+    for key, name in LOSSES.items():
+        points += [point._replace(panel=point.curve, curve=name) for point in _logged(chosen, key)]
+    reading = "The total is what training lowers. Mean over seeds."
+    return _curves(points, title, reading, "epoch", "nats; overlap as it is", 0.0)
 
 
 def _is_penalised(result: Result) -> bool | None:
@@ -410,7 +318,7 @@ def _is_penalised(result: Result) -> bool | None:
 
 
 def _logged(results: Iterable[Result], key: str) -> Iterator[Point]:
-    """Yield the logged values of models whose overlap was measured, against epochs."""
+    """Yield logged values against epochs."""
     for result in results:
         if _is_penalised(result) is None:
             continue
@@ -420,18 +328,8 @@ def _logged(results: Iterable[Result], key: str) -> Iterator[Point]:
                 yield Point(_group(result), "", _name(result), epoch, epoch, float(line[key]))
 
 
-def _losses(results: Iterable[Result], title: str, is_penalised: bool) -> Pictures:
-    """Draw the logged losses of models with the penalty, or without: a panel for each variant."""
-    chosen = [result for result in results if _is_penalised(result) is is_penalised]
-    points = []
-    for key, name in LOSSES.items():
-        points += [point._replace(panel=point.curve, curve=name) for point in _logged(chosen, key)]
-    reading = "The total is what training lowers. Mean over seeds."
-    return _curves(points, title, reading, "epoch", "nats; overlap as it is", 0.0)
-
-
-@_figure("DropHead", 2, "schedules", "nothing")
-def _schedules(results: Results) -> Pictures:
+def _draw_schedules(results: Results) -> Pictures:
+    """Draw the schedules of DropHead's probability; no record is needed."""
     points = []
     for name, schedule in SCHEDULES.items():
         points += [Point("", "", name, step, step, schedule(step / 100, 0.1, 0.2, 0.2)) for step in range(101)]
@@ -439,8 +337,8 @@ def _schedules(results: Results) -> Pictures:
     return _curves(points, title, reading, "steps, %", "probability", 0.0)
 
 
-@_figure("DropHead", 3, "scores with heads pruned", 'records with "pruning"')
-def _pruning(results: Results) -> Pictures:
+def _draw_pruning(results: Results) -> Pictures:
+    """Draw scores with more and more heads pruned, with DropHead and without."""
     points = []
     for result in results:
         curve = result.measures.get("pruning")
@@ -449,3 +347,18 @@ def _pruning(results: Results) -> Pictures:
                 points.append(Point(_group(result), "", _name(result), share, 100 * share, score))
     reading = "The later a curve falls, the more heads can go. Mean over seeds."
     return _curves(points, "Score with heads pruned", reading, "heads pruned, %", "score")
+
+
+DRAWINGS: dict[str, Callable[..., Pictures]] = {
+    "widths": _draw_widths,
+    "sizes": _draw_sizes,
+    "matrices": _draw_matrices,
+    "confidence": _draw_confidence,
+    "growth": _draw_growth,
+    "svcca": _draw_svcca,
+    "log": _draw_log,
+    "losses": _draw_losses,
+    "schedules": _draw_schedules,
+    "pruning": _draw_pruning,
+}
+"""Name in papers.yaml → function of the results and of the figure's options."""

@@ -1,15 +1,15 @@
-"""A page for each paper: its claims with verdicts, its tables with our numbers beside them, its figures."""
+"""A page for each paper: verdicts on its claims, its tables with our numbers beside them, its figures."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from collab_compress.checkpoint.directory import atomic_directory
 from collab_compress.experiments.comparison import REFERENCE, Estimate, estimate
-from collab_compress.experiments.figures import FIGURES
+from collab_compress.experiments.figures import Figure, read_figures
 from collab_compress.experiments.papers import (
     FAILS,
     HOLDS,
@@ -40,12 +40,9 @@ INDEX = "index"
 
 @dataclass(frozen=True)
 class Ours:
-    """Our counterpart of one number of a paper.
+    """Our counterpart of one number of a paper: method/stage, mean over seeds, and difference to the baseline.
 
-    Args:
-        label: method/stage.
-        score: mean over seeds.
-        difference: to the baseline with the same seed; None without one, and for the baseline itself.
+    The difference is paired by seed; it is None without a baseline, and for the baseline itself.
     """
 
     label: str
@@ -58,10 +55,10 @@ def write_pages(results: Sequence[Result], directory: Path) -> None:
 
     Args:
         results: of experiments, by `read_results`.
-        directory: where to; must not exist.
+        directory: of the pages; must not exist.
 
     Raises:
-        CheckpointError: it exists, or nothing can be written there.
+        CheckpointError: it exists, or cannot be written.
     """
     pages = {name: render_page(findings) for name, findings in paper_pages(results).items()}
     with atomic_directory(directory) as partial:
@@ -75,9 +72,49 @@ def paper_pages(results: Sequence[Result]) -> dict[str, ReportResult]:
     for table in read_papers():
         papers.setdefault(table.paper, []).append(table)
     links = {f"{name}.html": name for name in (INDEX, *papers)}
-    verdicts = verdicts_of(results)
-    found = {key: _page(tables, verdicts[key], results, links) for key, tables in papers.items()}
-    return {INDEX: _index(papers, verdicts, found, results, links), **found}
+    facts = {
+        "records": str(len(results)),
+        "tasks": ", ".join(sorted({result.column.name for result in results})),
+        "models": ", ".join(sorted({result.variant.model for result in results})),
+        "seeds": ", ".join(map(str, sorted({result.seed for result in results}))),
+    }
+    verdicts, figures = verdicts_of(results), read_figures()
+    pages, summaries, sentences = {}, [], []
+    for key, tables in papers.items():
+        omitted: dict[str, str] = {}
+        sections = (
+            _claims_section(verdicts[key], tables[0].source),
+            *(_table_section(table, results, omitted) for table in tables),
+            _figures_section(figures[key], tables[0].source, results, omitted),
+        )
+        pages[key] = ReportResult(tables[0].title, {"paper": tables[0].source, **facts}, sections, omitted, "", links)
+        counts = Counter(verdict.outcome for verdict in verdicts[key])
+        lacking = sum(name.startswith("Figure") for name in omitted)
+        drawn = len(figures[key]) - lacking
+        summaries.append(
+            {"paper": key}
+            | {outcome: counts[outcome] for outcome in (HOLDS, FAILS, OPEN, WITHDRAWN)}
+            | {
+                "rows in its tables": sum(len(table.rows) for table in tables),
+                f"rows of ours, {SEEDS} seeds or more": _count_repeated(tables, results),
+                "figures drawn": drawn,
+                "figures that need more": lacking,
+            }
+        )
+        sentences.append(
+            f"{tables[0].title}: {counts[HOLDS]} claims hold, {counts[FAILS]} do not, {counts[OPEN]} cannot be told, "
+            f"{counts[WITHDRAWN]} are withdrawn; {drawn} of {len(figures[key])} figures are drawn."
+        )
+    section = Section(
+        "papers",
+        "The papers at our scale",
+        "Verdicts on claims, one for each task that a claim is tried on; rows of the papers' tables that stand beside"
+        " ours; figures drawn from records. What lacks is named on each page.",
+        "five papers on attention heads",
+        tables=(Table.of("papers", "What was found", summaries),),
+        highlights=tuple(sentences),
+    )
+    return {INDEX: ReportResult("The papers beside our records", facts, (section,), {}, "", links), **pages}
 
 
 def verdicts_of(results: Sequence[Result]) -> dict[str, list[Verdict]]:
@@ -88,94 +125,93 @@ def verdicts_of(results: Sequence[Result]) -> dict[str, list[Verdict]]:
     }
 
 
-def ours_beside(row: PaperRow, table: PaperTable, task: str, of: str, results: Sequence[Result]) -> Ours | None:
-    """Return our numbers beside a row: of its first name with records, the model with most seeds.
+def _claims_section(verdicts: Sequence[Verdict], source: str) -> Section:
+    records = []
+    for verdict in verdicts:
+        difference = verdict.difference
+        low, high = (difference and difference.ends) or (None, None)
+        records.append(
+            {
+                "claim": verdict.claim.says,
+                "verdict": verdict.outcome,
+                "on": verdict.where,
+                "compared": verdict.compared,
+                "difference": None if difference is None else difference.mean,
+                "low": low,
+                "high": high,
+                "seeds": 0 if difference is None else difference.count,
+                "model": verdict.model,
+            }
+        )
+    return Section(
+        "claims",
+        "What holds",
+        "A claim holds where the whole 95 % t-interval of the differences, paired by seed, is on its side of its "
+        f"bound, and does not where it is all on the other; fewer than {SEEDS} seeds tell nothing. Each interval is "
+        "for itself: of many claims that differ in nothing, one in twenty is decided by chance.",
+        source,
+        tables=(Table.of("claims", "Claims", records),),
+        highlights=tuple(verdict.sentence for verdict in tried(verdicts)),
+    )
+
+
+def _table_section(table: PaperTable, results: Sequence[Result], omitted: dict[str, str]) -> Section:
+    """Return a paper's table with ours beside it; add what is lacking to `omitted` if no row has ours."""
+    beside = {
+        (task, of): [_ours(row, table, task, of, results) for row in table.rows] for task, of in _columns(table)
+    }
+    beside = {column: cells for column, cells in beside.items() if any(cells)}
+    named = [name for name in ("model", "method", "stage") if any(getattr(row, name) for row in table.rows)]
+    columns = [Column(name) for name in named]
+    rows: list[list[Cell]] = [[getattr(row, name) for name in named] for row in table.rows]
+    for task, of in _columns(table):
+        if of == table.of[0] and task in table.columns:
+            columns.append(Column(task, table.columns[task]))
+            for row, cells in zip(table.rows, rows, strict=True):
+                cells.append("/".join(map(str, row.scores[task])) if task in row.scores else None)
+        if (task, of) in beside:
+            heading = f"ours: {task}" if of == "score" else f"ours: {task}, {of}"
+            columns += [Column(heading, unit_of(of, task, results)), Column("change")]
+            for ours, cells in zip(beside[task, of], rows, strict=True):
+                cells += _cells(ours)
+    title = f"{table.name} as printed"
+    if beside:
+        title += (
+            ", and ours: mean ± sample deviation over seeds (their number), method; change: to our baseline, paired "
+            "by seed, ± half of its 95 % t-interval (pairs)"
+        )
+    elif table.sweep:
+        needs = f"needs: `collab-sweep {table.sweep}`, or records of its methods at another scale"
+        omitted[f"Ours beside {table.name}"] = needs
+    else:
+        omitted[f"Ours beside {table.name}"] = "nothing: these are no results of training"
+    reading = f"{table.about} But: {table.note}" if table.note else table.about
+    drawn = Table("table", title, tuple(columns), tuple(map(tuple, rows)))
+    return Section(table.name.lower().replace(" ", "_"), table.name, reading, table.source, (drawn,))
+
+
+def _columns(table: PaperTable) -> list[tuple[str, str]]:
+    """Return the columns of a table in which ours may stand: task and quantity."""
+    tasks = dict.fromkeys((*table.columns, *table.beside))
+    return [(task, of) for task in tasks for of in table.of]
+
+
+def _ours(row: PaperRow, table: PaperTable, task: str, of: str, results: Sequence[Result]) -> Ours | None:
+    """Return our numbers beside a row: of its first name with records, and of the model with most seeds.
 
     The baseline is that of the paper's table, or plain fine-tuning where it has none.
     """
     baseline = table.baseline(row)
     against = REFERENCE if baseline is None else labelled(baseline.ours[0]) if baseline.ours else ""
     for label in map(labelled, row.ours):
-        found = readings(results, label, task, of)
-        if not found:
+        values = readings(results, label, task, of)
+        if not values:
             continue
-        model = model_with_most(found)
+        model = model_with_most(values)
         base = {} if row.baseline or label == against else readings(results, against, task, of)
-        changes = of_model(differences(found, base), model)
-        return Ours(label, estimate(of_model(found, model)), estimate(changes) if changes else None)
+        changes = of_model(differences(values, base), model)
+        return Ours(label, estimate(of_model(values, model)), estimate(changes) if changes else None)
     return None
-
-
-def columns_beside(table: PaperTable) -> list[tuple[str, str]]:
-    """Return our columns that may stand beside those of a paper's table: task and quantity."""
-    tasks = dict.fromkeys((*table.columns, *table.beside))
-    return [(task, of) for task in tasks for of in table.of]
-
-
-def _page(
-    tables: Sequence[PaperTable], verdicts: Sequence[Verdict], results: Sequence[Result], links: Mapping[str, str]
-) -> ReportResult:
-    first = tables[0]
-    omitted: dict[str, str] = {}
-    sections = [_verdicts(verdicts, first.source)]
-    for table in tables:
-        drawn, lacking = _table(table, results)
-        doubts = f" But: {table.note}" if table.note else ""
-        name = table.name.lower().replace(" ", "_")
-        sections.append(Section(name, table.name, f"{table.about}{doubts}", first.source, (drawn,)))
-        if lacking:
-            omitted[f"Ours beside {table.name}"] = lacking
-    pictures: list[Picture] = []
-    for figure in FIGURES[first.paper]:
-        found = figure.pictures(results)
-        pictures += found
-        if not found:
-            omitted[f"{figure.name}, {figure.shows}"] = f"needs: {figure.needs}"
-    about = "Of all records that have what a figure takes; which figure it is after stands below each title."
-    sections.append(Section("figures", "Figures, from records", about, first.source, (), tuple(pictures)))
-    facts = {"paper": first.source, **_facts(results)}
-    return ReportResult(first.title, facts, tuple(sections), omitted, "", links)
-
-
-def _verdicts(verdicts: Sequence[Verdict], source: str) -> Section:
-    return Section(
-        "claims", "What holds",
-        "A claim holds where the whole 95 % t-interval of the differences, paired by seed, is on its side of its "
-        f"bound, and does not where it is all on the other; fewer than {SEEDS} seeds tell nothing. Each interval is "
-        "for itself: of many claims that differ in nothing, one in twenty is decided by chance.",
-        source, (_claims(verdicts),), (), tuple(verdict.sentence for verdict in tried(verdicts)),
-    )  # fmt: skip
-
-
-def _table(table: PaperTable, results: Sequence[Result]) -> tuple[Table, str]:
-    """Draw a table with ours beside it; and say what is lacking where no row has ours."""
-    beside = {
-        (task, of): found
-        for task, of in columns_beside(table)
-        if any(found := [ours_beside(row, table, task, of, results) for row in table.rows])
-    }
-    named = [name for name in ("model", "method", "stage") if any(getattr(row, name) for row in table.rows)]
-    columns = [Column(name) for name in named]
-    rows: list[list[Cell]] = [[getattr(row, name) for name in named] for row in table.rows]
-    for name in dict.fromkeys((*table.columns, *table.beside)):
-        if name in table.columns:
-            columns.append(Column(name, table.columns[name]))
-            for row, cells in zip(table.rows, rows, strict=True):
-                cells.append("/".join(map(str, row.scores[name])) if name in row.scores else None)
-        for of in table.of:
-            if (name, of) not in beside:
-                continue
-            what = name if of == "score" else f"{name}, {of}"
-            columns += [Column(f"ours: {what}", unit_of(of, name, results)), Column("change")]
-            for ours, cells in zip(beside[name, of], rows, strict=True):
-                cells += _cells(ours)
-    title = f"{table.name} as printed, and ours" if beside else f"{table.name} as printed"
-    about = (
-        ": mean ± sample deviation over seeds (their number), method; change: to our baseline, paired by seed, ± "
-        "half of its 95 % t-interval (pairs)"
-    )
-    drawn = Table("table", title + (about if beside else ""), tuple(columns), tuple(map(tuple, rows)))
-    return drawn, "" if beside else _lacking(table)
 
 
 def _cells(ours: Ours | None) -> tuple[Cell, Cell]:
@@ -189,69 +225,25 @@ def _cells(ours: Ours | None) -> tuple[Cell, Cell]:
     return f"{short(score.mean)}{spread} ({score.count}), {ours.label.removesuffix('/tuned')}", change
 
 
-def _lacking(table: PaperTable) -> str:
-    if not table.sweep:
-        return "nothing: these are no results of training"
-    return f"needs: `collab-sweep {table.sweep}`, or records of its methods at another scale"
-
-
-def _claims(verdicts: Sequence[Verdict]) -> Table:
-    columns = ("claim", "verdict", "on", "compared", "difference", "low", "high", "seeds", "model")
-    rows: list[tuple[Cell, ...]] = []
-    for verdict in verdicts:
-        difference = verdict.difference
-        mean, count = (None, 0) if difference is None else (difference.mean, difference.count)
-        low, high = (difference and difference.ends) or (None, None)
-        outcome = (verdict.claim.says, verdict.outcome, verdict.where, verdict.compared)
-        rows.append((*outcome, mean, low, high, count, verdict.model))
-    return Table("claims", "Claims", tuple(map(Column, columns)), tuple(rows))
-
-
-def _index(
-    papers: Mapping[str, Sequence[PaperTable]], verdicts: Mapping[str, Sequence[Verdict]],
-    pages: Mapping[str, ReportResult], results: Sequence[Result], links: Mapping[str, str],
-) -> ReportResult:  # fmt: skip
-    rows: list[tuple[Cell, ...]] = []
-    highlights = []
-    for key, tables in papers.items():
-        found = Counter(verdict.outcome for verdict in verdicts[key])
-        printed, ours = sum(len(table.rows) for table in tables), sum(1 for _ in _repeated(tables, results))
-        lacking = sum(name.startswith("Figure") for name in pages[key].omitted)
-        drawn = len(FIGURES[key]) - lacking
-        rows.append((key, found[HOLDS], found[FAILS], found[OPEN], found[WITHDRAWN], printed, ours, drawn, lacking))
-        highlights.append(
-            f"{tables[0].title}: {found[HOLDS]} claims hold, {found[FAILS]} do not, {found[OPEN]} cannot be told, "
-            f"{found[WITHDRAWN]} are withdrawn; "
-            f"{drawn} of {len(FIGURES[key])} figures are drawn."
-        )
-    columns = (
-        "paper", "holds", "does not hold", "cannot be told", "withdrawn", "rows in its tables",
-        f"rows of ours, {SEEDS} seeds or more", "figures drawn", "figures that need more",
-    )  # fmt: skip
-    section = Section(
-        "papers", "The papers at our scale",
-        "Verdicts on claims, one for each task that a claim is tried on; rows of the papers' tables that stand beside"
-        " ours; figures drawn from records. What lacks is named on each page.",
-        "five papers on attention heads",
-        (Table("papers", "What was found", tuple(map(Column, columns)), tuple(rows)),), (), tuple(highlights),
-    )  # fmt: skip
-    return ReportResult("The papers beside our records", _facts(results), (section,), {}, "", links)
-
-
-def _repeated(tables: Sequence[PaperTable], results: Sequence[Result]) -> Iterator[PaperRow]:
-    """Return the rows with enough seeds for a verdict on some task."""
+def _count_repeated(tables: Sequence[PaperTable], results: Sequence[Result]) -> int:
+    """Return the number of rows with enough seeds of ours for a verdict on some task."""
+    count = 0
     for table in tables:
         for row in table.rows:
-            found = (ours_beside(row, table, task, of, results) for task, of in columns_beside(table))
-            if any(ours is not None and ours.score.count >= SEEDS for ours in found):
-                yield row
+            ours = (_ours(row, table, task, of, results) for task, of in _columns(table))
+            count += any(one is not None and one.score.count >= SEEDS for one in ours)
+    return count
 
 
-def _facts(results: Sequence[Result]) -> dict[str, str]:
-    seeds = sorted({result.seed for result in results})
-    return {
-        "records": str(len(results)),
-        "tasks": ", ".join(sorted({result.column.name for result in results})),
-        "models": ", ".join(sorted({result.variant.model for result in results})),
-        "seeds": ", ".join(map(str, seeds)),
-    }
+def _figures_section(
+    figures: Sequence[Figure], source: str, results: Sequence[Result], omitted: dict[str, str]
+) -> Section:
+    """Return the figures that records have; add what the others need to `omitted`."""
+    pictures: list[Picture] = []
+    for figure in figures:
+        drawn = figure.pictures(results)
+        pictures += drawn
+        if not drawn:
+            omitted[f"{figure.name}, {figure.shows}"] = f"needs: {figure.needs}"
+    about = "Of all records that have what a figure takes; which figure it is after stands below each title."
+    return Section("figures", "Figures, from records", about, source, pictures=tuple(pictures))

@@ -118,7 +118,7 @@ def read_papers(path: Path = PAPERS) -> list[PaperTable]:
     Raises:
         RecipeError: the file cannot be read, or a table in it is malformed.
     """
-    papers = _read_yaml(path, _DecimalLoader)
+    papers = read_yaml(path, _DecimalLoader)
     try:
         return [_table(key, papers[key], name) for key in papers for name in papers[key]["tables"]]
     except (AttributeError, KeyError, TypeError) as error:
@@ -163,7 +163,12 @@ for tag in ("int", "float"):
     _DecimalLoader.add_constructor(f"tag:yaml.org,2002:{tag}", _decimal)
 
 
-def _read_yaml(path: Path, loader: type[yaml.SafeLoader]) -> Any:
+def read_yaml(path: Path, loader: type[yaml.SafeLoader]) -> Any:
+    """Read a YAML file of this package.
+
+    Raises:
+        RecipeError: it cannot be read.
+    """
     try:
         return yaml.load(path.read_text(encoding="utf-8"), loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -368,7 +373,7 @@ def read_claims(path: Path = CLAIMS) -> dict[str, list[Claim]]:
     Raises:
         RecipeError: the file cannot be read, or a claim in it is malformed.
     """
-    claims = _read_yaml(path, yaml.SafeLoader)
+    claims = read_yaml(path, yaml.SafeLoader)
     try:
         return {paper: [parse(Claim, claim, f"a claim of {paper}") for claim in claims[paper]] for paper in claims}
     except (AttributeError, TypeError) as error:

@@ -12,11 +12,12 @@ import yaml
 from scipy import stats
 
 from collab_compress.errors import CollabCompressError
-from collab_compress.experiments.figures import FIGURES
+from collab_compress.experiments.figures import read_figures
 from collab_compress.experiments.pages import paper_pages, write_pages
 from collab_compress.experiments.papers import read_papers
 from collab_compress.experiments.results import read_results
 
+FIGURES = read_figures()
 PAPERS = tuple(dict.fromkeys(table.paper for table in read_papers()))
 SWEEPS = Path(__file__).parents[2] / "glue_runs" / "sweeps"
 FROM_A_MODEL = {
