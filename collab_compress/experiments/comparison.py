@@ -21,6 +21,9 @@ from collab_compress.experiments.workload import REFERENCES, target_language
 from collab_compress.tasks import TASKS
 
 Line: TypeAlias = dict[str, Any]
+Recipes: TypeAlias = Mapping[Variant, Mapping[Column, Sequence[Mapping[str, Any]]]]
+"""The recipes of each seed, by variant and column."""
+
 AVERAGE = "average"
 REFERENCE = "plain/tuned"
 AS_IT_IS = "plain/given"
@@ -33,13 +36,7 @@ ROUNDING = 0.01
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds.
-
-    Args:
-        mean: of the values.
-        deviation: their sample standard deviation, √(Σ (x − mean)² / (n − 1)); None for one value.
-        count: number of values, n.
-    """
+    """A mean over seeds, the sample standard deviation (None for one value), and the number of values."""
 
     mean: float
     deviation: float | None
@@ -47,10 +44,7 @@ class Estimate:
 
     @property
     def interval(self) -> float | None:
-        """Half the width of the 95 % confidence interval of the mean, t · deviation / √n; None for one value.
-
-        t is the 97.5 % quantile of Student's distribution with n − 1 degrees of freedom (Biometrika 6, 1908).
-        """
+        """Half the width of the 95 % t-interval of the mean, t · deviation / √n; None for one value."""
         if self.deviation is None:
             return None
         return float(stats.t.ppf(0.975, self.count - 1)) * self.deviation / math.sqrt(self.count)
@@ -114,7 +108,8 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
     if against is not None and against not in labels:
         raise RecipeError(f"nothing to compare with: no result is {against!r}; expected one of {', '.join(labels)}")
     reference = against or next((label for label in (REFERENCE, AS_IT_IS) if label in labels), None)
-    references = _references(grouped, reference)
+    recipes = {variant: _recipes_by_column(of_variant) for variant, of_variant in grouped.items()}
+    references = _references(recipes, reference)
     scores = _scores(results, tasks)
     means, differences = _estimates(scores), _estimates(_paired(scores, references))
     columns = (*tasks, *(column for column in dict.fromkeys(scores["column"]) if column.name == AVERAGE))
@@ -144,10 +139,10 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
                     line["low"], line["high"] = difference.ends
             lines.append(line)
     notes = (
-        *_notes_on_shapes(grouped, references, reference),
+        *_notes_on_shapes(references, reference, {variant.model for variant in grouped}),
         *_notes_on_numbers(results),
-        *_notes_on_seeds(grouped),
-        *_notes_on_rows(grouped, references),
+        *_notes_on_seeds(recipes),
+        *_notes_on_rows(recipes, references),
     )
     return Comparison(columns, tuple(lines), reference, notes)
 
@@ -202,22 +197,29 @@ def _estimates(scores: pd.DataFrame) -> dict[tuple[Variant, Column], Estimate]:
     return {key: estimate(values) for key, values in scores.groupby(["variant", "column"], sort=False)["score"]}
 
 
-def _references(grouped: Mapping[Variant, Sequence[Result]], reference: str | None) -> dict[str, Variant]:
+def _recipes_by_column(results: Iterable[Result]) -> dict[Column, list[Mapping[str, Any]]]:
+    recipes: dict[Column, list[Mapping[str, Any]]] = defaultdict(list)
+    for result in results:
+        recipes[result.column].append(result.recipe)
+    return recipes
+
+
+def _references(recipes: Recipes, reference: str | None) -> dict[str, Variant]:
     """Return the baseline of each model.
 
     An untrained model of another shape has the reference's method under another name: its baseline is the variant
     whose recipe is the reference's except for the shape.
     """
-    references = {variant.model: variant for variant in grouped if variant.label == reference}
-    recipes = [
+    references = {variant.model: variant for variant in recipes if variant.label == reference}
+    of_references = [
         (variant.stage, column, _unshaped(of_column[0]))
         for variant in references.values()
-        for column, of_column in _recipes_of(grouped[variant]).items()
+        for column, of_column in recipes[variant].items()
         if of_column[0].get("fresh")
     ]
-    for variant in sorted(grouped, key=lambda variant: variant.method):
-        for column, of_column in _recipes_of(grouped[variant]).items():
-            if variant.model not in references and (variant.stage, column, _unshaped(of_column[0])) in recipes:
+    for variant in sorted(recipes, key=lambda variant: variant.method):
+        for column, of_column in recipes[variant].items():
+            if variant.model not in references and (variant.stage, column, _unshaped(of_column[0])) in of_references:
                 references[variant.model] = variant
     return references
 
@@ -227,10 +229,10 @@ def _unshaped(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _notes_on_shapes(
-    grouped: Iterable[Variant], references: Mapping[str, Variant], reference: str | None
+    references: Mapping[str, Variant], reference: str | None, models: Iterable[str]
 ) -> Iterator[str]:
     """Yield the untrained models that are compared with another variant than the reference, or with nothing."""
-    for model in sorted({variant.model for variant in grouped}):
+    for model in sorted(models):
         baseline = references.get(model)
         if baseline is not None and baseline.label != reference:
             yield f"{model} is compared with {baseline.label}, which is {reference} in its shape"
@@ -246,42 +248,31 @@ def _notes_on_numbers(results: Iterable[Result]) -> Iterator[str]:
             yield f"{where}: the score of seed {result.seed} is {result.score}, and so is what is made of it"
 
 
-def _notes_on_seeds(grouped: Mapping[Variant, Sequence[Result]]) -> Iterator[str]:
+def _notes_on_seeds(recipes: Recipes) -> Iterator[str]:
     """Yield the settings in which seeds differ that are averaged."""
-    for variant, results in grouped.items():
-        for column, recipes in _recipes_of(results).items():
-            differing = _differing(recipes, {name for recipe in recipes for name in recipe})
-            if differing:
+    for variant, columns in recipes.items():
+        for column, of_column in columns.items():
+            if differing := _differing(of_column, set().union(*of_column)):
                 yield f"{variant.label} of {variant.model} on {column.name}: seeds differ in {differing}"
 
 
-def _notes_on_rows(grouped: Mapping[Variant, Sequence[Result]], references: Mapping[str, Variant]) -> Iterator[str]:
+def _notes_on_rows(recipes: Recipes, references: Mapping[str, Variant]) -> Iterator[str]:
     """Yield the settings of `ALIKE` in which a row differs from its baseline."""
-    for variant, results in grouped.items():
+    for variant, columns in recipes.items():
         if (baseline := references.get(variant.model)) is None:
             continue
-        theirs = _recipes_of(grouped[baseline])
-        for column, recipes in _recipes_of(results).items():
-            both = [_flat(recipe) for recipe in (*recipes[:1], *theirs.get(column, [])[:1])]
-            differing = _differing(both, set.intersection(*map(set, both)))
-            if differing:
+        for column, of_column in columns.items():
+            ours, theirs = (_alike(of[0]) for of in (of_column, recipes[baseline].get(column, of_column)))
+            if differing := _differing([ours, theirs], ours.keys() & theirs.keys()):
                 pair = f"{variant.label} and {baseline.label} of {variant.model}"
                 yield f"{pair} on {column.name} differ in {differing}"
 
 
-def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def _alike(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of `ALIKE`, with one entry for each setting of an untrained model."""
-    flat = {name: recipe[name] for name in ALIKE if name in recipe}
-    fresh = flat.pop("fresh", None) or {}
-    return flat | {f"fresh.{name}": value for name, value in fresh.items() if name != "attention"}
-
-
-def _recipes_of(results: Iterable[Result]) -> dict[Column, list[Mapping[str, Any]]]:
-    """Return the recipes of results by task."""
-    recipes: dict[Column, list[Mapping[str, Any]]] = defaultdict(list)
-    for result in results:
-        recipes[result.column].append(result.recipe)
-    return dict(recipes)
+    settings = {name: recipe[name] for name in ALIKE if name in recipe}
+    fresh = settings.pop("fresh", None) or {}
+    return settings | {f"fresh.{name}": value for name, value in fresh.items() if name != "attention"}
 
 
 def _differing(recipes: Sequence[Mapping[str, Any]], fields: Iterable[str]) -> str:

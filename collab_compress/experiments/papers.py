@@ -33,18 +33,9 @@ Readings: TypeAlias = dict[tuple[str, int], float]
 
 @dataclass(frozen=True)
 class PaperRow:
-    """A row of a paper's table.
+    """A row of a paper's table; papers.yaml explains the fields.
 
-    Args:
-        model: the model, or what else the row is about.
-        scores: column → the printed number, or two where the paper gives both metrics of a task; columns without
-            one are left out.
-        method: what acts on heads, in the paper's words.
-        stage: tuned, or the conversion, as ours are called; empty where the paper does not convert.
-        parameters: in millions.
-        average: over the columns, as printed.
-        baseline: whether rows of the same model in this table are compared with it.
-        ours: our names of the same, as method or method/stage, the most fitting first.
+    `scores` leaves out columns without a number, and has two where the paper gives both metrics of a task.
     """
 
     model: str
@@ -69,21 +60,7 @@ class PaperRow:
 
 @dataclass(frozen=True)
 class PaperTable:
-    """A table of a paper, or a figure or section whose text gives numbers.
-
-    Args:
-        paper: the paper's key.
-        title: of the paper.
-        source: authors, and where it appeared.
-        name: as in "Table 2".
-        columns: name → metric; those of tasks are named as ours are.
-        rows: as printed.
-        about: the conditions.
-        note: where the paper contradicts itself; empty if it does not.
-        beside: our columns that stand beside the paper's, as they are at our scale.
-        of: the quantities of ours in these columns, of `QUANTITIES`.
-        sweep: the sweep that makes such rows, with its scale; empty if there is none.
-    """
+    """A table of a paper, or a figure or section whose text gives numbers; papers.yaml explains the fields."""
 
     paper: str
     title: str
@@ -280,37 +257,18 @@ QUANTITIES: dict[str, Quantity] = {
 
 @dataclass(frozen=True)
 class Claim:
-    """A paper's claim, in terms of records."""
+    """A paper's claim, in terms of records; claims.yaml explains the fields."""
 
     says: str
-    """The claim, a sentence."""
-
     tasks: tuple[str, ...]
-    """Our columns on which it is tested, each by itself."""
-
     method: str
-    """Subject of the claim, as method or method/stage."""
-
     than: str
-    """Baseline, as method or method/stage."""
-
     expect: Literal["better", "higher", "lower"] = "better"
-    """Claimed difference; the quantity says which direction is better."""
-
     by: float = 0.0
-    """By more than this; below 0, by how much it may miss."""
-
     of: str = "score"
-    """Compared quantity, one of `QUANTITIES`."""
-
     mean: bool = False
-    """Whether it is tested on the mean of its tasks."""
-
     model: str | None = None
-    """The model, named as in tables; the one with most pairs if not given."""
-
     withdrawn: str = ""
-    """Why the records cannot decide it, a sentence; empty where they can."""
 
     def __post_init__(self) -> None:
         if self.of not in QUANTITIES:

@@ -1,4 +1,4 @@
-"""Many experiments from one description: every task with every conversion, method and seed."""
+"""Sweeps: one experiment for each combination of task, method, conversion and seed."""
 
 import logging
 import re
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, groupby, product
-from math import prod
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,12 @@ from collab_compress.experiments.tuning import check_trackers
 
 logger = logging.getLogger(__name__)
 Settings = dict[str, Any]
-PATIENCE = 10.0  # seconds before another worker's runs are looked at again
-MOST_RUNS = 100_000
+PATIENCE = 10.0
+"""Seconds before the runs of another worker are tried again."""
+
 AXES = ("tasks", "methods", "conversions", "seeds")
-# Fields of a recipe that are made of the sweep's.
-OWN = {"output": "output", "task": "tasks", "method": "methods", "conversion": "conversions", "seed": "seeds"}
+MADE_FIELDS = {"output": "output", "task": "tasks", "method": "methods", "conversion": "conversions", "seed": "seeds"}
+"""Field of a recipe → the field of a sweep that sets it."""
 
 
 @dataclass(frozen=True)
@@ -37,82 +37,77 @@ class Sweep:
     """Folder of all experiments: OUTPUT/TASK/METHOD/seedN holds one model with all its conversions."""
 
     tasks: dict[str, Settings | None]
-    """Task → fields that are its own."""
+    """Task → fields of its recipes."""
 
     base: Settings = field(default_factory=dict)
-    """Fields of every recipe; bars of single runs are shown with `progress: true`."""
+    """Fields of every recipe; `progress: true` shows the progress bars of single runs."""
 
     methods: dict[str, Settings | None] = field(default_factory=lambda: {"plain": None})
-    """Method → fields that are its own, such as what acts on heads."""
+    """Method → fields of its recipes, such as what acts on heads."""
 
     conversions: dict[str, Settings | None] = field(default_factory=dict)
-    """Conversion → fields that are its own, such as dk and solver; models are not converted if empty."""
+    """Conversion → fields of its recipes, such as dk and solver; models are not converted if empty."""
 
     seeds: tuple[int, ...] = (0,)
-    """Seeds, which are gone through in this order before another is begun."""
+    """Seeds; all runs of one come before those of the next."""
 
     only: dict[str, list[Any]] = field(default_factory=dict)
-    """Which of the tasks, methods, conversions and seeds to run now; all of those not named here."""
+    """Tasks, methods, conversions and seeds to run now; all of those that are not named."""
 
     scales: dict[str, Settings] = field(default_factory=dict)
-    """Scale → fields of the sweep that are laid over the others: what runs here in hours, and what a paper ran."""
+    """Scale → fields of the sweep that replace the others: what runs here in hours, and what a paper ran."""
 
     scale: str | None = None
-    """Which of the scales to run; the first if not given."""
+    """The scale to run; the first if not given."""
 
     shard: str | None = None
-    """Which part this worker does first, as 2/4 for the second of four that share the output; when it is done with
-    that it does what is left of the others', those that were killed included."""
+    """Part that this worker runs first, as 2/4 for the second of four workers that share the output; then it runs
+    what is left of the others' parts, also of workers that were killed."""
 
     def __post_init__(self) -> None:
-        if self.shard is not None:
-            self._place()
         object.__setattr__(self, "output", expanded(Path(self.output)))
         for axis, names in self.only.items():
             if axis not in AXES:
                 raise RecipeError(f"only holds {axis!r}; expected some of {', '.join(AXES)}")
+            known = list(getattr(self, axis))
             for name in names:
-                if name not in getattr(self, axis):
-                    raise RecipeError(
-                        f"only {axis} {name!r}: it is none of {', '.join(map(str, getattr(self, axis)))}"
-                    )
+                if name not in known:
+                    raise RecipeError(f"only {axis} {name!r}: it is none of {', '.join(map(str, known))}")
+        places: Settings = {"base": self.base}
         for axis in ("tasks", "methods", "conversions"):
-            for name, fields in getattr(self, axis).items():
-                _refuse_own(f"{axis}.{name}", fields)
-        _refuse_own("base", self.base)
-        if (count := prod(len(self._chosen(axis) or [None]) for axis in AXES)) > MOST_RUNS:
-            raise RecipeError(f"the sweep has {count:,} runs; expected at most {MOST_RUNS:,}")
-        if list(self.recipes()) == []:
+            places |= {f"{axis}.{name}": fields for name, fields in getattr(self, axis).items()}
+        for place, fields in places.items():
+            for name in MADE_FIELDS.keys() & (fields or {}).keys():
+                raise RecipeError(
+                    f"{place} has {name}, which each run gets from the sweep; give its {MADE_FIELDS[name]}"
+                )
+        if not self.folders():
             raise RecipeError("there is nothing to run; give tasks, methods and seeds")
 
     def recipes(self) -> Iterator[Recipe]:
         """Yield the recipes of the runs seed by seed, so that a stopped sweep has whole seeds."""
         for seed, task, method in product(*(self._chosen(axis) for axis in ("seeds", "tasks", "methods"))):
             for conversion in self._chosen("conversions") or [None]:
-                settings: Settings = {"output": self.output / task / method / f"seed{seed}"}
-                settings |= {"task": task, "method": method, "seed": seed, "conversion": conversion}
-                parts = [{"progress": False}, self.base, self.tasks[task], self.methods[method], settings]
-                if conversion is not None:
-                    parts.append(self.conversions[conversion])
-                merged: Settings = {}
-                for part in parts:
+                merged: Settings = {"progress": False}
+                for part in (self.base, self.tasks[task], self.methods[method]):
                     merged = _merged(merged, part or {})
+                merged |= {"task": task, "method": method, "seed": seed, "conversion": conversion}
+                merged["output"] = self.output / task / method / f"seed{seed}"
+                if conversion is not None:
+                    merged = _merged(merged, self.conversions[conversion] or {})
                 yield parse(Recipe, merged, f"{task}, {method}, {conversion or 'not converted'}")
 
     def folders(self) -> list[list[Recipe]]:
         """Return the runs of each folder, in the order of this worker; one worker at a time runs a folder."""
-        found = [list(runs) for _, runs in groupby(self.recipes(), key=attrgetter("output"))]
+        folders = [list(runs) for _, runs in groupby(self.recipes(), key=attrgetter("output"))]
         if self.shard is None:
-            return found
-        place, count = self._place()
-        own = found[place::count]
-        return own + [runs for number, runs in enumerate(found) if number % count != place]
-
-    def _place(self) -> tuple[int, int]:
-        match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", str(self.shard))
+            return folders
+        match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", self.shard)
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
             raise RecipeError(f"shard is {self.shard!r}; expected which of how many workers, such as 2/4")
-        return int(match[1]) - 1, int(match[2])
+        worker, workers = int(match[1]) - 1, int(match[2])
+        others = [runs for number, runs in enumerate(folders) if number % workers != worker]
+        return folders[worker::workers] + others
 
     def _chosen(self, axis: str) -> list[Any]:
         return [name for name in getattr(self, axis) if name in self.only.get(axis, [name])]
@@ -121,11 +116,11 @@ class Sweep:
 def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     """Read a sweep from a YAML file and settings such as `base.data_dir=data` or `only.seeds=[0]`.
 
-    Settings have the last word, after the scale.
+    The fields of the scale replace those of the file, and settings replace both.
 
     Raises:
-        RecipeError: the file cannot be read, there is no such scale, or a field of the sweep or of a recipe is not
-            known.
+        RecipeError: the file cannot be read, there is no such scale, or a field of the sweep or of a recipe is
+            unknown.
     """
     settings = _at_scale(read_settings(path, overrides), str(path))
     for override in overrides:
@@ -133,79 +128,66 @@ def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     return parse(Sweep, settings, str(path))
 
 
-def _refuse_own(place: str, fields: Settings | None) -> None:
-    for name, own in OWN.items():
-        if name in (fields or ()):
-            raise RecipeError(f"{place} has {name}, which each run gets from the sweep; give its {own}")
-
-
 def _at_scale(settings: Settings, where: str) -> Settings:
-    """Lay the fields of a scale over the others.
-
-    Raises:
-        RecipeError: there is no such scale, or it is no mapping.
-    """
+    """Return the fields of a sweep, replaced by those of its scale."""
     scales = settings.get("scales") or {}
-    if not isinstance(scales, Mapping):
-        raise RecipeError(f"{where}: scales is {scales!r}; expected names, each with fields of the sweep")
-    chosen = settings.get("scale", next(iter(scales), None))
+    chosen = settings.get("scale", next(iter(scales), None) if isinstance(scales, Mapping) else None)
     if chosen is None:
         return settings
-    if chosen not in list(scales):
-        there = f"expected one of {', '.join(map(str, scales))}" if scales else "the sweep has none"
+    fields = scales.get(chosen) if isinstance(chosen, str) else None
+    if not isinstance(fields, Mapping):
+        there = f"expected one of {', '.join(map(str, scales))}, each with fields" if scales else "the sweep has none"
         raise RecipeError(f"{where}: scale is {chosen!r}; {there}")
-    if not isinstance(fields := scales[chosen], Mapping):
-        raise RecipeError(f"{where}: scale is {chosen!r}; expected fields of the sweep, got {fields!r}")
     return _merged({**settings, "scale": chosen}, fields)
 
 
 def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = find_directory) -> list[str]:
     """Run what is not finished yet. It can be stopped at any point, and started again.
 
-    A run that fails, for whatever reason, does not keep the others from running. An interrupt stops the sweep, and so
-    does an error of one of several processes in the middle of a training step, where the others cannot be told.
+    If a run fails, the others go on. An interrupt stops the sweep, and so does an error of one of several processes
+    in the middle of a training step, where the others cannot be told.
 
-    Workers with a `shard` each may run the same sweep at once, on any machines that see its output and lock files
-    there. What another is at work on is left to it, and looked at again in the end: the locks of a worker that was
-    killed are gone, so its runs are taken up where they stopped. A run that fails is tried once by each worker.
+    Workers with a `shard` each may run the same sweep at once, on any machines that share its output and its file
+    locks. A worker leaves out what another is at work on and tries it again in the end: the lock of a worker that was
+    killed is gone, so its runs are continued. A run that fails is tried once by each worker.
 
     Args:
-        sweep: what to run.
-        find_model: gives the directory, or the name on the hub, of a recipe's model; as for `run`.
+        sweep: the sweep.
+        find_model: returns the directory, or the name on the hub, of a recipe's model; as for `run`.
 
     Returns:
-        What went wrong, with the folder it went wrong in.
+        The errors, each with its folder.
 
     Raises:
-        RecipeError: a recipe asks for measures or trackers that are not there, or one of several processes
-            failed where the others cannot be told.
+        RecipeError: a recipe asks for unknown measures or trackers, or one of several processes failed where the
+            others cannot be told.
     """
-    left = sweep.folders()
-    for recipe in chain.from_iterable(left):
+    waiting = sweep.folders()
+    for recipe in chain.from_iterable(waiting):
         check_trackers(recipe.trackers)
         check_measures(recipe)
-    failed: list[str] = []
-    while left:
+    errors: list[str] = []
+    while waiting:
         busy = []
-        for runs in left:
+        for runs in waiting:
             try:
-                failed += _run_folder(runs, find_model, shared=sweep.shard is not None)
+                errors += _run_folder(runs, find_model, shared=sweep.shard is not None)
             except BusyError:
                 busy.append(runs)
-        if len(busy) == len(left):
+        if len(busy) == len(waiting):
             time.sleep(PATIENCE)
-        left = busy
-    return failed
+        waiting = busy
+    return errors
 
 
 def _run_folder(runs: Sequence[Recipe], find_model: Callable[[str], str | Path], shared: bool) -> list[str]:
-    """Run what is not finished of one folder, and say what went wrong.
+    """Run what is not finished of one folder, and return the errors.
 
     Raises:
         BusyError: the folder is shared, and another worker is at work there.
-        RecipeError: as `run_sweep`.
+        RecipeError: a process failed where the others cannot be told.
     """
-    failed = []
+    errors = []
     for recipe in runs:
         try:
             for record in run(recipe, find_model):
@@ -220,15 +202,15 @@ def _run_folder(runs: Sequence[Recipe], find_model: Callable[[str], str | Path],
             if shared and on_main_process(partial(isinstance, error, BusyError)):
                 raise BusyError(words) from error
             logger.error("%s: %s", recipe.output, words)
-            failed.append(f"{recipe.output}: {words}")
-    return failed
+            errors.append(f"{recipe.output}: {words}")
+    return errors
 
 
-def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> Settings:
-    """Merge two nested mappings; the second takes precedence."""
-    result = dict(one)
-    for name, value in other.items():
-        inner = result.get(name)
+def _merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> Settings:
+    """Return nested settings with some of them changed."""
+    merged = dict(settings)
+    for name, value in changes.items():
+        inner = merged.get(name)
         both = isinstance(value, Mapping) and isinstance(inner, Mapping)
-        result[name] = _merged(inner, value) if both else value  # type: ignore[arg-type]
-    return result
+        merged[name] = _merged(inner, value) if both else value  # type: ignore[arg-type]
+    return merged

@@ -163,9 +163,6 @@ def _from_config(
     """Return the task's model class, and the config with the vocabulary and special tokens of the tokenizer.
 
     A decoder starts with the end token if it did before, else with padding.
-
-    Raises:
-        RecipeError: it cannot be read, belongs to a converted or quantized model, or its family does no such task.
     """
     config = _described(fresh.config) if isinstance(fresh.config, dict) else _read(str(fresh.config))
     family = MODEL_CLASSES.get(task.kind, AutoModelForSequenceClassification)._model_mapping

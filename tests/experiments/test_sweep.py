@@ -91,8 +91,8 @@ def test_a_scale_is_laid_over_the_sweep_and_settings_over_both(path, tmp_path):
     for setting, message in (
         ("scale=large", "scale is 'large'; expected one of small, paper"),
         ("scale=[]", r"scale is \[\]; expected one of small, paper"),
-        ("scales.small=1", "scale is 'small'; expected fields of the sweep, got 1"),
-        ("scales=3", "scales is 3; expected names, each with fields of the sweep"),
+        ("scales.small=1", "scale is 'small'; expected one of small, paper, each with fields"),
+        ("scales=3", "scales is 3; expected an object"),
     ):
         with pytest.raises(RecipeError, match=message):
             found(setting)
