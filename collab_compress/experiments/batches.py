@@ -1,8 +1,7 @@
-"""Which rows make up a batch: those of similar lengths, of so many rows or of so many tokens, in an order of its own
-for each epoch.
+"""Batches of rows of similar lengths, of so many rows or tokens, in a seeded order for each epoch.
 
-Transformers' own sampler draws from the global generator: a resumed run would see another order, and so would each of
-several processes, which share out what they believe to be one order.
+Transformers' own sampler draws from the global generator. A resumed run would have another order, and so would each
+of several processes, which must share one.
 """
 
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ CHUNK = 10_000
 
 
 class ByLength(Sampler[int]):
-    """Random rows of which those in one batch have similar lengths.
+    """Rows in random order, with similar lengths in each batch.
 
     Args:
         lengths: of each row.
@@ -36,7 +35,7 @@ class ByLength(Sampler[int]):
         self.lengths, self.batch, self.seed, self.epoch = lengths, batch, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next."""
+        """Set the epoch, which decides the order."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -51,18 +50,18 @@ class ByLength(Sampler[int]):
 class ByTokens(Sampler[list[int]]):
     """One process's batches of about as many tokens, padding included, in random order.
 
-    Rows, sorted by length, fill one batch after another; an epoch draws the order of the batches. The batches of an
-    epoch are shared out in turn, and the first come again where the last step lacks some, so that every process has
-    as many, every step is whole, and an epoch has always the same number. A process that makes two passes a step has
-    in each step what two processes have that make one.
+    Rows, sorted by length, fill one batch after another; an epoch draws the order of the batches. Processes take them
+    in turn, and the first come again where the last step lacks some, so that every process has as many, every step is
+    whole, and all epochs have the same number. A process with two passes a step has the batches of two processes with
+    one.
 
     Args:
         lengths: of each row; (rows,).
-        tokens: of a step: of all its batches together.
+        tokens: of a step, all its batches together.
         passes: of each process in a step.
-        seed: of the rows of equal length in a batch, and of the order.
-        processes: how many share the batches.
-        process: which of them this is.
+        seed: of the order of batches, and of rows of equal length.
+        processes: number of processes that share the batches.
+        process: index of this one.
 
     Raises:
         RecipeError: a batch is too small for the longest row.
@@ -71,20 +70,20 @@ class ByTokens(Sampler[list[int]]):
     def __init__(
         self, lengths: np.ndarray, tokens: int, passes: int = 1, seed: int = 0, processes: int = 1, process: int = 0
     ) -> None:
-        room = tokens // (passes * processes)
-        if (longest := int(lengths.max(initial=0))) > room:
+        batch_tokens = tokens // (passes * processes)
+        if (longest := int(lengths.max(initial=0))) > batch_tokens:
             raise RecipeError(
-                f"batch_tokens is {tokens}, which leaves {room} for a batch of each of {processes} processes with "
-                f"{passes} passes a step, and a row has {longest}; raise it, or lower max_length"
+                f"batch_tokens is {tokens}, which leaves {batch_tokens} for a batch of each of {processes} processes "
+                f"with {passes} passes a step, and a row has {longest}; raise it, or lower max_length"
             )
-        drawn = np.random.default_rng(seed).permutation(len(lengths)).astype(np.int32)
-        self.rows = drawn[np.argsort(lengths[drawn], kind="stable")]
-        self.ends = _filled(lengths[self.rows], room)
+        shuffled = np.random.default_rng(seed).permutation(len(lengths)).astype(np.int32)
+        self.rows = shuffled[np.argsort(lengths[shuffled], kind="stable")]
+        self.ends = _batch_ends(lengths[self.rows], batch_tokens)
         self.share = passes * processes
         self.seed, self.processes, self.process, self.epoch = seed, processes, process, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next."""
+        """Set the epoch, which decides the order."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -96,31 +95,23 @@ class ByTokens(Sampler[list[int]]):
             yield self.rows[self.ends[batch - 1] if batch else 0 : self.ends[batch]].tolist()
 
 
-def _filled(lengths: np.ndarray, room: int) -> np.ndarray:
+def _batch_ends(lengths: np.ndarray, tokens: int) -> np.ndarray:
     """Return the end of each batch, with batches as full as possible.
 
     Args:
-        lengths: ascending, none above `room`.
-        room: most rows × longest row.
+        lengths: ascending, none above `tokens`.
+        tokens: most rows × longest row.
     """
     ends, first = [], 0
     while first < len(lengths):
-        ahead = lengths[first : first + room // max(int(lengths[first]), 1)].astype(np.int64)
-        first += int(np.searchsorted(ahead * np.arange(1, len(ahead) + 1), room, side="right"))
+        ahead = lengths[first : first + tokens // max(int(lengths[first]), 1)].astype(np.int64)
+        first += int(np.searchsorted(ahead * np.arange(1, len(ahead) + 1), tokens, side="right"))
         ends.append(first)
     return np.array(ends, np.int64)
 
 
 def row_lengths(rows: Dataset, *columns: str) -> np.ndarray:
-    """Count the tokens of each row, in its longest column, a chunk of rows at a time.
-
-    Args:
-        rows: encoded.
-        columns: to look at; those that hold no lists, or are not there, do not count.
-
-    Returns:
-        Numbers of tokens; (rows,).
-    """
+    """Return the number of tokens of each row, in the longest of the columns that hold lists; (rows,)."""
     lists = [name for name in columns if isinstance(rows.features.get(name), List)]
     tables = rows.select_columns(lists).with_format("arrow").iter(CHUNK)
     counts = [
@@ -134,7 +125,7 @@ def grouping(trainer_class: type[Trainer], tokens: int | None = None) -> type[Tr
     """Return a trainer class that can batch rows of similar lengths.
 
     Args:
-        trainer_class: of the trainer.
+        trainer_class: the base class.
         tokens: of a step; if not given, rows are grouped where the training arguments say so.
     """
 
@@ -144,14 +135,22 @@ def grouping(trainer_class: type[Trainer], tokens: int | None = None) -> type[Tr
                 return super().get_train_dataloader()
             args, rows = self.args, self._remove_unused_columns(self.train_dataset, description="Training")
             batches = ByTokens(
-                row_lengths(rows, "input_ids", "labels"), tokens, args.gradient_accumulation_steps, args.seed,
-                args.world_size, args.process_index,
-            )  # fmt: skip
+                row_lengths(rows, "input_ids", "labels"),
+                tokens,
+                passes=args.gradient_accumulation_steps,
+                seed=args.seed,
+                processes=args.world_size,
+                process=args.process_index,
+            )
             loader: Any = DataLoader(
-                rows, batch_sampler=batches, collate_fn=self.data_collator, num_workers=args.dataloader_num_workers,
-                pin_memory=args.dataloader_pin_memory, persistent_workers=args.dataloader_persistent_workers,
+                rows,
+                batch_sampler=batches,
+                collate_fn=self.data_collator,
+                num_workers=args.dataloader_num_workers,
+                pin_memory=args.dataloader_pin_memory,
+                persistent_workers=args.dataloader_persistent_workers,
                 prefetch_factor=args.dataloader_prefetch_factor,
-            )  # fmt: skip
+            )
             return prepare_data_loader(loader, args.device, num_processes=1, process_index=0, put_on_device=True)
 
         def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -163,7 +162,7 @@ def grouping(trainer_class: type[Trainer], tokens: int | None = None) -> type[Tr
             return ByLength(row_lengths(rows, "input_ids").tolist(), batch, self.args.seed)
 
         def _get_eval_sampler(self, eval_dataset: Any) -> None:
-            return None  # one row after the other: translations are scored against references in their order
+            return None  # in order: translations are scored against the references of the same rows
 
     Grouping.__name__ = trainer_class.__name__
     return Grouping

@@ -1,4 +1,4 @@
-"""Training whose processes share a model's weights: FSDP2, which Accelerate makes; anything else is refused."""
+"""Training whose processes share a model's weights by Accelerate's FSDP2; DeepSpeed and FSDP1 are refused."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -19,13 +19,10 @@ EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 @contextmanager
 def sharding(allowed: bool) -> Iterator[None]:
-    """Allow or forbid trainers created within to shard their models.
+    """Allow or forbid trainers created within to shard their models, as their arguments or `accelerate launch` ask.
 
-    Accelerate says that it shards in the environment, where the next trainer of the process would find it: what was
-    there before is put back.
-
-    Args:
-        allowed: whether trainers shard, where their arguments or `accelerate launch` say so.
+    Accelerate writes the choice of one trainer into the environment, where the next would find it; the environment is
+    restored at the end.
     """
     before = {name: os.environ.get(name) for name in (USED, EFFICIENT)}
     if not allowed:
@@ -40,15 +37,12 @@ def sharding(allowed: bool) -> Iterator[None]:
 
 
 def refuse_deepspeed(arguments: Mapping[str, Any]) -> None:
-    """Refuse DeepSpeed, which was not tried.
-
-    Args:
-        arguments: of a trainer, by name, before they are made into any.
+    """Refuse DeepSpeed, in training arguments or from `accelerate launch`.
 
     Raises:
-        RecipeError: they or `accelerate launch` ask for it.
+        RecipeError: it is asked for.
     """
-    if arguments.get("deepspeed") or _told("ACCELERATE_USE_DEEPSPEED"):
+    if arguments.get("deepspeed") or _is_set("ACCELERATE_USE_DEEPSPEED"):
         raise RecipeError(
             "recipes were not tried with DeepSpeed; shard with FSDP2 instead (arguments: {fsdp: true}), or leave "
             "models whole"
@@ -59,12 +53,13 @@ def is_to_shard(arguments: TrainingArguments) -> bool:
     """Return whether a trainer's arguments, or else `accelerate launch`, ask for FSDP2.
 
     Raises:
-        RecipeError: they ask for what recipes do not do.
+        RecipeError: they ask for something else of FSDP, or there is one process.
     """
     if arguments.fsdp_plugin_args is not None:
-        version, efficient = (arguments.fsdp_plugin_args[n] for n in ("fsdp_version", "cpu_ram_efficient_loading"))
-    elif _told(USED):
-        version, efficient = int(os.environ.get("FSDP_VERSION", "1")), _told(EFFICIENT)
+        version = arguments.fsdp_plugin_args["fsdp_version"]
+        efficient = arguments.fsdp_plugin_args["cpu_ram_efficient_loading"]
+    elif _is_set(USED):
+        version, efficient = int(os.environ.get("FSDP_VERSION", "1")), _is_set(EFFICIENT)
     else:
         return False
     if version != 2:
@@ -86,10 +81,10 @@ def is_to_shard(arguments: TrainingArguments) -> bool:
 
 
 def keep_whole_checkpoints(trainer: Trainer) -> None:
-    """Make a sharding trainer write whole weights into its checkpoints.
+    """Let a trainer that shards write whole weights into its checkpoints.
 
     Raises:
-        RecipeError: it was to shard, and cannot.
+        RecipeError: the model cannot be sharded.
     """
     if not is_to_shard(trainer.args):
         return
@@ -98,14 +93,14 @@ def keep_whole_checkpoints(trainer: Trainer) -> None:
     plugin = trainer.accelerator.state.fsdp_plugin
     _check_wrapping(trainer.model, plugin)
     _check_sharing(trainer.model)
-    plugin.state_dict_config = plugin.optim_state_dict_config = None  # those of what it was to write
+    plugin.state_dict_config = plugin.optim_state_dict_config = None  # otherwise those of the former type stay
     plugin.set_state_dict_type("FULL_STATE_DICT")
 
 
 def whole_weights(trainer: Trainer) -> dict[str, Tensor] | None:
     """Gather the weights of a sharded model on the main process; None if the model is not sharded.
 
-    Every process must call it.
+    All processes call it together.
     """
     if not trainer.is_fsdp_enabled:
         return None
@@ -113,38 +108,40 @@ def whole_weights(trainer: Trainer) -> dict[str, Tensor] | None:
     names: dict[Tensor, str] = {}
     for name, parameter in trainer.model.named_parameters(remove_duplicate=False):
         if name in weights:
-            weights[name] = weights[names.setdefault(parameter, name)]  # one that is tied was gathered twice
+            weights[name] = weights[names.setdefault(parameter, name)]  # tied weights were gathered twice
     return weights
 
 
 def _check_wrapping(model: PreTrainedModel, plugin: FullyShardedDataParallelPlugin) -> None:
-    """Refuse to wrap layers that are not there, and the input embeddings twice: Accelerate wraps them anyway."""
+    """Refuse to wrap unknown layers, and those with the input embeddings, which Accelerate wraps anyway."""
     if plugin.auto_wrap_policy is not transformer_auto_wrap_policy:
         return
     embeddings = model.get_input_embeddings()
-    found = {type(module).__name__: embeddings in module.modules() for module in model.modules()}
+    embeds = {type(module).__name__: embeddings in module.modules() for module in model.modules()}
     names = plugin.transformer_cls_names_to_wrap or model._no_split_modules or ()
-    fit = ", ".join(sorted(name for name in names if found.get(name) is False))
+    fitting = ", ".join(sorted(name for name in names if embeds.get(name) is False))
     for name in sorted(names):
-        if found.get(name, True):
-            why = "which holds its input embeddings" if name in found else "which it has not"
+        if embeds.get(name, True):
+            why = "which holds its input embeddings" if name in embeds else "which it has not"
             raise RecipeError(
                 f"FSDP is to wrap {name} of {type(model).__name__}, {why}; name its layers alone "
-                f"(fsdp_config: {{transformer_layer_cls_to_wrap: [{fit or 'BertLayer'}]}})"
+                f"(fsdp_config: {{transformer_layer_cls_to_wrap: [{fitting or 'BertLayer'}]}})"
             )
 
 
 def _check_sharing(model: PreTrainedModel) -> None:
-    """Refuse a model in which modules share a weight, but for its input and output embeddings."""
+    """Refuse a model in which modules share a weight, except for its input and output embeddings."""
     embeddings = {model.get_input_embeddings(), model.get_output_embeddings()}
     holders: dict[Tensor, tuple[str, nn.Module]] = {}
-    for name, module in model.named_modules():
-        for own, parameter in module.named_parameters(recurse=False):
-            where, holder = holders.setdefault(parameter, (f"{name}.{own}", module))
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            other, holder = holders.setdefault(parameter, (f"{module_name}.{name}", module))
             if holder is not module and not {holder, module} <= embeddings:
-                same = f"{where} and {name}.{own} are one weight"
-                raise RecipeError(f"Accelerate cannot shard {type(model).__name__}, in which {same}; leave FSDP out")
+                raise RecipeError(
+                    f"Accelerate cannot shard {type(model).__name__}, in which {other} and {module_name}.{name} are "
+                    "one weight; leave FSDP out"
+                )
 
 
-def _told(name: str) -> bool:
+def _is_set(name: str) -> bool:
     return bool(str_to_bool(os.environ.get(name, "false").lower()))

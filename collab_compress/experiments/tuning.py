@@ -4,9 +4,8 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import NoneType
@@ -14,6 +13,7 @@ from typing import Any, get_args, get_type_hints
 from zipfile import BadZipFile, ZipFile
 
 import torch
+from pydantic import ConfigDict, PositiveInt, ValidationError, create_model
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -29,7 +29,7 @@ from collab_compress.distributed import on_main_process
 from collab_compress.errors import CollabCompressError, RecipeError, one_line
 from collab_compress.experiments.batches import grouping
 from collab_compress.experiments.outputs import write_record
-from collab_compress.experiments.recipe import Recipe, Tuning
+from collab_compress.experiments.recipe import Recipe, Tuning, problems_of
 from collab_compress.experiments.sharding import (
     is_to_shard,
     keep_whole_checkpoints,
@@ -58,15 +58,9 @@ EVALUATION = {
     "disable_tqdm",
 }
 """Training arguments that also hold during evaluation; generation is set by the recipe's `translation`."""
-POSITIVE = {"per_device_eval_batch_size", "gradient_accumulation_steps", "generation_num_beams"}
-CHECKS: dict[Any, Callable[[Any], bool]] = {
-    NoneType: lambda value: value is None,
-    bool: lambda value: isinstance(value, bool),
-    int: lambda value: isinstance(value, int) and not isinstance(value, bool),
-    float: lambda value: isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value),
-    str: lambda value: isinstance(value, str),
-}
-"""Type of a training argument → whether a value has it."""
+POSITIVE = ("per_device_eval_batch_size", "gradient_accumulation_steps", "generation_num_beams")
+PLAIN = {NoneType, bool, int, float, str}
+"""Types of training arguments that are checked."""
 
 
 @sharding(allowed=True)
@@ -298,15 +292,7 @@ def training_arguments(workload: Workload, tuning: Tuning, folder: Path) -> Trai
     if workload.task.kind == "regression" and tuning.arguments.get("label_smoothing_factor"):
         raise RecipeError(f"{workload.task.name} has scores, not classes; leave label_smoothing_factor out")
     refuse_deepspeed(tuning.arguments)
-    hints = get_type_hints(workload.arguments_class)
-    for name, value in tuning.arguments.items():
-        hint = bool if name == "fsdp" else hints.get(name)  # its hint allows strings, which are deprecated
-        types = set(get_args(hint) or (hint,))
-        if types <= CHECKS.keys() and not any(CHECKS[kind](value) for kind in types):
-            expected = " or ".join(sorted("null" if kind is NoneType else kind.__name__ for kind in types))
-            raise RecipeError(f"training arguments: {name} is {value!r}; expected {expected}")
-        if name in POSITIVE and isinstance(value, int) and value < 1:
-            raise RecipeError(f"training arguments: {name} is {value}; expected at least 1")
+    _check_types(workload.arguments_class, tuning.arguments)
     try:
         arguments = workload.arguments_class(str(folder), seed=recipe.seed, **(defaults | tuning.arguments))
     except Exception as error:  # whatever Transformers, Accelerate and PyTorch raise
@@ -318,6 +304,19 @@ def training_arguments(workload: Workload, tuning: Tuning, folder: Path) -> Trai
         )
     is_to_shard(arguments)
     return arguments
+
+
+def _check_types(arguments_class: type[TrainingArguments], values: Mapping[str, Any]) -> None:
+    """Refuse values of the wrong type, which a trainer would notice while it trains."""
+    hints: dict[str, Any] = get_type_hints(arguments_class)
+    hints = {name: hint for name, hint in hints.items() if set(get_args(hint) or (hint,)) <= PLAIN}
+    hints |= {"fsdp": bool} | dict.fromkeys(POSITIVE, PositiveInt | None)
+    checked: dict[str, Any] = {name: (hints[name], ...) for name in values.keys() & hints.keys()}
+    model = create_model("Arguments", __config__=ConfigDict(strict=True, allow_inf_nan=False), **checked)
+    try:
+        model(**values)
+    except ValidationError as error:
+        raise RecipeError(f"training arguments: {problems_of(error)}") from error
 
 
 @contextmanager

@@ -85,8 +85,8 @@ def test_the_model_is_not_taken_for_a_part_of_the_output(start, data_dir, tmp_pa
     [
         ("data_dir={tmp}/nowhere", "no folder"),
         ("tuning.arguments.no_such_argument=1", "no_such_argument"),
-        ("tuning.arguments.weight_decay=abc", "weight_decay is 'abc'; expected float"),
-        ("tuning.arguments.per_device_eval_batch_size=0", "per_device_eval_batch_size is 0; expected at least 1"),
+        ("tuning.arguments.weight_decay=abc", "weight_decay is 'abc'; expected a valid number"),
+        ("tuning.arguments.per_device_eval_batch_size=0", "per_device_eval_batch_size is 0; expected greater than 0"),
         ("model={tmp}/nowhere", "nowhere is not a directory; pass a model directory or a hub name"),
         ("trackers=[nowhere]", "no tracker 'nowhere' here"),
         ("tuning=null", "was not trained for mrpc"),

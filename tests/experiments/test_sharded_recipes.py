@@ -214,7 +214,7 @@ def refusal(call, *given):
         ({"fsdp": True, "fsdp_config": {"cpu_ram_efficient_loading": True}}, {}, "set FSDP's cpu_ram_efficient_load"),
         ({}, {**ENVIRONMENT, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "--fsdp_cpu_ram_efficient_loading false"),
         ({"fsdp": True}, {}, "FSDP shares a model between processes, and there is one; start several"),
-        ({"fsdp": "full_shard"}, {}, "fsdp is 'full_shard'; expected bool"),
+        ({"fsdp": "full_shard"}, {}, "fsdp is 'full_shard'; expected a valid boolean"),
         ({"fsdp": True, "fsdp_config": "nowhere.json"}, {}, "training arguments: .*nowhere.json"),
     ],
 )
