@@ -36,36 +36,15 @@ FILES = "sha256"
 """Key of the names and digests that replace a path in the settings of a mark."""
 
 TOKENIZER = {*TOKENIZER_FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json", "generation_config.json"}
-BASE = (
-    "task",
-    "model",
-    "revision",
-    "fresh",
-    "data_dir",
-    "files",
-    "seed",
-    "max_length",
-    "tuning",
-    "heads",
-    "translation",
-)
-"""Fields of a recipe that decide the fine-tuned model."""
+DATA = ("task", "data_dir", "files", "max_length", "translation")
+BASE = (*DATA, "model", "revision", "fresh", "seed", "tuning", "heads")
+"""Fields of a recipe that decide the fine-tuned model and its score."""
 
 CONVERTED = (*BASE, "compression", "calibration", "calibration_options", "recovery")
-"""Fields of a recipe that decide the converted model."""
+"""Fields of a recipe that decide the converted model and its score."""
 
-PACKAGES = (
-    "collab-compress",
-    "torch",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "tokenizers",
-    "evaluate",
-    "sacrebleu",
-    "scikit-learn",
-    "scipy",
-)
+LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "tokenizers")
+SCORERS = ("evaluate", "sacrebleu", "scikit-learn", "scipy")
 CHECKOUT = Path(__file__).parents[2]
 SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})/config\.json$")  # in the hub's cache
 PREPARED = re.compile(r"/([0-9a-f]{40})/[^/]+\.arrow$")  # in the cache of `datasets`
@@ -141,11 +120,7 @@ def _read_mark(folder: Path) -> dict[str, Any] | None:
 
 
 def _is_marked(folder: Path, wanted: Mapping[str, Any], output: Path) -> bool:
-    """Return whether a folder is marked with these settings.
-
-    Raises:
-        RecipeError: it holds models or records made with other settings.
-    """
+    """Return whether a folder is marked with these settings; refuse it if it has results of others."""
     marked = _read_mark(folder)
     if marked is None:
         return False
@@ -185,9 +160,6 @@ def _locked(folder: Path) -> Iterator[None]:
     """Lock a folder against other processes; it is created if needed, and removed again if it stays empty.
 
     The lock is the operating system's: it ends with the process that holds it, even if that is killed.
-
-    Raises:
-        BusyError: another process holds the lock.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     lock = FileLock(folder / LOCK, is_singleton=False)
@@ -212,11 +184,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _refuse_foreign(recipe: Recipe, stages: Sequence[str]) -> None:
-    """Refuse folders that no experiment made, and a model that lies in the output.
-
-    Raises:
-        RecipeError: naming one.
-    """
+    """Refuse folders that no experiment made, and a model that lies in the output."""
     output = recipe.output
     for name in (recipe.model, recipe.fresh and recipe.fresh.config):
         if isinstance(name, str) and Path(name).is_dir() and Path(name).resolve().is_relative_to(output.resolve()):
@@ -480,7 +448,7 @@ def environment() -> dict[str, Any]:
     """
     state = process_state()
     return {
-        **{name: version(name) for name in PACKAGES},
+        **{name: version(name) for name in ("collab-compress", *LIBRARIES, *SCORERS)},
         "python": platform.python_version(),
         "processes": state.num_processes,
         "device": str(state.device),

@@ -335,27 +335,19 @@ def parse(options_class: type[Options], data: Mapping[str, Any], where: str) -> 
 
 @cache
 def _adapter(options_class: Any) -> TypeAdapter[Any]:
-    for dataclass_ in _dataclasses_in(options_class):
-        dataclass_.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+    for _, inner in _dataclasses_in(options_class):
+        inner.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
     return TypeAdapter(options_class)
 
 
-def _dataclasses_in(annotation: Any) -> set[Any]:
-    """Return a dataclass and those in the types of its fields."""
+def _dataclasses_in(annotation: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield a dataclass and those in the types of its fields, each with the path of the field."""
     if is_dataclass(annotation):
-        return {annotation}.union(*map(_dataclasses_in, get_type_hints(annotation).values()))
-    return set().union(*map(_dataclasses_in, get_args(annotation)))
-
-
-def _field_paths(annotation: Any, path: tuple[str, ...] = ()) -> Iterator[list[str]]:
-    """Yield the paths of all fields of a dataclass, and of the dataclasses in the types of these."""
-    if not is_dataclass(annotation):
-        for inner in get_args(annotation):
-            yield from _field_paths(inner, path)
-        return
-    for name, inner in get_type_hints(annotation).items():
-        yield [*path, name]
-        yield from _field_paths(inner, (*path, name))
+        yield path, annotation
+        for name, inner in get_type_hints(annotation).items():
+            yield from _dataclasses_in(inner, (*path, name))
+    for inner in get_args(annotation):
+        yield from _dataclasses_in(inner, path)
 
 
 def problems_of(error: ValidationError, options_class: Any = None) -> str:
@@ -370,13 +362,14 @@ def problems_of(error: ValidationError, options_class: Any = None) -> str:
         *_, name = path = list(map(str, details["loc"]))
         field_name, value = ".".join(path), repr(details["input"])[:60]
         if details["type"] == "unexpected_keyword_argument":
-            others = {}  # last name → path, of the outermost fields or of all in the same outermost field
-            for other in _field_paths(options_class):
-                if len(other) == 1 if len(path) == 1 else other[0] == path[0]:
-                    others[other[-1]] = ".".join(other)
-            near = "".join(
-                f"; did you mean {others[match]}?" for match in get_close_matches(name, others, n=1, cutoff=0.7)
-            )
+            others: dict[
+                str, str
+            ] = {}  # name → path, of all fields in the same outermost field, or of the outermost ones
+            for outer, inner in _dataclasses_in(options_class):
+                if outer[:1] == tuple(path[:-1])[:1]:
+                    others |= {other: ".".join((*outer, other)) for other in get_type_hints(inner)}
+            matches = get_close_matches(name, others, n=1, cutoff=0.7)
+            near = "".join(f"; did you mean {others[match]}?" for match in matches)
             problems.append(f"there is no field {field_name}{near}")
         elif details["type"] in ("missing_argument", "missing"):
             problems.append(f"{field_name} is missing")

@@ -119,8 +119,7 @@ def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     The fields of the scale replace those of the file, and settings replace both.
 
     Raises:
-        RecipeError: the file cannot be read, there is no such scale, or a field of the sweep or of a recipe is
-            unknown.
+        RecipeError: the file cannot be read, there is no such scale, or a field is unknown.
     """
     settings = _at_scale(read_settings(path, overrides), str(path))
     for override in overrides:
@@ -181,12 +180,7 @@ def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = find_direc
 
 
 def _run_folder(runs: Sequence[Recipe], find_model: Callable[[str], str | Path], shared: bool) -> list[str]:
-    """Run what is not finished of one folder, and return the errors.
-
-    Raises:
-        BusyError: the folder is shared, and another worker is at work there.
-        RecipeError: a process failed where the others cannot be told.
-    """
+    """Run what is not finished of one folder, and return the errors."""
     errors = []
     for recipe in runs:
         try:

@@ -223,11 +223,7 @@ def _check_optimizer(checkpoint: Path, sharded: bool) -> None:
 
 
 def _averaged(model_class: type[PreTrainedModel], dtype: torch.dtype, checkpoints: Path, count: int) -> Any:
-    """Return a model whose weights are the mean of the last checkpoints.
-
-    Raises:
-        RecipeError: there are fewer checkpoints.
-    """
+    """Return a model whose weights are the mean of the last checkpoints."""
     paths = whole_checkpoints(checkpoints)[-count:]
     if len(paths) < count:
         raise RecipeError(f"average is {count}, but training left {len(paths)} checkpoints; train for more epochs")
@@ -321,11 +317,7 @@ def _check_types(arguments_class: type[TrainingArguments], values: Mapping[str, 
 
 @contextmanager
 def _naming_full_disks(checkpoints: Path) -> Iterator[None]:
-    """Raise what libraries raise when a disk is full as one line.
-
-    Raises:
-        RecipeError: a checkpoint cannot be written.
-    """
+    """Raise what libraries raise when a disk is full as one line."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:

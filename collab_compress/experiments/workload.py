@@ -85,7 +85,11 @@ class Workload(ABC):
             train=recipe.trains,
             **self.encoding,
         )
-        self.metric: Metric = load_metric(self.task.metric, **self.metric_options())
+        self.target = target_language(self.task, recipe.translation.target)
+        by_characters: dict[str, Any] = (
+            {"tokenize": "zh"} if self.target == "zh" else {}
+        )  # there are no spaces between words
+        self.metric: Metric = load_metric(self.task.metric, **by_characters)
 
     def encode_splits(self) -> None:
         """Encode all splits into `data`; all processes call it together."""
@@ -97,12 +101,13 @@ class Workload(ABC):
         """Return a copy of the tokenizer: padding and truncation change it, and that would be saved."""
         return deepcopy(self.tokenizer)
 
-    def load_model(self, directory: str | Path, trained: bool = True) -> PreTrainedModel:
+    def load_model(self, directory: str | Path, trained: bool = True, **head: Any) -> PreTrainedModel:
         """Load a model with a head for the task.
 
         Args:
             directory: of the model.
             trained: whether the checkpoint must have the head's weights; otherwise they are drawn with the seed.
+            head: fields of the config.
 
         Raises:
             RecipeError: weights are missing, or the model does not fit the task or the recipe.
@@ -111,9 +116,7 @@ class Workload(ABC):
         chosen = self.recipe.attn_implementation
         attention = {} if chosen is None else {"attn_implementation": chosen}
         try:
-            model, info = pretrained.load_model(
-                self.model_class, directory, dtype=torch.float32, **attention, **self.head()
-            )
+            model, info = pretrained.load_model(self.model_class, directory, dtype=torch.float32, **attention, **head)
         except CheckpointError as error:
             raise RecipeError(f"{directory} cannot be loaded for {self.task.name}: {error}") from error
         if trained and info["missing_keys"]:
@@ -122,14 +125,6 @@ class Workload(ABC):
                 f"{min(info['missing_keys'])}; give tuning"
             )
         return model
-
-    def metric_options(self) -> dict[str, Any]:
-        """Return the options of the metric."""
-        return {}
-
-    def head(self) -> dict[str, Any]:
-        """Return the options of the model's head."""
-        return {}
 
     @abstractmethod
     def encode(self, texts: DatasetDict) -> DatasetDict:
@@ -188,23 +183,15 @@ class Classification(Workload):
 
     model_class = AutoModelForSequenceClassification
 
-    def head(self) -> dict[str, Any]:
-        """Return the number of outputs: the classes of the task, or one for a score."""
-        if self.task.kind == "regression":
-            return {"num_labels": 1, "problem_type": "regression"}
-        return {
-            "problem_type": "single_label_classification",
-            "id2label": dict(enumerate(self.task.labels)),
-            "label2id": {label: number for number, label in enumerate(self.task.labels)},
-        }
-
-    def load_model(self, directory: str | Path, trained: bool = True) -> PreTrainedModel:
-        """Load a model; if it is trained, its classes must be in the task's order.
+    def load_model(self, directory: str | Path, trained: bool = True, **head: Any) -> PreTrainedModel:
+        """Load a model with an output for each class of the task, or one for a score.
 
         Raises:
-            RecipeError: also if they are in another order.
+            RecipeError: also if a trained model has the classes in another order.
         """
-        if trained and self.task.kind == "classification":
+        if self.task.kind == "regression":
+            return super().load_model(directory, trained, num_labels=1, problem_type="regression")
+        if trained:
             try:
                 numbers = load_config(directory).label2id
             except CheckpointError as error:
@@ -216,7 +203,13 @@ class Classification(Workload):
                     f"{directory} has its classes in the order {', '.join(order)}; {self.task.name} has "
                     f"{', '.join(expected)}"
                 )
-        return super().load_model(directory, trained)
+        return super().load_model(
+            directory,
+            trained,
+            problem_type="single_label_classification",
+            id2label=dict(enumerate(self.task.labels)),
+            label2id={label: number for number, label in enumerate(self.task.labels)},
+        )
 
     def encode(self, texts: DatasetDict) -> DatasetDict:
         """Return texts, or pairs of them, with their labels."""
@@ -257,7 +250,7 @@ class LanguageModel(TokenModel):
     shift = True
     model_class = AutoModelForCausalLM
 
-    def load_model(self, directory: str | Path, trained: bool = True) -> PreTrainedModel:
+    def load_model(self, directory: str | Path, trained: bool = True, **head: Any) -> PreTrainedModel:
         """Load a causal model.
 
         Raises:
@@ -335,7 +328,7 @@ class Translation(Workload):
     trainer_class = HeadSeq2SeqTrainer
     arguments_class = Seq2SeqTrainingArguments
 
-    def load_model(self, directory: str | Path, trained: bool = True) -> PreTrainedModel:
+    def load_model(self, directory: str | Path, trained: bool = True, **head: Any) -> PreTrainedModel:
         """Load a model that generates with the recipe's beams, length penalty and length."""
         model = super().load_model(directory, trained)
         search = self.recipe.translation
@@ -359,14 +352,6 @@ class Translation(Workload):
     def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
         """Return a collator that pads, and shifts labels for the decoder."""
         return DataCollatorForSeq2Seq(tokenizer, model)
-
-    def metric_options(self) -> dict[str, Any]:
-        """Split Chinese into characters; it has no spaces between words."""
-        return {"tokenize": "zh"} if self._target == "zh" else {}
-
-    @property
-    def _target(self) -> str:
-        return target_language(self.task, self.recipe.translation.target)
 
     def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Compute BLEU during training only if `predict_with_generate` asks for it: generation is slow."""
@@ -402,7 +387,7 @@ class Translation(Workload):
                 write_atomically(folder / f"{split}{ending}", "".join(f"{line}\n" for line in lines))
         bleu = self.metric.compute(predictions=written, references=references)
         scores = {name: bleu[name] for name in ("bleu", "brevity_penalty", "length_ratio")}
-        if self._target == "de":
+        if self.target == "de":
             scores |= load_metric("bleu-compounds-split").compute(predictions=written, references=references)
         trainer.args.predict_with_generate = False
         trainer.preprocess_logits_for_metrics = partial(_losses, shift=False)
