@@ -25,11 +25,15 @@ def distilbert(bert) -> DistilBertModel:
     own = bert.config
     model = DistilBertModel(
         DistilBertConfig(
-            vocab_size=own.vocab_size, dim=own.hidden_size, hidden_dim=own.intermediate_size,
-            n_layers=own.num_hidden_layers, n_heads=own.num_attention_heads,
-            max_position_embeddings=own.max_position_embeddings, pad_token_id=own.pad_token_id,
+            vocab_size=own.vocab_size,
+            dim=own.hidden_size,
+            hidden_dim=own.intermediate_size,
+            n_layers=own.num_hidden_layers,
+            n_heads=own.num_attention_heads,
+            max_position_embeddings=own.max_position_embeddings,
+            pad_token_id=own.pad_token_id,
         )
-    )  # fmt: skip
+    )
     copy_embeddings(model.embeddings, bert.embeddings)
     model.embeddings.position_embeddings.weight += bert.embeddings.token_type_embeddings.weight[0]
     names = ("attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin", "sa_layer_norm")
@@ -43,14 +47,21 @@ def albert(bert) -> AlbertModel:
     own = bert.config
     model = AlbertModel(
         AlbertConfig(
-            vocab_size=own.vocab_size, embedding_size=own.hidden_size, hidden_size=own.hidden_size,
-            num_hidden_layers=own.num_hidden_layers, num_hidden_groups=own.num_hidden_layers,
+            vocab_size=own.vocab_size,
+            embedding_size=own.hidden_size,
+            hidden_size=own.hidden_size,
+            num_hidden_layers=own.num_hidden_layers,
+            num_hidden_groups=own.num_hidden_layers,
             hidden_act=own.hidden_act,
-            num_attention_heads=own.num_attention_heads, intermediate_size=own.intermediate_size,
-            max_position_embeddings=own.max_position_embeddings, type_vocab_size=own.type_vocab_size,
-            pad_token_id=own.pad_token_id, bos_token_id=None, eos_token_id=None,
+            num_attention_heads=own.num_attention_heads,
+            intermediate_size=own.intermediate_size,
+            max_position_embeddings=own.max_position_embeddings,
+            type_vocab_size=own.type_vocab_size,
+            pad_token_id=own.pad_token_id,
+            bos_token_id=None,
+            eos_token_id=None,
         )
-    )  # fmt: skip
+    )
     copy_embeddings(model.embeddings, bert.embeddings)
     model.embeddings.token_type_embeddings.weight.copy_(bert.embeddings.token_type_embeddings.weight)
     model.encoder.embedding_hidden_mapping_in.weight.copy_(torch.eye(own.hidden_size))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
+from tiny_recipes import mrpc
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -30,10 +31,8 @@ ROTATION = "heads.rotation={strategy: in-layer, epochs: [0, 1], exclude: []}"
 
 
 def settings(start, data_dir, output, *more):
-    return [
-        "task=mrpc", f"model={start}", f"data_dir={data_dir}", f"output={output}", "max_length=24", "trackers=[]",
-        "tuning.epochs=3", "tuning.learning_rate=1.0e-3", "tuning.batch_size=8", *more,
-    ]  # fmt: skip
+    tuning = "tuning={epochs: 3, learning_rate: 1.0e-3, batch_size: 8}"
+    return mrpc(start, data_dir, output, tuning, *more)
 
 
 @pytest.fixture
@@ -63,10 +62,9 @@ def test_two_processes_train_as_one(python, start, data_dir, tmp_path):
     """The same passes of eight rows: four in each of two processes, or eight in one."""
     outputs = []
     for processes, launch, size in ((1, python, 8), (2, python.both, 4)):
-        given = settings(
-            start, data_dir, tmp_path / str(processes), PENALTY, ALPHAS, ROTATION, f"tuning.batch_size={size}",
-            "tuning.arguments={gradient_accumulation_steps: 2}",
-        )  # fmt: skip
+        passes = "tuning.arguments={gradient_accumulation_steps: 2}"
+        more = (PENALTY, ALPHAS, ROTATION, f"tuning.batch_size={size}", passes)
+        given = settings(start, data_dir, tmp_path / str(processes), *more)
         done = launch(SCRIPT, *given)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-9000:]
         outputs.append(done.stdout)
@@ -100,14 +98,25 @@ def test_it_trains_as_a_trainer_that_averages(size, accumulated, train, start, d
     trainer = HeadTrainer(
         model,
         TrainingArguments(
-            str(tmp_path / "trainer"), use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
-            optim="adamw_torch", learning_rate=1e-3, per_device_train_batch_size=size, num_train_epochs=3,
-            gradient_accumulation_steps=accumulated, warmup_steps=0.1, seed=0, data_seed=0,
+            str(tmp_path / "trainer"),
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            optim="adamw_torch",
+            learning_rate=1e-3,
+            per_device_train_batch_size=size,
+            num_train_epochs=3,
+            gradient_accumulation_steps=accumulated,
+            warmup_steps=0.1,
+            seed=0,
+            data_seed=0,
         ),
-        train_dataset=rows["train"], eval_dataset=rows["validation"],
+        train_dataset=rows["train"],
+        eval_dataset=rows["validation"],
         data_collator=DataCollatorWithPadding(tokenizer),
         head_training=replace(recipe.heads, loss_normalization="mean"),
-    )  # fmt: skip
+    )
     trainer.train()
     model.save_pretrained(tmp_path / "trainer")
     assert_same(weights(tmp_path / "loop"), weights(tmp_path / "trainer"), atol=1e-6, rtol=1e-5)
@@ -117,10 +126,8 @@ def test_it_trains_as_a_trainer_that_averages(size, accumulated, train, start, d
 
 def test_what_is_logged(python, start, data_dir, tmp_path):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    given = settings(
-        start, data_dir, tmp_path / "out", PENALTY, DROPHEAD, "trackers=[tensorboard]",
-        "tuning.arguments={mixed_precision: bf16}",
-    )  # fmt: skip
+    more = (PENALTY, DROPHEAD, "trackers=[tensorboard]", "tuning.arguments={mixed_precision: bf16}")
+    given = settings(start, data_dir, tmp_path / "out", *more)
     done = python(SCRIPT, *given)
     assert done.returncode == 0, done.stderr[-9000:]
     logs = reader.EventAccumulator(str(tmp_path / "out" / "collab_compress")).Reload()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from scipy import stats
+from tiny_recipes import make_record
 
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.papers import (
@@ -44,10 +45,7 @@ def write(tmp_path):
         path = tmp_path / "records.jsonl"
         with path.open("a") as file:
             for seed, score in enumerate(scores):
-                record = {
-                    "task": task, "method": method, "conversion": None if stage == "tuned" else stage, "again": False,
-                    "stage": stage, "seed": seed, "score": score, "recipe": {"model": model}, **more,
-                }  # fmt: skip
+                record = make_record(task, method, stage, seed, score, recipe={"model": model}, **more)
                 file.write(json.dumps(record) + "\n")
         return path
 
@@ -175,10 +173,9 @@ def test_stages_are_told_apart(write):
 )
 def test_quantities(write, of, expected):
     history = [{"task_loss": 4.0, "epoch": 1}, {"task_loss": 3.0, "bhattacharyya": 0.25, "epoch": 2}, {"epoch": 2}]
-    path = write(
-        "plain", [80.0], measures=MEASURES, history=history, seconds=60, parameters=1000,
-        metrics={"validation": {"perplexity": 9.0}, "test": {"perplexity": 12.5}},
-    )  # fmt: skip
+    metrics = {"validation": {"perplexity": 9.0}, "test": {"perplexity": 12.5}}
+    more = {"history": history, "metrics": metrics, "seconds": 60, "parameters": 1000}
+    path = write("plain", [80.0], measures=MEASURES, **more)
     found = readings(read_results(path), "plain", "mrpc", of)
     assert found == ({} if expected is None else {("minilm", 0): pytest.approx(expected)})
 

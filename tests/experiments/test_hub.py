@@ -43,10 +43,8 @@ def hub(start, tmp_path, monkeypatch):
 
 @pytest.fixture
 def recipe(tmp_path):
-    return Recipe(
-        task="mrpc", model="someone/tiny", output=tmp_path / "out", tuning=COLD, trackers=(), calibration="none",
-        progress=False, max_length=24,
-    )  # fmt: skip
+    common = {"task": "mrpc", "trackers": (), "calibration": "none", "progress": False, "max_length": 24}
+    return Recipe(model="someone/tiny", output=tmp_path / "out", tuning=COLD, **common)
 
 
 def test_commits_are_recorded(hub, recipe):

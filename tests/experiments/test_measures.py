@@ -6,6 +6,7 @@ from statistics import mean
 import pytest
 import sacrebleu
 import torch
+from tiny_recipes import mrpc
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import collab_compress  # noqa: F401  (lets from_pretrained rebuild converted models)
@@ -56,9 +57,12 @@ def without_each_head(model, score):
 def translated(sentences, tmp_path):
     """A recipe of a collaborative model whose heads are mixed, trained and scored, and its record."""
     settings = (
-        "task=parallel", f"data_dir={sentences}", "fresh.attention={dk: 12}", "heads.alphas={frozen_ratio: 0.5}",
-        "translation={source: aa, target: bb, beams: 3, max_length: 12}", "tuning.epochs=30",
-    )  # fmt: skip
+        "task=parallel",
+        f"data_dir={sentences}",
+        "fresh.attention={dk: 12}",
+        "heads.alphas={frozen_ratio: 0.5}",
+    )
+    settings += ("translation={source: aa, target: bb, beams: 3, max_length: 12}", "tuning.epochs=30")
     [record] = run(recipe(tmp_path / "out", *settings))
     return settings, record
 
@@ -140,10 +144,8 @@ def test_perplexity_without_the_dominant_head(text, tmp_path, perplexity_by_toke
     """The dominant head is the one without which it is highest; here all rows choose, and score."""
     for rows in ("choosing", "scoring"):
         monkeypatch.setattr(measures.Subject, rows, property(lambda subject: subject.places()))
-    settings = (
-        "task=text", f"data_dir={text}", "fresh.tokenizer=word", "fresh.vocab_size=null", "max_length=7",
-        "measures=[dominance,alphas,mixing]",
-    )  # fmt: skip
+    settings = ("task=text", f"data_dir={text}", "fresh.tokenizer=word", "fresh.vocab_size=null", "max_length=7")
+    settings += ("measures=[dominance,alphas,mixing]",)
     [record] = run(recipe(tmp_path / "out", *settings))
     assert record["measures"].keys() == {"dominance"}  # the model has no others
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "tuned" / "model").eval()
@@ -159,11 +161,8 @@ def test_perplexity_without_the_dominant_head(text, tmp_path, perplexity_by_toke
 
 
 def test_stages_of_a_conversion_and_what_an_interrupt_leaves(start, data_dir, tmp_path, monkeypatch):
-    settings = [
-        "task=mrpc", f"model={start}", f"data_dir={data_dir}", f"output={tmp_path / 'out'}", "max_length=24",
-        f"tuning={TUNING}", "compression={dk: 12}", "calibration_options={sequences: 8}", f"again={TUNING}",
-        "trackers=[]",
-    ]  # fmt: skip
+    conversion = ("compression={dk: 12}", "calibration_options={sequences: 8}")
+    settings = mrpc(start, data_dir, tmp_path / "out", f"tuning={TUNING}", *conversion, f"again={TUNING}")
     taken, table = [], dict(measures.MEASURES)
 
     def counted(name):

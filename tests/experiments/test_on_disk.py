@@ -31,12 +31,20 @@ def overrides(folder, output, passes=1, **more):
         "adam_epsilon": 1e-3,
         "disable_tqdm": True,
     }
-    tuning = {"epochs": 3, "learning_rate": 1e-2, "batch_tokens": 60, "arguments": arguments}
     settings = {
-        "task": "parallel", "data_dir": str(folder), "output": str(folder / output), "trackers": [], "num_proc": 1,
-        "translation": {"source": "aa", "target": "bb", "beams": 1, "max_length": 12}, "max_length": 24,
-        "fresh": FRESH, "heads": {"loss_normalization": "mean"}, "tuning": tuning, "progress": False, **more,
-    }  # fmt: skip
+        "task": "parallel",
+        "data_dir": str(folder),
+        "output": str(folder / output),
+        "translation": {"source": "aa", "target": "bb", "beams": 1, "max_length": 12},
+        "max_length": 24,
+        "num_proc": 1,
+        "fresh": FRESH,
+        "heads": {"loss_normalization": "mean"},
+        "tuning": {"epochs": 3, "learning_rate": 1e-2, "batch_tokens": 60, "arguments": arguments},
+        "trackers": [],
+        "progress": False,
+        **more,
+    }
     return [f"{name}={json.dumps(value)}" for name, value in settings.items()]
 
 

@@ -84,12 +84,6 @@ class Strict(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def test_there_are_some():
-    assert len(RECIPES) >= 4
-    assert len(SWEEPS) >= 8
-    assert {path.stem for path in SWEEPS} >= KEYS  # one for each paper
-
-
 @pytest.mark.parametrize("name", [*sorted(KEYS), "glue"])
 def test_a_paper_runs_here_if_not_said_otherwise_and_at_its_own_scale_by_one_setting(name):
     here = read_sweep(FOLDER / "sweeps" / f"{name}.yaml")
@@ -190,9 +184,11 @@ def test_collaborate_figure_5_has_each_rank():
 
 def test_steps_have_the_papers_tokens():
     for name, scale, tokens in (
-        ("collaborate", "paper", 2 * 4 * 3584), ("drophead", "paper", 25_000), ("diversity", "paper-wmt17", 25_000),
+        ("collaborate", "paper", 2 * 4 * 3584),
+        ("drophead", "paper", 25_000),
+        ("diversity", "paper-wmt17", 25_000),
         ("rotation", "paper", 4096),
-    ):  # fmt: skip
+    ):
         assert {recipe.tuning.batch_tokens for recipe in sweep_of(name, scale).recipes()} == {tokens}
 
 
@@ -223,10 +219,8 @@ def test_bhattacharyya_has_the_papers_settings():
     (recipe,) = (r for r in sweep_of("bhattacharyya").recipes() if r.method != "plain" and r.seed == 0)
     (row,) = select_tables(PAPERS, "bhattacharyya")[0].rows
     fresh, tuning = recipe.fresh, recipe.tuning
-    ours = (
-        tuning.batch_size, fresh.width, tuning.learning_rate, fresh.layers, fresh.heads, fresh.dropout,
-        recipe.heads.penalties[0].weight, tuning.epochs,
-    )  # fmt: skip
+    ours = (tuning.batch_size, fresh.width, tuning.learning_rate, fresh.layers, fresh.heads, fresh.dropout)
+    ours += (recipe.heads.penalties[0].weight, tuning.epochs)
     assert ours == tuple(float(number) for (number,) in row.scores.values())
 
 
@@ -237,11 +231,10 @@ def test_rotations_name_heads_that_the_model_has():
     assert len(found) > 1
     for recipe in found:
         layers, heads = recipe.fresh.layers, recipe.fresh.heads
-        config = MarianConfig(
-                vocab_size=8, d_model=2 * heads, encoder_layers=layers, decoder_layers=layers, encoder_ffn_dim=4,
-                decoder_ffn_dim=4, encoder_attention_heads=heads, decoder_attention_heads=heads, pad_token_id=0,
-                eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=1, max_position_embeddings=8,
-            )  # fmt: skip
+        sizes = {"encoder_layers": layers, "decoder_layers": layers, "encoder_ffn_dim": 4, "decoder_ffn_dim": 4}
+        sizes |= {"encoder_attention_heads": heads, "decoder_attention_heads": heads, "d_model": 2 * heads}
+        tokens = {"vocab_size": 8, "pad_token_id": 0, "decoder_start_token_id": 0, "forced_eos_token_id": 1}
+        config = MarianConfig(**sizes, **tokens, eos_token_id=1, max_position_embeddings=8)
         Rotator(MarianMTModel(config), recipe.heads.rotation)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy import stats
+from tiny_recipes import make_record
 
 from collab_compress.errors import RecipeError
 from collab_compress.experiments import read_sweep
@@ -26,15 +27,10 @@ def write(tmp_path):
     """Write a record into the folder of its run and stage."""
 
     def record(score, task="mrpc", method="plain", stage="tuned", seed=0, **more):
-        conversion = None if stage in ("tuned", "given") else stage.removesuffix("-again")
         recipe = {"model": "minilm", "seed": seed, **more.pop("recipe", {})}
         folder = tmp_path / "runs" / f"{task}-{method}-{recipe['model'] or ''}-{seed}".replace("/", "_") / stage
         folder.mkdir(parents=True, exist_ok=True)
-        fields = {
-            "task": task, "method": method, "conversion": conversion, "again": stage.endswith("-again"),
-            "stage": stage, "seed": seed, "score": score, "metrics": {}, "parameters": 1000, "recipe": recipe,
-            "environment": {}, **more,
-        }  # fmt: skip
+        fields = make_record(task, method, stage, seed, score, **{"parameters": 1000, **more, "recipe": recipe})
         (folder / "result.json").write_text(json.dumps(fields))
         return folder / "result.json"
 
@@ -237,8 +233,9 @@ def test_rows_are_compared_with_a_model_of_their_shape(write, tmp_path):
     }
     scores, expected = {}, {}
     for model, (baseline, plain), suffix in (
-        ("Transformer-big", heads_16, ""), ("Transformer-big (more heads)", heads_32, "-32"),
-    ):  # fmt: skip
+        ("Transformer-big", heads_16, ""),
+        ("Transformer-big (more heads)", heads_32, "-32"),
+    ):
         rows = {row.method: float(row.score("wmt14 en-de")) for row in table_1.rows if row.model == model}
         scores[plain] = rows[baseline]
         scores |= {f"{ours}{suffix}": rows[theirs] for theirs, ours in methods.items()}

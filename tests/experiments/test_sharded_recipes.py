@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_recipes import mrpc
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
@@ -88,9 +89,12 @@ HEADS = {
     "loss_normalization": "mean",
 }
 ENVIRONMENT = {  # as `accelerate launch --use_fsdp --fsdp_version 2` says it, weights sharded in its checkpoints
-    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-}  # fmt: skip
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
 
 
 def sharing(layer):
@@ -107,23 +111,16 @@ def recipes(start, data_dir, output, bert, gpt2):
         given = {"epochs": 3, "learning_rate": 1e-3, "batch_size": 4, "arguments": every | arguments, **more}
         return f"tuning={json.dumps(given)}"
 
-    common = [
-        "task=mrpc", f"data_dir={data_dir}", "max_length=24", "trackers=[]", f"heads={json.dumps(HEADS)}",
-    ]  # fmt: skip
+    def mrpc_on(model, name, *more):
+        return mrpc(model, data_dir, output / name, f"heads={json.dumps(HEADS)}", *more)
+
+    fresh = f"fresh={{config: {start.parent / 'gpt2'}, tokenizer: word, vocab_size: null}}"
+    tied = ("task=text", f"data_dir={start.parent}", "max_length=19", "model=null", fresh)
     return [
-        [
-            *common, f"model={start}", f"output={output}/dense", tuning(bert),
-            "compression.dk=24", "recovery.steps=2",
-        ],
-        [
-            *common, f"model={start.parent / 'converted'}", f"output={output}/converted",
-            tuning(bert | worst),
-        ],
-        [
-            *common, f"output={output}/tied", tuning(gpt2), "task=text", f"data_dir={start.parent}", "max_length=19",
-            f"fresh={{config: {start.parent / 'gpt2'}, tokenizer: word, vocab_size: null}}",
-        ],
-    ]  # fmt: skip
+        mrpc_on(start, "dense", tuning(bert), "compression.dk=24", "recovery.steps=2"),
+        mrpc_on(start.parent / "converted", "converted", tuning(bert | worst)),
+        mrpc_on(start, "tied", tuning(gpt2), *tied),
+    ]
 
 
 def launch(folder, given, processes=2, kill="nothing", **environment):
@@ -132,8 +129,11 @@ def launch(folder, given, processes=2, kill="nothing", **environment):
     return subprocess.run(
         [sys.executable, *launcher, str(folder / "program.py"), kill, json.dumps(given)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT), **environment},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 def weights(folder):
@@ -223,7 +223,7 @@ def test_what_recipes_do_not_do_is_refused_first(
 ):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    given = ["task=mrpc", f"model={start}", f"data_dir={data_dir}", f"output={tmp_path / 'out'}"]
+    given = mrpc(start, data_dir, tmp_path / "out")
     with pytest.raises(RecipeError, match=words):
         run(read_recipe(overrides=[*given, f"tuning={json.dumps({'arguments': arguments})}"]))
     assert not (tmp_path / "out").exists()
@@ -266,8 +266,8 @@ class Stopping(TrainerCallback):
 
 
 def test_a_checkpoint_of_the_other_kind_is_refused(start, data_dir, tmp_path, monkeypatch):
-    given = ["task=mrpc", f"model={start}", f"data_dir={data_dir}", f"output={tmp_path / 'out'}", "max_length=24"]
-    recipe = read_recipe(overrides=[*given, "tuning={epochs: 2, arguments: {disable_tqdm: true}}", "trackers=[]"])
+    given = mrpc(start, data_dir, tmp_path / "out", "tuning={epochs: 2, arguments: {disable_tqdm: true}}")
+    recipe = read_recipe(overrides=given)
     train = HeadTrainer.train
     with monkeypatch.context() as patch:
         patch.setattr(HeadTrainer, "train", lambda self, **options: [self.add_callback(Stopping), train(self)])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import sacrebleu
 from collab_compress_cli import results as command
+from tiny_recipes import make_record
 
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.comparison import significance
@@ -30,11 +31,8 @@ def runs(tmp_path):
             ]
             folder = tmp_path / "runs" / method / f"seed{seed}" / "tuned"
             folder.mkdir(parents=True)
-            record = {
-                "task": "multi30k", "method": method, "conversion": None, "again": False, "stage": "tuned",
-                "seed": seed, "score": bleu(written, references), "metrics": {}, "parameters": 1000,
-                "recipe": {"model": "m", "translation": {"source": "en", "target": "de"}},
-            }  # fmt: skip
+            recipe = {"model": "m", "translation": {"source": "en", "target": "de"}}
+            record = make_record("multi30k", method, "tuned", seed, bleu(written, references), recipe=recipe)
             (folder / "result.json").write_text(json.dumps(record))
             (folder / "test.txt").write_text("".join(f"{line}\n" for line in written))
             (folder / "test.ref.txt").write_text("".join(f"{line}\n" for line in references))
@@ -103,7 +101,7 @@ def test_the_command_shows_it(runs, capsys):
             "" if each["p"] is None else f"{each['p']:.3f}",
         ]
         for each in found
-    ]  # fmt: skip
+    ]
     for wrong in ([str(runs), "--significance", "--format", "csv"], ["--papers", "--significance"]):
         with pytest.raises(SystemExit):
             command.main(wrong)

@@ -22,12 +22,10 @@ TUNING = {"epochs": 1, "learning_rate": 1e-3, "batch_size": 8, "arguments": {"di
 
 @pytest.fixture
 def path(start, data_dir, tmp_path):
+    base = {"model": str(start), "data_dir": str(data_dir), "max_length": 24, "tuning": TUNING}
     sweep = {
         "output": str(tmp_path / "out"),
-        "base": {
-            "model": str(start), "data_dir": str(data_dir), "max_length": 24, "tuning": TUNING,
-            "calibration": "none", "trackers": [],
-        },
+        "base": base | {"calibration": "none", "trackers": []},
         "tasks": {"mrpc": {"tuning": {"epochs": 2}}},
         "methods": {"plain": None, "drophead": {"heads": {"drophead": [{"p": 0.2}]}}},
         "conversions": {
@@ -35,7 +33,7 @@ def path(start, data_dir, tmp_path):
             "rough": {"compression": {"dk": 6, "solver": {"sweeps": 1}}},
         },
         "seeds": [0, 1],
-    }  # fmt: skip
+    }
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep, sort_keys=False))
     return tmp_path / "sweep.yaml"
 
@@ -186,8 +184,12 @@ def test_a_lone_process_that_fails_in_training_ends_the_waiting_of_the_others(pa
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*launch, str(tmp_path / "lone.py"), str(path), *arguments],
-        env=environment, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     assert done.returncode != 0
     assert "bad/seed0: MemoryError: of process 1; the sweep stops, for processes wait; start it again" in done.stderr
     (more,) = run(next(iter(read_sweep(path, arguments).recipes())))  # with nothing in its way
