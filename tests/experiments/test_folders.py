@@ -230,14 +230,7 @@ def test_a_run_killed_while_it_removed_its_checkpoints_goes_on(start, data_dir, 
     assert not (output / "tuned" / "checkpoints").exists()
 
 
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        ("a\\0b", "cannot use .* as output: embedded null"),
-        ("x" * 300, "too long"),
-        ("~nobody-here/x", "home directory"),
-    ],
-)
+@pytest.mark.parametrize(("output", "message"), [("x" * 300, "too long"), ("~nobody-here/x", "home directory")])
 def test_places_that_cannot_be(start, data_dir, output, message):
     with pytest.raises(RecipeError, match=re.compile(message, re.IGNORECASE)):
         run(recipe(data_dir, f'"{output}"', f"model={start}"))
