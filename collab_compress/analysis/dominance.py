@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from collab_compress.analysis.stream import Batches, Progress, with_progress
 from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
+from collab_compress.calibration import Batch
+from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
 from collab_compress.calibration.gather import attention_masks
 from collab_compress.conversion.drift import main_output
 from collab_compress.errors import HeadError
@@ -148,24 +150,19 @@ def pruning_curve(
     ]
 
 
-def split_rows(batches: Batches) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def split_rows(batches: Batches) -> tuple[list[Batch], list[Batch]]:
     """Return two halves of the sequences of batches: one to choose heads on, one to score the model without them.
 
-    Batches of several sequences are split in two; those of a single one go to one side and the other in turn.
+    Batches of several sequences are split in two; others go to one side and the other in turn.
     """
-    choosing: list[dict[str, Any]] = []
-    scoring: list[dict[str, Any]] = []
-    for batch in batches:
-        count = max(len(value) for value in batch.values() if isinstance(value, Tensor))
-        if count == 1:
-            (choosing if len(choosing) <= len(scoring) else scoring).append(dict(batch))
-            continue
-        for side, start in ((choosing, 0), (scoring, 1)):
-            half = dict(batch)
-            for name, value in batch.items():
-                if isinstance(value, Tensor) and len(value) == count:
-                    half[name] = value[start::2]
-            side.append(half)
+    choosing: list[Batch] = []
+    scoring: list[Batch] = []
+    for batch in map(dict, batches):
+        if sequence_count(batch) > 1 and is_divisible(batch):
+            choosing.append(slice_batch(batch, slice(0, None, 2)))
+            scoring.append(slice_batch(batch, slice(1, None, 2)))
+        else:
+            (choosing if len(choosing) <= len(scoring) else scoring).append(batch)
     return choosing, scoring
 
 

@@ -19,7 +19,7 @@ from collab_compress.analysis.stream import Observer, Progress, observed
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
 from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch
-from collab_compress.calibration.batches import sequence_count
+from collab_compress.calibration.batches import sequence_count, slice_batch
 from collab_compress.calibration.gather import attention_masks
 from collab_compress.conversion.feed_forward import FeedForward, find_feed_forward
 from collab_compress.errors import HeadError
@@ -213,7 +213,7 @@ class ReportContext:
         for batch in self.batches:
             if missing < 1:
                 break
-            batches.append({name: value[:missing] for name, value in batch.items()})
+            batches.append(slice_batch(batch, slice(missing)))
             missing -= sequence_count(batch)
         return batches
 
