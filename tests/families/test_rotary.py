@@ -251,7 +251,7 @@ def test_no_form_is_advised_that_there_is_not(model):
     made = model("llama")
     report = compress(made, Compression(dk=16, solver=Solver(sweeps=3)), calibration=None)
     assert all(module.per_head_macs == module.macs_before for module in report.modules)
-    advice = r"heads of LlamaForCausalLM are turned .* no narrower ones; narrow its feed-forward .* or save it"
+    advice = r"heads of LlamaForCausalLM are rotated .* no narrower ones; narrow its feed-forward .* or save it"
     with pytest.raises(CompressionError, match=advice):
         to_stock(made)
 
