@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, nan
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ from collab_compress.analysis.stream import Batches, Progress, with_progress
 from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
 from collab_compress.calibration import Batch
 from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
-from collab_compress.calibration.gather import attention_masks
-from collab_compress.conversion.drift import main_output
+from collab_compress.conversion.drift import main_output, token_mask
 from collab_compress.errors import HeadError
 from collab_compress.heads import HeadMask, least_important, masks_without
 
@@ -194,7 +193,7 @@ def _drifts(
 ) -> list[float]:
     """Return the drift of the outputs under each mask; every batch is read once."""
     differences, norm = [0.0] * len(masks), 0.0
-    for batch in with_progress(batches, progress, "batches"):
+    for batch in map(dict, with_progress(batches, progress, "batches")):
         mask.set({})
         dense = _unpadded_output(model, batch)
         norm += float(dense.square().sum())
@@ -207,11 +206,8 @@ def _drifts(
     return [(difference / norm) ** 0.5 for difference in differences]
 
 
-def _unpadded_output(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+def _unpadded_output(model: PreTrainedModel, batch: Batch) -> Tensor:
     """Return the model's main output in float64, without padding where it has a token axis."""
-    output = main_output(model, dict(batch))[1].cpu().double()
-    kind: Kind = "decoder" if model.config.is_encoder_decoder else "encoder"
-    mask = attention_masks(model, (), (), batch)[kind].query
-    if mask is None or output.dim() != 3 or mask.shape != output.shape[:2]:
-        return output
-    return output[mask.cpu()]
+    name, output = main_output(model, batch)
+    mask = token_mask(model, batch, name, output)
+    return (output if mask is None else output[mask]).cpu().double()

@@ -69,7 +69,7 @@ def _squared_errors(model: PreTrainedModel, dense: PreTrainedModel, batch: Batch
             f"{type(dense).__name__} gives {name} of shape {tuple(old.shape)}, {type(model).__name__} one of "
             f"{tuple(new.shape)}; pass the dense model that was converted"
         )
-    mask = _token_mask(dense, batch, name, old)
+    mask = token_mask(dense, batch, name, old)
     difference = norm = 0.0
     for place in range(len(old)):  # one sequence at a time in float64
         tokens = slice(None) if mask is None else mask[place]
@@ -94,7 +94,7 @@ def main_output(model: PreTrainedModel, batch: Batch) -> tuple[str, Tensor]:
     return name, named[name]
 
 
-def _token_mask(model: PreTrainedModel, batch: Batch, name: str, output: Tensor) -> Tensor | None:
+def token_mask(model: PreTrainedModel, batch: Batch, name: str, output: Tensor) -> Tensor | None:
     """Return the attention mask of an output (B, T, …); None if there is none, or no token dimension."""
     mask = batch_masks(model, batch)["decoder"].query  # of the only tokens, if there is no decoder
     by_token = output.dim() > 2 or name in ("start_logits", "end_logits")

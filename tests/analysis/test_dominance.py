@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import BertForSequenceClassification
+from transformers import BertForQuestionAnswering, BertForSequenceClassification
 
 from collab_compress import HeadMask, head_importance, prune_heads_
 from collab_compress.analysis import Dominance, dominant_heads, pruning_curve, split_rows
@@ -50,6 +50,14 @@ def test_drift_is_that_of_models_with_a_head_cut_out(either):
             )
             assert float(change) == pytest.approx((off / norm) ** 0.5, rel=1e-4)
         assert found.dominant[name] == int(changes.argmax())
+
+
+def test_padding_does_not_count_in_answers(make_tiny, batch):
+    """Scores of answers have one number for each token."""
+    model = make_tiny("bert", BertForQuestionAnswering)
+    longer = {name: torch.nn.functional.pad(value, (0, 4)) for name, value in batch.items()}
+    changes, expected = (dominant_heads(model, batches=[data]).changes[f"bert.{NAME}"] for data in (longer, batch))
+    torch.testing.assert_close(changes, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("greater_is_better", [True, False])
