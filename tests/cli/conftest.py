@@ -1,11 +1,13 @@
 """The command run in this process, and the model that its printed lines load."""
 
+import shutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from collab_compress_cli import compress as command
-from transformers import PreTrainedModel
+from transformers import BertForSequenceClassification, PreTrainedModel
 
 
 @pytest.fixture
@@ -34,3 +36,15 @@ def loaded() -> Callable[[str], PreTrainedModel]:
         return namespace["model"].eval()
 
     return load
+
+
+@pytest.fixture
+def model_dir(make_tiny: Callable[..., PreTrainedModel], minilm_path: Path, tmp_path: Path) -> Path:
+    """A tiny classifier with MiniLM's tokenizer."""
+    directory = tmp_path / "tiny"
+    model = make_tiny("bert", BertForSequenceClassification)
+    model.resize_token_embeddings(30522)
+    model.save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
+        shutil.copyfile(minilm_path / name, directory / name)
+    return directory

@@ -11,6 +11,7 @@ from tiny_words import bert_config, sentences, word_tokenizer, write_mrpc
 from transformers import BertForSequenceClassification, MarianConfig, MarianModel
 
 from collab_compress import Compression, Solver, compress
+from collab_compress.options import SECTION_NAMES
 
 QUICK = ("--rounds", 2, "--lengths", 4, "--head-sequences", 2, "--input-sequences", 2, "--kernel-tokens", 8)
 
@@ -21,11 +22,10 @@ def folder(tmp_path_factory):
     folder, tokenizer = tmp_path_factory.mktemp("analyze"), word_tokenizer()
     torch.manual_seed(0)
     model = BertForSequenceClassification(bert_config(tokenizer))
-    translator = MarianModel(MarianConfig(
-        vocab_size=len(tokenizer), d_model=24, encoder_layers=1, decoder_layers=1, encoder_attention_heads=3,
-        decoder_attention_heads=3, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=40,
-        pad_token_id=0, eos_token_id=3, decoder_start_token_id=0, forced_eos_token_id=3,
-    ))  # fmt: skip
+    heads = {"encoder_attention_heads": 3, "decoder_attention_heads": 3, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "d_model": 24, "max_position_embeddings": 40}
+    tokens = {"pad_token_id": 0, "eos_token_id": 3, "decoder_start_token_id": 0, "forced_eos_token_id": 3}
+    translator = MarianModel(MarianConfig(vocab_size=len(tokenizer), **heads, **layers, **tokens))
     for name, saved in (("dense", model), ("translator", translator)):
         saved.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
@@ -64,9 +64,7 @@ def test_a_converted_model_against_the_dense_one(run, tmp_path):
     assert code == 0, error
     assert error == ""
     assert printed.rstrip().endswith(f"Page: {tmp_path / 'heads' / 'index.html'}")
-    assert set(numbers["sections"]) == {
-        "energy", "mixing", "cost", "similarity", "diversity", "attention_maps", "dominance", "content",
-    }  # fmt: skip
+    assert set(numbers["sections"]) == set(SECTION_NAMES)
     assert len(numbers["highlights"]) > 5
     assert all(line in printed for line in numbers["highlights"])
     assert numbers["facts"]["model"] == "converted, BertForSequenceClassification, converted"
@@ -82,9 +80,8 @@ def test_widths_of_a_whole_layer(run):
     )
     assert code == 0, error
     assert [row[2] for row in numbers["sections"]["cost"]["tables"]["blocks"]["rows"]] == [20, 20]
-    assert [row[1] for row in numbers["sections"]["energy"]["tables"]["dff"]["rows"]] == [
-        "bert.encoder.layer.0.output.dense", "bert.encoder.layer.1.output.dense"
-    ]  # fmt: skip
+    names = [row[1] for row in numbers["sections"]["energy"]["tables"]["dff"]["rows"]]
+    assert names == [f"bert.encoder.layer.{layer}.output.dense" for layer in (0, 1)]
     assert "at dff = 20; fewer operations at any length" in printed
     assert "begin with collab-compress --dff " in printed
 
@@ -134,9 +131,8 @@ def test_a_translator_reads_pairs(run):
     )
     assert code == 0, error
     maps = numbers["sections"]["attention_maps"]["pictures"][0]["maps"]
-    assert [each["title"].partition(",")[0] for each in maps] == [
-        "layer encoder 0", "layer decoder 0", "layer cross 0"
-    ]  # fmt: skip
+    titles = [shown["title"].partition(",")[0] for shown in maps]
+    assert titles == ["layer encoder 0", "layer decoder 0", "layer cross 0"]
 
 
 @pytest.mark.parametrize(

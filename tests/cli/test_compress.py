@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -17,19 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
 
 from collab_compress import Compression, compress, read_factors
-from collab_compress.checkpoint.pretrained import SHORT_NAMES, find_directory
-
-
-@pytest.fixture
-def model_dir(make_tiny, minilm_path, tmp_path):
-    """A tiny classifier with MiniLM's tokenizer."""
-    directory = tmp_path / "tiny"
-    model = make_tiny("bert", BertForSequenceClassification)
-    model.resize_token_embeddings(30522)
-    model.save_pretrained(directory)
-    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
-        shutil.copyfile(minilm_path / name, directory / name)
-    return directory
+from collab_compress.checkpoint.pretrained import SHORT_NAMES
 
 
 @pytest.fixture
@@ -230,54 +217,67 @@ def test_output_that_exists(fails, model_dir):
     assert "exists; choose another output" in line
 
 
-def test_a_directory_that_is_no_model(fails, tmp_path):
-    assert "has no config.json" in fails(tmp_path, "--dk", 8)
-    assert "is not a directory" in fails("./nowhere", "--dk", 8)
+def changed_config(**entries):
+    def spoil(folder):
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        (folder / "config.json").write_text(json.dumps({**config, **entries}), encoding="utf-8")
+
+    return spoil
 
 
-def test_a_damaged_config(fails, model_dir):
-    (model_dir / "config.json").write_text("{", encoding="utf-8")
-    assert "cannot read" in fails(model_dir, "--dk", 8)
+def changed_weights(change):
+    def spoil(folder):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return spoil
 
 
-def test_truncated_weights(fails, model_dir):
-    weights = model_dir / "model.safetensors"
+def truncated(folder):
+    weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    assert "cannot load weights" in fails(model_dir, "--dk", 8)
 
 
-def test_missing_weights(fails, model_dir):
-    (model_dir / "model.safetensors").unlink()
-    assert "cannot load weights" in fails(model_dir, "--dk", 8)
+QUERY = "bert.encoder.layer.0.attention.self.query.weight"
 
 
-@pytest.mark.parametrize("name", ["bert.encoder.layer.0.attention.self.query.weight", "classifier.bias"])
-def test_weights_that_are_not_finite(fails, model_dir, name):
-    tensors = load_file(model_dir / "model.safetensors")
-    tensors[name].view(-1)[0] = float("nan")
-    save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
-    line = fails(model_dir, "--dk", 8)
-    assert name in line
-    assert "NaN or infinite" in line
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "cannot read"),
+        (truncated, "cannot load weights"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "cannot load weights"),
+        (
+            changed_weights(lambda tensors: tensors[QUERY].fill_(float("nan"))),
+            f"{QUERY} holds NaN or infinite values",
+        ),
+        (
+            changed_weights(lambda tensors: tensors["classifier.bias"].fill_(float("inf"))),
+            "classifier.bias holds NaN",
+        ),
+        (changed_weights(lambda tensors: tensors.pop("classifier.bias")), "lacks weights"),
+        (changed_config(quantization_config={"quant_method": "gptq", "bits": 4}), "is quantized (gptq)"),
+        (changed_config(architectures=["ClassOfSomeoneElse"]), "is not run"),
+        (lambda folder: (folder / "modules.json").write_text('[{"idx": 0}]'), "modules.json"),
+        (lambda folder: (folder / "modules.json").write_text("{"), "modules.json"),
+        (lambda folder: (folder / "modules.json").write_text('[{"path": "../elsewhere"}]'), "modules.json"),
+    ],
+)
+def test_damaged_models_are_refused(fails, model_dir, spoil, message):
+    spoil(model_dir)
+    assert message in fails(model_dir, "--dk", 8)
 
 
-def test_weights_that_lack_something(fails, model_dir):
-    tensors = load_file(model_dir / "model.safetensors")
-    del tensors["classifier.bias"]
-    save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
-    assert "lacks weights" in fails(model_dir, "--dk", 8)
+def test_names_that_cannot_be_a_model(fails):
+    assert "is not a directory" in fails("./nowhere", "--dk", 8)
+    assert "neither a directory nor a model" in fails("a/b/c", "--dk", 8)
 
 
 def test_an_already_converted_model(run, fails, model_dir, tmp_path):
     assert run(model_dir, "--dk", 8, "--output", tmp_path / "out")[0] == 0
     assert "already converted" in fails(tmp_path / "out", "--dk", 4)
-
-
-def test_a_quantized_model(fails, model_dir):
-    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (model_dir / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert "is quantized (gptq)" in fails(model_dir, "--dk", 8)
 
 
 @pytest.mark.parametrize("name", ["bert-base", "some-org/some-model"])
@@ -287,14 +287,6 @@ def test_an_unreachable_hub(fails, monkeypatch, tmp_path, name):
     assert "the hub cannot be reached" in line
     assert SHORT_NAMES.get(name, name) in line
     assert "minilm" in line
-
-
-def test_a_name_that_cannot_be_one(fails):
-    assert "neither a directory nor a model" in fails("a/b/c", "--dk", 8)
-
-
-def test_the_embedded_model_is_found(minilm_path):
-    assert find_directory("minilm") == minilm_path
 
 
 INTERRUPTIBLE = """
@@ -327,13 +319,6 @@ def test_interrupt_and_kill_leave_no_output(python, minilm_path, tmp_path, name,
         assert "Traceback" not in error
 
 
-def test_a_class_that_transformers_lacks_is_refused(fails, model_dir):
-    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    config["architectures"] = ["ClassOfSomeoneElse"]
-    (model_dir / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert "is not run" in fails(model_dir, "--dk", 8)
-
-
 def test_sentence_transformers_files_travel_along_and_the_model_is_named_as_on_the_hub(run, tmp_path, minilm_path):
     code, *_ = run("minilm", "--dk", 384, "--output", tmp_path / "out", "--calibration", "none")
     assert code == 0
@@ -353,12 +338,6 @@ def test_a_report_without_a_place(fails, model_dir, tmp_path):
     ):
         line = fails(model_dir, "--dk", 8, "--output", tmp_path / "out", "--json", place)
         assert message in line
-
-
-@pytest.mark.parametrize("listing", ['[{"idx": 0}]', "{", '[{"path": "../elsewhere"}]'])
-def test_a_damaged_list_of_sentence_transformers_modules(fails, model_dir, listing):
-    (model_dir / "modules.json").write_text(listing, encoding="utf-8")
-    assert "modules.json" in fails(model_dir, "--dk", 8)
 
 
 def test_generation_config_travels_along(run, model_dir, tmp_path):

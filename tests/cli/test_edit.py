@@ -16,6 +16,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertFor
 from collab_compress import Compression, mix_heads_
 from collab_compress import compress as convert
 
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json")
 COMMANDS = {
     "compress": compress.main,
     "expand": edit.expand_main,
@@ -32,14 +33,12 @@ def folder(minilm_path, tmp_path_factory):
 
     def save(model, name):
         model.save_pretrained(folder / name)
-        for each in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
-            shutil.copyfile(minilm_path / each, folder / name / each)
+        for file in TOKENIZER:
+            shutil.copyfile(minilm_path / file, folder / name / file)
 
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=30522, hidden_size=24, num_attention_heads=3, num_hidden_layers=2, intermediate_size=32,
-        max_position_embeddings=64, initializer_range=0.4,
-    )  # fmt: skip
+    sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 32}
+    config = BertConfig(vocab_size=30522, max_position_embeddings=64, initializer_range=0.4, **sizes)
     dense = BertForSequenceClassification(config).eval()
     save(dense, "dense")
     for name, dk in (("exact", 24), ("small", 5)):
@@ -61,7 +60,7 @@ def run(folder, tmp_path, capsys, monkeypatch):
     def run_command(command, *arguments):
         """Run a command beside the models; returns exit code, standard output, standard error."""
         monkeypatch.chdir(tmp_path)
-        words = [str(folder / each) if (folder / str(each)).exists() else str(each) for each in arguments]
+        words = [str(folder / word) if (folder / str(word)).exists() else str(word) for word in arguments]
         try:
             COMMANDS[command](words)
             code = 0
@@ -219,7 +218,7 @@ def test_the_number_of_steps_may_be_left_out():
         (["compress", "dense", "--recover", "--mix"], "--recover belongs to a conversion"),
         (["compress", "dense", "--dk", 5, "--calibration", "none", "--recover"], "--recover trains on"),
     ],
-)  # fmt: skip
+)
 def test_errors_are_one_line_and_leave_nothing(run, tmp_path, arguments, message):
     code, printed, error = run(*arguments)
     assert (code, printed) == (2, "")

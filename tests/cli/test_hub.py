@@ -14,10 +14,8 @@ from collab_compress.checkpoint.pretrained import SHORT_NAMES, find_directory
 from collab_compress.errors import CheckpointError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-WANTED = {
-    "config.json": b"{}", "model.safetensors": b"weights", "vocab.txt": b"words", "README.md": b"card",
-    "LICENSE": b"terms", "1_Pooling/config.json": b"{ }",
-}  # fmt: skip
+WANTED = {"config.json": b"{}", "model.safetensors": b"weights", "vocab.txt": b"words", "README.md": b"card"}
+WANTED |= {"LICENSE": b"terms", "1_Pooling/config.json": b"{ }"}
 FILES = WANTED | {"pytorch_model.bin": b"pickle", "modeling_evil.py": b"raise", "onnx/config.json": b"{}"}
 MODELS = {"someone/tiny", SHORT_NAMES["bert-base"]}
 

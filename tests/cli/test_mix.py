@@ -9,13 +9,6 @@ from transformers import AutoModel, BertForSequenceClassification
 from collab_compress import alphas_of, merge_alphas_, read_factors
 
 
-@pytest.fixture
-def model_dir(make_tiny, tmp_path):
-    directory = tmp_path / "tiny"
-    make_tiny("bert", BertForSequenceClassification).save_pretrained(directory)
-    return directory
-
-
 def logits(model, batch):
     with torch.no_grad():
         return model(**batch).logits

@@ -17,16 +17,15 @@ CONVERTED = {"mrpc": [83.0, 84.5, 81.0], "ptb": [101.0, 103.0, 99.5], "rte": [60
 @pytest.fixture
 def write(tmp_path):
     def records(*tasks):
-        for stage, arm in (("tuned", PLAIN), ("dk128-again", CONVERTED)):
+        common = {"method": "plain", "metrics": {}, "recipe": {"model": "minilm|x"}}
+        tuned = {"conversion": None, "again": False, "stage": "tuned", "parameters": 22713602}
+        again = {"conversion": "dk128", "again": True, "stage": "dk128-again", "parameters": 21565824}
+        for stage, scores in ((tuned, PLAIN), (again, CONVERTED)):
             for task in tasks:
-                for seed, score in enumerate(arm[task]):
-                    folder = tmp_path / "runs" / f"{task}-{seed}" / stage
+                for seed, score in enumerate(scores[task]):
+                    folder = tmp_path / "runs" / f"{task}-{seed}" / stage["stage"]
                     folder.mkdir(parents=True)
-                    record = {
-                        "task": task, "method": "plain", "conversion": None if stage == "tuned" else "dk128",
-                        "again": stage != "tuned", "stage": stage, "seed": seed, "score": score, "metrics": {},
-                        "parameters": 22713602 if stage == "tuned" else 21565824, "recipe": {"model": "minilm|x"},
-                    }  # fmt: skip
+                    record = {"task": task, "seed": seed, "score": score, **common, **stage}
                     (folder / "result.json").write_text(json.dumps(record))
         return tmp_path / "runs"
 
@@ -263,8 +262,8 @@ def test_outputs_at_one_place_or_with_a_bad_markdown_leave_nothing(write, tmp_pa
         ("--pages", "pages", "--paper", "collaborate", "--table", "99"),
     ):
         before = set(tmp_path.rglob("*"))
-        given = [option if option.startswith("--") or option in ("collaborate", "99") else str(tmp_path / option)
-                 for option in options]  # fmt: skip
-        code, _, error = run(capsys, folder, *given, "--quiet")
+        is_word = [word.startswith("--") or word in ("collaborate", "99") for word in options]
+        words = [word if keep else tmp_path / word for word, keep in zip(options, is_word, strict=True)]
+        code, _, error = run(capsys, folder, *words, "--quiet")
         assert (code, error.count("\n")) == (2, 1), options
         assert set(tmp_path.rglob("*")) == before, options
