@@ -1,11 +1,11 @@
-"""Memory and throughput of training on large corpora that lie on disk, on this CPU.
+"""Memory and throughput of training on large corpora on disk, on this CPU.
 
-A corpus of made-up sentences and their words in the opposite order is written to a temporary folder, read into the
-cache of `datasets` there, tokenized by `--num-proc` processes, and a small translation model trains for a few steps
-of so many tokens, all of it as a recipe with `num_proc` and `batch_tokens` does it. Each number of rows has a process
-of its own. Memory is what is the process's own (anonymous), at its highest after imports and in each part; mapped
-files, which the system drops when it needs the room, are left out. Throughput is by CPU seconds, those of workers
-included: it is that of a core, however busy the machine is. With `--in-memory` the data are held in memory instead.
+A corpus of generated sentences and their reversed words is written to a temporary folder, read into the cache of
+`datasets` there and tokenized by `--num-proc` processes; then a small translation model trains for a few steps, all
+as a recipe with `num_proc` and `batch_tokens` does it. Each number of rows has its own process. Memory is the peak of
+the process's anonymous memory after imports and in each part, without mapped files, which the system drops when it
+needs room. Throughput is by CPU seconds, workers included, so it is that of one core on a busy machine too. With
+`--in-memory` the data are held in memory.
 
 Examples:
     python benchmarks/streaming.py --rows 125000 500000 2000000
@@ -29,7 +29,7 @@ WORDS, SHORTEST, LONGEST, HELD_OUT = 5000, 3, 9, 100
 
 
 def write_corpus(folder: Path, rows: int) -> None:
-    """Write parallel files of sentences that are drawn with a seed; frequent words are far more so than rare ones."""
+    """Write parallel files of random sentences, in which some words are much more frequent than others."""
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))) for _ in range(WORDS)]
     for split, count in (("train", rows), ("valid", HELD_OUT), ("test", HELD_OUT)):
@@ -41,19 +41,19 @@ def write_corpus(folder: Path, rows: int) -> None:
 
 
 def own_memory() -> float:
-    """Memory of this process that is no mapped file, in MiB."""
+    """Return the anonymous memory of this process, in MiB."""
     return resident_bytes("RssAnon") / 2**20
 
 
 class Meter:
-    """CPU seconds and the highest memory of each part."""
+    """Measures the CPU seconds and the peak memory of each part."""
 
     def __init__(self) -> None:
-        self.found: dict[str, dict[str, float]] = {"imported": {"MiB": own_memory()}}
+        self.parts: dict[str, dict[str, float]] = {"imported": {"MiB": own_memory()}}
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Measure what is done inside."""
+        """Measure the block."""
         done, highest, before = Event(), [own_memory()], sum(os.times()[:4])
 
         def watch() -> None:
@@ -67,11 +67,11 @@ class Meter:
         finally:
             done.set()
             watcher.join()
-        self.found[name] = {"MiB": max(highest[0], own_memory()), "seconds": sum(os.times()[:4]) - before}
+        self.parts[name] = {"MiB": max(highest[0], own_memory()), "seconds": sum(os.times()[:4]) - before}
 
 
 def measure(rows: int, steps: int, tokens: int, num_proc: int | None, kind: str) -> dict[str, dict[str, float]]:
-    """Load, tokenize and train; gives for each part its memory, its CPU seconds and the tokens of a CPU second."""
+    """Load, tokenize and train; return the memory, CPU seconds and tokens per CPU second of each part."""
     import torch
 
     from collab_compress.experiments.batches import row_lengths
@@ -84,16 +84,13 @@ def measure(rows: int, steps: int, tokens: int, num_proc: int | None, kind: str)
     folder = Path(os.environ["HF_DATASETS_CACHE"]).parent
     write_corpus(folder, rows)
     meter = Meter()
-    settings = {
-        "task": "parallel", "output": folder / "out", "data_dir": folder, "num_proc": num_proc, "max_length": 64,
-        "translation": {"source": "aa", "target": "bb"}, "trackers": [], "progress": False,
-        "fresh": {"layers": 1, "width": 64, "heads": 4, "tokenizer": kind, "vocab_size": 2000},
-        "tuning": {
-            "max_steps": steps, "batch_tokens": tokens, "learning_rate": 1e-3,
-            "arguments": {"save_strategy": "no", "logging_steps": steps},
-        },
-    }  # fmt: skip
-    recipe = parse(Recipe, settings, "the benchmark")
+    data = {"task": "parallel", "data_dir": folder, "num_proc": num_proc, "max_length": 64}
+    data["translation"] = {"source": "aa", "target": "bb"}
+    fresh = {"layers": 1, "width": 64, "heads": 4, "tokenizer": kind, "vocab_size": 2000}
+    tuning = {"max_steps": steps, "batch_tokens": tokens, "learning_rate": 1e-3}
+    tuning["arguments"] = {"save_strategy": "no", "logging_steps": steps}
+    settings = {"output": folder / "out", "trackers": [], "progress": False, "fresh": fresh, "tuning": tuning}
+    recipe = parse(Recipe, {**data, **settings}, "the benchmark")
     with meter.part("read"):
         workload = Translation(recipe)
     with meter.part("vocabulary"):
@@ -108,12 +105,11 @@ def measure(rows: int, steps: int, tokens: int, num_proc: int | None, kind: str)
         fine_tune(workload, model, recipe.tuning, folder / "tuned")
     total = int(lengths.sum())
     for part, count in (("tokenize", total), ("train", steps * tokens)):
-        meter.found[part]["tokens"] = count / meter.found[part]["seconds"]
-    return meter.found
+        meter.parts[part]["tokens"] = count / meter.parts[part]["seconds"]
+    return meter.parts
 
 
 def main() -> None:
-    """Print a row for each number of rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[125_000, 500_000, 2_000_000])
     parser.add_argument("--steps", type=int, default=20)
@@ -122,10 +118,10 @@ def main() -> None:
     parser.add_argument("--tokenizer", default="bpe", choices=["bpe", "word"])
     parser.add_argument("--in-memory", action="store_true")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.measure:
+    args = parser.parse_args()
+    if args.measure:
         found = measure(
-            given.rows[0], given.steps, given.tokens, None if given.in_memory else given.num_proc, given.tokenizer
+            args.rows[0], args.steps, args.tokens, None if args.in_memory else args.num_proc, args.tokenizer
         )
         print(json.dumps(found))
         return
@@ -133,7 +129,7 @@ def main() -> None:
         "| rows | imported, MiB | read | vocabulary | tokenize | train | tokens a core-second, tokenized | trained |"
     )
     print("|---|---|---|---|---|---|---|---|", flush=True)
-    for rows in given.rows:
+    for rows in args.rows:
         with tempfile.TemporaryDirectory() as folder:
             arguments = *sys.argv[1:], "--measure", f"--rows={rows}"
             found = json.loads(fresh_process(__file__, *arguments, HF_DATASETS_CACHE=f"{folder}/cache"))

@@ -26,10 +26,8 @@ HEADS, HEAD_WIDTH, TIGHT = 3, 8, 1e-9
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=61, hidden_size=24, num_attention_heads=HEADS, num_hidden_layers=2, intermediate_size=32,
-        max_position_embeddings=40, initializer_range=0.4,
-    )  # fmt: skip
+    sizes = {"hidden_size": 24, "num_attention_heads": HEADS, "num_hidden_layers": 2, "intermediate_size": 32}
+    config = BertConfig(vocab_size=61, max_position_embeddings=40, initializer_range=0.4, **sizes)
     model = BertModel(config).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -64,11 +62,12 @@ def best_error(matrix, rank):
 
 
 def test_products_of_two_leave_the_best_outputs_on_the_data(model, batch):
-    projections = [each for layer in model.encoder.layer for each in (
-        layer.attention.self.query, layer.attention.self.value, layer.attention.output.dense
-    )]  # fmt: skip
+    projections = []
+    for layer in model.encoder.layer:
+        attention = layer.attention
+        projections += [attention.self.query, attention.self.value, attention.output.dense]
     dense = copy.deepcopy(projections)
-    inputs = [vectors(model, each, batch) for each in projections]
+    inputs = [vectors(model, projection, batch) for projection in projections]
     for layer in layers_of(model, [batch]):
         low_rank_(layer, 5, damping=TIGHT)
     for x, before, after in zip(inputs, dense, projections, strict=True):
@@ -81,8 +80,10 @@ def test_products_of_two_leave_the_best_outputs_on_the_data(model, batch):
 
 def test_heads_by_themselves_leave_the_best_scores_and_outputs_on_the_data(model, batch):
     dense = copy.deepcopy(model)
-    seen = [(vectors(model, layer.attention.self.query, batch), vectors(model, layer.attention.output.dense, batch))
-            for layer in model.encoder.layer]  # fmt: skip
+    seen = []
+    for layer in model.encoder.layer:
+        read = [layer.attention.self.query, layer.attention.output.dense]
+        seen.append([vectors(model, projection, batch) for projection in read])
     for layer in layers_of(model, [batch]):
         per_head_(layer, 9, 14, damping=TIGHT)
     for (x, z), before, after in zip(seen, dense.encoder.layer, model.encoder.layer, strict=True):
@@ -172,10 +173,8 @@ def test_a_ratio_is_that_of_each_round():
 @pytest.fixture
 def llama():
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=61, hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=32,
-        max_position_embeddings=40, initializer_range=0.2,
-    )  # fmt: skip
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 32}
+    config = LlamaConfig(vocab_size=61, max_position_embeddings=40, initializer_range=0.2, **sizes)
     return LlamaForCausalLM(config).eval()
 
 

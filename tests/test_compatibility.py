@@ -94,12 +94,12 @@ def training(make_tiny, minilm_tokenizer, tmp_path):
     words = {0: "good great fine nice", 1: "bad awful poor dull"}
     rows = [
         {**minilm_tokenizer(f"{words[label].split()[number % 4]} film {number}"), "labels": label}
-        for number in range(32) for label in (0, 1)
-    ]  # fmt: skip
-    arguments = TrainingArguments(
-        str(tmp_path / "run"), per_device_train_batch_size=8, num_train_epochs=4, learning_rate=1e-2, seed=1,
-        report_to=[], save_steps=16, logging_steps=8, use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False,
-    )  # fmt: skip
+        for number in range(32)
+        for label in (0, 1)
+    ]
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False}
+    steps = {"per_device_train_batch_size": 8, "num_train_epochs": 4, "save_steps": 16, "logging_steps": 8}
+    arguments = TrainingArguments(str(tmp_path / "run"), learning_rate=1e-2, seed=1, **quiet, **steps)
     return model, rows, arguments
 
 

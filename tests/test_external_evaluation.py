@@ -91,11 +91,9 @@ def decoder(tmp_path_factory):
     """A tiny converted decoder, and its tokenizer, which ends every text."""
     torch.manual_seed(0)
     tokenizer = word_tokenizer()
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=len(tokenizer), n_embd=24, n_head=3, n_layer=1, n_positions=40, bos_token_id=2, eos_token_id=3,
-        )
-    ).eval()  # fmt: skip
+    sizes = {"n_embd": 24, "n_head": 3, "n_layer": 1, "n_positions": 40}
+    config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=2, eos_token_id=3, **sizes)
+    model = GPT2LMHeadModel(config).eval()
     compress(model, Compression(dk=6), calibration=None)
     folder = tmp_path_factory.mktemp("models") / "decoder"
     model.save_pretrained(folder)
@@ -186,9 +184,9 @@ def test_quiet_hides_what_others_say(lm_eval, run, decoder, monkeypatch):
     assert run(decoder, "--lm-eval", "after")[2] == "100%\n"
 
 
-@pytest.mark.parametrize(("package", "arguments"), [
-    ("mteb", ("--mteb", "STSBenchmark")), ("lm_eval", ("--lm-eval", "piqa")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("package", "arguments"), [("mteb", ("--mteb", "STSBenchmark")), ("lm_eval", ("--lm-eval", "piqa"))]
+)
 def test_what_is_not_installed_is_told(run, monkeypatch, package, arguments):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(command, "load_source", None)  # before anything is loaded

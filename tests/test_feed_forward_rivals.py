@@ -19,10 +19,8 @@ finally:
     sys.path.pop(0)
 
 NEURONS, WIDTH, LAYERS = 20, 12, 2
-SIZES = {
-    "vocab_size": 61, "hidden_size": WIDTH, "num_attention_heads": 3, "num_hidden_layers": LAYERS,
-    "intermediate_size": NEURONS, "max_position_embeddings": 40, "initializer_range": 0.4,
-}  # fmt: skip
+SIZES = {"hidden_size": WIDTH, "num_attention_heads": 3, "num_hidden_layers": LAYERS, "intermediate_size": NEURONS}
+SIZES |= {"vocab_size": 61, "max_position_embeddings": 40, "initializer_range": 0.4}
 
 
 @pytest.fixture

@@ -109,10 +109,8 @@ def sdpa_takes_no_more() -> bool:
     """Whether a keyword was added that ours would not know."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    known = {
-        "module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "position_bias",
-        "cache", "kwargs",
-    }  # fmt: skip
+    names = "module query key value attention_mask dropout scaling is_causal position_bias cache kwargs"
+    known = set(names.split())
     found = set(inspect.signature(sdpa_attention_forward).parameters)
     return found <= known and known - {"cache"} <= found
 
@@ -120,8 +118,8 @@ def sdpa_takes_no_more() -> bool:
 def quantizers_are_plugged_in() -> bool:
     from transformers.quantizers import auto
 
-    return all(isinstance(vars(auto)[name], dict) and "gptq" in vars(auto)[name]
-               for name in ("AUTO_QUANTIZER_MAPPING", "AUTO_QUANTIZATION_CONFIG_MAPPING"))  # fmt: skip
+    mappings = [auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING]
+    return all(isinstance(mapping, dict) and "gptq" in mapping for mapping in mappings)
 
 
 def quantizer_runs(hook: str, caller: str) -> Callable[[], bool]:
