@@ -23,22 +23,21 @@ from collab_compress.attention.kernels import cached_scores, channel_indices, re
 IDS = {"vocab_size": 61, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
 
 
+SIZES = {"num_hidden_layers": 2, "initializer_range": 0.4, **IDS}
+
+
 def gpt2():
     return GPT2Model(GPT2Config(n_embd=24, n_head=3, n_layer=2, n_positions=800, initializer_range=0.4, **IDS))
 
 
 def opt():
-    return OPTModel(OPTConfig(
-        hidden_size=24, num_attention_heads=3, num_hidden_layers=2, ffn_dim=32, word_embed_proj_dim=24, init_std=0.4,
-        max_position_embeddings=800, **IDS,
-    ))  # fmt: skip
+    widths = {"hidden_size": 24, "word_embed_proj_dim": 24, "ffn_dim": 32, "num_attention_heads": 3}
+    return OPTModel(OPTConfig(**widths, num_hidden_layers=2, init_std=0.4, max_position_embeddings=800, **IDS))
 
 
 def llama(groups=4):
-    return LlamaModel(LlamaConfig(
-        hidden_size=32, num_attention_heads=4, num_key_value_heads=groups, num_hidden_layers=2, intermediate_size=40,
-        initializer_range=0.4, **IDS,
-    ))  # fmt: skip
+    heads = {"num_attention_heads": 4, "num_key_value_heads": groups}
+    return LlamaModel(LlamaConfig(hidden_size=32, intermediate_size=40, **heads, **SIZES))
 
 
 CASES = {

@@ -38,10 +38,15 @@ def make(name):
     else:
         model = MPNetModel(
             MPNetConfig(
-                vocab_size=61, hidden_size=24, num_attention_heads=3, num_hidden_layers=2, intermediate_size=32,
-                max_position_embeddings=80, initializer_range=0.4,
+                vocab_size=61,
+                hidden_size=24,
+                num_attention_heads=3,
+                num_hidden_layers=2,
+                intermediate_size=32,
+                max_position_embeddings=80,
+                initializer_range=0.4,
             )
-        )  # fmt: skip
+        )
     return model.eval()
 
 
@@ -186,9 +191,14 @@ def captioner():
 
 def reader():
     decoder = TrOCRConfig(
-        **TOKENS, d_model=24, decoder_layers=1, decoder_attention_heads=3, decoder_ffn_dim=32, init_std=0.4,
+        **TOKENS,
+        d_model=24,
+        decoder_layers=1,
+        decoder_attention_heads=3,
+        decoder_ffn_dim=32,
+        init_std=0.4,
         cross_attention_hidden_size=24,
-    )  # fmt: skip
+    )
     config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(ViTConfig(**IMAGES), decoder)
     config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = 2, 0, 1
     return VisionEncoderDecoderModel(config)

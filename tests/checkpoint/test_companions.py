@@ -1,4 +1,4 @@
-"""What travels along with a model: tokenizer, processor, licences, folders of sentence-transformers."""
+"""What is copied along with a model: tokenizer, processor, licences, folders of sentence-transformers."""
 
 import json
 import os
@@ -8,27 +8,25 @@ import pytest
 from collab_compress.checkpoint.directory import companions_of, copy_companions, sentence_transformers_folders
 from collab_compress.errors import CheckpointError
 
-TRAVELS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "merges.txt", "source.spm",
-    "sentencepiece.bpe.model", "chat_template.jinja", "preprocessor_config.json", "generation_config.json",
-    "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "LICENSE", "LICENSE.txt",
-    "NOTICE", "normalizer.json", "word_shape.json", "word_pronunciation.json", "video_preprocessor_config.json",
-    "tekken.json", "additional_chat_templates/tool_use.jinja", "1_Pooling/config.json", "2_Dense/config.json",
-    "2_Dense/model.safetensors",
-)  # fmt: skip
-STAYS = (
-    "config.json", "README.md", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
-    "model.onnx", "modeling.py", "training_args.bin", "optimizer.pt", "notes.md", "customers.csv",
-    "trainer_state.json", "eval_results.json", "adapter_config.json", "texts.txt",
-    "tensors.safetensors", ".env", "runs/events", "other/config.json", "other/chat_template.jinja",
-    "2_Dense/code.py", "2_Dense/pytorch_model.bin",
-)  # fmt: skip
+COPIED = """
+    tokenizer.json tokenizer_config.json special_tokens_map.json vocab.txt merges.txt source.spm
+    sentencepiece.bpe.model chat_template.jinja preprocessor_config.json generation_config.json modules.json
+    sentence_bert_config.json config_sentence_transformers.json LICENSE LICENSE.txt NOTICE normalizer.json
+    word_shape.json word_pronunciation.json video_preprocessor_config.json tekken.json
+    additional_chat_templates/tool_use.jinja 1_Pooling/config.json 2_Dense/config.json 2_Dense/model.safetensors
+"""
+NOT_COPIED = """
+    config.json README.md model.safetensors model.safetensors.index.json pytorch_model.bin model.onnx modeling.py
+    training_args.bin optimizer.pt notes.md customers.csv trainer_state.json eval_results.json adapter_config.json
+    texts.txt tensors.safetensors .env runs/events other/config.json other/chat_template.jinja 2_Dense/code.py
+    2_Dense/pytorch_model.bin
+"""
 
 
 @pytest.fixture
 def folder(tmp_path):
     model = tmp_path / "model"
-    for name in (*TRAVELS, *STAYS):
+    for name in (COPIED + NOT_COPIED).split():
         (model / name).parent.mkdir(parents=True, exist_ok=True)
         (model / name).write_text(name, encoding="utf-8")
     modules = [{"path": path} for path in ("", "1_Pooling", "2_Dense", "1_Pooling", "3_Normalize")]
@@ -37,13 +35,13 @@ def folder(tmp_path):
 
 
 def test_companions_are_copied_and_nothing_else(folder, tmp_path):
-    assert sorted(map(str, companions_of(folder))) == sorted(TRAVELS)
+    assert sorted(map(str, companions_of(folder))) == sorted(COPIED.split())
     copy_companions(folder, tmp_path / "out")
     copied = sorted(
         str(each.relative_to(tmp_path / "out")) for each in (tmp_path / "out").rglob("*") if each.is_file()
     )
-    assert copied == sorted(TRAVELS)
-    for name in TRAVELS:
+    assert copied == sorted(COPIED.split())
+    for name in COPIED.split():
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
 
 

@@ -62,8 +62,9 @@ def edit(request):
 
 def tiny_gpt2():
     torch.manual_seed(0)
-    return GPT2Model(GPT2Config(vocab_size=61, n_embd=24, n_head=3, n_layer=1, n_positions=40, bos_token_id=2,
-                                eos_token_id=1)).eval()  # fmt: skip
+    return GPT2Model(
+        GPT2Config(vocab_size=61, n_embd=24, n_head=3, n_layer=1, n_positions=40, bos_token_id=2, eos_token_id=1)
+    ).eval()
 
 
 NO_FLAG_HELPS = """
@@ -294,9 +295,14 @@ def test_a_trainer_and_its_checkpoints(make_tiny, batch, tmp_path, load_cleanly)
     compress(model, Compression(dk=5), calibration=None)
     data = [{"input_ids": row, "labels": 1} for row in batch["input_ids"]]
     arguments = TrainingArguments(
-        str(tmp_path), max_steps=1, save_steps=1, use_cpu=True, report_to=[], disable_tqdm=True,
+        str(tmp_path),
+        max_steps=1,
+        save_steps=1,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
         per_device_train_batch_size=2,
-    )  # fmt: skip
+    )
     trainer = Trainer(model, arguments, train_dataset=data)
     trainer.train()
     trainer.save_model(str(tmp_path / "last"))

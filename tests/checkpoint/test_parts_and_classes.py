@@ -48,13 +48,23 @@ from collab_compress.checkpoint import edits_of
 from collab_compress.checkpoint.quantizer import GUARD
 
 TEXT = {
-    "vocab_size": 61, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 3,
-    "max_position_embeddings": 40, "initializer_range": 0.4,
-}  # fmt: skip
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "max_position_embeddings": 40,
+    "initializer_range": 0.4,
+}
 IMAGE = {
-    "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 8,
-    "patch_size": 4, "initializer_range": 0.4,
-}  # fmt: skip
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "image_size": 8,
+    "patch_size": 4,
+    "initializer_range": 0.4,
+}
 IDS = torch.randint(5, 60, (2, 7), generator=torch.Generator().manual_seed(0))
 EMBEDDINGS = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(0))
 PIXELS = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -76,10 +86,17 @@ def clip():
 def bart():
     return BartModel(
         BartConfig(
-            vocab_size=61, d_model=24, encoder_layers=2, decoder_layers=2, encoder_attention_heads=3,
-            decoder_attention_heads=3, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=40,
+            vocab_size=61,
+            d_model=24,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=3,
+            decoder_attention_heads=3,
+            encoder_ffn_dim=32,
+            decoder_ffn_dim=32,
+            max_position_embeddings=40,
         )
-    )  # fmt: skip
+    )
 
 
 def encoder_decoder():
@@ -104,8 +121,9 @@ def paligemma():
     config = PaliGemmaConfig(
         vision_config={"model_type": "siglip_vision_model", **IMAGE},
         text_config={"model_type": "gemma", "head_dim": 8, "num_key_value_heads": 3, **TEXT},
-        image_token_index=60, projection_dim=24,
-    )  # fmt: skip
+        image_token_index=60,
+        projection_dim=24,
+    )
     return PaliGemmaForConditionalGeneration(config)
 
 

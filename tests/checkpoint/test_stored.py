@@ -17,13 +17,24 @@ VALUES = NarrowValues(
     heads=3, head_width=8, value="value", output="output", sizes=(4, 4, 2), value_bias=True
 ).to_dict()
 PRUNED = {
-    "kept": [0, 2], "before": 3, "head_width": 8, "value_width": 8, "heads": "num_attention_heads", "query": "query",
-    "key": "key", "value": "value", "output": "output.dense",
-}  # fmt: skip
+    "kept": [0, 2],
+    "before": 3,
+    "head_width": 8,
+    "value_width": 8,
+    "heads": "num_attention_heads",
+    "query": "query",
+    "key": "key",
+    "value": "value",
+    "output": "output.dense",
+}
 STORED = {
-    "collaborative": SCORES, "per-head": {**SCORES, "sizes": [3, 3, 2]}, "rotary": ROTARY, "narrow-values": VALUES,
-    "pruned": PRUNED, "alphas": 3,
-}  # fmt: skip
+    "collaborative": SCORES,
+    "per-head": {**SCORES, "sizes": [3, 3, 2]},
+    "rotary": ROTARY,
+    "narrow-values": VALUES,
+    "pruned": PRUNED,
+    "alphas": 3,
+}
 DAMAGED = [
     ("collaborative", {"heads": "3"}, "heads '3'; expected int"),
     ("collaborative", {"heads": 0}, "heads 0; expected at least 1"),
@@ -53,7 +64,7 @@ DAMAGED = [
     ("pruned", {"kept": [2, 0]}, "kept (2, 0); expected heads that stay, ascending"),
     ("pruned", {"kept": [0, 3]}, "kept (0, 3); expected heads below 3"),
     ("pruned", {"value_width": 0}, "value_width 0; expected at least 1"),
-]  # fmt: skip
+]
 
 
 def read(kind, modules):
