@@ -7,12 +7,11 @@ from collab_compress.attention.install import install_, is_converted, uninstall_
 from collab_compress.attention.per_head import PerHeadScores
 from collab_compress.attention.rotary import RotaryScores
 from collab_compress.attention.shared import SharedScores
-from collab_compress.attention.values import DenseValues, NarrowValues, ValueParts
+from collab_compress.attention.values import NarrowValues, ValueParts
 
 __all__ = [
     "FORMS",
     "FORM_KINDS",
-    "DenseValues",
     "FormEdit",
     "HeadRows",
     "MapForm",

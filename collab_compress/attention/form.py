@@ -134,10 +134,6 @@ class MapForm(ABC):
                 )
 
     @abstractmethod
-    def check_room(self) -> None:
-        """Raise CompressionError if the module has no room for the form."""
-
-    @abstractmethod
     def build(self, module: Any, parent: Any) -> Any:
         """Return uninitialised parameters for `module`, with device, dtype and frozenness of the dense ones.
 

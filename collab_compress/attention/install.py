@@ -24,14 +24,9 @@ LAZY_VALUES = "_lazy_values_ready"  # attribute of a cache whose layers are all 
 
 
 class HeadCall(NamedTuple):
-    """One call of an attention function.
+    """One call of an attention function, as `collab_sdpa` gets it, with values of each head (B, Hkv, S, s).
 
-    Args:
-        module: the attention module.
-        query: (B, H, T, d); of converted scores (B, ⌈R/d⌉, T, d).
-        key: (B, Hkv, S, d); of converted scores (B, ⌈(R+H)/d⌉, S, d), content biases included.
-        value: (B, Hkv, S, s).
-        probs: attention probabilities before dropout (B, H, T, S), or None where no hook needs them.
+    `probs` are attention probabilities before dropout (B, H, T, S), or None where no hook needs them.
     """
 
     module: Any
@@ -82,12 +77,6 @@ class AttentionConfig:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.stock, name, value)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
 
 
 def redirect_(module: Any) -> None:
@@ -174,14 +163,10 @@ def uninstall_(module: Any, at: str, dense: Any) -> None:
 
 
 def lay_out_(module: Any, pieces: str) -> None:
-    """Set the head count that a module reshapes by to the key groups that its projections fill, in place.
+    """Set the head count by which a module reshapes, its attribute `pieces`, to the key groups in use, in place.
 
     That requires both maps to be converted, because the module lays them out alike; otherwise projections stay
-    padded to H·d.
-
-    Args:
-        module: the attention module.
-        pieces: the head-count attribute; nothing is done if it is empty.
+    padded to H·d. Nothing is done if the module has no such attribute.
     """
     if not pieces:
         return

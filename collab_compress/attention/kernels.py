@@ -201,12 +201,9 @@ def can_decode(inputs: Inputs) -> bool:
 
 @functools.cache
 def readers_of(sizes: Sequence[int], width: int, content_bias: bool = False) -> tuple[slice, ...]:
-    """Return, for each key group, the heads that read any of its channels.
+    """Return, for each key group of d = `width` channels, the heads that read any of them.
 
-    Args:
-        sizes: channels of each head, side by side.
-        width: channels d of a key group.
-        content_bias: whether one channel for each head follows, its content bias.
+    The channels of the heads lie side by side, by their `sizes`; then each head's content bias, if there are any.
     """
     owners = [head for head, size in enumerate(sizes) for _ in range(size)]
     if content_bias:
@@ -236,7 +233,7 @@ def cached_scores(query: Tensor, key: Tensor, readers: Sequence[slice] = ()) -> 
     Args:
         query: of each head, scaled, (B, H, P·d); zero in channels that a head does not read.
         key: (B, P, S, d), as in the cache.
-        readers: the heads that read each key group; empty if all heads read all of them.
+        readers: of `readers_of`; empty if all heads read all key groups.
     """
     (batch, groups, keys, width), heads = key.shape, query.shape[1]
     query = query.view(batch, heads, groups, width)

@@ -18,21 +18,21 @@ from torch.nn.functional import pad
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.attention.form import Cut, HeadRows, MapForm, padding_of, plain_weight, remaining
-from collab_compress.attention.projections import PaddedProjection, dense_projection, put_back_, replace_
+from collab_compress.attention.projections import PaddedProjection, dense_projection, put_back_
 from collab_compress.errors import CompressionError
 
 JOINT_WIDTH = "all_head_size"  # attribute of some modules: width of all head outputs, H·d or dv
 
 
 @dataclass(frozen=True)
-class DenseValues:
-    """The value and output projections of a dense module.
+class ValueParts:
+    """The parameters of a module's values, narrow ones to be installed or dense ones to be restored.
 
     Args:
-        value: values, D → H·d; where the stock model has a fused layer, an object that holds it as `whole`.
-        output: the output projection, which stays in the module.
-        weight: its weight, (D, H·d), or (H·d, D) in a transposed layer.
-        bias: its bias (D,), or None.
+        value: the value projection; of a fused layer, an object that holds the layer as `whole`.
+        output: the output projection, which stays in the module and gets the weight and the bias.
+        weight: (D, dv·group), or (dv·group, D) in a transposed layer.
+        bias: (D,), or None.
     """
 
     value: Any
@@ -40,26 +40,9 @@ class DenseValues:
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-
-@dataclass(frozen=True)
-class ValueParts:
-    """The parameters of narrow values, ready to be installed.
-
-    Args:
-        value: values, D → dv.
-        output: the output projection, which gets the weight and the bias.
-        weight: (D, dv·group), or (dv·group, D) in a transposed layer.
-        bias: (D,), or None.
-    """
-
-    value: PaddedProjection
-    output: nn.Linear | Conv1D
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
     def tensors(self) -> list[Tensor]:
         """List the fitted tensors."""
-        fitted = [*self.value.proj.parameters(), self.weight, self.bias]
+        fitted = [*self.value.parameters(), self.weight, self.bias]
         return [tensor.data for tensor in fitted if tensor is not None]
 
 
@@ -144,9 +127,6 @@ class NarrowValues(MapForm):
         """Channels of the values, with padding."""
         return self.dv + padding_of(self.dv, self.multiple)
 
-    def check_room(self) -> None:
-        """Do nothing: narrow values always fit."""
-
     # Parameters: built, filled, installed, read.
 
     def build(self, module: Any, parent: Any) -> ValueParts:
@@ -198,15 +178,17 @@ class NarrowValues(MapForm):
 
     def put_in_(self, module: Any, parts: ValueParts) -> None:
         """Replace the values of `module` and the parameters of its output projection, in place."""
-        replace_(module, {self.value: parts.value}, self.layout)
-        fill_(parts.output, parts.weight, parts.bias)
-        _set_joint_width_(module, self.dv)
+        self._install_(module, parts, self.dv)
 
-    def take_out_(self, module: Any, dense: DenseValues) -> None:
+    def take_out_(self, module: Any, dense: ValueParts) -> None:
         """Restore the dense values and output projection in place."""
-        put_back_(module, {self.value: dense.value}, self.layout)
-        fill_(dense.output, dense.weight, dense.bias)
-        _set_joint_width_(module, self.heads * self.head_width)
+        self._install_(module, dense, self.heads * self.head_width)
+
+    def _install_(self, module: Any, parts: ValueParts, width: int) -> None:
+        put_back_(module, {self.value: parts.value}, self.layout)
+        fill_(parts.output, parts.weight, parts.bias)
+        if hasattr(module, JOINT_WIDTH):
+            setattr(module, JOINT_WIDTH, width)
 
     def finish_(self, module: Any) -> None:
         """Do nothing: the checkpoint holds everything."""
@@ -300,11 +282,6 @@ class NarrowValues(MapForm):
     def macs(self, width: int, length: int) -> int:
         """T·D·dv for values; T²·dv and T·D·dv for each head that shares them."""
         return (length * width + self.group * (length**2 + length * width)) * self.dv
-
-
-def _set_joint_width_(module: Any, width: int) -> None:
-    if hasattr(module, JOINT_WIDTH):
-        setattr(module, JOINT_WIDTH, width)
 
 
 def output_dim(output: nn.Linear | Conv1D) -> int:

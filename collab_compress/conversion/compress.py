@@ -232,7 +232,9 @@ def find_tasks(
         if isinstance(site, DenseSite):
             _check_width(site, "dk", task.compression.dk, site.key_value_heads)
             _check_solver(site, task.compression)
-            task.form(calibrated).check_room()
+            form = task.form(calibrated)
+            if isinstance(form, ScoreForm):
+                form.check_room()
             _check_weights(site, ((site.family.query, site.query), (site.family.key, site.key)))
         else:
             _check_width(site, "dv", task.compression.dv, site.key_value_heads)

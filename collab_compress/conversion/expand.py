@@ -19,10 +19,10 @@ from collab_compress.architectures import (
 )
 from collab_compress.attention import (
     FORM_KINDS,
-    DenseValues,
     NarrowValues,
     RotaryScores,
     ScoreForm,
+    ValueParts,
     uninstall_,
 )
 from collab_compress.attention.install import FORMS_AT
@@ -267,7 +267,7 @@ def _family(model: PreTrainedModel, module: Any) -> AttentionFamily | None:
     return FAMILIES.get(getattr(module, "config", model.config).model_type)
 
 
-def _dense_values(name: str, module: Any, parent: Any, head_width: int | None) -> DenseValues:
+def _dense_values(name: str, module: Any, parent: Any, head_width: int | None) -> ValueParts:
     form: NarrowValues = module.value_form
     form = form if head_width is None else replace(form, head_width=head_width)
     output = form.output_of(module, parent)
@@ -276,7 +276,7 @@ def _dense_values(name: str, module: Any, parent: Any, head_width: int | None) -
     dense = _linear(form.widened(value, 1, form.sizes), dense_bias, module.get_submodule(form.value).proj.weight)
     wide = form.widened(weight, 0, form.output_sizes)  # (H·d, D)
     output_weight = nn.Parameter(wide.T.contiguous() if output_dim(output) else wide, output.weight.requires_grad)
-    return DenseValues(dense, output, output_weight, output.bias)
+    return ValueParts(dense, output, output_weight, output.bias)
 
 
 def _dense_projections(

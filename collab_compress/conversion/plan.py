@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import DenseSite, ValueSite
-from collab_compress.attention import DenseValues, MapForm, NarrowValues, RotaryScores, ScoreForm, form_for
+from collab_compress.attention import MapForm, NarrowValues, RotaryScores, ScoreForm, ValueParts, form_for
 from collab_compress.attention.projections import width_in
 from collab_compress.attention.rotary import arranged
 from collab_compress.calibration import Batch, gather_moments
@@ -452,5 +452,5 @@ def _dense(site: Site) -> Any:
     """Return the dense parameters of a map, as its form restores them."""
     if isinstance(site, ValueSite):
         output: Any = site.output
-        return DenseValues(site.value, output, output.weight, output.bias)
+        return ValueParts(site.value, output, output.weight, output.bias)
     return site.query, site.key

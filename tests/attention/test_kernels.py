@@ -1,89 +1,16 @@
-"""Every kernel against the formula, one head and one position at a time."""
-
-import math
+"""Every kernel of shared heads against the formula."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_inputs import MASKS, draw_inputs, inputs_strategy, oracle, oracle_probabilities
 
 from collab_compress.attention import kernels, shared
 from collab_compress.attention.kernels import Inputs
 from collab_compress.attention.shared import attend, attention_probabilities, blocked, folded, recomputed, sdpa
 
-
-def draw_problem(batch=2, heads=3, length=4, keys=5, rank=6, width=2, content=True, mask="none", seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    joined = normal(batch, keys, rank + heads + 1)  # as the key projection returns it: strided parts
-    value = normal(batch, keys, heads, width).transpose(1, 2)
-    visible = torch.rand(batch, 1, length, keys, generator=generator) > 0.4
-    visible[..., 0] = True  # what a query that sees nothing returns is nobody's business
-    padding = torch.arange(keys).expand(batch, 1, 1, keys) < torch.arange(1, batch + 1).view(-1, 1, 1, 1)
-    masks = {
-        "none": None,
-        "padding": padding,
-        "padding, expanded": padding.expand(batch, 1, length, keys),
-        "bool": visible,
-        "lowest": torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, torch.finfo().min),
-        "-inf": torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, -math.inf),
-        "position bias": normal(1, heads, length, keys),
-        "two axes": normal(length, keys),
-    }
-    return Inputs(
-        query=normal(batch, length, rank),
-        key=joined[..., :rank],
-        value=value,
-        mask=masks[mask],
-        scaling=0.3,
-        content=joined[..., rank : rank + heads] if content else None,
-        mixing=normal(heads, rank),
-    )
-
-
-MASKS = ["none", "padding", "padding, expanded", "bool", "lowest", "-inf", "position bias", "two axes"]
-problems = st.builds(
-    draw_problem,
-    batch=st.integers(1, 3),
-    heads=st.integers(1, 4),
-    length=st.integers(1, 6),
-    keys=st.integers(1, 6),
-    rank=st.integers(1, 9),
-    width=st.integers(1, 4),
-    content=st.booleans(),
-    mask=st.sampled_from(MASKS),
-    seed=st.integers(0, 999),
-)
-
-
-def oracle_probabilities(problem):
-    """p_i(x, ·) for one head, one query and one key at a time, (B, H, T, S)."""
-    (batch, length, rank), (heads, _), keys = problem.query.shape, problem.mixing.shape, problem.key.shape[1]
-    probs = []
-    mask = None if problem.mask is None else problem.mask.expand(batch, heads, length, keys)
-    for b, i, x in ((b, i, x) for b in range(batch) for i in range(heads) for x in range(length)):
-        scores = []
-        for y in range(keys):
-            score = sum(problem.query[b, x, r] * problem.mixing[i, r] * problem.key[b, y, r] for r in range(rank))
-            if problem.content is not None:
-                score = score + problem.content[b, y, i]
-            score = score * problem.scaling
-            if mask is not None:
-                allowed = mask[b, i, x, y]
-                score = score + ((0.0 if allowed else -math.inf) if mask.dtype == torch.bool else allowed)
-            scores.append(score - math.inf if problem.causal and y > x else score)
-        top = max(score.detach() for score in scores)
-        weights = [(score - top).exp() for score in scores]
-        probs.append(torch.stack([weight / sum(weights) for weight in weights]))
-    return torch.stack(probs).view(batch, heads, length, keys)
-
-
-def oracle(problem):
-    """Σ_y p_i(x, y) · value_i(y), (B, H, T, dv)."""
-    return torch.einsum("bixy,biyd->bixd", oracle_probabilities(problem), problem.value)
+problems = inputs_strategy(heads=st.integers(1, 4), rank=st.integers(1, 9))
 
 
 @pytest.fixture(params=[1, 100, 400, 1 << 20], ids="{} bytes".format)
@@ -106,7 +33,7 @@ def test_kernel_computes_the_formula(kernel, problem, causal):
 @pytest.mark.parametrize("mask", MASKS)
 def test_blocks_of_any_size_agree(mask, causal):
     for length, keys in ((5, 5), (5, 3), (3, 5), (1, 5)):
-        problem = draw_problem(batch=3, heads=4, length=length, keys=keys, mask=mask)._replace(causal=causal)
+        problem = draw_inputs(batch=3, heads=4, length=length, keys=keys, mask=mask)._replace(causal=causal)
         expected = folded(problem)
         for kernel in (blocked, recomputed):
             torch.testing.assert_close(kernel(problem), expected, rtol=1e-9, atol=1e-11)
@@ -115,13 +42,13 @@ def test_blocks_of_any_size_agree(mask, causal):
 @pytest.mark.parametrize("content", [True, False])
 @pytest.mark.parametrize("causal", [False, True])
 def test_probabilities_follow_the_formula(content, causal):
-    problem = draw_problem(content=content)._replace(causal=causal)
+    problem = draw_inputs(content=content)._replace(causal=causal)
     torch.testing.assert_close(attention_probabilities(problem), oracle_probabilities(problem), rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.usefixtures("cache_bytes")
 def test_a_query_that_sees_nothing_gets_the_mean_value():
-    problem = draw_problem()._replace(mask=torch.zeros(2, 1, 4, 5, dtype=torch.bool))
+    problem = draw_inputs()._replace(mask=torch.zeros(2, 1, 4, 5, dtype=torch.bool))
     expected = problem.value.mean(2, keepdim=True).expand(-1, -1, 4, -1)
     for kernel in (blocked, folded):
         torch.testing.assert_close(kernel(problem), expected)
@@ -137,7 +64,7 @@ def to(problem, *args):
     ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 5e-2), (torch.float16, 5e-3)]
 )
 def test_lower_precision_stays_close(dtype, tolerance):
-    rounded = to(draw_problem(batch=1, heads=2, length=16, keys=16, rank=16, width=8, mask="bool"), dtype)
+    rounded = to(draw_inputs(batch=1, heads=2, length=16, keys=16, rank=16, width=8, mask="bool"), dtype)
     got = attend(rounded)
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), oracle(to(rounded, torch.float64)), rtol=0, atol=tolerance)
@@ -145,7 +72,7 @@ def test_lower_precision_stays_close(dtype, tolerance):
 
 @pytest.mark.usefixtures("cache_bytes")
 def test_inputs_are_not_changed():
-    problem = draw_problem(mask="bool")._replace(causal=True)
+    problem = draw_inputs(mask="bool")._replace(causal=True)
     before = [tensor.clone() for tensor in problem.tensors()]
     blocked(problem)
     assert all(torch.equal(a, b) for a, b in zip(before, problem.tensors(), strict=True))
@@ -157,7 +84,7 @@ NAMES = ("query", "key", "value", "content", "mixing")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("content", [False, True])
 def test_gradients_are_those_of_the_formula(content, causal):
-    problem = draw_problem(batch=1, heads=2, length=3, keys=3, rank=2, content=content)._replace(causal=causal)
+    problem = draw_inputs(batch=1, heads=2, length=3, keys=3, rank=2, content=content)._replace(causal=causal)
     names = [name for name in NAMES if getattr(problem, name) is not None]
     leaves = [getattr(problem, name).detach().clone().requires_grad_() for name in names]
 
@@ -175,7 +102,7 @@ def test_gradients_are_those_of_the_formula(content, causal):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_block_by_block_are_those_of_all_at_once(mask, causal):
-    problem = draw_problem(batch=3, heads=4, length=5, keys=5, mask=mask)._replace(causal=causal)
+    problem = draw_inputs(batch=3, heads=4, length=5, keys=5, mask=mask)._replace(causal=causal)
     found = []
     for kernel in (folded, recomputed):
         leaves = {name: getattr(problem, name).detach().clone().requires_grad_() for name in NAMES}
@@ -188,7 +115,7 @@ def test_gradients_block_by_block_are_those_of_all_at_once(mask, causal):
 @pytest.mark.usefixtures("cache_bytes")
 def test_backward_drops_what_forward_dropped():
     """Outputs are linear in the values, so their gradient shows the probabilities that were kept."""
-    problem = draw_problem(batch=2, heads=3, length=5, keys=6)._replace(dropout=0.4)
+    problem = draw_inputs(batch=2, heads=3, length=5, keys=6)._replace(dropout=0.4)
     eye = torch.eye(6, dtype=torch.float64).expand(2, 3, 6, 6).clone().requires_grad_()
     probs = recomputed(problem._replace(value=eye))  # (B, H, T, S)
     assert 0 < (probs == 0).double().mean() < 1
@@ -203,7 +130,7 @@ def test_backward_drops_what_forward_dropped():
 
 
 def test_training_keeps_no_scores():
-    problem = draw_problem(batch=2, heads=4, length=48, keys=48, rank=5, width=3)
+    problem = draw_inputs(batch=2, heads=4, length=48, keys=48, rank=5, width=3)
     kept = []
 
     def pack(tensor):
@@ -217,7 +144,7 @@ def test_training_keeps_no_scores():
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_dropout_drops_with_its_probability_and_keeps_the_mean(grad):
-    problem = draw_problem(batch=4, heads=4, length=64, keys=64, width=64)
+    problem = draw_inputs(batch=4, heads=4, length=64, keys=64, width=64)
     problem = problem._replace(value=torch.eye(64, dtype=torch.float64).expand(4, 4, 64, 64))  # shows probabilities
     torch.manual_seed(0)
     with torch.set_grad_enabled(grad):
@@ -242,7 +169,7 @@ def chosen(monkeypatch):
 
 
 def test_inference_is_blocked_and_the_rest_is_not(chosen):
-    problem = draw_problem()
+    problem = draw_inputs()
     attend(problem)
     trained = problem._replace(mixing=problem.mixing.clone().requires_grad_())
     with torch.no_grad():
@@ -262,7 +189,7 @@ def test_inference_is_blocked_and_the_rest_is_not(chosen):
 
 
 def test_autocast_works_with_parameters_in_float32():
-    problem = to(draw_problem(), torch.bfloat16)
+    problem = to(draw_inputs(), torch.bfloat16)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         got = attend(problem._replace(mixing=problem.mixing.float()))
     torch.testing.assert_close(got.float(), folded(to(problem, torch.float32)), rtol=0, atol=5e-2)
@@ -277,7 +204,7 @@ class Attention(torch.nn.Module):
 def test_compiles_as_one_graph(dynamic):
     module = torch.compile(Attention(), fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for length in (4, 7):
-        problem = draw_problem(length=length, keys=length, mask="bool")
+        problem = draw_inputs(length=length, keys=length, mask="bool")
         with torch.no_grad():
             got = module(*problem.tensors())
         torch.testing.assert_close(got, folded(problem))
@@ -293,15 +220,15 @@ def test_exports_with_dynamic_batch_and_length():
         "content": {0: batch, 1: length},
         "mixing": None,
     }
-    example = draw_problem(length=5, keys=5, mask="bool")
+    example = draw_inputs(length=5, keys=5, mask="bool")
     program = torch.export.export(Attention(), tuple(example.tensors()), dynamic_shapes=dynamic)
-    other = draw_problem(batch=3, length=7, keys=7, mask="bool")
+    other = draw_inputs(batch=3, length=7, keys=7, mask="bool")
     torch.testing.assert_close(program.module()(*other.tensors()), folded(other))
 
 
 @pytest.mark.parametrize("grad", [torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f))])
 def test_functional_gradients_are_those_of_autograd(grad):
-    problem = to(draw_problem(), torch.float32)
+    problem = to(draw_inputs(), torch.float32)
     query = problem.query.unsqueeze(1)  # each sample is a batch of one
 
     def squared(query, key, content, value):
