@@ -128,10 +128,11 @@ class Compression:
     calibration's `length`, or of the length that nine in ten texts do not exceed, or of 128 tokens."""
 
     form: Form = "shared"
-    """Whether heads share their channels, or each has its own, as many as pay (per-head: cheaper on long inputs)."""
+    """Whether heads share their channels (shared), or each has its own, their number chosen by the singular values
+    (per-head: cheaper on long inputs)."""
 
     equal_heads: bool = False
-    """In the per-head form: all heads equally wide, as in a stock model, instead of as wide as pays."""
+    """In the per-head form: all heads equally wide, as in a stock model."""
 
     modules: Annotated[str, tyro.conf.arg(metavar="GLOB")] = "*"
     """Convert only attention modules whose path matches."""

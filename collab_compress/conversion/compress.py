@@ -86,7 +86,7 @@ def compress(
 
     With `dk`, shared projections of width R, a mixing matrix and, where queries have a bias, content biases replace
     the query and key projections of each module ("Multi-Head Attention: Collaborate Instead of Concatenate", eqs.
-    7–13). In the per-head form each head keeps projections of its own, as wide as pays, without a mixing matrix.
+    7–13). In the per-head form each head has its own projections, of different widths, and no mixing matrix.
     With `dv`, each head's values keep the channels that matter most, and the output projection is fitted to them
     (`narrow_values`). With `dff`, feed-forward blocks keep the neurons that matter most.
     Given texts or batches, the layers that write to the residual stream (output projections, and second layers of
@@ -113,9 +113,9 @@ def compress(
             quantized model.
         CalibrationError: calibration data is missing or unusable.
     """
-    source, model = model, transformers_model(model)
-    if tokenizer is None and source is not model:
-        tokenizer = getattr(source, "tokenizer", None)
+    if tokenizer is None:
+        tokenizer = getattr(model, "tokenizer", None)  # of a SentenceTransformer
+    model = transformers_model(model)
     options = calibration_options or CalibrationOptions()
     started = perf_counter()
     devices = [model.device] if model.device.type == "cuda" else []
