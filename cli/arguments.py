@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from collab_compress.errors import CollabCompressError, DataError
-from collab_compress.options import SECTION_NAMES, CalibrationOptions, Compression, ReportOptions
+from collab_compress.options import SECTION_NAMES, CalibrationOptions, Compression, ReportOptions, check_seed
 
 AUTO = "auto"
 CALIBRATIONS = "synthetic|generated|none|FILE[:COLUMN]|synthetic+FILE|DIR"
@@ -370,6 +370,7 @@ class PruneArguments(EditArguments):
     """Seed of the rows that are drawn, if there are more than --sentences."""
 
     def __post_init__(self) -> None:
+        check_seed(self.seed)
         if (self.share is None) == (not self.heads):
             raise CollabCompressError("say which heads to remove: --share SHARE of all, or --heads MODULE=H,H")
         measured = self.inputs.data is not None or self.inputs.task is not None
@@ -416,6 +417,9 @@ class RecoverArguments(EditArguments):
 
     seed: int = 0
     """Seed of random tokens and of the order of texts."""
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ def run_expand(arguments: ExpandArguments) -> Expansion:
     else:
         lines.append("The dense model is the nearest one of this width, not the same.")
         note = "Converted attention was expanded to dense projections of each head, the nearest of their width."
-    report = read_record(source.directory).get("report") or {}
-    if report.get("refits") or report.get("feed_forward"):
+    report = read_record(source.directory).get("report")
+    if isinstance(report, dict) and (report.get("refits") or report.get("feed_forward")):
         lines.append(LASTING)
     finish(source, output, arguments.saving, Made(record, [note]), lines)
     return expansion

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import tyro
 
-from collab_compress.errors import CalibrationError, CompressionError, HeadError
+from collab_compress.errors import CalibrationError, CollabCompressError, CompressionError, HeadError
 
 Kind: TypeAlias = Literal["encoder", "decoder", "cross"]
 """Self-attention of an encoder or of a decoder, or cross-attention."""
@@ -32,6 +32,12 @@ def _check_count(error: type[Exception], **counts: Any) -> None:
             raise error(f"{name} is {value!r}; expected a whole number")
         if value is not None and value < 1:
             raise error(f"{name} is {value}; expected at least 1")
+
+
+def check_seed(seed: Any, error: type[CollabCompressError] = CompressionError) -> None:
+    """Refuse what is no seed of NumPy's generators, which are the most particular."""
+    if not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise error(f"seed is {seed}; expected a whole number from 0 to 2³² − 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +96,7 @@ class Solver:
             )
         if self.tolerance is not None and not 0 <= self.tolerance < inf:
             raise CompressionError(f"tolerance is {self.tolerance}; expected a finite number, 0 or more")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
-            raise CompressionError(f"seed is {self.seed}; expected a whole number from 0 to 2³² − 1")
+        check_seed(self.seed)
 
     @property
     def iteration_is_default(self) -> bool:
@@ -249,7 +254,6 @@ class ReportOptions:
         for name, width in (("dk", self.dk), ("dv", self.dv), ("dff", self.dff)):
             if width is not None and width < 1:
                 raise HeadError(f"{name} is {width}; expected at least 1")
-        if not 0 <= self.seed < 2**32:
-            raise HeadError(f"seed is {self.seed}; expected a whole number from 0 to 2³² − 1")
+        check_seed(self.seed, HeadError)
         if min(self.lengths, default=1) < 1:
             raise HeadError(f"lengths are {', '.join(map(str, self.lengths))}; expected at least 1 token")

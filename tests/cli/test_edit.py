@@ -209,6 +209,7 @@ def test_the_number_of_steps_may_be_left_out():
         (["prune", "dense", "--heads", "layer=0"], "no attention module 'layer'"),
         (["recover", "small"], "pass --dense MODEL"),
         (["recover", "dense", "--dense", "dense"], "is not converted"),
+        (["recover", "small", "--dense", "dense", "--seed", -1], "seed is -1; expected a whole number from 0 to"),
         (["recover", "small", "--dense", "dense", "--steps", 0], "expected at least 1, or 0 with texts"),
         (["recover", "small", "--dense", "dense", "--learning-rate", "nan"], "expected a number above 0"),
         (["recover", "small", "--dense", "minilm", "--steps", 1], "pass the dense model that was converted"),
@@ -248,6 +249,8 @@ def test_expanding_says_what_does_not_come_back(run):
     code, printed, _ = run("expand", "both", "--output", "back")
     assert code == 0
     assert "feed-forward blocks with fewer neurons, stay as they are" in printed
+    Path("both", "collab_compress.json").write_text('{"report": 3}', encoding="utf-8")  # not ours
+    assert run("expand", "both", "--output", "again")[0] == 0
 
 
 def test_random_tokens_are_said_to_be_not_enough(run):
