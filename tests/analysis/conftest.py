@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from recorded import recorded_inputs
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -43,32 +44,17 @@ def draw() -> Callable[..., Tensor]:
 @pytest.fixture(scope="session")
 def real_responses() -> Callable[..., dict[str, list[Tensor]]]:
     def read(model: PreTrainedModel, batches: list) -> dict[str, list[Tensor]]:
-        """What output projections read at real tokens: module path → (N, H, d) of each of its uses."""
-        found: dict[str, list[Tensor]] = {}
+        """What output projections read without padding: module path → (N, H, d) of each of its uses."""
+        found: dict[str, list[list[Tensor]]] = {}
+        sites = find_attention(model, FAMILIES)
         for batch in batches:
-            seen: dict[str, list[Tensor]] = {}
-            handles = []
-            for site in find_attention(model, FAMILIES):
-                mask = batch[
-                    "attention_mask"
-                    if site.kind == "encoder" or "decoder_attention_mask" not in batch
-                    else "decoder_attention_mask"
-                ]
-
-                def keep(_, args, site=site, mask=mask, seen=seen):
-                    heads = args[0].unflatten(-1, (site.heads, -1))
-                    seen.setdefault(site.name, []).append(heads[mask.bool()])
-
-                handles.append(site.part(site.family.output).register_forward_pre_hook(keep))
-            with torch.no_grad():
-                model(**batch)
-            for handle in handles:
-                handle.remove()
-            for name, uses in seen.items():
-                found[name] = [
-                    torch.cat([old, new])
-                    for old, new in zip(found.get(name, [u[:0] for u in uses]), uses, strict=True)
-                ]
-        return found
+            calls = recorded_inputs(model, batch, {site.name: site.part(site.family.output) for site in sites})
+            for site in sites:
+                mask = batch["attention_mask"]
+                if site.kind != "encoder":
+                    mask = batch.get("decoder_attention_mask", mask)
+                heads = [call.unflatten(-1, (site.heads, -1))[mask.bool()] for call in calls[site.name]]
+                found.setdefault(site.name, []).append(heads)
+        return {name: [torch.cat(use) for use in zip(*parts, strict=True)] for name, parts in found.items()}
 
     return read

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from recorded import recorded_inputs
 
 from collab_compress import Compression, Solver, compress, merge_alphas_, mix_heads_, read_factors
 from collab_compress.analysis import head_energy, tensor_energy, value_energy
@@ -53,25 +54,15 @@ def root(moment, damping):
 
 
 def real_inputs(model, site, batches):
-    """Inputs of the query and key projections at real tokens, (N, D) each."""
-    seen = {"query": [], "key": []}
+    """Inputs of the query and key projections without padding, (N, D) each."""
+    inputs = {"query": [], "key": []}
     for batch in batches:
-        encoder = batch["attention_mask"]
-        decoder = batch.get("decoder_attention_mask", encoder)
-        masks = {
-            "query": encoder if site.kind == "encoder" else decoder,
-            "key": decoder if site.kind == "decoder" else encoder,
-        }
-
-        def keep(side, masks=masks):
-            return lambda _, args: seen[side].append(args[0][masks[side].bool()])
-
-        handles = [getattr(site, side).register_forward_pre_hook(keep(side)) for side in seen]
-        with torch.no_grad():
-            model(**batch)
-        for handle in handles:
-            handle.remove()
-    return [torch.cat(found).double().numpy() for found in seen.values()]
+        encoder = batch["attention_mask"].bool()
+        decoder = batch.get("decoder_attention_mask", encoder).bool()
+        read = recorded_inputs(model, batch, {"query": site.query, "key": site.key})
+        inputs["query"] += [call[encoder if site.kind == "encoder" else decoder] for call in read["query"]]
+        inputs["key"] += [call[decoder if site.kind == "decoder" else encoder] for call in read["key"]]
+    return [torch.cat(calls).double().numpy() for calls in inputs.values()]
 
 
 def test_bare_weights_have_the_energy_of_their_matrices(family, make_tiny):
@@ -164,28 +155,14 @@ def test_what_cannot_be_measured_is_refused(bert):
         head_energy(bert)
 
 
-def outputs_of_heads(model, site, batches):
-    """What an output projection reads at real tokens, (N, dv)."""
-    seen = []
-    for batch in batches:
-        encoder = batch["attention_mask"]
-        mask = encoder if site.kind == "encoder" else batch.get("decoder_attention_mask", encoder)
-        handle = site.part(site.family.output).register_forward_pre_hook(
-            lambda _, args, mask=mask: seen.append(args[0][mask.bool()])
-        )
-        with torch.no_grad():
-            model(**batch)
-        handle.remove()
-    return torch.cat(seen).double().numpy()
-
-
 @pytest.mark.parametrize("weighed", [False, True])
-def test_values_of_each_head_have_the_energy_of_their_maps(family, weighed, make_tiny, calibration):
+def test_values_of_each_head_have_the_energy_of_their_maps(family, weighed, make_tiny, calibration, real_responses):
     model, batches = make_tiny(family), calibration[:2]
-    found = value_energy(model, batches if weighed else None, damping=1e-6)
+    found, responses = value_energy(model, batches if weighed else None, damping=1e-6), real_responses(model, batches)
     for site in find_dense_values(model, FAMILIES):
         value, output = site.value_heads().double().numpy(), site.output_heads().double().numpy()
-        seen = np.cov(outputs_of_heads(model, site, batches).T, bias=True) if weighed else None
+        read = torch.cat([use.flatten(1) for use in responses[site.name]]).double().numpy()
+        seen = np.cov(read.T, bias=True) if weighed else None
         for head in range(site.heads):
             own = slice(head * 8, head * 8 + 8)
             made = value[head] @ output[head] if seen is None else root(seen[own, own], 0) @ output[head]

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from recorded import recorded_inputs
 from tiny_families import make_rotary
 from transformers import CONFIG_MAPPING, AutoModel
 
@@ -65,17 +66,12 @@ def batches(model, count=12):
 
 
 def activations(model, name, data):
-    """What a layer reads at real tokens, in all its calls."""
-    seen = []
+    """What a layer reads without padding, in all its calls."""
+    layer, inputs = model.get_submodule(name), []
     for batch in data:
-        real = batch["attention_mask"].bool()
-        handle = model.get_submodule(name).register_forward_pre_hook(
-            lambda _, args, real=real: seen.append(args[0][real])
-        )
-        with torch.no_grad():
-            model(**batch)
-        handle.remove()
-    return torch.cat(seen).numpy()
+        calls = recorded_inputs(model, batch, {name: layer})[name]
+        inputs += [call[batch["attention_mask"].bool()] for call in calls]
+    return torch.cat(inputs).numpy()
 
 
 def solved(inputs, outputs, ridge, start):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from recorded import recorded_inputs
 
 from collab_compress import mix_heads_, read_factors
 from collab_compress.analysis import alpha_matrices, content_share, effective_rank, mixing_matrices, skew_symmetry
@@ -95,18 +96,9 @@ NAME = "encoder.layer.0.attention.self"
 
 def inputs_of(model, site, batch):
     """What the query and key projections of each use of a module read, (B, T, D)."""
-    seen = {"query": [], "key": []}
-    handles = [
-        site.part(getattr(site.family, side)).register_forward_pre_hook(
-            lambda _, args, side=side: seen[side].append(args[0].double())
-        )
-        for side in seen
-    ]
-    with torch.no_grad():
-        model(**batch)
-    for handle in handles:
-        handle.remove()
-    return list(zip(seen["query"], seen["key"], strict=True))
+    sides = {side: site.part(getattr(site.family, side)) for side in ("query", "key")}
+    read = recorded_inputs(model, batch, sides)
+    return [(query.double(), key.double()) for query, key in zip(read["query"], read["key"], strict=True)]
 
 
 def parts_of(model, site):
