@@ -44,25 +44,26 @@ settings.register_profile("busy machines", deadline=None)  # where time tells no
 settings.load_profile("busy machines")
 VOCABULARY, WIDTH, HEADS = 61, 24, 3
 
+TOKENS = {"vocab_size": VOCABULARY, "max_position_embeddings": 40}
+BERT = {
+    **TOKENS,
+    "hidden_size": WIDTH,
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": 2,
+    "initializer_range": 0.4,
+}
+BERT["intermediate_size"] = 32
+MARIAN = {**TOKENS, "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "init_std": 0.4}
+MARIAN |= {"encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS}
+MARIAN |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "decoder_start_token_id": 0}
+MARIAN |= {"pad_token_id": 0, "eos_token_id": 1, "forced_eos_token_id": 1}
+DISTILBERT = {**TOKENS, "dim": WIDTH, "n_heads": HEADS, "n_layers": 2, "hidden_dim": 32, "initializer_range": 0.4}
 CONFIGS = {
-    "bert": lambda: BertConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, num_attention_heads=HEADS, num_hidden_layers=2,
-        intermediate_size=32, max_position_embeddings=40, initializer_range=0.4,
-    ),
-    "albert": lambda: AlbertConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, embedding_size=12, num_attention_heads=HEADS,
-        num_hidden_layers=3, intermediate_size=32, max_position_embeddings=40, initializer_range=0.4,
-    ),
-    "distilbert": lambda: DistilBertConfig(
-        vocab_size=VOCABULARY, dim=WIDTH, n_heads=HEADS, n_layers=2, hidden_dim=32,
-        max_position_embeddings=40, initializer_range=0.4,
-    ),
-    "marian": lambda: MarianConfig(
-        vocab_size=VOCABULARY, d_model=WIDTH, encoder_layers=2, decoder_layers=2, encoder_attention_heads=HEADS,
-        decoder_attention_heads=HEADS, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=40,
-        init_std=0.4, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=1,
-    ),
-}  # fmt: skip
+    "bert": lambda: BertConfig(**BERT),
+    "albert": lambda: AlbertConfig(**{**BERT, "num_hidden_layers": 3}, embedding_size=12),
+    "distilbert": lambda: DistilBertConfig(**DISTILBERT),
+    "marian": lambda: MarianConfig(**MARIAN),
+}
 CLASSES = {"bert": BertModel, "albert": AlbertModel, "distilbert": DistilBertModel, "marian": MarianModel}
 AUTO_CLASSES = {
     "base": AutoModel,

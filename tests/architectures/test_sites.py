@@ -55,36 +55,32 @@ def test_glob_without_match_names_what_there_is(make_tiny):
 
 
 def test_refuses_unknown_family_and_names_where_the_others_are():
-    model = GPTNeoModel(
-        GPTNeoConfig(
-            num_layers=1, attention_types=[[["global"], 1]], hidden_size=8, num_heads=2, vocab_size=11,
-            max_position_embeddings=8,
-        )
-    )  # fmt: skip
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "vocab_size": 11, "max_position_embeddings": 8}
+    model = GPTNeoModel(GPTNeoConfig(attention_types=[[["global"], 1]], **sizes))
     with pytest.raises(UnsupportedModelError, match=r"'gpt_neo' .*h\.0\.attn \(GPTNeoAttention\).*docs/families"):
         find_dense_attention(model, FAMILIES)
+
+
+SIZES = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 11, "intermediate_size": 8}
 
 
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         (
-            lambda: PhiModel(PhiConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=11,
-                                       intermediate_size=8, qk_layernorm=True)),
+            lambda: PhiModel(PhiConfig(**SIZES, qk_layernorm=True)),
             r"layers\.0\.self_attn\.q_layernorm \(LayerNorm\): .*QK-norm",
         ),
         (
-            lambda: Qwen3Model(Qwen3Config(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=11,
-                                           intermediate_size=8, num_key_value_heads=2, head_dim=4)),
+            lambda: Qwen3Model(Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=4)),
             r"layers\.0\.self_attn \(Qwen3Attention\): .*QK-norm.* narrow values \(dv\)",
         ),
         (
-            lambda: GemmaModel(GemmaConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=11,
-                                           intermediate_size=8, num_key_value_heads=4, head_dim=4)),
+            lambda: GemmaModel(GemmaConfig(**SIZES, num_key_value_heads=4, head_dim=4)),
             r"layers\.0\.self_attn: got 4 heads of keys and values for 2 of queries; expected a divisor of 2",
         ),
     ],
-)  # fmt: skip
+)
 def test_refuses_what_cannot_be_converted(model, message):
     with pytest.raises(UnsupportedModelError, match=message):
         find_dense_attention(model(), FAMILIES)

@@ -25,9 +25,15 @@ def test_mteb_on_a_converted_model(minilm_path):
 
     class Local(AbsTaskSTS):
         metadata = mteb.TaskMetadata(
-            name="Local", dataset={"path": "here", "revision": "1"}, description="words in common", type="STS",
-            category="t2t", eval_splits=["validation"], eval_langs=["eng-Latn"], main_score="cosine_spearman",
-        )  # fmt: skip
+            name="Local",
+            dataset={"path": "here", "revision": "1"},
+            description="words in common",
+            type="STS",
+            category="t2t",
+            eval_splits=["validation"],
+            eval_langs=["eng-Latn"],
+            main_score="cosine_spearman",
+        )
 
         def load_data(self, *_, **__):
             columns = {"sentence1": ones, "sentence2": others, "score": scores}
@@ -67,10 +73,9 @@ def test_lm_eval_on_a_converted_model(tmp_path):
     (tmp_path / "after.yaml").write_text(TASK.format(rows=tmp_path / "rows.jsonl"))
     torch.manual_seed(0)
     tokenizer = word_tokenizer()
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_embd=24, n_head=3, n_layer=2, n_positions=40, initializer_range=0.4,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+    sizes = {"vocab_size": len(tokenizer), "n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": 40}
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = GPT2Config(**sizes, **ends, initializer_range=0.4)
     model = GPT2LMHeadModel(config).eval()
     compress(model, Compression(dk=6), calibration=None)
     [score] = lm_eval_scores(model, tokenizer, ["after"], include=tmp_path, batch_size=4)

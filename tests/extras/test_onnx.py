@@ -20,10 +20,8 @@ TEXTS = ["A man is playing a guitar.", "The quick brown fox jumps over the lazy 
 
 def session(model, batch, dynamic, path):
     with torch.no_grad():
-        torch.onnx.export(
-            model, (), path, kwargs=batch, dynamic_shapes=dynamic(batch), dynamo=True, input_names=list(batch),
-            verbose=False,
-        )  # fmt: skip
+        names = {"kwargs": batch, "input_names": list(batch), "dynamic_shapes": dynamic(batch)}
+        torch.onnx.export(model, (), path, **names, dynamo=True, verbose=False)
     return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
 

@@ -170,9 +170,8 @@ def test_a_folder_of_images(pictures, build, tokenizer, tmp_path):
     clip = saved_with(CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size=8), build("clip"), tmp_path / "clip")
     both = CLIPProcessor(CLIPImageProcessorPil(), tokenizer)
     (batch,) = calibration_batches(pictures, clip, both, length=9)
-    assert {name: tuple(part.shape) for name, part in batch.items()} == {
-        "pixel_values": (5, 3, 8, 8), "input_ids": (5, 9), "attention_mask": (5, 9),
-    }  # fmt: skip
+    shapes = {name: tuple(part.shape) for name, part in batch.items()}
+    assert shapes == {"pixel_values": (5, 3, 8, 8), "input_ids": (5, 9), "attention_mask": (5, 9)}
 
 
 def test_a_folder_of_sounds(sounds, build, tmp_path):

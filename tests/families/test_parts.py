@@ -13,8 +13,11 @@ from collab_compress.calibration import calibration_batches
 from collab_compress.errors import UnsupportedModelError
 from collab_compress.heads import Tap
 
-ENCODERS = {"EncoderDecoder": ("bert", BertConfig), "VisionEncoderDecoder": ("vit", ViTConfig),
-            "SpeechEncoderDecoder": ("wav2vec2", Wav2Vec2Config)}  # fmt: skip
+ENCODERS = {
+    "EncoderDecoder": ("bert", BertConfig),
+    "VisionEncoderDecoder": ("vit", ViTConfig),
+    "SpeechEncoderDecoder": ("wav2vec2", Wav2Vec2Config),
+}
 KINDS = ("encoder",) * 2 + ("decoder", "cross") * 2
 
 
@@ -90,11 +93,10 @@ def test_each_tower_has_masks_of_its_own(build, inputs, run):
 
 
 def test_a_tower_without_description_is_named_and_can_be_left_out(tinies):
-    config = transformers.ClapConfig(
-        text_config=tinies["clap_text_model"].settings, projection_dim=8,
-        audio_config={"patch_embeds_hidden_size": 8, "depths": [1, 1], "num_attention_heads": [2, 2],
-                      "hidden_size": 16, "spec_size": 64, "num_mel_bins": 16, "window_size": 2},
-    )  # fmt: skip
+    audio = {"patch_embeds_hidden_size": 8, "depths": [1, 1], "num_attention_heads": [2, 2], "hidden_size": 16}
+    audio |= {"spec_size": 64, "num_mel_bins": 16, "window_size": 2}
+    text = tinies["clap_text_model"].settings
+    config = transformers.ClapConfig(text_config=text, audio_config=audio, projection_dim=8)
     model = transformers.ClapModel(config)
     with pytest.raises(
         UnsupportedModelError,

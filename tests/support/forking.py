@@ -116,10 +116,9 @@ class ForkingPython:
         self.runs += 1
         streams = [str(self.folder / f"{self.runs}.{name}") for name in ("stdin", "stdout", "stderr")]
         Path(streams[0]).write_text(told, encoding="utf-8")
-        pid = self.ask("start", {
-            "code": program, "arguments": [str(argument) for argument in arguments], "streams": streams,
-            "folder": str(folder or self.folder), "environment": dict(environment or {}),
-        })  # fmt: skip
+        job = {"code": program, "arguments": [str(argument) for argument in arguments], "streams": streams}
+        job |= {"folder": str(folder or self.folder), "environment": dict(environment or {})}
+        pid = self.ask("start", job)
         assert pid is not None
         return Fork(self, pid, [Path(stream) for stream in streams])
 

@@ -28,11 +28,9 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def bert_config(tokenizer: PreTrainedTokenizerFast, **others: Any) -> BertConfig:
-    usual = {"num_attention_heads": 3, "num_hidden_layers": 2, "initializer_range": 0.4}
-    return BertConfig(
-        vocab_size=len(tokenizer), hidden_size=24, intermediate_size=32, max_position_embeddings=40,
-        pad_token_id=tokenizer.pad_token_id, **usual | others,
-    )  # fmt: skip
+    sizes = {"num_attention_heads": 3, "num_hidden_layers": 2, "initializer_range": 0.4, "hidden_size": 24}
+    sizes |= {"intermediate_size": 32, "max_position_embeddings": 40}
+    return BertConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **sizes | others)
 
 
 def write_mrpc(file: Path, pairs: Iterable[tuple[str, str]]) -> None:

@@ -42,10 +42,8 @@ def run_both(function: Callable[..., Any], *given: Any, seconds: float = 240) ->
 
 def _run(rank: int, port: int, results: Any, function: Callable[..., Any], given: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     try:

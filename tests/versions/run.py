@@ -20,10 +20,8 @@ VERSIONS = {
     "5.15.0": ("huggingface_hub<2", "tokenizers<=0.23.0", "httpx"),
     "5.20.2": (),
 }
-TESTS = (
-    "tests/families", "tests/checkpoint", "tests/conversion/test_expand.py", "tests/training/test_trainer.py",
-    "tests/cli/test_compress.py", "tests/test_compatibility.py",
-)  # fmt: skip
+TESTS = ("families", "checkpoint", "conversion/test_expand.py", "training/test_trainer.py", "cli/test_compress.py")
+TESTS += ("test_compatibility.py",)
 
 
 def install(version: str) -> Path:
@@ -45,21 +43,8 @@ def run(version: str) -> bool:
     folder = install(version)
     path = os.pathsep.join([str(folder), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "2",
-        "-m",
-        "not slow",
-        "-W",
-        "default",
-        "-p",
-        "skip_newer",
-        *TESTS,
-    ]
+    options = ["-q", "-n", "2", "-m", "not slow", "-W", "default", "-p", "skip_newer"]
+    command = [sys.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in TESTS)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     (folder / "tests.log").write_text(done.stdout + done.stderr, encoding="utf-8")
     print(f"Transformers {version}: {(done.stdout.splitlines() or ['no output'])[-1]}", flush=True)
