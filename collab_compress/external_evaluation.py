@@ -40,8 +40,6 @@ def mteb_scores(model: Any, tasks: Sequence[Any], *, batch_size: int = 32, progr
     Args:
         model: a SentenceTransformer, or anything else that `mteb.evaluate` takes.
         tasks: tasks, or their names.
-        batch_size: texts in a batch.
-        progress: whether to show progress bars.
 
     Returns:
         The main metric of each task, averaged over its evaluated splits and languages.
@@ -88,9 +86,7 @@ def lm_eval_scores(
 
     Args:
         model: a model that predicts tokens, on the device to run on.
-        tokenizer: its tokenizer.
         tasks: names of tasks or of groups of tasks.
-        batch_size: rows in a batch.
         shots: examples in a prompt; None for the task's default.
         limit: largest number of questions of each task, for a quick try; None for all.
         include: folder with further tasks, as YAML files.

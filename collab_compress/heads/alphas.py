@@ -102,7 +102,6 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
 
     Args:
         model: stock or collaborative. A module that serves several layers (ALBERT) has one α for all of them.
-        kinds: kinds of attention.
 
     Raises:
         UnsupportedModelError: the model's family is not known, or a module lies outside the base model.
@@ -141,10 +140,6 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
 
 def alphas_of(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> dict[str, nn.Parameter]:
     """Return the mixing coefficients α of every attention module whose heads are mixed.
-
-    Args:
-        model: of a known family.
-        kinds: kinds of attention.
 
     Returns:
         Module path → α (H, H), the parameter itself: α[i, j] is the weight of head j in the new head i. Empty where

@@ -296,7 +296,6 @@ class DropHead(HeadHooks):
     Args:
         model: stock or edited.
         p: probability of dropping a head, in [0, 1); may be set between steps.
-        kinds: kinds of attention.
         rescale: whether kept heads are scaled up and one always stays. Without, heads are only set to zero, possibly
             all of them: the "naive" DropHead of "Analyzing and Controlling Inter-Head Diversity in Multi-Head
             Attention", §4.3.

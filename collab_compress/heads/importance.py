@@ -34,7 +34,6 @@ def confidence(
         batches: keyword arguments for the model; held-out data, in the paper.
         exclude: ids of tokens that do not count; the end-of-sequence tokens of the model's config if not given. Add
             the tokenizer's end where the config names none, as `tokenizer.sep_token_id`.
-        kinds: kinds of attention.
         together: measure on the batches of all processes of a distributed training, each of which must call this and
             gets the same result. Where FSDP shards the model, each must pass as many batches.
 
@@ -68,7 +67,6 @@ def average_distance(
         batches: keyword arguments for the model; held-out data, in the paper.
         of: what H_i is: the head's output (dv numbers), or its attention probabilities (S numbers).
         exclude: as for `confidence`.
-        kinds: kinds of attention.
         together: as for `confidence`.
 
     Returns:

@@ -21,7 +21,7 @@ def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def whole(tensor: Any) -> Tensor:
+def full_tensor(tensor: Any) -> Tensor:
     """Return the full tensor, differentiable. For a sharded tensor every process must call it."""
     full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     return full

@@ -12,7 +12,7 @@ from collab_compress.architectures import FAMILIES, AttentionSite, FusedSlice, f
 from collab_compress.architectures.sites import read
 from collab_compress.attention.install import FORMS_AT
 from collab_compress.errors import HeadError
-from collab_compress.heads.sharding import refuse_pieces, reshard_, whole, write_
+from collab_compress.heads.sharding import full_tensor, refuse_pieces, reshard_, write_
 
 Head: TypeAlias = tuple[str, int]
 """Path of an attention module in the model, and the number of one of its heads, from 0."""
@@ -130,8 +130,8 @@ def swap_heads_(model: nn.Module, pairs: Sequence[Pair], optimizer: Any = None) 
             _check_alike(one, tensors, other_tensors)
             swaps += [(one, tensor, other, other_tensors[name]) for name, tensor in tensors.items()]
         for one, tensor, other, other_tensor in swaps:
-            full = whole(tensor)
-            other_full = full if other_tensor is tensor else whole(other_tensor)
+            full = full_tensor(tensor)
+            other_full = full if other_tensor is tensor else full_tensor(other_tensor)
             copy = one.of(full).clone()
             one.of(full).copy_(other.of(other_full))
             other.of(other_full).copy_(copy)

@@ -234,7 +234,6 @@ def load_task(
         files: split → path, or paths to read one after another, instead of the usual ones; `{lang}` stands for the
             language.
         train: whether training data are needed; without, they may be missing.
-        progress: whether to show progress bars.
         num_proc: number of processes that work on data on disk; files are read into memory if not given.
 
     Returns:

@@ -50,7 +50,6 @@ def train_tokenizer(
             the first position needs.
         mask: whether there is a fifth special token, `<mask>`, for masked language modelling.
         lowercase: whether texts are lowercased.
-        progress: whether to show a progress bar.
 
     Raises:
         DataError: the kind is unknown, the vocabulary is too small, or there is no text.
@@ -133,10 +132,7 @@ def encode_classification(
 
     Args:
         data: columns text, text_pair for pairs, and label; a data set or one for each split.
-        tokenizer: the model's.
         max_length: tokens of a row; longer texts are truncated, of a pair the longer one first.
-        progress: whether to show progress bars.
-        num_proc: number of processes; one if not given.
 
     Returns:
         Columns input_ids, attention_mask, others of the tokenizer, and labels if there are any.
@@ -166,8 +162,6 @@ def encode_translation(
         tokenizer: the model's; takes targets by `text_target`, as Marian's has a vocabulary for each side.
         max_source_length: tokens of a source sentence; longer ones are truncated.
         max_target_length: tokens of a target sentence.
-        progress: whether to show progress bars.
-        num_proc: number of processes; one if not given.
 
     Returns:
         Columns input_ids, attention_mask and labels.
@@ -204,8 +198,6 @@ def encode_language_model(
         tokenizer: the model's; has an end token, which also starts where it has no start token.
         length: tokens of a block, or of a line.
         lines: whether each text is its own row, truncated; perplexities are not reported on such rows.
-        progress: whether to show progress bars.
-        num_proc: number of processes; one if not given.
 
     Returns:
         Columns input_ids and labels.
@@ -254,8 +246,6 @@ def encode_masked_language_model(
         share: share of tokens to predict, with a seed; of these 80 % are masked, 10 % are replaced by another token,
             and 10 % stay.
         seed: of the masks; if not given, blocks are not masked, for a collator to do it.
-        progress: whether to show progress bars.
-        num_proc: number of processes; one if not given.
 
     Returns:
         Columns input_ids and, with a seed, labels, −100 where nothing is to be predicted.

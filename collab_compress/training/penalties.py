@@ -52,7 +52,7 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-class HeadLosses:
+class HeadLosses(Tap):
     """Evaluate losses on the heads of each forward pass, or only of those in training mode.
 
     `losses` maps any name to a loss in `LOSSES` and its kinds of attention.
@@ -66,11 +66,11 @@ class HeadLosses:
         for _, kinds in self.losses.values():
             find_attention(model, FAMILIES, kinds=kinds)  # raises where there is none
             tapped |= {*kinds}
-        self.tap = Tap(model, {loss.part for loss, _ in self.losses.values()}, tapped, training)
+        super().__init__(model, {loss.part for loss, _ in self.losses.values()}, tapped, training)
 
     def values(self) -> dict[str, Tensor]:
         """Return the unweighted losses of the last forward pass; omits losses whose modules were not called."""
-        readings = self.tap.take()
+        readings = self.take()
         losses = {}
         for name, (loss, kinds) in self.losses.items():
             values: list[Tensor] = []
@@ -83,10 +83,6 @@ class HeadLosses:
                 losses[name] = stacked.mean() if loss.reduction == "mean" else stacked.sum()
         return losses
 
-    def remove(self) -> None:
-        """Remove the hooks from the model."""
-        self.tap.remove()
-
 
 def measure(
     model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]], losses: Collection[str]
@@ -95,7 +91,6 @@ def measure(
 
     Args:
         model: stock or edited; left as it was.
-        batches: keyword arguments for the model.
         losses: names from `LOSSES`, each on the kinds of attention of its paper.
 
     Raises:
@@ -103,14 +98,11 @@ def measure(
         UnsupportedModelError: the model's family is not known, or it has no attention of a loss's kinds.
     """
     values: list[dict[str, Tensor]] = []
-    head_losses = HeadLosses(model, {name: (name, LOSSES[name].kinds) for name in losses}, training=False)
-    try:
-        with evaluation_mode(model):
-            for batch in batches:
-                run_batch(model, dict(batch))
-                values.append(head_losses.values())
-    finally:
-        head_losses.remove()
+    by_name = {name: (name, LOSSES[name].kinds) for name in losses}
+    with HeadLosses(model, by_name, training=False) as head_losses, evaluation_mode(model):
+        for batch in batches:
+            run_batch(model, dict(batch))
+            values.append(head_losses.values())
     if not values:
         raise CalibrationError("there is no batch to measure on")
     return {name: sum(float(batch_values[name]) for batch_values in values) / len(values) for name in losses}

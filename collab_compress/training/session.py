@@ -13,7 +13,7 @@ from collab_compress.architectures import KINDS
 from collab_compress.errors import HeadError
 from collab_compress.heads import DropHead, Rotator
 from collab_compress.heads.alphas import MixedProjection, mixed_projections
-from collab_compress.heads.sharding import in_process_group, is_sharded, refuse_pieces, reshard_, whole
+from collab_compress.heads.sharding import full_tensor, in_process_group, is_sharded, refuse_pieces, reshard_
 from collab_compress.losses import nuclear_growth, nuclear_norm
 from collab_compress.training.head_training import SCHEDULES, AlphasOptions, HeadTraining, of_kinds
 from collab_compress.training.penalties import LOSSES, HeadLosses
@@ -282,7 +282,7 @@ class AlphasTraining:
 
     def _stacked(self) -> Tensor:
         """Stack all matrices, (modules, H, H), zero-padded to the most heads, which keeps their norms."""
-        matrices = [whole(projection.alphas) for projection in self.projections]
+        matrices = [full_tensor(projection.alphas) for projection in self.projections]
         most = max(len(matrix) for matrix in matrices)
         return torch.stack([pad(matrix, (0, most - len(matrix)) * 2).to(matrices[0].device) for matrix in matrices])
 

@@ -74,16 +74,6 @@ def test_penalties_combine_and_are_logged_one_by_one(make_undropped, batch):
     assert not {name for name in session.logs() if not name.startswith("drophead")}
 
 
-def test_kinds_of_a_penalty(make_undropped, make_batch):
-    model, batch = make_undropped("marian"), make_batch("marian")
-    with Tap(model, ("probs",), kinds=("cross",)) as tap:
-        model(**batch)
-        expected = sum(LOSSES["bhattacharyya"].function(r.probs, r.real.query) for r in tap.take())
-    session = HeadSession(model, HeadTraining(penalties=(PenaltyOptions("bhattacharyya", 1.0, kinds=("cross",)),)))
-    model(**batch)
-    torch.testing.assert_close(session.penalty(), expected)
-
-
 def test_a_penalty_weighs_by_kind(make_undropped, make_batch):
     model, batch = make_undropped("marian"), make_batch("marian")
     weights = {"encoder": 1.0, "cross": 3.0}
