@@ -29,7 +29,6 @@ from .arguments import STEPS
 from .arguments import CompressArguments as Arguments
 from .command import main_of, table
 from .model import (
-    Made,
     Source,
     begin,
     check_json,
@@ -100,9 +99,31 @@ def run(arguments: Arguments) -> Report | None:
     if narrow_heads:
         source = replace(source, model=to_stock(source.model))
     mixed = {name: len(alphas) for name, alphas in alphas_of(source.model).items()}
-    made = _made(source, arguments, report, recovery)
-    made.record.update(mixed_heads=mixed, source_digest=digest)
-    finish(source, output, arguments.saving, made, lines + _mixing_lines(mixed))
+    record: dict[str, Any] = {
+        "model": arguments.model,
+        "class": type(source.model).__name__,
+        "source_digest": digest,
+        **dict.fromkeys(("compression", "calibration", "calibration_options", "report")),
+        "mixed_heads": mixed,
+    }
+    card: dict[str, Any] = {"notes": [], "standalone": arguments.standalone}
+    if arguments.saving.revision is not None:
+        record["revision"] = arguments.saving.revision
+    if recovery is not None:
+        record["recovery"] = recovery
+        card["notes"] = [recovery_note(recovery)]
+    if report is not None:
+        compression = report.compression or arguments.compression  # with the widths and the form that --keep chose
+        compression = compression.with_solver(device=arguments.device)
+        record |= {
+            "compression": asdict(compression),
+            "calibration": arguments.calibration,
+            "calibration_options": asdict(arguments.calibration_options),
+            "report": report.to_dict(),
+        }
+        words = _calibration_words(source, arguments.calibration)
+        card |= {"compression": compression, "calibration": words, "report": report}
+    finish(source, output, arguments.saving, record, lines + _mixing_lines(mixed), **card)
     return report
 
 
@@ -167,31 +188,15 @@ def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | No
         return report, None
 
 
-def _made(source: Source, arguments: Arguments, report: Report | None, recovery: dict[str, Any] | None) -> Made:
-    """Return the record of the model, and what its card says."""
-    record: dict[str, Any] = {"model": arguments.model, "class": type(source.model).__name__}
-    if arguments.saving.revision is not None:
-        record["revision"] = arguments.saving.revision
-    if recovery is not None:
-        record["recovery"] = recovery
-    notes = [] if recovery is None else [recovery_note(recovery)]
-    if report is None:
-        record |= dict.fromkeys(("compression", "calibration", "calibration_options", "report"))
-        return Made(record, notes, standalone=arguments.standalone)
-    compression = report.compression or arguments.compression  # with the widths and the form that --keep chose
-    compression = compression.with_solver(device=arguments.device)
-    record |= {
-        "compression": asdict(compression),
-        "calibration": arguments.calibration,
-        "calibration_options": asdict(arguments.calibration_options),
-        "report": report.to_dict(),
-    }
+def _calibration_words(source: Source, calibration: str) -> str | None:
+    """Return the calibration data in the words of a card; None without any."""
     random = "random tokens" if source.model.main_input_name == "input_ids" else "noise"
-    known = {"synthetic": random, "generated": "texts of its own", "none": None}
-    kind = "files" if Path(arguments.calibration).is_dir() else "texts"
-    kind = f"texts and {random}" if arguments.calibration.startswith(BESIDE) else kind
-    calibration = known.get(arguments.calibration, kind)
-    return Made(record, notes, compression, calibration, report, arguments.standalone)
+    words = {"synthetic": random, "generated": "texts of its own", "none": None}
+    if calibration in words:
+        return words[calibration]
+    if calibration.startswith(BESIDE):
+        return f"texts and {random}"
+    return "files" if Path(calibration).is_dir() else "texts"
 
 
 def _report_lines(report: Report, calibration: str, latency: Latency | None) -> list[str]:

@@ -19,7 +19,7 @@ from collab_compress.heads import confidence, least_important
 from .arguments import Data, ExpandArguments, MergeArguments, PruneArguments
 from .command import main_of, table
 from .data import load_data
-from .model import Made, Source, begin, finish, read_record
+from .model import Source, begin, finish, read_record
 
 LASTING = "Refitted layers, and feed-forward blocks with fewer neurons, stay as they are."
 
@@ -40,7 +40,7 @@ def run_expand(arguments: ExpandArguments) -> Expansion:
     report = read_record(source.directory).get("report")
     if isinstance(report, dict) and (report.get("refits") or report.get("feed_forward")):
         lines.append(LASTING)
-    finish(source, output, arguments.saving, Made(record, [note]), lines)
+    finish(source, output, arguments.saving, record, lines, notes=[note])
     return expansion
 
 
@@ -51,8 +51,8 @@ def run_merge(arguments: MergeArguments) -> dict[str, int]:
     merge_alphas_(source.model)
     modules = f"{len(heads)} attention module{'s' if len(heads) > 1 else ''}"
     note = f"The mixing of heads in {modules} was folded into their output projections; outputs are the same."
-    made = Made({"model": arguments.model, "merged_heads": heads}, [note])
-    finish(source, output, arguments.saving, made, [note])
+    record = {"model": arguments.model, "merged_heads": heads}
+    finish(source, output, arguments.saving, record, [note], notes=[note])
     return heads
 
 
@@ -85,7 +85,7 @@ def run_prune(arguments: PruneArguments) -> dict[str, list[int]]:
     lines = ["Removed heads, by their numbers before:"]
     lines += [f"  {name}: {', '.join(map(str, removed))}" for name, removed in heads.items()]
     lines += ["", note, f"Parameters {before:,} → {after:,} ({after / before - 1:+.1%})."]
-    finish(source, output, arguments.saving, Made(record, [note]), lines)
+    finish(source, output, arguments.saving, record, lines, notes=[note])
     return heads
 
 

@@ -16,7 +16,7 @@ import transformers
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from collab_compress import CheckpointError, CollabCompressError, Compression, Report, make_standalone_
+from collab_compress import CheckpointError, CollabCompressError, make_standalone_
 from collab_compress.checkpoint import pretrained
 from collab_compress.checkpoint.directory import (
     atomic_directory,
@@ -59,27 +59,6 @@ class Source:
     model: PreTrainedModel
     tokenizer: Any
     repository: str | None = None
-
-
-@dataclass(frozen=True)
-class Made:
-    """Description of an edited model, for its record and its card.
-
-    Args:
-        record: content of `collab_compress.json`.
-        notes: paragraphs for the card.
-        compression: how it was converted, if it was.
-        calibration: calibration data in words.
-        report: of the conversion.
-        standalone: whether the modelling code is saved with it.
-    """
-
-    record: dict[str, Any]
-    notes: Sequence[str] = ()
-    compression: Compression | None = None
-    calibration: str | None = None
-    report: Report | None = None
-    standalone: bool = False
 
 
 def begin(
@@ -310,10 +289,30 @@ def progress_bar(unit: str, quiet: bool = False) -> Iterator[Callable[[str, int,
         yield progress
 
 
-def finish(source: Source, output: Path, saving: Saving, made: Made, lines: Sequence[str]) -> None:
+def finish(
+    source: Source,
+    output: Path,
+    saving: Saving,
+    record: dict[str, Any],
+    lines: Sequence[str],
+    *,
+    notes: Sequence[str] = (),
+    standalone: bool = False,
+    **conversion: Any,
+) -> None:
     """Save the model with its companion files, its card and its record; print lines; upload it if `saving` says so.
 
     Only the main one of several processes does this.
+
+    Args:
+        source: the edited model.
+        output: where to save it.
+        saving: options of the command.
+        record: for `collab_compress.json` and `--json`.
+        lines: to print.
+        notes: paragraphs for the card.
+        standalone: whether to save the modelling code too.
+        conversion: compression, calibration and report for `model_card`.
 
     Raises:
         CheckpointError: it cannot be written, or the hub does not take it.
@@ -322,45 +321,35 @@ def finish(source: Source, output: Path, saving: Saving, made: Made, lines: Sequ
     state.wait_for_everyone()
     if not state.is_main_process:
         return
-    record = {**made.record, "versions": _versions()}
+    model, is_edited = source.model, bool(edited_words(source.model))
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    text = to_json({**record, "versions": {"collab-compress": version("collab-compress"), **versions}})
     with ExitStack() as both:
         report_file = None if saving.json is None else both.enter_context(atomic_file(saving.json))
         partial = both.enter_context(atomic_directory(output))
-        _save(source, partial, output.name, made, record)
+        if standalone and is_edited:
+            make_standalone_(model)
+        copy_companions(source.directory, partial)
+        try:
+            model.save_pretrained(partial)
+        except ValueError as error:  # generation settings that Transformers reads, but refuses to write
+            raise CheckpointError(f"{source.directory} cannot be saved again: {one_line(error)}") from error
+        origin = Origin(source.name, source.directory, source.repository)
+        card = model_card(model, output.name, origin, notes=notes, **conversion)
+        (partial / CARD).write_text(str(card), encoding="utf-8")
+        (partial / RECORD).write_text(text, encoding="utf-8")
         if report_file is not None:
-            report_file.write_text(to_json(record), encoding="utf-8")
+            report_file.write_text(text, encoding="utf-8")
     saving.say(*lines, f"\nSaved to {output}.")
-    if edited_words(source.model) and not made.standalone:
+    if is_edited and not standalone:
         saving.say("Wherever it is loaded: pip install collab-compress (or convert with --standalone).")
-    saving.say("To use it:\n", *(f"    {line}" for line in loading_lines(source.model, output)))
+    saving.say("To use it:\n", *(f"    {line}" for line in loading_lines(model, output)))
     if saving.push_to_hub is not None:
         try:
             address = push_to_hub(output, saving.push_to_hub)
         except CheckpointError as error:
             raise CheckpointError(f"saved to {output}, but {error}") from error
         saving.say(f"\nOn the hub: {address}")
-
-
-def _save(source: Source, directory: Path, title: str, made: Made, record: dict[str, Any]) -> None:
-    if made.standalone and edited_words(source.model):
-        make_standalone_(source.model)
-    copy_companions(source.directory, directory)
-    try:
-        source.model.save_pretrained(directory)
-    except ValueError as error:  # generation settings that Transformers reads, but refuses to write
-        raise CheckpointError(f"{source.directory} cannot be saved again: {one_line(error)}") from error
-    origin = Origin(source.name, source.directory, source.repository)
-    card = model_card(source.model, title, origin, made.compression, made.calibration, made.report, made.notes)
-    (directory / CARD).write_text(str(card), encoding="utf-8")
-    (directory / RECORD).write_text(to_json(record), encoding="utf-8")
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "collab-compress": version("collab-compress"),
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-    }
 
 
 def read_record(directory: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from collab_compress.distributed import process_state
 
 from .arguments import RecoverArguments as Arguments
 from .command import main_of
-from .model import Made, Source, begin, finish, load_model, progress_bar, read_record
+from .model import Source, begin, finish, load_model, progress_bar, read_record
 
 TIMED = 3  # steps after which the total time is estimated, without the first, slower one
 MEASURED = 64  # sequences on which drift is measured
@@ -52,8 +52,9 @@ def run(arguments: Arguments) -> dict[str, Any]:
         quiet=arguments.saving.quiet,
         learning_rate=arguments.learning_rate,
     )
-    made = Made({**record, "recovered_from": arguments.model, "recovery": recovery}, [recovery_note(recovery)])
-    finish(source, output, arguments.saving, made, recovery_lines(recovery, arguments.calibration))
+    record |= {"recovered_from": arguments.model, "recovery": recovery}
+    lines = recovery_lines(recovery, arguments.calibration)
+    finish(source, output, arguments.saving, record, lines, notes=[recovery_note(recovery)])
     return recovery
 
 
