@@ -17,7 +17,6 @@ from collab_compress.calibration.gather import Batch
 from collab_compress.calibration.synthetic import (
     BATCH_SIZE,
     EQUAL,
-    batches_beside_tokens,
     generated_batches,
     noise_for,
     reads_images_too,
@@ -163,7 +162,7 @@ def _media_batches(
     length: int,
     seed: int,
 ) -> tuple[list[Batch], list[str]]:
-    """Make batches of noise or of a folder's files for a model that reads images or sounds, and notes."""
+    """Return batches of noise or of a folder's files, with random tokens if the model reads those too; and notes."""
     notes: list[str] = []
     inputs: dict[str, Tensor] = {}
     if is_synthetic(calibration):
@@ -172,12 +171,23 @@ def _media_batches(
         inputs, count = read_folder(Path(calibration), model, sequences, seed)
         if sequences is not None and sequences < count:
             notes.append(f"calibration uses {sequences} of {count} files, drawn at random")
-    if inputs:
-        return batches_beside_tokens(model, tokenizer, inputs, length, seed), notes
-    reads = f"{model.main_input_name} and images" if reads_images_too(model) else model.main_input_name
-    raise CalibrationError(
-        f"{type(model).__name__} reads {reads}, not texts; pass batches of them as its processor makes them"
-    )
+    if not inputs:
+        reads = f"{model.main_input_name} and images" if reads_images_too(model) else model.main_input_name
+        raise CalibrationError(
+            f"{type(model).__name__} reads {reads}, not texts; pass batches of them as its processor makes them"
+        )
+    count = min(len(part) for part in inputs.values())
+    if reads_images_too(model) or model.config.is_encoder_decoder:
+        if tokenizer is None:
+            raise CalibrationError(
+                f"{type(model).__name__} reads tokens beside {', '.join(inputs)}; pass its tokenizer=…, or "
+                "ready batches"
+            )
+        limit = usable_length(length, model, tokenizer) or length
+        drawn = synthetic_batches(model, tokenizer, count, limit, seed, source=reads_images_too(model))
+        inputs = {**{name: torch.cat([batch[name] for batch in drawn]) for name in drawn[0]}, **inputs}
+    starts = range(0, count, BATCH_SIZE)
+    return [{name: part[start : start + BATCH_SIZE] for name, part in inputs.items()} for start in starts], notes
 
 
 def _text_batches(

@@ -26,15 +26,10 @@ SOUND_MASK = "_get_feature_vector_attention_mask"  # method of sound models: mas
 
 
 class AttentionMasks(NamedTuple):
-    """Masks of one kind of attention, True where a position is no padding; None if nothing is padding.
+    """Masks of one kind of attention, True where a position is no padding; None if nothing is padding."""
 
-    Args:
-        query: (B, T), or (B, height, width) for pixels.
-        key: (B, S), or (B, height, width).
-    """
-
-    query: Tensor | None
-    key: Tensor | None
+    query: Tensor | None  # (B, T), or (B, height, width) for pixels
+    key: Tensor | None  # (B, S), or (B, height, width)
 
 
 def forward_arguments(model: nn.Module) -> list[str]:
@@ -182,12 +177,7 @@ def resize_mask(mask: Tensor | None, positions: int) -> Tensor | None:
 
 
 def unpadded(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the vectors of `values` (…, D) that are no padding, (n, D); all if the mask has other positions.
-
-    Args:
-        values: inputs or outputs of a layer.
-        mask: of its module, from `masks_of`.
-    """
+    """Return the vectors of `values` (…, D) that are no padding, (n, D); all if the mask has other positions."""
     vectors = values.reshape(-1, values.shape[-1])
     resized = None if mask is None else resize_mask(mask, len(vectors) // len(mask))
     if resized is None or resized.numel() != len(vectors):

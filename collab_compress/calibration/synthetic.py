@@ -101,9 +101,6 @@ def generated_batches(
         sequences: number of texts, 256 by default.
         length: tokens of each, 128 by default; fewer if the model takes no more.
         seed: of all draws.
-
-    Raises:
-        CalibrationError: the model does not generate texts by itself.
     """
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise CalibrationError(
@@ -139,39 +136,6 @@ def generated_batches(
             written.append(texts.cpu())
     tokens = torch.cat(written) if written else prompts
     return [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in tokens.split(BATCH_SIZE)]
-
-
-def batches_beside_tokens(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    inputs: dict[str, Tensor],
-    length: int,
-    seed: int,
-) -> list[Batch]:
-    """Cut images, clips or sounds into batches, with random tokens for what else the model reads.
-
-    Args:
-        model: the model they are for.
-        tokenizer: needed if the model reads tokens too.
-        inputs: keyword arguments of the model, each (N, …).
-        length: tokens of a random sequence.
-        seed: of the tokens.
-
-    Raises:
-        CalibrationError: tokens are needed, and there is no tokenizer.
-    """
-    count = min((len(part) for part in inputs.values()), default=0)
-    if reads_images_too(model) or model.config.is_encoder_decoder:
-        if tokenizer is None:
-            raise CalibrationError(
-                f"{type(model).__name__} reads tokens beside {', '.join(inputs)}; pass its tokenizer=…, or "
-                "ready batches"
-            )
-        limit = usable_length(length, model, tokenizer) or length
-        drawn = synthetic_batches(model, tokenizer, count, limit, seed, source=reads_images_too(model))
-        inputs = {**{name: torch.cat([batch[name] for batch in drawn]) for name in drawn[0]}, **inputs}
-    starts = range(0, count, BATCH_SIZE)
-    return [{name: part[start : start + BATCH_SIZE] for name, part in inputs.items()} for start in starts]
 
 
 def usable_length(length: int | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -224,12 +188,8 @@ def likelihoods(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Tenso
     half is uniform over all, so that each is seen. Single characters are in alphabetical order, so they get the
     uniform half only, and a vocabulary of nothing else is uniform.
 
-    Args:
-        tokenizer: whose vocabulary it is.
-        ids: tokens, ascending.
-
     Returns:
-        Probabilities (N,), float64.
+        Probabilities (N,) of the tokens `ids`, which are in ascending order, in float64.
     """
     tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(list(ids))]
     is_word = torch.tensor(
@@ -344,9 +304,6 @@ def noise_for(model: PreTrainedModel, count: int, length: int, seed: int) -> dic
 
     Returns:
         Keyword arguments for the model, each (N, …); empty if it reads only tokens.
-
-    Raises:
-        CalibrationError: the config does not say how large they are.
     """
     generator = torch.Generator().manual_seed(seed)
     parts = [getattr(model.config, name, None) for name in ("vision_config", "encoder", "backbone_config")]

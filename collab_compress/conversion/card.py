@@ -62,7 +62,7 @@ def model_card(
         title: heading, and the model's path in the lines that load it.
         origin: what it was made from.
         compression: how it was converted, if it was.
-        calibration: what it was calibrated on, in words.
+        calibration: data of the conversion, in words.
         report: of the conversion.
         notes: other changes, a paragraph each.
     """

@@ -201,14 +201,8 @@ def find_tasks(
     """Return the maps to convert, scores first, after checking that all of them can be converted.
 
     Args:
-        model: stock or edited.
-        compression: which modules, and how.
         calibrated: whether there is calibration data.
         by_module: path of a module → its own compression, where widths differ.
-
-    Raises:
-        UnsupportedModelError: a module cannot be converted.
-        CompressionError: as `compress`.
     """
     if is_quantized(model):
         raise CompressionError(f"{type(model).__name__} is quantized; convert the unquantized checkpoint instead")
@@ -332,11 +326,7 @@ def working_device(device: str | None, tasks: Sequence[Task], distributed: bool 
 
 
 def _choose(job: _Job, compression: Compression) -> tuple[Candidate, str]:
-    """Choose widths and form by the drift of conversions on a part of the data; return them, and why.
-
-    Raises:
-        CompressionError: there is no data, or no widths keep so little.
-    """
+    """Choose widths and form by the drift of conversions on a part of the data; return them, and why."""
     layers = _layers(job, compression)
     few = replace(job, used=_sample(job.used, TRIAL), held_back=_sample(job.held_back, TRIAL // 4))
 
@@ -407,12 +397,7 @@ def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, C
 
 
 def _narrower_blocks(job: _Job, compression: Compression) -> tuple[list[FeedForward], PretrainedConfig | None]:
-    """Return the feed-forward blocks to make narrower, and the config of a model with those.
-
-    Raises:
-        CompressionError: there is no data, or dff is beyond the width of a block.
-        UnsupportedModelError: the model has no such blocks, or its config no width for them.
-    """
+    """Return the feed-forward blocks to make narrower, and the config of a model with those."""
     if compression.dff is None:
         return [], None
     if not (job.used and job.held_back):
@@ -499,17 +484,8 @@ def install_unset_(
 ) -> None:
     """Check what `compress` checks before it decomposes, and install the same modules with uninitialised weights.
 
-    What is to be done with the converted model can then be tried on its structure, before the work.
-
-    Args:
-        model: dense, changed in place; it cannot be run afterwards.
-        compression: as for `compress`.
-        calibration: as for `compress`; read, but not run.
-        tokenizer: as for `compress`.
-        options: as `calibration_options` of `compress`.
-
-    Raises:
-        CollabCompressError: as `compress`.
+    What is to be done with the converted model can then be tried on its structure, before the work. The model cannot
+    be run afterwards. Arguments and errors are those of `compress`.
     """
     job, _ = _read_data(model, compression, calibration, tokenizer, options or CalibrationOptions())
     _narrower_blocks(job, compression)

@@ -201,14 +201,7 @@ def _cut_shapes(model: PreTrainedModel, block: FeedForward, name: str, width: in
 
 
 def block_report(model: PreTrainedModel, block: FeedForward, width: int, length: int) -> FeedForwardReport:
-    """Return the costs of a dense block and of a narrower one.
-
-    Args:
-        model: dense.
-        block: one of its feed-forward blocks.
-        width: neurons that are kept.
-        length: tokens T for which multiply-accumulates are counted.
-    """
+    """Return the costs of a dense block, and with `width` neurons, for inputs of `length` tokens."""
     parameters, macs = [0, 0], [0, 0]
     for name in (*block.ups, block.down):
         for place, neurons in enumerate((block.width, width)):
@@ -226,13 +219,7 @@ def block_report(model: PreTrainedModel, block: FeedForward, width: int, length:
 
 
 def cut_(model: PreTrainedModel, block: FeedForward, kept: Tensor) -> None:
-    """Keep only some neurons of a block, in place; models that share its parameters keep theirs.
-
-    Args:
-        model: the model.
-        block: one of its feed-forward blocks.
-        kept: neurons to keep, ascending.
-    """
+    """Keep only some neurons of a block, ascending, in place; models that share its parameters keep theirs."""
     for name, neurons in block.ups.items():
         up: Any = model.get_submodule(name)
         outputs = torch.isin(neurons, kept.cpu()).nonzero()[:, 0].tolist()

@@ -102,15 +102,12 @@ class _Watcher:
 
 
 def _squares(probs: Tensor, values: Tensor, outputs: Tensor, gram: Tensor | None) -> Tensor:
-    """Return p² ‖(v − o) O‖² of each query and key, (B, H, T, S).
-
-    Args:
-        probs: (B, H, T, S).
-        values: (B, H, S, s).
-        outputs: of heads, (B, H, T, s).
-        gram: O·Oᵀ of each head, (H, s, s); None for the identity.
-    """
-    probs, values, outputs = probs.float(), values.float(), outputs.float()
+    """Return p² ‖(v − o) O‖² of each query and key, (B, H, T, S); `gram` is O·Oᵀ (H, s, s), None for the identity."""
+    probs, values, outputs = (
+        probs.float(),
+        values.float(),
+        outputs.float(),
+    )  # (B, H, T, S), (B, H, S, s), (B, H, T, s)
     projected = values if gram is None else values @ gram.float()
     distance = (projected * values).sum(-1).unsqueeze(2) - 2 * outputs @ projected.mT
     distance = distance + ((outputs if gram is None else outputs @ gram.float()) * outputs).sum(-1, keepdim=True)

@@ -104,13 +104,7 @@ class _Attention:
 
 
 class Layers:
-    """The attention modules and feed-forward blocks of a model, and their costs.
-
-    Args:
-        model: dense.
-        compression: with `keep`.
-        length: tokens of an input.
-        batch: keyword arguments for the model, of which two sequences are run.
+    """The attention modules and feed-forward blocks of a dense model, and their costs for inputs of `length` tokens.
 
     Raises:
         UnsupportedModelError: an attention module cannot be converted.
@@ -210,9 +204,6 @@ def choose(layers: Layers, drift: Callable[[Candidate], float]) -> tuple[Candida
 
     Returns:
         The choice, and a sentence or two for the report on what was chosen and why.
-
-    Raises:
-        CompressionError: the share is too small.
     """
     tried = [(drift(candidate), candidate) for candidate in layers.starts()]
     least, best = min(tried, key=lambda pair: pair[0])
@@ -235,11 +226,8 @@ def choose(layers: Layers, drift: Callable[[Candidate], float]) -> tuple[Candida
 def typical_length(options: CalibrationOptions, batches: Sequence[Batch] = ()) -> int:
     """Return the number of tokens for which costs count.
 
-    That is `length` if given, else the length that nine in ten of the calibration sequences do not exceed, else 128.
-
-    Args:
-        options: with `length` or without.
-        batches: calibration data other than random tokens.
+    That is `length` if given, else the length that nine in ten calibration sequences do not exceed, else 128. Batches
+    are calibration data other than random tokens.
     """
     masks = [batch["attention_mask"] for batch in batches if isinstance(batch.get("attention_mask"), Tensor)]
     lengths = [mask.sum(1).float().cpu() for mask in masks if mask.dim() == 2]

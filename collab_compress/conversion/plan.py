@@ -68,11 +68,7 @@ class Task:
         return width is None or width >= self.site.key_value_width
 
     def form(self, calibrated: bool) -> ScoreForm | NarrowValues:
-        """Return the form of the replacement, before heads get different widths.
-
-        Args:
-            calibrated: whether there is calibration data.
-        """
+        """Return the form of the replacement, before heads get different widths."""
         site, compression = self.site, self.compression
         if isinstance(site, ValueSite):
             return NarrowValues.of(site, compression.dv or 0, site.value.bias is not None)
@@ -108,11 +104,9 @@ def plan(
 ) -> list[Planned]:
     """Decompose maps, in groups whose moments take little memory beside the model.
 
+    The model runs on all batches once for each group. Without batches all directions of the inputs count alike.
+
     Args:
-        model: the dense model; it runs on all batches once for each group.
-        tasks: what to decompose.
-        batches: calibration data; without, all directions of the inputs count alike.
-        progress: as `Progress`.
         on_gathered: called after each run on all batches, with its seconds.
         weights: path of a module → weight of each head's score error, (H,); all alike by default.
         length: tokens for which reports count multiply-accumulates.
@@ -410,10 +404,6 @@ def warnings_of(planned: Sequence[Planned], compression: Compression) -> list[st
 
 def plan_distributed(tasks: Sequence[Task], plan: Callable[[Sequence[Task]], list[Planned]]) -> list[Planned]:
     """Plan a part of the tasks in each process, and return the plans of all, in order.
-
-    Args:
-        tasks: of the model that every process has.
-        plan: what one process does with its tasks.
 
     Raises:
         CompressionError: the plan of another process failed; the error itself in the process that failed.

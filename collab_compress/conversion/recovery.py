@@ -326,26 +326,17 @@ def attention_digest(model: PreTrainedModel) -> str:
 
 
 class _Call(NamedTuple):
-    """One call of an attention module.
+    """One call of an attention module."""
 
-    Args:
-        probs: attention probabilities (B, H, T, S), or None if queries and keys are dense.
-        output: of the output projection (B, T, D), or None if values are dense.
-        mask: attention mask of queries (B, T), or None.
-    """
-
-    probs: Tensor | None
-    output: Tensor | None
-    mask: Tensor | None
+    probs: Tensor | None  # attention probabilities (B, H, T, S); None if queries and keys are dense
+    output: Tensor | None  # of the output projection (B, T, D); None if values are dense
+    mask: Tensor | None  # attention mask of queries (B, T)
 
 
 class _Watched:
     """Record the attention probabilities and attention outputs of a model's forward passes.
 
-    Args:
-        model: converted or dense.
-        sites: its attention modules.
-        like: the same modules of the converted model, which decide what is recorded; `sites` by default.
+    Of the dense model is recorded what is converted in the modules `like` its own.
     """
 
     def __init__(

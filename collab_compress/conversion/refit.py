@@ -35,13 +35,13 @@ from collab_compress.calibration.batches import token_count
 from collab_compress.calibration.gather import batch_masks, masks_of, unpadded
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.feed_forward import FeedForward, cut_
+from collab_compress.conversion.plan import Progress
 from collab_compress.conversion.report import RefitReport
 from collab_compress.conversion.writers import Writer, find_writers, stream_of, width_out
 from collab_compress.distributed import process_state
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.factorization.least_squares import ResidualMoments, choice_moments, choose_neurons, fit
 
-Progress = Callable[[str, int, int], None]
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # shares of the inputs' mean variance, chosen by held-back data
 ROUNDING = 1e-5  # relative error of the stream that is rounding alone
 ROOM = 2 * 2**30  # bytes of hidden states, of both models together
@@ -76,7 +76,7 @@ def refit(
         dense: the model it was converted from; another object, which may share tensors.
         used: batches to fit to.
         held_back: batches to choose the damping and to measure errors on.
-        progress: called with a layer's name, how many are done, and how many there are.
+        progress: as for `refit_`.
         narrower: path of the second layer of a feed-forward block → number of neurons to keep.
 
     Raises:
@@ -207,21 +207,13 @@ def _check_same(writers: Sequence[Writer], model: PreTrainedModel, dense: PreTra
 
 
 class _Pass:
-    """A forward pass in a thread of its own, which a hook can stop; one pass runs at a time.
-
-    Args:
-        run: runs the model.
-
-    Attributes:
-        place: of the writer at which the pass waits; None when it is done.
-        calls: place of a writer → its latest call.
-    """
+    """A forward pass in a thread of its own, which a hook can stop; one pass runs at a time."""
 
     running = threading.local()
 
     def __init__(self, run: Callable[[], Any]) -> None:
-        self.place: int | None = None
-        self.calls: dict[int, _Call] = {}
+        self.place: int | None = None  # of the writer at which the pass waits; None when it is done
+        self.calls: dict[int, _Call] = {}  # the latest of each writer
         self.pending: set[int] = set()  # writers whose outputs are not added yet
         self._run = run
         self._error: BaseException | None = None
@@ -396,11 +388,7 @@ class _Solution(NamedTuple):
 def _solve(gathered: _Fit, writer: Writer, layer: Any, neurons: int | None) -> _Solution:
     """Fit a layer with the damping that has the smallest error on held-back sequences.
 
-    Args:
-        gathered: of the layer.
-        writer: where the layer writes to.
-        layer: linear.
-        neurons: number of its inputs to keep; None for all, and then it may stay as it is.
+    It reads all its inputs, and then may stay as it is, or keeps as many neurons as given.
     """
     used, held_back, biased = gathered.used, gathered.held_back, layer.bias is not None
     weight = layer.weight.detach() if isinstance(layer, Conv1D) else layer.weight.detach().mT  # (N, D)
@@ -466,12 +454,9 @@ def of_first_process(results: Sequence[Refitted]) -> list[Refitted]:
 
 
 def install_refits(model: PreTrainedModel, results: Sequence[Refitted], blocks: Sequence[FeedForward] = ()) -> None:
-    """Install refitted layers in place; parameters are replaced, so that models that share them keep theirs.
+    """Install refitted layers in place, in narrower blocks if results keep some neurons only.
 
-    Args:
-        model: converted.
-        results: new weights.
-        blocks: feed-forward blocks; one becomes narrower if its result keeps some of its neurons.
+    Parameters are replaced, so that models that share them keep theirs.
     """
     by_name = {block.down: block for block in blocks}
     for result in results:

@@ -257,17 +257,7 @@ def module_report(
     vectors: tuple[float, float],
     head_energy: tuple[float, ...] | None = None,
 ) -> ModuleReport:
-    """Return the report of one module's queries and keys.
-
-    Args:
-        site: the dense module.
-        form: what replaces them.
-        result: of the solver.
-        length: tokens T for which multiply-accumulates are counted.
-        seconds: time of the decomposition.
-        vectors: number of query and of key inputs in the moments.
-        head_energy: as in `ModuleReport`.
-    """
+    """Return the report of one module's queries and keys; `vectors` counts the inputs of both in the moments."""
     width = site.key.in_features
     before = dense_macs(width, site.width, site.key_value_width, length)
     per_head = PerHeadScores.of(site, form.rank, form.content_bias).macs(width, length)
@@ -297,7 +287,7 @@ def module_report(
 def value_report(
     site: ValueSite, form: NarrowValues, result: Narrowing, length: int, seconds: float, vectors: float
 ) -> ValueReport:
-    """Return the report of one module's values; arguments as for `module_report`."""
+    """Return the report of one module's values; `vectors` counts the output projection's inputs in the moments."""
     width = site.value.weight.shape[1]
     dense = replace(form, sizes=(site.head_width,) * site.key_value_heads)
     return ValueReport(
