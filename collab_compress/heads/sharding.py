@@ -61,7 +61,7 @@ def _holder(parameter: Any) -> str | None:
     return "FSDP1" if flat or view else "DeepSpeed ZeRO-3" if hasattr(parameter, "ds_id") else None
 
 
-def refuse_pieces(where: str, parameter: Any) -> None:
+def refuse_split(where: str, parameter: Any) -> None:
     """Raise a HeadError if FSDP1 or ZeRO-3 holds a parameter of the module named `where`."""
     if holder := _holder(parameter):
         raise HeadError(

@@ -12,7 +12,7 @@ from collab_compress.architectures import FAMILIES, AttentionSite, FusedSlice, f
 from collab_compress.architectures.sites import read
 from collab_compress.attention.install import FORMS_AT
 from collab_compress.errors import HeadError
-from collab_compress.heads.sharding import full_tensor, refuse_pieces, reshard_, write_
+from collab_compress.heads.sharding import full_tensor, refuse_split, reshard_, write_
 
 Head: TypeAlias = tuple[str, int]
 """Path of an attention module in the model, and the number of one of its heads, from 0."""
@@ -69,7 +69,7 @@ def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
                 width = projection.out_features // site.heads if path == family.value else site.head_width
                 blocks += _projection_blocks(projection, head, width)
     for block in blocks:
-        refuse_pieces(site.name, block.parameter)
+        refuse_split(site.name, block.parameter)
         shape = tuple(block.parameter.shape)
         fits = len(shape) > block.dim and shape[block.dim] >= block.stop
         # A parametrized weight is no parameter: it is computed anew in each forward pass.

@@ -13,7 +13,7 @@ from collab_compress.architectures import KINDS
 from collab_compress.errors import HeadError
 from collab_compress.heads import DropHead, Rotator
 from collab_compress.heads.alphas import MixedProjection, mixed_projections
-from collab_compress.heads.sharding import full_tensor, in_process_group, is_sharded, refuse_pieces, reshard_
+from collab_compress.heads.sharding import full_tensor, in_process_group, is_sharded, refuse_split, reshard_
 from collab_compress.losses import nuclear_growth, nuclear_norm
 from collab_compress.training.head_training import SCHEDULES, AlphasOptions, HeadTraining, of_kinds
 from collab_compress.training.penalties import LOSSES, HeadLosses
@@ -233,7 +233,7 @@ class AlphasTraining:
         if not projections:
             raise HeadError("the model has no alphas to train; call mix_heads_(model) before making the optimizer")
         for projection in projections:
-            refuse_pieces("alphas", projection.alphas)
+            refuse_split("alphas", projection.alphas)
         if not all(projection.alphas.requires_grad for projection in projections):
             raise HeadError(
                 "alphas do not require gradients (adapters freeze what they do not know); set requires_grad"
