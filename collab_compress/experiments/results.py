@@ -46,6 +46,7 @@ class Settings(BaseModel):
     model: str | None = None
     fresh: dict[str, Any] | None = None
     translation: dict[str, Any] | None = None
+    heads: dict[str, Any] | None = None
 
 
 class Record(BaseModel):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import statistics
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -292,8 +293,8 @@ def test_what_only_watches_training_is_no_difference(write, tmp_path):
 
 
 def test_settings_that_differ_from_those_of_the_reference_are_noted(write, tmp_path):
-    write(80.0, recipe={"tuning": {"epochs": 3}, "max_length": 64, "heads": 0})
-    write(80.0, method="alphas", recipe={"tuning": {"epochs": 3}, "max_length": 64, "heads": 1})
+    write(80.0, recipe={"tuning": {"epochs": 3}, "max_length": 64, "heads": {}})
+    write(80.0, method="alphas", recipe={"tuning": {"epochs": 3}, "max_length": 64, "heads": {"alphas": {}}})
     assert table(tmp_path)[0].notes == ()
     write(80.0, method="longer", recipe={"tuning": {"epochs": 4}, "max_length": 128})
     write(80.0, method="elsewhere", recipe={"tuning": {"epochs": 4}, "model": "bert"})
@@ -312,6 +313,7 @@ def test_settings_that_differ_from_those_of_the_reference_are_noted(write, tmp_p
         ({"recipe": None}, "recipe is None; expected a valid dictionary"),
         ({"recipe": {"model": 3}}, r"recipe\.model is 3; expected a valid string"),
         ({"recipe": {"translation": "de"}}, r"recipe\.translation is 'de'; expected a valid dictionary"),
+        ({"recipe": {"heads": 3}}, r"recipe\.heads is 3; expected a valid dictionary"),
         ({"recipe": {"fresh": 1}}, r"recipe\.fresh is 1; expected a valid dictionary"),
         ({"metrics": {"test": 5}}, r"metrics\.test is 5; expected a valid dictionary"),
         ({"measures": {"svcca": 5}}, r"measures\.svcca is 5; expected a valid dictionary"),
@@ -342,6 +344,13 @@ def test_foreign_files_are_named(write, tmp_path, text, message):
     with pytest.raises(RecipeError, match=message) as caught:
         read_results(tmp_path)
     assert str(tmp_path / "runs" / "result.json") in str(caught.value)
+
+
+def test_a_pipe_is_not_waited_for(write, tmp_path):
+    write(80.0)
+    os.mkfifo(tmp_path / "runs" / "result.json")
+    with pytest.raises(RecipeError, match=r"result\.json: expected a regular file"):
+        read_results(tmp_path)
 
 
 def test_nothing_to_read(tmp_path):
