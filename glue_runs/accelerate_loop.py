@@ -1,9 +1,9 @@
-"""Fine-tune a classifier in a bare Accelerate loop with methods that act on heads: an example to copy from.
+"""Fine-tune a classifier with methods that act on heads in a bare Accelerate loop: an example to copy from.
 
     python glue_runs/accelerate_loop.py task=mrpc model=minilm data_dir=DIR output=outputs/loop tuning.epochs=3 \\
         heads.drophead='[{p: 0.2}]' heads.alphas.frozen_ratio=0.3 tuning.arguments='{gradient_accumulation_steps: 2}'
 
-With `torchrun --nproc_per_node 2` or `accelerate launch` there are several processes, each with batches of its own.
+With `torchrun --nproc_per_node 2` or `accelerate launch` there are several processes with different batches.
 Of a recipe it takes task, model, data_dir, output, seed, max_length, heads, trackers, and of tuning whole epochs,
 learning_rate, batch_size, warmup and arguments, which are the Accelerator's here (mixed_precision: bf16, …).
 Losses are averaged over passes and processes, as by `heads.loss_normalization=mean` in a Trainer. Converting and
@@ -39,7 +39,7 @@ def train(recipe: Recipe) -> None:
         **tuning.arguments,
         log_with=list(recipe.trackers) or None,
         project_dir=recipe.output,
-        cpu=not torch.accelerator.is_available(),  # said so, several processes meet on the CPU
+        cpu=not torch.accelerator.is_available(),  # without it, several processes could not communicate on the CPU
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=recipe.seed),
     )
     set_seed(recipe.seed)
@@ -63,7 +63,7 @@ def train(recipe: Recipe) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=tuning.learning_rate, weight_decay=0.0)
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, warmup, steps)
     wrapped, optimizer = accelerator.prepare(model, optimizer)  # a prepared schedule would step once for each process
-    set_seed(recipe.seed, device_specific=True)  # each process drops heads of its own
+    set_seed(recipe.seed, device_specific=True)  # each process drops other heads
     accelerator.init_trackers("collab_compress", {"task": task.name, "seed": recipe.seed, "heads": str(recipe.heads)})
     bar, done = tqdm(total=steps, unit=" steps", disable=not accelerator.is_main_process), 0
     with bar, HeadSession(model, recipe.heads, optimizer, warmup / steps) as session:  # of the model, not `wrapped`

@@ -1,11 +1,11 @@
-"""Write all-MiniLM-L6-v2 as a DistilBERT or an ALBERT, made of its own tensors.
+"""Write all-MiniLM-L6-v2 as a DistilBERT or an ALBERT with its weights.
 
     python glue_runs/minilm_as.py distilbert outputs/minilm-distilbert
     python glue_runs/minilm_as.py albert outputs/minilm-albert
 
-Both compute what MiniLM does, the DistilBERT for inputs of the first token type, which is all it has. The ALBERT has
-as many groups as layers, so none is shared: of every second layer, each used twice, an epoch on STS-B and another
-after conversion made a score of 18.
+Both compute what MiniLM does, the DistilBERT for the first token type, the only one it has. The ALBERT has a group
+for each layer, so no layer is shared: with every second layer used twice, one epoch on STS-B and another after
+conversion gave a score of 18.
 """
 
 import argparse
@@ -19,19 +19,22 @@ from transformers import AlbertConfig, AlbertModel, AutoModel, AutoTokenizer, Di
 from collab_compress import CollabCompressError
 from collab_compress.checkpoint.directory import atomic_directory, refuse_existing
 
+ALBERT_FIELDS = ("vocab_size", "hidden_size", "hidden_act", "num_hidden_layers", "num_attention_heads")
+ALBERT_FIELDS += ("intermediate_size", "max_position_embeddings", "type_vocab_size", "pad_token_id")
+
 
 def distilbert(bert) -> DistilBertModel:
-    """Six layers; embeddings of positions take in those of the first token type."""
-    own = bert.config
+    """Return a DistilBERT whose position embeddings include those of the first token type."""
+    config = bert.config
     model = DistilBertModel(
         DistilBertConfig(
-            vocab_size=own.vocab_size,
-            dim=own.hidden_size,
-            hidden_dim=own.intermediate_size,
-            n_layers=own.num_hidden_layers,
-            n_heads=own.num_attention_heads,
-            max_position_embeddings=own.max_position_embeddings,
-            pad_token_id=own.pad_token_id,
+            vocab_size=config.vocab_size,
+            dim=config.hidden_size,
+            hidden_dim=config.intermediate_size,
+            n_layers=config.num_hidden_layers,
+            n_heads=config.num_attention_heads,
+            max_position_embeddings=config.max_position_embeddings,
+            pad_token_id=config.pad_token_id,
         )
     )
     copy_embeddings(model.embeddings, bert.embeddings)
@@ -43,28 +46,20 @@ def distilbert(bert) -> DistilBertModel:
 
 
 def albert(bert) -> AlbertModel:
-    """Six layers of six groups; embeddings as wide as layers, mapped by the identity."""
-    own = bert.config
+    """Return an ALBERT with a group for each layer, and embeddings mapped by the identity."""
+    config = bert.config
     model = AlbertModel(
         AlbertConfig(
-            vocab_size=own.vocab_size,
-            embedding_size=own.hidden_size,
-            hidden_size=own.hidden_size,
-            num_hidden_layers=own.num_hidden_layers,
-            num_hidden_groups=own.num_hidden_layers,
-            hidden_act=own.hidden_act,
-            num_attention_heads=own.num_attention_heads,
-            intermediate_size=own.intermediate_size,
-            max_position_embeddings=own.max_position_embeddings,
-            type_vocab_size=own.type_vocab_size,
-            pad_token_id=own.pad_token_id,
+            **{name: getattr(config, name) for name in ALBERT_FIELDS},
+            embedding_size=config.hidden_size,
+            num_hidden_groups=config.num_hidden_layers,
             bos_token_id=None,
             eos_token_id=None,
         )
     )
     copy_embeddings(model.embeddings, bert.embeddings)
     model.embeddings.token_type_embeddings.weight.copy_(bert.embeddings.token_type_embeddings.weight)
-    model.encoder.embedding_hidden_mapping_in.weight.copy_(torch.eye(own.hidden_size))
+    model.encoder.embedding_hidden_mapping_in.weight.copy_(torch.eye(config.hidden_size))
     model.encoder.embedding_hidden_mapping_in.bias.zero_()
     names = ("attention.query", "attention.key", "attention.value", "attention.dense", "attention.LayerNorm")
     for group, theirs in zip(model.encoder.albert_layer_groups, bert.encoder.layer, strict=True):
@@ -81,8 +76,8 @@ def copy_embeddings(ours, theirs) -> None:
 
 def copy_layer(ours, theirs, names: tuple[str, ...]) -> None:
     """Copy query, key, value, output, its norm, both feed-forward layers and their norm."""
-    own = ("self.query", "self.key", "self.value", "output.dense", "output.LayerNorm")
-    sources = (*(f"attention.{name}" for name in own), "intermediate.dense", "output.dense", "output.LayerNorm")
+    attention = ("self.query", "self.key", "self.value", "output.dense", "output.LayerNorm")
+    sources = (*(f"attention.{name}" for name in attention), "intermediate.dense", "output.dense", "output.LayerNorm")
     for name, source in zip(names, sources, strict=True):
         copy(ours.get_submodule(name), theirs.get_submodule(source))
 

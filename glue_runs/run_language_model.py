@@ -3,9 +3,8 @@
     python glue_runs/run_language_model.py glue_runs/recipes/ptb.yaml output=outputs/ptb data_dir=DIR
     accelerate launch glue_runs/run_language_model.py glue_runs/recipes/ptb.yaml output=outputs/ptb fresh.layers=4
 
-The first argument may be a recipe; field=value or --field value sets or changes its fields, with dots between nested
-ones and values as in YAML. What is finished in the output is not done again, and what was interrupted goes on.
-`collab-run` is the same for all tasks; its --help shows every field.
+Settings are field=value or --field value, as for `collab-run`, whose --help shows all fields. Finished stages of the
+output are not repeated, and interrupted ones are continued.
 """
 
 from collab_compress_cli.run import run_script, tasks_of

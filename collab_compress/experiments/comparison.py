@@ -68,19 +68,14 @@ def estimate(values: Iterable[float]) -> Estimate:
 class Comparison:
     """A table of results.
 
-    Args:
-        columns: tasks, and last `AVERAGE` over all of them, where there is one.
-        lines: one for each score, as `compare` describes. They are sorted by model, with the reference's method
-            first; within a method the dense model comes first, then conversions, each before its second fine-tuning.
-        reference: baseline of the differences, as method/stage; None if no variant is it. Untrained models of another
-            shape have a baseline of their shape, whose recipe is the same otherwise.
-        notes: doubts about the results.
+    Lines, as `compare` describes them, are sorted by model, with the reference's method first; within a method the
+    dense model comes first, then conversions, each before its second fine-tuning.
     """
 
-    columns: tuple[Column, ...]
+    columns: tuple[Column, ...]  # tasks, and last `AVERAGE` over all of them, where there is one
     lines: tuple[Line, ...]
-    reference: str | None
-    notes: tuple[str, ...]
+    reference: str | None  # baseline of the differences, as method/stage; None if no variant is it
+    notes: tuple[str, ...]  # doubts about the results
 
 
 def compare(results: Sequence[Result], against: str | None = None) -> Comparison:

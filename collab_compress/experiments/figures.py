@@ -35,21 +35,13 @@ LOSSES = {"task_loss": "cross-entropy", "bhattacharyya": "overlap", "loss": "tot
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of a paper.
+    """A figure of a paper."""
 
-    Args:
-        name: as in "Figure 3".
-        source: as in "Rotation, Fig. 3".
-        shows: its content in the paper.
-        needs: what it is drawn from, and how that is made.
-        draw: results → pictures, none where the records lack something; None if no record has it.
-    """
-
-    name: str
-    source: str
+    name: str  # as in "Figure 3"
+    source: str  # as in "Rotation, Fig. 3"
     shows: str
-    needs: str
-    draw: Callable[[Results], Pictures] | None
+    needs: str  # what it is drawn from, and how that is made
+    draw: Callable[[Results], Pictures] | None  # None if no record has it
 
     def pictures(self, results: Results) -> Pictures:
         """Return the pictures of the figure."""

@@ -112,11 +112,11 @@ def discard(folder: Path) -> None:
 def _read_mark(folder: Path) -> dict[str, Any] | None:
     """Return the settings in the mark of a folder; None if no experiment made it."""
     try:
-        found = json.loads((folder / MARK).read_text(encoding="utf-8"))
-        settings = found.pop("recipe")
+        content = json.loads((folder / MARK).read_text(encoding="utf-8"))
+        settings = content.pop("recipe")
     except (OSError, ValueError, AttributeError, KeyError, RecursionError):
         return None
-    return settings if found == MADE_BY and isinstance(settings, dict) else None
+    return settings if content == MADE_BY and isinstance(settings, dict) else None
 
 
 def _is_marked(folder: Path, wanted: Mapping[str, Any], output: Path) -> bool:
@@ -347,8 +347,8 @@ def hub_commits(model: str | Path, data: Mapping[str, Dataset]) -> dict[str, str
     place = Path(model, "config.json") if local else try_to_load_from_cache(str(model), "config.json")
     snapshot = SNAPSHOT.search(Path(str(place)).as_posix())
     files = [Path(file["filename"]).as_posix() for rows in data.values() for file in rows.cache_files]
-    found = {match[1] for match in map(PREPARED.search, files) if match}
-    return {"model": snapshot and snapshot[1], "data": found.pop() if len(found) == 1 else None}
+    commits = {match[1] for match in map(PREPARED.search, files) if match}
+    return {"model": snapshot and snapshot[1], "data": commits.pop() if len(commits) == 1 else None}
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
@@ -392,7 +392,7 @@ def read_records(path: Path) -> dict[str, dict[str, Any]]:
         RecipeError: there are none, or one cannot be read.
     """
     if path.is_dir():
-        records = {str(found): read_record(found) for found in sorted(path.rglob("result.json"))}
+        records = {str(file): read_record(file) for file in sorted(path.rglob("result.json"))}
         if not records:
             raise RecipeError(f"{path} holds no result.json; expected the outputs of experiments")
         return records

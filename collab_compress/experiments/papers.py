@@ -173,17 +173,11 @@ def _row(row: Mapping[str, Any], columns: Sequence[str], place: str) -> PaperRow
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number in a record.
+    """A number in a record."""
 
-    Args:
-        read: record → number; None where it has none.
-        unit: of the number; None for the unit of the task's score.
-        greater_is_better: None where it is neither, or as for the task's score.
-    """
-
-    read: Callable[[Result], float | None]
-    unit: str | None = None
-    greater_is_better: bool | None = None
+    read: Callable[[Result], float | None]  # None where a record has none
+    unit: str | None = None  # None for the unit of the task's score
+    greater_is_better: bool | None = None  # None where it is neither, or as for the task's score
 
 
 def _metric(name: str, result: Result) -> float | None:
@@ -279,20 +273,14 @@ class Claim:
 class Verdict:
     """Verdict of the records on a claim.
 
-    Args:
-        claim: the claim.
-        where: the task, or the mean of several.
-        model: of the records; empty where there are none.
-        difference: of the method to the baseline, over the seeds that both have; None without any.
-        unit: of the difference.
-        outcome: holds, where the whole interval is on the claim's side of its bound; does not hold, where it is on
-            the other side; cannot be told otherwise, and with fewer than three pairs; or withdrawn.
+    The outcome is `HOLDS` where the whole interval is on the claim's side of its bound, `FAILS` where it is on the
+    other side, `OPEN` otherwise and with fewer than three pairs, or `WITHDRAWN`.
     """
 
     claim: Claim
-    where: str
-    model: str
-    difference: Estimate | None
+    where: str  # the task, or the mean of several
+    model: str  # empty without records
+    difference: Estimate | None  # of the method to the baseline, over the seeds that both have
     unit: str
     outcome: str
 

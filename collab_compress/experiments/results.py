@@ -73,19 +73,14 @@ class Record(BaseModel):
 class Variant:
     """A row of a table: a model, and what was done to it.
 
-    Args:
-        model: what it started from, as the shortest suffix of its path that is unambiguous; "fresh" for an untrained
-            one, with the settings in which the shapes of untrained ones on the same task differ.
-        method: the recipe's.
-        stage: tuned, given (as it is), or the name of a conversion, with `-again` after a second fine-tuning.
-        conversion: its name; None for a dense model.
-        again: whether it was fine-tuned again.
+    The model is the shortest unambiguous suffix of its path; "fresh" for an untrained one, with the settings in which
+    the shapes of untrained ones on the same task differ.
     """
 
     model: str
     method: str
-    stage: str
-    conversion: str | None = None
+    stage: str  # tuned, given (as it is), or a conversion, with `-again` after a second fine-tuning
+    conversion: str | None = None  # None for a dense model
     again: bool = False
 
     @property
@@ -96,16 +91,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: a task.
+    """A column of a table: a task."""
 
-    Args:
-        name: of the task, with the languages of a translation, as in "iwslt17 de-en".
-        metric: its name in `collab_compress.metrics.METRICS`.
-        greater_is_better: whether a greater score is better.
-    """
-
-    name: str
-    metric: str
+    name: str  # with the languages of a translation, as in "iwslt17 de-en"
+    metric: str  # name in `collab_compress.metrics.METRICS`
     greater_is_better: bool = True
 
     @property
@@ -116,33 +105,19 @@ class Column:
 
 @dataclass(frozen=True)
 class Result:
-    """One record.
-
-    Args:
-        variant: the row.
-        column: the column.
-        seed: of the run.
-        score: in the benchmark's scale: percent, BLEU or perplexity; NaN if it was not finite.
-        parameters: of the model, head included; None if not recorded.
-        recipe: the settings that decide the score at this stage.
-        place: path of the record, or file and line.
-        metrics: split → metric → number.
-        seconds: duration of the stage; None if not recorded.
-        history: the Trainer's log, a dictionary a line, with `step` and `epoch`.
-        measures: of heads of the trained model: name → numbers, by kind of attention and layer.
-    """
+    """One record."""
 
     variant: Variant
     column: Column
     seed: int
-    score: float
-    parameters: int | None
-    recipe: Mapping[str, Any] = field(repr=False)
-    place: str
-    metrics: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    seconds: float | None = None
-    history: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
-    measures: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    score: float  # in the benchmark's scale: percent, BLEU or perplexity; NaN if it was not finite
+    parameters: int | None  # of the model, head included
+    recipe: Mapping[str, Any] = field(repr=False)  # the settings that decide the score at this stage
+    place: str  # path of the record, or file and line
+    metrics: Mapping[str, Any] = field(default_factory=dict, repr=False)  # split → metric → number
+    seconds: float | None = None  # duration of the stage
+    history: Sequence[Mapping[str, Any]] = field(default=(), repr=False)  # the Trainer's log
+    measures: Mapping[str, Any] = field(default_factory=dict, repr=False)  # name → numbers, by kind and layer
 
 
 def read_results(*paths: Path) -> list[Result]:

@@ -153,14 +153,6 @@ def test_experiments_are_not_mixed(start, data_dir, tmp_path):
             run(recipe)
 
 
-def test_a_mistake_does_not_claim_the_output(start, data_dir, tmp_path):
-    wrong = settings(start, data_dir, tmp_path / "out", "tuning.arguments={no_such_argument: 1}")
-    with pytest.raises(RecipeError, match="no_such_argument"):
-        run(read_recipe(overrides=wrong))
-    right = settings(start, data_dir, tmp_path / "out", "again=null", "tuning.epochs=1")
-    assert len(run(read_recipe(overrides=right))) == 2
-
-
 def test_scores_have_no_label_smoothing(start, tmp_path):
     folder = tmp_path / "STS-B"
     folder.mkdir()
@@ -324,24 +316,3 @@ def test_a_full_disk_is_one_line(start, data_dir, tmp_path, monkeypatch):
             run(read_recipe(overrides=given))
     assert not (tmp_path / "out" / "tuned" / "model").exists()
     assert run(read_recipe(overrides=given))
-
-
-def test_two_processes_give_the_metrics_of_one(python, start, data_dir, tmp_path):
-    """The same batches of eight: four rows in each of two processes, or eight in one."""
-    plain = TUNING.replace("epochs: 4", "epochs: 1")
-    halved = plain.replace("batch_size: 8", "batch_size: 4")
-    metrics, measures = [], []
-    for processes, launch, tuning in ((1, python, plain), (2, python.both, halved)):
-        given = settings(start, data_dir, tmp_path / str(processes), "again=null", f"tuning={tuning}")
-        given.append("measures=[overlap,dominance]")
-        done = launch(SCRIPT, *given)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-9000:]
-        files = (tmp_path / str(processes)).glob("*/result.json")
-        records = {path.parent.name: json.loads(path.read_text()) for path in files}
-        metrics.append({name: record["metrics"] for name, record in records.items()})
-        measures.append(records["tuned"]["measures"])
-        shutil.rmtree(tmp_path / str(processes))
-    assert metrics[0].keys() == metrics[1].keys() == {"tuned", "dk12"}
-    assert metrics[0] == metrics[1]
-    assert measures[0]["dominance"] == measures[1]["dominance"]
-    assert measures[0]["overlap"]["encoder"] == pytest.approx(measures[1]["overlap"]["encoder"], rel=1e-3)

@@ -17,6 +17,7 @@ SCRIPTS = Path(__file__).parents[2] / "glue_runs"
 FRESH = "fresh={layers: 1, width: 24, heads: 3, dropout: 0.0, max_length: 40, tokenizer: word, vocab_size: null}"
 LANGUAGES = "translation={source: aa, target: bb, beams: 2, max_length: 12}"
 CASES = {
+    "run_glue.py": ("data_dir", "task=mrpc", "max_length=24", "measures=[overlap,dominance]"),
     "run_translation.py": ("sentences", "task=parallel", LANGUAGES, "max_length=24"),
     "run_language_model.py": ("text", "task=text", "max_length=7"),
     "run_classification.py": ("questions", "task=trec", "max_length=24"),
@@ -41,6 +42,7 @@ def start(launch, rows, script, *settings):
 @pytest.mark.parametrize(
     "script",
     [
+        "run_glue.py",
         "run_language_model.py",
         *(pytest.param(f"run_{task}.py", marks=pytest.mark.slow) for task in ("classification", "translation")),
     ],
@@ -49,7 +51,7 @@ def test_two_processes_give_the_metrics_of_one(script, python, accelerate, reque
     """The same batches of eight: four rows in each of two processes, or eight in one."""
     fixture, *settings = CASES[script]
     data = f"data_dir={request.getfixturevalue(fixture)}"
-    metrics = []
+    metrics, measures = [], []
     launchers = [(python, 8), (python.both, 4)]
     if script == "run_classification.py":
         launchers.append((accelerate, 8))
@@ -59,6 +61,7 @@ def test_two_processes_give_the_metrics_of_one(script, python, accelerate, reque
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-9000:]
         found = {file.parent.name: json.loads(file.read_text()) for file in output.glob("*/result.json")}
         metrics.append({name: record["metrics"] for name, record in found.items()})
+        measures.append(found["tuned"].get("measures"))
         for name, record in found.items():
             assert f"{name:14} {record['score']:.2f}" in done.stdout
     for other in metrics[1:]:
@@ -66,6 +69,9 @@ def test_two_processes_give_the_metrics_of_one(script, python, accelerate, reque
         for stage, splits in metrics[0].items():
             for split, scores in splits.items():
                 assert other[stage][split] == pytest.approx(scores, rel=1e-4)
+    if script == "run_glue.py":
+        assert measures[0]["dominance"] == measures[1]["dominance"]
+        assert measures[0]["overlap"]["encoder"] == pytest.approx(measures[1]["overlap"]["encoder"], rel=1e-3)
 
 
 def test_another_kind_of_task(python, text, tmp_path):

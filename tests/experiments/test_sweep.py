@@ -122,15 +122,6 @@ def test_mistakes_are_named(path, override, message):
         read_sweep(path, [override])
 
 
-def test_a_run_that_fails_does_not_stop_the_others(path, tmp_path):
-    overrides = ["only={methods: [plain], seeds: [0]}", "conversions.bad={compression: {dk: 1000}}"]
-    failed = run_sweep(read_sweep(path, overrides))
-    assert len(failed) == 1
-    assert "1000" in failed[0]
-    found = {file.parent.name for file in (tmp_path / "out").rglob("result.json")}
-    assert found == {"tuned", "dk12", "rough"}
-
-
 def test_a_run_that_fails_for_any_reason_does_not_stop_the_others(path, tmp_path, monkeypatch):
     seen = []
 

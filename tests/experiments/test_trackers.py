@@ -8,7 +8,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from collab_compress.experiments import Recipe
-from collab_compress.experiments.tuning import keep_logs, log_scores
+from collab_compress.experiments.tuning import log_scores
 
 METRICS = {"validation": {"f1": 0.5}, "validation_matched": {"accuracy": 0.25}, "test": {"bleu": 30.0}}
 
@@ -44,10 +44,3 @@ def test_each_stage_is_a_run_of_its_own(make_trainer, recipe, tmp_path, monkeypa
     trainer.args.report_to = ["wandb"]
     log_scores(trainer, recipe, tmp_path / "tuned", METRICS)
     assert finished == [True]
-
-
-def test_nothing_is_logged_without_trackers(make_trainer, recipe, tmp_path):
-    trainer = make_trainer()
-    assert keep_logs(trainer, recipe, tmp_path / "tuned") == []
-    log_scores(trainer, recipe, tmp_path / "tuned", METRICS)
-    assert not (tmp_path / "tuned").exists()
