@@ -425,6 +425,8 @@ def _strict(value: Any) -> Any:
 
 
 def _text(path: Path) -> str:
+    if not path.is_file():
+        raise RecipeError(f"cannot read the record {path}: expected a regular file")
     try:
         if path.exists() and not path.is_file():  # reading a pipe would wait for ever
             raise RecipeError(f"cannot read the record {path}: expected a regular file")

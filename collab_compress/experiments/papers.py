@@ -99,7 +99,7 @@ def read_papers(path: Path = PAPERS) -> list[PaperTable]:
     try:
         return [_table(key, papers[key], name) for key in papers for name in papers[key]["tables"]]
     except (AttributeError, KeyError, TypeError) as error:
-        raise RecipeError(f"{path} is not laid out as the papers' numbers are: {error}") from error
+        raise RecipeError(f"{path} does not have the layout that its first lines describe: {error}") from error
 
 
 def select_tables(
@@ -323,7 +323,7 @@ def read_claims(path: Path = CLAIMS) -> dict[str, list[Claim]]:
     try:
         return {paper: [parse(Claim, claim, f"a claim of {paper}") for claim in claims[paper]] for paper in claims}
     except (AttributeError, TypeError) as error:
-        raise RecipeError(f"{path} is not laid out as the papers' claims are: {error}") from error
+        raise RecipeError(f"{path} does not have the layout that its first lines describe: {error}") from error
 
 
 def judge(claim: Claim, results: Sequence[Result]) -> list[Verdict]:

@@ -362,9 +362,8 @@ def problems_of(error: ValidationError, options_class: Any = None) -> str:
         *_, name = path = list(map(str, details["loc"]))
         field_name, value = ".".join(path), repr(details["input"])[:60]
         if details["type"] == "unexpected_keyword_argument":
-            others: dict[
-                str, str
-            ] = {}  # name → path, of all fields in the same outermost field, or of the outermost ones
+            # name → path, of all fields in the same outermost field, or of the outermost ones
+            others: dict[str, str] = {}
             for outer, inner in _dataclasses_in(options_class):
                 if outer[:1] == tuple(path[:-1])[:1]:
                     others |= {other: ".".join((*outer, other)) for other in get_type_hints(inner)}

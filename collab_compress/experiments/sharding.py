@@ -122,7 +122,7 @@ def _check_wrapping(model: PreTrainedModel, plugin: FullyShardedDataParallelPlug
     fitting = ", ".join(sorted(name for name in names if embeds.get(name) is False))
     for name in sorted(names):
         if embeds.get(name, True):
-            why = "which holds its input embeddings" if name in embeds else "which it has not"
+            why = "which holds its input embeddings" if name in embeds else "which it does not have"
             raise RecipeError(
                 f"FSDP is to wrap {name} of {type(model).__name__}, {why}; name its layers alone "
                 f"(fsdp_config: {{transformer_layer_cls_to_wrap: [{fitting or 'BertLayer'}]}})"

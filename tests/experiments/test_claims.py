@@ -207,7 +207,7 @@ def test_what_stands_beside_the_papers_is_known():
     ("text", "message"),
     [
         ("a: [", "cannot read .*claims.yaml"),
-        ("a: 3", "is not laid out as the papers' claims are"),
+        ("a: 3", "does not have the layout that its first lines describe"),
         ("a: [{says: b, tasks: [mrpc], method: c}]", "a claim of a: .*than"),
         ("a: [{says: b., tasks: [mrpc], method: c, than: d, of: e}]", "'e' is no quantity; expected one of score"),
     ],

@@ -174,7 +174,7 @@ def test_choosing():
     ("text", "message"),
     [
         ("a: [", "cannot read .*papers.yaml"),
-        ("a: {title: A, source: B}", "is not laid out as the papers' numbers are: 'tables'"),
+        ("a: {title: A, source: B}", "does not have the layout that its first lines describe: 'tables'"),
         ("a: {tables: {T: {columns: {x: y}, rows: [{model: m, scores: [1, 2]}]}}}", "a, T, m: 2 scores; expected 1"),
         ("a: {title: A, source: B, tables: {T: {columns: {}, rows: [], nots: x}}}", "'nots'"),
     ],

@@ -269,14 +269,18 @@ def test_parameters_are_the_mean_of_those_recorded(write, tmp_path):
 
 def test_settings_that_differ_between_seeds_are_noted(write, tmp_path):
     for seed, rank, epochs in ((0, 128, 3), (1, 128, 3)):
-        write(80.0, seed=seed, recipe={"output": f"out-{seed}", "tuning": {"epochs": epochs}, "compression": rank})
+        write(
+            80.0,
+            seed=seed,
+            recipe={"output": f"out-{seed}", "tuning": {"epochs": epochs}, "compression": {"dk": rank}},
+        )
     assert table(tmp_path)[0].notes == ()
-    write(80.0, seed=2, recipe={"tuning": {"epochs": 4}, "compression": 64, "again": 1})
+    write(80.0, seed=2, recipe={"tuning": {"epochs": 4}, "compression": {"dk": 64}, "again": 1})
     write(80.0, "rte", seed=2, recipe={"tuning": {"epochs": 9}})
     assert table(tmp_path)[0].notes == ("plain/tuned of minilm on mrpc: seeds differ in tuning",)
     for seed, rank in ((0, 128), (1, 64)):
-        write(80.0, stage="conv", seed=seed, recipe={"compression": rank, "again": rank})
-        write(80.0, stage="conv-again", seed=seed, recipe={"compression": 8, "again": rank})
+        write(80.0, stage="conv", seed=seed, recipe={"compression": {"dk": rank}, "again": rank})
+        write(80.0, stage="conv-again", seed=seed, recipe={"compression": {"dk": 8}, "again": rank})
     notes = table(tmp_path)[0].notes
     assert "plain/conv of minilm on mrpc: seeds differ in compression" in notes
     assert "plain/conv-again of minilm on mrpc: seeds differ in again" in notes

@@ -248,7 +248,7 @@ def asked_process(rank, bert, marian, folder):
 def test_what_cannot_be_sharded_is_said(make_tiny, tmp_path, monkeypatch):
     monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
     unsharded = "FSDP was asked for, and Accelerate shards on accelerators only; leave it out on CPUs"
-    unknown = "FSDP is to wrap NoLayer of BertModel, which it has not; name its layers alone"
+    unknown = "FSDP is to wrap NoLayer of BertModel, which it does not have; name its layers alone"
     twice = (
         "FSDP is to wrap BertEmbeddings of BertModel, which holds its input embeddings; name its layers alone "
         "(fsdp_config: {transformer_layer_cls_to_wrap: [BertLayer]})"
