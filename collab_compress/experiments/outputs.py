@@ -425,11 +425,9 @@ def _strict(value: Any) -> Any:
 
 
 def _text(path: Path) -> str:
-    if not path.is_file():
+    if not path.is_file():  # reading a pipe would wait for ever
         raise RecipeError(f"cannot read the record {path}: expected a regular file")
     try:
-        if path.exists() and not path.is_file():  # reading a pipe would wait for ever
-            raise RecipeError(f"cannot read the record {path}: expected a regular file")
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise RecipeError(f"cannot read the record {path}: {error}") from error

@@ -48,7 +48,6 @@ class Settings(BaseModel):
     compression: dict[str, Any] | None = None
     heads: dict[str, Any] | None = None
     translation: dict[str, Any] | None = None
-    heads: dict[str, Any] | None = None
 
 
 class Record(BaseModel):
