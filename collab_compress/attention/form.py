@@ -322,10 +322,10 @@ class ScoreForm(MapForm):
         return query, key
 
     def build_mixing(self, trained: bool, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return the mixing matrix (H, R): an empty parameter, or a filled buffer where it is fixed."""
-        return nn.Parameter(
-            torch.empty(self.heads, self.rank, device=device, dtype=dtype), self.train_mixing and trained
-        )
+        """Return the mixing matrix, one row for each dense key head: an empty parameter, or a filled buffer."""
+        rows = self.dense_key_width // self.head_width
+        empty = torch.empty(rows, self.rank, device=device, dtype=dtype)
+        return nn.Parameter(empty, self.train_mixing and trained)
 
     def load_(self, parts: ScoreParts, query: Tensor, mixing: Tensor, key: Tensor, content: Tensor | None) -> None:
         """Copy W̃q (D, R), M (H, R), W̃k (D, R) and v (H, D) or None into `parts`, in place, in their dtype."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from collab_compress.attention.form import Cut, HeadRows, ScoreForm, ScoreParts, plain_weight
+from collab_compress.attention.form import HeadRows, ScoreForm, ScoreParts, plain_weight
 from collab_compress.attention.kernels import Inputs, in_float32_on_cpu, masked_softmax
 from collab_compress.attention.projections import PaddedProjection, add_pre_hook_, remove_pre_hook_
 from collab_compress.errors import CompressionError, UnsupportedModelError
@@ -179,11 +179,8 @@ class RotaryScores(ScoreForm):
     def of(cls, site: Any, rank: int, content_bias: bool, sizes: Sequence[int] | None = None) -> Self:
         """Return the form for a site, in whole pseudo-heads: R is rounded up to P·d.
 
-        Args:
-            site: the module, as `architectures` finds it.
-            rank: channels R, rounded up here.
-            content_bias: ignored: biases stay in the projections.
-            sizes: frequency of each channel pair; by default each pseudo-head has all of them.
+        Arguments as for `ScoreForm.of`, but biases stay in the projections whatever `content_bias` says, and `sizes`
+        are the frequencies of the channel pairs; by default each pseudo-head has all of them.
         """
         width, family = site.head_width, site.family
         if site.rotated % 2 or width % 2:
@@ -259,23 +256,13 @@ class RotaryScores(ScoreForm):
             query = RotatingProjection(query_in, *shared, self.query_bias, **like)
         return query, RotatingProjection(key_in, *shared, self.key_bias, **like)
 
-    def build_mixing(self, trained: bool, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return an empty parameter (G, R)."""
-        empty = torch.empty(self.key_heads, self.rank, device=device, dtype=dtype)
-        return nn.Parameter(empty, self.train_mixing and trained)
-
     def load_channels_(
         self, parts: ScoreParts, query: Tensor | None, mixing: Tensor, key: Tensor, dense: Any
     ) -> None:
-        """Copy complex channels into `parts`, in place, in their dtype, in the order of `frequencies`.
+        """Copy χ and κ (D, R/2) and m (G, R/2), complex, into `parts`, in the order of `frequencies`, in place.
 
-        Args:
-            parts: as `build` returns them.
-            query: χ, complex (D, R/2), with a last row that is the bias if there is one; None where queries are not
-                shared.
-            mixing: m, complex (G, R/2).
-            key: κ, as the queries.
-            dense: the dense query projection, which is copied where queries are not shared.
+        A bias is a further row of χ and κ. Where queries are not shared, χ is None and the projection `dense` is
+        copied.
         """
         with torch.no_grad():
             parts.mixing.copy_(torch.cat([mixing.real, mixing.imag], -1))
@@ -387,10 +374,6 @@ class RotaryScores(ScoreForm):
     def without(self, kept: Sequence[int]) -> Self:
         """Return the form of the kept heads, with all shared channels."""
         return replace(self, heads=len(kept), key_heads=len(kept))
-
-    def keep_heads(self, module: Any, kept: Sequence[int]) -> list[Cut]:
-        """Return the cuts that leave the kept heads; projections stay as they are."""
-        return [Cut(module, self.at, self.without(kept)), *self.row_cuts(module, kept)]
 
     # Costs.
 
