@@ -99,7 +99,8 @@ class Metric(evaluate.Metric):  # type: ignore[misc]
         if self.gather and dist.is_initialized() and dist.get_world_size() > 1:
             shares: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(shares, (predictions, references))
-            predictions, references = ([row for share in shares for row in share[place]] for place in range(2))
+            predictions = [row for rows, _ in shares for row in rows]
+            references = [row for _, rows in shares for row in rows]
         if not len(predictions):
             raise DataError("nothing to score; add predictions and references before compute()")
         return self._score(predictions, references)

@@ -227,7 +227,14 @@ QUESTIONS = ("DESC", "ENTY", "ABBR", "HUM", "LOC", "NUM")  # in the order of the
 
 
 def _zhang(
-    name: str, labels: Sequence[str], folder: str, hub: str, *texts: str, joined: bool = True, label: str = "label"
+    name: str,
+    labels: Sequence[str],
+    folder: str,
+    hub: str,
+    texts: tuple[str, ...],
+    *,
+    joined: bool,
+    label: str = "label",
 ) -> Task:
     """Describe a data set of Zhang et al. 2015 (arXiv 1509.01626): rows of class, counted from 1, and texts.
 
@@ -266,16 +273,16 @@ CLASSIFICATION = (
         labels=SENTIMENT,
         folders=("aclImdb", "imdb"),
     ),
-    _zhang("yelp", SENTIMENT, "yelp_review_polarity_csv", "fancyzhx/yelp_polarity", "text"),
-    _zhang("yelp_full", STARS, "yelp_review_full_csv", "Yelp/yelp_review_full", "text"),
-    _zhang("ag_news", NEWS, "ag_news_csv", "fancyzhx/ag_news", "title", "description"),
-    _zhang("dbpedia", ENTITIES.split(), "dbpedia_csv", "fancyzhx/dbpedia_14", "title", "content", joined=False),
+    _zhang("yelp", SENTIMENT, "yelp_review_polarity_csv", "fancyzhx/yelp_polarity", ("text",), joined=True),
+    _zhang("yelp_full", STARS, "yelp_review_full_csv", "Yelp/yelp_review_full", ("text",), joined=True),
+    _zhang("ag_news", NEWS, "ag_news_csv", "fancyzhx/ag_news", ("title", "description"), joined=True),
+    _zhang("dbpedia", ENTITIES.split(), "dbpedia_csv", "fancyzhx/dbpedia_14", ("title", "content"), joined=False),
     _zhang(
         "yahoo",
         TOPICS.split(", "),
         "yahoo_answers_csv",
         "community-datasets/yahoo_answers_topics",
-        *("question_title", "question_content", "best_answer"),
+        ("question_title", "question_content", "best_answer"),
         joined=False,
         label="topic",
     ),

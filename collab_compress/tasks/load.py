@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -69,19 +69,21 @@ def _search(
     files: Files = {}
     missing = None
     for split in splits or layout.files:
-        found: list[tuple[Path, ...]] = []
+        complete: list[tuple[Path, ...]] = []
         lacking, begun = [], False
         for part in layout.files.get(split, ()):
             candidates = layout.candidates(part, languages)
-            groups = [[(name, _existing(folder / name)) for name in names] for names in candidates]
-            begun = begun or any(path for group in groups for _, path in group)
-            complete = [group for group in groups if all(path for _, path in group)]
-            if complete:
-                found.append(tuple(path for _, path in complete[0] if path))
+            paths = {name: _existing(folder / name) for names in candidates for name in names}
+            begun = begun or any(paths.values())
+            for names in candidates:
+                group = tuple(path for path in map(paths.get, names) if path)
+                if len(group) == len(names):
+                    complete.append(group)
+                    break
             else:
-                lacking += [name for name, path in groups[0] if path is None]
-        if found and not lacking:
-            files[split] = found
+                lacking += [name for name in candidates[0] if paths[name] is None]
+        if complete and not lacking:
+            files[split] = complete
         elif missing is None and (splits or split not in layout.optional or begun):
             missing = f"{lacking[0]} ({split})" if lacking else f"files of {split}"
     return files, missing
@@ -280,7 +282,7 @@ def task_files(
     """
     task, languages = _resolve(name, source, target, files, train)
     _, found = find_files(task, Path(data_dir).expanduser(), languages, None)
-    return {split: [path for part in parts for path in part] for split, parts in found.items()}
+    return {split: list(chain.from_iterable(parts)) for split, parts in found.items()}
 
 
 def _resolve(
@@ -295,8 +297,11 @@ def _resolve(
         parts = {split: (paths,) if isinstance(paths, str) else tuple(paths) for split, paths in files.items()}
         layouts = (replace(layouts[0], files=parts, optional=()),)
     if not train:
-        needed = [{split: parts for split, parts in each.files.items() if split != "train"} for each in layouts]
-        layouts = tuple(replace(layout, files=kept) for layout, kept in zip(layouts, needed, strict=True))
+        for_evaluation = []
+        for layout in layouts:
+            kept = {split: parts for split, parts in layout.files.items() if split != "train"}
+            for_evaluation.append(replace(layout, files=kept))
+        layouts = tuple(for_evaluation)
     task = replace(task, layouts=layouts)
     if task.kind != "translation":
         if source or target:
@@ -331,7 +336,7 @@ def _on_disk(
 ) -> Dataset:
     """Read a split into the cache of `datasets`, unless it is there, and memory-map it."""
     stats = []
-    for path in (path for paths in parts for path in paths):
+    for path in chain.from_iterable(parts):
         files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path.resolve()]
         stats += [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = Hasher.hash([task.name, repr(layout), str(task.features), split, version("collab-compress"), stats])

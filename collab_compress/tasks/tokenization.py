@@ -64,26 +64,7 @@ def train_tokenizer(
             f"vocab_size is {vocab_size}; expected more than the {len(special)} special tokens, up to "
             f"{LARGEST_VOCABULARY:,}"
         )
-    options: dict[str, Any] = {
-        "vocab_size": 2**31 - 1 if vocab_size is None else vocab_size,
-        "special_tokens": special,
-        "show_progress": progress,
-    }
-    if kind == "word":
-        tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
-        trainer: Any = trainers.WordLevelTrainer(**options)
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    elif kind == "bpe":
-        tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
-        trainer = trainers.BpeTrainer(**options)
-    else:
-        tokenizer = Tokenizer(models.Unigram())
-        trainer = trainers.UnigramTrainer(unk_token=UNKNOWN, **options)
-    if kind != "word":
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation("isolated")]
-        )
-        tokenizer.decoder = decoders.Metaspace()
+    tokenizer, trainer = _untrained(kind, vocab_size, special, progress)
     steps = [normalizers.NFC(), *([normalizers.Lowercase()] if lowercase else [])]
     tokenizer.normalizer = normalizers.Sequence(steps)
     tokenizer.train_from_iterator(texts, trainer)
@@ -107,6 +88,31 @@ def train_tokenizer(
         clean_up_tokenization_spaces=False,
         split_special_tokens=kind != "word",  # "</s>" in a text is text; in PTB, "<unk>" is the unknown word
     )
+
+
+def _untrained(kind: str, vocab_size: int | None, special: list[str], progress: bool) -> tuple[Tokenizer, Any]:
+    """Return a tokenizer without a vocabulary, and its trainer."""
+    options: dict[str, Any] = {
+        "vocab_size": 2**31 - 1 if vocab_size is None else vocab_size,
+        "special_tokens": special,
+        "show_progress": progress,
+    }
+    if kind == "word":
+        tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
+        trainer: Any = trainers.WordLevelTrainer(**options)
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    elif kind == "bpe":
+        tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
+        trainer = trainers.BpeTrainer(**options)
+    else:
+        tokenizer = Tokenizer(models.Unigram())
+        trainer = trainers.UnigramTrainer(unk_token=UNKNOWN, **options)
+    if kind != "word":
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation("isolated")]
+        )
+        tokenizer.decoder = decoders.Metaspace()
+    return tokenizer, trainer
 
 
 def _renumbered(words: Tokenizer, special: list[str]) -> Tokenizer:

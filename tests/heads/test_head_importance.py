@@ -44,7 +44,7 @@ def one_sample_at_a_time(model, batches, loss, step=None):
             with HeadMask(model) as mask:
                 for name in heads:
                     for head in range(heads[name]):
-                        sums[name][head] += abs(slope(model, mask, masks, (name, head), sample, loss, step))
+                        sums[name][head] += abs(slope(model, mask, masks, (name, head), sample, loss=loss, step=step))
             count += 1
     return {name: value / count / (value / count).norm() for name, value in sums.items()}
 
