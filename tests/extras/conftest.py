@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tiny_families import make_tiny as make_family
+from tiny_families import build
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -29,7 +29,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 def converted(kind: str, make_tiny: Callable[..., PreTrainedModel]) -> PreTrainedModel:
     """A tiny converted model in evaluation mode that keeps no cache."""
     torch.manual_seed(0)
-    model = make_family(kind) if kind in OTHERS else make_tiny("bert" if kind in OF_BERT else kind)
+    model = build(kind) if kind in OTHERS else make_tiny("bert" if kind in OF_BERT else kind)
     compress(model, OF_BERT.get(kind, Compression(dk=8)), calibration=None)
     for part in model.modules():
         if isinstance(part, PreTrainedModel):  # T5's decoder has a config of its own

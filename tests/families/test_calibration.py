@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_families import build, inputs
 from transformers import (
     CLIPImageProcessorPil,
     CLIPProcessor,
@@ -23,7 +24,7 @@ from collab_compress.calibration.gather import attention_masks
 TOKENS = {"input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", "token_type_ids"}
 
 
-def test_synthetic_data_suffices(kin, build, inputs, tokenizer):
+def test_synthetic_data_suffices(kin, tokenizer):
     model = build(kin)
     if kin in ("blip_vision_model", "detr", "segformer", "table-transformer"):
         with pytest.raises(CalibrationError, match="does not say image_size and num_channels; pass batches"):
@@ -41,7 +42,7 @@ def test_synthetic_data_suffices(kin, build, inputs, tokenizer):
     assert all(0 < module.data_error < 1 for module in report.modules)
 
 
-def test_images_need_no_tokenizer_and_follow_the_seed(build):
+def test_images_need_no_tokenizer_and_follow_the_seed():
     one, same, other = (calibration_batches("synthetic", build("vit"), seed=seed) for seed in (0, 0, 1))
     pixels = torch.cat([batch["pixel_values"] for batch in one])
     assert pixels.shape == (128, 3, 8, 8)
@@ -52,7 +53,7 @@ def test_images_need_no_tokenizer_and_follow_the_seed(build):
     assert not torch.equal(one[0]["pixel_values"], other[0]["pixel_values"])
 
 
-def test_more_noise_than_fits_is_refused(build):
+def test_more_noise_than_fits_is_refused():
     with pytest.raises(CalibrationError, match=r"1000000000 images or sounds .* numbers; at most 1e.09 fit"):
         calibration_batches("synthetic", build("vit"), sequences=10**9)
 
@@ -65,7 +66,7 @@ def test_images_may_be_oblong():
     assert model(**batch)[0].isfinite().all()
 
 
-def test_texts_are_not_for_image_models(build, tokenizer):
+def test_texts_are_not_for_image_models(tokenizer):
     with pytest.raises(CalibrationError, match="ViTModel reads pixel_values, not texts; pass batches"):
         calibration_batches(["a dog"], build("vit"), tokenizer)
 
@@ -82,7 +83,7 @@ def test_texts_are_not_for_image_models(build, tokenizer):
         ("siglip2", {"pixel_values": (128, 9, 48), "spatial_shapes": (128, 2), "input_ids": (128, 64)}),
     ],
 )
-def test_noise_has_the_shape_of_what_processors_make(name, shapes, build, tokenizer):
+def test_noise_has_the_shape_of_what_processors_make(name, shapes, tokenizer):
     model = build(name)
     batches = calibration_batches("synthetic", model, tokenizer)
     whole = {part: torch.cat([batch[part] for batch in batches]) for part in batches[0]}
@@ -102,19 +103,19 @@ def test_noise_has_the_shape_of_what_processors_make(name, shapes, build, tokeni
             assert not torch.equal(other[0][part], batches[0][part])
 
 
-def test_two_towers_need_a_tokenizer(build):
+def test_two_towers_need_a_tokenizer():
     with pytest.raises(CalibrationError, match="CLIPModel reads tokens beside pixel_values; pass its tokenizer=…"):
         calibration_batches("synthetic", build("clip"))
 
 
-def test_padded_sound_is_left_out_of_the_moments(build, inputs):
+def test_padded_sound_is_left_out_of_the_moments():
     """What a mask of samples hides is hidden from the positions that are made of them."""
     model = build("wav2vec2")
     real = attention_masks(model, (), (), inputs("wav2vec2"))["encoder"].query
     assert real.sum(1).tolist() == model._get_feat_extract_output_lengths(torch.tensor([120, 90, 60])).tolist()
 
 
-def test_what_nobody_knows_the_shape_of_is_asked_for(build):
+def test_what_nobody_knows_the_shape_of_is_asked_for():
     with pytest.raises(CalibrationError, match="PatchTSTModel reads past_values, not texts; pass batches of them"):
         calibration_batches("synthetic", build("patchtst"))
 
@@ -160,7 +161,7 @@ def saved_with(processor, model, path):
     return type(model).from_pretrained(path)
 
 
-def test_a_folder_of_images(pictures, build, tokenizer, tmp_path):
+def test_a_folder_of_images(pictures, tokenizer, tmp_path):
     processor = ViTImageProcessorPil(size={"height": 8, "width": 8})
     model = saved_with(processor, build("vit"), tmp_path / "vit")
     batches, notes = noted_batches(pictures, model, None, sequences=3, length=None, seed=0)
@@ -174,7 +175,7 @@ def test_a_folder_of_images(pictures, build, tokenizer, tmp_path):
     assert shapes == {"pixel_values": (5, 3, 8, 8), "input_ids": (5, 9), "attention_mask": (5, 9)}
 
 
-def test_a_folder_of_sounds(sounds, build, tmp_path):
+def test_a_folder_of_sounds(sounds, tmp_path):
     extractor = Wav2Vec2FeatureExtractor(return_attention_mask=True)
     model = saved_with(extractor, build("wav2vec2"), tmp_path / "model")
     (batch,) = calibration_batches(sounds, model)
@@ -198,7 +199,7 @@ def test_a_folder_of_sounds(sounds, build, tmp_path):
         ("vit", '{"image_processor_type": 3}'),
     ],
 )
-def test_code_of_a_processor_is_not_run(family, file, pictures, sounds, build, tmp_path, monkeypatch):
+def test_code_of_a_processor_is_not_run(family, file, pictures, sounds, tmp_path, monkeypatch):
     build(family).save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "preprocessor_config.json").write_text(file)
     (tmp_path / "model" / "evil.py").write_text("open('executed', 'w')\nclass Evil: pass\n")
@@ -211,7 +212,7 @@ def test_code_of_a_processor_is_not_run(family, file, pictures, sounds, build, t
     assert not (tmp_path / "executed").exists()
 
 
-def test_damaged_files_of_a_folder(pictures, sounds, build, tmp_path, monkeypatch):
+def test_damaged_files_of_a_folder(pictures, sounds, tmp_path, monkeypatch):
     model = saved_with(Wav2Vec2FeatureExtractor(), build("wav2vec2"), tmp_path / "wav2vec2")
     whole = (sounds / "0.wav").read_bytes()
     (sounds / "0.wav").write_bytes(whole[:-1])
@@ -223,7 +224,7 @@ def test_damaged_files_of_a_folder(pictures, sounds, build, tmp_path, monkeypatc
         calibration_batches(pictures, model)
 
 
-def test_what_a_folder_lacks_is_said(pictures, sounds, build):
+def test_what_a_folder_lacks_is_said(pictures, sounds):
     with pytest.raises(CalibrationError, match="holds no images for ViTModel; expected files that end in"):
         calibration_batches(sounds, build("vit"))
     model = saved_with(ViTImageProcessorPil(), build("vit"), pictures.parent / "vit")

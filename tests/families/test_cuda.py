@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tiny_families import TINIES, build, inputs, run
 
 from collab_compress import Compression, HeadMask, Solver, compress, expand, head_importance, read_factors
 from collab_compress.attention.kernels import Inputs
@@ -29,13 +30,13 @@ def on_gpu(batch):
 
 
 @pytest.fixture
-def some(inputs):
+def some():
     return lambda name: [inputs(name, seed) for seed in range(4)]
 
 
 @pytest.mark.parametrize("form", ["shared", "per-head"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_conversion_on_the_gpu_is_that_of_the_cpu(name, form, build, some):
+def test_a_conversion_on_the_gpu_is_that_of_the_cpu(name, form, some):
     model = build(name)
     ours = copy.deepcopy(model).cuda()
     options = Compression(dk=9, form=form)
@@ -52,7 +53,7 @@ def test_a_conversion_on_the_gpu_is_that_of_the_cpu(name, form, build, some):
 
 @pytest.mark.parametrize("name", ["bert", "marian"])
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0"])
-def test_where_to_decompose_is_a_choice(name, device, build, some):
+def test_where_to_decompose_is_a_choice(name, device, some):
     model = build(name).cuda() if device == "cpu" else build(name)
     place = next(model.parameters()).device
     report = compress(model, Compression(dk=9, solver=Solver(device=device)), some(name))
@@ -64,7 +65,7 @@ def test_where_to_decompose_is_a_choice(name, device, build, some):
 @pytest.mark.parametrize("form", ["shared", "per-head"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", NAMES)
-def test_outputs_are_those_of_the_cpu(name, implementation, form, dtype, build, inputs, run):
+def test_outputs_are_those_of_the_cpu(name, implementation, form, dtype):
     model, batch = build(name), inputs(name)
     compress(model, Compression(dk=9, form=form), calibration=None)
     model.set_attn_implementation(implementation)
@@ -78,7 +79,7 @@ def test_outputs_are_those_of_the_cpu(name, implementation, form, dtype, build, 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])
-def test_full_rank_is_the_dense_model(name, dtype, build, inputs, run):
+def test_full_rank_is_the_dense_model(name, dtype):
     dense = build(name).to("cuda", dtype)
     model, batch = copy.deepcopy(dense), on_gpu(inputs(name))
     compress(model, Compression(dk=24), calibration=None)
@@ -89,7 +90,7 @@ def test_full_rank_is_the_dense_model(name, dtype, build, inputs, run):
 
 @pytest.mark.parametrize("form", ["shared", "per-head"])
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_are_those_of_the_cpu(name, form, build, inputs):
+def test_gradients_are_those_of_the_cpu(name, form):
     model, batch = build(name), inputs(name)
     compress(model, Compression(dk=9, form=form), calibration=None)
     ours = copy.deepcopy(model).cuda()
@@ -103,8 +104,8 @@ def test_gradients_are_those_of_the_cpu(name, form, build, inputs):
 
 
 @pytest.mark.parametrize("form", ["shared", "per-head"])
-def test_generation_is_that_of_the_cpu(generator, form, build, inputs, tinies):
-    model, batch = build(generator, tinies[generator].generates), inputs(generator)
+def test_generation_is_that_of_the_cpu(generator, form):
+    model, batch = build(generator, TINIES[generator].generates), inputs(generator)
     if "encoder_hidden_states" in batch:
         pytest.skip("stock BERT cannot generate with a cache when it gets encoder states by hand")
     compress(model, Compression(dk=9, form=form), calibration=None)
@@ -118,7 +119,7 @@ def test_generation_is_that_of_the_cpu(generator, form, build, inputs, tinies):
 
 
 @pytest.mark.parametrize("name", ["bert", "marian", "gpt2"])
-def test_heads_are_read_masked_dropped_and_scored(name, build, inputs):
+def test_heads_are_read_masked_dropped_and_scored(name):
     model, batch = build(name), inputs(name)
     compress(model, Compression(dk=9), calibration=None)
     ours = copy.deepcopy(model).cuda()
@@ -212,11 +213,11 @@ def test_gradients_of_kernels_are_those_of_the_cpu(kernel):
     shapes = ((2, 33, 52), (2, 33, 52), (2, 12, 33, 64), (2, 33, 12), (12, 52))
     parts = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
     found = []
-    for run, place in ((folded, {}), (kernel, {"device": "cuda", "dtype": torch.float32})):
+    for attention, place in ((folded, {}), (kernel, {"device": "cuda", "dtype": torch.float32})):
         leaves = [part.clone().to(**place).detach().requires_grad_() for part in parts]
         query, key, value, content, mixing = leaves
         inputs = Inputs(query, key, value, scaling=0.1, causal=True, content=content, mixing=mixing)
-        found.append(torch.autograd.grad(run(inputs).sin().sum(), leaves))
+        found.append(torch.autograd.grad(attention(inputs).sin().sum(), leaves))
     for expected, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours.double().cpu(), expected, atol=1e-3, rtol=1e-3)
 

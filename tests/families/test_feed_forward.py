@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tiny_families import build, inputs, run
 
 from collab_compress import Compression, Solver, UnsupportedModelError, compress, expand
 from collab_compress.architectures import FAMILIES, find_attention
@@ -12,7 +13,7 @@ from collab_compress.conversion.feed_forward import cut_, find_feed_forward, nar
 NO_WIDTH = {"bloom", "mobilebert", "mpt", "segformer", "xlm"}  # a multiple of another width, or convolutions between
 
 
-def test_a_narrower_model_is_a_stock_model_and_its_attention_can_be_converted(kin, build, inputs, run, tmp_path):
+def test_a_narrower_model_is_a_stock_model_and_its_attention_can_be_converted(kin, tmp_path):
     dense, batch = build(kin), inputs(kin)
     if kin in NO_WIDTH:
         with pytest.raises(UnsupportedModelError, match=r"sets the width of all \d+ feed-forward blocks"):
@@ -41,7 +42,7 @@ def test_a_narrower_model_is_a_stock_model_and_its_attention_can_be_converted(ki
     assert model.num_parameters() == report.parameters_after  # neurons do not come back
 
 
-def test_neurons_are_cut_where_they_are_silenced(kin, build, inputs, run):
+def test_neurons_are_cut_where_they_are_silenced(kin):
     """What the other neurons do stays as it was: the same as zeros in what the second layer reads."""
     model, batch = build(kin), inputs(kin)
     if kin in NO_WIDTH:

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from tiny_families import TINIES, build, inputs, run
 from transformers import OPTConfig, OPTModel, StaticCache
 
 from collab_compress import (
@@ -40,19 +41,19 @@ def generated(model, batch, **options):
 
 
 @pytest.mark.every_family
-def test_full_rank_generates_what_the_dense_model_does(generator, build, inputs, tinies):
-    dense, batch = build(generator, tinies[generator].generates), inputs(generator)
+def test_full_rank_generates_what_the_dense_model_does(generator):
+    dense, batch = build(generator, TINIES[generator].generates), inputs(generator)
     converted = copy.deepcopy(dense)
-    compress(converted, Compression(dk=tinies[generator].full), calibration=None)
+    compress(converted, Compression(dk=TINIES[generator].full), calibration=None)
     for way, options in WAYS.items():
         assert torch.equal(generated(converted, batch, **options), generated(dense, batch, **options)), way
 
 
-def test_a_batch_may_hold_labels(build, inputs, tinies):
+def test_a_batch_may_hold_labels():
     """A `Seq2SeqTrainer` gives `generate` the batch as it is, and models pass what they do not read to attention."""
-    dense, batch = build("marian", tinies["marian"].generates), inputs("marian")
+    dense, batch = build("marian", TINIES["marian"].generates), inputs("marian")
     converted = copy.deepcopy(dense)
-    compress(converted, Compression(dk=tinies["marian"].full), calibration=None)
+    compress(converted, Compression(dk=TINIES["marian"].full), calibration=None)
     given = {**batch, "labels": batch["input_ids"]}
     assert torch.equal(generated(converted, given), generated(dense, given))
 
@@ -78,7 +79,7 @@ def cached(model, batch):
     ],
 )
 @pytest.mark.parametrize("calibrated", [True, False])
-def test_key_cache_bytes_before_and_after(name, dk, keys, calibrated, build, inputs):
+def test_key_cache_bytes_before_and_after(name, dk, keys, calibrated):
     """R + H numbers a token, rounded up to whole heads of 8 (no content biases in T5; OPT saves nothing)."""
     model, batch = build(name), inputs(name)
     layers = len(cached(model, batch))
@@ -94,7 +95,7 @@ def test_key_cache_bytes_before_and_after(name, dk, keys, calibrated, build, inp
     assert counted(model) == [4 * keys] * layers
 
 
-def test_content_biases_where_queries_have_none_are_a_choice(build, inputs):
+def test_content_biases_where_queries_have_none_are_a_choice():
     model, batch = build("t5"), inputs("t5")
     compress(
         model, Compression(dk=8, solver=Solver(centre=True, sweeps=3)), [inputs("t5", seed) for seed in range(3)]
@@ -108,7 +109,7 @@ def test_content_biases_where_queries_have_none_are_a_choice(build, inputs):
 
 
 @pytest.mark.parametrize("name", ["albert", "bart", "bert", "distilbert", "gpt2", "opt", "t5", "vit"])
-def test_queries_have_biases_where_values_have_them(name, build):
+def test_queries_have_biases_where_values_have_them(name):
     """By which `expand` knows whether a stock model could hold query biases."""
     for site in find_dense_attention(build(name), FAMILIES):
         assert (site.query.bias is None) == (site.part(site.family.value).bias is None) == (name == "t5")
@@ -118,9 +119,9 @@ def test_queries_have_biases_where_values_have_them(name, build):
 @pytest.mark.parametrize("centre", [None, True, False])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("calibrated", [True, False])
-def test_the_room_of_opt_is_known_before_any_work(form, centre, biased, calibrated, inputs, tinies, monkeypatch):
+def test_the_room_of_opt_is_known_before_any_work(form, centre, biased, calibrated, monkeypatch):
     """The largest dk that is let through is one that works; what is refused is refused before calibration."""
-    config = OPTConfig(**{**tinies["opt"].settings, "enable_bias": biased})
+    config = OPTConfig(**{**TINIES["opt"].settings, "enable_bias": biased})
     batches = [inputs("opt", seed) for seed in range(3)] if calibrated else None
     biases = biased or (calibrated and centre is True)
     largest = 24 - 3 if biases else 24
@@ -161,8 +162,8 @@ def counted(model):
         ("whisper", 5, 8),
     ],
 )
-def test_static_caches_take_what_keys_and_values_take(name, dk, dv, build, inputs, tinies):
-    model, batch = build(name, tinies[name].generates), inputs(name)
+def test_static_caches_take_what_keys_and_values_take(name, dk, dv):
+    model, batch = build(name, TINIES[name].generates), inputs(name)
     compress(model, Compression(dk=dk, dv=dv, solver=Solver(sweeps=2 if dk else None)), calibration=None)
     expected = generated(model, batch, do_sample=False, return_dict_in_generate=True)
     options = {"cache_implementation": "static", "disable_compile": True, "return_dict_in_generate": True}
@@ -184,8 +185,8 @@ def layers(cache):
     return [layer for each in caches for layer in each.layers]
 
 
-def test_a_static_cache_allocated_before_is_refused_where_it_does_not_fit(build, inputs, tinies):
-    model, batch = build("gpt2", tinies["gpt2"].generates), inputs("gpt2")
+def test_a_static_cache_allocated_before_is_refused_where_it_does_not_fit():
+    model, batch = build("gpt2", TINIES["gpt2"].generates), inputs("gpt2")
     compress(model, Compression(dk=5), calibration=None)
     cache = StaticCache(model.config, max_cache_len=32)
     cache.early_initialization(len(batch["input_ids"]), 3, 8, torch.float32, torch.device("cpu"))
@@ -197,7 +198,7 @@ def test_a_static_cache_allocated_before_is_refused_where_it_does_not_fit(build,
     ("dk", "dv", "pieces"), [(5, 8, 1), (8, 8, 2), (13, 10, 2), (13, None, 3), (None, 8, 3), (21, 24, 3)]
 )
 @pytest.mark.parametrize("name", ["opt", "whisper"])
-def test_where_exactly_h_heads_are_viewed_both_maps_make_caches_smaller(name, dk, dv, pieces, build, inputs, tinies):
+def test_where_exactly_h_heads_are_viewed_both_maps_make_caches_smaller(name, dk, dv, pieces):
     """Keys and values are laid out alike, in as many pieces of 8 as the wider of the two fills: R + H, or dv."""
     model, batch = build(name), inputs(name)
     compress(model, Compression(dk=dk, dv=dv, solver=Solver(sweeps=1 if dk else None)), [batch, batch])
@@ -214,7 +215,7 @@ def test_where_exactly_h_heads_are_viewed_both_maps_make_caches_smaller(name, dk
 
 
 @pytest.mark.parametrize("name", ["opt", "whisper"])
-def test_heads_of_such_models_are_removed_and_all_is_undone(name, build, inputs, run, tmp_path):
+def test_heads_of_such_models_are_removed_and_all_is_undone(name, tmp_path):
     dense, batch = build(name), inputs(name)
     model = copy.deepcopy(dense)
     compress(model, Compression(dk=9, dv=8, solver=Solver(sweeps=1)), [batch, batch])

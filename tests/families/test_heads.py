@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_families import build, build_low, inputs, run
 
 from collab_compress import (
     Compression,
@@ -44,11 +45,11 @@ def forget_biases_(kin, model):
 
 
 @pytest.fixture(params=["dense", "converted"])
-def model(request, kin, build, build_low):
+def model(request, kin):
     return build(kin) if request.param == "dense" else build_low(kin)
 
 
-def test_masked_heads_equal_removed_ones(kin, model, inputs, run):
+def test_masked_heads_equal_removed_ones(kin, model):
     batch, sites = inputs(kin), find_attention(model, FAMILIES)
     heads = {site.name: [1] for site in sites}
     before = run(model, batch)
@@ -67,7 +68,7 @@ def outputs_of(tap, site):
     return next(reading.outputs for reading in tap.take() if reading.site.name == site.name)
 
 
-def test_swapped_heads_swap_their_outputs(kin, model, inputs, run):
+def test_swapped_heads_swap_their_outputs(kin, model):
     batch = inputs(kin)
     if kin == "beit":
         pytest.skip("its position bias belongs to a head's place and stays there")
@@ -83,7 +84,7 @@ def test_swapped_heads_swap_their_outputs(kin, model, inputs, run):
     torch.testing.assert_close(after, before[:, :, [2, 1, 0]], atol=1e-5, rtol=1e-4)
 
 
-def test_mixing_merges(kin, model, inputs, run):
+def test_mixing_merges(kin, model):
     batch = inputs(kin)
     before = run(model, batch)
     mix_heads_(model)
@@ -96,7 +97,7 @@ def test_mixing_merges(kin, model, inputs, run):
     torch.testing.assert_close(run(model, batch), expected, atol=2e-5, rtol=1e-4)
 
 
-def test_opt_keeps_room_for_its_shared_keys(build):
+def test_opt_keeps_room_for_its_shared_keys():
     model = build("opt")
     compress(model, Compression(dk=15, solver=Solver(sweeps=20)), calibration=None)
     with pytest.raises(

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tiny_families import TINIES, build, build_low, inputs, run
 from torch.nn.utils import parametrize
 
 from collab_compress import read_factors
@@ -11,12 +12,12 @@ from collab_compress.architectures import FAMILIES
 
 
 @pytest.fixture
-def dense(kin, build):
+def dense(kin):
     return build(kin)
 
 
 @pytest.fixture
-def model(kin, build_low):
+def model(kin):
     return build_low(kin)
 
 
@@ -32,8 +33,8 @@ def shared_storages(model):
     return {tuple(sorted(group)) for group in names.values() if len(group) > 1}
 
 
-def test_only_what_the_stock_model_ties_is_tied(kin, build, build_low, tinies):
-    for class_name in {"", tinies[kin].generates}:
+def test_only_what_the_stock_model_ties_is_tied(kin):
+    for class_name in {"", TINIES[kin].generates}:
         stock, converted = build(kin, class_name), build_low(kin, class_name)
         assert converted.all_tied_weights_keys == stock.all_tied_weights_keys
         assert shared_storages(converted) == shared_storages(stock)
@@ -42,7 +43,7 @@ def test_only_what_the_stock_model_ties_is_tied(kin, build, build_low, tinies):
         assert {name: id(parameter) for name, parameter in converted.named_parameters()} == before
 
 
-def test_it_survives_torch_save_and_state_dicts(kin, model, build_low, inputs, run, tmp_path):
+def test_it_survives_torch_save_and_state_dicts(kin, model, tmp_path):
     batch = inputs(kin)
     expected = run(model, batch)
     if not parametrized(model):  # which PyTorch does not save whole
@@ -58,7 +59,7 @@ def test_it_survives_torch_save_and_state_dicts(kin, model, build_low, inputs, r
     assert torch.equal(run(other, batch), expected)
 
 
-def test_loading_initialises_nothing_anew(kin, model, inputs, run, tmp_path, load_cleanly):
+def test_loading_initialises_nothing_anew(kin, model, tmp_path, load_cleanly):
     """In shards, in another dtype and back, and without a draw from the generator."""
     batch = inputs(kin)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
@@ -77,7 +78,7 @@ def test_loading_initialises_nothing_anew(kin, model, inputs, run, tmp_path, loa
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 
 
-def test_embeddings_can_be_resized(kin, model, inputs, run, tmp_path, load_cleanly):
+def test_embeddings_can_be_resized(kin, model, tmp_path, load_cleanly):
     batch = inputs(kin)
     if "input_ids" not in batch or "pixel_values" in batch or kin == "musicgen_decoder":
         pytest.skip(
@@ -92,7 +93,7 @@ def test_embeddings_can_be_resized(kin, model, inputs, run, tmp_path, load_clean
     assert torch.equal(run(load_cleanly(type(model), tmp_path), batch), resized)
 
 
-def test_gradient_checkpointing_gives_the_same_gradients(kin, model, inputs, set_dropout_):
+def test_gradient_checkpointing_gives_the_same_gradients(kin, model, set_dropout_):
     if not model.supports_gradient_checkpointing:
         pytest.skip(f"stock {type(model).__name__} does not support it")
     saving = copy.deepcopy(set_dropout_(model, 0.0))
@@ -111,7 +112,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(kin, model, inputs, set
             )
 
 
-def test_attentions_have_the_stock_shapes(kin, dense, model, inputs):
+def test_attentions_have_the_stock_shapes(kin, dense, model):
     found = []
     for one in (dense, model):
         one.set_attn_implementation("eager")
@@ -130,7 +131,7 @@ def test_attentions_have_the_stock_shapes(kin, dense, model, inputs):
             torch.testing.assert_close(one.sum(-1), torch.ones_like(one.sum(-1)))
 
 
-def test_embeddings_in_place_of_ids(kin, dense, model, inputs):
+def test_embeddings_in_place_of_ids(kin, dense, model):
     """Wherever the stock model gives the same for both, the converted one does."""
     batch = {name: tensor for name, tensor in inputs(kin).items() if not name.endswith("attention_mask")}
     if "input_ids" not in batch or "pixel_values" in batch or kin == "musicgen_decoder":
@@ -144,7 +145,7 @@ def test_embeddings_in_place_of_ids(kin, dense, model, inputs):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_about_as_near_as_the_stock_models(kin, dtype, dense, model, inputs, run):
+def test_half_precision_is_about_as_near_as_the_stock_models(kin, dtype, dense, model):
     """Within a few times: low-rank factors are products, whose rounding the stock model has not."""
     batch = inputs(kin)
     errors = []
@@ -158,7 +159,7 @@ def test_half_precision_is_about_as_near_as_the_stock_models(kin, dtype, dense, 
     assert errors[1] < 5 * errors[0]
 
 
-def test_key_caches_hold_pieces_and_values_heads(generator, build_low, inputs):
+def test_key_caches_hold_pieces_and_values_heads(generator):
     model = build_low(generator)
     with torch.no_grad():
         cache = model(**inputs(generator), use_cache=True).past_key_values

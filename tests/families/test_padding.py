@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tiny_families import TINIES, attend_by_, build, inputs
 from transformers import MusicgenMelodyModel
 
 from collab_compress import Compression, Solver, compress
@@ -41,7 +42,7 @@ def padded_and_not(batch):
 
 
 @pytest.mark.every_family
-def test_padding_counts_nowhere(kin, build, inputs, tinies, attend_by_):
+def test_padding_counts_nowhere(kin):
     masks = [name for name in inputs(kin) if name.endswith("attention_mask")]
     if not masks or {"input_values", "input_features"} & set(inputs(kin)):
         return  # nothing to pad, or convolutions smear padding over the sound
@@ -60,7 +61,7 @@ def test_padding_counts_nowhere(kin, build, inputs, tinies, attend_by_):
             torch.testing.assert_close(found.second, expected.second, atol=1e-4, rtol=1e-4)
 
     model = copy.deepcopy(dense)
-    compress(model, Compression(dk=tinies[kin].full // 2, dv=11, solver=Solver(sweeps=1)), calibration=None)
+    compress(model, Compression(dk=TINIES[kin].full // 2, dv=11, solver=Solver(sweeps=1)), calibration=None)
     if kin not in ("siglip", "siglip2"):  # they pool the last token, padding or not
         far, near = (drift_of(model, dense, [batch]).relative_error for batch in (padded, bare))
         assert far == pytest.approx(near, rel=1e-3)
@@ -71,7 +72,7 @@ def test_padding_counts_nowhere(kin, build, inputs, tinies, attend_by_):
 
 
 @pytest.mark.parametrize("name", ["wav2vec2", "speech_to_text"])
-def test_padded_sound_is_not_counted(name, build, inputs):
+def test_padded_sound_is_not_counted(name):
     model, batch = build(name), inputs(name)
     sites = [site for site in find_dense_attention(model, FAMILIES) if site.kind == "encoder"]
     positions = batch["attention_mask"].sum(1)
@@ -81,7 +82,7 @@ def test_padded_sound_is_not_counted(name, build, inputs):
 
 
 @pytest.mark.parametrize("name", ["detr", "table-transformer"])
-def test_masked_pixels_are_not_counted(name, build, inputs):
+def test_masked_pixels_are_not_counted(name):
     model, batch = build(name), inputs(name)
     batch["pixel_mask"] = torch.ones(3, 64, 96)
     batch["pixel_mask"][1, :, 32:], batch["pixel_mask"][2, 32:] = 0, 0
@@ -95,7 +96,7 @@ def test_masked_pixels_are_not_counted(name, build, inputs):
     assert [None if mask.key is None else int(mask.key.sum()) for mask in masks] == [memory, None, memory]
 
 
-def test_masks_of_what_stands_beside_tokens_count(build, inputs):
+def test_masks_of_what_stands_beside_tokens_count():
     def count(kin, batch, model=None):
         model = build(kin) if model is None else model
         return gather_moments(model, find_dense_attention(model, FAMILIES), [batch])[0][0].count
@@ -113,7 +114,7 @@ def test_masks_of_what_stands_beside_tokens_count(build, inputs):
 
 
 @pytest.mark.parametrize("name", ["xlm", "flaubert"])
-def test_models_that_find_padding_themselves(name, build, inputs):
+def test_models_that_find_padding_themselves(name):
     model, ids = build(name), inputs(name)["input_ids"]
     sites = find_dense_attention(model, FAMILIES)
     assert gather_moments(model, sites, [{"input_ids": ids, "lengths": torch.tensor([9, 7, 5])}])[0][0].count == 21

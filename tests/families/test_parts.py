@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
+from tiny_families import TINIES, build, inputs, run
 from transformers import BertConfig, CLIPConfig, CLIPModel, ViTConfig, Wav2Vec2Config
 
 from collab_compress import Compression, Solver, compress, expand, read_factors
@@ -22,11 +23,11 @@ KINDS = ("encoder",) * 2 + ("decoder", "cross") * 2
 
 
 @pytest.fixture(params=sorted(ENCODERS))
-def joined(request, tinies, inputs):
+def joined(request):
     """A model put together, and a batch for it."""
     name, encoder = ENCODERS[request.param]
     config = getattr(transformers, f"{request.param}Config").from_encoder_decoder_configs(
-        encoder(**tinies[name].settings), BertConfig(**tinies["bert-cross"].settings)
+        encoder(**TINIES[name].settings), BertConfig(**TINIES["bert-cross"].settings)
     )
     config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = 2, 0, 1
     torch.manual_seed(0)
@@ -39,7 +40,7 @@ def joined(request, tinies, inputs):
     return model, inputs(name) | target
 
 
-def test_both_parts_are_converted(joined, run, tmp_path, load_cleanly):
+def test_both_parts_are_converted(joined, tmp_path, load_cleanly):
     dense, batch = joined
     assert tuple(site.kind for site in find_dense_attention(dense, FAMILIES)) == KINDS
     model = copy.deepcopy(dense)
@@ -57,7 +58,7 @@ def test_both_parts_are_converted(joined, run, tmp_path, load_cleanly):
     assert torch.equal(run(loaded, batch), run(model, batch))
 
 
-def test_one_part_is_converted_and_the_heads_of_all_are_read(joined, run):
+def test_one_part_is_converted_and_the_heads_of_all_are_read(joined):
     model, batch = joined
     compress(model, Compression(dk=9, modules="encoder.*"), calibration=[batch, batch])
     assert len(read_factors(model)) == 2
@@ -66,8 +67,8 @@ def test_one_part_is_converted_and_the_heads_of_all_are_read(joined, run):
         assert len(tap.take()) == len(KINDS)
 
 
-def test_towers_may_differ_in_width(tinies, run, inputs, tmp_path):
-    settings = copy.deepcopy(tinies["clip"].settings)
+def test_towers_may_differ_in_width(tmp_path):
+    settings = copy.deepcopy(TINIES["clip"].settings)
     settings["vision_config"] |= {"hidden_size": 32, "num_attention_heads": 2}
     torch.manual_seed(0)
     model, batch = CLIPModel(CLIPConfig(**settings)).eval(), inputs("clip")
@@ -80,7 +81,7 @@ def test_towers_may_differ_in_width(tinies, run, inputs, tmp_path):
     assert torch.equal(run(CLIPModel.from_pretrained(tmp_path), batch), run(model, batch))
 
 
-def test_each_tower_has_masks_of_its_own(build, inputs, run):
+def test_each_tower_has_masks_of_its_own():
     """Five patches are no padding, whatever the mask of five tokens says."""
     model, batch = build("clip"), inputs("clip")
     batch = {name: part[:, :5] if part.dim() == 2 else part for name, part in batch.items()}
@@ -92,10 +93,10 @@ def test_each_tower_has_masks_of_its_own(build, inputs, run):
     assert real["decoder"].sum() < 15
 
 
-def test_a_tower_without_description_is_named_and_can_be_left_out(tinies):
+def test_a_tower_without_description_is_named_and_can_be_left_out():
     audio = {"patch_embeds_hidden_size": 8, "depths": [1, 1], "num_attention_heads": [2, 2], "hidden_size": 16}
     audio |= {"spec_size": 64, "num_mel_bins": 16, "window_size": 2}
-    text = tinies["clap_text_model"].settings
+    text = TINIES["clap_text_model"].settings
     config = transformers.ClapConfig(text_config=text, audio_config=audio, projection_dim=8)
     model = transformers.ClapModel(config)
     with pytest.raises(

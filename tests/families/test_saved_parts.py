@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from tiny_families import TINIES, build, build_low, inputs
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import FAMILIES, find_attention
@@ -14,13 +15,13 @@ from collab_compress.errors import UnsupportedModelError
 
 
 @pytest.fixture
-def dense(kin, build, tinies):
-    return build(kin, tinies[kin].generates)
+def dense(kin):
+    return build(kin, TINIES[kin].generates)
 
 
 @pytest.fixture
-def model(kin, build_low, tinies):
-    return build_low(kin, tinies[kin].generates)
+def model(kin):
+    return build_low(kin, TINIES[kin].generates)
 
 
 def converted_in(model):
@@ -55,7 +56,7 @@ def last_calls(model, batch):
     return calls
 
 
-def test_models_inside_are_saved_and_loaded(kin, model, inputs, tmp_path):
+def test_models_inside_are_saved_and_loaded(kin, model, tmp_path):
     for number, (part, (args, kwargs, output)) in enumerate(last_calls(model, inputs(kin)).items()):
         part.save_pretrained(tmp_path / str(number))
         loaded, report = type(part).from_pretrained(tmp_path / str(number), output_loading_info=True)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
+from tiny_families import TINIES, build, inputs, run
 
 from collab_compress import Compression, Solver, compress, mix_heads_
 from collab_compress.architectures import FAMILIES, find_attention
@@ -15,8 +16,8 @@ WIDTHS = ("head_dim", "d_kv", "kv_channels", "attention_head_size", "qkv_dim")  
 
 
 @pytest.mark.every_family
-def test_the_table_names_every_config_with_a_free_width(kin, tinies):
-    tiny, found = tinies[kin], []
+def test_the_table_names_every_config_with_a_free_width(kin):
+    tiny, found = TINIES[kin], []
     if any(name.endswith("_config") for name in tiny.settings):
         return  # configs of the parts of a model have rows of their own
     if kin in FAMILIES and FAMILIES[kin].rotary:
@@ -36,9 +37,7 @@ def test_the_table_names_every_config_with_a_free_width(kin, tinies):
     ("name", "widths"),
     [("deit", (9, 12)), *(("t5", widths) for widths in [(12, 12), (9, 12), (10, 8)]), ("vit", (10, 8))],
 )
-def test_equals_the_converted_model_and_loads_without_this_package(
-    name, widths, build, inputs, run, tmp_path, stock_reload
-):
+def test_equals_the_converted_model_and_loads_without_this_package(name, widths, tmp_path, stock_reload):
     model, batch = build(name), inputs(name)
     dk, dv = widths
     compress(model, Compression(dk=dk, dv=dv, form="per-head", equal_heads=True), calibration=[batch, batch])
@@ -57,7 +56,7 @@ def test_equals_the_converted_model_and_loads_without_this_package(
     assert "quantization_config" not in stock.config.to_dict()
 
 
-def test_what_has_no_stock_form_says_what_could_be_done_instead(build, inputs):
+def test_what_has_no_stock_form_says_what_could_be_done_instead():
     with pytest.raises(CompressionError, match=r"the head width of a stock BertModel is .*T5.*standalone.*expand"):
         to_stock(build("bert"))
     model, batch = build("t5"), inputs("t5")

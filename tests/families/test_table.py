@@ -11,8 +11,7 @@ from pathlib import Path
 import yaml
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
-from tiny_families import FAMILIES as TINIES
-from tiny_families import KEEPING, ROTARY, make_rotary, make_tiny
+from tiny_families import KEEPING, ROTARY, TINIES, build, make_rotary
 
 from collab_compress.architectures import FAMILIES, find_attention
 
@@ -58,7 +57,7 @@ def limits(family, eager):
 def table():
     """The whole table, from the tiny models of the tests."""
     head = ["| family | model type | attention | limits |", "|---|---|---|---|"]
-    models = [*map(make_tiny, TINIES), *map(make_rotary, [*ROTARY, *KEEPING])]
+    models = [*map(build, TINIES), *map(make_rotary, [*ROTARY, *KEEPING])]
     return BEGIN + "\n".join([*head, *rows(models)]) + "\n" + END
 
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tiny_families import TINIES, attend_by_, build, build_low, inputs, run
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress import Compression, HeadMask, Solver, compress, expand, prune_heads_
@@ -38,7 +39,7 @@ def dense_twin(dense, converted):
     return twin
 
 
-def check_twin(dense, dv, batch, run, attend_by_):
+def check_twin(dense, dv, batch):
     converted = copy.deepcopy(dense)
     report = compress(converted, Compression(dv=dv, solver=Solver(refit=False)), calibration=[batch, batch])
     twin = dense_twin(dense, converted)
@@ -50,15 +51,15 @@ def check_twin(dense, dv, batch, run, attend_by_):
 
 
 @pytest.mark.every_family
-def test_values_of_equal_width_equal_their_dense_twin(kin, build_low, inputs, run, attend_by_):
-    check_twin(build_low(kin), 12, inputs(kin), run, attend_by_)
+def test_values_of_equal_width_equal_their_dense_twin(kin):
+    check_twin(build_low(kin), 12, inputs(kin))
 
 
-def test_values_of_unequal_widths_equal_their_dense_twin(kin, build, inputs, run, attend_by_):
-    check_twin(build(kin), UNEQUAL, inputs(kin), run, attend_by_)
+def test_values_of_unequal_widths_equal_their_dense_twin(kin):
+    check_twin(build(kin), UNEQUAL, inputs(kin))
 
 
-def test_masked_and_pruned_heads_are_gone(kin, build, inputs, run):
+def test_masked_and_pruned_heads_are_gone(kin):
     model, batch = build(kin), inputs(kin)
     compress(model, Compression(dv=UNEQUAL, solver=Solver(refit=False)), calibration=[batch, batch])
     site = find_attention(model, FAMILIES)[0]
@@ -73,8 +74,8 @@ def test_masked_and_pruned_heads_are_gone(kin, build, inputs, run):
 
 
 @pytest.mark.every_family
-def test_generation_with_and_without_a_cache(generator, build, inputs, tinies):
-    model, batch = build(generator, tinies[generator].generates), inputs(generator)
+def test_generation_with_and_without_a_cache(generator):
+    model, batch = build(generator, TINIES[generator].generates), inputs(generator)
     asked = {name: tensor for name, tensor in batch.items() if not name.startswith("decoder")}
     if not model.config.is_encoder_decoder:
         asked["attention_mask"] = torch.ones_like(asked["attention_mask"])
@@ -86,7 +87,7 @@ def test_generation_with_and_without_a_cache(generator, build, inputs, tinies):
 
 
 @pytest.mark.parametrize("dv", [UNEQUAL, 12])
-def test_expanding_is_exact(kin, dv, build, inputs, run):
+def test_expanding_is_exact(kin, dv):
     model, batch = build(kin), inputs(kin)
     compress(model, Compression(dv=dv, solver=Solver(refit=False)), calibration=[batch, batch])
     before = run(model, batch)
@@ -96,7 +97,7 @@ def test_expanding_is_exact(kin, dv, build, inputs, run):
 
 
 @pytest.mark.parametrize(("name", "values"), [("gpt2", 16), ("marian", 16), ("t5", 16), ("opt", 24)])
-def test_value_cache_bytes(name, values, build, inputs):
+def test_value_cache_bytes(name, values):
     model, batch = build(name), inputs(name)
     compress(model, Compression(dv=12), calibration=[batch])
     with torch.no_grad():
@@ -107,6 +108,6 @@ def test_value_cache_bytes(name, values, build, inputs):
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
-def test_a_bad_width_is_one_clear_line(name, build):
+def test_a_bad_width_is_one_clear_line(name):
     with pytest.raises(CompressionError, match="dv is 25, but 3 heads × 8 = 24 is exact already"):
         compress(build(name), Compression(dv=25), calibration=None)

@@ -3,7 +3,9 @@
 Families that are a `copy_of` another are described by the same paths, with modules that are copies of the other's.
 """
 
+import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,8 +14,8 @@ import transformers
 from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from collab_compress.architectures import FAMILIES as DESCRIBED
-from collab_compress.architectures import find_dense_attention
+from collab_compress import Compression, Solver, compress
+from collab_compress.architectures import FAMILIES, find_dense_attention
 
 VOCABULARY, WIDTH, HEADS, LAYERS, POSITIONS = 61, 24, 3, 2, 80
 IDS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
@@ -243,7 +245,7 @@ class Tiny:
 
 SIGLIP2 = {**TOWERS, "text_config": {**TEXT_TOWER, "projection_size": WIDTH}}
 SIGLIP2["vision_config"] = {**IMAGE_TOWER, "num_patches": 9}
-FAMILIES = {
+TINIES = {
     "albert": Tiny("Albert", ENCODER, SELF[:1], embedding_size=12),
     "bart": Tiny("Bart", TRANSLATOR, ALL, pairs, generates=SEQ2SEQ, copy_of="marian"),
     "bert": Tiny("Bert", ENCODER, SELF),
@@ -388,14 +390,14 @@ FAMILIES = {
 
 def skip_older(model_type: str) -> None:
     """Skip a test of a family that the installed Transformers does not have, or not as described."""
-    since = DESCRIBED[model_type].since if model_type in DESCRIBED else ""
+    since = FAMILIES[model_type].since if model_type in FAMILIES else ""
     if since and Version(transformers.__version__) < Version(since):
         pytest.skip(f"{model_type} needs Transformers {since}")
 
 
-def make_tiny(name: str, class_name: str = "") -> PreTrainedModel:
+def build(name: str, class_name: str = "") -> PreTrainedModel:
     """A random model in evaluation mode whose biases are not zero."""
-    tiny = FAMILIES[name]
+    tiny = TINIES[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{tiny.name}Config")(**tiny.settings)
     for part in (config, *vars(config).values()):
@@ -413,9 +415,44 @@ def make_tiny(name: str, class_name: str = "") -> PreTrainedModel:
             if path.endswith("relative_position_bias_table"):
                 parameter.normal_()
         if tiny.full < WIDTH:
-            for site in find_dense_attention(model, DESCRIBED):
+            for site in find_dense_attention(model, FAMILIES):
                 site.query.weight.view(HEADS, -1, site.query.in_features)[:, -1] = 0
     return model.eval()
+
+
+@cache
+def _converted(name: str, class_name: str) -> PreTrainedModel:
+    model = build(name, class_name)
+    compress(model, Compression(dk=7, solver=Solver(sweeps=3)), calibration=None)
+    return model
+
+
+def build_low(name: str, class_name: str = "") -> PreTrainedModel:
+    """The same with dk = 7; each is converted once."""
+    return copy.deepcopy(_converted(name, class_name))
+
+
+def inputs(name: str, seed: int = 0) -> Batch:
+    """What the family reads, padded where it can be."""
+    return TINIES[name].reads(torch.Generator().manual_seed(seed))
+
+
+def attend_by_(model: PreTrainedModel, implementation: str) -> None:
+    """Set how a model attends; some know nothing but eager attention."""
+    model.set_attn_implementation(implementation if model._supports_sdpa else "eager")
+
+
+def run(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    """First output, or those of two towers side by side; without padding where there is one output for each token."""
+    with torch.no_grad():
+        output = model(**batch)
+    mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
+    towers = [output[name][0] for name in ("text_model_output", "vision_model_output") if name in output]
+    kept = []
+    for states in towers or [output[0]]:
+        has_mask = mask is not None and mask.shape == states.shape[:2]
+        kept.append(states[mask.bool()] if has_mask else states)
+    return torch.cat([states.flatten() for states in kept]) if towers else kept[0]
 
 
 ROTARY_SIZES = {**ENCODER, "hidden_size": 32, "num_attention_heads": 4}
@@ -425,18 +462,18 @@ LAYER_KINDS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_a
 WITH_EXPERTS = ("ernie4_5_moe", "gpt_oss", "granitemoe", "granitemoeshared", "mixtral", "phimoe", "solar_open")
 WITH_EXPERTS += ("qwen2_moe", "qwen3_moe")
 WITH_LAYER_KINDS = ("cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "olmo3")
-ROTARY = sorted(name for name, family in DESCRIBED.items() if family.rotary and not family.keeps_scores)
-KEEPING = sorted(name for name, family in DESCRIBED.items() if family.keeps_scores)
+ROTARY = sorted(name for name, family in FAMILIES.items() if family.rotary and not family.keeps_scores)
+KEEPING = sorted(name for name, family in FAMILIES.items() if family.keeps_scores)
 
 
 def make_rotary(name: str) -> PreTrainedModel:
     """A random model with a rotary embedding, grouped queries where it can have them, and a head that generates.
 
-    Like those of `make_tiny`, it is in evaluation mode, and its biases are not zero.
+    Like those of `build`, it is in evaluation mode, and its biases are not zero.
     """
     skip_older(name)
     torch.manual_seed(0)
-    groups = {"num_key_value_heads": 2} if DESCRIBED[name].key_value_heads else {}
+    groups = {"num_key_value_heads": 2} if FAMILIES[name].key_value_heads else {}
     width = {} if name in ("esm", "gpt_neox", "modernbert") else {"head_dim": 8}
     others = (EXPERTS if name in WITH_EXPERTS else {}) | (LAYER_KINDS if name in WITH_LAYER_KINDS else {})
     if name == "esm":
