@@ -35,15 +35,7 @@ GROWTH: dict[Measure, str] = {"difference": "1 − cosine (Fig. 6)", "l2": "L2 (
 
 def similarity(context: ReportContext) -> Section:
     """Return how similar heads and layers are, and two models."""
-    heads: dict[str, JointCovariance] = {}
-    layers = []
-    for joint in [joint for observer in context.heads.covariances for joint in observer.result().values()]:
-        names = [label.rpartition(":")[0] for label in joint.labels]  # of the module of each head
-        counts = Counter(names)
-        for name, count in counts.items():
-            heads[name] = joint.only(range(names.index(name), names.index(name) + count))
-        if len(counts) > 1:
-            layers.append(joint.merged(list(counts.values()), list(counts)))
+    heads, layers = _covariances(context)
     samples = context.heads.samples.result()
     if max(len(joint.widths) for joint in heads.values()) < 2 and not layers and context.baseline is None:
         raise HeadError("a single head in a single layer has no other to be compared with")
@@ -95,6 +87,20 @@ def similarity(context: ReportContext) -> Section:
         pictures,
         highlights,
     )
+
+
+def _covariances(context: ReportContext) -> tuple[dict[str, JointCovariance], list[JointCovariance]]:
+    """Return the covariance of the heads of each module, and of the layers that can be compared."""
+    heads: dict[str, JointCovariance] = {}
+    layers = []
+    for joint in [joint for observer in context.heads.covariances for joint in observer.result().values()]:
+        names = [label.rpartition(":")[0] for label in joint.labels]  # of the module of each head
+        counts = Counter(names)
+        for name, count in counts.items():
+            heads[name] = joint.only(range(names.index(name), names.index(name) + count))
+        if len(counts) > 1:
+            layers.append(joint.merged(list(counts.values()), list(counts)))
+    return heads, layers
 
 
 def _heads_table(
@@ -211,12 +217,40 @@ def _radial_cka(context: ReportContext) -> dict[str, float]:
 def diversity(context: ReportContext) -> Section:
     """Return how confident heads are, how far apart they are, and how much their attention overlaps."""
     model, baseline = context.heads, context.baseline_heads
+    tables, pictures = [_diversity_table(context, model)], _diversity_pictures(context, model, baseline)
+    note = ""
+    if baseline is not None and len(baseline.discrepancy) == len(model.discrepancy):
+        table, picture = _growth(context, model, baseline)
+        tables.append(table)
+        pictures.append(picture)
+    elif baseline is not None:
+        note = " The two models have different numbers of attention modules, so no growth is given."
+    confidence = float(torch.cat(list(model.confidence.values())).mean())
+    highlight = f"Heads give {100 * confidence:.0f} % of their attention to one token on average"
+    overlaps = [overlap for overlap in model.mean_overlaps if overlap is not None]
+    if overlaps:
+        highlight += f"; the attention of two heads of a layer overlaps by {fmean(overlaps):.2f} (0 to 1)"
+    return Section(
+        "diversity",
+        "How different heads are",
+        "Confidence is the largest attention probability of a query, mean over tokens that do not end a sequence. "
+        "AVG_L2 is a head's mean distance from the others of its layer, of outputs. Discrepancy sums a layer's "
+        "distances over all ordered pairs; cosine + 1 falls as heads move apart, 1 − cosine and L2 grow. Overlap is "
+        "the Bhattacharyya coefficient of two heads' attention probabilities: 1 where they are the same. Padding "
+        "does not count." + note,
+        "Rotation, sections 2.4 and 5.3; Diversified Attention, eq. 3",
+        tables,
+        pictures,
+        highlights=[highlight + "."],
+    )
+
+
+def _diversity_pictures(context: ReportContext, model: HeadMeasures, baseline: HeadMeasures | None) -> list[Picture]:
     models = [model] if baseline is None else [model, baseline]
     titles = [""] if baseline is None else [model.name, baseline.name]
     differences = {name: module.difference for name, module in model.discrepancy.items()}
     distances = torch.cat([torch.cat([*heads.distances.values()]) for heads in models])
-    tables = [_diversity_table(context, model)]
-    pictures: list[Picture] = [
+    return [
         Heatmaps(
             "Confidence of each head",
             "Strong cells are heads that look at one token at a time.",
@@ -250,31 +284,6 @@ def diversity(context: ReportContext) -> Section:
             top=1.0,
         ),
     ]
-    note = ""
-    if baseline is not None and len(baseline.discrepancy) == len(model.discrepancy):
-        table, picture = _growth(context, model, baseline)
-        tables.append(table)
-        pictures.append(picture)
-    elif baseline is not None:
-        note = " The two models have different numbers of attention modules, so no growth is given."
-    confidence = float(torch.cat(list(model.confidence.values())).mean())
-    highlight = f"Heads give {100 * confidence:.0f} % of their attention to one token on average"
-    overlaps = [overlap for overlap in model.mean_overlaps if overlap is not None]
-    if overlaps:
-        highlight += f"; the attention of two heads of a layer overlaps by {fmean(overlaps):.2f} (0 to 1)"
-    return Section(
-        "diversity",
-        "How different heads are",
-        "Confidence is the largest attention probability of a query, mean over tokens that do not end a sequence. "
-        "AVG_L2 is a head's mean distance from the others of its layer, of outputs. Discrepancy sums a layer's "
-        "distances over all ordered pairs; cosine + 1 falls as heads move apart, 1 − cosine and L2 grow. Overlap is "
-        "the Bhattacharyya coefficient of two heads' attention probabilities: 1 where they are the same. Padding "
-        "does not count." + note,
-        "Rotation, sections 2.4 and 5.3; Diversified Attention, eq. 3",
-        tables,
-        pictures,
-        highlights=[highlight + "."],
-    )
 
 
 def _diversity_table(context: ReportContext, model: HeadMeasures) -> Table:
