@@ -32,6 +32,7 @@ from collab_compress.analysis.energy import (
     tensor_energy,
     value_energy,
 )
+from collab_compress.analysis.patterns import head_patterns, induction
 from collab_compress.analysis.plan import Plan, Trial, plan
 from collab_compress.analysis.sharing import (
     ContentShare,
@@ -77,7 +78,9 @@ __all__ = [
     "feed_forward_energy",
     "head_covariances",
     "head_energy",
+    "head_patterns",
     "head_samples",
+    "induction",
     "layer_cost",
     "layer_covariance",
     "mean_over_pairs",

@@ -1,0 +1,188 @@
+"""Attention patterns of heads: how spread their attention is, how far it reaches, and which tokens it goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from collab_compress.analysis.stream import Batches, Progress, Readings, Use, by_name, observe
+from collab_compress.architectures import KINDS, Kind
+from collab_compress.errors import HeadError
+
+Pattern: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Function of attention probabilities (B, H, T, S) in float64, padding masks of queries (B, T) and of keys (B, S).
+
+It returns a value of each query, (B, H, T), and which queries count, (B, T).
+"""
+
+
+def entropy(probs: Tensor, query_mask: Tensor, key_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return −Σ_s p_s ln p_s in nats: 0 for attention to one token, ln S for even attention to S tokens.
+
+    "What Does BERT Look At?" (Clark et al., 2019), section 3.3.
+    """
+    return torch.special.entr(probs).sum(-1), query_mask
+
+
+def distance(probs: Tensor, query_mask: Tensor, key_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Σ_s p_s |t − s|, the mean distance in tokens between query t and the keys it attends to.
+
+    "Analyzing the Structure of Attention in a Transformer Language Model" (Vig and Belinkov, 2019), equation 3.
+    """
+    return torch.einsum("bhts,ts->bht", probs, _offsets(probs).abs().double()), query_mask
+
+
+def previous_token(probs: Tensor, query_mask: Tensor, key_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the probability of the token before the query; the first token of a sequence does not count."""
+    values = torch.zeros_like(probs[..., 0])
+    values[..., 1:] = probs.diagonal(-1, -2, -1)
+    counted = torch.zeros_like(query_mask)
+    counted[:, 1:] = query_mask[:, 1:] & key_mask[:, :-1]
+    return values, counted
+
+
+def first_token(probs: Tensor, query_mask: Tensor, key_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the probability of the first token, which as a query does not count.
+
+    The attention sink of "Efficient Streaming Language Models with Attention Sinks" (Xiao et al., 2024).
+    """
+    first = key_mask.int().argmax(1)  # (B,)
+    values = probs.gather(3, first[:, None, None, None].expand(*probs.shape[:3], 1)).squeeze(3)
+    return values, query_mask & (torch.arange(probs.shape[2], device=probs.device) > first[:, None])
+
+
+PATTERNS: dict[str, Pattern] = {
+    "entropy": entropy,
+    "distance": distance,
+    "previous token": previous_token,
+    "first token": first_token,
+}
+"""Name → function; all but the entropy are of self-attention."""
+
+
+def head_patterns(
+    model: PreTrainedModel, batches: Batches, *, kinds: Collection[Kind] = KINDS, progress: Progress = False
+) -> dict[str, dict[str, Tensor]]:
+    """Return the patterns of each head, means over the queries of all sequences without padding.
+
+    Arguments and errors are those of `head_covariances`.
+
+    Returns:
+        Name in `PATTERNS` → module path → (H,) in float64. Cross-attention has an entropy only.
+    """
+    return observe(model, batches, PatternMeans(), kinds, progress=progress).result()
+
+
+class PatternMeans:
+    """The `Observer` behind `head_patterns` and `induction`.
+
+    Args:
+        patterns: what to measure.
+    """
+
+    part = "probs"
+
+    def __init__(self, patterns: Mapping[str, Pattern] = PATTERNS) -> None:
+        self._patterns = patterns
+        self._sums: dict[str, dict[Use, Tensor]] = {name: {} for name in patterns}
+        self._counts: dict[str, dict[Use, int]] = {name: {} for name in patterns}
+
+    def add(self, readings: Readings) -> None:
+        """Add the readings of one batch."""
+        for use, reading in readings:
+            assert reading.probs is not None
+            probs = reading.probs.double()
+            batch, _, queries, keys = probs.shape
+            query_mask = _mask(reading.real.query, (batch, queries), probs.device)
+            key_mask = _mask(reading.real.key, (batch, keys), probs.device)
+            for name, pattern in self._patterns.items():
+                if reading.site.kind == "cross" and pattern is not entropy:
+                    continue
+                values, counted = pattern(probs, query_mask, key_mask)
+                total = values.transpose(1, 2)[counted].sum(0).cpu()  # (H,)
+                self._sums[name][use] = self._sums[name].get(use, torch.zeros_like(total)) + total
+                self._counts[name][use] = self._counts[name].get(use, 0) + int(counted.sum())
+
+    def result(self) -> dict[str, dict[str, Tensor]]:
+        """Return the means of each pattern and module.
+
+        Raises:
+            HeadError: a module saw no query that counts, or its attention is not finite.
+        """
+        means: dict[str, dict[str, Tensor]] = {}
+        for name, sums in self._sums.items():
+            for use, total in sums.items():
+                if not self._counts[name][use]:
+                    raise HeadError(
+                        f"{use.name} saw no query with a {name} pattern; pass sequences of two or more tokens"
+                    )
+                if not bool(total.isfinite().all()):
+                    raise HeadError(f"{use.name}: its attention is not finite; look for NaN or infinity in weights")
+            means[name] = by_name({use: total / self._counts[name][use] for use, total in sums.items()})
+        return means
+
+
+def induction(
+    model: PreTrainedModel,
+    *,
+    length: int = 24,
+    sequences: int = 16,
+    seed: int = 0,
+    progress: Progress = False,
+) -> dict[str, Tensor]:
+    """Return how much each head attends to the token that followed an earlier copy of the query's token.
+
+    A sequence of random tokens is repeated once; the score is the mean probability that the second copy of token i
+    attends to the first copy of token i + 1. Induction heads score near 1 ("In-context Learning and Induction
+    Heads", Olsson et al., 2022).
+
+    Args:
+        model: stock or edited; reads tokens, and is no encoder–decoder.
+        length: tokens T before they are repeated; the model must take 2T.
+        sequences: number of random sequences.
+        seed: of the tokens.
+        progress: as for `with_progress`.
+
+    Returns:
+        Module path → (H,) in float64, from 0 to 1.
+
+    Raises:
+        HeadError: the model reads no tokens or is an encoder–decoder, or length or sequences are too small.
+        CalibrationError: the model does not take sequences of 2T tokens.
+        UnsupportedModelError: the model's family is not known.
+    """
+    config: Any = model.config
+    vocabulary = getattr(config.get_text_config(), "vocab_size", 0)
+    if not vocabulary or config.is_encoder_decoder:
+        raise HeadError(
+            f"{type(model).__name__} does not read one sequence of tokens; induction needs a repeated one"
+        )
+    if length < 2 or sequences < 1:
+        raise HeadError(f"got length {length} and {sequences} sequences; expected at least 2 tokens and 1 sequence")
+    generator = torch.Generator().manual_seed(seed)
+    device = model.get_input_embeddings().weight.device
+    tokens = torch.randint(vocabulary, (sequences, length), generator=generator).repeat(1, 2).to(device)
+    batches = [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in tokens]
+
+    def repeats(probs: Tensor, query_mask: Tensor, key_mask: Tensor) -> tuple[Tensor, Tensor]:
+        values = torch.zeros_like(probs[..., 0])
+        values[..., length:] = probs[..., length:, 1 : length + 1].diagonal(0, -2, -1)
+        counted = torch.zeros_like(query_mask)
+        counted[:, length:] = True
+        return values, counted
+
+    return observe(model, batches, PatternMeans({"induction": repeats}), progress=progress).result()["induction"]
+
+
+def _offsets(probs: Tensor) -> Tensor:
+    """Return t − s for each query t and key s, (T, S)."""
+    queries, keys = (torch.arange(size, device=probs.device) for size in probs.shape[2:])
+    return queries[:, None] - keys
+
+
+def _mask(mask: Tensor | None, shape: tuple[int, int], device: torch.device) -> Tensor:
+    return torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask.to(device).bool()

@@ -1,0 +1,111 @@
+"""Attention patterns of heads, against loops over queries."""
+
+from math import log
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from collab_compress.analysis import head_patterns, induction
+from collab_compress.analysis.patterns import PATTERNS
+from collab_compress.analysis.stream import read_heads
+from collab_compress.errors import HeadError
+
+
+def slow_value(name, row, query, visible):
+    """One head's pattern at one query with probabilities `row`, among the positions that are no padding; or None."""
+    if name == "entropy":
+        return -sum(float(p) * log(float(p)) for p in row if float(p) > 0)
+    if name == "distance":
+        return sum(float(p) * abs(query - key) for key, p in enumerate(row))
+    if name == "previous token":
+        return float(row[query - 1]) if query - 1 in visible else None
+    return float(row[visible[0]]) if query != visible[0] else None
+
+
+def slow_means(model, batches, name):
+    values = {}
+    for batch in batches:
+        ((readings,),) = read_heads([model], [batch], "probs")
+        for use, reading in readings:
+            if reading.site.kind == "cross" and name != "entropy":
+                continue
+            for sample, probs in enumerate(reading.probs):
+                queries, keys = (
+                    mask[sample].nonzero().flatten().tolist() for mask in (reading.real.query, reading.real.key)
+                )
+                for head, rows in enumerate(probs):
+                    for query in queries:
+                        value = slow_value(name, rows[query], query, keys)
+                        if value is not None:
+                            values.setdefault((use.name, use.number), {}).setdefault(head, []).append(value)
+    return {
+        use: torch.tensor([sum(found) / len(found) for found in heads.values()], dtype=torch.float64)
+        for use, heads in values.items()
+    }
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns_are_means_over_queries(either, name):
+    model, batches = either
+    found = head_patterns(model, batches)[name]
+    wanted = slow_means(model, batches, name)
+    assert len(found) == len(wanted)
+    for ours, right in zip(found.values(), wanted.values(), strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-6)
+
+
+def test_left_padding_does_not_count():
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=24, n_layer=2, n_head=3, n_positions=40)).eval()
+    ids = torch.randint(50, (1, 8))
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.int64), ids], 1)
+    mask = (torch.arange(12) >= 4).long()[None]
+    positions = (torch.arange(12) - 4).clamp_min(0)[None]
+    plain = head_patterns(model, [{"input_ids": ids}])
+    left = head_patterns(model, [{"input_ids": padded, "attention_mask": mask, "position_ids": positions}])
+    for name in PATTERNS:
+        for path, values in plain[name].items():
+            torch.testing.assert_close(left[name][path], values, rtol=1e-4, atol=1e-5)
+
+
+def test_one_token_has_no_previous_one(bert):
+    with pytest.raises(HeadError, match="two or more tokens"):
+        head_patterns(bert, [{"input_ids": torch.tensor([[5]])}])
+
+
+def test_an_induction_head_scores_one():
+    """A head that is made to find the key after an earlier copy of the query's token."""
+    length = 6
+    config = GPT2Config(vocab_size=11, n_embd=48, n_layer=1, n_head=1, n_positions=2 * length)
+    model = GPT2LMHeadModel(config).eval()
+    attention = model.transformer.h[0].attn
+    with torch.no_grad():
+        model.transformer.wte.weight.zero_()
+        model.transformer.wpe.weight.zero_()
+        for position in range(2 * length):
+            model.transformer.wpe.weight[position, position] = 1.0
+        attention.c_attn.weight.zero_()
+        attention.c_attn.bias.zero_()
+        for position in range(length, 2 * length):  # query of position i reads key of position i − length + 1
+            attention.c_attn.weight[position, position] = 100.0
+            attention.c_attn.weight[position - length + 1, 48 + position] = 100.0
+    (scores,) = induction(model, length=length, sequences=3).values()
+    assert float(scores) == pytest.approx(1, abs=1e-3)
+
+
+def test_induction_of_an_untrained_model_is_even_attention(bert):
+    for scores in induction(bert, length=8, sequences=4).values():
+        assert scores.shape == (3,)
+        assert ((scores > 0) & (scores < 0.5)).all()
+
+
+@pytest.mark.parametrize("options", [{"length": 1}, {"sequences": 0}])
+def test_induction_needs_a_sequence_to_repeat(bert, options):
+    with pytest.raises(HeadError, match="expected at least 2 tokens and 1 sequence"):
+        induction(bert, **options)
+
+
+def test_induction_is_of_one_sequence(make_tiny):
+    with pytest.raises(HeadError, match="does not read one sequence of tokens"):
+        induction(make_tiny("marian"))
