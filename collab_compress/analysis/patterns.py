@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from collab_compress.analysis.stream import Batches, Progress, Readings, Use, by_name, observe
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.errors import HeadError
+from collab_compress.heads import Part
 
 Pattern: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Function of attention probabilities (B, H, T, S) in float64, padding masks of queries (B, T) and of keys (B, S).
@@ -84,7 +85,7 @@ class PatternMeans:
         patterns: what to measure.
     """
 
-    part = "probs"
+    part: Part = "probs"
 
     def __init__(self, patterns: Mapping[str, Pattern] = PATTERNS) -> None:
         self._patterns = patterns

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from collab_compress.architectures import KINDS, Kind
@@ -51,16 +52,25 @@ class PenaltyOptions:
     """Weight of the penalty; the paper's if not given."""
 
     schedule: str = "constant"
-    """Schedule of the weight: constant, curriculum, anti-curriculum or scheduled."""
+    """Schedule of the weight or share: constant, curriculum, anti-curriculum or scheduled."""
 
     kinds: tuple[Kind, ...] | None = None
     """Kinds of attention: encoder, decoder, cross; the paper's choice if not given."""
+
+    share: float | None = None
+    """In place of a weight: the size of the weighted penalty as a share of the training loss, as 0.1. The weight then
+    follows from both at each forward pass and is treated as a constant."""
 
     def __post_init__(self) -> None:
         _known("loss", self.name, LOSSES)
         _known("schedule", self.schedule, SCHEDULES)
         if self.weight is not None and not self.weight >= 0:
             raise HeadError(f"the weight of {self.name} is {self.weight}; expected 0 or more")
+        if self.share is not None and (self.weight is not None or not 0 <= self.share < inf):
+            raise HeadError(
+                f"{self.name} has weight {self.weight} and share {self.share}; expected either a weight, or a share "
+                "of the training loss, 0 or more"
+            )
         if self.kinds is not None:
             _known_kinds(f"penalty {self.name}", self.kinds)
 
@@ -68,6 +78,11 @@ class PenaltyOptions:
     def acts_on(self) -> tuple[Kind, ...]:
         """The kinds of attention, the paper's where none are given."""
         return LOSSES[self.name].kinds if self.kinds is None else self.kinds
+
+    @property
+    def strength(self) -> float:
+        """The share, or the weight, or the paper's weight where neither is given."""
+        return next(value for value in (self.share, self.weight, LOSSES[self.name].weight) if value is not None)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 TASK = "task_loss"
 GROWTH = "nuclear-growth"
 FAINT = 1e-4  # a penalty below this share of the loss hardly acts
+TINY = 1e-12  # keeps the weight of a penalty of 0 finite
 
 
 class HeadSession:
@@ -107,8 +108,9 @@ class HeadSession:
             start = options.p if options.start is None else options.start
             drophead.p = SCHEDULES[options.schedule](progress, self.warmup, start, options.p)
         for name, penalty in self._penalties.items():
-            weight = LOSSES[penalty.name].weight if penalty.weight is None else penalty.weight
-            self._weights[name] = SCHEDULES[penalty.schedule](progress, self.warmup, weight, weight)
+            self._weights[name] = SCHEDULES[penalty.schedule](
+                progress, self.warmup, penalty.strength, penalty.strength
+            )
         if self._alphas is not None:
             self._alphas.step(progress)
             self._weights[GROWTH] = self._alphas.options.growth_weight
@@ -130,7 +132,11 @@ class HeadSession:
         """Return the weighted sum of all penalties of the last forward pass, to add to the training loss.
 
         Args:
-            loss: the training loss, to log it, and to warn if a penalty is too small to act.
+            loss: the training loss, to log it, and to warn if a penalty is too small to act; needed for penalties
+                that are a share of it.
+
+        Raises:
+            HeadError: a penalty is a share of the loss, and there is no loss.
         """
         self.penalised = True
         values: dict[str, Tensor] = {}
@@ -147,12 +153,21 @@ class HeadSession:
             self._add(TASK, loss)
         total = torch.zeros((), device=self._device)
         for name, value in values.items():
-            weighted = self._weights[name] * value
+            weighted = self._weight(name, value, loss) * value
             total = total + weighted.to(self._device)
             self._add(name, value)
             if loss is not None:
                 self._add(f"{name}/share", (weighted / loss.to(value.device)).abs())
         return total
+
+    def _weight(self, name: str, value: Tensor, loss: Tensor | None) -> float | Tensor:
+        """Return the weight of a penalty with this value, now."""
+        penalty = self._penalties.get(name)
+        if penalty is None or penalty.share is None:
+            return self._weights[name]
+        if loss is None:
+            raise HeadError(f"penalty {name} is a share of the training loss; pass the loss to penalty()")
+        return self._weights[name] * loss.detach().abs().to(value.device) / value.detach().abs().clamp_min(TINY)
 
     def logs(self) -> dict[str, float]:
         """Return the unweighted mean of each penalty and its share of the loss, over the passes since the last call.

@@ -74,6 +74,44 @@ def test_penalties_combine_and_are_logged_one_by_one(make_undropped, batch):
     assert not {name for name in session.logs() if not name.startswith("drophead")}
 
 
+@pytest.mark.parametrize("name", ["agreement", "hsic", "bhattacharyya"])
+def test_a_penalty_can_be_a_share_of_the_loss(name, make_undropped, batch):
+    model = make_undropped("bert")
+    session = HeadSession(model, HeadTraining(penalties=(PenaltyOptions(name, share=0.1, schedule="curriculum"),)))
+    for progress in (0.0, 0.5, 1.0):
+        session.step(progress)
+        model.zero_grad()
+        model(**batch)
+        penalty = session.penalty(torch.tensor(2.5))
+        assert abs(penalty.item()) == pytest.approx(0.25 * progress, rel=1e-4)
+        value = session.logs()[name]
+        penalty.backward()
+        scaled = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+        with HeadSession(model, HeadTraining(penalties=(PenaltyOptions(name, weight=1.0),))) as plain:
+            model.zero_grad()
+            model(**batch)
+            plain.penalty().backward()
+        for key, gradient in scaled.items():  # the weight itself has no gradient
+            plain_gradient = model.get_parameter(key).grad
+            torch.testing.assert_close(
+                gradient, plain_gradient * (0.25 * progress / abs(value)), rtol=1e-3, atol=1e-7
+            )
+
+
+def test_a_share_needs_a_loss(make_undropped, batch):
+    model = make_undropped("bert")
+    with HeadSession(model, HeadTraining(penalties=(PenaltyOptions("agreement", share=0.1),))) as session:
+        model(**batch)
+        with pytest.raises(HeadError, match="pass the loss to penalty"):
+            session.penalty()
+
+
+@pytest.mark.parametrize("options", [{"share": -0.1}, {"share": float("nan")}, {"share": 0.1, "weight": 1.0}])
+def test_a_penalty_has_a_weight_or_a_share(options):
+    with pytest.raises(HeadError, match="either a weight, or a share"):
+        PenaltyOptions("agreement", **options)
+
+
 def test_a_penalty_weighs_by_kind(make_undropped, make_batch):
     model, batch = make_undropped("marian"), make_batch("marian")
     weights = {"encoder": 1.0, "cross": 3.0}
