@@ -22,7 +22,14 @@ from collab_compress.analysis.covariance import (
     model_covariances,
 )
 from collab_compress.analysis.diversity import Discrepancy, bhattacharyya, discrepancy, discrepancy_growth
-from collab_compress.analysis.dominance import Dominance, PruningPoint, dominant_heads, pruning_curve, split_rows
+from collab_compress.analysis.dominance import (
+    Dominance,
+    PruningPoint,
+    dominant_heads,
+    pruning_curve,
+    random_importance,
+    split_rows,
+)
 from collab_compress.analysis.energy import (
     Energy,
     FeedForwardEnergy,
@@ -92,6 +99,7 @@ __all__ = [
     "paper_table_1",
     "plan",
     "pruning_curve",
+    "random_importance",
     "sample_cka",
     "skew_symmetry",
     "split_rows",

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, nan
-from typing import TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.stream import Batches, Progress, with_progress
+from collab_compress.analysis.stream import Batches, Progress, read_heads, unpadded_vectors, with_progress
 from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
+from collab_compress.attention.install import HeadCall
 from collab_compress.calibration import Batch
 from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
 from collab_compress.conversion.drift import main_output, token_mask
@@ -21,6 +22,8 @@ from collab_compress.heads import HeadMask, least_important, masks_without
 
 Score: TypeAlias = Callable[[PreTrainedModel], float]
 Masks: TypeAlias = dict[str, Tensor]
+Ablation = Literal["zero", "mean", "resample"]
+"""What replaces the output of a silenced head: zeros, its mean over tokens, or its output for another sequence."""
 
 SHARES = tuple(step / 10 for step in range(11))
 
@@ -86,9 +89,15 @@ def dominant_heads(
     greater_is_better: bool = True,
     kinds: Collection[Kind] = KINDS,
     heads: Mapping[str, int] | None = None,
+    ablation: Ablation = "zero",
+    reference: Batches | None = None,
     progress: Progress = False,
 ) -> Dominance:
     """Return how the score changes when one head at a time is silenced ("Scheduled DropHead", Table 4).
+
+    Zeros, as in the paper, put the next layer's input out of its usual range. Mean ablation ("Interpretability in the
+    Wild", Wang et al., 2022) and resampling ("Causal Scrubbing", Chan et al., 2022) keep it there, and remove only
+    what the head reads from the input.
 
     Other arguments and errors are those of `head_covariances`.
 
@@ -101,16 +110,26 @@ def dominant_heads(
         greater_is_better: whether a greater `score` is better; False for perplexity.
         heads: module path → the one head to silence there, as a dominant head on other data; every head of every
             module if not given.
+        ablation: what replaces the output of a silenced head: `zero`; `mean`, its mean over the tokens of
+            `reference`; or `resample`, its output at the same position of the previous sequence in the batch.
+        reference: batches for the means, keyword arguments for the model.
         progress: as for `with_progress`, over scores, or over batches for the drift.
 
     Raises:
-        HeadError: neither or both of score and batches, or a score that is no finite number.
+        HeadError: neither or both of score and batches, a score that is no finite number, an unknown ablation,
+            `mean` without reference, or `resample` in a batch of one sequence.
     """
     sites = find_attention(model, FAMILIES, kinds=kinds)
     every = [(site.name, head) for site in sites for head in range(site.heads)]
     single = every if heads is None else list(heads.items())
     masks: list[Masks] = [{}, *(masks_without(model, {name: [head]}) for name, head in single)]
-    baseline, *scores = _scores(model, masks, score, batches, progress)
+    if ablation not in get_args(Ablation) or (ablation == "mean") != (reference is not None):
+        raise HeadError(
+            f"ablation is {ablation!r}, {'with' if reference is not None else 'without'} reference; expected one of "
+            f"{', '.join(get_args(Ablation))}, and reference batches for mean alone"
+        )
+    with _ablation(model, ablation, reference) as mask:
+        baseline, *scores = _scores(model, mask, masks, score, batches, progress)
     changes = {site.name: torch.full((site.heads,), nan, dtype=torch.float64) for site in sites}
     for (name, head), value in zip(single, scores, strict=True):
         changes[name][head] = value - baseline
@@ -142,11 +161,27 @@ def pruning_curve(
         HeadError: a share, a module or an importance is wrong.
     """
     silenced = [least_important(importance, share) for share in shares]
-    scores = _scores(model, [masks_without(model, heads) for heads in silenced], score, batches, progress)
+    with HeadMask(model) as mask:
+        masks = [masks_without(model, heads) for heads in silenced]
+        scores = _scores(model, mask, masks, score, batches, progress)
     return [
         PruningPoint(share, heads, sum(map(len, heads.values())), value)
         for share, heads, value in zip(shares, silenced, scores, strict=True)
     ]
+
+
+def random_importance(model: PreTrainedModel, *, kinds: Collection[Kind] = KINDS, seed: int = 0) -> dict[str, Tensor]:
+    """Return a random importance for each head, with which `pruning_curve` gives the baseline of an importance.
+
+    Returns:
+        Module path → (H,), uniform between 0 and 1.
+
+    Raises:
+        UnsupportedModelError: the model's family is not known, or it has no attention of these types.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sites = find_attention(model, FAMILIES, kinds=kinds)
+    return {site.name: torch.rand(site.heads, generator=generator) for site in sites}
 
 
 def split_rows(batches: Batches) -> tuple[list[Batch], list[Batch]]:
@@ -165,8 +200,55 @@ def split_rows(batches: Batches) -> tuple[list[Batch], list[Batch]]:
     return choosing, scoring
 
 
+class AblatedHeads(HeadMask):
+    """A `HeadMask` whose silenced heads give other outputs in place of zeros: ξ_h · Z_h + (1 − ξ_h) · Z'_h.
+
+    Args:
+        model: stock or edited.
+        means: module path → Z' (H, s); the outputs for the previous sequence of the batch if not given.
+    """
+
+    def __init__(self, model: PreTrainedModel, means: Mapping[str, Tensor] | None = None) -> None:
+        self._means = means
+        super().__init__(model)
+
+    def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
+        """Replace the silenced heads of outputs (B, T, H, s)."""
+        name = self._sites[call.module].name
+        mask = self._masks.get(name)
+        if mask is None:
+            return outputs
+        if self._means is not None:
+            others = self._means[name].to(outputs)
+        elif len(outputs) > 1:
+            others = outputs.roll(1, 0)
+        else:
+            raise HeadError(f"{name}: a batch of one sequence has no other to resample from; pass larger batches")
+        masked: Tensor = super().__call__(outputs, call)
+        return masked + others * (1 - mask.to(outputs))[:, None]
+
+
+def _ablation(model: PreTrainedModel, ablation: Ablation, reference: Batches | None) -> HeadMask:
+    if ablation == "zero":
+        return HeadMask(model)
+    return AblatedHeads(model, None if reference is None else _mean_outputs(model, reference))
+
+
+def _mean_outputs(model: PreTrainedModel, batches: Batches) -> dict[str, Tensor]:
+    """Return the mean output of each head over tokens that are no padding: module path → (H, s)."""
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+    for (readings,) in read_heads([model], batches, "outputs"):
+        for use, reading in readings:
+            vectors = unpadded_vectors(reading, "outputs").double()  # (N, H, s)
+            sums[use.name] = sums.get(use.name, 0) + vectors.sum(0)
+            counts[use.name] = counts.get(use.name, 0) + len(vectors)
+    return {name: total / counts[name] for name, total in sums.items()}
+
+
 def _scores(
     model: PreTrainedModel,
+    mask: HeadMask,
     masks: Sequence[Masks],
     score: Score | None,
     batches: Batches | None,
@@ -175,17 +257,16 @@ def _scores(
     """Return the score of the model under each of several masks."""
     if (score is None) == (batches is None):
         raise HeadError("pass either score=, a function of the model, or batches=, on which its outputs drift")
-    with HeadMask(model) as mask:
-        if score is None:
-            return _drifts(model, mask, masks, batches or (), progress)
-        scores = []
-        for silenced in with_progress(masks, progress, "scores"):
-            mask.set(silenced)
-            value = float(score(model))
-            if not isfinite(value):
-                raise HeadError(f"the score is {value}; expected a finite number")
-            scores.append(value)
-        return scores
+    if score is None:
+        return _drifts(model, mask, masks, batches or (), progress)
+    scores = []
+    for silenced in with_progress(masks, progress, "scores"):
+        mask.set(silenced)
+        value = float(score(model))
+        if not isfinite(value):
+            raise HeadError(f"the score is {value}; expected a finite number")
+        scores.append(value)
+    return scores
 
 
 def _drifts(

@@ -7,7 +7,7 @@ import torch
 from transformers import BertForQuestionAnswering, BertForSequenceClassification
 
 from collab_compress import HeadMask, head_importance, prune_heads_
-from collab_compress.analysis import Dominance, dominant_heads, pruning_curve, split_rows
+from collab_compress.analysis import Dominance, dominant_heads, pruning_curve, random_importance, split_rows
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.attention.install import head_hooks
 from collab_compress.errors import HeadError
@@ -58,6 +58,59 @@ def test_padding_does_not_count_in_answers(make_tiny, batch):
     longer = {name: torch.nn.functional.pad(value, (0, 4)) for name, value in batch.items()}
     changes, expected = (dominant_heads(model, batches=[data]).changes[f"bert.{NAME}"] for data in (longer, batch))
     torch.testing.assert_close(changes, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("ablation", ["mean", "resample"])
+def test_a_silenced_head_can_give_other_outputs(either, ablation):
+    """A hook on the output projection replaces the head's part of its input."""
+    model, batches = either
+    options = {"ablation": ablation, "reference": batches if ablation == "mean" else None}
+    found = dominant_heads(model, lambda m: sums_of(m, batches), **options)
+    for site in find_attention(model, FAMILIES):
+        projection = site.part(site.family.output)
+        for head in range(site.heads):
+            mean = mean_input(model, site, batches).unflatten(-1, (site.heads, -1))[head]
+
+            def replace(_, args, head=head, mean=mean, heads=site.heads):
+                split = args[0].unflatten(-1, (heads, -1)).clone()
+                split[:, :, head] = mean if ablation == "mean" else split[:, :, head].roll(1, 0)
+                return (split.flatten(-2),)
+
+            handle = projection.register_forward_pre_hook(replace)
+            change = sums_of(model, batches) - found.baseline
+            handle.remove()
+            assert float(found.changes[site.name][head]) == pytest.approx(change, rel=1e-3, abs=2e-3)
+
+
+def mean_input(model, site, batches):
+    """The mean input of a module's output projection over tokens that are no padding."""
+    inputs = []
+    mask_name = "attention_mask"
+    if site.kind != "encoder" and "decoder_attention_mask" in batches[0]:
+        mask_name = "decoder_attention_mask"
+    for batch in batches:
+        mask = batch[mask_name].bool()
+        handle = site.part(site.family.output).register_forward_pre_hook(
+            lambda _, args, mask=mask: inputs.append(args[0][mask])
+        )
+        with torch.no_grad():
+            model(**batch)
+        handle.remove()
+    return torch.cat(inputs).mean(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ablation": "noise"}, "expected one of zero, mean, resample"),
+        ({"ablation": "mean"}, "'mean', without reference"),
+        ({"ablation": "zero", "reference": []}, "'zero', with reference"),
+        ({"ablation": "resample"}, "no other to resample from"),
+    ],
+)
+def test_ablation_has_what_it_needs(make_tiny, make_batch, options, message):
+    with pytest.raises(HeadError, match=message):
+        dominant_heads(make_tiny("bert"), batches=[make_batch("bert", batch=1)], **options)
 
 
 @pytest.mark.parametrize("greater_is_better", [True, False])
@@ -194,3 +247,13 @@ def test_what_cannot_be_scored_is_refused(bert, batch):
     with pytest.raises(HeadError, match="no attention module 'nowhere'"):
         pruning_curve(bert, {"nowhere": torch.ones(3)}, batches=[batch])
     assert not any(head_hooks(site.module) for site in find_attention(bert, FAMILIES))
+
+
+def test_random_importance_is_of_every_head_and_seeded(make_tiny):
+    model = make_tiny("marian")
+    first, again, other = (random_importance(model, seed=seed) for seed in (0, 0, 1))
+    assert {name: len(values) for name, values in first.items()} == {
+        site.name: site.heads for site in find_attention(model, FAMILIES)
+    }
+    assert all(torch.equal(first[name], again[name]) and not torch.equal(first[name], other[name]) for name in first)
+    assert set(random_importance(model, kinds=("cross",))) < set(first)
