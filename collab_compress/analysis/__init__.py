@@ -49,7 +49,7 @@ from collab_compress.analysis.sharing import (
     mixing_matrices,
     skew_symmetry,
 )
-from collab_compress.analysis.similarity import SVCCA, cka, sample_cka, svcca
+from collab_compress.analysis.similarity import SVCCA, bootstrap_interval, cka, sample_cka, svcca
 from collab_compress.analysis.stream import with_progress
 from collab_compress.heads import average_distance, confidence
 
@@ -74,6 +74,7 @@ __all__ = [
     "attention_maps",
     "average_distance",
     "bhattacharyya",
+    "bootstrap_interval",
     "cka",
     "confidence",
     "content_share",

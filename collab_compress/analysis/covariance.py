@@ -78,6 +78,24 @@ class JointCovariance:
         running.add([(str(place), x[:, None]) for place, x in enumerate(representations)])
         return replace(running.result("representations"), leading=leading)
 
+    @classmethod
+    def pooled(cls, parts: Sequence[JointCovariance]) -> JointCovariance:
+        """Return the covariance of the tokens of several parts together, which have the same blocks.
+
+        Raises:
+            HeadError: there are no parts, or their blocks differ.
+        """
+        if not parts or any((part.labels, part.widths) != (parts[0].labels, parts[0].widths) for part in parts):
+            raise HeadError(f"got {len(parts)} covariances; expected at least one, all with the same blocks")
+        count = sum(part.count for part in parts)
+        mean = torch.stack([part.mean * part.count for part in parts]).sum(0) / count
+        scatter = torch.zeros_like(parts[0].matrix)
+        for part in parts:
+            shift = part.mean - mean
+            scatter += part.matrix * (part.count - 1) + part.count * torch.outer(shift, shift)
+        precision = max(part.precision for part in parts)
+        return replace(parts[0], mean=mean, matrix=scatter / (count - 1), count=count, precision=precision)
+
     @property
     def rows(self) -> range:
         """Blocks that are compared with `columns`."""

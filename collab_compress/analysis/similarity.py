@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -182,6 +182,48 @@ def sample_cka(tokens: Tensor | Sequence[Tensor], kernel: Kernel = "rbf", *, unb
     dependence = _hsic(centred, widths, unbiased)
     norms = dependence.diagonal().clamp(min=0).sqrt()
     return _ratio(dependence, norms, norms)
+
+
+def bootstrap_interval(
+    measure: Callable[[JointCovariance], float],
+    parts: Sequence[JointCovariance],
+    *,
+    resamples: int = 1000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Return the percentile bootstrap interval of a similarity over sequences.
+
+    Tokens of one sequence depend on each other, so whole parts are drawn, with replacement. To judge a similarity
+    between two models, compare it with that of two models trained with different seeds (`model_covariances`).
+
+        parts = [head_covariances(model, [batch])["encoder.layer.0.attention.self"] for batch in batches]
+        low, high = bootstrap_interval(lambda joint: mean_over_pairs(cka(joint)), parts)
+
+    Args:
+        measure: function of a covariance, as the mean of `cka` or of `svcca`.
+        parts: covariances of disjoint groups of sequences, two at least, as of one batch each.
+        resamples: number of bootstrap samples.
+        confidence: share of them inside the interval.
+        seed: of the draws.
+
+    Returns:
+        Lower and upper bound.
+
+    Raises:
+        HeadError: fewer than two parts or different ones, no resamples, or a confidence out of range.
+    """
+    if len(parts) < 2 or resamples < 1 or not 0 < confidence < 1:
+        raise HeadError(
+            f"got {len(parts)} parts, {resamples} resamples and confidence {confidence}; expected at least 2 parts, "
+            "1 resample, and a confidence between 0 and 1"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.randint(len(parts), (resamples, len(parts)), generator=generator)
+    values = [measure(JointCovariance.pooled([parts[part] for part in draw])) for draw in draws.tolist()]
+    tail = (1 - confidence) / 2
+    low, high = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([tail, 1 - tail]).double()).tolist()
+    return low, high
 
 
 def _centre(tokens: Tensor) -> Tensor:

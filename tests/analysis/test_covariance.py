@@ -42,6 +42,18 @@ def test_it_is_the_covariance_of_all_tokens(draw, widths, size):
     assert found.count == 200
 
 
+def test_parts_are_pooled(draw):
+    x = draw(tokens=50)
+    parts = [JointCovariance.of(list(part.unbind(1))) for part in x.split([7, 2, 41])]
+    found, right = JointCovariance.pooled(parts), JointCovariance.of(list(x.unbind(1)))
+    torch.testing.assert_close(found.matrix, right.matrix)
+    torch.testing.assert_close(found.mean, right.mean)
+    assert (found.count, found.labels, found.widths) == (50, right.labels, right.widths)
+    for wrong in ([], [parts[0], JointCovariance.of(list(x[:, :2].unbind(1)))]):
+        with pytest.raises(HeadError, match="all with the same blocks"):
+            JointCovariance.pooled(wrong)
+
+
 def test_more_columns_than_a_panel():
     x = torch.randn(5000, 210, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.testing.assert_close(of_parts([x], (100, 110)).matrix, torch.tensor(np.cov(x.numpy(), rowvar=False)))

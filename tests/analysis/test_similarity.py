@@ -6,7 +6,15 @@ import torch
 from sklearn.cross_decomposition import CCA
 from sklearn.metrics.pairwise import rbf_kernel
 
-from collab_compress.analysis import JointCovariance, cka, mean_over_pairs, sample_cka, similarity, svcca
+from collab_compress.analysis import (
+    JointCovariance,
+    bootstrap_interval,
+    cka,
+    mean_over_pairs,
+    sample_cka,
+    similarity,
+    svcca,
+)
 from collab_compress.errors import HeadError
 
 
@@ -289,3 +297,25 @@ def test_cka_refuses_what_it_cannot_measure(draw):
         sample_cka([torch.ones(9, 2), torch.ones(8, 2)])
     with pytest.raises(HeadError, match="expected a matrix"):
         mean_over_pairs(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("measure", [lambda joint: svcca(joint).mean, lambda joint: mean_over_pairs(cka(joint))])
+def test_an_interval_is_that_of_measures_on_drawn_sequences(draw, measure):
+    sequences = draw(tokens=120).split(15)
+    parts = [JointCovariance.of(list(tokens.unbind(1))) for tokens in sequences]
+    found = bootstrap_interval(measure, parts, resamples=40, confidence=0.9, seed=3)
+    generator = torch.Generator().manual_seed(3)
+    values = []
+    for draw_ in torch.randint(8, (40, 8), generator=generator):
+        tokens = torch.cat([sequences[number] for number in draw_])
+        values.append(measure(JointCovariance.of(list(tokens.unbind(1)))))
+    assert found == pytest.approx(tuple(np.quantile(values, [0.05, 0.95])), rel=1e-6)
+    assert found[0] < measure(JointCovariance.pooled(parts)) < found[1]
+
+
+@pytest.mark.parametrize("options", [{"count": 1}, {"resamples": 0}, {"confidence": 1.0}])
+def test_an_interval_needs_parts(draw, options):
+    count = options.pop("count", 3)
+    parts = [JointCovariance.of(list(part.unbind(1))) for part in draw(tokens=30).split(10)[:count]]
+    with pytest.raises(HeadError, match="expected at least 2 parts"):
+        bootstrap_interval(lambda joint: svcca(joint).mean, parts, **options)
